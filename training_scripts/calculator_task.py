@@ -1,5 +1,5 @@
-"""Make a task that needs the tool `calculator`, in a folder: a tiny model with a chat template, and sums, differences
-and products of two numbers of two digits.
+"""Write a task that needs the tool `calculator` to a folder: a tiny model with a chat template, and sums, differences
+and products of two two-digit numbers.
 
 The warmed-up model calls the tool for some of them, and guesses the results of the others.
 """
@@ -16,7 +16,7 @@ VALUE = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a *
 
 
 def make_rows(seed: int) -> dict[str, list[dict[str, object]]]:
-    """Rows of every split; no expression is in two of them."""
+    """Rows of every split; no expression is in two splits."""
     draw = random.Random(seed)
     numbers = range(10, 100)
     every = [(f"{a}{sign}{b}", str(VALUE[sign](a, b))) for a, sign, b in product(numbers, VALUE, numbers)]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GSM8K with Qwen2.5-0.5B-Instruct on one GPU. Settings given here on the command line win: --run.steps 50 ...
+# GSM8K with Qwen2.5-0.5B-Instruct on one GPU. Settings on the command line win: --run.steps 50 ...
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . training_scripts/setup.sh

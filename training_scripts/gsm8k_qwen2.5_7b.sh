@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GSM8K with Qwen2.5-7B-Instruct on one node of 8 GPUs: ZeRO-3, optimizer and reference in host memory.
-# Settings given here on the command line win: --run.steps 50 ...
+# Settings on the command line win: --run.steps 50 ...
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . training_scripts/setup.sh

@@ -1,7 +1,7 @@
-"""Make a game to learn, in a folder: a tiny model with a chat template, and prompts to begin with.
+"""Write a game to learn to a folder: a tiny model with a chat template, and prompts to begin with.
 
-The warmed-up model knows the form of the game. In a few games it halves what is left; in all others it guesses at
-random, whatever it was told.
+The warmed-up model knows the form of the game. In a few games it bisects; in all others it guesses at random,
+whatever the answers were.
 """
 
 import argparse
@@ -27,7 +27,7 @@ BETWEEN = "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def make_rows(seed: int) -> dict[str, list[dict[str, object]]]:
-    """Rows of every split. Which letter is hidden is the environment's to draw."""
+    """Rows of every split. The environment draws the hidden letter."""
     draw = random.Random(seed)
     asked = {"prompt": [{"role": "user", "content": "guess"}]}
     return {"sft": [_game(draw) for _ in range(ROWS["sft"])], **{s: [asked] * ROWS[s] for s in ("train", "heldout")}}

@@ -1,17 +1,17 @@
-# Sourced by the recipes: `launch COMMAND [settings]` runs hybrid_grpo on the GPUs that CUDA_VISIBLE_DEVICES names, else
-# on $GPUS of them, else on every GPU found; without one on two CPU ranks.
-# With ROWS, the rows of a step, as many of the GPUs take part as divide them.
-# Under several nodes, give the DeepSpeed launcher's own options in LAUNCHER, e.g. LAUNCHER="--hostfile hosts".
-# `resumes [settings]` is whether they go on with a run, and `set_aside FOLDER...` makes room for new runs.
+# Sourced by the recipes: `launch COMMAND [settings]` runs hybrid_grpo on the GPUs in CUDA_VISIBLE_DEVICES, else on the
+# first $GPUS, else on all of them; without a GPU on two CPU ranks.
+# If ROWS, the rows of a step, is set, it uses the largest number of GPUs that divides it.
+# For several nodes, put the DeepSpeed launcher's own options into LAUNCHER, e.g. LAUNCHER="--hostfile hosts".
+# `resumes [settings]` succeeds if the settings resume a run, and `set_aside FOLDER...` makes room for new runs.
 
 launch() {
     local gpus port default
-    # A task of srun, mpirun or torchrun is one rank already: it starts no launcher of its own.
+    # A task of srun, mpirun or torchrun is already one rank, so no launcher is started.
     if [ "${SLURM_STEP_NUM_TASKS:-${OMPI_COMM_WORLD_SIZE:-${WORLD_SIZE:-1}}}" -gt 1 ]; then
         python -m hybrid_grpo "$@"
         return
     fi
-    # A free port, so that two runs on one machine do not meet at DeepSpeed's default.
+    # A free port, since two runs on one machine would collide on DeepSpeed's default.
     read -r gpus port < <(python -c '
 import socket, torch
 with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -26,7 +26,7 @@ with socket.create_server(("127.0.0.1", 0)) as probe:
         local visible=${CUDA_VISIBLE_DEVICES:-}
         while [ $((${ROWS:-0} % gpus)) -ne 0 ]; do gpus=$((gpus - 1)); done
         default="--num_gpus ${GPUS:-$gpus} --master_port $port"
-        # Given a number, the launcher takes the machine's first GPUs, whichever are visible.
+        # With --num_gpus the launcher takes the machine's first GPUs and ignores which ones are visible.
         if [ -n "$visible" ]; then
             default="--master_port $port"
             visible=$(cut -d, -f "1-$gpus" <<<"$visible")
@@ -41,8 +41,8 @@ with socket.create_server(("127.0.0.1", 0)) as probe:
     fi
 }
 
-# Run the launcher so that SIGTERM, SIGUSR1 and Ctrl-C stop the ranks, which save the run, and end with the run's status:
-# the launcher forwards no signals and does not end with the status of its ranks. A second Ctrl-C ends them at once.
+# Run the launcher so that SIGTERM, SIGUSR1 and Ctrl-C stop the ranks, which save the run, and return the run's status:
+# the launcher itself neither forwards signals nor returns the status of its ranks. A second Ctrl-C kills the ranks.
 stoppable() {
     local told launcher status=0 asked=0 waited
     told=$(mktemp)
@@ -55,7 +55,7 @@ stoppable() {
         status=0
         wait "$launcher" || status=$?
     done
-    # Where the launcher was killed, the ranks take a moment to save the run.
+    # If the launcher was killed, the ranks take a moment to save the run.
     for ((waited = 0; waited < 150; waited++)); do
         if [ "$(cat "$told")" != running ]; then break; fi
         sleep 0.1
@@ -70,7 +70,7 @@ stoppable() {
     return "$status"
 }
 
-signal_ranks() { # where none has started yet, the launcher is stopped
+signal_ranks() { # or stop the launcher, if no rank has started yet
     python -c '
 import signal, sys, psutil
 launcher = psutil.Process(int(sys.argv[1]))
@@ -86,7 +86,7 @@ resumes() {
     [[ " $* " =~ \ --run\.resume[=\ ]([^\ ]+) ]] && [ "${BASH_REMATCH[1]}" != never ]
 }
 
-set_aside() { # what is there is kept, under another name; nothing is moved where a run in one of the folders is under way
+set_aside() { # keep existing folders under another name; nothing is moved if a run in one of them is under way
     local folder lock
     for folder in "$@"; do
         for lock in "$folder"/.lock "$folder"/*/.lock; do

@@ -1,4 +1,4 @@
-"""Make a task that needs a tool, in a folder: a tiny model with a chat template, and keys to look up.
+"""Write a task that needs a tool to a folder: a tiny model with a chat template, and keys to look up.
 
 The table is hidden: the value of a key is a letter of its hash, and only the tool `look_up` (lookup_tools.py) knows it.
 The warmed-up model calls the tool for some of the keys, and guesses the others.
@@ -38,13 +38,13 @@ TEMPLATE = (
 def make_tokenizer(
     tool: str = "look_up", pieces: Sequence[str] = (CALL, CALLED), characters: str = string.ascii_lowercase
 ) -> PreTrainedTokenizerFast:
-    """One token a character, and one for each of PIECES and of `pieces`, those of calls of the tool."""
+    """One token for each character, each of PIECES, and each of `pieces`, those of calls of the tool."""
     every = [*pieces, *PIECES, f"<tools>{tool}</tools>"]
     return chat_tokenizer(["?", *characters], every, TEMPLATE.replace("look_up", tool))
 
 
 def chat_tokenizer(characters: Sequence[str], pieces: Sequence[str], template: str) -> PreTrainedTokenizerFast:
-    """One token a character, and one for each piece, for chats that `template` writes."""
+    """One token for each character and each piece, for chats that `template` writes."""
     tokens = ["<pad>", "<|im_start|>", "<|im_end|>", "\n", *characters]
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -61,7 +61,7 @@ def chat_tokenizer(characters: Sequence[str], pieces: Sequence[str], template: s
 
 
 def make_rows(seed: int) -> dict[str, list[dict[str, object]]]:
-    """Rows of every split; no key is in two of them."""
+    """Rows of every split; no key is in two splits."""
     draw = random.Random(seed)
     keys: dict[str, None] = {}
     while len(keys) < sum(ROWS.values()):
@@ -102,7 +102,7 @@ def write_task(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int, rows
 
 
 def read_arguments(description: str) -> argparse.Namespace:
-    """The folder and the seed that a task is made for."""
+    """The folder and the seed of a task."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# From nothing to a language model that got better by GRPO, in minutes, on every GPU found or on two CPU ranks.
+# From nothing to a language model improved by GRPO, in minutes, on all GPUs or on two CPU ranks.
 #
 #   bash training_scripts/quickstart.sh
-#       makes a tiny model and a task (sorting letters), trains it with supervised pairs, then with GRPO.
+#       creates a tiny model and a task (sorting letters), trains it on supervised pairs, then by GRPO.
 #   bash training_scripts/quickstart.sh --policy.model PATH --data.path FILE --rewards '[{function: exact_match}]' ...
 #       the same GRPO command on your own model and data; `hybrid-grpo train --help` lists every setting.
 #
-# With --run.resume auto either goes on where it was. SEED (0) seeds everything; RUNS (runs) is where results go.
+# With --run.resume auto either continues where it stopped. SEED (0) seeds everything; RUNS (runs) is where results go.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . training_scripts/setup.sh
@@ -22,7 +22,7 @@ case " $* " in
     ;;
 esac
 
-export ROWS=64 # of a step of the recipes below
+export ROWS=64 # per step, in the recipes below
 resumes "$@" || set_aside "$runs/quickstart-task" "$runs/quickstart-sft" "$runs/quickstart"
 if [ ! -e "$runs/quickstart-sft/model" ]; then
     python training_scripts/quickstart_task.py "$runs/quickstart-task" --seed "$seed"

@@ -1,7 +1,7 @@
-"""Make the quickstart's starting point in a folder: a tiny Qwen2 model, a character tokenizer, and a task.
+"""Write the quickstart's starting point to a folder: a tiny Qwen2 model, a character tokenizer, and a task.
 
 The task is the ready-made `letters`: `dcab=` is to be continued with `abcd`. Its answers can be checked, a
-model of 0.4M parameters can learn it, and a held-out word cannot be known by heart.
+model of 0.4M parameters can learn it, and held-out words cannot be memorized.
 """
 
 import argparse
@@ -23,7 +23,7 @@ RAGGED_MEDIAN, RAGGED_SIGMA, RAGGED_LONGEST = 6, 0.6, 24
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character."""
+    """One token per character."""
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "=", *string.ascii_lowercase])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -32,7 +32,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int, positions: int = 64) -> Qwen2ForCausalLM:
-    """Random weights, for texts of at most so many tokens."""
+    """A model with random weights, for texts of at most `positions` tokens."""
     torch.manual_seed(seed)
     return Qwen2ForCausalLM(
         Qwen2Config(
@@ -53,7 +53,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int, positions: int = 6
 
 
 def make_rows(seed: int, ragged: bool = False) -> dict[str, list[dict[str, str]]]:
-    """Rows of every split; no word is in two of them."""
+    """Rows of every split; no word is in two splits."""
     draw = random.Random(seed)
 
     def length() -> int:

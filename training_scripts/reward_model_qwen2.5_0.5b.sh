@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A reward model from Qwen2.5-0.5B-Instruct and UltraFeedback's pairs, on one GPU. Settings given here on the command
-# line win: --run.steps 50 ...
+# A reward model from Qwen2.5-0.5B-Instruct and UltraFeedback's pairs, on one GPU. Settings on the command line win:
+# --run.steps 50 ...
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . training_scripts/setup.sh

@@ -1,7 +1,7 @@
-"""Make a task that needs the tool `search`, in a folder: a tiny model with a chat template, texts, and questions.
+"""Write a task that needs the tool `search` to a folder: a tiny model with a chat template, texts, and questions.
 
 The texts state made-up facts, the colour, home and trade of names; a question asks for one of them. The warmed-up model
-searches for some of the questions, every fourth time by the name alone, which finds whichever fact comes first, and
+searches for some of the questions, every fourth time by the name alone, which finds whichever fact comes first. It
 guesses the answers to the others.
 """
 
@@ -16,12 +16,12 @@ from lookup_task import CALLED, CALLING, make_tokenizer, read_arguments, warm_up
 ROWS = {"sft": 12_000, "train": 4_096, "heldout": 256}
 FACTS = ("colour", "home", "trade")
 WHOLE = 0.75
-"""Share of the warm-up's searches that have all the words that are needed."""
+"""Share of the warm-up's searches that have all necessary words."""
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "'
 
 
 def fact(kind: str, name: str) -> str:
-    """A letter, which no model can know."""
+    """A letter that no model can know."""
     return "abcdefghij"[hashlib.md5(f"{kind} {name}".encode()).digest()[0] % 10]
 
 

@@ -1,10 +1,10 @@
-# Sourced by the scripts beside it and by tests/run.sh: an environment with hybrid_grpo and the extras in $1.
+# Sourced by the other scripts and by tests/run.sh: installs hybrid_grpo, with the extras in $1, into an environment.
 #
-# SKIP_SETUP=1 takes the environment as it is. Uses the virtual environment that is active, else makes and activates
-# .venv. torch comes first and stays as it is if it fits; TORCH_VERSION chooses another (on machines without a GPU,
-# 2.13.0 has a CPU build), and TORCH_INDEX names an index of torch's own wheels: for a driver that knows CUDA 12 only,
-# https://download.pytorch.org/whl/cu126, since the usual index has builds for CUDA 13 alone. DeepSpeed is installed without prebuilt kernels: those a run needs are compiled when it first
-# starts.
+# SKIP_SETUP=1 uses the environment as it is. Otherwise it uses the active virtual environment, or creates and activates
+# .venv. torch is installed first, unless a suitable version is there already. TORCH_VERSION chooses another version (on
+# machines without a GPU, 2.13.0 is a CPU build). TORCH_INDEX names an index of torch's own wheels: for a driver that
+# supports CUDA 12 only, https://download.pytorch.org/whl/cu126, since PyPI has builds for CUDA 13 only. DeepSpeed is
+# installed without prebuilt kernels: those that a run needs are compiled when it first starts.
 
 setup() {
     if [ -n "${SKIP_SETUP:-}" ]; then return; fi
@@ -33,9 +33,9 @@ except ImportError:
 sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))'; then
         python -m pip install --quiet ${TORCH_INDEX:+--upgrade --extra-index-url "$TORCH_INDEX"} "torch==${TORCH_VERSION:-2.13.0}"
     fi
-    # What DeepSpeed imports while it is built, since it is built against the torch above.
+    # What DeepSpeed's build imports, since it is built against the torch above, without isolation.
     python -m pip install --quiet "setuptools>=69" wheel ninja py-cpuinfo numpy psutil
-    # Its own installation looks for nvcc, which it does not need for that, and fails without.
+    # DeepSpeed's installation looks for nvcc and fails without it, although it is not needed when no kernels are built.
     DS_BUILD_OPS=0 DS_IGNORE_CUDA_DETECTION=1 python -m pip install --quiet --no-build-isolation "deepspeed>=0.19.8"
     python -m pip install --quiet --no-build-isolation --editable ".${extras:+[$extras]}"
     touch "$stamp-$extras"

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# All stages of post-training, on data that they make: supervised warm-up, a reward model from noisy preferences, and
-# GRPO against that reward model, with the true score as a held-out watch. docs/three-stages.md explains each.
+# All stages of post-training, on generated data: supervised warm-up, a reward model from noisy preferences, and GRPO
+# against that reward model, with the true score evaluated on held-out prompts. docs/three-stages.md explains each.
 #
 #   bash training_scripts/three_stages.sh [settings of the last stage, as in --run.steps 500 --grpo.beta 0.05]
 #
-# Every stage is a run folder in runs/three-stages, with summary.json beside them. With --run.resume auto it goes on
-# where it was. SEED (0) seeds everything; RUNS (runs) is where results go.
+# Every stage has a run folder in runs/three-stages, next to summary.json. With --run.resume auto the script continues
+# where it stopped. SEED (0) seeds everything; RUNS (runs) is where results go.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . training_scripts/setup.sh
@@ -16,13 +16,13 @@ place=${RUNS:-runs}/three-stages seed=${SEED:-0}
 resumes "$@" || set_aside "$place"
 mkdir -p "$place"
 
-timed() { # NAME COMMAND...: its seconds go beside the run folders
+timed() { # NAME COMMAND...: run it and append its seconds to seconds.txt
     local name=$1 start=$SECONDS
     echo "three stages: $name"
     "${@:2}"
     echo "$name $((SECONDS - start))" >>"$place/seconds.txt"
 }
-stage() { # sft|reward|train RECIPE [settings]: in the run folder of this name
+stage() { # sft|reward|train RECIPE [settings]: run it in the folder of that name
     timed "$1" launch "$1" --config "training_scripts/$2" --run.dir "$place" --run.name "$1" --run.seed "$seed" "${@:3}"
 }
 compare() { # eight answers of the warmed-up model to each prompt become pairs

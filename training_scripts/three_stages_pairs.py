@@ -1,8 +1,8 @@
 """Make noisy preferences from completions: pairs of a better and a worse answer to the same prompt.
 
-Reads what `hybrid-grpo generate` wrote for rows with the columns `prompt` and `completion`, the right answer. Which of
-two completions is better is told by the quickstart's rewards, the true score; then a tenth of the pairs is labelled the
-wrong way round, as people disagree. No prompt is in both files, `train.jsonl` and `heldout.jsonl`.
+Reads what `hybrid-grpo generate` wrote for rows with the columns `prompt` and `completion`, the right answer. The
+quickstart's rewards, the true score, decide which of two completions is better; then a tenth of the pairs is labelled
+the wrong way round, since people disagree. No prompt is in both files, `train.jsonl` and `heldout.jsonl`.
 """
 
 import argparse
@@ -15,14 +15,14 @@ from typing import Any
 from hybrid_grpo.rewards.rules import exact_match, letters_in_place
 
 NOISE = 0.1
-"""Share of the pairs whose labels are exchanged, in each file."""
+"""Share of the pairs in each file whose labels are swapped."""
 CLEAR = 1.0
-"""Least difference of the true scores of a pair. Only a right and a wrong answer are so far apart."""
+"""Least difference of the true scores of a pair. Only a right and a wrong answer differ by that much."""
 HELD_OUT_PROMPTS = 500
 
 
 def true_score(completion: str, answer: str) -> float:
-    """The rewards of the quickstart, added up: 0 to 2."""
+    """The sum of the quickstart's rewards: 0 to 2."""
     scores = exact_match([completion], [answer]) + letters_in_place([completion], [answer])
     return sum(score for score in scores if isinstance(score, float))
 

@@ -1,4 +1,4 @@
-"""What three_stages.sh has reached: summary.json beside the run folders, and three lines for people."""
+"""The results of three_stages.sh: summary.json next to the run folders, and three printed lines."""
 
 import argparse
 import json
@@ -14,8 +14,8 @@ SCORES = {
     "accuracy": "eval/true_score/accuracy",
     "greedy_accuracy": "eval/greedy/accuracy",
 }
-"""Names in the summary, and those of the metrics: the reward model's score, the true score and the share of right ones
-of sampled answers to held-out words, and the share of right ones of greedy answers."""
+"""Names in the summary, and the metrics: of sampled answers to held-out words the reward model's score, the true score
+and the accuracy, and the accuracy of greedy answers."""
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
@@ -30,7 +30,7 @@ def curve(run: Path) -> list[dict[str, float]]:
 
 
 def summary(place: Path) -> dict[str, Any]:
-    """The numbers of all stages in a folder."""
+    """The results of all stages in a folder."""
     heldout = len((place / "pairs/heldout.jsonl").read_text().splitlines())
     possible = 1 - round(NOISE * heldout) / heldout
     accuracy = metrics(place / "reward")[-1]["reward_model/heldout_accuracy"]
@@ -52,7 +52,7 @@ def summary(place: Path) -> dict[str, Any]:
 
 
 def lines(place: Path, found: dict[str, Any]) -> list[str]:
-    """What a person reads at the end."""
+    """The lines printed at the end."""
     model, before, after, best = (found[name] for name in ("reward_model", "before", "after", "best"))
     return [
         f"reward model: right about {model['heldout_accuracy']:.3f} of the held-out pairs;"

@@ -5,8 +5,9 @@ the same random streams as in loop.py. Only texts of the same length are decoded
 some recurrent layers do not ignore. A turn that has been answered is read again from the beginning.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.generation.loop import PATIENCE_S, Request, Stats, sequences_of
 from hybrid_grpo.generation.sampler import Sampler, Sampling
-from hybrid_grpo.generation.scheduler import OnFinish, OnStep, OnToken, Sequence, Turns
+from hybrid_grpo.generation.scheduler import Callbacks, Decode, OnFinish, OnStep, OnToken, Sequence, Turns
 
 
 @contextmanager
@@ -32,6 +33,66 @@ def _no_defaults(model: Any) -> Iterator[None]:
         model.generation_config = own
 
 
+class _Batches:
+    """One call of `generate`, which decodes rows in batches."""
+
+    def __init__(self, model: Any, sampling: Sampling, callbacks: Callbacks) -> None:
+        self.model, self.sampling, self.callbacks = model, sampling, callbacks
+        self.device, self.stats = next(model.parameters()).device, Stats()
+        self.sampler = Sampler(sampling, self.device)
+
+    def decode(self, rows: list[Sequence]) -> None:
+        """Sample the rest of the rows' turns; the rows are equally long."""
+        key_n = self._integers(row.key for row in rows)
+
+        def ended(*_: Any, **__: Any) -> Tensor:
+            return torch.tensor([row.waits or row.completion is not None for row in rows], device=self.device)
+
+        self.model.generate(
+            torch.tensor([row.tokens for row in rows], device=self.device),
+            generation_config=GenerationConfig(
+                max_new_tokens=max(row.until - len(row.tokens) for row in rows), do_sample=False
+            ),
+            logits_processor=LogitsProcessorList([partial(self._choose, rows, key_n)]),
+            stopping_criteria=StoppingCriteriaList([ended]),
+            # Each rank decodes at its own pace.
+            synced_gpus=False,
+        )
+
+    def _choose(self, rows: list[Sequence], key_n: Tensor, ids_nS: Tensor, logits_nV: Tensor) -> Tensor:
+        """Sample the next tokens, and leave them as the only ones that `generate()` can choose."""
+        if self.callbacks.on_step:
+            self.callbacks.on_step()
+        seen_nV = None
+        if self.sampler.needs_seen:
+            seen_nV = torch.zeros_like(logits_nV, dtype=torch.bool).scatter_(1, ids_nS, True)
+        token_n, logp_n = self.sampler(logits_nV, key_n, self._integers(len(row.logp) for row in rows), seen_nV)
+        self.stats.steps += 1
+        for row, token, logp in zip(rows, token_n.tolist(), logp_n.tolist(), strict=True):
+            # A row that has ended is decoded on with the others; its further tokens are dropped.
+            if not (row.completion or row.waits):
+                self.stats.rows += 1
+                self.stats.context += len(row.tokens)
+                row.add(token, logp, self.sampling, self.callbacks)
+        return torch.full_like(logits_nV, float("-inf")).scatter_(1, token_n[:, None], 0.0)
+
+    def answered(self, rows: list[Sequence]) -> list[Sequence]:
+        """The rows that begin another turn, once all have their answers."""
+        waiting = {row.key: row for row in rows}
+        while self.callbacks.turns is not None and waiting:
+            if self.callbacks.on_step:
+                self.callbacks.on_step()
+            for key, given in self.callbacks.turns.answers(PATIENCE_S):
+                row = waiting.pop(key)
+                finish = row.answer(given)
+                if finish is not None:
+                    row.end(finish, self.callbacks)
+        return [row for row in rows if row.completion is None]
+
+    def _integers(self, numbers: Iterable[int]) -> Tensor:
+        return torch.tensor(list(numbers), dtype=torch.int64, device=self.device)
+
+
 def generate(
     model: Any,
     requests: list[Request],
@@ -41,7 +102,7 @@ def generate(
     on_finish: OnFinish | None = None,
     on_step: OnStep | None = None,
     on_token: OnToken | None = None,
-    decode: Callable[[list[int]], str] | None = None,
+    decode: Decode | None = None,
     turns: Turns | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """Complete every request, as `generate` in loop.py does; see there for what is not described here.
@@ -51,57 +112,7 @@ def generate(
             implementations and without hooks that communicate.
         max_slots: most completions decoded at the same time; fewer where fewer prompts have the same length.
     """
-    device, stats = next(model.parameters()).device, Stats()
-    sampler = Sampler(sampling, device)
-
-    def decode_batch(rows: list[Sequence]) -> None:
-        key_n = torch.tensor([row.key for row in rows], dtype=torch.int64, device=device)
-
-        def choose(ids_nS: Tensor, logits_nV: Tensor) -> Tensor:
-            """Sample the next tokens, and leave them as the only ones that `generate()` can choose."""
-            if on_step:
-                on_step()
-            count_n = torch.tensor([len(row.logp) for row in rows], dtype=torch.int64, device=device)
-            seen_nV = None
-            if sampler.needs_seen:
-                seen_nV = torch.zeros_like(logits_nV, dtype=torch.bool).scatter_(1, ids_nS, True)
-            token_n, logp_n = sampler(logits_nV, key_n, count_n, seen_nV)
-            stats.steps += 1
-            for row, token, logp in zip(rows, token_n.tolist(), logp_n.tolist(), strict=True):
-                # A row that has ended is decoded on with the others; its further tokens are dropped.
-                if not (row.completion or row.waits):
-                    stats.rows += 1
-                    stats.context += len(row.tokens)
-                    row.add(token, logp, sampling, decode, on_finish, on_token, turns)
-            return torch.full_like(logits_nV, float("-inf")).scatter_(1, token_n[:, None], 0.0)
-
-        def ended(*_: Any, **__: Any) -> Tensor:
-            return torch.tensor([row.waits or row.completion is not None for row in rows], device=device)
-
-        model.generate(
-            torch.tensor([row.tokens for row in rows], device=device),
-            generation_config=GenerationConfig(
-                max_new_tokens=max(row.until - len(row.tokens) for row in rows), do_sample=False
-            ),
-            logits_processor=LogitsProcessorList([choose]),
-            stopping_criteria=StoppingCriteriaList([ended]),
-            # Each rank decodes at its own pace.
-            synced_gpus=False,
-        )
-
-    def answered(rows: list[Sequence]) -> list[Sequence]:
-        """The rows that go on, once all have their answers."""
-        waiting = {row.key: row for row in rows}
-        while turns is not None and waiting:
-            if on_step:
-                on_step()
-            for key, given in turns.answers(PATIENCE_S):
-                row = waiting.pop(key)
-                finish = row.answer(given)
-                if finish is not None:
-                    row.end(finish, decode, on_finish, turns)
-        return [row for row in rows if row.completion is None]
-
+    batches = _Batches(model, sampling, Callbacks(on_finish, on_step, on_token, decode, turns))
     groups = sequences_of(requests, sampling)
     if turns is not None:
         turns.begin(requests)
@@ -110,10 +121,10 @@ def generate(
         while todo:
             # Longest texts first, so that a lack of memory shows at once.
             todo.sort(key=lambda row: -len(row.tokens))
-            stats.prefills += len(todo)
+            batches.stats.prefills += len(todo)
             # Lists, as the rows grow.
             for alike in [list(rows) for _, rows in groupby(todo, key=lambda row: len(row.tokens))]:
                 for first in range(0, len(alike), max_slots):
-                    decode_batch(alike[first : first + max_slots])
-            todo = answered([row for row in todo if row.waits])
-    return [[row.completion for row in group if row.completion] for group in groups], stats
+                    batches.decode(alike[first : first + max_slots])
+            todo = batches.answered([row for row in todo if row.waits])
+    return [[row.completion for row in group if row.completion] for group in groups], batches.stats

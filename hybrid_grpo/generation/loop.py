@@ -6,7 +6,7 @@ So all sampling happens in one place, and a group shares its prefill without sha
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +21,17 @@ from hybrid_grpo.generation.fused_step import fused_step
 from hybrid_grpo.generation.graphs import bytes_of, capture_on, reads_up_to
 from hybrid_grpo.generation.paged_attention import Prefill, all_follow
 from hybrid_grpo.generation.sampler import Sampling
-from hybrid_grpo.generation.scheduler import Finish, Group, OnFinish, OnStep, OnToken, Scheduler, Sequence, Turns
+from hybrid_grpo.generation.scheduler import (
+    Callbacks,
+    Decode,
+    Group,
+    OnFinish,
+    OnStep,
+    OnToken,
+    Scheduler,
+    Sequence,
+    Turns,
+)
 from hybrid_grpo.generation.timeline import Timeline
 from hybrid_grpo.generation.workspace import Workspace
 from hybrid_grpo.model.kernels.decoding import adopt
@@ -94,7 +104,7 @@ def _beside(model: Any, geometry: Geometry, device: torch.device, captured: bool
 
 
 class _Loop:
-    """One call of `generate`; `add` appends a token and its log-probability to a sequence."""
+    """One call of `generate`."""
 
     def __init__(
         self,
@@ -102,22 +112,21 @@ class _Loop:
         schedule: Scheduler,
         decoder: Decoder,
         prefill_tokens: int,
-        add: Callable[[Sequence, int, float], None],
-        end: Callable[[Sequence, Finish], None],
-        turns: Turns | None,
+        sampling: Sampling,
+        callbacks: Callbacks,
     ) -> None:
         self.model, self.schedule, self.decoder = model, schedule, decoder
-        self.prefill_tokens, self.add, self.end, self.turns = prefill_tokens, add, end, turns
+        self.prefill_tokens, self.sampling, self.callbacks = prefill_tokens, sampling, callbacks
         self.stats = Stats()
         self.in_flight: deque[tuple[list[tuple[Sequence, int]], Any]] = deque()
         """Sequences and the numbers of their turns, and the outcome of a step."""
 
-    def run(self, on_step: OnStep | None) -> Stats:
+    def run(self) -> Stats:
         schedule, cache = self.schedule, self.schedule.cache
         self.stats.timeline = timeline = Timeline(schedule)
         while schedule.busy:
-            if on_step:
-                on_step()
+            if self.callbacks.on_step:
+                self.callbacks.on_step()
             self._take_answers()
             self._admit()
             timeline.look()
@@ -133,14 +142,14 @@ class _Loop:
 
     def _take_answers(self) -> None:
         """Begin the turns whose answers have come; wait for one where there is nothing else to do."""
-        schedule = self.schedule
-        if self.turns is None or not schedule.waiting:
+        schedule, turns = self.schedule, self.callbacks.turns
+        if turns is None or not schedule.waiting:
             return
         idle = not (schedule.active or schedule.can_start or self.in_flight)
-        for key, given in self.turns.answers(PATIENCE_S if idle else 0.0):
+        for key, given in turns.answers(PATIENCE_S if idle else 0.0):
             sequence, finish = schedule.answer(key, given)
             if finish is not None:
-                self.end(sequence, finish)
+                sequence.end(finish, self.callbacks)
 
     def _admit(self) -> None:
         """Fill the free slots, reading as many answers and prompts as needed."""
@@ -206,7 +215,7 @@ class _Loop:
         for (sequence, turn), token, logp in zip(sequences, *self.decoder.read(outcome), strict=False):
             # Steps after the end of a turn were started before the end was known.
             if sequence.completion is None and sequence.turn == turn and not sequence.waits:
-                self.add(sequence, token, logp)
+                sequence.add(token, logp, self.sampling, self.callbacks)
         done = [slot for slot, s in enumerate(self.schedule.active) if s.completion or s.waits]
         self.decoder.move(*self.schedule.retire(done))
 
@@ -225,6 +234,29 @@ def sequences_of(requests: Iterable[Request], sampling: Sampling) -> list[list[S
     return groups
 
 
+def _decoder(
+    model: Any,
+    sampling: Sampling,
+    longest: list[int],
+    slots: int,
+    prefill_tokens: int | None,
+    cache_gb: float | None,
+    workspace: Workspace | None,
+) -> Decoder:
+    """The decoder of a call of `generate`, with the cache that its sequences, `longest` in falling order, need."""
+    device = next(model.parameters()).device
+    geometry, capture, page = _prepared(model), capture_on(device), PAGE[device.type]
+    if capture is not None:
+        # Whether a fused step is right is found out here, while there is memory for it.
+        fused_step(model, PagedCache(geometry, 2, page, device))
+    beside = partial(_beside, model, geometry, device, capture is not None)
+    new_cache = partial(cache_for, geometry, page, cache_gb, device, prefill_tokens, beside)
+    if workspace is not None and capture is not None:
+        return workspace.decoder(model, sampling, longest[0], new_cache, capture)
+    cache = new_cache(longest, slots)
+    return Decoder(model, cache, sampling, slots, cache.pages_for(longest[0]), capture)
+
+
 @torch.inference_mode()
 def generate(
     model: Any,
@@ -238,7 +270,7 @@ def generate(
     on_finish: OnFinish | None = None,
     on_step: OnStep | None = None,
     on_token: OnToken | None = None,
-    decode: Callable[[list[int]], str] | None = None,
+    decode: Decode | None = None,
     turns: Turns | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """The completions of every request, in the order of `requests` and their keys, and statistics of the call.
@@ -269,29 +301,13 @@ def generate(
         (min(s.most, len(s.tokens) + s.limit) if turns is None else s.most for group in sequences for s in group),
         reverse=True,
     )
-    slots, device = min(max_slots, len(longest)), next(model.parameters()).device
-    geometry, capture, page = _prepared(model), capture_on(device), PAGE[device.type]
-    if capture is not None:
-        # Whether a fused step is right is found out here, while there is memory for it.
-        fused_step(model, PagedCache(geometry, 2, page, device))
-    beside = partial(_beside, model, geometry, device, capture is not None)
-    new_cache = partial(cache_for, geometry, page, cache_gb, device, prefill_tokens, beside)
-    if workspace is not None and capture is not None:
-        decoder = workspace.decoder(model, sampling, longest[0], new_cache, capture)
-    else:
-        cache = new_cache(longest, slots)
-        decoder = Decoder(model, cache, sampling, slots, cache.pages_for(longest[0]), capture)
+    slots = min(max_slots, len(longest))
+    decoder = _decoder(model, sampling, longest, slots, prefill_tokens, cache_gb, workspace)
     groups = [Group(list(group[0].tokens), deque(group)) for group in sequences]
-    loop = _Loop(
-        model,
-        Scheduler(decoder.cache, groups, min(slots, decoder.slots)),
-        decoder,
-        prefill_tokens or decoder.cache.prefill_tokens,
-        partial(Sequence.add, sampling=sampling, decode=decode, on_finish=on_finish, on_token=on_token, turns=turns),
-        partial(Sequence.end, decode=decode, on_finish=on_finish, turns=turns),
-        turns,
-    )
+    schedule = Scheduler(decoder.cache, groups, min(slots, decoder.slots))
+    callbacks = Callbacks(on_finish, on_step, on_token, decode, turns)
+    loop = _Loop(model, schedule, decoder, prefill_tokens or decoder.cache.prefill_tokens, sampling, callbacks)
     if turns is not None:
         turns.begin(requests)
-    stats = loop.run(on_step)
+    stats = loop.run()
     return [[s.completion for s in group if s.completion] for group in sequences], stats

@@ -22,6 +22,8 @@ OnToken = Callable[[int, int, int], None]
 """Called with the index of the request, the index of the sample in it, and the token that was sampled."""
 OnStep = Callable[[], None]
 """Called before every decode step."""
+Decode = Callable[[list[int]], str]
+"""Tokens to text."""
 Finish = Literal["stop", "length"]
 """How a completion ends: by itself, or cut at a limit."""
 
@@ -45,6 +47,17 @@ class Turns(Protocol):
 
     def finished(self, key: int, completion: Completion) -> Completion:
         """The completion, which has ended, with its messages."""
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What a call of `generate` calls; see its arguments of the same names."""
+
+    on_finish: OnFinish | None = None
+    on_step: OnStep | None = None
+    on_token: OnToken | None = None
+    decode: Decode | None = None
+    turns: Turns | None = None
 
 
 _READ_AHEAD = 4
@@ -101,37 +114,28 @@ class Sequence:
         """How many tokens may still be sampled."""
         return min(self.limit - len(self.logp), self.most - len(self.tokens))
 
-    def add(
-        self,
-        token: int,
-        logp: float,
-        sampling: Sampling,
-        decode: Callable[[list[int]], str] | None,
-        on_finish: OnFinish | None,
-        on_token: OnToken | None = None,
-        turns: Turns | None = None,
-    ) -> None:
+    def add(self, token: int, logp: float, sampling: Sampling, callbacks: Callbacks) -> None:
         """Append a sampled token. If the sequence ends with it, set its completion and hand it on; if only its turn
         does, let it wait for the answer."""
         self.tokens.append(token)
         self.sampled.append(token)
         self.logp.append(logp)
-        if on_token is not None:
-            on_token(self.request, self.sample, token)
+        if callbacks.on_token is not None:
+            callbacks.on_token(self.request, self.sample, token)
         stopped = token in sampling.stop_ids
         if sampling.stop_strings and not stopped:
             turn = self.tokens[self.begin :]
-            stopped = text_ends(turn, sampling, decode, len(self.sampled) - len(turn))
+            stopped = text_ends(turn, sampling, callbacks.decode, len(self.sampled) - len(turn))
         if not stopped and len(self.tokens) < self.until:
             return
         finish: Finish | None = "stop" if stopped else "length"
-        if turns is not None:
+        if (turns := callbacks.turns) is not None:
             turn = self.tokens[self.begin :]
             finish = turns.ended(self.key, turn, self.room) if stopped else turns.cut(self.key)
             self.waits = finish is None
             self.position = len(self.tokens) - 1
         if finish is not None:
-            self.end(finish, decode, on_finish, turns)
+            self.end(finish, callbacks)
 
     def answer(self, given: list[int] | Finish) -> Finish | None:
         """Begin the next turn after the tokens that answer the last; or return how the completion ends, because the
@@ -146,21 +150,15 @@ class Sequence:
         self.waits = False
         return None
 
-    def end(
-        self,
-        finish: Finish,
-        decode: Callable[[list[int]], str] | None,
-        on_finish: OnFinish | None,
-        turns: Turns | None = None,
-    ) -> None:
+    def end(self, finish: Finish, callbacks: Callbacks) -> None:
         """Set the completion and hand it on."""
-        text = decode(self.tokens[self.begin :]) if decode else ""
+        text = callbacks.decode(self.tokens[self.begin :]) if callbacks.decode else ""
         self.waits = False
         self.completion = Completion(self.sampled, self.logp, finish, text, tuple(self.given))
-        if turns is not None:
-            self.completion = turns.finished(self.key, self.completion)
-        if on_finish is not None:
-            on_finish(self.request, self.sample, self.completion)
+        if callbacks.turns is not None:
+            self.completion = callbacks.turns.finished(self.key, self.completion)
+        if callbacks.on_finish is not None:
+            callbacks.on_finish(self.request, self.sample, self.completion)
 
 
 @dataclass(eq=False)

@@ -1,9 +1,9 @@
-"""From the rewards of a group to the advantages of its tokens, and what the groups of a step look like.
+"""From the rewards of a group to the advantages of its tokens, and statistics of a step's groups.
 
-`token_advantages` is the whole way, as the settings say; the functions below it are its parts: tensors in, tensors
-out. A group never spans ranks; where a number is of all ranks, the caller gives the sum over them as `total`.
-Arithmetic is float64. Numbers that are all equal are told by equality: in floating point their mean can differ from
-them in the last digit, and dividing by a standard deviation that is rounding noise too would make a gradient of it.
+`token_advantages` is the whole way; the functions after it are its parts. A group never spans ranks; where a number is
+that of all ranks, the caller hands in `total`, which sums over them. Arithmetic is float64. A group whose rewards are
+all equal is recognised by equality: in floating point their mean can differ from them in the last digit, and divided
+by a standard deviation that is rounding noise too, this would become a gradient.
 """
 
 import math
@@ -26,6 +26,10 @@ _LENGTH = "length/penalty"
 
 Total = Callable[[Tensor], Tensor]
 """Sums a tensor over ranks; the sum is on the CPU."""
+Baseline = Literal["mean", "leave_one_out"]
+Scale = Literal["group", "batch", "none"]
+Steps = list[list[tuple[int, float]]]
+"""[B], of every completion the (end, reward) of its steps: `end` counts the completion tokens up to the step's last."""
 
 
 def token_advantages(
@@ -49,11 +53,8 @@ def token_advantages(
         total: sums over ranks; every rank calls it equally often.
 
     Returns:
-        float32 [B, T] on the CPU, T the longest completion, meaningless beyond the end of a shorter one, and 0 where
-        groups have one completion; and the mean length penalty.
-
-    Raises:
-        RunStopped: functions score steps, and rewards are to be normalized function by function.
+        float32 [B, T] on the CPU, undefined after the end of a completion, and 0 in groups of one; and the mean length
+        penalty. Raises RunStopped where functions score steps and each is to be normalized.
     """
     group_size = rollout.num_generations
     if group_size == 1:
@@ -81,8 +82,8 @@ def token_advantages(
 def penalized_rewards(
     rollout: Rollout, scores: Scores, grpo: GrpoConfig, max_completion_tokens: int, weights: Mapping[str, float]
 ) -> tuple[Tensor, Numbers]:
-    """float64 [B], the rewards of completions as wholes, minus the length penalty; and the mean penalty. `weights` are
-    those of the reward functions, by name."""
+    """The rewards of whole completions with the length penalty, float64 [B], and the mean penalty. `weights` are those
+    of the reward functions, by name."""
     penalties = overlong_penalty(rollout.lengths, max_completion_tokens, grpo.overlong_buffer, grpo.overlong_penalty)
     penalty_B = torch.tensor(penalties, dtype=torch.float64)
     own_B = penalty_B[[row for row, completion in enumerate(rollout.completions) if not completion.writer]]
@@ -106,16 +107,14 @@ def mean_over_tokens(values_BT: Tensor, rollout: Rollout) -> Tensor:
 
 @dataclass(frozen=True)
 class GroupStats:
-    """Counts of the groups on this rank; sums over ranks are the counts of the step."""
+    """Counts of this rank's groups; they add up over ranks."""
 
     groups: int
-    """All groups."""
     zero_std: int
     """Groups whose rewards are all equal: they teach nothing."""
     all_right: int
     """Groups in which every completion reaches the threshold."""
     all_wrong: int
-    """Groups in which none does."""
 
 
 def _on_one_rank(values: Tensor) -> Tensor:
@@ -143,7 +142,7 @@ SCALES: dict[str, Callable[[Tensor, Tensor, Total], Tensor]] = {
     "batch": _batch_scale,
     "none": _no_scale,
 }
-"""What centred rewards (0 where `applies` is False) are divided by: unbiased standard deviation + 1e-4, or 1."""
+"""What centred rewards (0 where they do not apply) are divided by: the unbiased standard deviation + 1e-4, or 1."""
 
 BASELINES: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": torch.ones_like,
@@ -154,8 +153,7 @@ g / (g - 1) times as far from the mean of the others."""
 
 
 def _centred(value_PN: Tensor, applies_PN: Tensor) -> Tensor:
-    """Distance of each number to the mean of those of its group that apply; 0 for others, and exactly 0 where all
-    that apply are equal."""
+    """Each number minus the mean of those of its group that apply; 0 for others, and exactly 0 where all are equal."""
     value_PN = torch.where(applies_PN, value_PN, 0.0)
     mean_P1 = value_PN.sum(1, keepdim=True) / applies_PN.sum(1, keepdim=True).clamp(min=1)
     teaches_PN = applies_PN & _differ(value_PN, applies_PN)[:, None]
@@ -172,8 +170,8 @@ def group_advantages(
     reward_B: Tensor,
     num_generations: int,
     *,
-    baseline: Literal["mean", "leave_one_out"],
-    scale: Literal["group", "batch", "none"],
+    baseline: Baseline,
+    scale: Scale,
     total: Total = _on_one_rank,
 ) -> Tensor:
     """Rewards relative to their group: (r - baseline) / scale, exactly 0 in a group whose rewards are all equal.
@@ -190,11 +188,11 @@ def group_advantages(
     Args:
         reward_B: group after group; NaN where a completion has no reward: it counts neither in the mean nor in the
             deviation, and its advantage is 0.
-        num_generations: G, completions per group, 2 or more.
+        num_generations: completions per group, 2 or more.
         total: sums over ranks; called once, for scale `batch` only.
 
     Returns:
-        float32 [B], computed in float64.
+        float32 [B].
     """
     reward_PG = _groups(reward_B, num_generations)
     applies_PG = ~reward_PG.isnan()
@@ -215,8 +213,7 @@ def normalized_rewards(by_function: dict[str, Tensor], weights: Mapping[str, flo
     Args:
         by_function: [B] by name; NaN where a function does not apply, which counts neither in its group's mean and
             standard deviation nor in the sum.
-        weights: by name, of the same functions.
-        num_generations: G, completions per group.
+        weights: of the same functions.
 
     Returns:
         float64 [B]; exactly 0 in groups where every function gives equal rewards.
@@ -232,27 +229,13 @@ def normalized_rewards(by_function: dict[str, Tensor], weights: Mapping[str, flo
 
 
 def step_advantages(
-    steps: list[list[tuple[int, float]]],
-    lengths: list[int],
-    num_generations: int,
-    *,
-    scale: Literal["group", "batch", "none"],
-    total: Total = _on_one_rank,
+    steps: Steps, lengths: list[int], num_generations: int, *, scale: Scale, total: Total = _on_one_rank
 ) -> Tensor:
     """Advantages of tokens from rewards of steps: process supervision, DeepSeekMath, arXiv:2402.03300, section 4.1.3.
 
     All step rewards of a group are centred by their mean and divided by `scale` (see `group_advantages`; `batch` is
-    over all steps of all ranks); the advantage of a token is the sum over the steps that end at or after it.
-
-    Args:
-        steps: [B], of every completion (end, reward) of its steps: `end` is the number of completion tokens up to and
-            with the step's last.
-        lengths: [B], completion tokens.
-        num_generations: G, completions per group.
-        total: sums over ranks; called once, for scale `batch` only.
-
-    Returns:
-        float32 [B, T], T the longest; 0 beyond a completion's end and after its last step.
+    over all steps of all ranks); the advantage of a token is the sum over the steps that end at or after it. `lengths`
+    are completion tokens. Returns float32 [B, T], 0 after a completion's last step.
     """
     assert len(steps) % num_generations == 0
     groups = [
@@ -266,7 +249,7 @@ def step_advantages(
     applies_PN = torch.arange(widest) < torch.tensor([len(group) for group in groups])[:, None]
     centred_PN = _centred(reward_PN, applies_PN)
     scaled_PN = centred_PN / SCALES[scale](centred_PN, applies_PN, total)
-    scaled: list[list[tuple[int, float]]] = [[] for _ in steps]
+    scaled: Steps = [[] for _ in steps]
     for group, values in zip(groups, scaled_PN.tolist(), strict=True):
         for (row, end, _), value in zip(group, values, strict=False):
             scaled[row].append((end, value))
@@ -275,15 +258,15 @@ def step_advantages(
 
 def reward_to_go_advantages(
     whole_B: Tensor,
-    steps: list[list[tuple[int, float]]],
+    steps: Steps,
     lengths: list[int],
     num_generations: int,
     *,
-    baseline: Literal["mean", "leave_one_out"],
-    scale: Literal["group", "batch", "none"],
+    baseline: Baseline,
+    scale: Scale,
     total: Total = _on_one_rank,
 ) -> Tensor:
-    """Advantages of tokens from the rewards that are still to come, relative to those of the group at the same token.
+    """Advantages of tokens from the rewards to go, relative to those of the group at the same token.
 
     With o the reward of a completion as a whole, and g_t what its steps that end at token t or after it earn (0 after
     the completion's end), the advantage of token t is (o - baseline of o + g_t - baseline of g_t) / scale. A token does
@@ -293,15 +276,8 @@ def reward_to_go_advantages(
     `group_advantages`.
 
     `scale` is as there, of the group's numbers at the token where they are spread widest: completions of one sum may
-    have earned it at different places.
-
-    Args:
-        whole_B: o, group after group; NaN where a completion has no reward: it counts in no baseline.
-        steps, lengths, num_generations: see `step_advantages`.
-        total: sums over ranks; called once, for scale `batch` only.
-
-    Returns:
-        float32 [B, T], T the longest; beyond a completion's end they mean nothing.
+    have earned it at different tokens. `whole_B` is o, NaN where a completion has no reward: it counts in no baseline.
+    Returns float32 [B, T], undefined after a completion's end.
     """
     whole_PG = _groups(whole_B, num_generations)
     applies_PG = ~whole_PG.isnan()
@@ -316,7 +292,7 @@ def reward_to_go_advantages(
     return advantage_PTG.transpose(1, 2).flatten(0, 1).to(torch.float32)
 
 
-def _still_to_come(steps: list[list[tuple[int, float]]], lengths: list[int]) -> Tensor:
+def _still_to_come(steps: Steps, lengths: list[int]) -> Tensor:
     """float64 [B, T], at every token the sum over the steps that end at or after it."""
     assert len(steps) == len(lengths)
     assert all(1 <= end <= length for row, length in zip(steps, lengths, strict=True) for end, _ in row)
@@ -329,12 +305,9 @@ def _still_to_come(steps: list[list[tuple[int, float]]], lengths: list[int]) -> 
     return at_end_BT.flip(1).cumsum(1).flip(1)
 
 
-def informative(reward_B: Tensor, num_generations: int, steps: list[list[tuple[int, float]]] | None = None) -> Tensor:
-    """bool [P], True for groups whose rewards (NaN: none) are not all equal: the ones that DAPO's eq. 11 keeps.
-
-    Args:
-        steps: [B]; groups that earned the same sum at different tokens are informative too.
-    """
+def informative(reward_B: Tensor, num_generations: int, steps: Steps | None = None) -> Tensor:
+    """bool [P], True for groups whose rewards (NaN: none) are not all equal: the ones that DAPO's eq. 11 keeps. With
+    `steps`, groups that earned the same sum at different tokens are informative too."""
     reward_PG = reward_B.view(-1, num_generations)
     differs_P = _differ(reward_PG, ~reward_PG.isnan())
     if steps is None:
@@ -346,20 +319,14 @@ def informative(reward_B: Tensor, num_generations: int, steps: list[list[tuple[i
 
 
 def group_stats(
-    reward_B: Tensor,
-    outcome_B: Tensor,
-    num_generations: int,
-    threshold: float,
-    steps: list[list[tuple[int, float]]] | None = None,
+    reward_B: Tensor, outcome_B: Tensor, num_generations: int, threshold: float, steps: Steps | None = None
 ) -> GroupStats:
     """Count the groups that teach nothing, and the groups that are too easy or too hard.
 
     Args:
-        reward_B: group after group: what advantages are made of; NaN where a completion has none.
+        reward_B, steps: see `informative`.
         outcome_B: the reward that tells right from wrong; NaN (does not apply, or failed) is wrong.
-        num_generations: G, completions per group.
         threshold: smallest outcome of a right completion.
-        steps: see `informative`.
     """
     right_PG = (outcome_B >= threshold).view(-1, num_generations)
     return GroupStats(

@@ -15,32 +15,26 @@ _HORIZON = 10_000
 class KlController:
     """`grpo.beta`; with `grpo.kl_target` that is where it starts (Ziegler et al., arXiv:1909.08593, section 2.2).
 
-    Args:
-        grpo: the settings.
-        rows: completions of a step, over all ranks.
-        device: where the numbers of micro-batches are.
+    `rows` are the completions of a step, over all ranks; `device` is where the numbers of micro-batches are.
     """
 
     def __init__(self, grpo: GrpoConfig, rows: int, device: torch.device) -> None:
-        self.beta = grpo.beta
-        self._grpo = grpo
-        self._rows = rows
+        self.beta, self._grpo, self._rows = grpo.beta, grpo, rows
         self._seen = torch.zeros(2, dtype=torch.float64, device=device)
 
     @property
     def in_reward(self) -> bool:
-        """Whether the KL is a part of the reward."""
         return self._grpo.beta != 0 and self._grpo.kl_in == "reward"
 
     def of_reward(self, old_logp_BT: Tensor | None, ref_logp_BT: Tensor | None, mask_BT: Tensor) -> Tensor | None:
-        """The KL of each token, float32 [B, T]; None where it is not a part of the reward. See `reward_kl`."""
+        """The KL of each token, float32 [B, T]; None where it is no part of the reward. See `reward_kl`."""
         if not self.in_reward:
             return None
         assert old_logp_BT is not None and ref_logp_BT is not None
         return reward_kl(old_logp_BT, ref_logp_BT, mask_BT.to(old_logp_BT.device), self._grpo.kl_estimator)
 
     def add(self, numbers: Numbers) -> None:
-        """Take note of the KL of a micro-batch, `policy/kl` of its numbers: a mean over its tokens."""
+        """Record the KL of a micro-batch, `policy/kl` of its numbers: a mean over its tokens."""
         if self._grpo.kl_target is not None and "policy/kl" in numbers:
             kl, tokens = numbers["policy/kl"]
             self._seen[0] += kl * tokens
@@ -56,11 +50,10 @@ class KlController:
             self.beta = adaptive_beta(self.beta, kl / tokens, self._grpo.kl_target, _HORIZON, self._rows)
 
     def state_dict(self) -> dict[str, float]:
-        """The coefficient."""
         return {"beta": self.beta}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from a saved state; without a target the configuration's beta stands."""
+        """Continue from a saved state; without a target the configuration's beta stands."""
         if self._grpo.kl_target is not None:
             self.beta = state["beta"]
 
@@ -68,11 +61,8 @@ class KlController:
 def adaptive_beta(beta: float, kl: float, target: float, horizon: int, rows: int) -> float:
     """The coefficient for the next step (Ziegler et al., arXiv:1909.08593, section 2.2).
 
-    beta (1 + e rows / horizon) with the relative error e = kl / target - 1, cut at 0.2 either way.
-
-    Args:
-        kl, target: in the same unit, both nats per token here.
-        rows: completions of the step. More than the horizon count as the horizon: beta stays positive.
+    beta (1 + e rows / horizon) with the relative error e = kl / target - 1, clipped to 0.2 either way. More `rows`
+    (completions of the step) than the horizon count as the horizon: beta stays positive.
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
     return beta * (1 + error * min(rows / horizon, 1.0))

@@ -4,11 +4,8 @@ from collections.abc import Sequence
 
 
 def overlong_penalty(lengths: Sequence[int], max_completion_tokens: int, buffer: int, factor: float) -> list[float]:
-    """What is added to the reward of each completion for its length in tokens.
-
-    It is 0 up to `max_completion_tokens - buffer` tokens, falls linearly to `-factor` at `max_completion_tokens`, and
-    stays there. With `buffer` 0 it is 0 for all completions.
-    """
+    """What is added to the reward of each completion for its length in tokens: 0 up to `max_completion_tokens - buffer`
+    tokens, falling linearly to `-factor` at `max_completion_tokens`. With `buffer` 0 it is 0 for all completions."""
     return [factor * linear_penalty(length - max_completion_tokens + buffer, buffer) for length in lengths]
 
 

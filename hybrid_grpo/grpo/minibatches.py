@@ -19,14 +19,12 @@ class Signals:
 
     sampler_logp_BT: Tensor
     old_logp_BT: Tensor | None
-    """None where the policy's own, of the same forward, are taken."""
+    """None: the policy's own, of the same forward."""
     ref_logp_BT: Tensor | None
-    """None without a reference."""
     advantages_BT: Tensor
 
     @property
     def device(self) -> torch.device:
-        """Device of the policy."""
         return self.advantages_BT.device
 
 
@@ -43,7 +41,7 @@ def optimizer_steps(
     """`num_iterations` passes of `num_minibatches` optimizer steps, each as its micro-batches. Collective.
 
     `old_logp` stays that of the policy that sampled through all passes (DeepSeekMath, arXiv:2402.03300, algorithm 1).
-    Given completions that are not learned from are left out.
+    Completions that are not learned from are left out.
 
     Args:
         split: from rows to micro-batches, as many on every rank; called once for each minibatch.
@@ -83,9 +81,8 @@ def train_batches(
 
     Args:
         counts_B: bool [B], the completions that take part in the loss: all, or those that ended by themselves.
-        totals: tokens and rows that take part, see `totals`.
-        max_completion_tokens: see `token_weights`.
-        writers_B: bool [B], by the name of each other writer that is learned from, its completions.
+        totals: see `totals`, for this step.
+        writers_B: bool [B], the completions of each other writer that is learned from, by its name.
     """
     for micro in micro_batches:
         weight_bT = token_weights(
@@ -109,13 +106,10 @@ def train_batches(
 def totals(
     lengths: Sequence[int], counts: Sequence[bool], minibatches: Sequence[Sequence[int]], total: Total
 ) -> list[tuple[int, int]]:
-    """Tokens and rows of each minibatch over all ranks that take part in its optimizer step.
+    """Tokens and rows of each minibatch, over all ranks, that take part in its optimizer step.
 
-    Args:
-        lengths: tokens of every completion of this rank's.
-        counts: whether it takes part in the loss.
-        minibatches: the rows of each, of this rank's.
-        total: sums over ranks.
+    `lengths` are the tokens of every completion on this rank, `counts` whether it takes part; `minibatches` are rows of
+    this rank, and `total` sums over ranks.
     """
     taken = [[lengths[row] for row in rows if counts[row]] for rows in minibatches]
     sums = total(torch.tensor([(sum(part), len(part)) for part in taken]))

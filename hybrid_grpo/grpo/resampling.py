@@ -1,8 +1,8 @@
 """Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): which groups of a step are sampled anew, and which are kept.
 
 Every group of a step has a slot, counted over all ranks. A group that teaches nothing gives its slot to the first of
-its candidates that teaches something. Candidates belong to slots and not to ranks, and are drawn from the common
-stream of prompts, so the groups that are kept are the same on any number of ranks. No group changes its rank.
+its candidates that teaches something. Candidates belong to slots rather than to ranks, and are drawn from the common
+stream of prompts, so the same groups are kept on any number of ranks. No group changes its rank.
 """
 
 import math
@@ -24,13 +24,8 @@ def group_slots(prompts_per_rank: int, num_minibatches: int, rank: int, ranks: i
 
 
 class GroupSlots:
-    """The slots of a step's groups, and which are open: held by a group that teaches nothing.
-
-    Args:
-        mine: the slot of each group of this rank.
-        count: slots over all ranks.
-        total: sums over ranks.
-    """
+    """The slots of a step's groups, and which are open: held by a group that teaches nothing. `mine` are those of this
+    rank's groups, `count` is that of all ranks, and `total` sums over ranks."""
 
     def __init__(self, mine: list[int], count: int, total: Total) -> None:
         self._mine, self._count, self._total = mine, count, total
@@ -39,12 +34,8 @@ class GroupSlots:
         self.open: list[int] = list(range(count))
 
     def close(self, teaches_P: Tensor, informative: int) -> None:
-        """Take note of a round. Collective.
-
-        Args:
-            teaches_P: bool, for each group of this rank, whether what holds its slot now teaches something.
-            informative: groups of this round, on this rank, that teach something.
-        """
+        """Record a round: whether what now holds the slot of each group of this rank teaches something, and how many
+        of the rank's groups of this round are `informative`."""
         closed = torch.zeros(self._count + 1, dtype=torch.int64)
         closed[self._mine] = teaches_P.to(torch.int64)
         closed[-1] = informative
@@ -56,10 +47,8 @@ class GroupSlots:
         """Prompts to draw in place of groups that teach nothing.
 
         Every open slot has as many as a slot needs on average, and together they are no more than a step has groups.
-
-        Returns:
-            How many candidates all ranks together draw; the indices of this rank's among them; and for each of these
-            the group on this rank that it may replace.
+        Returns how many candidates all ranks draw together; the indices of this rank's candidates among all that are
+        drawn; and for each of these the group on this rank that it may replace.
         """
         needed = math.ceil(self._sampled / self._informative) if self._informative else self._count
         each = min(self._count // len(self.open), needed)
@@ -84,19 +73,14 @@ def resample(
     """Sample other prompts in place of groups that teach nothing, until none is left or `max_rounds` times.
 
     What counts is the reward before penalties for length or KL (DAPO eq. 11). Every rank takes part in every round,
-    also one that lacks no group.
+    also one that lacks no group, and keeps its number of groups.
 
     Args:
-        rollout, scores: of this rank, the first of the step.
-        mine: the slot of each of its groups, see `group_slots`.
-        slots: how many there are over all ranks.
-        total: sums over ranks.
+        rollout, scores: the first of the step on this rank.
+        mine, slots, total: see `GroupSlots`.
         draw: takes the number of prompts to draw over all ranks and the indices of those that are wanted here, and
             returns these prompts.
         sample: a rollout of prompts, of which there may be none, and its scores. Collective.
-
-    Returns:
-        As many groups on each rank as before, their scores, and how many groups were sampled and teach something.
     """
     groups, group_size = len(rollout.prompts), rollout.num_generations
     held = GroupSlots(mine, slots, total)

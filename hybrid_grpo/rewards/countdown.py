@@ -1,6 +1,6 @@
-"""The numbers game: an expression over given numbers with a given value.
+"""The built-in `countdown`: expressions of given numbers that must have a given value.
 
-Python parses the expression and nothing is run as code; values are exact fractions.
+Expressions are parsed by Python but not executed; values are exact fractions.
 """
 
 import ast
@@ -14,7 +14,7 @@ from typing import Any
 from hybrid_grpo.rewards.rules import Completions, completion_texts
 
 _LONGEST = 500
-"""Characters of an expression; bounds the time, and how deep its brackets can be."""
+"""Characters of an expression; bounds the time and the nesting."""
 _SPELLINGS = {"\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212": "-", r"\times": "*", r"\cdot": "*", r"\div": "/"}
 _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -27,12 +27,11 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] 
 def countdown(
     completions: Completions, nums: list[Any], target: list[Any], *, use_all: bool = True
 ) -> list[float | None]:
-    """1.0 where the completion gives an expression of the numbers `nums` whose value is `target`, else 0.0.
+    """1.0 where the completion is an expression of the numbers `nums` with the value `target`, else 0.0.
 
-    The expression stands in the last `<answer> </answer>`, or, without one, is the whole completion; the part after a
-    `=` is ignored. It consists of whole numbers, + - * / and parentheses, with every number of `nums` exactly once.
-    Values are exact fractions: 8 / (3 - 8 / 3) is 24. None where `target` is None. With `use_all` False numbers may be
-    left out.
+    The expression is in the last `<answer> </answer>`, or else is the whole completion; anything after a `=` is
+    ignored. It consists of whole numbers, + - * / and parentheses, with every number of `nums` exactly once, or, unless
+    `use_all`, at most once. Values are exact: 8 / (3 - 8 / 3) is 24. None where `target` is None.
     """
     return [
         None if goal is None else float(_solves(_expression(text), Counter(numbers), goal, use_all))
@@ -58,9 +57,9 @@ def _solves(expression: str, numbers: Counter[int], target: int, use_all: bool) 
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
-    """Value of an expression of whole numbers, + - * / and parentheses, and its numbers; None where it is none.
+    """The value and the numbers of an expression of whole numbers, + - * / and parentheses; None if it is not one.
 
-    A sign before a number makes the expression invalid: the numbers of the game are given, and -3 is not 3.
+    It must not have signs: -3 is not one of the given numbers.
     """
     if len(expression) > _LONGEST or not re.fullmatch(r"[-+*/()0-9\s]*", expression):
         return None
@@ -75,7 +74,7 @@ def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
 
 
 def _value(node: ast.AST) -> Fraction:
-    """The value of a syntax tree; KeyError where it holds anything but numbers and the four operations."""
+    """The value of a syntax tree; raises KeyError for anything but numbers and the four operations."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return Fraction(node.value)
     if not isinstance(node, ast.BinOp):

@@ -1,8 +1,8 @@
-"""Built-in reward functions on the form, the length and the repetition of a completion.
+"""Built-in reward functions for exact answers, format and repetition.
 
-They are called as a user's own functions are (see functions.py): inputs and columns of the data set by name, one number
-per row, or None where the function does not apply. Columns come first in a signature. Settings, which the
-configuration gives in `kwargs`, are keyword-only and are checked before any row is looked at (ValueError).
+They are called like a user's own functions (see functions.py): inputs and columns of the data set by name, one number
+per row, or None where the function does not apply. Columns come first in a signature. Settings (`kwargs` of the
+configuration) are keyword-only and are checked before any row (ValueError).
 """
 
 import re
@@ -10,10 +10,12 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import accumulate, pairwise, zip_longest
 from typing import Any
 
+PromptText = str | list[dict[str, Any]]
+"""Text or chat messages."""
 Completions = list[str] | list[list[dict[str, Any]]]
-"""[B], texts; or, for chat prompts, lists that hold the assistant's message."""
+"""[B], texts; for chat prompts, lists with the assistant's message."""
 LogExtra = Callable[[str, list[Any]], None]
-"""Stores a list, with an element for each completion, beside the completions; `answer` is what evaluation compares."""
+"""Stores a list with an element per completion, under a name; `answer` is what evaluation compares."""
 
 
 def completion_texts(completions: Completions) -> list[str]:
@@ -24,7 +26,7 @@ def completion_texts(completions: Completions) -> list[str]:
 def exact_match(completions: Completions, answer: list[Any]) -> list[float | None]:
     """1.0 where the completion equals the column `answer`, both stripped of outer white space, else 0.0.
 
-    None where `answer` is None. An answer that is not text is compared as `str` shows it.
+    None where `answer` is None. An answer that is not text is converted by `str`.
     """
     return [
         None if gold is None else float(text.strip() == str(gold).strip())
@@ -37,8 +39,8 @@ def letters_in_place(
 ) -> list[float | list[tuple[str, float]] | None]:
     """Share of positions at which the completion and the column `answer`, both stripped, have the same character.
 
-    It is in [0, 1]. Positions are those of the longer of the two, so that writing on never gains. None where `answer`
-    is None. With `steps` every character is a step, rewarded by how much it changes the share: the sum is the same.
+    Positions are those of the longer of the two, so that longer completions gain nothing. None where `answer` is None.
+    With `steps` every character is a step, whose reward is its change of the share: the sum is the same.
     """
     rewards: list[float | list[tuple[str, float]] | None] = []
     for text, gold in zip(completion_texts(completions), answer, strict=True):
@@ -59,8 +61,8 @@ def letters_in_place(
 def format_regex(completions: Completions, *, pattern: str) -> list[float | None]:
     r"""1.0 where `pattern` matches the whole completion (re.fullmatch), else 0.0; `.` also matches a line end.
 
-    An example is `<think>.*?</think>\s*<answer>.*?</answer>`. A pattern with nested repetition, such as `(a+)+`, can
-    take time exponential in the length of a completion.
+    An example is `<think>.*?</think>\s*<answer>.*?</answer>`. Nested repetition, such as `(a+)+`, can take time
+    exponential in the length of a completion.
     """
     try:
         compiled = re.compile(pattern, re.DOTALL)
@@ -79,14 +81,14 @@ def format_tags(
 ) -> list[float | None]:
     """1.0 where the completion is `<think>...</think><answer>...</answer>`, else 0.0.
 
-    Each of the `tags` opens and closes exactly once, one after the other, in their order (the format of DeepSeek-R1,
-    arXiv:2501.12948, section 2.2.2). The text between the tags is not looked at and may be empty.
+    Each of the `tags` opens and closes exactly once, in their order (the format of DeepSeek-R1, arXiv:2501.12948,
+    section 2.2.2). Any text, or none, may be between the tags.
 
     Args:
         strict: allow nothing but white space outside of the tags.
-        partial: a completion that fails earns, in place of 0.0, half of the share of marks (`<think>`, `</think>`, ...)
-            that it holds exactly once, so at most 0.5.
-        opened: the chat template has already written the first opening tag, as those of reasoning models do.
+        partial: a completion that fails earns half of the share of marks (`<think>`, `</think>`, ...) that it contains
+            exactly once, at most 0.5, instead of 0.0.
+        opened: the chat template has already written the first opening tag, as for reasoning models.
     """
     if isinstance(tags, str) or not tags or len(set(tags)) < len(tags):
         raise ValueError(f"tags {tags!r} must be a list of different names, as in [think, answer]")
@@ -108,17 +110,14 @@ def format_tags(
 
 
 def repeated_share(items: Iterable[Hashable], ngram: int) -> float:
-    """The share of runs of `ngram` items that repeat an earlier one; 0 where there are fewer items than that."""
+    """The share of n-grams that repeat an earlier one; 0 if there are none."""
     items = list(items)
     runs = list(zip(*(items[start:] for start in range(ngram)), strict=False))
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
 
 def repetition_penalty(completion_ids: list[list[int]], *, ngram: int = 3) -> list[float | None]:
-    """Minus the share of a completion's n-grams that repeat an earlier one: 0.0 where none does, near -1.0 in a loop.
-
-    An n-gram is a run of `ngram` tokens; a shorter completion repeats nothing.
-    """
+    """Minus the share of n-grams (`ngram` tokens) that repeat an earlier one: near -1.0 in a loop, 0.0 without any."""
     if ngram < 1:
         raise ValueError(f"ngram {ngram} must be 1 or greater")
     return [0.0 - repeated_share(ids, ngram) for ids in completion_ids]

@@ -1,4 +1,4 @@
-"""Steps that a reward function gives as texts: at which token of the completion each of them ends."""
+"""Process rewards whose steps are texts: finds the token of the completion at which each step ends."""
 
 from itertools import accumulate
 from typing import Any
@@ -7,56 +7,56 @@ from hybrid_grpo.data.batch import Completion, RewardStep
 from hybrid_grpo.rewards.functions import TextStep
 
 _UNFINISHED = "\ufffd"
-"""How tokenizers decode tokens that end within a character."""
+"""What tokenizers decode an incomplete character to."""
 
 
 class TokenEnds:
-    """Where the tokens of a text end in it, for one tokenizer."""
+    """Finds where the tokens of a text end in it."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        # Decoders drop a space at the beginning of a text, so later tokens are decoded after this one.
+        # Decoders drop a leading space, so all but the first tokens are decoded after this one.
         self._anchor = list(tokenizer("a", add_special_tokens=False)["input_ids"])
         self._texts: dict[tuple[bool, tuple[int, ...]], str] = {}
 
     def __call__(self, token_ids: list[int], text: str) -> list[int]:
-        """For every token, [T], the number of characters up to its end in `text`, which the tokens were decoded to.
+        """[T], for each token the number of characters up to its end in `text`, the decoded tokens.
 
-        Special tokens add no characters. A character that is made of several tokens belongs to the last of them.
+        Special tokens have no characters. A character of several tokens belongs to the last of them.
         """
         lengths: list[int] = []
         run: list[int] = []
         for number, token in enumerate(token_ids, 1):
             run.append(token)
             decoded = self._text(len(run) == number, tuple(run))
-            # A character has at most four bytes: after four tokens this is not the beginning of one.
+            # A character has at most four bytes, and so four tokens.
             finished = not decoded.endswith(_UNFINISHED) or len(run) == 4
             lengths.append(len(decoded) if finished else 0)
             run = [] if finished else run
         ends = list(accumulate(lengths))
         if ends[-1:] == [len(text)]:
             return ends
-        # With this tokenizer the texts of tokens do not add up to the text: decode every beginning of it.
+        # The texts of tokens do not add up to the text: decode every prefix.
         return [min(len(self._decode(token_ids[: k + 1])), len(text)) for k in range(len(token_ids))]
 
     def _text(self, first: bool, token_ids: tuple[int, ...]) -> str:
-        """The text of tokens that are the first of a completion, or that follow others."""
+        """The text of tokens that begin a completion (`first`) or follow others."""
         if (first, token_ids) not in self._texts:
             anchor = [] if first else self._anchor
             self._texts[first, token_ids] = self._decode([*anchor, *token_ids])[len(self._decode(anchor)) :]
         return self._texts[first, token_ids]
 
     def _decode(self, token_ids: list[int]) -> str:
-        # Saved rollouts may lack tokens, which are -1 there.
+        # Tokens missing from saved rollouts are -1.
         return str(self._tokenizer.decode([t for t in token_ids if t >= 0], skip_special_tokens=True))
 
 
 def token_steps(text_steps: list[TextStep], completion: Completion, token_ends: TokenEnds | None) -> list[RewardStep]:
-    """Steps given as texts, by their ends in tokens: a step ends with the token that has its last character.
+    """The end, in tokens, and the reward of each step: it ends with the token that has its last character.
 
-    The rewards of steps that end with the same token are added up, and an empty step ends where the step before it
-    does. Without a tokenizer all steps end with the completion. Raises ValueError where the texts do not follow each
-    other from the beginning of the completion.
+    Rewards of steps that end with the same token are added up, and an empty step ends where the previous one does.
+    Without a tokenizer all steps end with the completion. Raises ValueError if the texts do not follow each other from
+    the beginning of the completion.
     """
     text, at = completion.text, 0
     rewards: dict[int, float] = {}

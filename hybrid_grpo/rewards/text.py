@@ -1,6 +1,6 @@
-r"""Built-in reward functions that read a completion: multiple choice and language.
+r"""Built-in reward functions for multiple choice and for the language of a completion.
 
-The patterns take time linear in the length of the text: every repetition in a pattern is bounded, and none is nested.
+Patterns take time linear in the length of the text: every repetition is bounded, and none is nested.
 """
 
 import re
@@ -14,8 +14,8 @@ from hybrid_grpo.rewards.rules import Completions, LogExtra, completion_texts
 
 _LETTERS = string.ascii_uppercase
 
-# A capital letter that stands alone, or any letter in brackets. `A` and `I` in front of a word are words themselves,
-# unless the word begins a reason; "B or C" chooses nothing.
+# A single capital letter, or any letter in brackets. `A` and `I` before a word are words themselves, unless that word
+# begins a reason; "B or C" chooses nothing.
 _LETTER = (
     r"[\s*_`$\"'(\[{\\]{0,8}(?:(?:text|textbf|mathrm|mathbf)\s?\{\s?\(?)?"
     r"(?:(?<=[(\[{])(?P<bracketed>[A-Za-z])(?=\s?\\?[)\]}.:])|(?P<tagged>[a-z])(?=\s?</answer>)"
@@ -23,7 +23,7 @@ _LETTER = (
     r"(?!(?<=[AI])\s{1,4}(?!because|since|as\b|for\b|and\b|which|with\b|is\b)[a-z]))"
     r"(?!['\"*_`)\]}]{0,4}\s{0,4}(?:\b(?:or|and)\b|[/&])[\s*(]{0,4}[A-Z](?![\w'\u2019]))"
 )
-# No word between "answer" and "is" may deny the answer; words after "is" may only stress it.
+# Words between "answer" and "is" must not negate it; words after "is" may only emphasize it.
 _ANSWER = (
     r"\b(?:answer|choice|option)\b(?:(?:(?!\b(?:not|never|cannot)\b|n['\u2019]t)[^.:;!?\n]){0,60}?\b(?:is|be)\b"
     r"|[\s*_`)]{0,6}[-:=\u2013])[\s*_`:]{0,6}(?:(?:thus|therefore|clearly|indeed|most likely|probably)\s)?"
@@ -39,7 +39,7 @@ _CHOSEN = (
     re.compile(r"\*\*\(?(?P<bold>[A-Z])(?:\)?[.:]?\*\*|[).:]{1,2}\s[^*\n]{1,200}\*\*)"),
     re.compile(r"^[ \t]{0,8}[(\[]?(?P<line>[A-Z])[)\].:]{0,2}[ \t]{0,8}$", re.MULTILINE),
 )
-"""Ways to state a choice, the plainest first."""
+"""Ways to state a choice, the clearest first."""
 _ITEM = re.compile(r"^[ \t]{0,8}\(?([A-Z])[).:]{1,2}[ \t]", re.MULTILINE)
 
 
@@ -53,12 +53,12 @@ def multiple_choice(
     r"""1.0 where the completion chooses the letter of the column `answer`, else 0.0.
 
     A completion chooses by `The answer is (B)`, `Answer: B`, `\boxed{B}`, `<answer>B</answer>` or `B is correct`;
-    without any of these, by `**B**`; else by a line with nothing but `B.`, or the only line that begins with `B. `.
-    The last choice counts. The column `choices` limits the letters to those of the choices, and a completion that is
-    the text of a choice chooses it. `B or C` chooses nothing.
+    without any of these, by `**B**`; else by a line that is just `B.`, or the only line that begins with `B. `. The
+    last choice counts; `B or C` chooses nothing. The column `choices`, the texts of each row's choices, limits the
+    letters, and a completion that is the text of a choice chooses it.
 
-    An answer is a letter, the index of a choice from 0, or the text of a choice, which needs `choices`, the texts of
-    the choices of every row. The function does not apply where the answer is None, and raises ValueError for any other.
+    An answer is a letter, the index of a choice from 0, or the text of one of `choices`. None where the answer is None;
+    ValueError for any other.
     """
     texts = completion_texts(completions)
     rows = [None] * len(texts) if choices is None else choices
@@ -70,23 +70,23 @@ def multiple_choice(
 
 
 def choice_letter(answer: Any, choices: Sequence[Any] | None = None) -> str:
-    """The letter of a choice that is given by its letter, its index from 0, or its text; else raises ValueError."""
+    """The letter of a choice, given by its letter, its index from 0 or its text; raises ValueError for others."""
     letters = _LETTERS if choices is None else _LETTERS[: len(choices)]
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(letters):
         return letters[answer]
     if isinstance(answer, str):
-        said = answer.strip()
-        if len(said) == 1 and said.upper() in letters:
-            return said.upper()
+        answer_text = answer.strip()
+        if len(answer_text) == 1 and answer_text.upper() in letters:
+            return answer_text.upper()
         texts = [str(choice).strip() for choice in choices or ()]
-        if said in texts:
-            return letters[texts.index(said)]
+        if answer_text in texts:
+            return letters[texts.index(answer_text)]
     what = f"the {len(choices)} choices" if choices is not None else "26 (its text needs a column choices)"
     raise ValueError(f"answer {answer!r} is not the letter, the index from 0 or the text of one of {what}")
 
 
 def chosen_letter(text: str, choices: Sequence[Any] | None = None) -> str | None:
-    """The letter of the choice that `text` ends up with, or None; see `multiple_choice`."""
+    """The letter of the choice that a completion makes, or None; see `multiple_choice`."""
     letters = _LETTERS if choices is None else _LETTERS[: len(choices)]
     for pattern in _CHOSEN:
         found = [match[match.lastgroup or 0].upper() for match in pattern.finditer(text)]
@@ -95,18 +95,18 @@ def chosen_letter(text: str, choices: Sequence[Any] | None = None) -> str | None
     if len(items := {letter for letter in _ITEM.findall(text) if letter in letters}) == 1:
         return items.pop()
     plain = [str(choice).strip().casefold() for choice in choices or ()]
-    said = text.strip().rstrip(".").casefold()
-    return letters[plain.index(said)] if plain.count(said) == 1 else None
+    completion = text.strip().rstrip(".").casefold()
+    return letters[plain.index(completion)] if plain.count(completion) == 1 else None
 
 
 def language_penalty(completions: Completions, *, scripts: Sequence[str] = ("latin",)) -> list[float | None]:
-    """Minus the share of letters that belong to none of the `scripts`: 0.0 where all do, -1.0 where none does.
+    """Minus the share of letters that belong to none of the `scripts`, from 0.0 to -1.0.
 
-    A guard against reasoning that drifts into another language (the language consistency of DeepSeek-R1,
-    arXiv:2501.12948, section 2.3.2, which counts words). Scripts are not languages: French in place of English goes
-    unseen, and an alpha in an English proof is Greek (allow `greek`). Letters that Unicode assigns to no single script,
-    such as symbols of mathematics, do not count, nor do digits; a completion without letters has 0.0. The `scripts` are
-    named as Unicode does, such as [han, hiragana, katakana] for Japanese.
+    A guard against reasoning that drifts into another language (compare the language consistency of DeepSeek-R1,
+    arXiv:2501.12948, section 2.3.2, which counts words). Scripts are not languages: French instead of English goes
+    unnoticed, and an alpha in an English proof is Greek (allow `greek`). Digits and letters of no single script, such
+    as mathematical symbols, do not count. The `scripts` have Unicode's names, such as [han, hiragana, katakana] for
+    Japanese.
     """
     if isinstance(scripts, str) or not scripts:
         raise ValueError(f"scripts {scripts!r} must be a list of names, as in [latin]")

@@ -1,4 +1,4 @@
-"""The built-in `code_tests`: programs that a model wrote, tested in a sandbox of the Linux kernel's protections.
+"""The built-in `code_tests`: tests programs that a model wrote in a sandbox of kernel protections.
 
-The user's own reward functions do not run here but in `workers/`.
+Reward functions of users do not run here but in `workers/`.
 """

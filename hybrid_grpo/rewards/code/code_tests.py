@@ -1,6 +1,6 @@
-"""The built-in reward `code_tests`: the share of the tests that a program passes, run in a sandbox.
+"""The built-in `code_tests`: the share of tests that a program passes in a sandbox.
 
-The program has no part in the verdict: asserts run in another process (judge.py), outputs are compared in this one.
+The program cannot influence the verdict: asserts run in another process (judge.py), and this one compares outputs.
 """
 
 import ast
@@ -39,22 +39,22 @@ def code_tests(
     tolerance: float = 0.0,
     require: Collection[str] = tuple(PROTECTIONS),
 ) -> list[float | None]:
-    """Share of its tests that the program in a completion passes; 0.0 without a program, None where `tests` is None.
+    """Share of tests that the program in a completion passes; 0.0 without a program, None where `tests` is None.
 
     Args:
-        tests: [B], in one of the forms of docs/rewards/code.md. Names that tests in Python use and do not define are
-            the program's, which is also importable as `solution`.
+        tests: [B], in one of the forms of docs/rewards/code.md. Tests in Python take the names that they do not define
+            from the program, which is also importable as `solution`.
         entry_point: [B], name of the tested function, if the tests need it.
         score: `share`, or `all`: 1.0 if all tests are passed, else 0.0.
         fence: `optional` takes the whole completion if nothing is fenced.
         timeout_s: seconds for all tests of a completion; tests that are not reached have failed.
-        memory_mb: MiB of address space, Python's own 30 included.
-        disk_mb: MiB that the program may have in files; 0: it cannot write any.
-        tolerance: numbers on standard output may differ by this much, absolutely or relatively.
+        memory_mb: MiB of address space, including Python's own 30.
+        disk_mb: MiB of the program's files; 0: it cannot write any.
+        tolerance: absolute or relative difference allowed between numbers on standard output.
         require: protections without which nothing is run; see `containment.PROTECTIONS`.
 
     Raises:
-        ValueError: a setting cannot be honoured here, or the data set's tests test nothing.
+        ValueError: a setting is invalid or not possible here, or the data set's tests test nothing.
         RuntimeError: the sandbox has failed.
     """
     _check(score, fence, timeout_s, memory_mb, disk_mb, tolerance)
@@ -77,7 +77,7 @@ def code_tests(
 
 
 def program_of(text: str, bare: bool = False) -> str | None:
-    """The last closed block fenced as Python, or else the last without a language, or else, if `bare`, the text."""
+    """The last closed block fenced as Python, else the last without a language, else, if `bare`, the whole text."""
     fence, language = "", ""
     block: list[str] = []
     found: dict[bool, str] = {}
@@ -105,11 +105,11 @@ class _Asserts:
             names = _names_of_the_program(text, entry_point)
         except SyntaxError as error:
             line = (error.text or "").strip()
-            raise ValueError(f"tests of the data set are no Python: {error.msg}: {line}") from error
+            raise ValueError(f"tests of the data set are not Python: {error.msg}: {line}") from error
         self._count = sum(counts for _, counts in parts)
         if not self._count:
             raise ValueError(f"tests of the data set test nothing: {text[:80]!r}: give asserts, or entry_point")
-        # The tests import standard modules themselves: the program could pass others under their names.
+        # The tests import standard modules themselves: the program could provide others under their names.
         used = {node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)}
         modules = sorted(names & sys.stdlib_module_names & {node.id for node in used if isinstance(node, ast.Name)})
         parts = [(f"import {name}", False) for name in modules] + parts
@@ -127,7 +127,7 @@ class _Pairs:
         self._pairs = [(_lines(given), _lines(expected)) for given, expected in zip(inputs, outputs, strict=True)]
 
     def verdicts(self, sandbox: Sandbox, program: str, limits: Limits, tolerance: float) -> Iterator[bool]:
-        """Whether the program passes each of the tests; it runs as often as the caller asks for one."""
+        """Whether the program passes each test, for which it runs once."""
         deadline = time.monotonic() + limits.timeout_s
         for given, expected in self._pairs:
             left_s = deadline - time.monotonic()
@@ -172,11 +172,11 @@ def _job(tests: Any, entry_point: str | None) -> _Asserts | _Pairs:
 
 
 _asserts = lru_cache(maxsize=1024)(_Asserts)
-"""Cached, because all completions of a prompt have the same tests."""
+"""Cached, as all completions of a prompt have the same tests."""
 
 
 def _parts(module: ast.Module, entry_point: str | None) -> list[tuple[str, bool]]:
-    """The tests' statements, and calls of their test functions, each with whether it counts as a test."""
+    """The statements of the tests and calls of their test functions, each with whether it counts as a test."""
     definitions = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
     functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
     testing = {name for name, node in functions.items() if _has_test(node, set())}
@@ -195,13 +195,13 @@ def _parts(module: ast.Module, entry_point: str | None) -> list[tuple[str, bool]
 
 
 def _has_test(node: ast.AST, testing: set[str]) -> bool:
-    """Whether there is an assert in a statement, or a call of one of the functions `testing`."""
+    """Whether a statement contains an assert or calls one of the functions `testing`."""
     calls = {n.func.id for n in ast.walk(node) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
     return bool(calls & testing) or any(isinstance(child, ast.Assert) for child in ast.walk(node))
 
 
 def _names_of_the_program(text: str, entry_point: str | None) -> set[str]:
-    """Names that the tests use and do not define; not builtins, or the program could redefine `sorted`."""
+    """Names that the tests use and do not define, except builtins: the program could redefine `sorted`."""
     top = symtable.symtable(text, "<tests>", "exec")
     defined = {s.get_name() for s in top.get_symbols() if s.is_assigned() or s.is_imported()}
     used: set[str] = set()
@@ -231,11 +231,10 @@ try:
 except (NameError, AttributeError):
     _function = {name}
 """
-"""Before the asserts for arguments and values. JSON has no tuples, and APPS wraps some values in a list of one."""
+"""Precedes asserts on arguments and values. JSON has no tuples, and APPS puts some values into a list of one."""
 
 
 def _calls(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> str:
-    """Tests in Python for arguments and values."""
     asserts = [
         f"assert _agree(_function(*{_decoded(given, each_line=True)!r}), _plain({_decoded(expected)!r}))"
         for given, expected in zip(inputs, outputs, strict=True)
@@ -244,7 +243,7 @@ def _calls(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> str:
 
 
 def _decoded(value: Any, each_line: bool = False) -> Any:
-    """LiveCodeBench gives the arguments as lines of JSON, and the value as JSON."""
+    """LiveCodeBench gives arguments as lines of JSON, and the value as JSON."""
     if not isinstance(value, str):
         return value
     return [json.loads(line) for line in value.splitlines() if line.strip()] if each_line else json.loads(value)
@@ -255,7 +254,7 @@ def _lines(text: Any) -> str:
 
 
 def _same(output: str, expected: str, tolerance: float) -> bool:
-    """Whether the same words are on the same lines, apart from white space and empty lines at the end."""
+    """Whether the lines have the same words, apart from white space and trailing empty lines."""
     ours, theirs = ([line.split() for line in text.rstrip().splitlines()] for text in (output, expected))
     return list(map(len, ours)) == list(map(len, theirs)) and all(
         x == y or (tolerance > 0 and _near(x, y, tolerance))

@@ -1,14 +1,14 @@
-"""How a process gives up its rights, for good, before it runs a program that nobody has read.
+"""Makes a process give up its rights, irrevocably, before it runs an untrusted program.
 
-The Linux kernel offers each of these protections without any privilege (docs/rewards/code.md has what they promise):
+The Linux kernel offers these protections without any privilege (docs/rewards/code.md says what they promise):
 
-    seccomp      the system calls that stay allowed: none starts a process, opens a connection, signals or traces
+    seccomp      restricts system calls: none starts a process, opens a connection, signals or traces
     landlock     the folders that can be read, and the one that can be written (man 7 landlock)
     rlimits      CPU time, address space, open files, bytes of a file (man 2 setrlimit)
     user         if the caller is root: another user's id, or root without capabilities (man 7 capabilities)
 
-`Containment` tries which of them work here, applies them, and raises if one fails that worked when it was tried.
-Standard library only: this runs in a process without site-packages.
+`Containment` finds out which of them work here, applies these, and raises if one has stopped working. Standard library
+only: this runs in a process without site-packages.
 """
 
 import ctypes
@@ -35,31 +35,31 @@ PROTECTIONS = {
     "processes": "no process or thread can be started, and no other process be signalled or looked into",
     "privileges": "the program has none of root's privileges",
 }
-"""The protections that can be required, each with what it promises."""
+"""The protections that can be required, and what each promises."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits that hold for one program."""
+    """Limits of one program."""
 
     timeout_s: float = 10.0
     """Seconds after which the program is killed. CPU time is limited to a second more."""
     memory_mb: int = 512
-    """MiB of address space, Python itself included."""
+    """MiB of address space, including Python itself."""
     output_kb: int = 1024
     """KiB of standard output, and of any other file."""
     disk_mb: int = 16
-    """MiB of all files in its folder; 0: the program has no folder, and cannot write at all."""
+    """MiB of all files in its folder; 0: the program has no folder and cannot write at all."""
     files: int = 200
     """Files and folders in its folder."""
 
 
 class Containment:
-    """The protections that this kernel offers to this user, prepared for processes forked from this one.
+    """The protections that this kernel offers this user, for processes forked from this one.
 
     Args:
-        folder: the only place that programs may write to.
-        without: protections that are not used, for tests: `seccomp`, `landlock`, `user`.
+        folder: the only place where programs may write.
+        without: protections to leave out in tests: `seccomp`, `landlock`, `user`.
     """
 
     def __init__(self, folder: str, without: Iterable[str] = ()) -> None:
@@ -67,17 +67,16 @@ class Containment:
         self._filters = {writing: _filter(writing) for writing in (True, False) if has_filters}
         self.seccomp = has_filters and _works(lambda: _install(self._filters[True]))
         if not self.seccomp:
-            # Processes that a program leaves behind then become children of this process, which can kill them.
+            # Processes that a program leaves behind become children of this process, which can then kill them.
             _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         version = -1 if "landlock" in without else _syscall(_LANDLOCK_CREATE, None, 0, 1, check=False)
         landlock = version > 0 and _works(lambda: _syscall(_LANDLOCK_RESTRICT, _file_rules(version, None), 0))
         self._landlock = f"landlock {version}" if landlock else ""
         self._rules = {w: _file_rules(version, folder if w else None) for w in (True, False) if landlock}
         self._user = None
-        """Id of the user that programs run as; None: the caller, without privileges."""
+        """Id of the user that programs run as; None for the caller, without privileges."""
         if os.getuid() == 0 and "user" not in without:
-            # An id that nobody else uses, so that two programs cannot reach each other. The second one is for
-            # containers that have only 65536 ids.
+            # Unique, so that two programs cannot reach each other. The second is for containers with 65536 ids.
             users = (0x7A000000 + os.getpid() % 0x1000000, 64000 + os.getpid() % 1000)
             self._user = next((uid for uid in users if _works(partial(_read_as, uid))), None)
         if self._user:
@@ -85,7 +84,7 @@ class Containment:
 
     @property
     def protections(self) -> dict[str, str]:
-        """The PROTECTIONS that are in force, each with the means."""
+        """The PROTECTIONS in force, and the means of each."""
         seccomp = "seccomp" if self.seccomp else ""
         found = {
             "reads": self._landlock,
@@ -99,20 +98,20 @@ class Containment:
 
     @property
     def writable(self) -> bool:
-        """Whether a program can be given a folder to write to, and no other place."""
+        """Whether a program can be confined to writing to its folder."""
         return bool(self._rules) or not self.seccomp
 
     def enter(self, limits: Limits, *, writing: bool) -> None:
-        """Contain this process, for good; `writing` says whether it may write to the folder.
+        """Contain this process irrevocably; `writing` allows it to write to the folder.
 
-        Raises OSError where the kernel refuses a protection that worked when it was tried.
+        Raises OSError if the kernel refuses a protection that has worked before.
         """
         _limit(limits)
         _prctl(_PR_SET_NO_NEW_PRIVS, 1)
         if self._rules:
             _syscall(_LANDLOCK_RESTRICT, self._rules[writing], 0)
         _become(self._user)
-        # Only now: changing the user resets it.
+        # After `_become`, which resets it.
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if self.seccomp:
             _install(self._filters[writing])
@@ -136,7 +135,7 @@ def _limit(limits: Limits) -> None:
 
 
 def _become(uid: int | None) -> None:
-    """Become this user, in no group (None: stay this one), and give up all capabilities."""
+    """Switch to this user, in no group (None: stay this one), and give up all capabilities."""
     if uid is not None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -145,7 +144,7 @@ def _become(uid: int | None) -> None:
 
 
 def _read_as(uid: int) -> None:
-    """Become this user, and raise if Python's modules cannot be read then."""
+    """Switch to this user; raises OSError if it cannot read Python's modules."""
     _become(uid)
     for folder in _libraries():
         os.listdir(folder)
@@ -174,7 +173,7 @@ _READABLE = (
 
 
 def _file_rules(version: int, folder: str | None) -> int:
-    """Rules for reading, and for writing to `folder`, as an open file descriptor."""
+    """File descriptor of rules for reading, and for writing to `folder`."""
     rights = _RIGHTS[min(version, 5)]
     # TCP (from version 4), and signals and abstract sockets to processes outside (from 6): seccomp forbids more.
     attributes = struct.pack("QQQ", rights, 3, 3)[: 24 if version >= 6 else 16 if version >= 4 else 8]
@@ -184,7 +183,7 @@ def _file_rules(version: int, folder: str | None) -> int:
     _allow(rules, "/dev/null", _READ | _WRITE)
     if folder is not None:
         _allow(rules, folder, rights & ~(_EXECUTE | _DEVICE_CALLS | _SPECIAL_FILES))
-    # Moved above the descriptors that a program is given.
+    # Above the descriptors that a program is given.
     high = fcntl.fcntl(rules, fcntl.F_DUPFD_CLOEXEC, 64)
     os.close(rules)
     return high
@@ -229,7 +228,7 @@ def _system_calls() -> dict[str, dict[str, int]]:
 
 
 def _conditions(writing: bool) -> dict[str, list[tuple[int, int, Sequence[int]]]]:
-    """Conditions by call: number of an argument (32 bits wide), the bits that count, their allowed values."""
+    """Conditions by call: number of an argument (32 bits), mask, allowed values."""
     if writing:
         # Opening for reading with O_TRUNC writes, which landlock before version 3 does not notice.
         flags = os.O_ACCMODE | os.O_TRUNC
@@ -239,7 +238,7 @@ def _conditions(writing: bool) -> dict[str, list[tuple[int, int, Sequence[int]]]
     return {
         "openat": opening,
         "prlimit64": [(0, _ALL_BITS, (0,))],
-        # Asking whether a file is a terminal, and inheritance; not TIOCSTI, which types into a terminal.
+        # Whether a file is a terminal, and inheritance; not TIOCSTI, which types into a terminal.
         "ioctl": [(1, _ALL_BITS, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451))],
         # Duplicates, flags and locks; not F_SETOWN, which makes another process receive a file's signals.
         "fcntl": [(1, _ALL_BITS, (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032))],
@@ -249,7 +248,7 @@ def _conditions(writing: bool) -> dict[str, list[tuple[int, int, Sequence[int]]]
 
 
 def _filter(writing: bool) -> bytes:
-    """Steps of the filter that allow the listed system calls, but for signals."""
+    """The part of the filter that allows the listed system calls, except signals."""
     calls = _system_calls()
     steps = [_step(_LOAD, 0, 0, 4), _step(_EQUAL, 1, 0, _ARCHITECTURES[platform.machine()][0])]
     steps += [_step(_RETURN, 0, 0, _REFUSE), _step(_LOAD, 0, 0, 0)]
@@ -261,17 +260,17 @@ def _filter(writing: bool) -> bytes:
 
 
 def _install(steps: bytes) -> None:
-    """Restrict this process to the calls that these steps allow, and to signals to itself; others fail with EPERM."""
+    """Make all calls fail with EPERM except those that these steps allow and signals to this process itself."""
     own = [(0, _ALL_BITS, (os.getpid(),))]
     signals = [step for name in ("kill", "tgkill") for step in _block(_system_calls()["conditional"][name], own)]
     program = steps + b"".join([*signals, _step(_RETURN, 0, 0, _REFUSE)])
     code = ctypes.create_string_buffer(program)
-    # struct sock_fprog: the number of steps, and their address.
+    # struct sock_fprog: number of steps, address.
     _prctl(_PR_SET_SECCOMP, 2, struct.pack("HP", len(program) // 8, ctypes.addressof(code)))
 
 
 def _block(number: int, conditions: Sequence[tuple[int, int, Sequence[int]]]) -> list[bytes]:
-    """Steps of the filter for a call that is allowed under conditions."""
+    """The part of the filter that allows one call under conditions."""
     block = []
     for argument, mask, values in conditions:
         block += [_step(_LOAD, 0, 0, 16 + 8 * argument), _step(_AND, 0, 0, mask)]
@@ -304,7 +303,7 @@ def _prctl(option: int, value: int, argument: object = 0) -> None:
 
 
 def _works(protect: Callable[[], object]) -> bool:
-    """Whether `protect` succeeds, tried in a forked process."""
+    """Whether `protect` succeeds in a forked process."""
     pid = os.fork()
     if pid == 0:
         status = 1

@@ -1,10 +1,9 @@
-"""Runs tests and the program that they test, each in a process of its own, with a channel between them.
+"""Runs tests and the program under test in two processes, connected by a channel.
 
-The judge runs the tests, and asks the program's process for the values of its functions. So the program sees no test
-and no expected value, and cannot change what `==`, `assert` or `sorted` mean to the judge; if it ends, the remaining
-tests fail. Plain data comes back as a copy, which the judge makes of exact types alone: numbers, text, containers and a
-few types of the standard library. Any other object stays in the program's process, and the judge holds a `Proxy` for
-it.
+The judge runs the tests and requests the values of the program's functions from its process. The program thus sees no
+test and no expected value, and cannot change what `==`, `assert` or `sorted` mean to the judge; if it ends, the
+remaining tests fail. The judge receives copies of plain data, made of exact types only: numbers, text, containers and a
+few types of the standard library. Any other object stays in the program's process, and the judge holds a `Proxy` of it.
 
 Standard library only: this runs in processes without site-packages.
 """
@@ -33,51 +32,50 @@ _EXACT = (
     *(Counter, OrderedDict, deque, date, datetime, time, timedelta, timezone, Decimal, Fraction),
 )
 _NAMES = {(kind.__module__, kind.__qualname__): kind for kind in _EXACT}
-"""The only types that a message from the program can make the judge construct."""
-_UNCHANGEABLE = {int, float, complex, str, bytes, bytearray, range, date, datetime, time, timedelta, timezone, Decimal}
-"""Those of them whose objects have neither attributes of their own nor parts."""
+"""The only types that a message of the program can make the judge construct."""
+_IMMUTABLE = {int, float, complex, str, bytes, bytearray, range, date, datetime, time, timedelta, timezone, Decimal}
+"""Those of them whose instances have neither attributes nor parts."""
 _PLAIN: dict[type, Callable[[Any], Any]] = {
     int: int.__int__, float: float.__float__, str: str.__str__, dict: dict.items,
     tuple: tuple.__iter__, list: list.__iter__, set: set.__iter__,
 }  # fmt: skip
-"""An instance of a subclass (a named tuple, an enumeration of numbers, a defaultdict) comes back as its base class,
-read by that class's own method, which the subclass cannot redefine."""
+"""An instance of a subclass (a named tuple, an IntEnum, a defaultdict) is copied as its base class, by a method of that
+class, which the subclass cannot override."""
 _PREDICATES = {
     *(name for kind in (str, bytes) for name in vars(kind) if name.startswith("is")),
     *("startswith", "endswith", "issubset", "issuperset", "isdisjoint", "equals"),
 }
-"""Methods by which tests compare plain data and arrays with what they expect. An object of the program that has one
-would be told the expected value, and could say yes to it."""
+"""Methods that tests call with an expected value. An object of the program could learn it, and return True."""
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 
 def _kept(by: str, number: int) -> Any:
-    """In a message: an object that stays with its `sender` or its `receiver`, and has this number there."""
+    """In a message: an object with this number that stays with the `sender` or the `receiver` of the message."""
     raise AssertionError
 
 
-def _remotely(operation: str) -> Any:
-    """A method that has the other side do one of `_OPERATIONS`."""
-    return lambda remote, *arguments: remote._ask(operation, *arguments)
+def _remote_method(operation: str) -> Any:
+    """A method that makes the other side perform one of `_OPERATIONS`."""
+    return lambda proxy, *arguments: proxy._ask(operation, *arguments)
 
 
 class Proxy:
-    """Stands for an object in the other process. It can be called, iterated, indexed and asked for attributes, and can
-    only be equal to another `Proxy`."""
+    """Stands for an object in the other process. It can be called, iterated, indexed and has its attributes; it can
+    only equal another `Proxy`."""
 
-    __slots__ = ("_remote",)
-    _remote: tuple[Channel, int]
+    __slots__ = ("_target",)
+    _target: tuple[Channel, int]
     __hash__ = object.__hash__
 
     def __init__(self, channel: Channel, number: int) -> None:
-        object.__setattr__(self, "_remote", (channel, number))
+        object.__setattr__(self, "_target", (channel, number))
 
-    __setattr__ = _remotely("set")
-    __getitem__ = _remotely("item")
-    __len__ = _remotely("len")
-    __bool__ = _remotely("bool")
-    __str__ = _remotely("str")
-    __repr__ = _remotely("repr")
+    __setattr__ = _remote_method("set")
+    __getitem__ = _remote_method("item")
+    __len__ = _remote_method("len")
+    __bool__ = _remote_method("bool")
+    __str__ = _remote_method("str")
+    __repr__ = _remote_method("repr")
 
     def __getattr__(self, name: str) -> Any:
         if name in _PREDICATES:
@@ -96,7 +94,7 @@ class Proxy:
             yield values[0]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        channel, number = self._remote
+        channel, number = self._target
         sent = channel.dump((args, kwargs))
         result, changed = channel.ask("call", number, sent)
         if changed is not None:
@@ -105,13 +103,13 @@ class Proxy:
         return result
 
     def _ask(self, what: str, *arguments: Any) -> Any:
-        channel, number = self._remote
+        channel, number = self._target
         return channel.ask(what, number, *arguments)
 
 
 class _Own:
-    """A function of the judge that the program gives back, or a class that it names: nothing but the call, since a
-    message can set the attributes of what it names, such as a function's defaults."""
+    """Wraps a function of the judge that the program returns, or a class that a message names, so that it can only be
+    called: a message can set the attributes of what it names, such as a function's defaults."""
 
     __slots__ = ("_function",)
 
@@ -123,20 +121,22 @@ class _Own:
 
 
 class Channel:
-    """One end of the connection. Both can ask, also while being asked: a test may pass a function to the program."""
+    """One end of the connection. Both ends can ask, even while answering: a test may pass a function to the program."""
 
     def __init__(self, connection: Connection, *, trusting: bool) -> None:
         self._connection = connection
         self.trusting = trusting
-        """Whether the other side may construct any object here, and do all `_OPERATIONS`."""
+        """Whether the other side may construct any object here and perform all `_OPERATIONS`."""
         self.objects: list[Any] = []
-        """The objects of this side that the other side knows, by their numbers."""
+        """Objects of this side that the other side knows, by number."""
         self._numbers: dict[int, int] = {}
         self._proxies: dict[int, Proxy] = {}
 
     def ask(self, what: str, *arguments: Any) -> Any:
-        """Have the other side do one of `_OPERATIONS`. Raises what was raised there if that is builtin, else
-        RuntimeError; and EOFError or OSError where the other side is gone."""
+        """Make the other side perform one of `_OPERATIONS` or a call.
+
+        Raises the exception raised there if it is builtin, else RuntimeError; EOFError or OSError if that side is gone.
+        """
         self._connection.send_bytes(self.dump((what, *arguments)))
         while True:
             what, *arguments = self.load(self._connection.recv_bytes())
@@ -154,25 +154,23 @@ class Channel:
                 self._answer(what, arguments)
 
     def dump(self, value: Any) -> bytes:
-        """A value as bytes, with a number in place of each object that cannot be copied."""
+        """Pickle a value, with a number in place of each object that cannot be copied."""
         stream = io.BytesIO()
         _Pickler(self, stream).dump(value)
         return stream.getvalue()
 
     def load(self, data: bytes) -> Any:
-        """The value of these bytes."""
         value = _Unpickler(self, data).load()
         return value if self.trusting else _copied(value, {})
 
     def keep(self, value: Any) -> int:
-        """The number of an object of this side."""
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self.objects)
             self.objects.append(value)
         return self._numbers[id(value)]
 
     def kept(self, by: str, number: int) -> Any:
-        """The object with this number of the `sender` of a message, which is the other side, or of its `receiver`."""
+        """The object with this number at the `sender` of a message, the other side, or at its `receiver`."""
         if by == "receiver" and self.trusting:
             return self.objects[number]
         if by == "receiver":
@@ -194,7 +192,7 @@ class Channel:
         self._connection.send_bytes(message)
 
     def _call(self, function: Any, sent: bytes) -> tuple[Any, Any]:
-        """What a function returns, and its arguments if it has changed them, else None."""
+        """The return value of a function, and its arguments if it has changed them."""
         args, kwargs = self.load(sent)
         result = function(*args, **kwargs)
         with suppress(Exception):
@@ -209,9 +207,9 @@ class _Pickler(pickle.Pickler):
         self._channel = channel
 
     def reducer_override(self, value: Any) -> Any:
-        """How an object is sent; see pickle.Pickler.reducer_override."""
+        """Reduce an object that is sent; see pickle.Pickler.reducer_override."""
         if isinstance(value, Proxy):
-            return _kept, ("receiver", value._remote[1])
+            return _kept, ("receiver", value._target[1])
         if value is _kept or type(value) in _EXACT or (isinstance(value, type) and value in _EXACT):
             return NotImplemented
         for base, plain in _PLAIN.items():
@@ -228,7 +226,7 @@ class _Unpickler(pickle.Unpickler):
         self._channel = channel
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a message names, if the sender is trusted or it is plain data."""
+        """Anything that a trusted sender names, or a type of plain data."""
         if (module, name) == (__name__, "_kept"):
             return self._channel.kept if self._channel.trusting else _Own(self._channel.kept)
         if self._channel.trusting:
@@ -244,14 +242,14 @@ def _is_importable(function: Any) -> bool:
 
 
 def _copied(value: Any, made: dict[int, Any]) -> Any:
-    """A copy of a loaded value without what a message can add to its objects: attributes, which include methods.
+    """A copy of a loaded value without attributes, which include methods, that a message can add to its objects.
 
-    `made` has the copies by the ids of their originals, so that the copy has the same references.
+    `made` has copies by the ids of their originals, which preserves references.
     """
     kind = type(value)
     if id(value) in made:
         return made[id(value)]
-    if kind is Proxy or kind is _Own or value is None or kind is bool or kind in _UNCHANGEABLE:
+    if kind is Proxy or kind is _Own or value is None or kind is bool or kind in _IMMUTABLE:
         return value
     copy: Any
     if kind in (list, set, deque):
@@ -273,7 +271,7 @@ def _copied(value: Any, made: dict[int, Any]) -> Any:
 
 
 def _update(old: Any, new: Any) -> None:
-    """Apply the program's changes to an argument."""
+    """Apply the program's changes of an argument."""
     if type(old) is not type(new):
         return
     if isinstance(old, list | bytearray):
@@ -285,7 +283,7 @@ def _update(old: Any, new: Any) -> None:
 
 def _exception(name: str, text: str) -> Exception:
     kind = getattr(builtins, str(name), None)
-    # As in a generator (PEP 479): `map`, `zip` and `filter` would end without a test.
+    # As in a generator (PEP 479): otherwise `map`, `zip` and `filter` would end before all tests have run.
     ends_loops = kind in (StopIteration, StopAsyncIteration)
     if isinstance(kind, type) and issubclass(kind, Exception) and not ends_loops:
         with suppress(Exception):
@@ -305,11 +303,11 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "iter": iter,
     "next": lambda iterator: list(islice(iterator, 1)),
 }
-"""What the judge can ask for besides calls, each with the object that it is about."""
+"""What the judge can ask for besides calls; the object comes first."""
 
 
 def run_program(source: str, name: str) -> dict[str, Any]:
-    """Run a program as the module of this name; its global names."""
+    """Run a program as the module `name`; returns its globals."""
     code = compile(source, "<program>", "exec", dont_inherit=True)
     module = types.ModuleType(name)
     sys.modules[name] = module
@@ -318,7 +316,7 @@ def run_program(source: str, name: str) -> dict[str, Any]:
 
 
 def serve_program(source: str, connection: Connection) -> None:
-    """Run a program, then do what the judge asks for."""
+    """Run a program, then answer the judge."""
     program = run_program(source, "solution")
     channel = Channel(connection, trusting=True)
     channel.keep(lambda names: {name: program[name] for name in names if name in program})  # number 0
@@ -328,18 +326,18 @@ def serve_program(source: str, connection: Connection) -> None:
 def judge(tests: str, verdict: int, connection: Connection) -> None:
     """Run tests against the program at the other end, and write "1" or "0" for each to the descriptor `verdict`.
 
-    `tests` is JSON of `names`, the program's names that the tests use, and `parts`, pairs of a piece of code and
-    whether it is a test. They run one after the other in one module.
+    `tests` is JSON of `names`, the names of the program that the tests use, and `parts`, pairs of code and whether it
+    is a test, which run one after the other in one module.
     """
     order = json.loads(tests)
     channel = Channel(connection, trusting=False)
     space: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins}
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
-    names = tuple(order["names"])  # not a list: the program could change that
+    names = tuple(order["names"])  # the program could change a list
     with suppress(Exception):
         found = channel.kept("sender", 0)(names)
-        # Only the names asked for: another one could replace a builtin.
+        # Only the requested names: another one could replace a builtin.
         found = {name: found[name] for name in names if name in found}
         space.update(found)
         vars(module).update(found)

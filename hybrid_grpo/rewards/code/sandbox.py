@@ -1,12 +1,12 @@
-"""Runs programs that nobody has read where they can do no harm.
+"""Runs untrusted programs.
 
     with Sandbox() as sandbox:
         sandbox.run("print(input()[::-1])", "abc", Limits(timeout_s=2.0)).stdout  # "cba\n"
 
-Each program is a process of its own, forked from a small template process (template.py) without the caller's memory,
-files and environment, and gives up its rights before its first line runs (containment.py). It is killed when its time
-is over, and when its caller or the template ends. `python -m hybrid_grpo.rewards.code.sandbox` prints the protections
-that this machine offers. Linux only; standard library only, so that every Python can run it.
+Each program is a process, forked from a small template process (template.py) without the caller's memory, files and
+environment, and gives up its rights before its first line runs (containment.py). It is killed when its time is up, and
+when its caller or the template ends. `python -m hybrid_grpo.rewards.code.sandbox` prints the protections that this
+machine offers. Linux and standard library only, so that every Python can run it.
 """
 
 from __future__ import annotations
@@ -30,40 +30,38 @@ _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "LANG": "C.UTF-8",
     "PYTHONIOENCODING": "utf-8:backslashreplace",
-    # So that the same program has the same output every time.
+    # The same program has the same output every time.
     "PYTHONHASHSEED": "0",
     "PYTHONUTF8": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
 }
 _SLACK_S = 30.0
-"""Seconds beyond a program's time after which the template is given up; it needs milliseconds."""
+"""Seconds beyond a program's time after which the template has failed; it needs milliseconds."""
 _DEFAULT_LIMITS = Limits()
 
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """How a program ended, and what it wrote."""
-
     end: str
-    """`exited`, `timeout`, `disk` (it filled its folder), or the name of the signal that ended it."""
+    """`exited`, `timeout`, `disk` (its folder was full), or the name of the signal that ended it."""
     status: int
     """Exit status, negative for a signal."""
     stdout: str
     stderr: str
-    """Like `stdout`, at most `Limits.output_kb`."""
+    """At most `Limits.output_kb`, like `stdout`."""
 
 
 class Sandbox:
-    """A template process, and the programs that run in forks of it, one at a time.
+    """A template process; programs run in forks of it, one at a time.
 
     It belongs to the process and thread that made it.
 
     Args:
-        without: protections of the kernel that are not used, for tests: `seccomp`, `landlock`, `user`.
+        without: see `Containment`.
 
     Raises:
         ValueError: this is not Linux.
-        RuntimeError: the template cannot be started.
+        RuntimeError: the template does not start.
     """
 
     def __init__(self, without: Iterable[str] = ()) -> None:
@@ -96,12 +94,11 @@ class Sandbox:
         self.close()
 
     def __del__(self) -> None:
-        # Not `close`: a copy of this object in a forked process must not wait for the parent's child.
+        # Not `close`: a copy in a forked process must not wait for its parent's child.
         if hasattr(self, "_control"):
             self._control.close()
 
     def close(self) -> None:
-        """End the template and its program."""
         self._control.close()
         if os.getpid() == self._owner:
             with suppress(subprocess.TimeoutExpired):
@@ -113,11 +110,11 @@ class Sandbox:
 
     @property
     def usable(self) -> bool:
-        """Whether this is the process that made the sandbox, and the template lives."""
+        """Whether this process made the sandbox, and the template is alive."""
         return os.getpid() == self._owner and self._control.fileno() >= 0 and self._process.poll() is None
 
     def require(self, names: Collection[str]) -> None:
-        """Raise ValueError unless these PROTECTIONS exist and are in force on this machine."""
+        """Raise ValueError unless these PROTECTIONS exist and are in force."""
         for name in names:
             if name not in PROTECTIONS:
                 raise ValueError(f"require {name!r} is not a protection: there are {', '.join(PROTECTIONS)}")
@@ -129,13 +126,13 @@ class Sandbox:
                 )
 
     def describe(self) -> str:
-        """One line that says which protections are in force and which are not."""
+        """One line about which protections are in force and which are not."""
         held = ", ".join(f"{name} ({how})" for name, how in self.protections.items())
         missing = ", ".join(name for name in PROTECTIONS if name not in self.protections)
         return f"sandbox: {held or 'nothing'}" + (f"; NOT IN FORCE: {missing}" if missing else "")
 
     def run(self, source: str, stdin: str = "", limits: Limits = _DEFAULT_LIMITS) -> ProgramResult:
-        """Run Python source as `python program.py` does; raises RuntimeError where the sandbox itself fails."""
+        """Run Python source like `python program.py`; raises RuntimeError if the sandbox itself fails."""
         with _files(source, stdin, "", "") as files:
             reply = self._request(files, limits, judged=False)
             written = [os.pread(file, limits.output_kb << 10, 0).decode("utf-8", "replace") for file in files[2:]]
@@ -144,7 +141,7 @@ class Sandbox:
     def test(self, source: str, tests: str, limits: Limits = _DEFAULT_LIMITS) -> list[bool]:
         """Run `tests` (see `judge.judge`) against a program, in two processes, each with these limits.
 
-        Returns whether each test was passed, up to the last one that was reached. Raises RuntimeError as `run` does.
+        Returns whether each test passed, up to the last one that was reached. Raises like `run`.
         """
         with _files(source, tests, "") as files:
             self._request(files, limits, judged=True)
@@ -156,7 +153,7 @@ class Sandbox:
             socket.send_fds(self._control, [json.dumps(request).encode()], files)
         reply = self._receive(limits.timeout_s + _SLACK_S)
         if "error" in reply:
-            raise RuntimeError(f"the sandbox does not hold: {reply['error']}")
+            raise RuntimeError(f"the sandbox does not contain programs: {reply['error']}")
         return reply
 
     def _receive(self, timeout_s: float) -> dict[str, Any]:
@@ -168,14 +165,14 @@ class Sandbox:
         if not message:
             self._control.close()
             self._process.kill()
-            said = self._process.communicate()[1].decode(errors="replace").strip().splitlines()
-            raise RuntimeError(f"the sandbox has ended: {said[-1] if said else 'it was killed, or hung'}")
+            errors = self._process.communicate()[1].decode(errors="replace").strip().splitlines()
+            raise RuntimeError(f"the sandbox has ended: {errors[-1] if errors else 'it was killed, or hung'}")
         return json.loads(message)
 
 
 @contextmanager
 def _files(*texts: str) -> Iterator[list[int]]:
-    """Descriptors of files in memory with these texts."""
+    """Descriptors of in-memory files with these texts."""
     with ExitStack() as stack:
         numbers = []
         for text in texts:

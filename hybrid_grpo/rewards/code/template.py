@@ -1,8 +1,8 @@
-"""The template process of a sandbox: programs are forked from it, and it watches and ends them.
+"""The template process of a sandbox: forks programs, watches them and ends them.
 
-It has imported what programs often import, so that a fork is ready in a millisecond. It passes programs, tests and
-outputs on as open files, and reads none. It serves one request after the other, and ends when its starter does.
-Standard library only: this runs in a process without site-packages.
+It has imported what programs often import, so that a fork is ready in a millisecond. Programs, tests and outputs are
+open files that it passes on without reading them. It serves one request at a time, and ends with the process that
+started it. Standard library only: this runs in a process without site-packages.
 """
 
 import fcntl
@@ -34,18 +34,18 @@ MODULES = (
     "abc array bisect cmath collections.abc copy dataclasses datetime decimal enum fractions functools heapq io"
     " itertools json math operator queue random re statistics string sys textwrap time typing"
 )
-"""Modules that are imported before the first fork, and so are shared by all programs."""
+"""Modules imported before the first fork, and shared by all programs."""
 _CONTAINED = b"contained"
 _WATCH_S = 0.005
-"""Seconds between two looks at a program's folder."""
+"""Seconds between two checks of a program's folder."""
 
 
 def main() -> None:
     """Serve requests until the other end of the socket is closed.
 
-    The arguments of the command line are the folder of this package, the descriptor of a socket that preserves message
-    boundaries, and what `Containment` does without. A request is JSON of `limits` and of whether there are tests
-    (`judged`), with open files: source, input, output, error output; with tests: source, tests, verdict.
+    Arguments of the command line: the parent folder of this package, the descriptor of a socket that preserves message
+    boundaries, and `without` of `Containment`. A request is JSON of `limits` and of whether there are tests (`judged`),
+    with open files: source, input, output, error output; with tests: source, tests, verdict.
     """
     _, _, descriptor, *without = sys.argv
     # A program finds neither this package nor these arguments.
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 class SandboxTemplate:
-    """Runs programs one after the other in one folder, which is emptied in between."""
+    """Runs one program at a time in a folder that is emptied after each."""
 
     def __init__(self, control: socket.socket, without: list[str]) -> None:
         self.folder = _new_folder(os.path.join(tempfile.gettempdir(), f"hybrid-grpo-sandbox-{os.getuid()}"))
@@ -74,7 +74,6 @@ class SandboxTemplate:
         control.send(json.dumps({"protections": self._containment.protections}).encode())
 
     def serve(self) -> None:
-        """Answer requests until the other end of the socket is closed."""
         while True:
             message, files, _, _ = socket.recv_fds(self._control, 1 << 16, 8)
             if not message:
@@ -88,7 +87,7 @@ class SandboxTemplate:
             if reply is None:
                 return
             self._control.send(json.dumps(reply).encode())
-            # After the reply, as this may take long: a program may have left thousands of nested folders.
+            # After the reply, as it may take long: a program may leave thousands of nested folders.
             empty(self.folder)
 
     def _run(self, limits: Limits, judged: bool, files: list[int]) -> dict[str, Any] | None:
@@ -101,7 +100,7 @@ class SandboxTemplate:
             if judged:
                 ours, theirs = socket.socketpair()
                 with ours, theirs:
-                    # Neither has standard streams: those of the template itself go nowhere.
+                    # Neither has standard streams: those of the template lead nowhere.
                     fork([0, 1, 1, *others, theirs.fileno()], False, lambda: judge(_read(3), 4, Connection(5)))
                     fork([0, 1, 1, source, ours.fileno()], writing, lambda: serve_program(_read(3), Connection(4)))
             else:
@@ -124,8 +123,7 @@ class SandboxTemplate:
     ) -> None:
         """Add a process to `family` that has only these files, numbered from 0, and is contained before it runs `main`.
 
-        Raises:
-            NotContained: it could not be contained, and has run nothing.
+        Raises NotContained, before anything has run, if it cannot be contained.
         """
         template = os.getpid()
         ready, tell = os.pipe()
@@ -134,9 +132,9 @@ class SandboxTemplate:
             family.append(pid)
             os.close(tell)
             with open(ready, "rb") as pipe:
-                said = pipe.read()
-            if said != _CONTAINED:
-                raise NotContained(said.decode() or "a process died before it was contained")
+                report = pipe.read()
+            if report != _CONTAINED:
+                raise NotContained(report.decode() or "a process died before it was contained")
             return
         try:
             os.setsid()
@@ -145,7 +143,7 @@ class SandboxTemplate:
                 os.dup2(file, number)
             place = self.folder if writing else "/"
             os.environ["HOME"] = os.environ["TMPDIR"] = place
-            tempfile.tempdir = None  # the template's own, as it has been remembered
+            tempfile.tempdir = None  # forget the template's
             os.chdir(place)
             tell = len(files) - 1
             try:
@@ -161,7 +159,7 @@ class SandboxTemplate:
             os._exit(1)
 
     def _watch(self, family: list[int], deadline: float, limits: Limits, writing: bool) -> str:
-        """Wait until the first process ends or has to be ended; the reason."""
+        """Wait until the first process ends or has to be ended; returns the reason."""
         first, control, hidden = os.pidfd_open(family[0]), self._control.fileno(), set[int]()
         try:
             while (left_s := deadline - time.monotonic()) > 0:
@@ -171,7 +169,7 @@ class SandboxTemplate:
                     return "gone" if control in ready else "exited"
                 if writing:
                     overfull, now = _look(self.folder, family[-1], limits)
-                    # Twice in a row: a file may have been closed while it was looked for.
+                    # Twice in a row: a file may have been closed during the check.
                     if overfull or hidden & now:
                         return "disk"
                     hidden = now
@@ -181,11 +179,11 @@ class SandboxTemplate:
 
 
 class NotContained(Exception):
-    """A protection that worked when it was tried does not work now."""
+    """A protection has stopped working."""
 
 
 def _end(pid: int) -> int:
-    """Kill a process and its process group; return its exit status, negative for a signal."""
+    """Kill a process and its process group; returns its exit status, negative for a signal."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     with suppress(ProcessLookupError):
@@ -195,7 +193,7 @@ def _end(pid: int) -> int:
 
 def _main(main: Callable[[], object]) -> None:
     """Run `main` with the exit status that Python gives a program."""
-    random.seed(0)  # Python seeds it anew in every fork
+    random.seed(0)  # Python reseeds it in every fork
     status: Any = 0
     try:
         main()
@@ -219,14 +217,14 @@ def _read(descriptor: int) -> str:
 
 
 def _new_folder(parent: str) -> str:
-    """A new folder in `parent`; the folders of templates that were killed are removed from there."""
+    """A new folder in `parent`, from which the folders of killed templates are removed."""
     with suppress(FileExistsError):
         os.mkdir(parent, 0o711)
     state = os.lstat(parent)
     if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid():
-        return tempfile.mkdtemp(prefix="program-")  # another user has taken the name
+        return tempfile.mkdtemp(prefix="program-")  # the name belongs to another user
     os.chmod(parent, 0o711)
-    all_of_them = _locked(parent, fcntl.LOCK_EX)
+    lock = _locked(parent, fcntl.LOCK_EX)
     try:
         for name in os.listdir(parent):
             with suppress(OSError):
@@ -236,7 +234,7 @@ def _new_folder(parent: str) -> str:
         _locked(folder, fcntl.LOCK_EX)  # until this process ends
         return folder
     finally:
-        os.close(all_of_them)
+        os.close(lock)
 
 
 def _locked(folder: str, how: int) -> int:
@@ -250,8 +248,8 @@ def _locked(folder: str, how: int) -> int:
 
 
 def _look(folder: str, pid: int, limits: Limits) -> tuple[bool, set[int]]:
-    """Whether a program has exceeded the limits of its folder, deleted files that it holds open included, and the
-    numbers of deleted files that it has only mapped, whose size cannot be seen without privileges."""
+    """Whether a program exceeds the limits of its folder, including deleted files that it holds open, and the inodes
+    of deleted files that it has only mapped, whose size cannot be seen without privileges."""
     count, size, hidden = 0, 0, _mapped(folder, pid)
     with suppress(OSError):
         for file in os.listdir(f"/proc/{pid}/fd"):
@@ -274,23 +272,23 @@ def _look(folder: str, pid: int, limits: Limits) -> tuple[bool, set[int]]:
 
 
 def _mapped(folder: str, pid: int) -> set[int]:
-    """Numbers of the deleted files of a folder that a process has mapped."""
+    """Inodes of the deleted files of a folder that a process has mapped."""
     lines, begin = [], f"{folder}/".encode()
     with suppress(OSError), open(f"/proc/{pid}/maps", "rb") as file:
-        # Address, rights, offset, device, number, path.
+        # Address, rights, offset, device, inode, path.
         lines = [line.split(maxsplit=5) for line in file.read().splitlines() if line.endswith(b" (deleted)")]
     return {int(line[4]) for line in lines if line[5].startswith(begin)}
 
 
 def empty(folder: str) -> None:
-    """Remove everything in a folder, also nested folders of any depth and folders without access rights."""
+    """Remove everything in a folder, including folders of any depth and folders without access rights."""
     while names := os.listdir(folder):
         for path in (os.path.join(folder, name) for name in names):
             if not _is_folder(path):
                 os.unlink(path)
                 continue
             os.chmod(path, 0o700)
-            # Its contents move up a level, so that no path gets too long for the system.
+            # Contents move up a level, so that no path gets too long for the system.
             for inner in os.listdir(path):
                 if _is_folder(os.path.join(path, inner)):
                     os.chmod(os.path.join(path, inner), 0o700)
@@ -303,13 +301,12 @@ def _is_folder(path: str) -> bool:
 
 
 def remove(folder: str) -> None:
-    """Remove a folder and everything in it."""
     empty(folder)
     os.rmdir(folder)
 
 
 def _end_descendants() -> None:
-    """Kill the processes that a program has left behind: children of this process, now or when their parents end."""
+    """Kill the processes that a program has left behind, which are or become children of this process."""
     while True:
         for name in filter(str.isdigit, os.listdir("/proc")):
             with suppress(OSError, IndexError), open(f"/proc/{name}/stat", "rb") as file:

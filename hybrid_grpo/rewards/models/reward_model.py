@@ -1,10 +1,10 @@
-"""Reward models: sequence classifiers of transformers that read a prompt and a completion and return a score.
+"""Reward models: sequence classifiers of transformers that score a prompt and a completion.
 
-A model occupies a device, so it is called in a thread of the rank, with many completions at once, while others are
-sampled. A model that is sharded over the ranks (ZeRO-3) is called by all of them together, after sampling. Texts are
-written and tokenized by the model's own tokenizer, whatever the policy's is.
+A model is called in a thread of the rank, with many completions at once, while others are being sampled. A model that
+is sharded over the ranks (ZeRO-3) is called by all of them together, after sampling. Texts are formatted and tokenized
+by the model's own tokenizer.
 
-This module knows no engine: the caller gives the function that shards a model.
+This module does not depend on an engine: its caller provides the function that shards a model.
 """
 
 import contextlib
@@ -23,26 +23,22 @@ from torch import Tensor
 from hybrid_grpo.config.fields import Count, Switch, Text, checked_settings
 from hybrid_grpo.config.importing import describe
 from hybrid_grpo.data.reward_text import chat_tokens, text_tokens
-from hybrid_grpo.rewards.rules import Completions, completion_texts
+from hybrid_grpo.rewards.rules import Completions, LogExtra, PromptText, completion_texts
 from hybrid_grpo.workers.calls import Call, Failure, Reply
 
 Template = Literal["auto", "chat", "text"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Prompt = str | list[dict[str, Any]]
-"""Text, or chat messages."""
 Shard = Callable[[Callable[[], Any], str], Any]
-"""Takes a function that reads a model and the type of its weights; returns the model's forward, sharded over the ranks,
-with its `device`."""
+"""From a function that reads a model, and the type of its weights, to the forward of the sharded model, which has a
+`device`."""
 
 _CLASSIFIER = "ForSequenceClassification"
 _BATCH_TOKENS = {"cuda": 16384, "cpu": 2048}
-"""Tokens of one forward. A CPU is slower where activations leave its caches."""
+"""Tokens of one forward. A CPU is slower if activations do not fit into its caches."""
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Settings of `reward_model`."""
-
+class RewardModelSettings:
     model: Text
     device: str
     dtype: Dtype
@@ -54,19 +50,19 @@ class Settings:
 
 
 class RewardModel:
-    """A reward model and its tokenizer. `load` reads its weights; its configuration is checked here.
+    """A reward model and its tokenizer; the weights are read by `load`.
 
-    Raises ValueError where there is no such model, where it is not a sequence classifier of one or two labels, where it
-    has no tokenizer, or where the settings do not suit it.
+    Raises ValueError if there is no such model, if it is not a sequence classifier with one or two labels, if it has no
+    tokenizer, or if the settings do not suit it.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RewardModelSettings) -> None:
         from hybrid_grpo.model.loading import load_tokenizer
 
         self.settings = settings
         self._config = _find_config(settings.model)
         self._tokenizer = load_tokenizer(settings.model, "model")
-        self._config.get_text_config().use_cache = False  # the model reads every text once
+        self._config.get_text_config().use_cache = False  # every text is read once
         self._dtype = _dtype(settings, self._config)
         self._max_tokens = _max_tokens(settings, self._config, self._tokenizer)
         if settings.template == "chat" and self._tokenizer.chat_template is None:
@@ -78,12 +74,12 @@ class RewardModel:
         self._classifier: Any = None
         self._pad_id: int | None = None
         self._stream: Any = contextlib.nullcontext()
-        # A call that took too long may still be running when the next one comes.
-        self._turn = threading.Lock()
+        # A call that has timed out may still be running when the next one comes.
+        self._lock = threading.Lock()
 
     @property
     def sharded(self) -> bool:
-        """Whether all ranks have to call it together."""
+        """Whether all ranks must call it together."""
         return self.settings.zero_stage == 3
 
     @property
@@ -92,12 +88,11 @@ class RewardModel:
         return self.sharded or self.settings.device == "cpu"
 
     def load(self, shard: Shard | None = None) -> None:
-        """Read the weights, unless they are loaded. Collective where they are sharded.
+        """Read the weights, unless they are loaded. Collective if sharded.
 
-        Raises:
-            ValueError: the weights do not load, or are not those of a sequence classifier.
+        Raises ValueError if the weights do not load or are not those of a sequence classifier.
         """
-        with self._turn:
+        with self._lock:
             if self._forward is not None:
                 return
             if self.sharded:
@@ -109,7 +104,7 @@ class RewardModel:
             self._forward = self._read().to(self._device).eval().requires_grad_(False)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
-                # A stream of its own: decoding on the rank's stream would wait for every forward.
+                # On the rank's own stream, decoding would wait for every forward.
                 self._stream = torch.cuda.stream(torch.cuda.Stream(self._device))
 
     def _read(self) -> Any:
@@ -135,13 +130,11 @@ class RewardModel:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         return parameters * int(getattr(torch, self._dtype).itemsize) // (ranks if self.sharded else 1)
 
-    def tokens(self, prompt: Prompt, completion: str) -> tuple[list[int], int]:
-        """The tokens that the model reads, and how many were cut off to make them `max_tokens`.
+    def tokens(self, prompt: PromptText, completion: str) -> tuple[list[int], int]:
+        """The tokens that the model reads, at most `max_tokens`, and how many were cut off.
 
-        The beginning is cut, so the prompt first; a beginning-of-sequence token stays.
-
-        Raises:
-            ValueError: the prompt is a chat and there is no chat template, or there is no token at all.
+        They are cut off at the beginning, after a beginning-of-sequence token. Raises ValueError if there is no token
+        at all, or if the prompt is a chat and there is no chat template.
         """
         ids = (chat_tokens if self._is_chat(prompt) else text_tokens)(self._tokenizer, prompt, completion)
         if not ids:
@@ -152,7 +145,7 @@ class RewardModel:
         kept = int(ids[0] in (self._tokenizer.bos_token_id, self._tokenizer.cls_token_id))
         return ids[:kept] + ids[kept + cut :], cut
 
-    def _is_chat(self, prompt: Prompt) -> bool:
+    def _is_chat(self, prompt: PromptText) -> bool:
         if self.settings.template != "auto":
             return self.settings.template == "chat"
         if isinstance(prompt, list) and self._tokenizer.chat_template is None:
@@ -162,16 +155,12 @@ class RewardModel:
         return isinstance(prompt, list)
 
     def scores(self, ids_B: Sequence[list[int]]) -> list[float]:
-        """The scores of rows of tokens. Collective where the model is sharded; ranks may have any number of rows.
-
-        Returns:
-            [B], see `reward_model`.
-        """
+        """[B], the scores of rows of tokens. Collective if sharded; each rank may have any number of rows."""
         from hybrid_grpo.model.ranks import all_reduce
 
         self.load()
         scores_B = [0.0] * len(ids_B)
-        with self._turn, self._stream, torch.no_grad():
+        with self._lock, self._stream, torch.no_grad():
             budget = self.settings.batch_tokens or _BATCH_TOKENS[self._device.type]
             batches = forwards([len(ids) for ids in ids_B], budget)
             if self.sharded:  # every rank runs as many forwards; those without rows come last
@@ -187,8 +176,8 @@ class RewardModel:
 
     def _logits(self, ids_b: list[list[int]]) -> Tensor:
         """One forward of rows of tokens, padded on the right; [b, labels]."""
-        # Decoders read the score at the last token whose id is not that of padding. A model without a padding token
-        # reads it at the last token of a text; here it is given a padding token that no text of the batch ends in.
+        # Decoders read the score at the last token that is not padding. A model without a padding token is given one
+        # that no text of the batch ends in.
         if self._pad_id is None:
             last = {ids[-1] for ids in ids_b}
             self._classifier.pad_token_id = next(token for token in range(len(last) + 1) if token not in last)
@@ -202,7 +191,7 @@ class RewardModel:
     def reply(self, call: Call) -> Reply:
         """The scores of a rank's rows, for a model that all ranks call together.
 
-        A row whose text cannot be written fails alone. Any other error ends the run, since other ranks wait.
+        A row whose text cannot be formatted fails alone. Any other error ends the run, as the other ranks wait.
         """
         prompts, completions = call.inputs["prompts"], completion_texts(call.inputs["completions"])
         read: dict[int, list[int]] = {}
@@ -223,9 +212,9 @@ class RewardModel:
 
 
 def reward_model(
-    prompts: list[Prompt],
+    prompts: list[PromptText],
     completions: Completions,
-    log_extra: Callable[[str, list[Any]], None] | None = None,
+    log_extra: LogExtra | None = None,
     *,
     model: str,
     device: str = "auto",
@@ -236,19 +225,19 @@ def reward_model(
     sigmoid: bool = False,
     zero_stage: Literal[0, 3] = 0,
 ) -> list[float]:
-    """The score that a sequence classifier of transformers gives a prompt and its completion.
+    """Scores of prompts with their completions by a sequence classifier of transformers.
 
-    It is the logit of a model with one label. For a model with two labels it is the second logit minus the first, the
-    log-odds of the second label. It equals the score of the text alone, whatever else is in a batch.
+    A score is the logit of a model with one label, and the second logit minus the first of a model with two, the
+    log-odds of the second label. It does not depend on what else is in the batch.
 
     Args:
         model: folder or hub name.
         device: `auto` is the rank's own; else cpu, cuda or cuda:NUMBER.
         dtype: type of weights and activations; `auto` is the checkpoint's.
-        batch_tokens: tokens of one forward, padding included. Default: 16,384 on a GPU and 2,048 on a CPU.
+        batch_tokens: tokens of one forward, including padding. Default: 16,384 on a GPU and 2,048 on a CPU.
         max_tokens: longest text; longer ones lose their beginning. Default: the number of positions of the model.
-        template: `chat` uses the model's chat template and takes a text prompt as the user's message; `text` joins
-            prompt and completion, each message on a line; `auto` is `chat` for chat prompts and `text` for others.
+        template: `chat` uses the model's chat template, with a text prompt as the user's message; `text` joins prompt
+            and completion, each message on a line; `auto` is `chat` for chat prompts and `text` for others.
         sigmoid: return the sigmoid of the score, for two labels the probability of the second.
         zero_stage: 3 shards the weights over all ranks, in host memory.
 
@@ -256,7 +245,7 @@ def reward_model(
         ValueError: see `RewardModel` and `RewardModel.tokens`.
     """
     values = (model, device, dtype, batch_tokens, max_tokens, template, sigmoid, zero_stage)
-    held_model = _held(checked_settings(Settings, *values))
+    held_model = _held(checked_settings(RewardModelSettings, *values))
     texts = zip(prompts, completion_texts(completions), strict=True)
     tokens = [held_model.tokens(prompt, completion) for prompt, completion in texts]
     if log_extra is not None and any(cut for _, cut in tokens):
@@ -268,20 +257,19 @@ reward_model.batch_size = 32  # type: ignore[attr-defined]
 
 
 def held(kwargs: dict[str, Any]) -> RewardModel:
-    """The model that `reward_model` uses with these settings; it is made once in a process."""
-    return _held(Settings(**{**(reward_model.__kwdefaults__ or {}), **kwargs}))
+    """The model that `reward_model` uses with these settings, made once per process."""
+    return _held(RewardModelSettings(**{**(reward_model.__kwdefaults__ or {}), **kwargs}))
 
 
 @functools.cache
-def _held(settings: Settings) -> RewardModel:
+def _held(settings: RewardModelSettings) -> RewardModel:
     return RewardModel(settings)
 
 
 def forwards(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Batches of rows of similar length, of at most `batch_tokens` tokens with padding.
+    """Batches of rows of similar length, with at most `batch_tokens` tokens including padding, or a single row.
 
-    The longest rows come first, so that the first forward allocates the memory that all later ones reuse. A row that is
-    longer than `batch_tokens` is a batch of its own.
+    The longest rows come first, so that later forwards reuse the memory of the first.
     """
     batches: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
@@ -293,7 +281,7 @@ def forwards(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
 
 
 def _find_config(name: str) -> Any:
-    """The configuration of a folder or hub name; ValueError where it is not a sequence classifier of 1 or 2 labels."""
+    """The configuration of a model; raises ValueError if it is not a sequence classifier with 1 or 2 labels."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     from hybrid_grpo.model.loading import load_config
@@ -313,7 +301,7 @@ def _find_config(name: str) -> Any:
     return config
 
 
-def _dtype(settings: Settings, config: Any) -> str:
+def _dtype(settings: RewardModelSettings, config: Any) -> str:
     if settings.dtype == "auto":
         dtype = str(config.get_text_config().dtype or config.dtype or "float32").removeprefix("torch.")
     else:
@@ -323,8 +311,7 @@ def _dtype(settings: Settings, config: Any) -> str:
     return dtype
 
 
-def _max_tokens(settings: Settings, config: Any, tokenizer: Any) -> int | None:
-    """Number of tokens that the model reads of a text; None where it has no limit."""
+def _max_tokens(settings: RewardModelSettings, config: Any, tokenizer: Any) -> int | None:
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     limits = [n for n in (positions, tokenizer.model_max_length) if isinstance(n, int) and n < 10**9]
     if settings.max_tokens is None:

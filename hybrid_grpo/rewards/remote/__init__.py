@@ -1,4 +1,1 @@
-"""Rewards over HTTP: the client behind the built-in `remote`, and the service behind the command `serve-reward`.
-
-What the functions are and how their rewards add up is in the room above.
-"""
+"""Rewards over HTTP: the client is the built-in `remote`, the server is the command `serve-reward`."""

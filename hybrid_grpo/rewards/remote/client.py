@@ -1,14 +1,13 @@
-"""The built-in reward `remote`: rewards from a service on the network, in the format of OpenRLHF's or in our own.
+"""The built-in reward `remote`: a client of reward services, those of OpenRLHF or `serve-reward` (service.py).
 
     POST url  {"query": [...], "prompts": [...], "labels": [...]}  ->  {"rewards": [...], "extra_logs": {...}}
 
-`query` is prompt and completion as one text (openrlhf/utils/agent.py and openrlhf/cli/serve_rm.py of OpenRLHF). The
-bearer token is read from the environment when a request leaves, and is in no setting, variable or message. Redirects
-are not followed, because they could carry the token elsewhere.
+This is the protocol of openrlhf/utils/agent.py and openrlhf/cli/serve_rm.py. The bearer token is read from the
+environment when a request is sent, and kept in no setting, variable or message. Redirects are not followed, as they
+could carry the token elsewhere.
 """
 
 import asyncio
-import functools
 import json
 import logging
 import math
@@ -16,7 +15,6 @@ import random
 import re
 import ssl
 import weakref
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import httpx
@@ -26,26 +24,25 @@ from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.fields import Count, NotNegative, Positive, Switch, Whole, checked_settings
 from hybrid_grpo.config.network import bearer_token, is_loopback
-from hybrid_grpo.rewards.rules import completion_texts
+from hybrid_grpo.rewards.remote.request import request_body
+from hybrid_grpo.rewards.rules import Completions, LogExtra, PromptText
 
 for _library in ("httpx", "httpcore"):
     logging.getLogger(_library).setLevel(logging.WARNING)  # at lower levels they log URLs and headers
 
 _LARGEST_ANSWER = 16 * 2**20
-"""Bytes of an answer after which it is cut off."""
+"""Bytes of an answer; a longer one is cut off."""
 _LONGEST_WAIT_S = 60.0
-"""Seconds between two attempts, whatever the service asks for."""
+"""Seconds between two attempts, even if the service requests more."""
 _TEMPORARY = {408, 425, 429}
-"""Statuses below 500 that may be different the next time."""
+"""Statuses below 500 after which another attempt may succeed."""
 
 _REWARDS = TypeAdapter(list[Annotated[float, Strict(), AllowInfNan(False)] | Switch | None])
 
-Prompt = str | list[dict[str, Any]]
-
 
 async def remote(
-    prompts: list[Prompt],
-    completions: list[Any],
+    prompts: list[PromptText],
+    completions: Completions,
     completion_ids: list[list[int]] | None = None,
     *,
     url: str,
@@ -58,89 +55,54 @@ async def remote(
     retries: int = 4,
     backoff_s: float = 0.5,
     max_connections: int = 32,
-    log_extra: Callable[[str, list[Any]], None] | None = None,
+    log_extra: LogExtra | None = None,
     log_metric: object = None,
     trainer_state: object = None,
     **row_columns: list[Any],
 ) -> list[float | None]:
-    """The rewards that a service gives B completions, asked in one request.
+    """The rewards that a service returns for B completions, sent in one request.
 
-    None is returned where the service says null, NaN where it says null and gives an error for the row (service.py).
+    A reward is None where the service returns null, and NaN where it also reports an error for the row (service.py).
 
     Args:
         prompts, completions: [B], text or chat messages.
-        completion_ids: [B], the tokens of each completion, which the service may be sent.
-        url, and the settings after it: see docs/rewards/remote.md. `columns` defaults to none with the format
-            openrlhf, and to all with full, our own.
+        completion_ids: [B], the tokens of each completion.
+        url, and the settings that follow: see docs/rewards/remote.md.
         log_extra: receives the lists in the answer's `extra_logs`.
-        log_metric, trainer_state: not used; named so that they are not taken for columns of the data set.
+        log_metric, trainer_state: unused; named so that they are not taken for columns of the data set.
 
     Raises:
-        ValueError: a setting or a column cannot be used.
-        RuntimeError: no usable answer came, or the service failed on every row.
+        ValueError: a setting or a column is invalid.
+        RuntimeError: there was no usable answer, or the service failed on every row.
     """
-    service = checked_settings(_Service, url, format, token_env, timeout_s, retries, backoff_s, max_connections)
+    settings = checked_settings(_Settings, url, format, token_env, timeout_s, retries, backoff_s, max_connections)
     if not prompts:
-        service.check()
+        settings.check()
         return []
-    texts = completion_texts(completions)
-    values = {**row_columns, "completions": texts}
     if completion_ids is not None:
-        values["completion_ids"] = completion_ids
-    if format == "full":
-        payload = {"prompts": prompts, **_chosen(values, columns), "completions": texts}
-    else:
-        rendered = [(p, "") if isinstance(p, str) else _rendered(p, tokenizer) for p in prompts]
-        payload = {
-            "query": [prompt + between + text for (prompt, between), text in zip(rendered, texts, strict=True)],
-            "prompts": [prompt for prompt, _ in rendered],
-            "labels": [""] * len(texts) if label_column is None else _chosen(values, [label_column])[label_column],
-        }
-        for name, column in _chosen(values, columns or []).items():
-            if payload.setdefault(name, column) is not column:
-                raise ValueError(f"column {name} has a name that the format openrlhf gives a meaning: rename it")
-    rewards, extra = await _client(service).ask(_json(payload), len(prompts))
+        row_columns["completion_ids"] = completion_ids
+    body = request_body(
+        prompts,
+        completions,
+        row_columns,
+        format=format,
+        label_column=label_column,
+        sent=columns,
+        tokenizer=tokenizer,
+    )
+    rewards, extra = await _client(settings).request(body, len(prompts))
     if log_extra is not None:
         for name, logged in extra.items():
             log_extra(name, logged)
     return rewards
 
 
-def _rendered(chat: list[dict[str, Any]], tokenizer: str | None) -> tuple[str, str]:
-    """A chat as text, and the text between it and the completion."""
-    if tokenizer is None:
-        return "\n".join(str(message["content"]) for message in chat), "\n"
-    return _tokenizer(tokenizer).apply_chat_template(chat, add_generation_prompt=True, tokenize=False), ""
-
-
-@functools.cache
-def _tokenizer(name: str) -> Any:
-    from hybrid_grpo.model.loading import load_tokenizer
-
-    return load_tokenizer(name, "tokenizer")
-
-
-def _chosen(values: dict[str, Any], columns: list[str] | None) -> dict[str, Any]:
-    for name in columns or []:
-        if name not in values:
-            raise ValueError(f"column {name} is not in the data, which has {', '.join(values)}")
-    return values if columns is None else {name: values[name] for name in columns}
-
-
-def _json(payload: dict[str, Any]) -> bytes:
-    parts = []
-    for name, values in payload.items():
-        try:
-            parts.append(f"{json.dumps(name)}: {json.dumps(values, allow_nan=False)}")
-        except (TypeError, ValueError):
-            raise ValueError(f"{name} has values that JSON has no form for: give `columns` without it") from None
-    return f"{{{', '.join(parts)}}}".encode()
+_Answer = tuple[list[float | None], dict[str, list[Any]]]
+"""Rewards, and the lists of `extra_logs`, each with an element per row."""
 
 
 @dataclass(frozen=True)
-class _Service:
-    """The settings of a client."""
-
+class _Settings:
     url: str
     format: Literal["openrlhf", "full"]
     token_env: str | None
@@ -150,7 +112,7 @@ class _Service:
     max_connections: Count
 
     def check(self) -> None:
-        """Raise ValueError, in words that hold no secret, where the settings cannot work."""
+        """Raise ValueError, with a message free of secrets, if the settings cannot work."""
         try:
             url = httpx.URL(self.url)
         except httpx.InvalidURL:
@@ -158,7 +120,7 @@ class _Service:
         if url.scheme not in ("http", "https") or not url.host:
             raise ValueError("url must begin with http:// or https:// and name a host")
         if url.userinfo:
-            raise ValueError("url holds a user name or password: take it out, and name a variable in token_env")
+            raise ValueError("url contains a user name or password: remove it, and name a variable in token_env")
         if self.token_env is not None:
             bearer_token("token_env", self.token_env)
             if url.scheme == "http" and not is_loopback(url.host):
@@ -170,58 +132,58 @@ class _Service:
 
 
 class _AttemptError(Exception):
-    """An attempt without a usable answer; `again`: another may do better, `after_s` seconds later at the earliest."""
+    """An attempt without a usable answer. If `retry`, another may succeed, `after_s` seconds later at the earliest."""
 
-    def __init__(self, message: str, *, again: bool = True, after_s: float = 0.0) -> None:
+    def __init__(self, message: str, *, retry: bool = True, after_s: float = 0.0) -> None:
         super().__init__(message)
-        self.again = again
+        self.retry = retry
         self.after_s = after_s
 
 
 class _Client:
     """The connections of one event loop to one service."""
 
-    def __init__(self, service: _Service) -> None:
-        self._service = service
-        # Requests wait here for their turn, which does not count as the service's time.
-        self._turns = asyncio.Semaphore(service.max_connections)
+    def __init__(self, settings: _Settings) -> None:
+        self._settings = settings
+        # Waiting here does not count towards the service's time.
+        self._slots = asyncio.Semaphore(settings.max_connections)
         self._http = httpx.AsyncClient(
-            auth=self._sign if service.token_env else None,
+            auth=self._sign if settings.token_env else None,
             verify=httpx.create_ssl_context(),  # heeds the environment variable SSL_CERT_FILE
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=service.max_connections),
-            timeout=None,  # `_attempt` has one for the whole
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=settings.max_connections),
+            timeout=None,  # `_attempt` limits all phases together
             follow_redirects=False,
             # A proxy named in the environment must not see requests to this machine.
-            trust_env=not is_loopback(httpx.URL(service.url).host),
+            trust_env=not is_loopback(httpx.URL(settings.url).host),
             headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
         )
 
-    async def ask(self, body: bytes, rows: int) -> tuple[list[float | None], dict[str, list[Any]]]:
-        """Post until there is an answer: rewards, and the lists of `extra_logs`, each with one element per row."""
+    async def request(self, body: bytes, rows: int) -> _Answer:
+        """Post until there is an answer, or attempts are used up."""
         attempts = tenacity.AsyncRetrying(
-            stop=tenacity.stop_after_attempt(self._service.retries + 1),
+            stop=tenacity.stop_after_attempt(self._settings.retries + 1),
             wait=self._wait_s,
-            retry=tenacity.retry_if_exception(lambda error: isinstance(error, _AttemptError) and error.again),
+            retry=tenacity.retry_if_exception(lambda error: isinstance(error, _AttemptError) and error.retry),
             sleep=asyncio.sleep,
             reraise=True,
         )
         try:
             return await attempts(self._attempt, body, rows)
         except _AttemptError as error:
-            what = self._without_token(str(error))
-        # Raised outside of the handler: as its context the network's exception would hold the request, with the token.
-        where = httpx.URL(self._service.url).copy_with(query=None, fragment=None)  # a query may hold a secret
-        raise RuntimeError(f"{where} {what} (attempt {attempts.statistics['attempt_number']})")
+            problem = self._without_token(str(error))
+        # Raised outside of the handler: its context would contain the request, and so the token.
+        url = httpx.URL(self._settings.url).copy_with(query=None, fragment=None)  # a query may contain a secret
+        raise RuntimeError(f"{url} {problem} (attempt {attempts.statistics['attempt_number']})")
 
     def _wait_s(self, state: tenacity.RetryCallState) -> float:
         error = state.outcome.exception() if state.outcome else None
-        backoff_s = self._service.backoff_s * 2 ** (state.attempt_number - 1) * random.uniform(0.5, 1.0)
+        backoff_s = self._settings.backoff_s * 2 ** (state.attempt_number - 1) * random.uniform(0.5, 1.0)
         return min(max(backoff_s, getattr(error, "after_s", 0.0)), _LONGEST_WAIT_S)
 
-    async def _attempt(self, body: bytes, rows: int) -> tuple[list[float | None], dict[str, list[Any]]]:
-        timeout_s = self._service.timeout_s
+    async def _attempt(self, body: bytes, rows: int) -> _Answer:
+        timeout_s = self._settings.timeout_s
         try:
-            async with self._turns:
+            async with self._slots:
                 text = await asyncio.wait_for(self._post(body), timeout_s)
         except asyncio.TimeoutError:
             raise _AttemptError(f"gave no complete answer within {timeout_s:g} s") from None
@@ -230,66 +192,66 @@ class _Client:
         return _read(self._without_token(text), rows)
 
     async def _post(self, body: bytes) -> str:
-        async with self._http.stream("POST", self._service.url, content=body) as response:
+        async with self._http.stream("POST", self._settings.url, content=body) as response:
             if response.status_code != 200:
                 raise _refused(response)
-            answer = bytearray()
+            received = bytearray()
             async for chunk in response.aiter_raw():
-                answer += chunk
-                if len(answer) > _LARGEST_ANSWER:
+                received += chunk
+                if len(received) > _LARGEST_ANSWER:
                     raise _AttemptError(f"answered with more than {_LARGEST_ANSWER >> 20} MiB")
-        return answer.decode("utf-8-sig", "replace")
+        return received.decode("utf-8-sig", "replace")
 
     def _sign(self, request: httpx.Request) -> httpx.Request:
-        """Read the token when a request leaves, so that no variable, and no traceback with variables, holds it."""
-        request.headers["Authorization"] = f"Bearer {bearer_token('token_env', self._service.token_env or '')}"
+        """Read the token when a request is sent, so that no variable, nor a traceback with variables, contains it."""
+        request.headers["Authorization"] = f"Bearer {bearer_token('token_env', self._settings.token_env or '')}"
         return request
 
     def _without_token(self, text: str) -> str:
-        """The text with the token blanked out: a service may repeat what it was sent."""
-        variable = self._service.token_env
+        """Mask the token, which a service may repeat."""
+        variable = self._settings.token_env
         return text.replace(bearer_token("token_env", variable), "***") if variable else text
 
 
-_clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Service, _Client]] = weakref.WeakKeyDictionary()
+_clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Settings, _Client]] = weakref.WeakKeyDictionary()
 """Connections belong to the event loop in which they were opened."""
 
 
-def _client(service: _Service) -> _Client:
+def _client(settings: _Settings) -> _Client:
     clients = _clients.setdefault(asyncio.get_running_loop(), {})
-    if service not in clients:
-        service.check()
-        clients[service] = _Client(service)
-    return clients[service]
+    if settings not in clients:
+        settings.check()
+        clients[settings] = _Client(settings)
+    return clients[settings]
 
 
 def _broken(error: httpx.HTTPError) -> _AttemptError:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ssl.SSLCertVerificationError):
-            what = f"has a certificate that is not trusted ({cause.verify_message})"
-            return _AttemptError(f"{what}: let SSL_CERT_FILE name a file with its authority", again=False)
+            problem = f"has a certificate that is not trusted ({cause.verify_message})"
+            return _AttemptError(f"{problem}: let SSL_CERT_FILE name a file with its authority", retry=False)
         cause = cause.__cause__ or cause.__context__
-    what = "could not be reached" if isinstance(error, httpx.ConnectError) else "broke the connection"
-    return _AttemptError(f"{what} ({type(error).__name__}: {error})")
+    problem = "could not be reached" if isinstance(error, httpx.ConnectError) else "broke the connection"
+    return _AttemptError(f"{problem} ({type(error).__name__}: {error})")
 
 
 def _refused(response: httpx.Response) -> _AttemptError:
     status = response.status_code
     if response.is_redirect:
         target = response.headers.get("Location", "").partition("?")[0]
-        return _AttemptError(f"redirects to {target[:200]!r}, which is not followed: give the final url", again=False)
-    what = f"answered {status} {response.reason_phrase[:100]}".rstrip()
+        return _AttemptError(f"redirects to {target[:200]!r}, which is not followed: give the final url", retry=False)
+    problem = f"answered {status} {response.reason_phrase[:100]}".rstrip()
     after = response.headers.get("Retry-After", "")
     after_s = float(after) if re.fullmatch(r"[0-9]{1,9}", after) else 0.0
-    return _AttemptError(what, again=status >= 500 or status in _TEMPORARY, after_s=after_s)
+    return _AttemptError(problem, retry=status >= 500 or status in _TEMPORARY, after_s=after_s)
 
 
-def _read(text: str, rows: int) -> tuple[list[float | None], dict[str, list[Any]]]:
+def _read(text: str, rows: int) -> _Answer:
     try:
         answer = json.loads(text)
     except (ValueError, RecursionError):
-        raise _AttemptError("answered with what is not JSON") from None
+        raise _AttemptError("answered with something that is not JSON") from None
     try:
         rewards = _REWARDS.validate_python(answer.get("rewards") if isinstance(answer, dict) else None)
     except ValidationError as error:
@@ -303,5 +265,5 @@ def _read(text: str, rows: int) -> tuple[list[float | None], dict[str, list[Any]
     errors = extra.pop("errors", [None] * rows)
     failed = [reward is None and error is not None for reward, error in zip(rewards, errors, strict=True)]
     if all(failed):
-        raise _AttemptError(f"failed: {' '.join(str(errors[0]).split())[:300]}", again=False)
+        raise _AttemptError(f"failed: {' '.join(str(errors[0]).split())[:300]}", retry=False)
     return [math.nan if fails else reward for reward, fails in zip(rewards, failed, strict=True)], extra

@@ -1,7 +1,7 @@
-"""The HTTP side of `serve-reward`: JSON posted to one path, JSON answered. It knows nothing of rewards.
+"""The HTTP server of `serve-reward`: takes and returns JSON at one path, and knows nothing about rewards.
 
-Starlette finds the path, uvicorn speaks HTTP/1.1. Every connection is served by one event loop, so that slow clients
-cost no thread; what uvicorn lacks for them, deadlines, is added here.
+Starlette does the routing and uvicorn HTTP/1.1, to which deadlines for slow clients are added. All connections share
+one event loop, so that slow clients take up no threads.
 """
 
 import asyncio
@@ -34,9 +34,9 @@ _MOST_CONNECTIONS = 1024
 _LONGEST_HEAD = 16 * 2**10
 """Bytes of request line and headers."""
 _GRACE_S = 10
-"""For requests that are being answered when the server is told to end."""
+"""For requests in progress when the server is asked to end."""
 _GOODBYE_S = 1.0
-"""For idle clients to close their side when the server ends: TLS waits for that."""
+"""For idle clients to close their side when the server ends, which TLS waits for."""
 
 
 def application(
@@ -45,11 +45,11 @@ def application(
     """An application that answers POST of `path`, and GET of /health.
 
     Args:
-        path: as in /get_reward.
-        answer: from a question to an answer, both as Python has JSON; called in several threads at a time. An
-            HTTPException becomes status and text of the response; any other exception is printed, and becomes a 500.
-        config: limits of what clients may ask.
-        token: bearer token that questions must carry; None: they need none, but must name this machine as their Host.
+        path: such as /get_reward.
+        answer: maps parsed JSON to a value that can be written as JSON; called in several threads at a time. An
+            HTTPException becomes the response; any other exception is printed and becomes a 500.
+        config: limits on requests.
+        token: bearer token that requests must carry. None: they need none, but must name this machine as their Host.
     """
     return Starlette(
         routes=[Route(path, _Endpoint(answer, config, token).post, methods=["POST"]), Route("/health", _health)],
@@ -58,7 +58,7 @@ def application(
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections at this address; raises OSError where that is not possible."""
+    """A socket that accepts connections at this address; raises OSError where that is not possible."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=_MOST_CONNECTIONS)
 
@@ -70,9 +70,9 @@ def serve(
     tls: ssl.SSLContext | None,
     announce: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM; requests that are being answered then have ten seconds more.
+    """Serve until SIGINT or SIGTERM; requests in progress then have ten more seconds.
 
-    `announce` is called as soon as a signal would end the server as it should.
+    `announce` is called once a signal would end the server gracefully.
     """
     settings = uvicorn.Config(
         app,
@@ -90,7 +90,7 @@ def serve(
     )
     server = uvicorn.Server(settings)
     for number in (signal.SIGINT, signal.SIGTERM):
-        # After its end uvicorn restores these handlers and raises the signal again: that must do nothing.
+        # uvicorn restores these handlers at its end and raises the signal again, which must have no effect.
         signal.signal(number, server.handle_exit)
     announce()
     server.run([listener])
@@ -107,7 +107,7 @@ class _Endpoint:
     async def post(self, request: Request) -> Response:
         self._check_token(request)
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            # JSON is what a web page cannot send to another site unasked; a server without a token relies on that.
+            # A web page cannot send JSON to another site unasked; a server without a token relies on that.
             raise HTTPException(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "the Content-Type must be application/json")
         if self._answering >= self._config.max_requests:
             raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, "too many requests at once", {"Retry-After": "1"})
@@ -123,13 +123,11 @@ class _Endpoint:
 
     def _check_token(self, request: Request) -> None:
         if self._token is None and not is_loopback(_host(request)):
-            # A web page that was given this machine's address for its own (DNS rebinding) names its own host.
-            raise HTTPException(
-                HTTPStatus.MISDIRECTED_REQUEST,
-                "without serve.token_env the Host must be localhost or a loopback address",
-            )
+            # A web page whose name resolves to this machine's address (DNS rebinding) sends its own name.
+            reason = "without serve.token_env the Host must be localhost or a loopback address"
+            raise HTTPException(HTTPStatus.MISDIRECTED_REQUEST, reason)
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        # In constant time: how long a comparison takes must not tell how much of the token was right.
+        # In constant time, which reveals nothing about the token.
         is_right = hmac.compare_digest(given.strip().encode(), (self._token or "").encode())
         if self._token is not None and not (scheme.lower() == "bearer" and is_right):
             headers = {"WWW-Authenticate": "Bearer"}
@@ -162,7 +160,7 @@ class _Endpoint:
 
 
 def _host(request: Request) -> str:
-    """The Host header without the port; empty where it is none."""
+    """The Host header without the port; empty if invalid."""
     try:
         return urlsplit("//" + request.headers.get("host", "")).hostname or ""
     except ValueError:
@@ -183,9 +181,9 @@ async def _nobody(request: Request, error: Exception) -> Response:
 
 
 class _Connection(H11Protocol):
-    """uvicorn's connection, closed unless a request's head arrives, or an answer is taken, within a deadline.
+    """A connection that is closed unless the head of a request arrives, or an answer is read, within a deadline.
 
-    Slow clients gain no time by sending or reading a few bytes now and then.
+    Clients gain no time by sending or reading a few bytes now and then.
     """
 
     _deadline: asyncio.TimerHandle | None = None

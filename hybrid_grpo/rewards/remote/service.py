@@ -1,20 +1,20 @@
-"""The questions that `serve-reward` answers: from their JSON to rows, and from scores to the JSON of an answer.
+"""The JSON of `serve-reward`: questions, which become rows to score, and answers.
 
 A question has one of two formats, each a mapping of lists with one element per row:
 
     {"query": [...], "prompts": [...], "labels": [...]}         OpenRLHF's; `query` is prompt and completion as one text
-    {"prompts": [...], "completions": [...], "answer": [...]}   our own: what local functions are called with
+    {"prompts": [...], "completions": [...], "answer": [...]}   what local functions are called with
 
-Any other name is a column of the data in both. The answer is
+Any other name is a column of the data. Rows with the same prompt and columns form a group. The answer is
 
     {"rewards": [...], "scores": [...], "extra_logs": {name of a function: [...], ...}}
 
-`rewards` and, for OpenRLHF, `scores` are the weighted sums of the functions; `extra_logs` has each function's values. A
-reward is null if no function applies to the row, or if one fails, which `errors` in `extra_logs` then says. Rows of a
-question that agree in prompt and columns are one group.
+`rewards` and, for OpenRLHF, `scores` are the weighted sums; `extra_logs` has the values of each function. A reward is
+null if no function applies to the row, or if one fails, which `errors` in `extra_logs` then reports.
 """
 
 import math
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -22,25 +22,26 @@ from starlette.exceptions import HTTPException
 
 from hybrid_grpo.config import ServeOptionsConfig
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus
-from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Scores
 
 _MOST_ROWS = 10_000
 
 
 class RewardService:
-    """Answers questions; several threads may ask at the same time.
+    """Answers questions, of several threads at the same time.
 
-    The functions that `needs_ids` names need `completion_ids`.
+    Args:
+        score: `Rewards.score`.
+        needs_ids: names of functions that need `completion_ids`.
     """
 
-    def __init__(self, rewards: Rewards, config: ServeOptionsConfig, needs_ids: list[str]) -> None:
-        self._rewards = rewards
+    def __init__(self, score: Callable[..., Scores], config: ServeOptionsConfig, needs_ids: list[str]) -> None:
+        self._score = score
         self._config = config
         self._needs_ids = needs_ids
 
     def answer(self, question: Any) -> dict[str, Any]:
-        """Score the rows of a question; an HTTPException says what is wrong with the question."""
+        """Score the rows of a question; raises HTTPException if it is invalid."""
         columns = _columns(question)
         if "completions" in columns:
             texts = _texts(columns, "completions")
@@ -66,17 +67,17 @@ class RewardService:
             raise _refused(str(error)) from None
 
     def _completion(self, query: str, prompt: str) -> str:
-        """The text after the prompt, before which a template or a tokenizer may have put something."""
+        """The text after the prompt; a template or a tokenizer may have put something before the prompt."""
         _, found, completion = query.partition(prompt) if prompt else ("", True, query)
         if not found:
-            raise _refused("a `query` does not hold its prompt: give `completions` instead")
+            raise _refused("a `query` does not contain its prompt: give `completions` instead")
         while ends := [end for end in self._config.ends if completion.endswith(end)]:
             completion = completion.removesuffix(ends[0])
         return completion
 
     def _scored(self, prompts: list[Prompt], completions: list[Completion]) -> dict[str, Any]:
         is_group = all((p.text, p.columns) == (prompts[0].text, prompts[0].columns) for p in prompts)
-        scores = self._rewards.score(prompts, completions, len(prompts) if prompts and is_group else 1)
+        scores = self._score(prompts, completions, len(prompts) if prompts and is_group else 1)
         status = {name: status_B.tolist() for name, status_B in scores.status.items()}
         errors = [_error({name: statuses[row] for name, statuses in status.items()}) for row in range(len(prompts))]
         applies = [any(s[row] == RewardStatus.SCORED for s in status.values()) for row in range(len(prompts))]
@@ -88,7 +89,7 @@ class RewardService:
     def _ids(self, ids: list[Any] | None, rows: int) -> list[list[int]]:
         if ids is None:
             if self._needs_ids:
-                raise _refused(f"{self._needs_ids[0]} needs completion_ids, which are not there")
+                raise _refused(f"{self._needs_ids[0]} needs completion_ids, which are missing")
             return [[] for _ in range(rows)]
         for row in ids:
             if not isinstance(row, list) or not all(type(token) is int for token in row):
@@ -111,7 +112,6 @@ def _refused(reason: str) -> HTTPException:
 
 
 def _columns(question: Any) -> dict[str, list[Any]]:
-    """The question as lists of one length."""
     if not isinstance(question, dict) or not all(isinstance(values, list) for values in question.values()):
         raise _refused("a question is a mapping of lists, one element per row")
     if len({len(values) for values in question.values()}) != 1:

@@ -262,8 +262,8 @@ def test_settings_are_refused_before_rows_are_there(name, monkeypatch):
 def test_columns_are_refused_by_name():
     for settings, columns, says_what in (
         ({"label_column": "gold"}, {"answer": ["4"]}, "column gold is not in the data, which has answer"),
-        ({"columns": ["when"]}, {"when": [b"bytes"]}, "when has values that JSON has no form for"),
-        ({"columns": ["when"]}, {"when": [math.nan]}, "when has values that JSON has no form for"),
+        ({"columns": ["when"]}, {"when": [b"bytes"]}, "when has values that cannot be written as JSON"),
+        ({"columns": ["when"]}, {"when": [math.nan]}, "when has values that cannot be written as JSON"),
         ({"columns": ["query"]}, {"query": ["q"]}, "column query has a name"),
     ):
         with pytest.raises(ValueError, match=says_what):

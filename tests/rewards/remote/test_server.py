@@ -24,10 +24,10 @@ from hybrid_grpo.config import RewardConfig, ServeOptionsConfig, ServeRewardConf
 from hybrid_grpo.config.checks import check_serve
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt
-from hybrid_grpo.rewards.loading import load_rewards
+from hybrid_grpo.rewards.loader import load_rewards
 from hybrid_grpo.rewards.remote import server as http_server
 from hybrid_grpo.rewards.remote.client import remote
-from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.rewards.scorer import Rewards
 
 pytestmark = pytest.mark.process
 TOKEN = "t0ken-of-the-tests"
@@ -152,7 +152,7 @@ REFUSED = {
     "neither": ({"labels": ["x"]}, 422, "neither `query` nor `completions`"),
     "uneven": ({"query": ["a"], "prompts": ["a", "b"]}, 422, "same length"),
     "no texts": ({"query": [7]}, 422, "query must be texts"),
-    "a prompt that is not there": ({"query": ["abc"], "prompts": ["x"]}, 422, "does not hold its prompt"),
+    "a prompt that is not there": ({"query": ["abc"], "prompts": ["x"]}, 422, "does not contain its prompt"),
     "a lost column": ({"query": ["abc"]}, 422, "exact_match needs answer"),
     "bad chats": ({"completions": ["a"], "prompts": [[1]], "answer": ["x"]}, 422, "lists of messages"),
     "bad ids": ({"completions": ["a"], "completion_ids": [["x"]], "answer": ["x"]}, 422, "whole numbers"),
