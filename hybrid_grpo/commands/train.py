@@ -109,7 +109,7 @@ def make_trainer(
         seed=config.run.seed,
         workspace=memory.workspace() if memory else None,
     )
-    policy.turns = inputs.conversations
+    policy.turns = inputs.partners
     reference = make_reference(config, policy)
     load_features(features, policy)
     return Trainer(config, plan, policy, reference, inputs, device, features)
