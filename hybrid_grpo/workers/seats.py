@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid_grpo.config.importing import describe
+from hybrid_grpo.config.user_code import describe
 from hybrid_grpo.workers.calls import Call, Failure, Reply, failed
 from hybrid_grpo.workers.processes import ForkServer
 from hybrid_grpo.workers.replies import Expected, decode_reply, new_number

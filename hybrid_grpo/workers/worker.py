@@ -31,7 +31,7 @@ from typing import Any
 import psutil
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.config.importing import describe
+from hybrid_grpo.config.user_code import describe
 from hybrid_grpo.workers.calls import Call, Callee, Failure, Reply, failed
 from hybrid_grpo.workers.replies import encode_reply
 
