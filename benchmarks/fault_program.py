@@ -18,7 +18,7 @@ POINTS = {
     "start": ("hybrid_grpo.engine", "start"),
     "meeting": ("hybrid_grpo.engine", "release_shared_memory"),
     "sampling": ("hybrid_grpo.generation.loop", "_Loop._step"),
-    "scoring": ("hybrid_grpo.rewards.scoring", "Stream.scores"),
+    "scoring": ("hybrid_grpo.rewards.scorer", "Stream.scores"),
     "update": ("hybrid_grpo.policy", "Policy.step"),
     "evaluation": ("hybrid_grpo.policy", "Policy.complete"),
     "logging": ("hybrid_grpo.records.sinks", "Log.write"),

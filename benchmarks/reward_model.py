@@ -28,8 +28,8 @@ from char_tokenizer import IDS, char_tokenizer
 
 from hybrid_grpo.config import RewardConfig
 from hybrid_grpo.data.batch import Completion, Prompt
-from hybrid_grpo.rewards.loading import load_rewards
-from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.rewards.loader import load_rewards
+from hybrid_grpo.rewards.scorer import Rewards
 
 SIZES = (1, 8, 32, 128)
 

@@ -29,8 +29,8 @@ from hostile_rewards import FAILURES, fate, reward
 
 from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.data.batch import Completion, Prompt
-from hybrid_grpo.rewards.loading import load_rewards
-from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.rewards.loader import load_rewards
+from hybrid_grpo.rewards.scorer import Rewards
 
 ROOT = Path(__file__).parent.parent
 RANKS, PROMPTS, WORKERS, TIMEOUT = 2, 16, 2, 0.5

@@ -23,7 +23,7 @@ from hybrid_grpo.grpo.loss import Objective, load_objective
 from hybrid_grpo.model.lora import check_lora
 from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.rewards.models.reward_model import RewardModel, Shard
-from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.rewards.scorer import Rewards
 from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.fingerprints import Fingerprints, held_out_name, of_inputs
 from hybrid_grpo.run.reward_sets import RewardSets

@@ -8,8 +8,8 @@ from typing import Any
 from hybrid_grpo.config import environment_rewards
 from hybrid_grpo.config.composition import EvaluationConfig
 from hybrid_grpo.config.held_out import HeldOut
-from hybrid_grpo.rewards.loading import Reward, load_entries
-from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.rewards.loader import Reward, load_entries
+from hybrid_grpo.rewards.scorer import Rewards
 from hybrid_grpo.turns.rewards import rewards_of
 
 
