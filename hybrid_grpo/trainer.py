@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.data.batch import MicroBatch, Numbers, Prompt, Rollout, Scores, TrainBatch
+from hybrid_grpo.data.training_prompts import StepLoader
 from hybrid_grpo.generation import OnFinish
 from hybrid_grpo.grpo.advantages import mean_over_tokens, token_advantages
 from hybrid_grpo.grpo.kl import KlController
@@ -57,7 +58,7 @@ class Trainer(Stage):
         self.eval_sets = inputs.eval_sets
         self.meter = inputs.meter(device, config.data.source_names, metric_names(features))
         self.features = Features(features, self.meter)
-        self.loader = inputs.training.loader(config, plan, device)
+        self.loader: StepLoader = inputs.training.loader(config, plan, device)
         self.kl = KlController(config.grpo, plan.rows, device)
         self.total = partial(sum_over_ranks, device=device)
         # The filtered distribution is not the policy's: with its log-probabilities no ratio is 1.

@@ -290,12 +290,10 @@ def _begins(lengths: Sequence[int], longest: int) -> Tensor:
 
 
 def _rows(groups: Sequence[int], num_generations: int) -> list[int]:
-    """Indices of the rows of these groups."""
     return [group * num_generations + k for group in groups for k in range(num_generations)]
 
 
 def _first(count: int, num_generations: int, rows: int) -> list[int]:
-    """Indices of the first `count` rows of every group."""
     return [first + k for first in range(0, rows, num_generations) for k in range(count)]
 
 

@@ -138,7 +138,6 @@ def _common(one: list[int], other: list[int]) -> int:
 
 
 def _worth_it(alone: list[_Group], shared: list[_Group], share: Literal["auto", "on", "off"]) -> list[_Group]:
-    """The groups that share prompts if that is set or saves enough, otherwise those that do not."""
     every, fewer = (sum(group.tokens for group in way) for way in (alone, shared))
     return alone if share == "off" or (share == "auto" and every - fewer < _WORTH_SHARING * every) else shared
 
@@ -231,7 +230,6 @@ def pad_pairs(pairs: Sequence[tuple[list[int], list[int]]], budget: int, device:
 
 
 def _filled(batches: list[MicroBatch], device: torch.device) -> list[MicroBatch]:
-    """The micro-batches, plus dummy ones if another rank has more. Collective."""
     most = int(all_reduce(torch.tensor(len(batches), device=device), "max"))
     return batches + _fillers(most - len(batches), device, packed=False)
 

@@ -41,7 +41,6 @@ def multiple_choice(row: Row) -> Row:
 
 
 def _choices(value: Any) -> tuple[list[str], list[str]]:
-    """Texts and labels of `{text: [...], label: [...]}` or a list of texts."""
     texts, labels = (value.get("text"), value.get("label")) if isinstance(value, dict) else (value, None)
     if not isinstance(texts, list) or not 2 <= len(texts) <= 26:
         raise ValueError(f"has choices {value!r:.60}, where a list of 2 to 26 texts is expected")

@@ -5,6 +5,7 @@ import random
 import string
 import zlib
 from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 
 from hybrid_grpo.config.tasks import Row
 from hybrid_grpo.data.tasks.columns import column, text
@@ -81,11 +82,6 @@ def countdown(row: Row) -> Row:
     return {"prompt": prompt, "nums": nums, "target": target, **target_text}
 
 
-def make_letters(held_out: bool) -> Iterator[Row]:
-    """Endless words."""
-    return _distinct(_draw_word, held_out)
-
-
-def make_countdown(held_out: bool) -> Iterator[Row]:
-    """Endless numbers with targets that can be reached."""
-    return _distinct(_draw_numbers, held_out)
+make_letters = partial(_distinct, _draw_word)
+make_countdown = partial(_distinct, _draw_numbers)
+"""Endless rows of the tasks, held out or not."""

@@ -89,7 +89,6 @@ class Critic(Scorer):
         yield {"critic/lr": (self.lr, 1), "critic/grad_norm": (self.step().grad_norm, 1)}
 
     def save(self, folder: Path) -> None:
-        """Write this rank's part into a checkpoint's folder."""
         self.engine.save(folder, _FOLDER, self.state_dict())
 
     def load(self, folder: Path) -> None:
@@ -110,24 +109,19 @@ class CriticFeature(Feature):
 
     @property
     def model(self) -> Critic:
-        """See `Feature`."""
         return self.critic
 
     @property
     def policy_waits(self) -> bool:
-        """See `critic.warmup_steps`."""
         return self.critic.learns_alone
 
     def load(self, policy: Policy) -> None:
-        """Make the critic. Collective."""
         self.critic = Critic(self.config, self.plan, self.inputs.tokenizer)
 
     def advantages(self, scored: Scored, micro_batches: list[MicroBatch]) -> tuple[Tensor, Numbers]:
-        """See `Critic.advantages`. Collective."""
         return self.critic.advantages(scored.rollout, scored.scores, micro_batches, scored.kl_BT, scored.beta)
 
     def update(self, batches: Sequence[TrainBatch], beat: Callable[[], None]) -> Iterator[Numbers]:
-        """See `Critic.learn`. Collective."""
         yield from self.critic.learn(batches, beat)
 
 

@@ -19,7 +19,6 @@ class CriticMemory(FeatureMemory):
         self._parameters = count_parameters(config.of(CriticConfig).as_policy(config.policy).model)
 
     def part(self, plan: Plan, on_host: bool) -> Part:
-        """See `FeatureMemory`."""
         settings = plan.config.of(CriticConfig)
         config = replace(
             plan.config.without(CriticConfig),

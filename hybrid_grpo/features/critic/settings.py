@@ -91,7 +91,6 @@ class CriticConfig(FeatureConfig):
         return stage, engine.offload_optimizer if self.offload_optimizer is None else self.offload_optimizer
 
     def check(self, config: TrainConfig) -> None:
-        """Refuse settings without effect, and an engine that does not work."""
         if not self.enabled:
             self.refuse_idle("without critic.enabled: set critic.enabled to true")
             return

@@ -41,16 +41,13 @@ class Guests(Feature):
 
     @property
     def facts(self) -> dict[str, str]:
-        """See `Feature`."""
         return {f"guest {guest.name}": writer.fact for guest, writer in self._guests}
 
     @property
     def names(self) -> Mapping[str, Sequence[str]]:
-        """See `Feature`."""
         return {"<guest>": [guest.name for guest, _ in self._guests]}
 
     def load(self, policy: Policy) -> None:
-        """Load the models onto the policy's device."""
         for _, writer in self._guests:
             writer.load(policy.engine.device)
 

@@ -17,5 +17,4 @@ class GuestMemory(FeatureMemory):
         self._parameters = sum(parameters_of(name) for name in names if name is not None)
 
     def part(self, plan: Plan, on_host: bool) -> Part:
-        """See `FeatureMemory`."""
         return Part("guests", 0 if on_host else plan.dtype * self._parameters, "guests.writers")

@@ -75,7 +75,6 @@ class GuestsConfig(FeatureConfig):
         return {f"guests.writers {guest.name}: path": guest.path for guest in self.writers if guest.path is not None}
 
     def check(self, config: TrainConfig) -> None:
-        """Refuse guests that contradict each other or other sections."""
         rollout, grpo, names = config.rollout, config.grpo, [guest.name for guest in self.writers]
         if not names:
             return

@@ -120,7 +120,6 @@ class GuestModel:
         )
 
     def load(self, device: torch.device) -> None:
-        """Load the weights; raises UserError if they cannot be loaded."""
         attention = attention_of(self._learner.config.rollout.decoder)
         self._model = load_model(self._policy, attention, self._setting).to(device).eval()
 
@@ -181,14 +180,12 @@ def _each(value: Any, count: int) -> list[Any]:
 
 
 def _are_tokens(ids: Any, text: str, learner: Learner) -> bool:
-    """Whether the policy's tokenizer decodes these tokens to the text."""
     if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < learner.vocabulary for token in ids):
         return False
     return bool(learner.tokenizer.decode(ids, skip_special_tokens=True) == text)
 
 
 def _fits(ids: Any, logp: Any) -> bool:
-    """Whether these are tokens with their log-probabilities."""
     return (
         isinstance(ids, list)
         and isinstance(logp, list)

@@ -45,7 +45,6 @@ class PtxConfig(FeatureConfig):
         return self.coef > 0
 
     def check(self, config: TrainConfig) -> None:
-        """Refuse settings without effect, and a loss without texts."""
         if not self.is_on:
             self.refuse_idle("without ptx.coef: set ptx.coef")
         refuse(self.is_on and self.path == "", f"ptx.coef {self.coef:g} needs texts: set ptx.path, or ptx.coef to 0")

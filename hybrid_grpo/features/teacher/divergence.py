@@ -29,13 +29,11 @@ class NextTokens:
     """Number of tokens in the distributions: the first ones of the model's vocabulary."""
 
     def split(self, lengths: list[int]) -> list[NextTokens]:
-        """Consecutive parts of these lengths."""
         tokens = [None] * len(lengths) if self.token_NK is None else self.token_NK.split(lengths)
         parts = zip(self.logp_NK.split(lengths), tokens, strict=True)
         return [NextTokens(logp, token, self.vocabulary) for logp, token in parts]
 
     def first(self) -> NextTokens:
-        """The first position alone."""
         return NextTokens(self.logp_NK[:1], None if self.token_NK is None else self.token_NK[:1], self.vocabulary)
 
     def joined(self, more: list[NextTokens]) -> NextTokens:
@@ -46,7 +44,6 @@ class NextTokens:
         return NextTokens(logp_NK, torch.cat(tokens) if tokens else None, self.vocabulary)
 
     def to(self, device: torch.device) -> NextTokens:
-        """A copy on the device, from host memory."""
         tokens = None if self.token_NK is None else upload(self.token_NK, device)
         return NextTokens(upload(self.logp_NK, device), tokens, self.vocabulary)
 
@@ -187,7 +184,6 @@ def _softmax(
 
 
 def _both(logp_nV: Tensor, teacher: NextTokens, rows: slice) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the same tokens by the model and by the teacher."""
     return grouped(logp_nV, None if teacher.token_NK is None else teacher.token_NK[rows]), teacher.logp_NK[rows]
 
 

@@ -23,7 +23,6 @@ class TeacherMemory(FeatureMemory):
         self._parameters = parameters_of(self._settings.model) if self._settings.model else 0
 
     def part(self, plan: Plan, on_host: bool) -> Part:
-        """See `FeatureMemory`."""
         settings, places = self._settings, plan.rows * plan.config.rollout.max_completion_tokens
         weights = plan.dtype * self._parameters // plan.ranks if settings.offload == on_host else 0
         kept = places * (8 * settings.top_k or 4 * plan.sizes.vocabulary) if settings.keeps_vocabulary else 0
@@ -35,7 +34,6 @@ class TeacherMemory(FeatureMemory):
         return forward * (self._parameters or own) / own
 
     def head(self, places: int, vocabulary: int) -> HeadFunction | None:
-        """The divergence from the policy, with `teacher.into` loss."""
         if not self._settings.keeps_vocabulary:
             return None
         top_k = self._settings.top_k

@@ -71,7 +71,6 @@ class TeacherConfig(FeatureConfig):
         return PolicyConfig(model=self.model or policy.model, **shared)
 
     def check(self, config: TrainConfig) -> None:
-        """Refuse settings without effect, and what a teacher cannot read or score."""
         prompt_column, rollout = config.data.prompt_column, config.rollout
         if not self.is_on:
             self.refuse_idle("without a teacher: set teacher.model or teacher.prompt_column")

@@ -52,7 +52,6 @@ class Teacher(Feature):
         self._next_tokens: list[NextTokens] = []
 
     def load(self, policy: Policy) -> None:
-        """Load the teacher's weights, if it has its own. Collective."""
         config, settings = self.config, self._settings
         self._policy, self._engine = policy, policy.engine
         if settings.model is None:
@@ -110,7 +109,6 @@ class Teacher(Feature):
     def loss(
         self, batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor, found: Sequence[Tensor]
     ) -> tuple[Tensor | float, Numbers]:
-        """The weighted divergence, with `teacher.into` loss."""
         if not self._next_tokens:
             return 0.0, {}
         real_bT = batch.weight_bT > 0
