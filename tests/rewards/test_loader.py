@@ -14,15 +14,9 @@ from reward_helpers import command_lines, in_time, isolated, rows, statuses
 
 from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.config.errors import UserError
-<<<<<<< HEAD:tests/rewards/test_loading.py
 from hybrid_grpo.config.user_code import describe
-from hybrid_grpo.rewards.functions import BUILTINS, Function, load_function
-from hybrid_grpo.rewards.loading import load_rewards, worker_count
-=======
-from hybrid_grpo.config.importing import describe
 from hybrid_grpo.rewards.functions import BUILTINS, RewardFunction, load_function
 from hybrid_grpo.rewards.loader import load_rewards, worker_count
->>>>>>> main:tests/rewards/test_loader.py
 from hybrid_grpo.rewards.rules import exact_match
 from hybrid_grpo.workers.pool import call_inline
 
