@@ -107,7 +107,7 @@ def make_trainer(
         seed=config.run.seed,
         workspace=memory.workspace() if memory else None,
     )
-    policy.turns = inputs.conversations
+    policy.turns = inputs.partners
     reference = make_reference(config, policy)
     for feature in features:
         feature.load(policy)
