@@ -25,50 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_grpo.config.errors import UserError
-<<<<<<< HEAD:hybrid_grpo/workers/worker.py
-from hybrid_grpo.config.user_code import describe
-from hybrid_grpo.workers.calls import Call, Callee, Failure, Reply, failed
-from hybrid_grpo.workers.replies import encode_reply
-
-_HEADER = struct.Struct(">I")
-"""Length of the message that follows; the frames of multiprocessing's Connection, up to 2 GiB."""
-_LARGEST_REPLY = 1 << 28
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-
-
-def framed(message: bytes) -> bytes:
-    """A message as it is sent."""
-    return _HEADER.pack(len(message)) + message
-
-
-def unframed(received: bytearray) -> bytes | None:
-    """Take the first message out of what was received; None where it is not complete. Raises EOFError where it is
-    longer than a reply may be."""
-    if len(received) < _HEADER.size:
-        return None
-    (size,) = _HEADER.unpack_from(received)
-    if size > _LARGEST_REPLY:
-        raise EOFError(f"a message of {size} bytes")
-    end = _HEADER.size + size
-    if len(received) < end:
-        return None
-    message = bytes(received[_HEADER.size : end])
-    del received[:end]
-    return message
-
-
-async def read_frame(reader: asyncio.StreamReader, largest: int = _LARGEST_REPLY) -> bytes:
-    """The next message, of at most `largest` bytes; raises EOFError or OSError where the other side sends none."""
-    (size,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
-    if size > largest:
-        raise EOFError(f"a message of {size} bytes")
-    return await reader.readexactly(size)
-=======
 from hybrid_grpo.config.user_code import describe
 from hybrid_grpo.workers.calls import Call, Callee, timed_out
 from hybrid_grpo.workers.family import adopt_orphans, children, descendants, die_with_parent, kill
 from hybrid_grpo.workers.messages import encode_reply, framed, read_frame
->>>>>>> main:hybrid_grpo/workers/forking.py
 
 
 def serve_forks(descriptor: int, rank: int) -> None:

@@ -24,14 +24,9 @@ from functools import partial
 from typing import Any
 
 from hybrid_grpo.config import ScoringConfig
-<<<<<<< HEAD
-from hybrid_grpo.config.user_code import describe
-from hybrid_grpo.workers.calls import Call, Callee, Entry, Failure, Reply, failed
-=======
 from hybrid_grpo.config.user_code import describe
 from hybrid_grpo.workers.calls import Call, Callee, Entry, Failure, Reply, died, failed, timed_out
 from hybrid_grpo.workers.leases import Leases
->>>>>>> main
 from hybrid_grpo.workers.processes import ForkServer, Worker
 
 _ASYNC_CALLS = 64

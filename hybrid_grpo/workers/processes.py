@@ -11,11 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-<<<<<<< HEAD
-from collections.abc import Mapping, Sequence
-=======
-from collections.abc import Callable, Sequence
->>>>>>> main
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -304,10 +300,11 @@ class Worker:
 
     def end(self) -> int | None:
         """Kill the process; its exit status, see `ForkServer.end`."""
-<<<<<<< HEAD
-        self._fork_server.connections.discard(self._writer)
-        self._writer.transport.abort()
-        return self._fork_server.end(self._pid)
+        self._stop()
+        self._fork_server.workers.discard(self)
+        status = self._fork_server.end(self._pid)
+        self._socket.close()  # only now: the process would end by itself, with another status
+        return status
 
 
 def public_environment(environment: Mapping[str, str], named: set[str]) -> dict[str, str]:
@@ -318,10 +315,3 @@ def public_environment(environment: Mapping[str, str], named: set[str]) -> dict[
 def named_variables(kwargs: Mapping[str, Any]) -> set[str]:
     """Variables of the environment that the arguments of a function name, as in `token_env: MY_TOKEN`."""
     return {value for name, value in kwargs.items() if name.endswith("_env") and isinstance(value, str)}
-=======
-        self._stop()
-        self._fork_server.workers.discard(self)
-        status = self._fork_server.end(self._pid)
-        self._socket.close()  # only now: the process would end by itself, with another status
-        return status
->>>>>>> main

@@ -1,12 +1,7 @@
 """The model card of a published model, from the folder of its run.
 
-<<<<<<< HEAD
-`card.md.j2` decides how the card looks, and huggingface_hub how its head for the hub does. No secrets and no local
-folders get into it: see `redaction.py`.
-=======
 `card.md.j2` is its text, and huggingface_hub writes its head for the hub. It contains neither secrets nor local
-folders: see `config/secrets.py`.
->>>>>>> main
+folders: see `redaction.py`.
 """
 
 from __future__ import annotations

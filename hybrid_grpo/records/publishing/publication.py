@@ -22,12 +22,8 @@ from hybrid_grpo.records.files import sync_tree
 from hybrid_grpo.records.lock import FolderLock
 from hybrid_grpo.records.publishing.card import Evaluation, TrainedRun, write_card
 from hybrid_grpo.records.publishing.curves import draw_curves
-<<<<<<< HEAD
 from hybrid_grpo.records.publishing.redaction import publishable
-from hybrid_grpo.records.write_failures import why
-=======
 from hybrid_grpo.records.write_failures import one_line
->>>>>>> main
 
 CONTENTS = "publication.json"
 """File of a publication that lists its files and their sizes, by which it is recognized."""
