@@ -89,6 +89,15 @@ def rollout_files(folder: Path, kind: str = "jsonl") -> dict[int, Path]:
     return {step: path for step, path in steps if step < 2**53}
 
 
+def flattened(settings: dict[str, Any], levels: int = 99) -> Iterator[tuple[str, Any]]:
+    """Nested settings as pairs of a dotted name and a value; what lies deeper than `levels` stays nested."""
+    for name, value in settings.items():
+        if isinstance(value, dict) and value and levels:
+            yield from ((f"{name}.{below}", of) for below, of in flattened(value, levels - 1))
+        else:
+            yield str(name), value
+
+
 def json_safe(value: Any) -> Any:
     """`value` with everything that JSON cannot hold replaced by null (NaN, infinity) or text."""
     if isinstance(value, dict):
