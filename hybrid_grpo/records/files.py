@@ -81,6 +81,20 @@ def cut_lines(path: Path, step: int) -> Path | None:
     return kept
 
 
+def replace_folder(target: Path, draft: Path, old: Path) -> None:
+    """Put the folder `draft` in the place of `target`, which becomes `old`; `target` stays where that fails."""
+    replaces = target.exists()
+    if replaces:
+        target.rename(old)
+    try:
+        draft.rename(target)
+    except OSError:
+        if replaces:
+            old.rename(target)
+        raise
+    sync(target.absolute().parent)
+
+
 def rollout_files(folder: Path, kind: str = "jsonl") -> dict[int, Path]:
     """The rollouts saved in a folder, by step, in their order: their texts (`jsonl`) or their tokens (`parquet`). Other
     files, such as copies, are left out."""
