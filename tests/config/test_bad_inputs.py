@@ -225,7 +225,7 @@ LOADED = [
     ("--rewards broken_rewards.py:reward", "broken_rewards.py:1", "a_module_that_is_not_there"),
     ("--rewards loops.py:f --scoring.max_import_s=1", "takes longer than scoring.max_import_s 1", "raise it"),
     ("--rewards exits.py:f", "importing them raised SystemExit: 3"),
-    ("--rewards dies.py:f", "the process that imports the functions died"),
+    ("--rewards dies.py:f", "the process that imports them died"),
     ("--rewards raises.py:f", "importing raises.py raised OSError: x y (raises.py:1)"),
     ("--rewards syntax.py:f", "importing syntax.py raised SyntaxError"),
     ("--rewards binary.py:f", "importing binary.py raised"),

@@ -155,7 +155,7 @@ def test_kwargs_that_the_function_does_not_take(rules: Path) -> None:
     assert "answers: strict has no such parameter: did you mean answer?" in refusal(
         f"{rules}:strict", kwargs={"answers": 1}
     )
-    assert "completions of the rollout: leave it out" in refusal(f"{rules}:bonus", kwargs={"completions": []})
+    assert "completions from the rollout: leave it out" in refusal(f"{rules}:bonus", kwargs={"completions": []})
     # Of a built-in everything else is a mistake, though this one takes columns by any name.
     assert "retrys: remote has no such parameter: did you mean retries?" in refusal(
         "remote", kwargs={"url": "https://127.0.0.1/", "retrys": 1}
@@ -222,8 +222,8 @@ def test_a_batch_size_that_is_none(tmp_path: Path) -> None:
     ("source", "said"),
     [
         ("import absent_dependency\n", "raised ModuleNotFoundError: No module named 'absent_dependency' (broken.py:1)"),
-        ("import sys\nsys.exit('no\\nluck')\n", "rewards: importing them raised SystemExit: no luck"),
-        ("import os\nos._exit(0)\n", "rewards: the process that imports the functions died: import them by hand"),
+        ("import sys\nsys.exit('no\\nluck')\n", "rewards[0]: importing them raised SystemExit: no luck"),
+        ("import os\nos._exit(0)\n", "rewards[0]: the process that imports them died: import them by hand"),
         (
             "import time\ntime.sleep(100)\n",
             "takes longer than scoring.max_import_s 1: look for what",
