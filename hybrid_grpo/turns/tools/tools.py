@@ -55,7 +55,7 @@ class Tools:
         names = [str(schema["function"]["name"]) for schema in self._functions]
         kinds = list(environments.kinds.values()) if environments is not None else []
         self.names = list(dict.fromkeys([*names, *(name for kind in kinds for name in kind.tool_names)]))
-        self.schemas = [*self._functions, *(schema for kind in kinds for schema in kind.schemas)]
+        self.schemas = [*self._functions, *(schema for kind in kinds for schema in kind.tools)]
         for together in [names, *([*names, *kind.tool_names] for kind in kinds)]:
             twice = [name for name in together if together.count(name) > 1]
             refuse(bool(twice), f"rollout.tools: two are named {', '.join(twice[:1])}: rename one of the functions")
@@ -82,7 +82,7 @@ class Tools:
 
     def schemas_of(self, kind: Kind) -> list[dict[str, Any]]:
         """What the model is told where its environment is of this kind."""
-        return [*self._functions, *kind.schemas]
+        return [*self._functions, *kind.tools]
 
     def call(self, trajectory: Trajectory, call: ToolCall, done: Callable[[str, Failure | None], None]) -> None:
         """Call a tool, or a method of the conversation's environment. `done` is called with what the model reads of it,
