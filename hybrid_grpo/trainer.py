@@ -63,8 +63,7 @@ class Trainer(Stage):
         self.total = partial(sum_over_ranks, device=device)
         # The filtered distribution is not the policy's: with its log-probabilities no ratio is 1.
         self.starts_on_policy = config.recomputes_old_logp or config.rollout.logprobs == "softmax"
-        self.parts = {"loader": self.loader, "kl": self.kl, **self.features.states}
-        self.others = self.features.models
+        self.parts = {"loader": self.loader, "kl": self.kl}
         self.shards = reference if config.grpo.ref_every else None
 
     def step(self, step: int) -> None:
@@ -214,8 +213,7 @@ class Trainer(Stage):
                 if number == 0:
                     self.meter.update(measure_parity(batch, logp_bT))
             self.meter.update(self.features.gradient(self.policy, beat))
-            self.meter.add("policy/lr", self.policy.lr)
-            self.meter.add("policy/grad_norm", self.policy.step().grad_norm)
+            self.step_optimizer()
         if self.reference is not None:
             self.meter.add("policy/kl_coef", self.kl.beta)
             self.kl.update(self.total)

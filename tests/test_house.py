@@ -22,15 +22,10 @@ BESIDE_THE_CORE = (
     *("records/publishing/", "records/trackers/"),
 )
 """What a run can do without; everything else is the core, which trains GRPO."""
-LONG_FILES = {
-    "run/run.py",
-}
+LONG_FILES: set[str] = set()
 LONG_FUNCTIONS = {
     "config/rollout.py:_check",
     "model/kernels/gpu/sampling.py:_sample",
-    "run/resuming.py:find_start",
-    "run/run.py:_advance",
-    "run/saving/checkpoint.py:save",
 }
 FEATURES = re.compile("critic|teacher|guest|ptx|curriculum", re.IGNORECASE)
 REGISTRATION = "config/features.py"

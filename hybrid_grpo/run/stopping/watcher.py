@@ -107,7 +107,7 @@ def _be_watched(board: Board, stops: set[signal.Signals], stacks: int, watcher: 
 
 
 def _outcome(work: Callable[[], int], board: Board) -> int:
-    """Do the work. Where it fails because another rank has died, that rank has told why."""
+    """Do the work. Where it fails because another rank has died, that rank has printed the reason."""
     try:
         return work()
     except Exception as error:
@@ -182,7 +182,6 @@ class _Watcher:
         return None
 
     def look(self, now: float) -> None:
-        """End the rank if it must not go on."""
         mine = self.mine
         if mine.behind == _STOPPED_WITH_WATCHER:
             self.end(RESUME_STATUS, "was stopped for longer than run.stall_minutes: ended")
@@ -264,7 +263,6 @@ class _Watcher:
         return []
 
     def end(self, status: int, why: str) -> NoReturn:
-        """Kill the rank."""
         if why:
             _say(self.board, why)
         with suppress(ProcessLookupError):
@@ -296,7 +294,7 @@ def _tell(status: str) -> None:
 
 
 def _end_descendants(patience: float) -> None:
-    """Kill all processes below this one, after `patience` (a moment) has passed."""
+    """Kill all processes below this one, once the time `patience` has come."""
     deadline = max(time.monotonic(), patience) + 10.0
     while (pids := _descendants(os.getpid())) and time.monotonic() < deadline:
         for pid in pids if time.monotonic() >= patience else ():
@@ -337,8 +335,8 @@ def _lives(pid: int, start: str | None = None) -> bool:
 
 
 def _launchers() -> list[tuple[int, str]]:
-    """The processes above this one that have started it as a rank, each with the time of its start; one that does not
-    live stands for those that have ended already."""
+    """The processes above this one that started it as a rank, each with its start time; one that is not alive stands
+    for those that have ended already."""
     found, child, pid = [], os.getpid(), os.getppid()
     was_started = any(name in os.environ for name in _OF_LAUNCHERS)
     while stat := _stat(pid):

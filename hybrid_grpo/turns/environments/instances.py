@@ -26,7 +26,7 @@ from types import MethodType
 from typing import Any
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.config.importing import describe, import_object, import_place
+from hybrid_grpo.config.user_code import describe, import_object, import_place
 from hybrid_grpo.rewards.functions import finite_reward
 from hybrid_grpo.turns.environments import openenv
 from hybrid_grpo.turns.environments.verifiers import (

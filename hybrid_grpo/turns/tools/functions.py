@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
-from hybrid_grpo.config.importing import describe, import_object
+from hybrid_grpo.config.user_code import describe, import_object
 from hybrid_grpo.turns.tools import builtins
 from hybrid_grpo.workers.calls import Call, Failure, Interface, Reply, failed, raised
 from hybrid_grpo.workers.messages import LONGEST_TEXT, checked_text

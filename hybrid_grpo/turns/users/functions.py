@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid_grpo.config.errors import refuse
-from hybrid_grpo.config.importing import import_object
+from hybrid_grpo.config.user_code import import_object
 from hybrid_grpo.turns.tools.functions import Tool, ToolEntry, as_text
 from hybrid_grpo.workers.calls import Call, Failure, Interface, Reply, failed
 
