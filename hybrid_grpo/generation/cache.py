@@ -34,15 +34,15 @@ _PROBE_TOKENS = 64
 
 @dataclass(frozen=True)
 class Geometry:
-    """Shapes and type of one token's keys and values."""
+    """Shapes and type of one token's keys and values, and how layers attend."""
 
     shapes: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
     """(heads, head_dim) of the keys and of the values of each layer."""
     dtype: torch.dtype
     asked: tuple[tuple[float, int, float], ...] = ()
-    """(scale, window, softcap) that each layer asks of attention; see `Batch.attend`."""
+    """(scale, window, softcap) of each layer's attention; see `Batch.attend`."""
     reading: int = 0
-    """Bytes that a prefill takes for each token, beside the cache."""
+    """Bytes that a prefill takes for each token, in addition to the cache."""
 
     @property
     def token_bytes(self) -> int:
@@ -52,8 +52,8 @@ class Geometry:
 
     @classmethod
     def of(cls, model: Any) -> Geometry:
-        """Measured by a forward of a few tokens, since architectures name these sizes differently; raises UserError
-        where a layer attends to other keys and values than it caches."""
+        """Measured by a forward of a few tokens, since architectures name these sizes differently; raises UserError if
+        a layer attends to other keys and values than it caches."""
         seen = _Seen(type(model).__name__)
         ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=next(model.parameters()).device)
         with torch.no_grad(), MemoryTracker((*model.parameters(), *model.buffers(), ids)) as tracker:
@@ -62,8 +62,8 @@ class Geometry:
 
 
 def cached_forward(model: Any, ids: Tensor, positions: Tensor, batch: Any) -> Any:
-    """The output of a transformers model for new tokens (int64 [rows, n], like their positions), whose keys and values
-    go to `batch`: the cache of this forward, and the `Batch` of `routed_attention`."""
+    """The output of a transformers model for new tokens (int64 [rows, n], like their positions). `batch` is both the
+    cache of this forward and the `Batch` of `routed_attention`."""
     kind: Any = type(model)
     given = {"batch": batch, cache_keyword(kind): batch}
     return model(input_ids=ids, position_ids=positions, use_cache=True, **given)
@@ -105,12 +105,12 @@ class _Seen:
 
 
 class PagedCache:
-    """The pages of all layers, and how many sequences own each: `pages` pages, page 0 included, of `page` entries."""
+    """The pages of all layers, and how many sequences own each: `pages` of them, page 0 included, of `page` entries."""
 
     def __init__(self, geometry: Geometry, pages: int, page: int, device: torch.device) -> None:
         self.geometry, self.pages, self.page, self.device = geometry, pages, page, device
         self.prefill_tokens = PREFILL_TOKENS["cpu"]
-        """Tokens of one prefill forward that there is memory for beside the cache."""
+        """Tokens of one prefill forward that fit beside the cache."""
         self.keys = [_zeros((pages, page, *key), geometry.dtype, device) for key, _ in geometry.shapes]
         self.values = [_zeros((pages, page, *value), geometry.dtype, device) for _, value in geometry.shapes]
         self._free_all()
@@ -130,11 +130,9 @@ class PagedCache:
 
     @property
     def free(self) -> int:
-        """Number of pages without an owner."""
         return len(self._free)
 
     def pages_for(self, entries: int) -> int:
-        """Pages that so many entries need."""
         return -(-entries // self.page)
 
     def take(self, count: int) -> list[int]:
@@ -147,13 +145,13 @@ class PagedCache:
         return taken
 
     def share(self, pages: list[int]) -> None:
-        """Add an owner to pages."""
+        """Add an owner."""
         for page in pages:
             assert self._owners[page], "a page without an owner cannot be shared"
             self._owners[page] += 1
 
     def give_back(self, pages: list[int]) -> None:
-        """Remove an owner from pages; a page without owners is free again."""
+        """Remove an owner; a page without owners is free again."""
         for page in reversed(pages):
             assert self._owners[page], "a page is given back once"
             self._owners[page] -= 1
@@ -161,7 +159,6 @@ class PagedCache:
                 self._free.append(page)
 
     def copy(self, source: list[int], target: list[int]) -> None:
-        """Copy whole pages."""
         if source:
             from_, to = upload([source, target], self.device)
             for pool in self.keys + self.values:
@@ -169,10 +166,8 @@ class PagedCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, since a masked entry still enters the product with the values as 0 * entry, and may not be NaN.
-
-    In host memory numpy gets them from the system unwritten: pages that are never used take no memory.
-    """
+    # Zeros, since a masked entry still enters the product with the values as 0 * entry, and may not be NaN. In host
+    # memory numpy gets them from the system unwritten: pages that are never used take no memory.
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = int(np.prod(shape)) * torch.empty(0, dtype=dtype).element_size()
@@ -180,7 +175,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def prefill_that_fits(wish: int | None, on_gpu: bool, token_bytes: int, free: int) -> int:
-    """Tokens of one prefill: the `wish`, else the default, less on a GPU where it would take too much of `free`."""
+    """Tokens of one prefill: the `wish`, else the default, reduced on a GPU where it would take too much of `free`."""
     least = PREFILL_TOKENS["cpu"]
     tokens = wish or PREFILL_TOKENS["cuda" if on_gpu else "cpu"]
     while not wish and tokens > least and tokens * token_bytes > _PREFILL_SHARE * free:
@@ -189,7 +184,7 @@ def prefill_that_fits(wish: int | None, on_gpu: bool, token_bytes: int, free: in
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that the cache and what decodes beside it may take on the device now."""
+    """Memory that decoding may take on the device now."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         # Blocks that torch holds and no tensor uses are free too, but not those of CUDA graphs, which have pools of
@@ -210,10 +205,10 @@ def cache_for(
     longest: list[int],
     slots: int,
 ) -> PagedCache:
-    """Pages for `slots` sequences and their prompts at the longest, or as many as memory allows.
+    """Pages for `slots` sequences and their prompts at their longest, or as many as memory allows.
 
-    `longest` are the most tokens of each sequence, prompt included, in falling order. On a GPU what a prefill takes
-    stays free, and `beside` of the slots and the pages of the longest. Raises UserError where no sequence fits.
+    `longest` are the most tokens of each sequence, prompt included, in falling order. On a GPU, memory for a prefill
+    and for `beside` (of the slots and the pages of the longest) stays free. Raises UserError where no sequence fits.
     """
     needs = [-(-tokens // page) + 1 for tokens in longest]
     on_gpu, page_bytes = device.type == "cuda", page * geometry.token_bytes

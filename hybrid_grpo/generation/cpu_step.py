@@ -63,13 +63,7 @@ class CpuStep:
         self._rope = torch.empty(0, 2 * d)
 
     def __call__(self, token_n: Tensor, table_nw: Tensor, position_n: Tensor, read: int) -> Tensor:
-        """logits_nV after each sequence was fed its token, in memory that the next call overwrites.
-
-        Args:
-            token_n, position_n: int64 [n].
-            table_nw: int32 [n, width], pages of each sequence.
-            read: pages of the longest sequence.
-        """
+        """logits_nV after each sequence's token, in memory that the next call overwrites; see `DecodeStep`."""
         entries = read * self._cache.page
         if len(self._rope) < entries:
             position = torch.arange(max(entries, 2 * len(self._rope)))
