@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM
 
 from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.model.loading import first_line
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 SAFE, PICKLED = (
@@ -33,7 +34,7 @@ def check_files(name: str, config: Any, *, pickled: bool = False, setting: str =
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # whatever the code of an architecture does with numbers that it cannot take
-        raise UserError(f"{start}: config.json describes no model: {_one_line(error)}: repair it") from error
+        raise UserError(f"{start}: config.json describes no model: {first_line(error)}: repair it") from error
     if not any((folder / file).exists() for file in SAFE):
         check_pickled(name, allowed=pickled, setting=setting)
         return
@@ -95,7 +96,7 @@ def _files(folder: Path, start: str) -> Iterator[Path]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{start}: {index.name} cannot be read: {_one_line(error)}: copy it anew") from error
+        raise UserError(f"{start}: {index.name} cannot be read: {first_line(error)}: copy it anew") from error
     for name in names:
         refuse(not (folder / name).exists(), f"{start}: {index.name} names {name}, which is missing: copy it as well")
         yield folder / name
@@ -108,9 +109,5 @@ def _shapes(file: Path, start: str) -> dict[str, list[int]]:
             return {name: list(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise UserError(
-            f"{start}: {file.name} is not a safetensors file, or is cut short: {_one_line(error)}: copy it anew"
+            f"{start}: {file.name} is not a safetensors file, or is cut short: {first_line(error)}: copy it anew"
         ) from error
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300].removesuffix(": ")
