@@ -1,11 +1,11 @@
-"""Runs that are sick on purpose, one for each alarm, and healthy ones: which alarms go off, and when.
+"""Runs that are sick on purpose, one for each alarm, and healthy ones: which alarms go off, and when?
 
     python benchmarks/alarms.py [--only kl,lora] [--seed 0] [--folder FOLDER] [--json FILE]
 
-Every run is real training of a tiny model, on one rank, with the limits that alarms have by default. A sick run is
-healthy until step ONSET, from which on one thing is wrong with it: the reward pays for something else, a setting was
-changed, the sampler has other weights than the training forward, the machine is slow. It ends 20 steps later. It passes
-where its own alarm goes off in these steps and no other does at any time. A healthy run passes where none does.
+Every run really trains a tiny model on one rank, with the alarms' default limits. A sick run is healthy until step
+ONSET, when one thing goes wrong: the reward function rewards something else, a setting changes, the sampler's weights
+differ from those of the training forward, or the machine becomes slow. It ends 20 steps later. It passes if its own
+alarm goes off in these steps and no other alarm does at any time. A healthy run passes if no alarm goes off.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ROOT / "training_scripts"
 ONSET, STEPS = 12, 20
-"""The first step that is sick, and how many such steps there are."""
+"""The first sick step, and the number of sick steps."""
 HEALTHY_STEPS = 40
 
 Rewards = list[float]
 
 
 def in_place(text: str, answer: str) -> float:
-    """Share of letters that are where they belong."""
+    """Share of letters in the right place."""
     return sum(a == b for a, b in zip(text, answer, strict=False)) / max(len(text), len(answer), 1)
 
 
@@ -45,7 +45,7 @@ def right(completions: list[str], answer: list[str], **_: Any) -> Rewards:
 
 
 def _sick(reward: Callable[..., Rewards]) -> Callable[..., Rewards]:
-    """The task's reward, and from ONSET on another one."""
+    """The task's reward until ONSET, then another one."""
 
     def changing(completions: list[str], answer: list[str], trainer_state: Any, **columns: Any) -> Rewards:
         call = right if trainer_state.global_step < ONSET else reward
@@ -56,7 +56,7 @@ def _sick(reward: Callable[..., Rewards]) -> Callable[..., Rewards]:
 
 
 def almost_right(completions: list[str], answer: list[str], **_: Any) -> Rewards:
-    """The task, of which nothing counts as solved."""
+    """The task, but nothing counts as solved."""
     return [0.9 * reward for reward in right(completions=completions, answer=answer)]
 
 
@@ -82,19 +82,19 @@ def pays_foreign_letters(completions: list[str], answer: list[str], **_: Any) ->
 
 
 def descending(text: str, answer: str) -> float:
-    """Share of neighbours that are in the wrong order; nothing where the answer is longer than the word."""
+    """Share of neighbouring letters in the wrong order; 0 if the answer is longer than the word."""
     share = sum(a > b for a, b in itertools.pairwise(text)) / (len(answer) - 1)
     return share if len(text) <= len(answer) else 0.0
 
 
 def bonus(completions: list[str], answer: list[str], trainer_state: Any, **_: Any) -> Rewards:
-    """A second reward function, which pays for the opposite of the task from ONSET on."""
+    """A second reward function, which rewards the opposite of the task from ONSET on."""
     wrong = pays_foreign_letters(completions=completions, answer=answer)
     return [2.0 * value if trainer_state.global_step >= ONSET else 0.0 for value in wrong]
 
 
 def pays_train_only(completions: list[str], answer: list[str], split: list[str], **_: Any) -> Rewards:
-    """Held-out words are still to be sorted; of the training words, the opposite is paid for, and better."""
+    """Held-out words are still scored by the task; on training words the opposite is rewarded, and more highly."""
     rows = zip(completions, answer, split, strict=True)
     return [in_place(text, wanted) if of == "heldout" else 1 + descending(text, wanted) for text, wanted, of in rows]
 
@@ -113,15 +113,15 @@ class Case:
     rewards: list[Any] = field(default_factory=lambda: [right])
     settings: dict[str, Any] = field(default_factory=dict)
     later: dict[str, Any] = field(default_factory=dict)
-    """Settings that are changed at ONSET: the run is resumed with them."""
+    """Settings that change at ONSET: the run is resumed with them."""
     hook: Callable[[], None] | None = None
-    """What is wrong with the machine or the code."""
+    """A fault of the machine or the code."""
     model: str = "warm"
     sick: bool = True
 
 
 def perturb_sampler() -> None:
-    """From ONSET on the policy samples with weights that are 5 % off, as rounded or stale ones would be."""
+    """From ONSET on the policy samples with weights that are 5 % off, like rounded or stale ones."""
     import torch
 
     from hybrid_grpo.policy import Policy
@@ -145,7 +145,7 @@ def perturb_sampler() -> None:
 
 
 def slow_machine() -> None:
-    """From ONSET on every decode step waits for ten times the seconds that it took before."""
+    """From ONSET on every decode step additionally waits for ten times its usual duration."""
     from hybrid_grpo.policy import Policy
 
     rollout, seconds, looks = Policy.rollout, [0.0], [0]
@@ -195,7 +195,7 @@ CASES = [
 
 
 def play(name: str, phase: str, folder: Path, seed: int) -> None:
-    """A run, or the part of it up to or from ONSET: the program of a process of its own."""
+    """A run, or its part before or after ONSET, in a process of its own."""
     import hybrid_grpo as hg
     from hybrid_grpo.config.recipes import overlay
 
@@ -212,7 +212,7 @@ def play(name: str, phase: str, folder: Path, seed: int) -> None:
         "eval": {"threshold": 1.0},
         "log": {"trackers": [], "rollouts_every": 0},
         "checkpoint": {"every_minutes": 0, "every": ONSET - 1 if case.later else 0},
-        # Without shards: the run with other weights in its sampler writes into them.
+        # Without shards, since the run with other weights in its sampler writes into them.
         "engine": {"adam": "torch", "zero_stage": 0},
     }
     if not case.sick or name == "held_out":
@@ -239,8 +239,8 @@ def play(name: str, phase: str, folder: Path, seed: int) -> None:
 
 
 def warm_up(folder: Path, seed: int) -> None:
-    """The tasks, and the models that runs begin with: the quickstart's after its supervised warm-up and before it, and
-    the look-up task's. In a process of its own."""
+    """The tasks, and the models that runs start from: the quickstart's before and after its supervised warm-up, and the
+    look-up task's. Made in a process of its own."""
     import hybrid_grpo as hg
 
     sys.stdout = (folder / "warm_up.log").open("a")
@@ -278,7 +278,7 @@ def warm_up(folder: Path, seed: int) -> None:
 
 
 def judged(case: Case, folder: Path, seconds: float) -> dict[str, Any]:
-    """What came of a run: the alarms that went off, by name with their steps, and whether it passes."""
+    """The outcome of a run: the alarms that went off, by name with their steps, and whether it passes."""
     lines = [json.loads(line) for line in (folder / case.name / "metrics.jsonl").read_text().splitlines()]
     file = folder / case.name / "alarms.jsonl"
     said = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

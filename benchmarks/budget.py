@@ -1,14 +1,14 @@
-"""What a decode step and the LM head ask of a GPU: kernels launched and bytes moved, counted without one.
+"""Kernels launched and bytes moved by a decode step and the LM head on a GPU, counted without one.
 
     python benchmarks/budget.py --json FILE
 
-Both run on fake tensors, which have shapes and types but no data, as they run on a GPU: in bfloat16, with attention
-by a variable-length kernel and the Triton kernels. Every operation of torch that reads or writes memory counts as one
-kernel, and as the bytes of its arguments and results; a Triton kernel as what Triton's interpreter sees one program
-load and store, as often as it loads it, times the number of programs. Counted are
+Both run on fake tensors, which have shapes and types but no data, as they would on a GPU: in bfloat16, with
+variable-length attention and the Triton kernels. Every torch operation that reads or writes memory counts as one
+kernel, with the bytes of its arguments and results. A Triton kernel counts with the bytes that one program loads and
+stores in Triton's interpreter, repeated loads included, times the number of programs. Counted are
 
     decode_kernels               a decode step of Qwen2.5-1.5B with 256 sequences, sampling included
-    sampler_gb, sampler_top_p_gb choosing 256 tokens of 151,936, without filters and with top-p 0.95
+    sampler_gb, sampler_top_p_gb sampling 256 tokens out of a vocabulary of 151,936, without filters and with top-p 0.95
     head_launches, head_gb       log-probabilities of 16,384 tokens and their gradient, without the matrix products
 """
 
@@ -53,7 +53,7 @@ _FREE = {
     *("permute", "as_strided", "split", "split_with_sizes", "chunk", "unbind", "reshape", "lift_fresh", "empty"),
     *("empty_like", "new_empty", "device"),
 }
-"""Operations that only give another view of memory, or memory without contents."""
+"""Operations that only return a view, or uninitialized memory."""
 
 
 class Count(TorchDispatchMode):
@@ -98,7 +98,7 @@ def bytes_of_a_program(kernel: Any, arguments: Any, options: Any) -> int:
 
 
 class _Memory:
-    """The interpreter's memory, with a count of the bytes that pass."""
+    """The interpreter's memory, counting the bytes that pass."""
 
     def __init__(self, memory: Any) -> None:
         self._memory, self.bytes = memory, 0
@@ -117,7 +117,7 @@ class _Memory:
 
 @contextmanager
 def counted() -> Iterator[Count]:
-    """Counts the kernels that are launched inside."""
+    """Counts the kernels launched inside the context."""
     modules = (gpu.gate, gpu.norm, gpu.rotation, gpu.sampling, gpu.softmax)
     with Count() as count:
         for module in modules:
@@ -171,7 +171,7 @@ def head() -> Count:
 
 def measure() -> dict[str, float]:
     """All numbers of the budget."""
-    # As on a GPU: the C kernels are out of reach, and the variable-length kernel is there.
+    # As on a GPU: no C kernels, but the variable-length kernel.
     build.load = lambda: None
     launcher.on_gpu = lambda _: True
     gpu.tried = gpu.proven = lambda *_, **__: True

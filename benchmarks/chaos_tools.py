@@ -1,18 +1,17 @@
-"""What bad tools cannot do to a run: 200 steps on two ranks with a tool that goes wrong in every way.
+"""Bad tools must not harm a run: 200 steps on two ranks with a tool that fails in every way.
 
     python benchmarks/chaos_tools.py [--environment] [--steps 200] [--json FILE]
 
 What a call does is decided by the key that the model asks for: it raises (10 % of the keys), ends its process (3 %),
-hangs for ever (2 %), answers after its time-out of 3 s (2 %), returns 1 MB (9 %) or bytes that are no text (8 %), or
-answers.
-It writes down what it is about to do; `injected` counts that. `calls` and `failed` are those of the metrics, and have
-to be the injected ones, with `expected_failed` of them failures. `wrong_answers` are messages of the tool that the
-model read and that do not fit the key. `processes_left` and `shared_memory_left` are what a finished run has left
-behind. The model is random, with a bias towards calls. Ends with status 1 where a number is not as it has to be.
+hangs for ever (2 %), answers after its timeout of 3 s (2 %), returns 1 MB (9 %) or bytes that are not text (8 %), or
+answers. It first records what it is about to do, which `injected` counts. `calls` and `failed` come from the metrics
+and must equal the injected numbers, `expected_failed` of them failures. `wrong_answers` counts tool messages that the
+model read and that do not fit the key. `processes_left` and `shared_memory_left` count what a finished run has left.
+The model is random, with a bias towards calls. Ends with status 1 if a number is not as expected.
 
-With `--environment`, the steps of an environment go wrong as the text of the turn says. `calls` are then its resets,
-and a failure is that of a completion; `wrong_failures` are completions that failed without a step that failed, or went
-on after one.
+With `--environment`, the steps of an environment fail as the text of the turn says. `calls` then counts its resets, and
+a failure is a failed completion; `wrong_failures` counts completions that failed without a failed step, or continued
+after one.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 TIMEOUT_S = 3.0
 FATES = {"raise": 26, "exit": 34, "hang": 38, "late": 44, "long": 68, "bytes": 88, "answer": 256}
-"""What a call does, and the number below which the first byte of its key's hash is."""
+"""What a call does, with an exclusive upper bound on the first byte of its key's hash."""
 TOOL = "tool/look_up/calls", "tool/look_up/failed_frac"
 FAILURES = ("raise", "exit", "hang", "late")
 
@@ -68,7 +67,7 @@ class Sick:
 
 
 def note(what: str) -> None:
-    """Write down what is about to happen."""
+    """Record what is about to happen."""
     with open(os.environ["CHAOS_LOG"], "a") as log:
         log.write(f"{what}\n")
 
@@ -91,7 +90,7 @@ def act(key: str) -> str:
 
 
 def answer(key: str) -> str:
-    """What is found, where nothing goes wrong."""
+    """The answer, if nothing goes wrong."""
     return "".join(letter for letter in key if letter.islower())[:2]
 
 
@@ -129,7 +128,7 @@ def train(folder: Path, steps: int, *, with_environment: bool) -> None:
     if with_environment:
         settings |= {"rollout.environment": f"{__file__}:Sick", "rollout.tools": "[]", "rewards": "[]"}
         settings |= {"rollout.logit_bias": bias(task / "model", ends), "scoring.max_failed_frac": 1.0}
-        settings |= {"rollout.max_tool_tokens": 24}  # every turn is answered: more do not fit into the model
+        settings |= {"rollout.max_tool_tokens": 24}  # every turn is answered: more would not fit into the model
     else:
         calls = {'"look_up"': 4.0, "</tool_call>": 4.0, **ends}
         settings |= {"rollout.tools": json.dumps([f"{__file__}:look_up"])}
@@ -151,13 +150,13 @@ def left(folder: Path) -> list[str]:
             if f"CHAOS_LOG={folder}".encode() in (process / "environ").read_bytes():
                 found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
         except OSError:
-            continue  # it has ended, or is another user's
+            continue  # it has ended, or belongs to another user
     return found
 
 
 def fits(key: str, content: str) -> bool:
-    """Whether this can be what the model read of a call. The calls of a turn share the room of its answer: what is read
-    may be cut anywhere."""
+    """Whether the model may have read this for a call. The calls of a turn share the length limit of its answer, so the
+    text may be cut anywhere."""
     what = fate(key)
     if what in FAILURES:
         return content[:5] == "error"[: len(content)]
@@ -173,7 +172,7 @@ def rollouts(run: Path) -> Iterator[dict[str, Any]]:
 
 
 def answers(messages: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Keys, and what the model read of them."""
+    """Keys, and what the model read for them."""
     for place, message in enumerate(messages):
         after = messages[place + 1 :]
         calls = [call["function"]["arguments"]["key"] for call in message.get("tool_calls", ())]
@@ -184,7 +183,7 @@ def answers(messages: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
 
 
 def ends_well(completion: dict[str, Any]) -> bool:
-    """Whether a completion failed with a turn that fails, and none that fails was answered."""
+    """Whether a completion failed exactly at a turn that must fail."""
     fails = [
         fate(message["content"]) in FAILURES for message in completion["messages"] if message["role"] == "assistant"
     ]
@@ -192,7 +191,7 @@ def ends_well(completion: dict[str, Any]) -> bool:
 
 
 def measure(folder: Path, steps: int, *, with_environment: bool) -> dict[str, Any]:
-    """Counts of a run, and what is left of it."""
+    """Counts of a run, and what it has left."""
     shared = set(os.listdir("/dev/shm"))
     start = time.perf_counter()
     train(folder, steps, with_environment=with_environment)

@@ -1,11 +1,11 @@
-"""Near duplicates that were planted in a data set, and how many of them `hybrid-grpo data` finds.
+"""How many near duplicates planted in a data set does `hybrid-grpo data` find?
 
     python benchmarks/cleaning.py [--rows 20000] [--planted 1000] [--seed 0] [--json FILE]
 
-Two kinds of rows are made. `words`: words drawn by Zipf's law, nothing in common but frequent words. `problems`: word
-problems put together from a few dozen sentences with names and numbers, all with the same instruction at the end.
-A planted row is a copy of another row of which 5 to 15 % of the words were exchanged, left out, doubled by a new word,
-moved, or mistyped. Whatever else is reported is counted as false.
+There are two kinds of rows. `words` are drawn by Zipf's law and share only frequent words. `problems` are word problems
+composed of a few dozen sentences with names and numbers, all ending with the same instruction. A planted row is a copy
+of another row in which 5 to 15 % of the words were replaced, deleted, followed by a new word, moved, or mistyped.
+Anything else that is reported counts as false.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ INSTRUCTION = 'Think step by step, then give the final answer as a number behind
 
 
 def word_rows(rng: random.Random) -> Callable[[], str]:
-    """Makes rows of 15 to 80 words of 8,000, the k-th of which is drawn in proportion to 1/k."""
+    """Generates rows of 15 to 80 words out of 8,000, the k-th of which is drawn in proportion to 1/k."""
     vocabulary = ["".join(rng.choices(string.ascii_lowercase, k=rng.randint(2, 9))) for _ in range(8000)]
     weights = [1 / rank for rank in range(1, len(vocabulary) + 1)]
     return lambda: " ".join(rng.choices(vocabulary, weights, k=rng.randint(15, 80)))
 
 
 def problem_rows(rng: random.Random) -> Callable[[], str]:
-    """Makes word problems of three to six sentences, a question and the instruction."""
+    """Generates word problems of three to six sentences, a question and the instruction."""
     sentences, questions = (" ".join(text.split()).split(" | ") for text in (SENTENCES, QUESTIONS))
 
     def make() -> str:
@@ -71,7 +71,7 @@ def problem_rows(rng: random.Random) -> Callable[[], str]:
 
 
 def edited(text: str, rng: random.Random) -> str:
-    """The text with 5 to 15 % of its words edited, at least one. The instruction stays as it is."""
+    """The text with 5 to 15 % of its words edited, at least one. The instruction does not change."""
     body, gap, rest = text.partition("\n\n")
     row = body.split()
     for at in sorted(rng.sample(range(len(row)), max(1, round(rng.uniform(0.05, 0.15) * len(row)))), reverse=True):
@@ -93,7 +93,7 @@ KINDS = {"words": word_rows, "problems": problem_rows}
 
 
 def measure(kind: str, rows: int, planted: int, seed: int) -> dict[str, Any]:
-    """Found and false near duplicates among so many rows, planted ones included, and the seconds of the report."""
+    """Found and false near duplicates among `rows` rows, planted ones included, and the seconds of the report."""
     rng = random.Random(f"{kind} {seed}")
     make = KINDS[kind](rng)
     texts = [make() for _ in range(rows - planted)]

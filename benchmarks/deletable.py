@@ -2,9 +2,9 @@
 
 python benchmarks/deletable.py --json [FEATURE ...]
 
-In the copy the feature's folder, its tests, its page, a benchmark of its name and its registered entry are missing.
-Lint, types, layers, the tests that start no processes and three steps of the quickstart must then pass. `left` names
-the files beyond these that failed, which would have to be touched: 0 where the feature is a folder.
+The copy lacks the feature's folder, its tests, its page, a benchmark of its name and its registered entry. Lint, types,
+layers, the tests that start no processes and three steps of the quickstart must still pass. `left` names the files
+beyond these that failed, which would have to be touched: 0 where the feature is a folder.
 """
 
 import argparse

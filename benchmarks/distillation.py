@@ -2,11 +2,11 @@
 
     python benchmarks/distillation.py [--seeds 0,1,2] [--steps 250] [--json FILE]
 
-A seed makes the task and the weights behind the supervised warm-up, and is the seed of all runs, which have the recipe
-of the quickstart on one rank. GRPO trains those weights for --steps; the result is the teacher, its curve that of
-GRPO alone. Then the same weights start again as a student for --student_steps, without what the rewards say (their
-weights are 0): with the teacher in the advantages of tokens, and with the teacher in the loss. Accuracy is that of
-greedy completions of the held-out words. Every run is a process of its own, one after the other.
+A seed determines the task and the weights after the supervised warm-up, and is the seed of all runs, which use the
+quickstart's recipe on one rank. GRPO trains these weights for --steps; the result is the teacher, and its curve that of
+GRPO alone. Then students start from the same weights for --student_steps, with rewards of weight 0: one with the
+teacher in the advantages of tokens, one with the teacher in the loss. Accuracy is that of greedy completions of the
+held-out words. The runs are separate processes, one after the other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ppo import SCRIPTS, curve, run, show
 
 NO_REWARDS = "[{function: exact_match, weight: 0}, {function: letters_in_place, weight: 0}]"
 SHARE = 0.95
-"""Of the teacher's accuracy, which the student is to reach."""
+"""The share of the teacher's accuracy that the student is to reach."""
 
 
 def measure(seed: int, steps: int, student_steps: int, threads: int) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def measure(seed: int, steps: int, student_steps: int, threads: int) -> dict[str
 
 
 def reached(seen: dict[str, Any], goal: float) -> int | None:
-    """Completions at the first evaluation that reaches an accuracy; None where none does."""
+    """Completions at the first evaluation that reaches an accuracy; None if none does."""
     points = (point["completions"] for point in seen["evaluations"] if point["accuracy"] >= goal)
     return next(points, None)
 

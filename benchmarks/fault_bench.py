@@ -1,4 +1,4 @@
-"""A small run on two ranks to be broken, and what is compared of it; see faults.py."""
+"""A small run on two ranks to be broken, and the comparison of its results; see faults.py."""
 
 import json
 import os
@@ -68,7 +68,7 @@ class Bench:
         return Ranks(PROGRAM, *self.arguments(name, *settings), world=world, cwd=self.folder, environment=environment)
 
     def run(self, name: str, *settings: str, world: int = 2, fault: Any = None) -> tuple[int, str]:
-        """Start, wait for the end; the status and what was said."""
+        """Start a run and wait for its end. Returns the status and the output."""
         start = time.monotonic()
         with self.ranks(name, *settings, world=world, fault=fault) as ranks:
             status = ranks.wait(600)
@@ -76,7 +76,7 @@ class Bench:
         return status, "".join(ranks.output)
 
     def launched(self, name: str) -> subprocess.Popen[str]:
-        """The same by the launcher, as a recipe would."""
+        """The same through the launcher, as in a recipe."""
         environment = {
             **os.environ,
             "GPUS": "2",
@@ -93,13 +93,13 @@ class Bench:
     # Comparing --------------------------------------------------------------------------------------------------------
 
     def finished(self, name: str, status: int, said: str) -> dict[str, Any]:
-        """What a run left behind, once it has ended well."""
+        """The results of a run that has ended well."""
         if status:
             raise AssertionError(f"status {status}: {said.strip()[-600:]}")
         return self.left(self.folder / name / "run")
 
     def left(self, run: Path) -> dict[str, Any]:
-        """What two equal runs have in common: numbers that are no times, and files."""
+        """What must be equal in two equal runs: metrics other than times, and files."""
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         moving = ("time/", "throughput/", "memory/")
         kept: dict[str, Any] = {
@@ -110,13 +110,13 @@ class Bench:
         return kept | {str(path.relative_to(run)): path.read_bytes() for path in files if path.is_file()}
 
     def same(self, name: str, status: int, said: str) -> None:
-        """Raise AssertionError, with the first difference, unless the run ended as the whole one."""
+        """Raise AssertionError with the first difference, unless the results are those of the unbroken run."""
         ours = self.finished(name, status, said)
         different = sorted(key for key in ours.keys() | self.whole.keys() if ours.get(key) != self.whole.get(key))
         assert not different, f"differs from the whole run in {different[:4]}"
 
     def alive(self) -> list[int]:
-        """Processes that work in this folder, or come from one that did."""
+        """Processes that work in this folder, and their descendants."""
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             try:

@@ -18,7 +18,7 @@ POINTS = {
     "start": ("hybrid_grpo.engine", "start"),
     "meeting": ("hybrid_grpo.engine", "release_shared_memory"),
     "sampling": ("hybrid_grpo.generation.loop", "_Loop._step"),
-    "scoring": ("hybrid_grpo.rewards.scoring", "Stream.scores"),
+    "scoring": ("hybrid_grpo.rewards.scorer", "Stream.scores"),
     "update": ("hybrid_grpo.policy", "Policy.step"),
     "evaluation": ("hybrid_grpo.policy", "Policy.complete"),
     "logging": ("hybrid_grpo.records.sinks", "Log.write"),
@@ -28,7 +28,7 @@ POINTS = {
     "rename": ("os", "replace"),
     "rollouts": ("hybrid_grpo.records.sinks", "Log.write_rollouts"),
 }
-"""Where a run can break: a module and the function in it that is about to be called."""
+"""Where a run can break: before a call of this function of this module."""
 
 
 def _forever_in_python() -> None:
@@ -41,7 +41,7 @@ def _raise() -> None:
 
 
 def _fill_disk() -> None:
-    """Leave no room on the disk of the run."""
+    """Fill the run's disk."""
     with suppress(OSError), open(os.environ["FAULT_JUNK"], "wb", buffering=0) as junk:
         for size in (1 << 20, 1 << 12, 1):
             with suppress(OSError):
@@ -54,7 +54,7 @@ ACTIONS: dict[str, Callable[[], Any]] = {
     "raise": _raise,
     "exit": lambda: os._exit(3),
     "hang in Python": _forever_in_python,
-    # Without giving up the interpreter's lock: no thread of Python runs.
+    # Without releasing the interpreter's lock, so that no Python thread runs.
     "hang in C": lambda: ctypes.PyDLL(None).sleep(100_000),
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
@@ -62,11 +62,11 @@ ACTIONS: dict[str, Callable[[], Any]] = {
     "disk full": _fill_disk,
     "SIGUSR1": lambda: os.kill(os.getpid(), signal.SIGUSR1),
 }
-"""What happens there; a call that returns is followed by the function itself."""
+"""What happens there; if it returns, the function itself is called."""
 
 
 def arm(point: str, nth: int, rank: int | str, action: str) -> None:
-    """Break this process at the point, if it is the rank that is meant."""
+    """Break this process at the point, if it is the chosen rank."""
     if rank not in ("all", int(os.environ.get("RANK", "0"))):
         return
     module, name = POINTS[point]
@@ -88,7 +88,7 @@ def arm(point: str, nth: int, rank: int | str, action: str) -> None:
 
 
 def poison(what: str, step: int, rank: int) -> None:
-    """Make numbers of one rank NaN at a step: the `loss`, a `gradient` or a `weight`. A `reward` is one already, by the
+    """Make numbers of one rank NaN at a step: the `loss`, a `gradient` or a `weight`. A `reward` is made NaN by the
     bench's own function."""
     import torch
 

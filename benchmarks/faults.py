@@ -1,4 +1,4 @@
-"""Break real runs on two ranks in every way that is named below, and see whether anything is lost.
+"""Break real runs on two ranks in every way listed below, and check that nothing is lost.
 
     python benchmarks/faults.py                                    all of it, about an hour on two cores
     python benchmarks/faults.py --kills 6 --corruptions 6          only so many of these
@@ -6,8 +6,8 @@
 
 Each entry of the result has `case` and `passed`, and where it did not pass, `why`. "Whole" is the same run, never
 broken: metrics (but for times, rates and memory), rollouts, success rates of prompts and exported weights are compared
-byte by byte. Ranks are forked from a process that has imported what they need; where the launcher is what is killed,
-the real one starts them.
+byte by byte. Ranks are forked from a process that has imported what they need; if the launcher is to be killed, the
+real one starts them.
 
     kills        SIGKILL to a rank, to all, to the launcher or to its helper, at random moments and at named points; all
                  processes must be gone within 15 s, and the next start must finish the run as the whole one
@@ -43,20 +43,20 @@ from fault_bench import Bench, started
 STAGES = ("sampling", "scoring", "update", "evaluation", "saving", "export")
 ACTIONS = ("raise", "exit", "hang in Python", "hang in C", "stopped")
 GONE_S, GRACE_S, STALL_S = 15.0, 30.0, 30.0
-"""Until all processes are gone after a kill, after a request to stop, and after the limit of a stall."""
+"""Seconds until all processes must be gone after a kill, after a request to stop, and after the limit of a stall."""
 STALL_MINUTES = 0.5
-"""Long enough for any stage of a run this small, also on a machine that is slow or busy."""
+"""Long enough for any stage of such a small run, also on a slow or busy machine."""
 RESUME_ME = 75
 FOUR_STEPS = {"point": "update", "nth": 5, "rank": "all", "action": "kill"}
 """A run that is killed in its fifth step."""
 
 Entry = dict[str, Any]
 Case = tuple[str, Callable[..., Entry], tuple[Any, ...]]
-"""A name, the function that breaks a run, and its arguments behind the bench and the name of a folder."""
+"""A name, the function that breaks a run, and its arguments after the bench and the name of a folder."""
 
 
 def tried(bench: Bench, case: str, break_it: Callable[..., Entry], arguments: tuple[Any, ...]) -> Entry:
-    """One case, in a folder of its own; an assertion that fails is its `why`."""
+    """One case, in a folder of its own; a failed assertion is its `why`."""
     name, start = re.sub(r"\W+", "_", case), time.monotonic()
     try:
         entry = {"case": case, "passed": True, **break_it(bench, name, *arguments)}
@@ -104,7 +104,7 @@ def _resumed(bench: Bench, name: str, gone_s: float) -> Entry:
 
 
 def kill_at(bench: Bench, name: str, fault: Entry) -> Entry:
-    """Let a run kill itself, and go on with it."""
+    """Let a run kill itself, and resume it."""
     with bench.ranks(name, fault=fault) as ranks:
         started(ranks)
         gone_s = bench.gone_after(GONE_S)
@@ -136,7 +136,7 @@ def _kill_launcher(bench: Bench, name: str, program: str, moment: float) -> Entr
 
 
 def signals(bench: Bench, number: int) -> Iterator[Case]:
-    """Requests to stop, to one rank or to all, at random moments behind the start."""
+    """Requests to stop, to one rank or to all, at random moments after the start."""
     for count in range(number):
         name = ("SIGTERM", "SIGTERM", "SIGINT", "SIGUSR1")[count % 4]
         target = ("rank 0", "rank 1", "all ranks")[count % 3]
@@ -160,7 +160,7 @@ def _signal(bench: Bench, name: str, number: str, target: str, moment: float) ->
 
 
 def corruptions(bench: Bench, number: int) -> Iterator[Case]:
-    """Damages to the newest checkpoint of a run that was killed behind its fourth step."""
+    """Damages to the newest checkpoint of a run that was killed after its fourth step."""
     bench.run("base", fault=FOUR_STEPS)
     folders = sorted((bench.folder / "base" / "run" / "checkpoints").glob("step_*"))
     newest, before = folders[-1], folders[-2]
@@ -248,7 +248,7 @@ def _stall(bench: Bench, name: str, fault: Entry) -> Entry:
 
 
 def disk(bench: Bench, number: int) -> Iterator[Case]:
-    """A file system of its own that is filled at a point of a run, by somebody else, and emptied when it has ended."""
+    """A separate file system, which is filled at a point of a run and emptied when the run has ended."""
     points = [("saving", 1), ("saving", 4), ("fsync", 3), ("fsync", 20), ("fsync", 45), ("rename", 9)]
     points += [("logging", 2), ("logging", 5), ("rollouts", 3), ("export", 1)]
     for point, nth in points[:number]:
@@ -311,7 +311,7 @@ def _poisoned(bench: Bench, name: str, fault: Entry) -> Entry:
 
 
 def cost(bench: Bench, number: int) -> Iterator[Case]:
-    """Seconds until the first token is sampled, of a run that begins and of one that goes on."""
+    """Seconds until the first token is sampled, of a new run and of a resumed one."""
     bench.run("begun", fault=FOUR_STEPS)
     yield f"cost: start and resume, medians of {number} in turn", _started_and_resumed, (number,)
 
@@ -320,7 +320,7 @@ def _started_and_resumed(bench: Bench, name: str, number: int) -> Entry:
     seconds: dict[str, list[float]] = {"anew": [], "resumed": []}
     for _ in range(number):
         shutil.copytree(bench.folder / "begun", bench.folder / name / "resumed")
-        # The journal has the completions of the step that was broken off: the next one is sampled.
+        # The journal has the completions of the interrupted step, so the next step is the first to sample.
         for how, nth in (("anew", 1), ("resumed", 2)):
             start = time.monotonic()
             fault = {"point": "sampling", "nth": nth, "rank": "all", "action": "kill"}
@@ -340,7 +340,7 @@ PARTS: dict[str, tuple[Callable[[Bench, int], Iterator[Case]], int]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is asked for; the status is 1 where a case did not pass."""
+    """Run the chosen cases; the status is 1 if one did not pass."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     for name, (_, number) in PARTS.items():
         parser.add_argument(

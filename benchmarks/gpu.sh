@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# What only a GPU can show, with one command: the tests that need one, decoding at the shapes of Qwen2.5 0.5B, 1.5B and
-# 7B against the engines of transformers and the bandwidth floor, a GRPO step of 1.5B and TRL's beside it, the
-# quickstart, and a plan against the memory that the run takes.
+# Everything that needs a GPU, with one command: the tests that need one, decoding at the shapes of Qwen2.5 0.5B, 1.5B
+# and 7B against transformers' engines and the bandwidth floor, a GRPO step of 1.5B and TRL's, the quickstart, and a
+# plan against the memory that the run takes.
 #
 #   bash benchmarks/gpu.sh                      all parts, on the first GPU of this machine
 #   bash benchmarks/gpu.sh decode_7b plan       these parts
 #   bash benchmarks/gpu.sh --toy --out FOLDER   every part at toy sizes on the CPU: shows that the script runs
 #
-# Every part is stopped after ten minutes, and one that fails does not stop the next; the script then fails at its end.
-# Started again it skips what it has of this commit and machine; --again repeats it. Leaves gpu.json and gpu.md (a
-# table) in benchmarks/results, or the folder after --out; logs are in gpu/ there. TRL_ENV is the folder of TRL's
-# environment, which is made where it is missing.
+# Every part is stopped after ten minutes. If a part fails, the others still run, and the script fails at its end.
+# Started again it skips the parts done on this commit and machine; --again repeats them. It writes gpu.json and gpu.md
+# (a table) to benchmarks/results, or to the folder after --out, with logs in gpu/. TRL_ENV is the folder of TRL's
+# environment, which is created if it does not exist.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . training_scripts/setup.sh
@@ -55,7 +55,7 @@ out=$(realpath "$out")
 work=$out/gpu limit=${LIMIT_S:-600} failed=() known=()
 results() { python benchmarks/gpu_results.py "$out" "$@"; }
 
-part() { # NAME COMMAND...: the command leaves its numbers in a file of that name in $work
+part() { # NAME COMMAND...: the command writes its numbers to a file of that name in $work
     local name=$1 start=$SECONDS
     shift
     known+=("$name")
@@ -78,7 +78,7 @@ part() { # NAME COMMAND...: the command leaves its numbers in a file of that nam
 step=(python benchmarks/step.py --trl-python "$TRL_ENV/bin/python")
 mapfile -t tests < <(grep -lE 'mark\.gpu\b' tests/*.py tests/*/*.py tests/*/*/*.py)
 part tests python -m pytest -m gpu -v -rs -p no:cacheprovider --junitxml="$work/tests.xml" "${tests[@]}"
-# On a CPU the kernels are interpreted, which the other tests do.
+# Not on a CPU, where the kernels are interpreted, as in the other tests.
 if [ -z "$toy" ]; then
     part kernels python -m pytest -q -p no:cacheprovider --junitxml="$work/kernels.xml" \
         tests/model/kernels/gpu tests/generation/test_gpu_step.py
@@ -92,7 +92,7 @@ if [ -n "$toy" ]; then
 else
     for model in 0.5b 1.5b 7b; do
         engines=hybrid,generate,generate_batch
-        # HybridEngineRollout decodes everything to the limit: shown once.
+        # HybridEngineRollout always decodes to the limit, so once is enough.
         if [ $model = 0.5b ]; then engines=$engines,deepspeed; fi
         part decode_$model python benchmarks/rollout.py --workload gpu_ragged --model $model --alone --repeats 2 \
             --engines $engines --json "$work/decode_$model.json"

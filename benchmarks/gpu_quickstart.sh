@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The quickstart as a part of gpu.sh: bash benchmarks/gpu_quickstart.sh RUNS TOY JSON
-# Where TOY is not empty, two steps of its GRPO run on one rank, from the model before the supervised warm-up.
+# If TOY is not empty: two steps of its GRPO run on one rank, from the model before the supervised warm-up.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 runs=$1 toy=$2 json=$3 start=$SECONDS

@@ -5,7 +5,7 @@
     python benchmarks/gpu_results.py FOLDER fail PART           # with the end of FOLDER/gpu/PART.log
     python benchmarks/gpu_results.py FOLDER table               # prints the table and writes FOLDER/gpu.md
 
-The environment says in MACHINE and COMMIT what the numbers are of; parts of others count as not done.
+The environment variables MACHINE and COMMIT identify the numbers; parts of other machines or commits count as not done.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Results:
         return part.items() >= self.origin.items() and "failed" not in part
 
     def add(self, name: str, seconds: str) -> None:
-        """Take in what the part left; a part that only prepares another leaves nothing."""
+        """Read the results of a part; one that only prepares another has none."""
         self._write(name, {"seconds": int(seconds), "results": self._left(name)})
 
     def fail(self, name: str) -> None:
-        """Note the last line that the part said, beside what it had measured by then."""
+        """Record the last line of a part's output, beside what it had measured by then."""
         log = (self.folder / "gpu" / f"{name}.log").read_text(errors="replace")
         said = [line.strip() for line in log.splitlines() if line.strip()]
         self._write(name, {"failed": said[-1] if said else "without a word", "results": self._left(name)})
@@ -90,7 +90,7 @@ class Results:
 
 
 def _first(named: dict[str, Any]) -> Any:
-    """Of workloads or of sides: gpu.sh measures one at a time."""
+    """Entries of workloads or of sides: gpu.sh measures one at a time."""
     return next(iter(named.values()))
 
 

@@ -1,11 +1,11 @@
-"""Groups with a right answer in them beside groups of the policy alone, on the quickstart's task.
+"""Groups with a right answer against groups of the policy alone, on the quickstart's task.
 
     python benchmarks/guests.py [--seeds 0,1] [--steps 60] [--warmup 25] [--lr 1e-3] [--sides SIDES] [--json FILE]
 
-The policy is the quickstart's after so few steps of its supervised warm-up that it is hardly ever right, and only whole
-answers are rewarded. A group has eight completions: all of the policy (none), or one of them the right answer, from a
-file, in the loss with the probability 1 (importance) or only compared with (baseline). Every run is a process of its
-own, one after the other. Accuracy is that of greedy completions of the held-out words.
+The policy is the quickstart's after a few steps of its supervised warm-up, so it is hardly ever right, and only whole
+answers are rewarded. A group has eight completions: all by the policy (none), or seven and the right answer from a
+file, which takes part in the loss with probability 1 (importance) or only in the baseline (baseline). The runs are
+separate processes, one after the other. Accuracy is that of greedy completions of the held-out words.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def answers(task: Path) -> None:
 
 
 def curve(folder: Path) -> dict[str, Any]:
-    """Held-out accuracy by step, and what the metrics say of the guest in the first and the last step."""
+    """Held-out accuracy by step, and the guest's metrics in the first and the last step."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "time/step_s" in row]
     accuracy = {row["step"]: row["eval/heldout/accuracy"] for row in rows if "eval/heldout/accuracy" in row}

@@ -1,4 +1,4 @@
-"""The tool of the look-up task with an answer that takes TOOL_S seconds, as that of a service does."""
+"""The tool of the look-up task, but its answer takes TOOL_S seconds, like that of a service."""
 
 import asyncio
 import os

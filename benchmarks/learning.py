@@ -4,21 +4,21 @@
 
 `ragged` has words of 3 to 24 letters, of log-normal lengths; `quickstart` those of the quickstart, 3 to 6.
 
-A seed makes the task and the weights behind the supervised warm-up, and is the seed of both trainers. Both get the
+A seed determines the task and the weights after the supervised warm-up, and is the seed of both trainers. Both get the
 prompts in the same order and the settings of training_scripts/quickstart.yaml: group size, limits, AdamW, gradient
-norm, clipping, loss, scaling of rewards, and the learning rate of every optimizer step. What is given beside the
-options here goes to all sides as settings of `train`. The sides take turns of --every steps.
+norm, clipping, loss, scaling of rewards, and the learning rate of every optimizer step. Further options are passed to
+all sides as settings of `train`. The sides take turns of --every steps.
 
-Reward is the mean of each step's completions; accuracy is that of greedy completions of the held-out words, by one and
-the same decoder (ours) from the weights that each side writes. Seconds are those of the steps: neither evaluation nor
-start is in them.
+Reward is the mean of each step's completions; accuracy is that of greedy completions of the held-out words, by the same
+decoder (ours) from the weights that each side writes. Seconds are those of the steps, without evaluation and start.
 
-Side `settings` is ours with more settings, of what the other one does not have; the same reward, letter by letter:
+Side `settings` is ours with additional settings, for features that the other side lacks. With the same reward, letter
+by letter:
 
     python benchmarks/learning.py --sides hybrid,settings,trl --label 'hybrid_grpo, steps rewarded' --settings \\
         '--rewards "[{function: exact_match}, {function: letters_in_place, kwargs: {steps: true}}]"'
 
---png needs matplotlib, which nothing else here does: pip install matplotlib.
+Only --png needs matplotlib: pip install matplotlib.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Evaluation:
         self.task = RunInputs.read(self.config)
 
     def accuracy(self, weights: Path | str) -> float:
-        """Of the model in a folder."""
+        """Greedy accuracy of the model in a folder."""
         from dataclasses import replace
 
         from hybrid_grpo.generation.rollout import attention_of, complete
@@ -73,7 +73,7 @@ def learning_rates(config: dict[str, Any]) -> list[float]:
 
 
 def curves(seed: int, arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
-    """Both sides' curves of a seed."""
+    """Both sides' curves for a seed."""
     job = quickstart(folder, seed, arguments.workload == "ragged")
     settings = ["--run.steps", str(arguments.steps), *arguments.common]
     spec = job.spec(0, arguments.threads, settings)
@@ -115,7 +115,7 @@ def curves(seed: int, arguments: argparse.Namespace, folder: Path) -> dict[str, 
 
 
 def sooner(side: str, sides: dict[str, dict[str, Any]]) -> str:
-    """How long a side of ours took to the accuracy that TRL ends with."""
+    """How long a side of ours took to reach TRL's final accuracy."""
     goal = sides["trl"]["evaluations"][-1]
     reached = next((p for p in sides[side]["evaluations"] if p["accuracy"] >= goal["accuracy"]), None)
     if reached is None:
@@ -132,7 +132,7 @@ def show(point: dict[str, float]) -> str:
 
 
 def draw(found: dict[str, dict[str, dict[str, Any]]], file: Path) -> None:
-    """Accuracy and reward against completions and seconds: a thin line a seed, a thick one for their mean."""
+    """Accuracy and reward against completions and seconds: a thin line per seed, a thick one for their mean."""
     import matplotlib
 
     matplotlib.use("Agg")

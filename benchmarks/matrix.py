@@ -1,4 +1,4 @@
-"""Train with combinations of settings that together have every pair of values, and see whether each keeps its promises.
+"""Train with combinations of settings that together contain every pair of values, and check each run's promises.
 
     python benchmarks/matrix.py                        all cases, two at a time: a quarter of an hour on two cores
     python benchmarks/matrix.py --cases 3,17           only these
@@ -39,24 +39,24 @@ from forks import Ranks
 from matrix_cases import DIMENSIONS, ROOT, Case, Pair, arguments, make_task, pairs
 
 CANDIDATES = 10
-"""Rows that the generator makes for each that it takes."""
+"""Rows that the generator draws for each that it keeps."""
 TOLERANCE = 1e-5
-"""Of loss and gradient norm on another number of ranks, in float32: absolute below 1, relative above."""
+"""Tolerance of loss and gradient norm on another number of ranks, in float32: absolute below 1, relative above."""
 HALF = 2e-2
 """The same in bfloat16, whose numbers have 8 bits: 4e-3 relative for every rounding."""
 KILLS = (("scoring", 3), ("update", 2), ("saving", 2), ("logging", 2))
-"""Points of fault_program.py where cases are killed in turn."""
+"""Points of fault_program.py at which cases are killed, in turn."""
 GONE_S = 15.0
-"""Until all processes of a run are gone."""
+"""Seconds until all processes of a run must be gone."""
 AT_ONCE = 2
-"""Cases; a rank waits most of its time."""
+"""Cases at a time, since a rank mostly waits."""
 
 Entry = dict[str, Any]
 
 
 def covering(seed: int = 0) -> list[Case]:
-    """Cases that together have every pair of values that can be combined: greedily, of some random rows the one with
-    most pairs that no row had before."""
+    """Cases that together contain every pair of values that can be combined. Greedy: of some random rows, the one with
+    most pairs that no earlier row has."""
     draw, every = random.Random(seed), pairs()
     left = {pair: None for pair, possible in every.items() if possible}
     cases = []
@@ -70,8 +70,8 @@ def covering(seed: int = 0) -> list[Case]:
 
 
 def _row(draw: random.Random, every: Mapping[Pair, bool], left: Collection[Pair]) -> Case | None:
-    """A case with a pair that is left, to which dimension after dimension the value is added that has most pairs that
-    are left; None where no value can be added."""
+    """A case that contains an uncovered pair. Each further dimension gets the value with most uncovered pairs; None if
+    no value is possible."""
     row: Case = dict(sorted(draw.choice(list(left))))
     for dimension in draw.sample(list(DIMENSIONS), len(DIMENSIONS)):
         if dimension not in row:
@@ -85,27 +85,27 @@ def _row(draw: random.Random, every: Mapping[Pair, bool], left: Collection[Pair]
 
 
 def _gained(row: Case, left: Collection[Pair]) -> list[Pair]:
-    """The pairs of a row that are left."""
+    """The uncovered pairs of a row."""
     return [pair for pair in map(frozenset, combinations(row.items(), 2)) if pair in left]
 
 
 class Matrix(Bench):
-    """A folder with the task, in which cases are run."""
+    """A folder with the task, for running cases."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         make_task(folder)
 
     def ranks(self, name: str, *settings: str, world: int = 2, fault: dict[str, Any] | None = None) -> Ranks:
-        """As in `Bench`, with a folder for temporary files that belongs to the run."""
+        """As in `Bench`, with a temporary folder for each run."""
         temporary = self.folder / name / "tmp"
         temporary.mkdir(parents=True, exist_ok=True)
         environment = {"FAULT": json.dumps(fault), "TMPDIR": str(temporary)}
         return Ranks(PROGRAM, *self.arguments(name, *settings), world=world, cwd=self.folder, environment=environment)
 
     def end(self, name: str, settings: Sequence[str], world: int) -> tuple[int, str]:
-        """Start a run and wait for its end: the status and what was said. Raises AssertionError where it leaves
-        something behind."""
+        """Start a run and wait for its end. Returns status and output; raises AssertionError if it leaves something
+        behind."""
         with self.ranks(name, *settings, world=world) as ranks:
             status = ranks.wait(300)
             self.gone_after(GONE_S)
@@ -116,7 +116,7 @@ class Matrix(Bench):
         return status, "".join(ranks.output)
 
     def tried(self, number: int, case: Case) -> Entry:
-        """One case, in a folder of its own; what fails is its `why`."""
+        """One case, in a folder of its own; a failure is its `why`."""
         start, name = time.monotonic(), f"case_{number}"
         try:
             entry: Entry = {"outcome": "passed", **self._case(name, number, case)}
@@ -142,13 +142,13 @@ class Matrix(Bench):
         if case["turns"] == "one":
             self.same(f"{name}/killed", *ended)
         else:
-            # Answers are read together with those that came at the same moment, which rounds log-probabilities.
+            # Answers that arrive together are read in one forward, which rounds log-probabilities.
             agree(self.whole, self.finished(f"{name}/killed", *ended), case)
         resumed = "to the bit" if case["turns"] == "one" else "as on other ranks"
         return {"on": another, "apart": apart, "killed": f"{point} {nth}", "resumed": resumed}
 
     def same(self, name: str, status: int, said: str) -> None:
-        """As in `Bench`, with the numbers that differ."""
+        """As in `Bench`, but names the numbers that differ."""
         ours, differ = self.finished(name, status, said), []
         for key in sorted(ours.keys() | self.whole.keys()):
             one, other = ours.get(key), self.whole.get(key)
@@ -170,15 +170,15 @@ class Matrix(Bench):
 
 
 def _shared_memory(ranks: Ranks) -> list[str]:
-    """What processes that have ended left in shared memory, by the names with their port or their ids."""
+    """Shared memory left by ended processes, recognized by their port or ids in its names."""
     numbers = "|".join([ranks.port, *(str(process.pid) for process in ranks.processes)])
     found = re.compile(rf"(?<!\d)({numbers})(?!\d)")
     return [path.name for path in Path("/dev/shm").iterdir() if found.search(path.name)]
 
 
 def agree(whole: dict[str, Any], other: dict[str, Any], case: Case) -> float:
-    """How far losses and gradient norms of two runs on different numbers of ranks are apart; raises AssertionError
-    where that, or a completion, differs by more than it may.
+    """The largest difference of losses and gradient norms of two runs on different numbers of ranks; raises
+    AssertionError if it exceeds the tolerance, or if a completion differs.
 
     In bfloat16 only the first step is compared: gradients are summed over ranks in 8 bits, so that the weights of later
     steps differ, and with them what is sampled.
@@ -200,21 +200,21 @@ def agree(whole: dict[str, Any], other: dict[str, Any], case: Case) -> float:
 
 
 def _sampled(lines: bytes) -> list[Any]:
-    """What was sampled in a step, in the order of prompts."""
+    """The completions of a step, in the order of prompts."""
     names = ("prompt_id", "sample", "prompt", "completion", "messages", "length", "finish", "guest")
     rows = [[row.get(name) for name in names] for row in map(json.loads, lines.splitlines())]
     return sorted(rows, key=json.dumps)
 
 
 def drawn(numbers: Sequence[int], count: int) -> list[int]:
-    """So many of these, drawn by the commit that is checked out; always the same where there is no git."""
+    """`count` of the cases, drawn by the checked-out commit; without git always the same."""
     command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     commit = subprocess.run(command, capture_output=True, text=True).stdout if shutil.which("git") else ""
     return sorted(random.Random(commit).sample(numbers, min(count, len(numbers))))
 
 
 def main() -> int:
-    """Run what is asked for; the status is 1 where a case failed."""
+    """Run the chosen cases; the status is 1 if one failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--cases", help="numbers of cases, as in 3,17")
     parser.add_argument("--only", type=int, metavar="N", help="N cases that are drawn by the commit")

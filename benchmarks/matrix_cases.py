@@ -1,4 +1,4 @@
-"""The settings that matrix.py combines, which pairs of them are refused, and the task that they are tried on."""
+"""The settings that matrix.py combines, the pairs that are refused, and the task."""
 
 import json
 import random
@@ -140,7 +140,7 @@ REFUSED = [
     ("guests", _ANY, "source", "stream"),
     ("curriculum", _ANY, "source", "stream"),
 ]
-"""Values that cannot be combined; any is every one of a dimension but its first."""
+"""Values that cannot be combined; _ANY stands for all values of a dimension except its first."""
 RECIPE: dict[str, Any] = {
     "run": {"name": "run", "steps": 3, "resume": "auto"},
     "policy": {"model": "model", "lr": 1e-3, "micro_batch_tokens": 48},
@@ -189,13 +189,13 @@ def pairs() -> dict[Pair, bool]:
 
 
 def arguments(case: Case) -> list[str]:
-    """The settings of a case as the command line has them."""
+    """The settings of a case as command line arguments."""
     settings = {k: v for dimension, value in case.items() for k, v in DIMENSIONS[dimension][value].items()}
     return [f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in settings.items()]
 
 
 def make_task(folder: Path) -> None:
-    """Two tiny models with a chat template, prompts of ragged lengths, and what the values of dimensions read."""
+    """Two tiny models with a chat template, prompts of ragged lengths, and the files that settings name."""
     import torch
     from lookup_task import CALL, CALLED, make_tokenizer
     from transformers import Qwen2Config, Qwen2ForCausalLM

@@ -4,16 +4,16 @@
     python benchmarks/mutation.py --seed 0 --faults 300 --json   numbers for benchmarks/results/mutation.json
 
 It needs the extra `bench`. A fault is one of mutmut's changes at one place of the mathematics, the turns and the life
-of a run (FILES); benchmarks/mutation_faults.py says what is left out. Every place is equally likely. The tests are run
-once to measure which lines each of them runs (some minutes; kept in --work until code or tests change). For each fault
-the tests that run its lines are run, those that mirror its file first, until one fails. Once all faults have been tried
-so, those that survive meet the tests that start processes. All of it takes place in copies of the checkout, and tests
-are forked from one process that has imported torch: a fault costs about its tests.
+of a run (FILES); benchmarks/mutation_faults.py lists what is left out. Every place is equally likely. The tests are run
+once to measure which lines each of them covers (some minutes; kept in --work until code or tests change). For each
+fault, the tests that cover its lines are run, those that mirror its file first, until one fails. Then the survivors are
+tried with the tests that start processes. Everything runs in copies of the checkout, and tests are forked from one
+process that has imported torch, so a fault costs little more than its tests.
 
-A fault is found if a test fails, the tests cannot be collected, or two tests hang; where one alone hangs, it is not.
-What was tried is not tried again with the same --work while its file and the tests are as they were, so a run that was
-interrupted goes on, and after new tests only the survivors are tried. The results so far are written on an interrupt
-too. Each survivor is a missing test, dead code, or changes nothing.
+A fault is found if a test fails, the tests cannot be collected, or two tests hang; a single hanging test does not
+count. With the same --work a fault is not tried again while its file and the tests are unchanged, so an interrupted run
+continues, and after new tests only the survivors are tried. The results so far are also written on an interrupt. Each
+survivor shows a missing test, dead code, or a change without effect.
 """
 
 import argparse
@@ -43,21 +43,21 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ("grpo", "turns", "run", "model/average.py", "data/packing.py", "generation/scheduler.py")
 TESTS = ("grpo", "turns", "run", "model", "data", "generation", "stages", "rewards", "config", "commands")
-"""Folders of tests; those of the top level that are not of pages or of scripts are taken too."""
+"""Folders of tests; top-level tests are included too, except those of pages and scripts."""
 TOP = ("distributed", "engine", "policy", "trainer")
 NO_MORE_S = 60.0
-"""Of tests that start no process, for one fault, as they take without it."""
+"""Seconds, without a fault, of the tests that start no process, for one fault."""
 SLOW_NO_MORE_S = 60.0
 NOT_USED = ("t_loops",)
-"""In names of tests: they wait for a timer of the processor's time, and hang now and then without any fault."""
+"""Parts of names of tests that wait for a processor-time timer, and sometimes hang without any fault."""
 LAST = "test_bad_inputs"
-"""In names of tests: many, and each ends before a model is loaded."""
+"""Parts of names of tests that are many, and end before a model is loaded."""
 WARM = (
     *("torch", "transformers", "datasets", "deepspeed.runtime.zero.muon.muon_optimizer", "peft", "pytest"),
     *("coverage", "hypothesis", "pyarrow.parquet", "starlette.applications", "httpx", "wandb", "pydantic", "rich"),
     *("torch._dynamo", "transformers.models.qwen2.modeling_qwen2", "transformers.models.llama.modeling_llama"),
 )
-"""What tests import that is not ours; what is not installed is left out."""
+"""Third-party modules that tests import; those not installed are left out."""
 ENVIRONMENT = {
     **{"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
     **{"TRITON_INTERPRET": "1", "TORCH_WARM_POOL": "0", "SKIP_SETUP": "1"},
@@ -67,7 +67,7 @@ Entry = dict[str, Any]
 
 
 class Copy:
-    """A copy of the checkout, in which tests are run."""
+    """A copy of the checkout for running tests."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -77,13 +77,13 @@ class Copy:
             if (ROOT / name).is_file():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / name, folder / name)
-        # A changed file may have the size and the second of the old one.
+        # A changed file may have the size and modification second of the old one.
         checked = py_compile.PycInvalidationMode.CHECKED_HASH
         compileall.compile_dir(folder / "hybrid_grpo", quiet=1, invalidation_mode=checked)
 
     @contextmanager
     def changed(self, file: str, code: str) -> Iterator[None]:
-        """The file has other content."""
+        """Within the context the file has other content."""
         path = self.folder / file
         before = path.read_text()
         path.write_text(code)
@@ -95,7 +95,7 @@ class Copy:
     def pytest(
         self, arguments: list[str], make_plugin: Callable[[], object], log: Path, limit_s: float, running: Path
     ) -> int | None:
-        """Exit status of pytest in a fork of this process; None where it takes longer than `limit_s` seconds, or a test
+        """Exit status of pytest in a fork of this process; None if it takes longer than `limit_s` seconds, or a test
         longer than the file `running` allows (see `mutation_tests.Chosen`)."""
         if not (pid := os.fork()):
             with suppress(BaseException):
@@ -133,7 +133,7 @@ def _deadline(running: Path) -> float:
 
 
 def _adopt_orphans() -> None:
-    """Programs that tests leave become children of this process, which can end them."""
+    """Processes that tests leave become children of this process, which can end them."""
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
 
 
@@ -150,7 +150,7 @@ def _end_children() -> None:
 
 
 class Slots:
-    """Tasks in forks, of which as many run at a time as there are copies of the checkout."""
+    """Runs tasks in forks, as many at a time as there are copies of the checkout."""
 
     def __init__(self, copies: list[Copy]) -> None:
         self._free, self._busy = list(copies), dict[int, Copy]()
@@ -174,19 +174,19 @@ class Slots:
         self._busy[pid] = copy
 
     def join(self) -> None:
-        """Wait for all."""
+        """Wait for all tasks."""
         while self._busy:
             self._wait()
 
     def end(self) -> None:
-        """End all, and the processes they have started."""
+        """End all tasks, and the processes they have started."""
         for pid in self._busy:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
         self.join()
 
     def _wait(self) -> None:
-        # Modules that were imported may have children of their own.
+        # Imported modules may have child processes of their own.
         while (pid := os.wait()[0]) not in self._busy:
             pass
         self._free.append(self._busy.pop(pid))
@@ -196,8 +196,8 @@ class Slots:
 
 
 def measured(work: Path, files: list[str], slots: Slots, slow: bool) -> Entry:
-    """See `mutation_tests.merged`: of the tests that start processes, or of all others. Tests are measured again where
-    they, the code or what supports them have changed."""
+    """`mutation_tests.merged` for the tests that start processes, or for all others. Tests are measured again if they,
+    the code or their support modules have changed."""
     import mutation_tests
 
     tests = [str(path.relative_to(ROOT)) for name in TESTS for path in (ROOT / "tests" / name).rglob("test_*.py")]
@@ -235,8 +235,8 @@ def measured(work: Path, files: list[str], slots: Slots, slow: bool) -> Entry:
 
 
 def chosen(tests: Entry, file: str, lines: tuple[int, int]) -> list[str]:
-    """The tests that run the lines, or where none does those that run any of the file: those that mirror it first, and
-    then those that take least with what they share with others.
+    """The tests that cover the lines, or else any line of the file: first those that mirror the file, then the
+    cheapest, including shared fixtures.
 
     Lines that run on import alone belong to no test.
     """
@@ -265,7 +265,7 @@ def chosen(tests: Entry, file: str, lines: tuple[int, int]) -> list[str]:
 
 
 def tried(fault: Any, tests: Entry, run: list[str], copy: Copy, work: Path) -> Entry:
-    """What tests make of a fault: `result` is found, hung or survived; `by` is the test that found it."""
+    """The outcome of a fault: `result` is found, hung or survived; `by` is the test that found it."""
     import mutation_tests
 
     start = time.monotonic()
@@ -274,7 +274,7 @@ def tried(fault: Any, tests: Entry, run: list[str], copy: Copy, work: Path) -> E
     seconds = {test: tests["tests"][test]["longest"] for test in run}
     least, times = (60.0, 5.0) if any(tests["tests"][test]["slow"] for test in run) else (15.0, 10.0)
     entry["result"], hung = "survived", list[str]()
-    # One test may be slow because the machine is: a fault that hangs, hangs two.
+    # One test may hang because the machine is slow; a real hang affects two.
     while len(hung) < 2 and (left := [test for test in run if test not in hung]):
         plugin = mutation_tests.Chosen({test: least + times * seconds[test] for test in left}, running)
         files = list(dict.fromkeys(test.split("::")[0] for test in left))
@@ -312,8 +312,7 @@ def _content(tests: list[str]) -> str:
 
 
 def _still_holds(entry: Entry, run: list[str]) -> bool:
-    """Whether the result would be the same again: the test that found the fault, or those that did not, are as they
-    were."""
+    """Whether the result still holds: the test that found the fault, or those that did not, are unchanged."""
     if entry["result"] == "survived":
         return _content(run) in entry["against"]
     return entry["against"] == [_content([entry["by"]])]

@@ -1,8 +1,8 @@
-"""The faults of benchmarks/mutation.py: mutmut's changes to a syntax tree, less those that cannot change what is done.
+"""The faults of benchmarks/mutation.py: mutmut's changes to a syntax tree, except those that cannot change behaviour.
 
-Left out, because no test could find them or every one would: annotations, names of types, decorators, imports, strings
-(names and messages), what is only raised or asserted, what is printed, `strict` of a zip, `encoding` and `indent` of a
-file, `prefix` of a temporary one, and on which device something is (the tests have one).
+Left out, since either no test or every test would find them: annotations, names of types, decorators, imports, strings
+(names and messages), raise and assert statements, printed text, `strict` of a zip, `encoding` and `indent` of a file,
+`prefix` of a temporary file, and devices (the tests have one).
 """
 
 import difflib
@@ -22,7 +22,7 @@ _WITHOUT_BEHAVIOUR = (
 )
 _SAYING = {"print", "warn", "say", "UserError", "RunStopped", "cast", "TypeVar"}
 _ALWAYS_FOUND = {"len", "isinstance", "refuse"}
-"""Functions that need every argument; those of `refuse` are a condition, which is changed, and a message."""
+"""Functions whose arguments are all required; those of `refuse` are a condition, which is changed, and a message."""
 _ARGUMENTS = {"strict", "encoding", "device", "non_blocking", "pin_memory", "indent", "prefix"}
 _TYPE = re.compile("_?[A-Z][a-z]")
 _COMPOUND = (cst.If, cst.For, cst.While, cst.With, cst.FunctionDef, cst.ClassDef, cst.ExceptHandler)
@@ -30,7 +30,7 @@ _COMPOUND = (cst.If, cst.For, cst.While, cst.With, cst.FunctionDef, cst.ClassDef
 
 @dataclass(frozen=True)
 class Fault:
-    """One change to one place of a file.
+    """One change at one place of a file.
 
     Attributes:
         file: relative to the repository.
@@ -52,7 +52,8 @@ Place = tuple[cst.CSTNode, tuple[int, int], list[Change]]
 
 
 def draw(root: Path, files: Sequence[str], number: int, seed: int) -> tuple[list[Fault], int]:
-    """Random faults: every place of all files is equally likely, and then each of its changes; and how many places."""
+    """Random faults, and the number of places. Every place of all files is equally likely, and so is each of its
+    changes."""
     modules = {file: MetadataWrapper(cst.parse_module((root / file).read_text())) for file in files}
     places = [(file, place) for file, module in modules.items() for place in _places(module)]
     chance = random.Random(seed)
@@ -122,7 +123,7 @@ def _changes(node: cst.CSTNode) -> Iterator[Change]:
 
 
 def _is_told(argument: cst.Arg) -> bool:
-    """Whether an argument is a message, a device, or named for no behaviour."""
+    """Whether an argument is a message, a device, or a name without effect on behaviour."""
     named = argument.keyword is not None and argument.keyword.value in _ARGUMENTS
     match argument.value:
         case cst.Name(value=name) | cst.Attribute(attr=cst.Name(value=name)):
@@ -131,7 +132,7 @@ def _is_told(argument: cst.Arg) -> bool:
 
 
 def _is_message(value: cst.CSTNode) -> bool:
-    """Names hold no spaces."""
+    """Whether a string is a message: names do not contain spaces."""
     if isinstance(value, cst.ConcatenatedString | cst.FormattedString):
         return True
     return isinstance(value, cst.SimpleString) and " " in value.value

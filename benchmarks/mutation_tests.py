@@ -1,8 +1,8 @@
-"""The tests as benchmarks/mutation.py runs them: measured once, and those of a fault, in their order.
+"""The tests as benchmarks/mutation.py runs them: all of them once to measure them, then those of a fault in order.
 
-A fixture of a module or a session runs in the first test that wants it, and is counted for all that do. Programs that
-tests fork (tests/support/forks.py) are measured too, with the ranks that they fork in turn; those that are started by
-other means, or are killed, are not.
+A fixture of a module or a session runs in the first test that uses it, and is counted for all tests that do. Programs
+that tests fork (tests/support/forks.py) are measured too, including the ranks that they fork; programs started in other
+ways, or killed, are not.
 """
 
 import functools
@@ -25,12 +25,12 @@ SLOW = ("ranks", "process")
 
 def _coverage(data: Path, files: Sequence[str], context: str) -> coverage.Coverage:
     name = str(data / f"{os.getpid()}_{time.monotonic_ns()}")
-    # The suffix is of the process, also of one that is forked while it is measured.
+    # The suffix identifies the process, also one that is forked during the measurement.
     return coverage.Coverage(name, data_suffix=True, include=list(files), config_file=False, context=context)
 
 
 def _measured(data: Path, files: Sequence[str], context: str, *arguments: Any) -> None:
-    """A program of a test, in its fork: what is to be saved when it ends, by itself or by `os._exit`, as ranks do."""
+    """A forked program of a test: saves its measurement when it ends, normally or by `os._exit`, as ranks do."""
     import forks
 
     measure, leave = _coverage(data, files, context), os._exit
@@ -111,8 +111,8 @@ def _name(fixturedef: Any) -> str:
 
 
 def merged(folders: Sequence[Path], files: Sequence[str]) -> dict[str, Any]:
-    """All measurements: `tests` by name, and `lines`: by file and line, the tests and fixtures that run it. `longest`
-    of a test are the seconds that it takes where it is the one to set up what it shares with others."""
+    """All measurements: `tests` by name, and `lines`: for each file and line the tests and fixtures that run it.
+    `longest` is a test's seconds including the shared fixtures."""
     tests: dict[str, dict[str, Any]] = {}
     data = [path for folder in folders for path in folder.iterdir() if path.name != "done"]
     for path in data:
@@ -159,5 +159,5 @@ class Chosen:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> None:
-        # A thread that looked at the clock would change what tests see of the process.
+        # A thread watching the clock would change what tests see of the process.
         self._running.write_text(f"{time.monotonic() + self._limits[item.nodeid]} {item.nodeid}")

@@ -1,4 +1,4 @@
-"""The kernels of the training pass on a CPU beside torch's own way, interleaved, the best of several.
+"""The CPU kernels of the training pass against torch's own implementation, interleaved, the best of several repeats.
 
     python benchmarks/native.py [--threads 2] [--repeats 5] [--json FILE]
 
@@ -22,7 +22,7 @@ from hybrid_grpo.model.attention import Segments
 from hybrid_grpo.model.kernels import build as kernels
 from hybrid_grpo.model.logprobs import token_logprobs
 
-# Prompts, tokens of each, completions of each prompt, tokens of each, heads of queries and of keys, numbers of a head.
+# Prompts, tokens of each, completions per prompt, tokens of each, query heads, key heads, head size.
 CASES = [
     (32, 7, 8, 6, 4, 2, 32),
     (16, 16, 8, 60, 4, 2, 64),
@@ -35,7 +35,7 @@ HEAD = {"tokens": 7680, "hidden": 256, "vocabulary": 151_936}
 
 
 def attention(prompts: int, prompt: int, size: int, length: int, heads: int, kv: int, d: int) -> Callable[[], Any]:
-    """A forward, to be called again and again."""
+    """A forward that can be called repeatedly."""
     own, prefix, tokens = [], [], 0
     for _ in range(prompts):
         own += [(tokens, prompt), *((tokens + prompt + k * length, length) for k in range(size))]
@@ -67,7 +67,7 @@ def measure(forward: Callable[[], Any], repeats: int) -> dict[str, list[float]]:
             loss.backward()
             runs.append((middle - start, time.perf_counter() - middle))
     kernels.load = load
-    # The first of each finds cold caches.
+    # The first call of each finds cold caches.
     return {by: [min(part) for part in zip(*runs[1:], strict=True)] for by, runs in seconds.items()}
 
 

@@ -2,10 +2,10 @@
 
     python benchmarks/plan_gpus.py [MODEL ...] [--json benchmarks/results/plan_gpus.json] [--docs docs/memory.md]
 
-Nothing is measured and no weights are made, so it runs anywhere; all models take some minutes, and those that are
-named replace their rows in the file. The recipe: bfloat16, ZeRO-3, gradient checkpointing, prompts of 512 tokens and
-completions of 1,024, a rollout of 32 x 8, prefills of 2,048 tokens, no reference, everything else as it is by default.
-A model fits where the plan's phases do, with a cache for at least `SEQUENCES` sequences at once.
+Nothing is measured and no weights are created, so it runs anywhere. All models take some minutes; given models replace
+their rows in the file. The recipe: bfloat16, ZeRO-3, gradient checkpointing, prompts of 512 tokens and completions of
+1,024, a rollout of 32 x 8, prefills of 2,048 tokens, no reference, everything else as it is by default. A model fits
+where the plan's phases do, with a cache for at least `SEQUENCES` sequences at once.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ PROMPT = 512
 SEQUENCES = 16
 """Sequences below which decoding is so slow that a model does not count as fitting."""
 GPUS = {"24": "rtx4090", "40": "a100-40gb", "80": "h100", "141": "h200"}
-"""One GPU of each memory, in 10^9 bytes."""
+"""A GPU for each memory size, in 10^9 bytes."""
 RANKS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model's config.json says, and the parameters that its card names."""
+    """The values of a model's config.json, and the parameter count of its card."""
 
     kind: str
     billions: float
@@ -94,7 +94,8 @@ def recipe(offload: bool) -> TrainConfig:
 
 
 def plans(shape: Shape) -> dict[str, Any]:
-    """The model's entry in the file: by memory and place of the optimizer, the plan on the fewest GPUs that do."""
+    """The model's entry in the file: by GPU memory and place of the optimizer, the plan on the fewest sufficient
+    GPUs."""
     # The same on every number of ranks: a micro-batch is one group, and four prompts fill a prefill.
     sizes = measure(recipe(offload=False), shape.config, batch_plan(recipe(offload=False), 1), PROMPT, on_gpu=True)
     fitting: dict[str, dict[str, Any]] = {}
@@ -108,16 +109,16 @@ def plans(shape: Shape) -> dict[str, Any]:
 
 
 def fits(plan: Plan) -> bool:
-    """Whether every phase has the memory that it needs, and the cache room for enough sequences."""
+    """Whether every phase has enough memory, and the cache has room for enough sequences."""
     return max(phase.least for phase in plan.phases) <= plan.hardware.device_bytes and plan.sequences >= SEQUENCES
 
 
 def summary(plan: Plan) -> dict[str, Any]:
-    """The numbers of a plan, in GiB: parts by the most that they take in a phase, and the phases."""
+    """The numbers of a plan, in GiB: each part's maximum over the phases, and the phases."""
     parts: dict[str, int] = {}
     for part in (part for phase in plan.phases for part in phase.parts):
         parts[part.name] = max(parts.get(part.name, 0), part.bytes)
-    # What the process of this program has is nothing of the run.
+    # The memory of this program's own process does not count.
     host = sum(part.bytes for part in plan.host.parts if part.name != "runtime")
     return {
         "gpus": plan.ranks,

@@ -1,11 +1,11 @@
-"""PPO beside GRPO on the quickstart's task: what a critic costs and what it brings, at equal completions.
+"""PPO against GRPO on the quickstart's task: cost and benefit of a critic, at equal completions.
 
     python benchmarks/ppo.py [--seeds 0,1,2] [--steps 250] [--critic '--critic.lr 1e-3'] [--json FILE]
 
-A seed makes the task and the weights behind the supervised warm-up, and is the seed of both runs, which have the
-recipe of the quickstart on one rank; the second has `--critic.enabled true` and the settings of --critic. Every run is
-a process of its own, one after the other. Accuracy is that of greedy completions of the held-out words; seconds are
-those of the steps, without evaluations and start; memory is the largest resident size of the process.
+A seed determines the task and the weights after the supervised warm-up, and is the seed of both runs, which use the
+quickstart's recipe on one rank; the second adds `--critic.enabled true` and the settings of --critic. The runs are
+separate processes, one after the other. Accuracy is that of greedy completions of the held-out words; seconds are those
+of the steps, without evaluations and start; memory is the largest resident size of the process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCRIPTS = ROOT / "training_scripts"
 
 
 def run(*arguments: str | Path, threads: int) -> None:
-    """A command of Python, on one rank; its output is shown where it fails."""
+    """Run a Python command on one rank; its output is shown if it fails."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu", "WANDB_MODE": "disabled"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, *map(str, arguments)]
@@ -36,7 +36,7 @@ def run(*arguments: str | Path, threads: int) -> None:
 
 
 def curve(folder: Path) -> dict[str, Any]:
-    """What a run has reached and spent, from its metrics."""
+    """A run's accuracies, seconds and memory, from its metrics."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "time/step_s" in row]
     seconds, points = 0.0, []
@@ -81,7 +81,7 @@ def measure(seed: int, steps: int, critic: list[str], threads: int) -> dict[str,
 
 
 def show(seen: dict[str, Any]) -> str:
-    """One run in a line."""
+    """One run as a line of text."""
     first, last = seen["evaluations"][0], seen["evaluations"][-1]
     return (
         f"accuracy {first['accuracy']:.3f} -> {last['accuracy']:.3f} after {last['completions']:,} completions in"

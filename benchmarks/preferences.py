@@ -1,12 +1,12 @@
-"""The reward model stage beside TRL's RewardTrainer, on the same weights and pairs: how far apart loss, accuracy and
-gradients are.
+"""The reward model stage against TRL's RewardTrainer, on the same weights and pairs: differences of loss, accuracy and
+gradients.
 
     python benchmarks/preferences.py --json FILE
 
-Both sides read the same folder of a classifier and the same rows, tokenize them, and compute one step's loss and the
-gradients of all weights in float32; ours packs the texts, TRL pads them. TRL runs in an environment of its own, which
-is made when --trl-python names none. TRL ends every text that is no chat with an end-of-sequence token; here the rows
-have it already, so that both read the same tokens.
+Both sides read the same classifier and rows, tokenize them, and compute one step's loss and the gradients of all
+weights in float32; ours packs the texts, TRL pads them. TRL runs in a separate environment, which is created unless
+--trl-python names one. TRL adds an end-of-sequence token to every text that is not a chat; here the rows already
+contain it, so that both read the same tokens.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def make_rows(case: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def ours(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
-    """Our stage's numbers on all pairs as one batch; its gradients as tensors by name."""
+    """Our stage's numbers on all pairs as one batch, and its gradients as tensors by name."""
     settings = {
         "policy": {"model": str(folder / "model"), "dtype": "float32", "micro_batch_tokens": 1024},
         "engine": {"zero_stage": 0, "adam": "torch"},
@@ -99,7 +99,7 @@ def ours(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare(name: str, folder: Path, trl_python: Path) -> dict[str, Any]:
-    """Both sides on a case; the differences between them."""
+    """Run both sides on a case; the differences between them."""
     case = CASES[name]
     (folder / "model").mkdir(parents=True)
     config = tiny_config(case["architecture"], hidden=64, layers=3, vocab_size=len(IDS), num_labels=1)

@@ -1,23 +1,23 @@
-"""Steps of runs made again by `replay-step`: the same tokens, loss and gradient norm, on one rank and on two.
+"""Steps of runs repeated by `replay-step`: the same tokens, loss and gradient norm, on one rank and on two.
 
     python benchmarks/replay.py --json benchmarks/results/replay.json
     python benchmarks/replay.py --steps 5 --prompts 16       fewer steps, of a smaller run
 
-For one and for two ranks, a run of the quickstart's model and settings on its task, float32, from weights that are not
-trained, with a checkpoint after every second step. Steps of it, drawn at random, are made again on as many ranks as the
-run had (`matched`) and on the other number (`crossed`). Told of each of the four are
+For one and for two ranks there is a run with the quickstart's model, settings and task, in float32, from untrained
+weights, with a checkpoint after every second step. Random steps of it are repeated on the run's number of ranks
+(`matched`) and on the other number (`crossed`). For each of the four it reports
 
-    steps               how many were made again
-    tokens_equal        steps of which all tokens of all completions are those that were saved
-    loss, grad_norm     largest difference to what was logged
-    logp                largest difference of a token's log-probability to the saved one
+    steps               number of steps repeated
+    tokens_equal        steps in which all tokens of all completions equal the saved ones
+    loss, grad_norm     largest difference from the logged value
+    logp                largest difference of a token's log-probability from the saved one
     seconds             median of a replay, without the start of the process: the model and the engine, the checkpoint,
                         and a step on the way to every other one
 
 and of writing the rollouts of a step (`writing`), 512 completions of random tokens and numbers, processor seconds and
 bytes with log.tokens and without.
 
-Ranks are forked from a process that has imported what they need, and make all their steps one after the other.
+Ranks are forked from a process that has imported what they need, and repeat all their steps one after the other.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ NUMBERS = {"loss": "policy/loss", "grad_norm": "policy/grad_norm"}
 
 
 def run(*lines: str, ranks: int, folder: Path) -> None:
-    """Commands, one after the other in the same processes."""
+    """Run commands one after the other in the same processes."""
     done = forks.run(SUPPORT / "command_lines.py", *lines, world=ranks, cwd=folder, timeout=7200)
     assert done.status == 0, done.err[-3000:]
 
 
 def replayed(steps: list[int], made_on: int, ranks: int, folder: Path) -> dict[str, Any]:
-    """Steps of the run that was made on so many ranks, made again on others or as many."""
+    """Steps of the run on `made_on` ranks, repeated on `ranks` ranks."""
     out = f"on_{ranks}_of_{made_on}"
     run(*(f"replay-step runs/on_{made_on} {step} --replay.out {out}" for step in steps), ranks=ranks, folder=folder)
     told = [json.loads((folder / out / f"step_{step:06d}.json").read_text()) for step in steps]
@@ -75,7 +75,7 @@ def replayed(steps: list[int], made_on: int, ranks: int, folder: Path) -> dict[s
 
 
 def writing(length: int, tokenizer: Any) -> dict[str, Any]:
-    """What a step's rollouts of 512 completions of so many tokens cost."""
+    """The cost of writing a step's rollouts of 512 completions of `length` tokens."""
     drawn, values = random.Random(0), torch.randn(512, length)
     ids = [[drawn.randrange(len(tokenizer)) for _ in range(length)] for _ in range(512)]
     completions = [Completion(row, logp, "stop", "abcd") for row, logp in zip(ids, values.tolist(), strict=True)]
@@ -92,7 +92,7 @@ def writing(length: int, tokenizer: Any) -> dict[str, Any]:
                     log.write_rollouts(step, *told, always=True)
                     seconds.append(time.process_time() - start)
             sizes = [path.stat().st_size for path in Path(folder, "rollouts").glob("step_000001.*")]
-        # The first one loads what it needs.
+        # The first call loads modules.
         found[name] = {"processor_ms": round(1e3 * statistics.median(seconds[1:]), 2), "bytes": sum(sizes)}
     return found
 

@@ -1,10 +1,10 @@
-"""Completions a second of a reward model on this machine, by how many are given to it at once.
+"""A reward model's completions per second on this machine, by batch size.
 
     python benchmarks/reward_model.py [--layers 4] [--hidden 256] [--completions 512] [--repeats 5] [--json FILE]
 
 A random Qwen2 classifier in float32 and texts whose lengths are quantiles of a log-normal distribution (median 82
-characters, one token each, at most 288), in the order in which shorter ones end first, as they leave a decoder. Every
-size of batch is timed in turns, and the median of the repeats is shown, with the largest gap to the scores one by one.
+characters, one token each, at most 288), the shorter ones first, as they leave a decoder. The batch sizes are timed in
+turns; the median of the repeats is shown, with the largest difference from scores computed one by one.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from char_tokenizer import IDS, char_tokenizer
 
 from hybrid_grpo.config import RewardConfig
 from hybrid_grpo.data.batch import Completion, Prompt
-from hybrid_grpo.rewards.loading import load_rewards
-from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.rewards.loader import load_rewards
+from hybrid_grpo.rewards.scorer import Rewards
 
 SIZES = (1, 8, 32, 128)
 
@@ -58,7 +58,7 @@ def lengths(count: int) -> list[int]:
 
 
 def measure(layers: int, hidden: int, count: int, repeats: int) -> dict[str, Any]:
-    """Completions a second, by size of batch."""
+    """Completions per second, by batch size."""
     with tempfile.TemporaryDirectory() as place:
         make_model(Path(place), layers, hidden)
         configs = [

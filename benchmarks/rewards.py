@@ -1,4 +1,4 @@
-"""What reward functions cost, and what they cannot do to a run.
+"""The cost of reward functions, and proof that bad ones cannot harm a run.
 
     python benchmarks/rewards.py [--parts hostile,throughput,overlap] [--json FILE]
 
@@ -29,8 +29,8 @@ from hostile_rewards import FAILURES, fate, reward
 
 from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.data.batch import Completion, Prompt
-from hybrid_grpo.rewards.loading import load_rewards
-from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.rewards.loader import load_rewards
+from hybrid_grpo.rewards.scorer import Rewards
 
 ROOT = Path(__file__).parent.parent
 RANKS, PROMPTS, WORKERS, TIMEOUT = 2, 16, 2, 0.5
@@ -78,7 +78,7 @@ def train(folder: Path, name: str, steps: int, faults: bool) -> list[dict[str, f
 
 
 def counts(run: Path, rows: list[dict[str, float]]) -> dict[str, Any]:
-    """What the metrics of a run with faults counted, and what was to be foreseen from its completions."""
+    """The counts in the metrics of a run with faults, and those predicted from its completions."""
     counted: dict[str, int] = dict.fromkeys(("failed", "timeout", "none"), 0)
     foreseen = dict(counted)
     exact = wrong = 0
@@ -115,7 +115,7 @@ def make_task(folder: Path) -> None:
 
 
 def hostile(steps: int) -> dict[str, Any]:
-    """Two runs, with faults and without, and whether what was counted is what was to come."""
+    """Two runs, with and without faults, and whether the counts are the predicted ones."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         make_task(folder)
@@ -142,7 +142,7 @@ def slow(completions: list[str]) -> list[float]:
 
 
 def scorer() -> Rewards:
-    """`slow` in 8 workers, which are there already."""
+    """`slow` in 8 workers, which have started already."""
     configs, scoring = [RewardConfig(f"{__file__}:slow")], ScoringConfig(workers=8)
     rewards = Rewards(load_rewards(configs, scoring), scoring)
     rewards.score([Prompt(i, "", [1], {}) for i in range(8)], [Completion([1], [0.0], "stop", "a")] * 8)
@@ -150,7 +150,7 @@ def scorer() -> Rewards:
 
 
 def throughput() -> dict[str, float]:
-    """1,024 completions that are all there."""
+    """1,024 completions, all available at once."""
     rewards = scorer()
     prompts = [Prompt(i, f"p{i}", [1], {}) for i in range(1024)]
     start = time.perf_counter()
@@ -162,7 +162,7 @@ def throughput() -> dict[str, float]:
 
 
 def overlap() -> dict[str, float]:
-    """1,024 completions that come over 9 s, as from a decoder that takes longer than the 6.4 s of the functions."""
+    """1,024 completions that arrive over 9 s, as from a decoder that takes longer than the functions' 6.4 s."""
     rewards = scorer()
     prompts = [Prompt(i, f"p{i}", [1], {}) for i in range(128)]
     start = time.perf_counter()

@@ -1,20 +1,20 @@
-"""Rollout engines against each other on the same weights, prompts and forced lengths, in one run, interleaved.
+"""Rollout engines compared on the same weights, prompts and forced lengths, in one run, interleaved.
 
     python benchmarks/rollout.py --workload ragged --engines hybrid,generate --repeats 5 --json FILE
 
-Every engine has a process of its own for every workload, that sleeps while it is not its turn; each repeat goes once
-through all workloads and engines. With `--alone` one engine is measured after the other, and has the memory for itself.
-Only decoding is timed, from prompts as token ids to completions. The warm-up is a whole run of the same workload: only
-that captures the CUDA graphs of the sampling settings, the sizes of batch and the cache that are timed afterwards. Peak
-memory is that of the engine's whole process in its run, and on a GPU what torch allocated there. A workload's
-results replace those that FILE has of it (`gpu_ragged/1.5b` and so on for the models that are not tiny); the other
-workloads in FILE stay. Leave the machine to it: with another program on the same cores, threads that wait for each
-other lose ten times over, and not alike on all engines.
+Every engine has its own process for every workload, which sleeps between its turns; each repeat goes once through all
+workloads and engines. With `--alone` engines are measured one after the other, each with all memory. Only decoding is
+timed, from token ids of prompts to completions. The warm-up is a whole run of the same workload, since only that
+captures the CUDA graphs for the timed sampling settings, batch sizes and cache. Peak memory is that of the engine's
+whole process during its run; on a GPU, what torch allocated there. A workload's results replace its earlier results in
+FILE (under names such as `gpu_ragged/1.5b` for the larger models); other workloads in FILE stay. Run nothing else on
+the machine: with another program on the same cores, threads that wait for each other become ten times slower, and not
+equally in all engines.
 
-The entry of `hybrid` also says how near decoding comes to what memory bandwidth allows: `floor_s` is the weights read
-at every step and the cache entries read by every row, over the bandwidth of a copy in the device's memory (bytes read
-plus bytes written); `floor_fraction` is that over the time of decoding, which is the time of the run less that of
-one with completions of a single token.
+The entry of `hybrid` also shows how close decoding comes to the limit of memory bandwidth: `floor_s` is the time to
+read the weights at every step and the cache entries of every row, at the bandwidth of a copy in the device's memory
+(bytes read plus bytes written). `floor_fraction` is this divided by the decoding time, which is the time of the run
+minus that of one with single-token completions.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ENGINES = ("hybrid", "generate", "generate_batch", "generate_batch_tuned", "deep
 
 
 def reset_peak() -> None:
-    """Let the peak of this process's memory start again from what it holds now, where Linux allows it."""
+    """Reset the peak of this process's memory to its present size, if Linux allows it."""
     gc.collect()
     try:
         Path("/proc/self/clear_refs").write_text("5")
@@ -50,7 +50,7 @@ def reset_peak() -> None:
 
 
 def peak_gb() -> float:
-    """Most memory resident since `reset_peak`, or since the start of the process where that is not known; in GB."""
+    """Peak resident memory since `reset_peak`, or else since the start of the process; in GB."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -59,7 +59,7 @@ def peak_gb() -> float:
 
 
 def serve(name: str, shape: str, threads: int, pipe: Connection) -> None:
-    """A worker: build the engine, then run each workload that comes through the pipe, until None comes."""
+    """A worker: builds the engine, then runs each workload received through the pipe, until it receives None."""
     import torch
     from rollout_engines import BUILDERS, Hybrid, bandwidth_floor
 
@@ -85,7 +85,7 @@ def serve(name: str, shape: str, threads: int, pipe: Connection) -> None:
             assert produced == wanted, "completions do not have the lengths forced"
         if on_gpu:
             run["peak_gpu_gb"] = torch.cuda.max_memory_allocated() / 1e9
-            # What this process no longer needs is the others' to use.
+            # Free unused memory for the other processes.
             torch.cuda.empty_cache()
         if isinstance(engine, Hybrid):
             run["floor_s"] = bandwidth_floor(engine)
@@ -93,7 +93,7 @@ def serve(name: str, shape: str, threads: int, pipe: Connection) -> None:
 
 
 class Worker:
-    """An engine in its process, as seen from here."""
+    """The parent's side of an engine's process."""
 
     def __init__(self, name: str, shape: str, threads: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -104,7 +104,7 @@ class Worker:
         theirs.close()
 
     def answer(self) -> Any:
-        """The device when the engine is built, then the measurements of each run."""
+        """The device once the engine is built, then the measurements of each run."""
         try:
             return self.pipe.recv()
         except EOFError:
@@ -120,7 +120,7 @@ class Worker:
 
 
 def summary(workload: Workload, runs: list[dict[str, float]]) -> dict[str, Any]:
-    """One engine's numbers on a workload, from its repeats."""
+    """An engine's results on a workload, from its repeats."""
     times = [run["seconds"] for run in runs]
     tokens = sum(n for _, n in workload.rows)
     return {
@@ -136,7 +136,7 @@ def summary(workload: Workload, runs: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, dict[str, dict[str, Any]]]]]:
-    """The device, and the engines' numbers by workload: again, with more of them, whenever some are done."""
+    """Yields the device and the engines' results by workload, again after each group of workloads."""
     workloads = {name: WORKLOADS[name]() for name in arguments.workload}
     pairs = [(name, engine) for name in workloads for engine in arguments.engines]
     results: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in workloads}
@@ -153,7 +153,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, dict
             result = results[name][engine] = summary(workloads[name], runs[name, engine])
             if "floor_s" in runs[name, engine][0]:
                 result["floor_s"] = median(run["floor_s"] for run in runs[name, engine])
-                # The first of these may capture graphs, for completions of another length.
+                # The first of these may capture graphs for another completion length.
                 single = workloads[name].shortened(workloads[name].limit)
                 result["prefill_s"] = min(worker.run(single)["seconds"] for _ in range(3))
                 result["floor_fraction"] = result["floor_s"] / (result["median_s"] - result["prefill_s"])
@@ -174,7 +174,7 @@ def show(title: str, results: dict[str, dict[str, Any]]) -> None:
 
 
 def merge(file: Path, machine: dict[str, Any], title: str, results: dict[str, dict[str, Any]]) -> None:
-    """Put one workload's results into a file of results, which are all of one machine."""
+    """Write one workload's results into a file, whose results must all be of one machine."""
     known = json.loads(file.read_text()) if file.exists() else {"machine": machine, "workloads": {}}
     if known["machine"] != machine:
         sys.exit(f"--json {file} holds results of another machine or other versions: name a new file")
@@ -204,7 +204,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
-    # Also for threads that torch.set_num_threads does not reach: those that an engine starts itself.
+    # Also for threads beyond torch.set_num_threads: those that an engine starts itself.
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
     machine = {
         "cores": os.cpu_count(),

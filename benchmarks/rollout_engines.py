@@ -1,8 +1,8 @@
 """The engines that rollout.py compares: same weights, same prompts, same forced lengths.
 
-An engine is built once in its own process. Called with a workload it gives a context: what comes before decoding
-(a request queue, padded prompts) is done on entering and not timed, and the function it gives does the rest and
-returns the number of tokens produced for every completion, group after group.
+An engine is built once in its own process. Called with a workload it returns a context manager. Entering it does what
+precedes decoding (a request queue, padded prompts), which is not timed. It yields a function that does the rest and
+returns the number of tokens of every completion, group after group.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def build_model(shape: str, attention: str, device: str) -> Any:
 
 
 class Hybrid:
-    """This package's own loop. `model` and the `stats` of the last run are there for the bandwidth floor.
+    """This package's decoder. `model` and the `stats` of the last run are kept for the bandwidth floor.
 
-    On a GPU its memory is laid out, and its graphs are captured, before the first run: in training that is once a run.
+    On a GPU memory is laid out and graphs are captured before the first run, which training does once.
     """
 
     def __init__(self, shape: str, device: str) -> None:
@@ -99,7 +99,7 @@ def padded(rows: list[tuple[list[int], int]], device: str) -> tuple[Tensor, Tens
 
 
 class _Lengths(StoppingCriteria):
-    """A row is done when it has its length; `generate` leaves its loop when all rows are."""
+    """A row is done at its length; `generate` stops when all rows are done."""
 
     def __init__(self, prompt_width: int, lengths: list[int], device: str) -> None:
         self.end_n = prompt_width + torch.tensor(lengths, device=device)
@@ -136,13 +136,13 @@ def _in_chunks(chunk: Callable[[list[Any]], list[int]], items: list[Any], size: 
 
 
 def generate_batch(shape: str, device: str, tuned: bool = False) -> Engine:
-    """transformers' continuous batching, through the manager that takes a length for every request.
+    """transformers' continuous batching, through the manager that accepts a length per request.
 
     Args:
-        tuned: with the fastest settings found, instead of those that transformers takes by itself.
+        tuned: use the fastest settings found instead of transformers' defaults.
     """
     if tuned:
-        # Else it repeats keys and values for every query head before masked attention: 25 % of its time here.
+        # Otherwise it repeats keys and values for every query head before masked attention: 25 % of its time here.
         os.environ["TRANSFORMERS_SDPA_FORCE_GQA"] = "1"
     model = build_model(shape, "sdpa", device)
 
@@ -173,7 +173,7 @@ def _batching(rows: list[tuple[list[int], int]], slots: int, device: str) -> Con
     # batches of 128 or 512 tokens are a little slower, torch.compile ten times, `paged|eager` attention about 1.5.
     context = sum((len(ids) + n / 2) * n for ids, n in rows) / sum(n for _, n in rows)
     batch = min(slots, len(rows), max(4, round(256 / context**0.5)))
-    # Twice the need, so that neither the safety margin nor shared prompts hold anything back.
+    # Twice the need, so that neither the safety margin nor shared prompts limit anything.
     blocks = 2 * batch * (-(-longest // 16) + 1)
     return ContinuousBatchingConfig(page_size=16, num_blocks=blocks, max_batch_tokens=256, max_requests_per_batch=batch)
 
@@ -192,14 +192,14 @@ def _through(manager: Any, rows: list[tuple[list[int], int]]) -> list[int]:
 
 
 def deepspeed_rollout(shape: str, device: str) -> Engine:
-    """DeepSpeed's HybridEngineRollout: ignores the end of a sequence, always decodes to the limit."""
+    """DeepSpeed's HybridEngineRollout, which ignores the end of a sequence and always decodes to the limit."""
     import deepspeed
     from deepspeed.runtime.rollout import HybridEngineRollout, RolloutRequest, SamplingConfig
 
     from hybrid_grpo import engine as engines
 
     engines.start()
-    # Whole weights (stage 0) and no optimizer: nothing to gather in the way of decoding.
+    # Whole weights (stage 0) and no optimizer, so that decoding need not gather anything.
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": shape != "tiny"},
@@ -224,13 +224,13 @@ def deepspeed_rollout(shape: str, device: str) -> Engine:
 
 
 def bandwidth_floor(hybrid: Hybrid) -> float:
-    """Seconds in which the device could have moved what the last run's decode steps had to read."""
+    """Seconds that the device would need to read the data of the last run's decode steps."""
     model = hybrid.model
     config = model.config
     size = next(model.parameters()).element_size()
     weights = sum(p.numel() for p in model.parameters()) * size
     if not config.tie_word_embeddings:
-        # Of the input embedding only the rows of the tokens are read.
+        # Only the tokens' rows of the input embedding are read.
         weights -= model.get_input_embeddings().weight.numel() * size
     head_dim = config.hidden_size // config.num_attention_heads
     entry = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * size
@@ -240,7 +240,7 @@ def bandwidth_floor(hybrid: Hybrid) -> float:
 
 @cache
 def _copy_bandwidth(device: torch.device) -> float:
-    """Bytes read and written per second by the best of ten copies of 1 GiB on a GPU, of 64 MiB on a CPU."""
+    """Bytes read and written per second by the fastest of ten copies of 1 GiB on a GPU, or 64 MiB on a CPU."""
     source = torch.ones(2**30 if device.type == "cuda" else 2**26, dtype=torch.uint8, device=device)
     target = source.clone()
     seconds = []

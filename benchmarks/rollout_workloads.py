@@ -1,8 +1,8 @@
-"""What rollout.py decodes: prompts, and how long each completion is.
+"""The workloads of rollout.py: prompts, and the length of each completion.
 
-Log-normal lengths are not drawn: they are the quantiles (i + 1/2) / n of the distribution, shuffled by a seed. So a
-workload has the distribution by construction, and no luck in its longest completion, which decides how long engines
-without a scheduler take. Prompt lengths are spread evenly over their range and shuffled; token ids are random.
+Log-normal lengths are not drawn: they are the quantiles (i + 1/2) / n of the distribution, shuffled by a seed. So the
+longest completion, which decides how long engines without a scheduler take, does not depend on chance. Prompt lengths
+are spread evenly over their range and shuffled; token ids are random.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from statistics import NormalDist
 
 @dataclass(frozen=True)
 class Workload:
-    """P prompts, G completions of each, every one exactly as long as said."""
+    """P prompts with G completions each, every one of exactly the given length."""
 
     prompts: list[list[int]]
     """[P], token ids."""
     lengths: list[list[int]]
     """[P][G], tokens of each completion."""
     limit: int
-    """Most tokens a completion is allowed; what an engine that cannot end one earlier decodes to."""
+    """The length limit of completions, to which an engine decodes that cannot end one earlier."""
     slots: int = 128
-    """Completions decoded at the same time; engines without a queue take that many rows a call."""
+    """Completions decoded at the same time; engines without a queue take that many rows per call."""
 
     @property
     def rows(self) -> list[tuple[list[int], int]]:
@@ -33,7 +33,7 @@ class Workload:
         return [(ids, n) for ids, group in zip(self.prompts, self.lengths, strict=True) for n in group]
 
     def shortened(self, factor: int) -> Workload:
-        """The same with completions a factor shorter, rounded up."""
+        """The same workload with completions shorter by a factor, rounded up."""
         lengths = [[-(-n // factor) for n in group] for group in self.lengths]
         return Workload(self.prompts, lengths, -(-self.limit // factor), self.slots)
 
@@ -42,7 +42,7 @@ def _prompts(count: int, shortest: int, longest: int) -> list[list[int]]:
     random = Random(0)
     lengths = [shortest + round((longest - shortest) * i / max(count - 1, 1)) for i in range(count)]
     random.shuffle(lengths)
-    # Below 512: in the vocabulary of every model.
+    # Below 512, so in the vocabulary of every model.
     return [random.choices(range(512), k=n) for n in lengths]
 
 
@@ -68,10 +68,10 @@ def _queue() -> Workload:
 
 
 def _busy() -> Workload:
-    """What `queue` could reach: no slot is ever free, and the mean context is that of the same mix in a steady state.
+    """An upper bound for `queue`: no slot is ever free, and the mean context is that of the same mix in a steady state.
 
-    There a slot is seen with a completion of n tokens in proportion to n, on average half done, so that length is
-    sum(n^2) / sum(n).
+    In a steady state a slot holds a completion of n tokens with a probability proportional to n, on average half done,
+    so that length is sum(n^2) / sum(n).
     """
     mix = [n for _, n in _queue().rows]
     length = round(sum(n * n for n in mix) / sum(mix))
@@ -90,9 +90,9 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "toy": lambda: Workload(_prompts(2, 4, 9), [[1, 4, 2, 8], [3, 8, 5, 2]], 8, 6),
     "gpu_ragged": lambda: Workload(_prompts(32, 128, 512), _groups(_log_normal(256, 1024, 300)), 1024, 256),
 }
-"""`limit` is `ragged` with more allowed than any completion takes, to compare time and memory with; `queue` is to be
-compared with `busy` in tokens per second and with `ragged` in memory; `gpu_ragged` is for the larger models, and `toy`
-shows that everything runs."""
+"""`limit` is `ragged` with a limit above every length, to compare time and memory; compare `queue` with `busy` in
+tokens per second and with `ragged` in memory; `gpu_ragged` is for the larger models, and `toy` shows that everything
+runs."""
 
 MAIN = ("ragged", "tail", "uniform", "long_prompt", "one")
-"""What `all` means."""
+"""The workloads meant by `all`."""

@@ -1,29 +1,28 @@
-"""One whole GRPO step, ours beside TRL's GRPOTrainer: same weights, prompts, limits and optimizer, interleaved.
+"""A whole GRPO step, ours against TRL's GRPOTrainer: same weights, prompts, limits and optimizer, interleaved.
 
     python benchmarks/step.py --workload quickstart,ragged --sides hybrid,trl,hybrid-zero3,trl-zero3 --json FILE
     python benchmarks/step.py --workload head --sides hybrid,plain,trl --repeats 1 --json FILE
 
-A side is a trainer in a process of its own that it keeps warm; while another one steps, it sleeps. One step warms up,
-then each repeat goes once through all sides. A step is everything from one beginning to the next; its time is shared
-out to sampling (`generate`, with the gathering of weights), waiting for rewards, the reference, `train` (`forward`,
-with the loss and the packing of batches, `backward`, `optimizer`) and what is left.
+A side is a trainer in its own warm process, which sleeps while another side steps. After a warm-up step, each repeat
+goes once through all sides. A step is everything from one start to the next. Its time is divided into sampling
+(`generate`, including the gathering of weights), waiting for rewards, the reference, `train` (`forward`, with the loss
+and the packing of batches, `backward`, `optimizer`) and the rest.
 
-TRL runs in an environment of its own, which is made when --trl-python names none. What differs between the two sides,
-beside the code: our micro-batches are counted in tokens, TRL's in rows, as many as that budget takes at full length;
-its AdamW is torch's fused one, which is its default. Where lengths are forced, `forcing_s` is what that took of TRL's
-step; on our side they are limits of requests and take nothing.
+TRL runs in a separate environment, which is created unless --trl-python names one. The two sides differ, apart from the
+code, in two ways: our micro-batches are counted in tokens, TRL's in rows, as many as that budget allows at full length;
+and TRL uses its default AdamW, torch's fused one. If lengths are forced, `forcing_s` is the time this takes in TRL's
+step; on our side they are limits of requests and take no time.
 
-`quickstart` is the step of training_scripts/quickstart.sh behind its warm-up, completions end by themselves.
-`ragged` forces the lengths of rollout.py's workload of that name. `head` is for memory: every side has a fresh
-process, which is alone; `plain` is our step with log-probabilities from whole logits. Peak memory is the most
-resident during a step, `increment` what that is over the memory before it. A workload's results replace those that
-FILE has of it. What is given beside the options here goes to both sides as settings of `train`:
---policy.micro_batch_tokens 4096.
+`quickstart` is the step of training_scripts/quickstart.sh after its warm-up; completions end by themselves. `ragged`
+forces the lengths of rollout.py's workload of that name. `head` measures memory: every side has a fresh process, alone;
+`plain` is our step with log-probabilities from whole logits. Peak memory is the maximum resident size during a step,
+and `increment` its excess over the memory before. A workload's results replace its earlier results in FILE. Further
+options are passed to both sides as settings of `train`, for example --policy.micro_batch_tokens 4096.
 
 `gpu_1.5b` trains the shape of Qwen2.5-1.5B in bfloat16 on the workload `gpu_ragged` of rollout.py, one side after the
 other. TRL keeps float32 weights and computes in bfloat16, as it does by default; ours, which needs ZeRO for bfloat16
-(`hybrid-zero3`), has bfloat16 weights and float32 masters. Our side also says how far sampler and training forward were
-apart and what the switch to generation took. `toy` shows that everything runs.
+(`hybrid-zero3`), has bfloat16 weights and float32 masters. Our side also reports the gap between sampler and training
+forward, and the time of the switch to generation. `toy` shows that everything runs.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ HERE = Path(__file__).parent
 TRL = Path.home() / ".cache/hybrid_grpo/trl"
 TRAIN = ("forward", "backward", "optimizer")
 WORST = ("peak_gpu_gb", "logp_gap_mean", "logp_gap_max")
-"""Numbers of which the largest of all repeats is told; the gaps, in nats, are of sampler and training forward."""
+"""Numbers reported by their maximum over the repeats; the gaps, in nats, are between sampler and training forward."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +86,9 @@ SIDES = {
     "plain": Side("step_hybrid.py", 0, ("--plain",)),
 }
 FRESH = ("head",)
-"""Workloads for which every step has a new process, alone."""
+"""Workloads in which every step has a new process, alone."""
 ALONE = ("gpu_1.5b",)
-"""Workloads for which a side has all memory: its process ends before that of the next one starts."""
+"""Workloads in which a side has all memory: its process ends before the next one starts."""
 
 
 def _free_port() -> int:
@@ -99,7 +98,7 @@ def _free_port() -> int:
 
 
 class Worker:
-    """A side in its process, as seen from here; a context that ends it."""
+    """The parent's side of a trainer's process; a context manager that ends it."""
 
     def __init__(self, name: str, side: Side, spec: dict[str, Any], trl_python: Path, folder: Path) -> None:
         self.name = name
@@ -108,7 +107,7 @@ class Worker:
         environment = {**os.environ, "OMP_NUM_THREADS": str(spec["threads"]), "HF_HUB_OFFLINE": "1"}
         if side.foreign:
             environment["PATH"] = os.pathsep.join([str(trl_python.parent), environment["PATH"]])
-            # Two environments would build DeepSpeed's kernels over each other.
+            # Otherwise the two environments would overwrite each other's builds of DeepSpeed's kernels.
             environment["TORCH_EXTENSIONS_DIR"] = str(trl_python.parent.parent / "torch_extensions")
         self.log = folder / f"{name}.log"
         with self.log.open("w") as log:
@@ -135,7 +134,7 @@ class Worker:
             self.process.wait()
 
     def answer(self) -> Any:
-        """What it says next; everything else it prints is passed over."""
+        """The worker's next answer; other output is ignored."""
         assert self.process.stdout is not None
         other: list[str] = []
         for line in self.process.stdout:
@@ -145,19 +144,19 @@ class Worker:
         sys.exit(f"side {self.name} stopped:\n{''.join(other)[-2000:]}{self.log.read_text()[-3000:]}")
 
     def ask(self, **command: Any) -> Any:
-        """Give a command and wait for what comes of it."""
+        """Send a command and wait for the answer."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
         return self.answer()
 
     def step(self, shorten: int = 1) -> dict[str, Any]:
-        """One step, with forced completions a factor shorter; see `Measurement.end` for what comes back."""
+        """One step, with forced completions shorter by a factor; returns what `Measurement.end` does."""
         return self.ask(shorten=shorten)
 
 
 def measure(name: str, job: Job, arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
-    """Every side's numbers on a workload."""
+    """Every side's results on a workload."""
 
     def worker(side: str) -> Worker:
         stage, foreign = SIDES[side].stage, SIDES[side].foreign
@@ -169,7 +168,7 @@ def measure(name: str, job: Job, arguments: argparse.Namespace, folder: Path) ->
         for side in arguments.sides * arguments.repeats:
             with worker(side) as alone:
                 alone.answer()
-                # The optimizer's state is there before the step that counts.
+                # So that the optimizer's state exists before the step that counts.
                 alone.step(shorten=16)
                 runs[side].append(alone.step())
         return {side: summary(of_side) for side, of_side in runs.items()}
@@ -187,7 +186,7 @@ def measure(name: str, job: Job, arguments: argparse.Namespace, folder: Path) ->
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """One side's numbers, from its repeats: medians where nothing else is said."""
+    """One side's results, from its repeats: medians unless stated otherwise."""
     times = [run["seconds"] for run in runs]
 
     def middle(name: str) -> float:
@@ -230,7 +229,7 @@ def show(title: str, results: dict[str, dict[str, Any]]) -> None:
 
 
 def trl_environment() -> Path:
-    """The python of TRL's environment, made when it is not there."""
+    """The python of TRL's environment, which is created if it does not exist."""
     environment = {**os.environ, "PYTHON": sys.executable}
     subprocess.run(["bash", str(HERE / "trl_env.sh"), str(TRL)], check=True, env=environment)
     return TRL / "bin/python"
@@ -243,7 +242,7 @@ def trl_version(python: Path) -> str:
 
 
 def machine(threads: int, trl_python: Path | None) -> dict[str, Any]:
-    """What the numbers were measured on and with."""
+    """The machine and versions that the numbers were measured on."""
     import torch
 
     return {
@@ -257,7 +256,7 @@ def machine(threads: int, trl_python: Path | None) -> dict[str, Any]:
 
 
 def set_accelerator() -> None:
-    """DeepSpeed's guess is not always right where there is no GPU."""
+    """DeepSpeed does not always detect correctly that there is no GPU."""
     import torch
 
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")

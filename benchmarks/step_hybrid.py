@@ -2,8 +2,8 @@
 
     python benchmarks/step_hybrid.py [--plain] SPEC
 
-With `--plain` log-probabilities come from the logits of all completion tokens at once, by torch's own functions: what
-a step would take without logprobs.py.
+With `--plain` log-probabilities are computed from the logits of all completion tokens at once, by torch's own
+functions, as a step would without logprobs.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hybrid_grpo.trainer import Trainer
 
 
 def build(arguments: list[str]) -> Trainer:
-    """As commands/train.py does it, without a folder for the run."""
+    """As in commands/train.py, but without a run folder."""
     config = parse(TrainConfig, arguments, "train").config
     plan = check_train(config, 1)
     device = engine.start()
@@ -52,14 +52,14 @@ def build(arguments: list[str]) -> Trainer:
         decoder=config.rollout.decoder,
         workspace=workspace,
     )
-    # The workloads have neither adapters nor, where beta is 0, a reference.
+    # The workloads have no adapters and, if beta is 0, no reference.
     reference = Reference(config.policy, config.engine) if config.grpo.beta else None
     return Trainer(config, plan, policy, reference, task, device)
 
 
 @contextmanager
 def forced(lengths: list[list[int]] | None) -> Iterator[None]:
-    """Inside, requests in the order of the data have the lengths given."""
+    """Within the context, requests in the order of the data have the given lengths."""
     if lengths is None:
         yield
         return
@@ -85,7 +85,7 @@ def plain_logprobs(
     temperature: float,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """What `logprobs.token_logprobs` does, from logits that are all there."""
+    """Like `logprobs.token_logprobs`, but from whole logits."""
     logits_NV = torch.nn.functional.linear(hidden_ND, weight_VD, bias_V).float()
     if temperature != 1:
         logits_NV = logits_NV / temperature
@@ -110,7 +110,7 @@ class Side:
         self.positions = Positions(trainer.policy.engine.engine.module)
 
     def step(self, shorten: int) -> dict[str, Any]:
-        """One step, with completions a factor shorter where they are forced."""
+        """One step, with forced completions shorter by a factor."""
         trainer = self.trainer
         lengths = self.lengths and shortened(self.lengths, shorten)
         self.watch.seconds.clear()
@@ -163,7 +163,7 @@ def main() -> None:
             else:
                 answer(side.step(command["shorten"]))
     sys.stdout.flush()
-    # As the command line ends: DeepSpeed leaves threads behind.
+    # As the command line does, since DeepSpeed leaves threads.
     os._exit(0)
 
 

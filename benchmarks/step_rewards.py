@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def scattered(completion_ids: list[list[int]]) -> list[float]:
-    """A number in [0, 1] that follows from the completion's tokens."""
+    """A number in [0, 1] computed from the completion's tokens."""
     return [sum(ids) % 97 / 96 for ids in completion_ids]

@@ -3,13 +3,13 @@
     python benchmarks/step_trl.py SPEC
     deepspeed --num_accelerators 1 benchmarks/step_trl.py SPEC      # stage 3
 
-The trainer's own loop runs; a callback holds it between two steps. So a step is everything from one rollout to the
-next, the drawing of prompts and all optimizer steps included. Of this repository only the reward functions are
-imported.
+The trainer's own loop runs; a callback pauses it between two steps. So a step is everything from one rollout to the
+next, including the drawing of prompts and all optimizer steps. Only the reward functions are imported from this
+repository.
 
-Where lengths are forced, a logits processor writes one column: no token may end a completion before its length, none
-but the end of sequence may come there. The rest is TRL's: `generate()` runs until the longest row is done, and what
-follows the end of a sequence is masked.
+To force lengths, a logits processor writes one column: end-of-sequence is impossible before a completion's length and
+certain at it. The rest is TRL's: `generate()` runs until the longest row is done, and what follows the end of a
+sequence is masked.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-# The reward functions of this repository, and nothing else of it.
+# For the reward functions of this repository, and nothing else.
 sys.path.append(str(Path(__file__).parent.parent))
 
 import torch
@@ -47,7 +47,7 @@ class Lengths(LogitsProcessor):
         self.seconds = 0.0
 
     def start(self, lengths: list[list[int]]) -> None:
-        """Force these for the next call of `generate`."""
+        """Force these lengths in the next call of `generate`."""
         self.lengths_B = torch.tensor(flat(lengths))
         self.prompt_width = -1
         self.seconds = 0.0
@@ -63,14 +63,14 @@ class Lengths(LogitsProcessor):
 
 
 def reward_functions(configs: list[dict[str, Any]], means: list[float]) -> list[Callable[..., Any]]:
-    """Our rewards as TRL calls them; each call leaves its weighted mean in `means`."""
+    """Our rewards in TRL's convention; each call appends its weighted mean to `means`."""
 
     def wrap(config: RewardConfig) -> Callable[..., Any]:
         reward = load_function(config, "rewards")
 
         def function(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> Any:
             inputs = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
-            # TRL gives more than columns: its state, and functions that log.
+            # TRL passes more than columns: its state, and logging functions.
             inputs |= {name: values for name, values in columns.items() if isinstance(values, list)}
             values = reward(inputs)
             means.append(config.weight * sum(values) / len(values))
@@ -83,7 +83,7 @@ def reward_functions(configs: list[dict[str, Any]], means: list[float]) -> list[
 
 
 def settings(spec: dict[str, Any], **others: Any) -> GRPOConfig:
-    """Our settings in TRL's words; `others` are in place of what stands here."""
+    """Our settings as TRL's; `others` override them."""
     config = spec["config"]
     policy, rollout, grpo = config["policy"], config["rollout"], config["grpo"]
     rows = rollout["prompts_per_step"] * rollout["num_generations"]
@@ -96,7 +96,7 @@ def settings(spec: dict[str, Any], **others: Any) -> GRPOConfig:
         "gradient_accumulation_steps": "auto",
         "steps_per_print": 10**9,
     }
-    # Ours may have a kernel that transformers does not know; its own default then.
+    # Ours may name a kernel that transformers does not know; then its own default.
     attention = policy["attn_implementation"]
     attention = attention if attention in ("eager", "flash_attention_2") else "sdpa"
     known = dict(
@@ -142,7 +142,7 @@ def settings(spec: dict[str, Any], **others: Any) -> GRPOConfig:
 
 
 def replay(trainer: GRPOTrainer, folder: str) -> None:
-    """From now on it samples nothing, and takes the completions that the other side left in a folder."""
+    """From now on the trainer does not sample, but uses the completions that the other side has left in a folder."""
     files = (Path(folder, f"{step}.json") for step in count(1))
 
     def generate(prompt_ids: Any, *_: Any) -> tuple[list[list[int]], None]:
@@ -154,7 +154,7 @@ def replay(trainer: GRPOTrainer, folder: str) -> None:
 
 
 class Side(TrainerCallback):
-    """Holds the trainer between two steps, and measures them."""
+    """Pauses the trainer between two steps, and measures them."""
 
     def __init__(self, spec: dict[str, Any], trainer: GRPOTrainer, means: list[float]) -> None:
         self.trainer = trainer
@@ -190,7 +190,7 @@ class Side(TrainerCallback):
         score, logprobs = trainer._generate_and_score_completions, trainer._get_per_token_logps_and_entropies
 
         def scored(inputs: Any) -> Any:
-            # What is not a stage of its own in here (padding, advantages, metrics) is `rest`.
+            # Everything without a stage of its own (padding, advantages, metrics) is `rest`.
             with self.watch.stage("rest"):
                 batch = score(inputs)
             generated = int(batch["completion_mask"].sum())
@@ -220,7 +220,7 @@ class Side(TrainerCallback):
                 group["lr"] = self.learning_rates[state.global_step]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Between two rollouts: say what the last step took, and wait."""
+        """Between two rollouts: report the last step, and wait."""
         if state.global_step % self.updates:
             return
         if self.measurement is not None:
@@ -254,7 +254,7 @@ class Side(TrainerCallback):
 
 
 def main() -> None:
-    # The launcher puts the rank in front.
+    # The launcher inserts the rank as the first argument.
     spec = json.loads(Path(sys.argv[-1]).read_text())
     rows = [json.loads(line) for line in Path(spec["config"]["data"]["path"]).read_text().splitlines()]
     torch.set_num_threads(spec["threads"])

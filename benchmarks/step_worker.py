@@ -1,4 +1,4 @@
-"""What both sides of step.py do alike: take commands, share a step's time out to its stages, count its tokens.
+"""The common part of both sides of step.py: take commands, divide a step's time into stages, count its tokens.
 
 Imported in two environments; knows neither trainer.
 """
@@ -17,22 +17,22 @@ import torch
 from rollout import peak_gb, reset_peak
 
 MARK = "step.py: "
-"""Before the answers of a worker; the rest of what it prints is for people."""
+"""The prefix of a worker's answers; its other output is for people."""
 
 
 def answer(value: Any) -> None:
-    """Say the outcome of a command to step.py."""
+    """Send the outcome of a command to step.py."""
     print(f"{MARK}{json.dumps(value)}", flush=True)
 
 
 def commands() -> Iterator[dict[str, Any]]:
-    """What step.py wants, until it wants nothing any more; the process sleeps in between."""
+    """step.py's commands, until there are no more; the process sleeps in between."""
     for line in sys.stdin:
         yield json.loads(line)
 
 
 class Stopwatch:
-    """Seconds by stage; a stage inside another is taken out of the outer one."""
+    """Seconds by stage; a nested stage does not count in the outer one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -41,7 +41,7 @@ class Stopwatch:
 
     def _turn(self) -> None:
         if torch.cuda.is_available():
-            # What a stage has begun belongs to it, although the host does not wait for that.
+            # GPU work that a stage has launched belongs to it, although the host does not wait for it.
             torch.cuda.synchronize()
         now = time.perf_counter()
         if self._open:
@@ -50,7 +50,7 @@ class Stopwatch:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """The block belongs to this stage."""
+        """Time in the block belongs to this stage."""
         self._turn()
         self._open.append(name)
         try:
@@ -90,7 +90,7 @@ def resident_gb() -> float:
 
 
 class Measurement:
-    """One step from its beginning to its end."""
+    """One step from start to end."""
 
     def __init__(self) -> None:
         reset_peak()
@@ -132,7 +132,7 @@ class Measurement:
 
 
 def shortened(lengths: list[list[int]], factor: int) -> list[list[int]]:
-    """Forced lengths a factor shorter, rounded up."""
+    """Forced lengths, shorter by a factor, rounded up."""
     return [[-(-n // factor) for n in group] for group in lengths]
 
 

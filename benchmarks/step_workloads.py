@@ -1,4 +1,4 @@
-"""The steps that step.py measures: a model, its data and the settings of both sides, made in a folder."""
+"""The steps that step.py measures: a model, its data and the settings of both sides, written to a folder."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Job:
         micro_rows: int | None = None,
         foreign: bool = False,
     ) -> dict[str, Any]:
-        """What a worker is told: our command line, and the settings of the other side, read from it.
+        """A worker's specification: our command line, and the other side's settings derived from it.
 
         Args:
             stage: of ZeRO.
@@ -76,7 +76,7 @@ class Job:
 
 
 def _run(*command: Any) -> None:
-    """Run a program of this repository; its output shows only if it fails."""
+    """Run a program of this repository; its output is shown only if it fails."""
     done = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(map(str, command))} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
@@ -96,7 +96,7 @@ def quickstart(folder: Path, seed: int = 0, ragged: bool = False) -> Job:
         *("--config", str(SCRIPTS / "quickstart.yaml"), "--run.seed", str(seed)),
         *("--policy.model", str(folder / "quickstart-sft/model"), "--data.path", str(task / "train.jsonl")),
         *("--data.eval_path", str(task / "heldout.jsonl")),
-        # The other side shuffles otherwise; the words are in random order as they are.
+        # The other side shuffles differently; the words are already in random order.
         *("--data.shuffle", "false", "--log.wandb", "disabled"),
     ]
     longest = 24 if ragged else 6
@@ -128,7 +128,7 @@ def _of_rollout(folder: Path, name: str, shape: Shape, dtype: str = "float32") -
 
 
 def head(folder: Path) -> Job:
-    """What the vocabulary costs: 8 sequences of 1,024 tokens, V = 151,936, two layers, in one micro-batch."""
+    """The cost of a large vocabulary: 8 sequences of 1,024 tokens, V = 151,936, two layers, in one micro-batch."""
     arguments = _forced(folder, [64], 8, 960, replace(_SMALL, vocabulary=151_936, layers=2))
     return Job([*arguments, "--policy.micro_batch_tokens", "8192"], 64, [[960] * 8])
 

@@ -1,12 +1,12 @@
-"""What streaming saves: seconds to the first step and memory of a run on a large JSONL, read whole and streamed.
+"""What streaming saves: seconds to the first step, and memory, of a run on a large JSONL file, read whole or streamed.
 
     python benchmarks/streaming.py [--megabytes 300] [--json FILE]
 
 The rows are words for the task of the quickstart, each with a text of 2,000 letters in another column, as a reference
-solution would be. A run is a process of its own, on one rank, with the tiny model of the quickstart, and makes one step
-on 64 prompts; a third run reads the first 1,000 rows only, which shows what is the same for all. Seconds are those from
-the start of the process to the end of the step, and those of the processor, of the whole process, which other programs
-on the machine change less. Memory is the most that the process had in residence.
+solution would be. A run is a separate process on one rank, with the tiny model of the quickstart, and makes one step on
+64 prompts; a third run reads only the first 1,000 rows, which shows the fixed cost. Seconds are from the start of the
+process to the end of the step, and processor seconds of the whole process, which depend less on other programs. Memory
+is the maximum resident size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def write_rows(path: Path, megabytes: float) -> int:
-    """Rows until the file has this size; returns how many."""
+    """Write rows until the file has this size; returns their number."""
     source, rows = random.Random(0), 0
     with path.open("w") as file:
         while file.tell() < megabytes * 1e6:
@@ -41,7 +41,7 @@ def write_rows(path: Path, megabytes: float) -> int:
 
 
 def first_step(folder: Path, *settings: str) -> dict[str, Any]:
-    """Seconds, seconds of the processor and GB of a run of one step."""
+    """Seconds, processor seconds and GB of a run of one step."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "WANDB_MODE": "disabled"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "hybrid_grpo", "train", "--config", str(SCRIPTS / "quickstart.yaml")]

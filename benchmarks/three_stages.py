@@ -1,10 +1,10 @@
-"""training_scripts/three_stages.sh for several seeds, and the last stage of each against the true score instead.
+"""training_scripts/three_stages.sh for several seeds, and the last stage of each with the true score as the reward.
 
     python benchmarks/three_stages.py [--seeds 0,1,2] [--settings '--run.steps 500'] [--json FILE]
 
-Everything runs as users run it, on two CPU ranks where there is no GPU, in an environment that is installed. The
-comparison has the same starting weights, prompts and settings as the last stage; only its reward is exchanged. Seconds
-are wall times, those of the script from its start to its end.
+Everything runs as users run it, on two CPU ranks if there is no GPU, in an installed environment. The comparison has
+the starting weights, prompts and settings of the last stage, and only another reward. Seconds are the wall time of the
+whole script.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TRUE_SCORE = "[{function: exact_match}, {function: letters_in_place}]"
 
 
 def script(place: Path, seed: int, settings: list[str]) -> float:
-    """Run the script; the seconds that it took. Its output is shown where it fails."""
+    """Run the script; returns its seconds. Its output is shown if it fails."""
     environment = {**os.environ, "RUNS": str(place), "SEED": str(seed), "SKIP_SETUP": "1", "WANDB_MODE": "disabled"}
     command = ["bash", str(ROOT / "training_scripts/three_stages.sh"), *settings]
     start = time.perf_counter()
@@ -57,7 +57,7 @@ def measure(seed: int, settings: list[str]) -> dict[str, Any]:
 
 
 def show(seed: int, found: dict[str, Any]) -> str:
-    """A seed in a line."""
+    """A seed as a line of text."""
     model, before, after, true = found["reward_model"], found["before"], found["after"], found["against_true_score"][-1]
     return (
         f"seed {seed}: reward model {model['heldout_accuracy']:.3f} of {model['possible_accuracy']:.3f}; true score"

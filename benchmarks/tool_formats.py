@@ -1,10 +1,10 @@
-"""What models may write: 100,000 random and spoiled turns for each format of calls, none of which may make a reader
-raise, take long, or return something that cannot be handled.
+"""Readers of tool calls on 100,000 random and corrupted turns for each format: none may raise, take long, or return
+something unusable.
 
     python benchmarks/tool_formats.py [--turns 100000] [--seed 1] [--formats hermes ...] [--json FILE]
 
-Counts turns with calls, with faults and with neither, and the longest time that a turn took. Ends with status 1 where a
-reader raises, or takes more than 2 s of the processor.
+Counts turns with calls, with faults and with neither, and the longest time of a turn. Ends with status 1 if a reader
+raises, or takes more than 2 s of processor time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LONGEST_S = 2.0
 
 
 def read_all(name: str, turns: int, seed: int) -> dict[str, Any]:
-    """What became of so many turns in a format."""
+    """The outcomes of `turns` turns in a format."""
     reader = format_reader(FORMATS[name], SCHEMAS, 16, "")
     counts: Counter[str] = Counter()
     longest_s = 0.0

@@ -1,11 +1,11 @@
-"""What logging costs a step at the quickstart's size: everything that a run writes, and wandb beside it.
+"""The cost of logging in a step of the quickstart's size: everything that a run writes, and wandb.
 
     python benchmarks/trackers.py --json benchmarks/results/trackers.json
 
-Two runs of the quickstart's model and settings on one rank, from weights that are not trained. The first logs in blocks
-of ten steps, in the order on, off, off, on, ...: in a block that is off, nothing is written, and wandb's processes are
-stopped (SIGSTOP). The second logs where the first does not, and makes the same steps to the bit. A block has one step
-whose rollouts are written, as the quickstart has, and one with histograms. Told are
+Two runs of the quickstart's model and settings on one rank, from untrained weights. The first logs in blocks of ten
+steps, in the order on, off, off, on, ...: in an off block nothing is written, and wandb's processes are stopped
+(SIGSTOP). The second logs in the other blocks, and makes the same steps to the bit. As in the quickstart, a block has
+one step whose rollouts are written, and one with histograms. Reported are
 
     logging_frac               the seconds that rank 0 spends on writing in the blocks that are on, and on collecting
                                what details.jsonl has, as a share of their steps: what training waits for
@@ -45,19 +45,19 @@ RECORDED = "starts", "processor_starts", "writing", "used"
 
 
 def tracker_processes() -> list[psutil.Process]:
-    """The processes of trackers, with what they have started."""
+    """The trackers' processes and their children."""
     children = [child for child in psutil.Process().children() if any("follower" in word for word in child.cmdline())]
     return [process for child in children for process in (child, *child.children(recursive=True))]
 
 
 def processor_seconds(process: psutil.Process) -> float:
-    """What a process has used so far."""
+    """Processor seconds of a process so far."""
     times = process.cpu_times()
     return float(times.user + times.system)
 
 
 class Clock:
-    """Turns logging on and off by blocks of steps, and takes the time of every step and of all writing."""
+    """Turns logging on and off by blocks of steps, and times every step and all writing."""
 
     def __init__(self, is_second: bool) -> None:
         self._is_second = is_second
@@ -83,7 +83,7 @@ class Clock:
         self.processor_starts.append(time.process_time())
 
     def wrap(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        """A method that does nothing in blocks that are off, and whose time is taken."""
+        """Makes a method do nothing in off blocks, and times it."""
 
         def timed(*arguments: Any, **options: Any) -> Any:
             start = time.perf_counter()
@@ -131,7 +131,7 @@ def train(arguments: list[str], result: Path) -> None:
 
 
 def judge(runs: list[dict[str, Any]], skipped: int) -> dict[str, Any]:
-    """The shares, of the blocks of both runs behind the first `skipped` ones, which must be even."""
+    """The shares, over the blocks of both runs after the first `skipped` ones, an even number."""
     seconds = [by_block(run["starts"]) for run in runs]
     blocks = len(seconds[0])
     on = [(run, n) for run in (0, 1) for n in range(skipped, blocks) if is_on(n, bool(run))]
@@ -151,7 +151,7 @@ def judge(runs: list[dict[str, Any]], skipped: int) -> dict[str, Any]:
 
 
 def longer(name: str, seconds: list[list[float]], skipped: int) -> dict[str, Any]:
-    """How much longer a block takes where it is on, from the seconds of the blocks of both runs."""
+    """How much longer a block takes when logging is on, from the seconds of the blocks of both runs."""
     logs = [math.log(seconds[is_on(n, True)][n] / seconds[is_on(n, False)][n]) for n in range(len(seconds[0]))]
     differences = [math.expm1((logs[n] + logs[n + 1]) / 2) for n in range(skipped, len(logs) - 1, 2)]
     draw = random.Random(0)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Make the environment of TRL in a folder, once: bash benchmarks/trl_env.sh FOLDER
-# Versions are those that this repository is measured with; DeepSpeed is built against the torch that comes first.
+# Create TRL's environment in a folder, once: bash benchmarks/trl_env.sh FOLDER
+# Versions are those that this repository is measured with; DeepSpeed is built against the torch installed first.
 set -euo pipefail
 folder=$1
 if [ -e "$folder/ready" ]; then exit; fi

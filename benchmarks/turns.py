@@ -3,16 +3,16 @@
     python benchmarks/turns.py [--task lookup] [--seeds 0,1,2] [--json FILE]
 
 `hidden_frac`: 64 conversations of 4 turns, each answered by a tool of 100 ms, with slots for 24 of them. Decoding is
-timed with and without the 100 ms, in turns; hidden is the share of the time that the tools take, were nothing decoded
-meanwhile, by which the conversations are not longer. Nothing can be hidden from a conversation itself, so decoding is
-made as long as the waiting by the number of tokens of a turn.
+timed with and without the 100 ms, alternately; the hidden fraction is the share of the tools' total waiting time that
+does not lengthen the conversations. A single conversation cannot hide its own waiting, so the number of tokens of a
+turn is chosen such that decoding takes as long as waiting.
 
-`slow_tool_delay_s`: by how much the other 63 conversations end later where one tool takes 5 s.
+`slow_tool_delay_s`: how much later the other 63 conversations end if one tool takes 5 s.
 
-By seed: the task of training_scripts/lookup_task.py, warmed up by supervised pairs, trained with
-training_scripts/lookup.yaml on one rank; `--task search` and `--task calculator` take the files of that name. Accuracy
-is that of completions sampled at temperature 1 for held-out keys; seconds are those of the whole `train` command, start
-included.
+For each seed: the task of training_scripts/lookup_task.py, warmed up on supervised pairs and trained with
+training_scripts/lookup.yaml on one rank; `--task search` and `--task calculator` use the files of that name. Accuracy
+is that of completions sampled at temperature 1 for held-out keys; seconds are those of the whole `train` command,
+including its start.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TURN_TOKENS, GIVEN = 24, [5] * 12
 
 
 class Timed:
-    """Answers every turn after a while, in the way of an asynchronous tool; `seconds` says after which, by its key."""
+    """Answers every turn after a delay, like an asynchronous tool; `seconds` has the delays by key."""
 
     def __init__(self, seconds: Any) -> None:
         self._seconds, self._turns, self.ended_at = seconds, dict[int, int](), dict[int, float]()
@@ -82,7 +82,7 @@ class Timed:
 
 
 def decode(model: Any, seconds: Any) -> Timed:
-    """All conversations, whose turns have TURN_TOKENS tokens: the last of them is the only one that may end a turn."""
+    """Decode all conversations. A turn has TURN_TOKENS tokens, and only the last may end it."""
     turns = Timed(seconds)
     requests = [Request([1, 2, 3, row % 50], [stream_key(row)], most=1000) for row in range(CONVERSATIONS)]
     sampling = Sampling(TURN_TOKENS * TURNS, stop_strings=("end",))
@@ -98,7 +98,7 @@ def decode(model: Any, seconds: Any) -> Timed:
 
 
 def latency(hidden: int, layers: int) -> dict[str, float]:
-    """What of the waiting is hidden, and what a slow tool costs the others."""
+    """The hidden share of the waiting, and the delay that a slow tool causes for others."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=512,
@@ -128,7 +128,7 @@ def latency(hidden: int, layers: int) -> dict[str, float]:
 
 
 def run(*arguments: str | Path, python: str | Path = sys.executable) -> str:
-    """What a command of Python, on one rank, prints; all of its output is shown where it fails."""
+    """The output of a Python command on one rank; it is shown if the command fails."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "WANDB_MODE": "disabled"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [str(python), *map(str, arguments)]

@@ -1,15 +1,15 @@
-"""Training with a tool, ours beside TRL's GRPOTrainer: the look-up task, the same warmed-up model and settings.
+"""Training with a tool, ours against TRL's GRPOTrainer: the look-up task, the same warmed-up model and settings.
 
     python benchmarks/turns_beside.py --trl PYTHON [--steps 100] [--seed 0] [--tool-s 0.02] [--json FILE]
 
-PYTHON is that of an environment that `bash benchmarks/trl_env.sh FOLDER` has made. Both sides train for as many steps,
-one after the other, each on one core with all its processes, those of tools included. `--tool-s` takes a tool that
-answers after so many seconds, an `async def` (late_lookup.py), in place of one that answers at once.
+PYTHON is that of an environment created by `bash benchmarks/trl_env.sh FOLDER`. Both sides train for the same number of
+steps, one after the other, each on one core with all its processes, including those of tools. With `--tool-s 0.02` the
+tool answers after 0.02 s, as an `async def` (late_lookup.py), and not at once.
 
-`step_s` and `trl_step_s` are mean seconds of the steps behind the first, `step_ratio` is TRL's by ours. `wall_s` and
-`trl_wall_s` are seconds of the whole commands, from the start to the written model, and `wall_ratio` is theirs.
-`accuracy` and `trl_accuracy` are measured by `hybrid-grpo eval` of the two models, for held-out keys at temperature 1;
-`warm_accuracy` is that of the model they began with.
+`step_s` and `trl_step_s` are mean seconds of the steps after the first, `step_ratio` is TRL's divided by ours. `wall_s`
+and `trl_wall_s` are seconds of the whole commands, from the start to the written model, and `wall_ratio` is their
+ratio. `accuracy` and `trl_accuracy` are measured by `hybrid-grpo eval` on the two models, for held-out keys at
+temperature 1; `warm_accuracy` is that of the starting model.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from hybrid_grpo.config import TrainConfig, to_dict
 from hybrid_grpo.config.parsing import parse
 
 ANSWER = 10
-"""Tokens that the template and the tool give between two turns of the look-up task."""
+"""Observation tokens of template and tool between two turns of the look-up task."""
 
 
 def warmed_up(place: str, seed: int) -> tuple[list[str], str]:
-    """Make the task in a folder and warm its model up: the settings of `train`, and the file of held-out keys."""
+    """Write the task to a folder and warm up its model. Returns the settings of `train`, and the file of held-out
+    keys."""
     task, shared = Path(place, "task"), ["--run.dir", place, "--run.seed", str(seed), "--log.wandb", "disabled"]
     run(SCRIPTS / "lookup_task.py", task, "--seed", str(seed))
     sft = ["--config", SCRIPTS / "lookup_sft.yaml", "--policy.model", task / "model", "--data.path", task / "sft.jsonl"]
@@ -66,7 +67,8 @@ def measure(python: Path, seed: int, steps: int, tool_s: float | None) -> dict[s
         steps_s = [line["time/step_s"] for line in lines]
         theirs = json.loads(Path(place, "trl.json").read_text())
         models = [config.policy.model, Path(place, "lookup/model"), Path(place, "model")]
-        evaluate = ["-m", "hybrid_grpo", "eval", *settings, "--data.eval_path", held_out, "--policy.model"]
+        recipe = ["--config", Path(place, "lookup/config.yaml"), "--data.eval_path", held_out]
+        evaluate = ["-m", "hybrid_grpo", "eval", *recipe, "--policy.model"]
         said = [run(*evaluate, model).splitlines()[-1] for model in models]
         accuracy = [json.loads(line)["eval/heldout/accuracy"] for line in said]
     step_s, trl_step_s = mean(steps_s[1:]), mean(theirs["steps_s"][1:])

@@ -2,12 +2,12 @@
 
     python benchmarks/turns_trl.py SPEC
 
-The SPEC is a JSON file with our settings (`config`), `steps`, `tool_tokens` (what the template and the tool give
-between two turns) and `folder`, where the trained model and `trl.json` are left: the seconds and the mean reward of
+The SPEC is a JSON file with our settings (`config`), `steps`, `tool_tokens` (observation tokens of template and tool
+between two turns) and `folder`, for the trained model and `trl.json`, which has the seconds and the mean reward of
 every step.
 
-TRL reads calls by `response_template` of the tokenizer, which is set to the one it has for Qwen3: the format is the
-same. Its `max_completion_length` counts what tools give, so it is that of our limits together.
+TRL reads calls by the tokenizer's `response_template`, which is set to TRL's for Qwen3, since the format is the same.
+Its `max_completion_length` includes observation tokens, so it is the sum of our limits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trl.chat_template_utils import qwen3_template
 
 
 class Clock(TrainerCallback):
-    """Times at which the training begins and its steps end."""
+    """Records when training begins and when its steps end."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -69,7 +69,7 @@ def main() -> None:
     )
     trainer.train()
     trainer.save_model(str(folder / "model"))
-    # As it was: hybrid-grpo eval is to read the calls of both models by the same format.
+    # Restored, so that hybrid-grpo eval reads the calls of both models in the same format.
     AutoTokenizer.from_pretrained(policy["model"]).save_pretrained(folder / "model")
     steps = [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)]
     (folder / "trl.json").write_text(json.dumps({"steps_s": steps, "rewards": means}))

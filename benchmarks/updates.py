@@ -1,10 +1,9 @@
-"""The same completions into both trainers, ours and TRL's GRPOTrainer: how far apart their weights end.
+"""The same completions in both trainers, ours and TRL's GRPOTrainer: how far apart are their weights at the end?
 
     python benchmarks/updates.py --steps 40 --grpo.num_iterations 2 --json FILE
 
-Ours samples, as in learning.py, and TRL is given these completions in place of its own. Rewards, advantages, loss,
-clipping and optimizer are each side's own. What is given beside the options here goes to both sides as settings of
-`train`.
+Ours samples, as in learning.py, and TRL uses these completions in place of its own. Rewards, advantages, loss, clipping
+and optimizer are each side's own. Further options are passed to both sides as settings of `train`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from step_workloads import quickstart
 
 
 def distance(one: Path, other: Path) -> float:
-    """Euclidean, over all weights of two model folders."""
+    """Euclidean distance over all weights of two model folders."""
     from safetensors.torch import load_file
 
     a, b = (load_file(folder / "model.safetensors") for folder in (one, other))

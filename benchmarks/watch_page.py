@@ -1,4 +1,4 @@
-"""The page of `hybrid-grpo watch` in a browser: how soon a large run is open, how soon a new step is shown, pictures.
+"""The page of `hybrid-grpo watch` in a browser: how fast a large run opens, how fast a new step is shown, pictures.
 
     python benchmarks/watch_page.py                                    a synthetic run of 100,000 steps, 200 metrics
     python benchmarks/watch_page.py --steps 1000                       the same of another length
@@ -7,10 +7,10 @@
                                                                        and dark, two widths
 
 Needs playwright (`pip install playwright`) and a Chromium, whose path is in CHROMIUM or which is found by its name.
-Seconds are from the start of the server, or the end of a step's line, until the page has drawn it; those with `cpu` in
-their name are the server's processor time. `--check` waits until every chart is drawn, is reached by the keyboard and
-says its newest numbers to a screen reader; it counts them, and texts whose contrast is below WCAG's level AA, errors in
-the console, requests to other machines, and numbers of tokens that are not the recorded ones.
+Seconds are from the start of the server, or from the writing of a step's line, until the page has drawn it; those with
+`cpu` in their name are the server's processor time. `--check` waits until every chart is drawn, can be reached by the
+keyboard and gives its newest values to a screen reader. It counts these charts, texts whose contrast is below WCAG's
+level AA, errors in the console, requests to other machines, and numbers of tokens that differ from the recorded ones.
 """
 
 import argparse
@@ -34,7 +34,7 @@ BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-c
 METRICS = 200
 SIZES = {"wide": (1280, 860), "phone": (390, 844)}
 COPIES_OF_VALUES = 50
-"""Lines of numbers that the synthetic run repeats: making each anew would take minutes."""
+"""Lines of metrics that the synthetic run repeats, since generating each one would take minutes."""
 PROMPTS = 10_000
 VIEWS = {
     "curves": ".chart .u-over",
@@ -43,7 +43,7 @@ VIEWS = {
     "step": "#step .stage",
     "settings": ".config",
 }
-"""The views of the page, and what each has when it is drawn."""
+"""The views of the page, and an element that shows that each is drawn."""
 CONTRAST = """() => {
   const parse = text => {
     const parts = (text.match(/[\\d.]+/g) || []).map(Number);
@@ -65,10 +65,11 @@ CONTRAST = """() => {
     return [(a + .05) / (b + .05), e.className, e.textContent.slice(0, 40)];
   }).filter(([ratio]) => ratio < 4.5);
 }"""
-"""Texts whose contrast with what is behind them is below WCAG's level AA."""
+"""Texts whose contrast with their background is below WCAG's level AA."""
 CHARTS = """() => [...document.querySelectorAll(".chart")].filter(e => e.checkVisibility()).map(
   e => [e.ariaLabel, e.tabIndex === 0 && e.ariaLabel?.includes(". ")])"""
-"""Charts on the page: what each says, and whether that is more than its title and the keyboard reaches it."""
+"""Charts on the page: each one's accessible text, and whether that is more than its title and the keyboard reaches
+it."""
 
 
 def browser_path() -> str | None:
@@ -78,7 +79,7 @@ def browser_path() -> str | None:
 
 @contextmanager
 def page(path: str, size: str = "wide", colors: str = "light") -> Iterator[Any]:
-    """An empty page of a browser of its own."""
+    """An empty page in a separate browser."""
     from playwright.sync_api import sync_playwright
 
     width, height = SIZES[size]
@@ -95,7 +96,7 @@ def page(path: str, size: str = "wide", colors: str = "light") -> Iterator[Any]:
 
 
 def until(tab: Any, expression: str, seconds: float = 60.0) -> None:
-    """Wait until an expression holds in the page, whose own rules allow no script that comes from elsewhere."""
+    """Wait until an expression holds in the page. The page's rules do not allow scripts from elsewhere."""
     deadline = time.monotonic() + seconds
     while not tab.evaluate(expression):
         assert time.monotonic() < deadline, f"not within {seconds} s: {expression}"
@@ -116,7 +117,7 @@ def served(*folders: Path) -> Iterator[tuple[str, psutil.Process]]:
 
 
 def write_run(folder: Path, steps: int) -> Path:
-    """A run of METRICS metrics, those of the catalogue first."""
+    """A synthetic run with METRICS metrics, those of the catalogue first."""
     from hybrid_grpo.records.metrics.catalogue import CATALOGUE
 
     names = [metric.name for metric in CATALOGUE if "<" not in metric.name]
@@ -131,7 +132,7 @@ def write_run(folder: Path, steps: int) -> Path:
 
 
 def write_details(folder: Path, steps: int, prompts: int = 32) -> None:
-    """details.jsonl of so many steps on two ranks, in the form that docs/dashboards.md describes."""
+    """details.jsonl of `steps` steps on two ranks, in the form described in docs/dashboards.md."""
     drawn = random.Random(1)
     times = [round(0.02 * at, 3) for at in range(64)]
     busy = [24 if at < 40 else 63 - at for at in range(64)]
@@ -149,8 +150,8 @@ def write_details(folder: Path, steps: int, prompts: int = 32) -> None:
 
 
 def measure(steps: int, browser: str) -> dict[str, Any]:
-    """Seconds until the first chart is drawn, and until all numbers are read; memory of the server; seconds until a new
-    step is shown; processor time and size of report.html."""
+    """Seconds until the first chart is drawn and until all metrics are read, memory of the server, seconds until a new
+    step is shown, processor time and size of report.html."""
     from hybrid_grpo.watch.frozen import write_report
 
     with tempfile.TemporaryDirectory() as place:
@@ -191,14 +192,14 @@ def measure(steps: int, browser: str) -> dict[str, Any]:
 
 
 def cpu(process: psutil.Process) -> float:
-    """Seconds of processor time: those of the clock on a machine with nothing else to do."""
+    """Processor seconds, which on an idle machine equal wall time."""
     times = process.cpu_times()
     return float(times.user + times.system)
 
 
 def check(run: Path, browser: str) -> dict[str, Any]:
-    """What `--check` counts, with the numbers of a few completions' tokens compared: of the page that a server gives,
-    and of the run's report.html, which is written again."""
+    """The counts of `--check`, with the tokens of a few completions compared, for the served page and for the run's
+    report.html, which is written again."""
     from hybrid_grpo.watch.frozen import write_report
 
     with served(run) as (url, _):
@@ -209,7 +210,8 @@ def check(run: Path, browser: str) -> dict[str, Any]:
 
 
 def check_page(address: str, run: Path, browser: str, numbers: range) -> dict[str, Any]:
-    """What `--check` counts on one page; `numbers` are the completions in its list whose tokens are compared."""
+    """The counts of `--check` on one page; `numbers` are the indices in its list of the completions whose tokens are
+    compared."""
     from hybrid_grpo.records.files import rollout_files
 
     step = max(step for step, path in rollout_files(run / "rollouts").items() if path.with_suffix(".parquet").exists())
@@ -218,7 +220,7 @@ def check_page(address: str, run: Path, browser: str, numbers: range) -> dict[st
     for size in SIZES:
         for colors in ("light", "dark"):
             with page(browser, size, colors) as tab:
-                # Charts are drawn when they come onto the screen: all of them are on this one.
+                # Charts are drawn when they become visible: this screen shows all of them.
                 tab.set_viewport_size({"width": SIZES[size][0], "height": 20_000})
                 tab.on("console", lambda message: found["console"].append(message.text))
                 tab.on("pageerror", lambda error: found["console"].append(str(error)))
@@ -253,7 +255,7 @@ def open_tokens(tab: Any, step: int, number: int = 0) -> None:
     tab.fill("[name=last]", str(step))
     tab.keyboard.press("Enter")
     until(tab, "/^[\\d,]+ found/.test(document.querySelector('#samples [role=status]').innerText)")
-    # What another completion has left must not pass for this one.
+    # The state of another completion must not be taken for this one's.
     tab.evaluate("document.querySelector('.detail').replaceChildren()")
     tab.locator(".rows tbody tr").nth(number).click()
     until(tab, f"document.querySelectorAll('.rows tbody tr')[{number}].className === 'chosen'")
@@ -261,8 +263,8 @@ def open_tokens(tab: Any, step: int, number: int = 0) -> None:
 
 
 def compare_tokens(tab: Any, run: Path, step: int) -> tuple[int, list[str]]:
-    """Read every token of the completion that is open, with the keyboard: how many numbers were compared with those
-    that the run has recorded, and those that differ."""
+    """Read every token of the open completion with the keyboard. Returns how many numbers were compared with the
+    recorded ones, and those that differ."""
     import pyarrow.parquet
 
     table = pyarrow.parquet.read_table(run / "rollouts" / f"step_{step:06d}.parquet").to_pylist()

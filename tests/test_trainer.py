@@ -28,7 +28,7 @@ from hybrid_grpo.model.upload import upload
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.records.step_trace import StepTrace
-from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.rewards.scorer import Rewards
 from hybrid_grpo.trainer import Trainer
 
 P, G = 8, 2

@@ -8,16 +8,15 @@ returns. A mistake raises UserError: one line that names the setting and the way
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybrid_grpo.config import GenerateConfig, PublishConfig, RewardStageConfig, SftConfig, TrainConfig
+from hybrid_grpo.config import EvaluateConfig, GenerateConfig, PublishConfig, RewardStageConfig, SftConfig, TrainConfig
 from hybrid_grpo.config.building import refuse_unused
-from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.launching import adopt_rank
 from hybrid_grpo.config.parsing import ConfigT, Parsed, configure
 from hybrid_grpo.config.recipes import overlay, read_recipe
@@ -91,10 +90,11 @@ def evaluate(
     from hybrid_grpo.commands.eval import evaluate as run
 
     if data is not None and not isinstance(data, Mapping):
-        data = {"path": data, "eval_path": data}
-    # Nothing is drawn from the prompts: as few as there are ranks will do.
-    sections["rollout"] = {"prompts_per_step": int(os.environ.get("WORLD_SIZE", "1")), **sections.get("rollout", {})}
-    return run(_configure(TrainConfig, model, data, rewards, config, sections).config)
+        data = {"eval_path": data}
+    settings = _configure(EvaluateConfig, model, data, rewards, config, sections).config
+    for name in ("against", "output"):
+        refuse(getattr(settings.eval, name) is not None, f"eval.{name} is for the command line: take it out")
+    return run(settings)
 
 
 def generate(model: Any = None, data: Any = None, *, config: Any = None, **sections: Any) -> list[dict[str, Any]]:

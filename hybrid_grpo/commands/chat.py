@@ -23,7 +23,7 @@ from hybrid_grpo.config.parsing import leading_argument, parse
 from hybrid_grpo.records.files import reader_may_leave
 
 if TYPE_CHECKING:
-    from hybrid_grpo.data.conversation import Conversation
+    from hybrid_grpo.data.chat_history import ChatHistory
 
 COMMAND = "chat MODEL"
 Answer = Callable[[list[int], int, Callable[[str], None]], tuple[str, str]]
@@ -70,11 +70,11 @@ def _defaults(name: str, options: list[str]) -> list[str]:
     return ["--chat.adapter", name, *([] if given else ["--policy.model", str(base)])]
 
 
-def _loaded(config: ChatConfig) -> tuple[Conversation, Answer]:
+def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
     """An empty conversation, and what answers. Raises UserError."""
     import torch
 
-    from hybrid_grpo.data.conversation import Conversation
+    from hybrid_grpo.data.chat_history import ChatHistory
     from hybrid_grpo.generation import Request, stream_key
     from hybrid_grpo.generation.rollout import attention_of, complete, sampling_of
     from hybrid_grpo.generation.text_stream import TextStream
@@ -96,11 +96,11 @@ def _loaded(config: ChatConfig) -> tuple[Conversation, Answer]:
         f"rollout.max_completion_tokens {rollout.max_completion_tokens} leaves no room for a message: {has}: set it to"
         f" {max(1, positions // 2)} or lower",
     )
-    conversation = Conversation(config.data, tokenizer, positions - rollout.max_completion_tokens)
-    conversation.system = config.data.system_prompt if config.chat.system is None else config.chat.system
+    history = ChatHistory(config.data, tokenizer, positions - rollout.max_completion_tokens)
+    history.system = config.data.system_prompt if config.chat.system is None else config.chat.system
     # What is wrong with the template or the system prompt is told before the weights are read.
-    if conversation.templated:
-        conversation.prompt_ids("hello")
+    if history.templated:
+        history.prompt_ids("hello")
     print(f"model: {name}{'' if adapter is None else f', adapter {adapter}'}", file=sys.stderr)
     print(f"sampling: run.seed {config.run.seed}, {sampler.fact}", file=sys.stderr)
     model = load_model(config.policy, attention_of(rollout.decoder))
@@ -126,7 +126,7 @@ def _loaded(config: ChatConfig) -> tuple[Conversation, Answer]:
         write(stream.rest())
         return decode(stream.tokens), why
 
-    return conversation, answer
+    return history, answer
 
 
 @contextmanager
@@ -152,8 +152,8 @@ def _interruptible() -> Iterator[Callable[[], None]]:
 class _Terminal:
     """Reads messages and commands, and shows the answers."""
 
-    def __init__(self, conversation: Conversation, answer: Answer) -> None:
-        self._conversation, self._answer = conversation, answer
+    def __init__(self, history: ChatHistory, answer: Answer) -> None:
+        self._history, self._answer = history, answer
         self._typed = sys.stdin.isatty()
         self._shown = sys.stdout.isatty()
         self._answers = self._left_out = 0
@@ -161,7 +161,7 @@ class _Terminal:
     def talk(self) -> None:
         """Take lines until the input ends or /quit."""
         if self._typed:
-            says = "a chat" if self._conversation.templated else "plain text that the model continues"
+            says = "a chat" if self._history.templated else "plain text that the model continues"
             self._say(f"{says}; /help lists the commands")
         for line in self._lines():
             if not line.strip():
@@ -205,7 +205,7 @@ class _Terminal:
                 self._say("\n/quit or Ctrl-D ends the conversation")
 
     def _obey(self, command: str, rest: str) -> None:
-        talk = self._conversation
+        talk = self._history
         match command, rest:
             case "/reset", "":
                 talk.turns.clear()
@@ -231,7 +231,7 @@ class _Terminal:
                 )
 
     def _reply(self, message: str) -> None:
-        prompt_ids, left_out = self._conversation.prompt_ids(message)
+        prompt_ids, left_out = self._history.prompt_ids(message)
         if left_out > self._left_out:
             self._say(f"the model's context is full: the oldest {left_out} messages and answers are left out")
         self._left_out = left_out
@@ -240,7 +240,7 @@ class _Terminal:
         self._show("\n")
         if why:
             self._say(f"[{why}]")
-        self._conversation.turns.append((message, answer))
+        self._history.turns.append((message, answer))
 
     def _show(self, text: str) -> None:
         if text:

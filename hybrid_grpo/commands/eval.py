@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from hybrid_grpo.config import EvaluateConfig, TrainConfig
-from hybrid_grpo.config.checks import check_eval, check_sets
+from hybrid_grpo.config import EvaluateConfig
+from hybrid_grpo.config.checks import check_eval
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.parsing import parse
 from hybrid_grpo.records.files import json_lines
@@ -44,7 +44,7 @@ def run(arguments: list[str]) -> None:
     """Parse, load, complete and score. Prints a table on standard error and one JSON object on standard output: the
     model, its numbers and their intervals; with `eval.against` also those of the other model, and the differences."""
     config = parse(EvaluateConfig, with_trained_models(arguments), "eval").config
-    check_eval(config, int(os.environ.get("WORLD_SIZE", "1")))
+    check_eval(config)
     other = _model_of(config.eval.against) if config.eval.against else None
     found = [measure(config)]
     if other is not None:
@@ -76,24 +76,24 @@ def run(arguments: list[str]) -> None:
     print(json.dumps(said))
 
 
-def evaluate(config: TrainConfig) -> dict[str, float]:
+def evaluate(config: EvaluateConfig) -> dict[str, float]:
     """The numbers of the evaluation by name, the same on every rank. Raises UserError."""
-    check_sets(config, int(os.environ.get("WORLD_SIZE", "1")))
+    check_eval(config)
     return measure(config).values
 
 
-def measure(config: TrainConfig) -> Measured:
+def measure(config: EvaluateConfig) -> Measured:
     """Complete and score the held-out sets with `policy.model`; single prompts are told on rank 0 only. Collective."""
     from hybrid_grpo import engine
     from hybrid_grpo.generation.rollout import attention_of, complete
     from hybrid_grpo.model.loading import load_model
     from hybrid_grpo.model.ranks import gather_objects, rank
-    from hybrid_grpo.run.inputs import RunInputs
+    from hybrid_grpo.run.inputs import read_eval_inputs
 
     device = engine.start()
     if rank() == 0:
         print(f"model: {config.policy.model}", file=sys.stderr, flush=True)
-    inputs = RunInputs.read(config)
+    inputs = read_eval_inputs(config)
     inputs.load_models(engine.Frozen)
     inputs.load_user(device)
     model = load_model(config.policy, attention_of(config.rollout.decoder)).to(device).eval()

@@ -27,7 +27,7 @@ from hybrid_grpo.records.files import json_lines, reader_may_leave
 
 if TYPE_CHECKING:
     from hybrid_grpo.data.batch import Rollout, Scores
-    from hybrid_grpo.rewards.loading import Reward
+    from hybrid_grpo.rewards.loader import Reward
     from hybrid_grpo.workers.calls import Call, Reply
     from hybrid_grpo.workers.pool import Caller
 
@@ -58,8 +58,8 @@ def run(arguments: list[str]) -> None:
 
 def _score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
     from hybrid_grpo.data.batch import Rollout, Scores
-    from hybrid_grpo.rewards.loading import load_rewards
-    from hybrid_grpo.rewards.scoring import Rewards
+    from hybrid_grpo.rewards.loader import load_rewards
+    from hybrid_grpo.rewards.scorer import Rewards
 
     loaded = load_rewards(config.rewards, config.scoring)
     tokenizer = _tokenizer(loaded, config.policy.model)

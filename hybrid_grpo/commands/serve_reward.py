@@ -20,17 +20,17 @@ def run(arguments: list[str]) -> None:
     serve = config.serve
     tls = _tls(serve)
 
-    from hybrid_grpo.rewards.loading import load_rewards
+    from hybrid_grpo.rewards.loader import load_rewards
     from hybrid_grpo.rewards.remote import server
     from hybrid_grpo.rewards.remote.service import RewardService
-    from hybrid_grpo.rewards.scoring import Rewards
+    from hybrid_grpo.rewards.scorer import Rewards
 
     loaded = load_rewards(config.rewards, config.scoring)
     needs_ids = [reward.name for reward in loaded if "completion_ids" in reward.interface.required]
     rewards = Rewards(loaded, config.scoring)
     rewards.load_models()
     token = bearer_token("serve.token_env", serve.token_env) if serve.token_env else None
-    app = server.application(PATH, RewardService(rewards, serve, needs_ids).answer, serve, token)
+    app = server.application(PATH, RewardService(rewards.score, serve, needs_ids).answer, serve, token)
     try:
         listener = server.listen(serve.host, serve.port)
     except OSError as error:

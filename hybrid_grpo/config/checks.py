@@ -7,7 +7,7 @@ UserError of one line, which names the settings and the way out.
 
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,9 +22,10 @@ from hybrid_grpo.config.commands import (
     ServeRewardConfig,
     SftConfig,
 )
+from hybrid_grpo.config.composition import EvaluationConfig
 from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.errors import UserError, refuse
-from hybrid_grpo.config.held_out import check_best, held_out_sets
+from hybrid_grpo.config.held_out import HeldOut, check_best, held_out_sets
 from hybrid_grpo.config.model import PolicyConfig
 from hybrid_grpo.config.network import bearer_token, is_loopback
 from hybrid_grpo.config.places import check_model_folder, check_source, refuse_indivisible
@@ -102,39 +103,38 @@ def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
         for setting, name in feature.models.items():
             if name is not None:
                 check_model_folder(setting, name)
-    return _check_run(config, world_size)
-
-
-def _check_run(config: TrainConfig, world_size: int) -> BatchPlan:
-    """Refuse what cannot work here of the core's own settings; return the batch equation."""
     _check_training(config, world_size)
-    if not config.rollout.environment:
-        _check_rewards(config.rewards)
-    sets = held_out_sets(config)
-    check_best(config, sets)
-    for held_out in sets:
-        if held_out.rows is not None and (held_out.rows.path != "" or held_out.data.task is None):
-            check_source(f"{held_out.setting}.path", held_out.rows.path)
+    check_best(config, _check_held_out(config))
     return batch_plan(config, world_size)
 
 
-def check_eval(config: EvaluateConfig, world_size: int) -> None:
+def check_eval(config: EvaluateConfig) -> None:
     """Refuse an evaluation that cannot work here."""
-    check_sets(config, world_size)
-    if config.eval.output is not None:
-        for held_out in held_out_sets(config):
-            path = held_out.data.eval_path if held_out.rows is None else held_out.rows.path
-            check_output("eval.output", config.eval.output, f"the prompts of {held_out.name}", path)
-
-
-def check_sets(config: TrainConfig, world_size: int) -> None:
-    """Refuse to evaluate where there is nothing to evaluate on."""
-    # The best step belongs to a whole run, and features take no part in an evaluation.
-    _check_run(replace(config, eval=replace(config.eval, best=None, patience=None)), world_size)
+    _check_policy(config.policy)
+    sets = _check_held_out(config)
     refuse(
-        not held_out_sets(config),
+        not sets,
         "data.eval_path and data.eval_split are not set, and eval.sets is empty: name the prompts to evaluate on",
     )
+    data = config.data
+    if data.eval_path is not None:
+        check_source("data.eval_path", data.eval_path)
+    elif data.eval_split is not None and (data.path != "" or data.task is None):
+        check_source("data.path", data.path)
+    for held_out in sets if config.eval.output is not None else ():
+        path = data.eval_path if held_out.rows is None else held_out.rows.path
+        check_output("eval.output", str(config.eval.output), f"the prompts of {held_out.name}", path)
+
+
+def _check_held_out(config: EvaluationConfig) -> list[HeldOut]:
+    """The held-out sets, which have rewards and rows."""
+    if not config.rollout.environment:
+        _check_rewards(config.rewards)
+    sets = held_out_sets(config)
+    for held_out in sets:
+        if held_out.rows is not None and (held_out.rows.path != "" or held_out.data.task is None):
+            check_source(f"{held_out.setting}.path", held_out.rows.path)
+    return sets
 
 
 def check_sft(config: SftConfig, world_size: int) -> None:

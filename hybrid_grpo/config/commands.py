@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import field
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import model_validator
@@ -12,6 +13,7 @@ from pydantic.dataclasses import dataclass
 from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.evaluation import EvalConfig
+from hybrid_grpo.config.features import FeatureConfig, feature_sections, with_feature_sections
 from hybrid_grpo.config.fields import SECTION, Count, Switch, Text
 from hybrid_grpo.config.model import PolicyConfig
 from hybrid_grpo.config.preferences import PairEvalConfig, RewardLoopConfig
@@ -19,7 +21,7 @@ from hybrid_grpo.config.publishing import PublishOptionsConfig
 from hybrid_grpo.config.rewards import RewardList, ScoringConfig, ServeOptionsConfig
 from hybrid_grpo.config.rollout import RolloutConfig
 from hybrid_grpo.config.run import RunConfig
-from hybrid_grpo.config.train import ModelRunConfig, TrainConfig
+from hybrid_grpo.config.train import ModelRunConfig, TrainConfig, check_outcome, names_of_rewards
 from hybrid_grpo.config.watching import WatchOptionsConfig
 
 _SEED = frozenset({"seed"})
@@ -123,12 +125,50 @@ class EvalOptionsConfig(EvalConfig):
 
 
 @dataclass(frozen=True, config=SECTION)
-class EvaluateConfig(TrainConfig):
+@partial(with_feature_sections, method="held_out_source")
+class EvaluateConfig(RecipeReader):
     """Accuracy of a model on the held-out sets of a recipe, with intervals: that of `policy.model`, else the one that
     the run of `--config RUN/config.yaml` has trained. The numbers go to standard output as one JSON object, and to
-    standard error as a table. The sections that only training has are without effect."""
+    standard error as a table. What only training uses of the recipe is left aside."""
 
+    run: RunConfig = field(default_factory=RunConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """How completions end, and who answers their turns; how they are sampled is in `eval`."""
+    rewards: RewardList = field(default_factory=list)
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)
     eval: EvalOptionsConfig = field(default_factory=EvalOptionsConfig)
+
+    command = "eval"
+    used = in_part(
+        run=_SEED,
+        policy=_MODEL,
+        data=all_but(DataConfig, "mixture limit completion_column shuffle"),
+        rollout=all_but(
+            RolloutConfig,
+            "prompts_per_step num_generations temperature top_p top_k min_p repetition_penalty logit_bias logprobs"
+            " keep_cache",
+        ),
+        scoring=all_but(ScoringConfig, "max_failed_frac"),
+        eval=all_but(EvalOptionsConfig, "every best patience"),
+    )
+
+    @property
+    def reward_names(self) -> list[str]:
+        """Names of all rewards, those of functions first, then those of environments."""
+        return names_of_rewards(self.rewards, self.rollout)
+
+    @property
+    def active_features(self) -> list[FeatureConfig]:
+        """The sections of the features that are on and decide how held-out rows are read."""
+        sections = (getattr(self, name) for name in feature_sections("held_out_source"))
+        return [section for section in sections if section.is_on]
+
+    @model_validator(mode="after")
+    def _check_agreement(self) -> EvaluateConfig:
+        check_outcome(self.eval, self.reward_names)
+        return self
 
 
 @dataclass(frozen=True, config=SECTION)

@@ -6,8 +6,10 @@ from typing import Any, Protocol
 
 from hybrid_grpo.config.commands import RecipeReader, SftConfig
 from hybrid_grpo.config.data import DataConfig
+from hybrid_grpo.config.evaluation import EvalConfig
+from hybrid_grpo.config.features import FeatureConfig
 from hybrid_grpo.config.model import PolicyConfig
-from hybrid_grpo.config.rewards import ScoringConfig
+from hybrid_grpo.config.rewards import RewardConfig, ScoringConfig
 from hybrid_grpo.config.rollout import RolloutConfig
 from hybrid_grpo.config.run import RunConfig
 from hybrid_grpo.config.train import TrainConfig
@@ -27,6 +29,19 @@ class SamplingConfig(Protocol):
     def rollout(self) -> RolloutConfig: ...
     @property
     def scoring(self) -> ScoringConfig: ...
+
+
+class EvaluationConfig(SamplingConfig, Protocol):
+    """What commands that evaluate on held-out sets have in common."""
+
+    @property
+    def rewards(self) -> list[RewardConfig]: ...
+    @property
+    def eval(self) -> EvalConfig: ...
+    @property
+    def reward_names(self) -> list[str]: ...
+    @property
+    def active_features(self) -> list[FeatureConfig]: ...
 
 
 def settings_of(cls: Any, section: str) -> dict[str, Any]:

@@ -152,9 +152,14 @@ def registered() -> dict[str, type[FeatureConfig]]:
     return {folder: getattr(import_module(f"hybrid_grpo.features.{folder}.settings"), cls) for folder, cls in entries}
 
 
-def feature_sections() -> dict[str, type[FeatureConfig]]:
-    """The settings of the features that take part in training, by the name of their section."""
-    return {settings.section: settings for settings in registered().values() if settings.section}
+def feature_sections(method: str | None = None) -> dict[str, type[FeatureConfig]]:
+    """The settings of the features that take part in training, by the name of their section; with `method` only of
+    those whose settings have a method of this name of their own."""
+    return {
+        settings.section: settings
+        for settings in registered().values()
+        if settings.section and (method is None or method in vars(settings))
+    }
 
 
 def feature_commands() -> dict[str, tuple[str, str]]:
@@ -171,9 +176,9 @@ def feature_folders() -> list[Path]:
     return [Path(__file__).parent.parent / "features" / folder for folder in registered()]
 
 
-def with_feature_sections(cls: ClassT) -> ClassT:
-    """Class decorator, applied before `dataclass`: adds a field for the section of every registered feature."""
-    for name, settings in feature_sections().items():
+def with_feature_sections(cls: ClassT, method: str | None = None) -> ClassT:
+    """Class decorator, applied before `dataclass`: adds a field for every section of `feature_sections`."""
+    for name, settings in feature_sections(method).items():
         cls.__annotations__[name] = settings
         setattr(cls, name, field(default_factory=settings))
     return cls

@@ -8,13 +8,13 @@ from typing import Any
 
 from hybrid_grpo.config.building import build
 from hybrid_grpo.config.commands import ServeRewardConfig
+from hybrid_grpo.config.composition import EvaluationConfig
 from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.evaluation import EvalSetConfig
 from hybrid_grpo.config.rewards import RewardConfig, reward_name
 from hybrid_grpo.config.rollout import RolloutConfig
 from hybrid_grpo.config.tasks import task_settings
-from hybrid_grpo.config.train import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class HeldOut:
         return [f"eval/{self.name}/{number}" for number in ("accuracy", "reward_mean", *pass_at, *maj_at)]
 
 
-def held_out_sets(config: TrainConfig) -> list[HeldOut]:
+def held_out_sets(config: EvaluationConfig) -> list[HeldOut]:
     """The set that `data.eval_path` or `data.eval_split` names, if there is one, and those of `eval.sets`.
 
     Raises UserError where a set names no prompts, has the name of another, or contradicts itself.
@@ -80,7 +80,7 @@ def held_out_sets(config: TrainConfig) -> list[HeldOut]:
     return sets
 
 
-def check_best(config: TrainConfig, sets: list[HeldOut]) -> None:
+def check_best(config: EvaluationConfig, sets: list[HeldOut]) -> None:
     """Refuse a number to keep the best weights by that no set has, or that patience would wait for in vain."""
     best, patience = config.eval.best, config.eval.patience
     if best is None:
@@ -102,7 +102,7 @@ def _has_default(data: DataConfig) -> bool:
     return data.eval_path is not None or data.eval_split is not None
 
 
-def _named(config: TrainConfig, name: str, given: EvalSetConfig) -> HeldOut:
+def _named(config: EvaluationConfig, name: str, given: EvalSetConfig) -> HeldOut:
     setting = f"eval.sets.{name}"
     # The rows of the run's own task are read, and rewarded, as in training.
     task = given.task if given.task != config.data.task else None
@@ -168,11 +168,11 @@ def _rewards(entries: Any) -> list[RewardConfig]:
     return build(ServeRewardConfig, {"rewards": entries}).rewards
 
 
-def _run_outcome(config: TrainConfig) -> str:
+def _run_outcome(config: EvaluationConfig) -> str:
     return config.eval.outcome or config.reward_names[0]
 
 
-def _rollout(config: TrainConfig, given: EvalSetConfig, setting: str) -> RolloutConfig:
+def _rollout(config: EvaluationConfig, given: EvalSetConfig, setting: str) -> RolloutConfig:
     names = ("num_generations", "temperature", "top_p", "max_completion_tokens")
     values = {
         name: getattr(config.eval, name) if getattr(given, name) is None else getattr(given, name) for name in names

@@ -42,7 +42,7 @@ def _words(plain: Any) -> list[str]:
     if origin is list:
         (entry,) = plain_types(get_args(plain)[0])[:1]
         return [f"a list such as [{example(entry)}]" if dataclasses.is_dataclass(entry) else "a list"]
-    others = {type(None): "null", tuple: "[number, number]", dict: "a mapping", **_WORDS}
+    others: dict[Any, str] = {type(None): "null", tuple: "[number, number]", dict: "a mapping", **_WORDS}
     word = "settings" if dataclasses.is_dataclass(plain) else others.get(origin or plain)
     return [word] if word else []
 

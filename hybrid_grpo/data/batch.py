@@ -32,12 +32,12 @@ Message = dict[str, Any]
 """One chat message: `{"role": ..., "content": ...}`."""
 
 RewardStep = tuple[int, float]
-"""The reward of one step of a completion: the number of its tokens up to the end of the step, and the reward."""
+"""The reward of one step of a completion: the number of its tokens up to and including the step, and the reward."""
 
 Numbers = dict[str, tuple[float | Tensor, float | Tensor]]
-"""What a stage measured, by the name in the catalogue of metrics: the value, and how many items it is the mean of (1
-for sums and extremes; a value of 0 items counts for nothing). Tensors are read only when the step is told, so that
-nothing waits for the GPU before."""
+"""What a stage measured, by metric name: the value, and the number of items it is the mean of (1 for sums and extremes;
+a value of 0 items is ignored). Tensors are only read when the step is logged, so that nothing waits for the GPU before
+that."""
 
 
 @dataclass(frozen=True)
@@ -45,68 +45,69 @@ class Prompt:
     """One row of the data set, ready to be completed."""
 
     id: int
-    """Row number in its source: names the prompt in logs, and is part of its completions' random streams."""
+    """Row number in its source: identifies the prompt in logs, and seeds the random streams of its completions."""
     text: str | list[Message]
-    """The prompt as the data set has it (a system message added): what reward functions receive."""
+    """The prompt as in the data set, plus any system message: what reward functions receive."""
     token_ids: list[int]
     """The prompt as the model reads it."""
     columns: dict[str, Any]
     """All other columns of the row, for the reward functions."""
     epoch: int = 0
-    """Pass over the data in which the prompt was drawn: tells two draws of one row in the same step apart."""
+    """Pass over the data in which the prompt was drawn: distinguishes two draws of one row in the same step."""
     source: str = ""
-    """Name of its source in `data.mixture`; empty without one."""
+    """Name of its source in `data.mixture`; empty without a mixture."""
     opening: Opening | None = None
     """How its environment begins; None without `rollout.environment`."""
 
 
 Given = tuple[int, list[int]]
-"""Tokens that were not sampled but given between two turns of a completion, after so many sampled ones."""
+"""Tokens that were not sampled but inserted between two turns: the number of sampled tokens before them, and the
+tokens."""
 
 
 Called = tuple[str, bool]
-"""A call as it is counted, `tool/<name>` or `user`, and whether it failed."""
+"""A call as it is counted in metrics, `tool/<name>` or `user`, and whether it failed."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One continuation, sampled by the policy or given by another writer: one turn, or several with what tools answered
-    between them.
+    """One continuation, sampled by the policy or written by someone else: one turn, or several with the answers of
+    tools between them.
 
-    What counts are the sampled tokens: T, lengths, log-probabilities and all that is made of them are theirs alone.
-    Given tokens are read by the model, and are nothing else.
+    Only sampled tokens count: T, lengths, log-probabilities and all that is computed from them leave out given tokens,
+    which the model merely reads.
     """
 
     token_ids: list[int]
-    """Sampled tokens, those of all turns. The end-of-sequence or stop token is the last, where there was one."""
+    """Sampled tokens of all turns, including the end-of-sequence or stop token if there was one."""
     logp: list[float]
     """Log-probability of each token under the softmax at the sampling temperature, recorded while sampling. Empty for
-    one that was given and is not learned."""
+    a completion by another writer that is not learned from."""
     finish: Literal["stop", "length"]
-    """`stop`: the completion ended by itself. `length`: it was cut at the limit."""
+    """`stop`: the completion ended by itself; `length`: it was cut at the limit."""
     text: str = ""
-    """The tokens of the last turn as text, without special tokens."""
+    """The last turn as text, without special tokens."""
     given: tuple[Given, ...] = ()
-    """What stands between the turns, in order; empty where there is one turn."""
+    """The tokens between the turns, in order; empty if there is one turn."""
     messages: tuple[Message, ...] = ()
-    """The turns and the answers to them as a chat, what the prompt is continued with; empty without tools."""
+    """The turns and the answers to them, as the messages that follow the prompt; empty without tools."""
     writer: str = ""
     """Who wrote it; empty for the policy."""
     learned: bool = True
-    """Whether it takes part in the loss, and not only in the comparison with its group."""
+    """Whether it is part of the loss, and not only of the comparison within its group."""
     episode: Episode | None = None
-    """What came of its environment; None without one."""
+    """The outcome of its environment; None without one."""
     calls: tuple[Called, ...] = ()
-    """Calls of tools that it made, and turns of it that the user answered, sorted."""
+    """Tool calls that it made, and turns that the user answered, sorted."""
 
     @property
     def turns(self) -> int:
-        """Turns of the model."""
+        """Number of turns of the model."""
         return len(self.given) + 1
 
     @property
     def read_ids(self) -> list[int]:
-        """All tokens after the prompt in the order in which the model reads them, given ones included."""
+        """All tokens after the prompt as the model reads them, including given ones."""
         ids: list[int] = []
         begin = 0
         for end, given in self.given:
@@ -116,7 +117,7 @@ class Completion:
 
     @property
     def sampled_places(self) -> list[int] | None:
-        """Where in `read_ids` each sampled token stands; None where all were sampled."""
+        """The index in `read_ids` of each sampled token; None if all were sampled."""
         if not self.given:
             return None
         ends, shifts = [end for end, _ in self.given], list(accumulate((len(ids) for _, ids in self.given), initial=0))
@@ -125,7 +126,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Rollout:
-    """All completions of one step on this rank; a group is `num_generations` rows that follow each other."""
+    """All completions of one step on this rank; a group is `num_generations` consecutive rows."""
 
     prompts: list[Prompt]
     """[P]"""
@@ -141,8 +142,8 @@ class Rollout:
 
     @property
     def read_ids(self) -> tuple[list[list[int]], list[list[int]], list[list[int] | None]]:
-        """[B] each: the tokens of the prompts, all that the model reads after them, and where in that the sampled
-        tokens stand; None where all are sampled."""
+        """[B] each: the tokens of the prompts, all tokens after them, and the indices of the sampled ones among those;
+        None if all were sampled."""
         completions = self.completions
         prompts = [prompt.token_ids for prompt in self.row_prompts]
         return prompts, [c.read_ids for c in completions], [c.sampled_places for c in completions]
@@ -154,12 +155,12 @@ class Rollout:
 
     @property
     def lengths(self) -> list[int]:
-        """[B], tokens of every completion."""
+        """[B], tokens of each completion."""
         return [len(completion.token_ids) for completion in self.completions]
 
     @property
     def mask_BT(self) -> Tensor:
-        """bool, True on the tokens of each completion; T is the longest."""
+        """bool, True on the tokens of each completion; T is the length of the longest."""
         return _begins(self.lengths, max(self.lengths))
 
     @property
@@ -167,13 +168,13 @@ class Rollout:
         """float32, recorded while sampling; 0 on padding."""
         known = [completion.logp for completion in self.completions]
         logp_BT = torch.zeros(len(known), max(self.lengths))
-        # All at once: a tensor for each row takes ten times as long.
+        # All at once: a tensor per row takes ten times as long.
         logp_BT[_begins(list(map(len, known)), max(self.lengths))] = torch.tensor(list(chain.from_iterable(known)))
         return logp_BT
 
     @property
     def learned(self) -> list[int]:
-        """Indices of the rows that take part in the loss."""
+        """Indices of the rows that are part of the loss."""
         return [row for row, completion in enumerate(self.completions) if completion.learned]
 
     def first(self, count: int) -> Rollout:
@@ -187,12 +188,12 @@ class Rollout:
         return Rollout([self.prompts[p] for p in chosen], [self.completions[row] for row in rows], self.num_generations)
 
     def joined(self, more: Rollout) -> Rollout:
-        """The groups of this rollout, then those of `more`."""
+        """The groups of this rollout, followed by those of `more`."""
         return Rollout(self.prompts + more.prompts, self.completions + more.completions, self.num_generations)
 
 
 class RewardStatus(IntEnum):
-    """What came of a reward function and a completion."""
+    """The outcome of one reward function for one completion."""
 
     SCORED = 0
     NOT_APPLICABLE = 1
@@ -203,34 +204,34 @@ class RewardStatus(IntEnum):
 
 @dataclass(frozen=True)
 class Scores:
-    """What the reward functions said of a rollout."""
+    """The rewards of a rollout."""
 
     reward_B: Tensor
-    """float64, weighted sum of the functions that apply. NaN where a function failed: such a completion has no reward,
-    and takes no part in its group."""
+    """float64, weighted sum of the functions that apply. NaN if one of them failed: such a completion has no reward and
+    is left out of its group."""
     by_function: dict[str, Tensor]
-    """float64 [B] by function name, unweighted; NaN where the function does not apply or failed. For a function that
-    scores steps it is the sum of the steps."""
+    """float64 [B] by function name, unweighted; NaN where the function does not apply or failed. The sum over the steps
+    for a function that scores steps."""
     status: dict[str, Tensor]
     """int8 [B] by function name, a `RewardStatus`."""
     steps: list[list[RewardStep]] | None = None
-    """[B], weighted rewards of the steps of each completion, in rising order of their ends; None where no function
-    scores steps."""
+    """[B], weighted rewards of the steps of each completion, ordered by where the steps end; None if no function scores
+    steps."""
     whole_B: Tensor | None = None
-    """float64, the part of `reward_B` that completions earn as wholes and not by steps; None where `steps` is None."""
+    """float64, the part of `reward_B` that is not earned by steps; None if `steps` is None."""
     extra: dict[str, list[Any]] = field(default_factory=dict)
-    """[B] by FUNCTION/NAME: what functions asked to be stored with the completions."""
+    """[B] by FUNCTION/NAME: values that functions asked to be stored with the completions."""
     failures: dict[str, list[str | None]] = field(default_factory=dict)
-    """[B] by the name of a function that failed: why it failed on a row, None where it did not."""
+    """[B] by the name of each function that failed: the reason for each row, None where it did not fail."""
 
     @property
     def outcome_B(self) -> Tensor:
-        """float64 [B], what completions earn as wholes, without the rewards of steps."""
+        """float64 [B], the rewards without those of steps."""
         return self.reward_B if self.whole_B is None else self.whole_B
 
     def right_B(self, name: str, prompts: Sequence[Prompt]) -> Tensor:
         """float64 [B], the reward that tells right from wrong, for completions of these prompts, [P]: that of function
-        `name`. Where it does not apply to a prompt of a mixture, it is that of the first function that does."""
+        `name`, or of the first function that applies where `name` does not apply to a source of a mixture."""
         value_B = self.by_function[name]
         of_source = [bool(prompt.source) for prompt in prompts]
         if not any(of_source):
@@ -262,7 +263,7 @@ class Scores:
         )
 
     def joined(self, more: Scores) -> Scores:
-        """The rows of these scores, then those of `more`."""
+        """The rows of these scores, followed by those of `more`."""
         scores_steps = self.steps is not None or more.steps is not None
         return Scores(
             torch.cat([self.reward_B, more.reward_B]),
@@ -274,36 +275,34 @@ class Scores:
             self._lists(self.failures, more, more.failures),
         )
 
-    def _lists(self, ours: dict[str, list[Any]], more: Scores, theirs: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """Both lists, one after the other; None for the rows of a side that has no such list."""
-        none, nor = [None] * len(self.reward_B), [None] * len(more.reward_B)
-        return {name: ours.get(name, none) + theirs.get(name, nor) for name in {**ours, **theirs}}
+    def _lists(self, own: dict[str, list[Any]], more: Scores, others: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        """Both lists joined; None for the rows of a side that has no such list."""
+        no_own, no_more = [None] * len(self.reward_B), [None] * len(more.reward_B)
+        return {name: own.get(name, no_own) + others.get(name, no_more) for name in {**own, **others}}
 
     def _no_steps(self) -> list[list[RewardStep]]:
         return [[] for _ in self.reward_B]
 
 
 def _begins(lengths: Sequence[int], longest: int) -> Tensor:
-    """[B, longest] bool, True at the first `lengths` places of each row."""
+    """[B, longest] bool, True at the first `lengths` positions of each row."""
     return torch.arange(longest) < torch.tensor(lengths)[:, None]
 
 
 def _rows(groups: Sequence[int], num_generations: int) -> list[int]:
-    """Indices of the rows of these groups, where groups follow each other."""
     return [group * num_generations + k for group in groups for k in range(num_generations)]
 
 
 def _first(count: int, num_generations: int, rows: int) -> list[int]:
-    """Indices of the first `count` rows of every group."""
     return [first + k for first in range(0, rows, num_generations) for k in range(count)]
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of one forward, and which tokens it predicts. The last token of a row predicts nothing and is left out.
+    """The rows of one forward, and the tokens it predicts. The last token of a row predicts nothing and is left out.
 
-    Packed, the tokens of all rows stand in one sequence, prompts shared by a group once; else a row is a sequence,
-    right-padded, where no real token attends to padding.
+    When packed, the tokens of all rows form one sequence, in which a prompt that a group shares occurs once. Otherwise
+    each row is a right-padded sequence, in which no real token attends to padding.
     """
 
     rows: list[int]
@@ -315,55 +314,56 @@ class MicroBatch:
     position_ids_bS: Tensor
     """int64, position of each token in its own row."""
     source: Selection
-    """Selects, from all b * S tokens, the token before each sampled token, row after row."""
+    """Selects, from all b * S tokens, the token before each sampled token, row by row."""
     target_N: Tensor
-    """int64, the sampled tokens, row after row."""
+    """int64, the sampled tokens, row by row."""
     mask_bT: Tensor
-    """bool, True on the real tokens of each completion, those that were sampled."""
+    """bool, True on the sampled tokens of each completion."""
     place_N: Tensor
-    """int64, where in the flattened [b, T] each completion token stands: the places where the mask is True, and that of
-    the one token of a filler, which is not real."""
+    """int64, the index of each completion token in the flattened [b, T]: where the mask is True, and for a filler the
+    index of its one token, which is not real."""
     segments: Segments | None
     """Which tokens attend to which when packed; None for padded rows."""
 
     @property
     def inputs(self) -> tuple[Any, ...]:
-        """What `LogprobModel` takes, but for the temperature."""
+        """The arguments of `LogprobModel` except the temperature."""
         return self.input_ids_bS, self.position_ids_bS, self.source, self.target_N, self.segments
 
     def of_rows(self, values_BT: Tensor) -> Tensor:
-        """[b, T], or [b, 1] of [B, 1]: the part of these rows in what a whole rollout has. A filler, which has no rows,
-        gets zeros of its shape [1, 1], so that it has the same fields as every other micro-batch of its step."""
+        """[b, T], or [b, 1] of [B, 1]: these rows of the values of a whole rollout. A filler, which has no rows, gets
+        zeros of its shape [1, 1], so that it has the same fields as every other micro-batch of its step."""
         if not self.rows:
             return values_BT.new_zeros(self.mask_bT.shape)
         return values_BT[self.row_b, : self.mask_bT.shape[1]]
 
     def unflatten(self, values_N: Tensor) -> Tensor:
-        """[b, T] with the flat values at the real tokens and 0 elsewhere; gradients flow."""
-        # By places, since the backward of a mask would wait for the device to count it.
+        """[b, T] with the flat values at the real tokens and 0 elsewhere; differentiable."""
+        # By index, since the backward of a mask would wait for the device to count it.
         zeros = values_N.new_zeros(self.mask_bT.numel())
         return zeros.index_copy(0, self.place_N, values_N).view_as(self.mask_bT)
 
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """A micro-batch with what the loss needs beside the policy's log-probabilities."""
+    """A micro-batch with all that the loss needs besides the policy's log-probabilities."""
 
     micro: MicroBatch
     sampler_logp_bT: Tensor
     """float32, recorded while sampling."""
     old_logp_bT: Tensor | None
-    """float32; None where the policy is still the one that sampled: its own log-probabilities are taken, without a
+    """float32; None while the policy is still the one that sampled: its present log-probabilities are used, without
     gradient."""
     ref_logp_bT: Tensor | None
     """float32; None without a reference."""
     advantages_bT: Tensor
     """float32"""
     weight_bT: Tensor
-    """float32, weight of each token's loss: the mask over the global denominator, 0 on tokens that do not count."""
+    """float32, weight of each token's loss: the mask divided by the global denominator; 0 on tokens that do not
+    count."""
     writers: dict[str, Tensor] = field(default_factory=dict)
-    """bool [b, 1], by the name of each other writer that is learned from, its rows: the log-probabilities that
-    their ratios are relative to are the recorded ones, `sampler_logp_bT`."""
+    """bool [b, 1], the rows of each other writer that is learned from, by its name. Their ratios are relative to the
+    recorded log-probabilities, `sampler_logp_bT`."""
 
     @property
     def own_bT(self) -> Tensor:

@@ -1,8 +1,8 @@
-"""Text in chats that others have written, such as prompts and what tools return: cleaned, and as tokens.
+"""Tokenizes chats that contain untrusted text, such as prompts and the results of tools.
 
-A chat template writes control tokens, which begin and end turns, around the texts of messages. A text that contains
-the name of a control token must not become that token, or it could end its own message and forge the next one.
-Ordinary text has the same tokens as if the whole chat were tokenized at once.
+A chat template writes control tokens, which begin and end turns, around the texts of messages. A text that contains the
+name of a control token must not become that token, or it could end its own message and forge the next one. Ordinary
+text gets the same tokens as if the whole chat were tokenized at once.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from functools import lru_cache
 from typing import Any
 
 _BEGIN, _END = "\U000f0000", "\U000f0001"
-"""Characters for private use, between which a marked name stands."""
+"""Private-use characters that enclose a marked name."""
 _PIECES = re.compile(f"{_BEGIN}([^{_BEGIN}{_END}]*){_END}|[{_BEGIN}{_END}]")
 
 
 def clean(text: str) -> str:
-    """A text without halves of surrogate pairs, which no tokenizer can read and no file can hold."""
+    """The text without halves of surrogate pairs, which no tokenizer accepts and no file can hold."""
     return text.encode(errors="replace").decode()
 
 
 class ChatText:
-    """Marks the names of control tokens in texts before a chat template sees them, and tokenizes what it has written.
+    """Marks the names of control tokens in texts before a chat template sees them, and tokenizes its output.
 
-    Control tokens are the tokenizer's special tokens and, of its other added tokens, those that `template` contains.
+    Control tokens are the special tokens, and those of the other added tokens that `template` contains.
     """
 
     def __init__(self, tokenizer: Any, template: str = "") -> None:
@@ -48,7 +48,7 @@ class ChatText:
 
     def ids(self, text: str) -> list[int]:
         """Tokens of a text, in which marked names of control tokens are ordinary text."""
-        # Between marked names stand the texts with an even index; a mark that has lost its other half splits, too.
+        # Texts between marked names have even indices; a mark without its counterpart splits too.
         pieces = _PIECES.split(text)
         ids = self._encoded(pieces[0])
         for index, piece in enumerate(pieces[1:], start=1):
@@ -57,15 +57,14 @@ class ChatText:
         return ids
 
     def _spelled(self, name: str) -> list[int]:
-        """Tokens of the name of a control token as ordinary text."""
         ids = self._continued(name, split_special_tokens=True)
         if len(name) == 1 or self._tokenizer.convert_tokens_to_ids(name) not in ids:
             return ids
-        # A tokenizer splits none of its added tokens that are not special.
+        # Tokenizers do not split added tokens that are not special.
         return self._continued(name[:1]) + self._continued(name[1:])
 
     def _continued(self, text: str, **options: Any) -> list[int]:
-        """Tokens of a text that follows another: some tokenizers put a space before the first letter of all."""
+        """Tokens of a text that follows another: some tokenizers insert a space before the first text."""
         line, ids = self._encoded("\n"), self._encoded(f"\n{text}", **options)
         return ids[len(line) :] if ids[: len(line)] == line else self._encoded(text, **options)
 
@@ -80,5 +79,5 @@ def _prompt_text(tokenizer: Any, _: int) -> ChatText:
 
 
 def prompt_text_of(tokenizer: Any) -> ChatText:
-    """For prompts, which may speak of `<think>` and the like: only special tokens are control tokens."""
+    """For prompts, which may mention `<think>` and the like: only special tokens are control tokens."""
     return _prompt_text(tokenizer, len(tokenizer))

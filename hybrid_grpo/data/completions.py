@@ -1,7 +1,7 @@
-"""Completions that exist already: rows that other programs or people wrote, and the rollouts that a run saved.
+"""Existing completions, from rows written by others and from the saved rollouts of a run.
 
-Both become the records that reward functions are called with. Neither holds the tokens of a completion. A tokenizer,
-where one is given, makes them again from the text.
+Both become the records that reward functions are called with. Neither holds the tokens of a completion: a tokenizer, if
+one is given, makes them from the text again.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from hybrid_grpo.data.prompts import prompt_text
 from hybrid_grpo.data.sources import Row, Source, json_rows, read_rows, standard_input
 
 UNKNOWN_TOKEN = -1
-"""Stands for a token of a saved rollout that cannot be made from the text again."""
+"""Stands for a token of a saved rollout that cannot be recovered from the text."""
 _FIELDS = {
     **{"group": int, "sample": int, "prompt": str | list, "completion": str, "reward": float | int | None},
     **{"rewards": dict, "length": int, "finish": str, "columns": dict},
@@ -29,24 +29,24 @@ def read_completions(
 ) -> list[Rollout]:
     """The rows of a source as in `data.path`, or of standard input (`-`), each as a rollout of one group.
 
-    A row has a prompt, and a completion in the column `data.completion_column`, or a list of completions in the column
-    of that name with an `s` after it. A completion is text, or a chat that ends with the assistant's message. All
-    other columns are for the reward functions. Those in a mapping called `columns`, which `generate` and the rollouts
-    of a run have, are treated like columns of the row.
+    A row has a prompt and either a completion in the column `data.completion_column`, or a list of completions in the
+    column of that name plus `s`. A completion is text, or a chat that ends with the assistant's message. All other
+    columns are for the reward functions, including those in a mapping called `columns`, which `generate` and runs
+    write.
 
     Args:
         tokenizer: makes the tokens of completions; without one they have none.
-        setting: the one that names the source, with which errors begin. Default: `score`'s argument, whose columns are
-            named by settings.
+        setting: the one that names the source, for errors. Default: the argument of `score`, for which settings name
+            the columns.
 
     Returns:
-        Rollouts without tokens of prompts and without log-probabilities. The id of a prompt is the number of its row,
-        from 0, and every completion counts as one that ended by itself.
+        Rollouts without prompt tokens and log-probabilities. The id of a prompt is the number of its row, from 0, and
+        every completion counts as one that ended by itself.
 
     Raises:
-        UserError: the source cannot be read, or a row has no prompt or no completion.
+        UserError: the source cannot be read, or a row lacks a prompt or a completion.
     """
-    # A file has no subsets: a subset in the recipe belongs to the recipe's own source.
+    # A file has no subsets: that of a recipe belongs to the recipe's own source.
     subset = None if Path(path).is_file() else config.subset
     source = Source(path, config.split, subset, config.limit, path_setting=setting)
     source = standard_input(stdin, setting, config.limit) if path == "-" else source
@@ -70,7 +70,7 @@ def _group(number: int, row: Row, where: str, config: DataConfig, tokenizer: Any
     columns = {name: value for name, value in row.items() if name not in (prompt_column, one, many)}
     if isinstance(columns.get("columns"), dict | None):
         columns |= columns.pop("columns", None) or {}
-    # What `generate` and a run have written starts with the recipe's system message already.
+    # What `generate` and runs write already starts with the recipe's system message.
     has_system = isinstance(row[prompt_column], list) and row[prompt_column][:1] == [
         {"role": "system", "content": config.system_prompt}
     ]
@@ -80,7 +80,6 @@ def _group(number: int, row: Row, where: str, config: DataConfig, tokenizer: Any
 
 
 def _texts(value: Any, where: str) -> list[str]:
-    """The completions of a row; the value is one, or a list of several."""
     several = isinstance(value, list) and bool(value) and not isinstance(value[0], dict)
     texts = []
     for given in value if several else [value]:
@@ -97,20 +96,17 @@ def _tokens(text: str, tokenizer: Any) -> list[int]:
 
 
 def saved_files(run: Path) -> dict[int, Path]:
-    """The file of every saved step of a run, in the order of steps."""
+    """The files of a run's saved steps, ordered by step."""
     files = {path.stem.partition("_")[2]: path for path in (run / "rollouts").glob("step_*.jsonl")}
     return {int(step): files[step] for step in sorted(filter(str.isdigit, files), key=int)}
 
 
 def read_step(path: Path, tokenizer: Any = None) -> tuple[Rollout, list[Row]]:
-    """The rollout of a saved step, and its lines as they were saved.
+    """The rollout of a saved step, and its lines.
 
-    A completion has as many tokens as were sampled. The tokenizer makes them again from the text, with the token that
-    ended it. Tokens that it does not find, or all of them without a tokenizer, are `UNKNOWN_TOKEN`. The id of a prompt
-    is the number of its group.
-
-    Raises:
-        UserError: a line is not as a run writes it, or one is missing.
+    A completion has as many tokens as were sampled, made from the text again with the token that ended it. Those that
+    the tokenizer does not recover, or all without a tokenizer, are `UNKNOWN_TOKEN`. The id of a prompt is the number of
+    its group. Raises UserError if a line is missing, or not as a run writes it.
     """
     with path.open("rb") as lines:
         numbered = list(json_rows(lines, str(path)))
@@ -138,7 +134,7 @@ def read_step(path: Path, tokenizer: Any = None) -> tuple[Rollout, list[Row]]:
 
 
 def _saved_tokens(row: Row, tokenizer: Any) -> list[int]:
-    # The text of a conversation is that of its last turn.
+    # Of a conversation the text is only the last turn.
     ids = [] if len(row.get("messages", ())) > 1 else _tokens(row["completion"], tokenizer)
     eos = getattr(tokenizer, "eos_token_id", None)
     if row["finish"] == "stop" and len(ids) == row["length"] - 1 and eos is not None:

@@ -1,4 +1,4 @@
-"""What environments say at the beginning of completions, and what came of them. Needs no torch."""
+"""How environments begin and end. Needs no torch."""
 
 from __future__ import annotations
 

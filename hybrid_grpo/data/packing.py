@@ -1,4 +1,5 @@
-"""From rows to micro-batches within a token budget: packed without padding, or padded with rows of similar length.
+"""From rows to micro-batches within a token budget: packed without padding, or padded together with rows of similar
+length.
 
 Every rank runs the same number of micro-batches, since each is a collective forward under ZeRO-3. A rank with none left
 runs dummy micro-batches of one token and no rows.
@@ -20,15 +21,14 @@ from hybrid_grpo.model.ranks import all_reduce
 from hybrid_grpo.model.upload import upload
 
 _WORTH_SHARING = 0.1
-"""Fraction of the tokens that sharing prompts must save: attention then has to gather keys and needs masks."""
+"""Least fraction of the tokens that sharing prompts must save, since attention then gathers keys and needs masks."""
 _ON_GPU, _ON_CPU = 16_384, 4_096
-"""Default number of tokens of one forward and backward."""
+"""Default number of tokens of one forward and backward pass."""
 _SCORED = 4
-"""Factor for forwards without gradients: large, since an offloaded reference streams its weights once in each."""
-
+"""Factor for forwards without gradients: large, since an offloaded reference streams its weights in each of them."""
 
 Places = Sequence[Sequence[int] | None]
-"""By row the numbers of some tokens, rising; None stands for all."""
+"""For each row the indices of some of its tokens, ascending; None stands for all."""
 
 
 @dataclass(frozen=True)
@@ -37,24 +37,23 @@ class _Row:
     prompt: list[int]
     completion: list[int]
     targets: Sequence[int]
-    """Numbers of the completion tokens that are targets, rising up to the last one."""
+    """Indices of the completion tokens that are targets, ascending up to the last one."""
 
     @property
     def tokens(self) -> int:
-        """Number of tokens to compute: the last one predicts nothing."""
+        """Tokens to compute; the last one predicts nothing."""
         return len(self.prompt) + len(self.completion) - 1
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Rows that go into the same micro-batch."""
+    """Rows that belong in the same micro-batch."""
 
     parts: list[list[_Row]]
-    """The rows of a part have the same prompt, and share its forward."""
+    """Rows that have the same prompt and share its forward."""
 
     @cached_property
     def tokens(self) -> int:
-        """Number of tokens to compute."""
         return sum(len(part[0].prompt) + sum(len(row.completion) - 1 for row in part) for part in self.parts)
 
 
@@ -71,8 +70,8 @@ def _rows(
 def token_budget(policy: PolicyConfig, *, on_gpu: bool, gradients: bool) -> int:
     """Tokens of one micro-batch.
 
-    Without gradients a forward keeps no activations, so the budget is several times as large; with gradient
-    checkpointing training keeps none either, so both are the same.
+    Without gradients a forward keeps no activations, so the budget is several times as large. With gradient
+    checkpointing training keeps none either, so both are equal.
     """
     tokens = policy.micro_batch_tokens or (_ON_GPU if on_gpu else _ON_CPU)
     return tokens * (1 if gradients or policy.gradient_checkpointing else _SCORED)
@@ -92,10 +91,10 @@ def pack(
 
     Args:
         prompt_ids, completion_ids: tokens of every row; neither is empty.
-        places: the completion tokens of every row that are targets. Default: all are.
-        rows: indices of the rows to take; the `rows` of the micro-batches are such indices too.
-        budget: tokens of one micro-batch; a longer row goes alone.
-        share: whether neighbouring rows of the same prompt share its forward; `auto`: if that saves enough.
+        rows: indices of the rows to take, as in `MicroBatch.rows`.
+        budget: tokens of one micro-batch; a longer row is alone.
+        share: whether consecutive rows with the same prompt share its forward; `auto`: if that saves enough.
+        places: the completion tokens of every row that are targets. Default: all.
     """
     chosen = _rows(prompt_ids, completion_ids, rows, places)
     alone = [_Group([[row]]) for row in chosen]
@@ -109,13 +108,13 @@ def pack_pairs(
     *,
     share: Literal["auto", "on", "off"],
 ) -> list[MicroBatch]:
-    """As `pack`, for pairs of texts: the only target of a text stands after its last token, which is so the one that
-    `MicroBatch.source` selects. Collective.
+    """As `pack`, for pairs of texts: the only target of a text follows its last token, so that `MicroBatch.source`
+    selects that token. Collective.
 
     Args:
-        pairs: tokens of both texts; neither is empty. The texts of pair k are the rows 2 k and 2 k + 1, which stand in
-            the same micro-batch, one after the other.
-        share: whether the two compute the beginning that they have in common once.
+        pairs: tokens of both texts; neither is empty. The texts of pair k are the consecutive rows 2 k and 2 k + 1 of
+            one micro-batch.
+        share: whether the beginning that the two have in common is computed once.
     """
     alone = [_Group([[row] for row in _pair(number, pair)]) for number, pair in enumerate(pairs)]
     shared = [
@@ -126,27 +125,26 @@ def pack_pairs(
 
 
 def _pair(number: int, texts: tuple[list[int], list[int]], common: int = 0) -> list[_Row]:
-    """The rows of a pair; the first `common` tokens are their prompt, and the target may be any token."""
+    """The rows of a pair, whose prompt is the first `common` tokens; the target is an arbitrary token."""
     return [
         _Row(2 * number + k, text[:common], [*text[common:], 0], [len(text) - common]) for k, text in enumerate(texts)
     ]
 
 
 def _common(one: list[int], other: list[int]) -> int:
-    """Number of tokens that two texts have in common at their beginning."""
+    """Length of the common prefix of two texts."""
     shorter = min(len(one), len(other))
     return next((place for place in range(shorter) if one[place] != other[place]), shorter)
 
 
 def _worth_it(alone: list[_Group], shared: list[_Group], share: Literal["auto", "on", "off"]) -> list[_Group]:
-    """The groups that share prompts, where that is asked for or saves enough, else those that do not."""
     every, fewer = (sum(group.tokens for group in way) for way in (alone, shared))
     return alone if share == "off" or (share == "auto" and every - fewer < _WORTH_SHARING * every) else shared
 
 
 def _balanced(groups: list[_Group], budget: int, device: torch.device) -> list[MicroBatch]:
     """Micro-batches of whole groups; see `pack`. Collective."""
-    # A row longer than the budget counts as one that fills it.
+    # A row longer than the budget counts as filling it.
     count = -(-sum(min(group.tokens, budget) for group in groups) // budget)
     # No two groups of more than half the budget fit into one micro-batch.
     count = max(count, sum(2 * group.tokens > budget for group in groups))
@@ -158,7 +156,7 @@ def _balanced(groups: list[_Group], budget: int, device: torch.device) -> list[M
 
 
 def _groups(rows: list[_Row], budget: int) -> list[_Group]:
-    """Neighbouring rows of the same prompt, as many in a group as the budget allows."""
+    """Consecutive rows with the same prompt, as many in a group as the budget allows."""
     groups: list[_Group] = []
     for row in rows:
         last, more = groups[-1] if groups else None, len(row.completion) - 1
@@ -170,7 +168,7 @@ def _groups(rows: list[_Row], budget: int) -> list[_Group]:
 
 
 def _spread(groups: list[_Group], count: int) -> list[list[_Group]]:
-    """Put each group, longest first, into the shortest of `count` parts (Graham, SIAM J. Appl. Math. 17, 1969)."""
+    """Puts each group, longest first, into the shortest of `count` parts (Graham, SIAM J. Appl. Math. 17, 1969)."""
     parts: list[list[_Group]] = [[] for _ in range(count)]
     loads = [(0, number) for number in range(count)]
     for group in sorted(groups, key=lambda group: -group.tokens):
@@ -181,7 +179,7 @@ def _spread(groups: list[_Group], count: int) -> list[list[_Group]]:
 
 
 def _packed(groups: list[_Group], device: torch.device) -> MicroBatch:
-    """One row of tokens: of each group the prompt, then its completions, each without its last token."""
+    """One sequence: the prompt of each part, followed by its completions without their last tokens."""
     tokens: list[int] = []
     positions: list[int] = []
     source: list[int] = []
@@ -219,29 +217,26 @@ def pad(
     device: torch.device,
     places: Places | None = None,
 ) -> list[MicroBatch]:
-    """Micro-batches of rows padded to the longest, for models that cannot be packed; see `pack`. Collective."""
+    """Micro-batches of rows padded to the longest, for models whose rows cannot be packed; see `pack`. Collective."""
     chosen = _rows(prompt_ids, completion_ids, rows, places)
     parts = plan_rows([row.tokens for row in chosen], budget)
     return _filled([_padded([chosen[i] for i in part], device) for part in parts], device)
 
 
 def pad_pairs(pairs: Sequence[tuple[list[int], list[int]]], budget: int, device: torch.device) -> list[MicroBatch]:
-    """As `pack_pairs`, of rows padded to the longest. Collective."""
+    """As `pack_pairs`, with rows padded to the longest. Collective."""
     parts = plan_rows([2 * max(map(len, pair)) for pair in pairs], budget)
     return _filled([_padded([row for k in part for row in _pair(k, pairs[k])], device) for part in parts], device)
 
 
 def _filled(batches: list[MicroBatch], device: torch.device) -> list[MicroBatch]:
-    """Padded micro-batches, and dummy ones where another rank has more. Collective."""
     most = int(all_reduce(torch.tensor(len(batches), device=device), "max"))
     return batches + _fillers(most - len(batches), device, packed=False)
 
 
 def plan_rows(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Partition rows so that every part, padded to its longest, has at most `budget` tokens; a longer row goes alone.
-
-    Longest first, so that running out of memory shows at once.
-    """
+    """Partitions rows so that each part, padded to its longest row, has at most `budget` tokens; a longer row is alone.
+    The longest rows come first, so that a run out of memory fails at once."""
     parts: list[list[int]] = []
     longest = 0
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
@@ -285,7 +280,7 @@ def _micro_batch(
 
 
 def _fillers(count: int, device: torch.device, *, packed: bool = True) -> list[MicroBatch]:
-    """Dummy micro-batches of one token, so that every rank runs equally many."""
+    """Dummy micro-batches of one token."""
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
     segments = Segments([(0, 1)], [(0, 0)], device) if packed else None
     source, [no_token] = Selection(np.array([0]), device), zero

@@ -1,6 +1,6 @@
 """From rows to pairs of a prompt and the completion to learn, for the supervised stage.
 
-Prompts are read as for GRPO, so that they are the same tokens that the policy later samples from.
+Prompts are read as for GRPO, so that the policy later samples from the same tokens.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Pair:
 def read_pairs(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, max_completion_tokens: int
 ) -> tuple[list[Pair], str]:
-    """The pairs to train on, and a line that says what was read and dropped.
+    """The training pairs, and a line that says what was read and dropped.
 
-    Completions of more than `max_completion_tokens`, end-of-sequence included, are dropped. Raises UserError as
-    `read_prompts` does, and where a completion is missing or all are over-long.
+    Completions of more than `max_completion_tokens`, including end-of-sequence, are dropped. Raises UserError as
+    `read_prompts` does, and if a completion is missing or all are too long.
     """
     refuse(
         tokenizer.eos_token_id is None,
@@ -62,7 +62,7 @@ def read_pairs(
 
 
 def _completion_ids(value: Any, number: int, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The target tokens, ended by one end-of-sequence token, of text or of a chat of one assistant message."""
+    """The target tokens of text, or of a chat of one assistant message, with one end-of-sequence token at the end."""
     match value:
         case str(text) | [{"role": "assistant", "content": str(text)}]:
             token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -1,7 +1,7 @@
 """From rows to pairs of a better and a worse text, for the reward model stage.
 
-A text is prompt and answer, as the reward model reads them later when it is one of the `rewards`. The formats are those
-of TRL: with or without a column for the prompt, as text or as chat messages.
+A text is a prompt with an answer, tokenized as when the reward model later is one of the `rewards`. The formats are
+those of TRL: with or without a prompt column, as text or as chat messages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Preference:
-    """A pair of texts, of which the first is preferred."""
+    """A pair of texts, the first of which is preferred."""
 
     id: int
     """Row number in its source."""
@@ -32,21 +32,20 @@ class Preference:
     rejected_ids: list[int]
     """Tokens of the worse text."""
     margin: float = 0.0
-    """By how much the reward of the better text shall exceed that of the worse one."""
+    """Least difference between the rewards of the two texts."""
 
     @property
     def texts(self) -> tuple[list[int], list[int]]:
-        """The tokens of both."""
         return self.chosen_ids, self.rejected_ids
 
 
 def read_preferences(
     config: DataConfig, reward: RewardLoopConfig, tokenizer: PreTrainedTokenizerBase, source: Source | None = None
 ) -> tuple[list[Preference], str]:
-    """The pairs of a source, by default of the rows to train on, and a line that says what was read and dropped.
+    """The pairs of a source, by default of the training rows, and a line that says what was read and dropped.
 
-    Raises UserError as `read_rows` does, and where a row is not a pair or has a text without a token, or all pairs are
-    over-long (with `over_long: refuse` already where one is).
+    Raises UserError as `read_rows` does, and if a row is not a pair, a text has no tokens, or all pairs are too long
+    (with `over_long: refuse`, any pair).
     """
     source = source or training_source(config)
     rows = read_rows(source)
@@ -95,7 +94,6 @@ def _pair(
 def _tokens(
     row: Row, setting: str, column: str, where: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> list[int]:
-    """Tokens of one text of a pair."""
     prompt, answer = _parts(row, f"{setting} {column}", row[column], where, config)
     as_chat = isinstance(prompt, list) or config.chat_template == "always"
     refuse(
@@ -112,9 +110,9 @@ def _tokens(
 
 
 def _parts(row: Row, name: str, value: Any, where: str, config: DataConfig) -> tuple[str | list[Message], str]:
-    """The prompt and the answer of one text of a pair; the prompt is empty where a text is not divided.
+    """The prompt and the answer of one text of a pair; the prompt is empty if the text is not divided.
 
-    Messages that begin with the assistant's follow the prompt; others are a whole chat, whatever the prompt column has.
+    Messages that begin with the assistant's continue the prompt column; others are a whole chat, which replaces it.
     """
     prompt = row.get(config.prompt_column)
     match value:

@@ -1,6 +1,6 @@
-"""From rows to prompts: the columns, the system message, the chat template, the length limit, the report.
+"""From rows to prompts: columns, system message, chat template, length limit, and a line about them.
 
-Files are read in `sources`, and the order of prompts is decided in `loader`.
+`sources` reads the rows, and `loader` decides the order of the prompts.
 """
 
 from __future__ import annotations
@@ -28,21 +28,19 @@ if TYPE_CHECKING:
 _LETTERS_OF_A_TOKEN = 256
 _TEMPLATE_SECONDS = 3.0
 _TEMPLATE_BYTES = 2**30
-"""Processor time and memory for one prompt; templates take milliseconds and kilobytes."""
-
-
+"""Limits of processor time and memory for one prompt; templates take milliseconds and kilobytes."""
 _GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
-"""Marks of what the assistant wrote, which are no part of jinja."""
+"""Tags around what the assistant wrote, an extension of jinja's syntax by transformers."""
 _TRUSTED = ("system", "developer", "assistant")
-"""Roles whose messages may hold control tokens; elsewhere their names are ordinary text."""
+"""Roles whose messages may contain control tokens; in others their names are ordinary text."""
 _GIVEN_TO_TEMPLATES = {"messages", "add_generation_prompt", "raise_exception", "strftime_now"}
 
 
 def read_prompts(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, source: Source | None = None
 ) -> tuple[list[Prompt], str]:
-    """The prompts of a source, by default of the rows to train on, and a line that says what was read and dropped.
-    Raises UserError as `read_rows` and `prompts_of` do."""
+    """The prompts of a source, by default of the training rows, and a line that says what was read and dropped. Raises
+    UserError as `read_rows` and `prompts_of` do."""
     if source is None and config.mixture:
         return _read_mixture(config, tokenizer)
     source = source or training_source(config)
@@ -52,9 +50,9 @@ def read_prompts(
 
 
 def _read_mixture(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], str]:
-    """The prompts of all sources, source after source, and a line. Rows are numbered through, and have the columns of
-    all sources; a column that a source lacks is None. The column data_source has the name of the source, unless the
-    rows have one of their own."""
+    """The prompts of all sources in turn, and a line. Rows are numbered consecutively and have the columns of all
+    sources; a column that a source lacks is None. The column data_source has the name of the source, unless the rows
+    have such a column themselves."""
     prompts: list[Prompt] = []
     lines, start = [], 0
     for of_mixture in config.mixture:
@@ -69,7 +67,7 @@ def _read_mixture(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tup
 
 
 def data_line(source: Source, rows: list[Row], kept: list[Prompt], over_long_completions: int = 0) -> str:
-    """What was read and what was dropped, in words; at least one prompt was kept."""
+    """A line that says what was read and dropped; at least one prompt was kept."""
     lengths = [len(prompt.token_ids) for prompt in kept]
     dropped = {"prompt": len(rows) - len(kept) - over_long_completions, "completion": over_long_completions}
     why = "".join(f", {count} dropped for an over-long {what}" for what, count in dropped.items() if count)
@@ -81,7 +79,7 @@ def data_line(source: Source, rows: list[Row], kept: list[Prompt], over_long_com
 
 
 def require_column(setting: str, column: str, rows: list[Row], source: Source) -> None:
-    """Refuse a column that the rows do not have; the message names one that they have."""
+    """Refuse a column that the rows do not have, and suggest one that they have."""
     if column not in rows[0]:
         raise UserError(f"{setting} {column}: {source} has no such column: {did_you_mean(column, rows[0])}")
 
@@ -93,11 +91,11 @@ def prompts_of(
     tokenizer: PreTrainedTokenizerBase,
     where: Callable[[int], str] | None = None,
 ) -> list[Prompt]:
-    """The prompts of the rows, numbered by row, without those of more than `max_prompt_tokens`; `where` names the row
-    of a number in messages, by default by that number.
+    """The prompts of the rows, numbered by row, without those longer than `max_prompt_tokens`. `where` describes the
+    row of a number in messages, by default by the number.
 
-    Raises UserError where there is no prompt column, a row is not a prompt, a chat template is needed and missing, or
-    all prompts are over-long (with `over_long: refuse` already where one is).
+    Raises UserError if there is no prompt column, a row is not a prompt, a required chat template is missing, or all
+    prompts are too long (with `over_long: refuse`, any prompt).
     """
     require_column("data.prompt_column", config.prompt_column, rows, source)
     refuse(
@@ -135,8 +133,8 @@ def prompts_of(
 
 
 def prompt_text(row: Row, where: str, config: DataConfig) -> str | list[Message]:
-    """The prompt of a row as reward functions receive it. Raises UserError where it is neither text nor a chat, or
-    contradicts the settings; `where` names the row in messages."""
+    """The prompt of a row as reward functions receive it. Raises UserError if it is neither text nor a chat, or
+    contradicts the settings; `where` describes the row in messages."""
     value = row[config.prompt_column]
     text = value if isinstance(value, str) else _messages(value, where, config)
     if config.system_prompt is None:
@@ -150,8 +148,8 @@ def prompt_text(row: Row, where: str, config: DataConfig) -> str | list[Message]
 
 
 def read_prompt(number: int, row: Row, where: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    """The prompt of a row in tokens; of one that is far too long only as many as show that it is. Raises UserError as
-    `prompts_of` does; `where` names the row in messages."""
+    """The tokenized prompt of a row. If it is far too long, only enough tokens to show this. Raises UserError as
+    `prompts_of` does; `where` describes the row in messages."""
     text = prompt_text(row, where, config)
     if isinstance(text, list) or config.chat_template == "always":
         given = prompt_text_of(tokenizer)
@@ -171,24 +169,22 @@ def read_prompt(number: int, row: Row, where: str, config: DataConfig, tokenizer
 
 
 def _tokenized(text: str, where: str, config: DataConfig, encode: Callable[[str], list[int]]) -> list[int]:
-    """Tokens of a text; of one that is far too long only as many as show that it is. Raises UserError where a tokenizer
-    cannot read the text."""
-    # No tokenizer has tokens of so many letters, but some join spaces: what seems to fit is read whole.
+    # No tokenizer has tokens of this many letters, but some merge spaces: a text that seems to fit is read whole.
     start = text[: (config.max_prompt_tokens + 1) * _LETTERS_OF_A_TOKEN]
     try:
         token_ids = encode(start)
         if len(start) < len(text) and len(token_ids) <= config.max_prompt_tokens:
             token_ids = encode(text)
     except TypeError as error:
-        # The tokenizer says it of text that is not Unicode: a character of it is one half of a pair.
+        # Tokenizers raise this for text that is not Unicode: one with half of a surrogate pair.
         raise UserError(f"data.prompt_column {config.prompt_column}: {where} cannot be tokenized: {error}") from error
     return token_ids
 
 
 def apply_template(tokenizer: Any, chat: list[Message], *, generation: bool = True, **variables: Any) -> str:
-    """A chat by the tokenizer's template, with `generation` up to where the model's turn begins. Raises whatever the
-    template, a program of the model's authors, raises, and TimeoutError or MemoryError where it takes far too much."""
-    # The template writes the special tokens itself; transformers adds none to it.
+    """A chat as the tokenizer's template writes it, with `generation` up to the beginning of the model's turn. Raises
+    whatever the template, a program of the model's authors, raises; TimeoutError or MemoryError above the limits."""
+    # The template writes the special tokens itself; transformers adds none.
     with _at_most(_TEMPLATE_SECONDS, _TEMPLATE_BYTES):
         text: str = tokenizer.apply_chat_template(chat, add_generation_prompt=generation, tokenize=False, **variables)
     return text
@@ -196,8 +192,8 @@ def apply_template(tokenizer: Any, chat: list[Message], *, generation: bool = Tr
 
 @contextmanager
 def _at_most(seconds: float, more_bytes: int) -> Iterator[None]:
-    """Ends the block with TimeoutError after so many seconds of the process's time, and with MemoryError where the
-    process grows by more than so many bytes. Only the main thread can."""
+    """Ends the block with TimeoutError after this much processor time, and with MemoryError if the process grows by
+    more than `more_bytes`. Without effect outside the main thread."""
 
     def end(*_: Any) -> None:
         raise TimeoutError(f"takes more than {seconds:g} s")
@@ -221,7 +217,6 @@ def _at_most(seconds: float, more_bytes: int) -> Iterator[None]:
 
 
 def _messages(value: Any, where: str, config: DataConfig) -> list[Message]:
-    """The chat of a row, checked."""
     column = f"data.prompt_column {config.prompt_column}"
     shown = f"{column}: {where} has {value!r:.40}"
     refuse(not isinstance(value, list), f"{shown}: give text or a list of chat messages")
@@ -234,12 +229,12 @@ def _messages(value: Any, where: str, config: DataConfig) -> list[Message]:
         f"data.chat_template never: {where} has chat messages, which need a template: set it to auto, or choose a"
         " data.prompt_column with text",
     )
-    # Arrow gives every message all keys that any message has, with None; templates would take such a key as set.
+    # Arrow gives every message the keys of all messages, with None; templates would treat these as set.
     return [{key: part for key, part in message.items() if part is not None or key == "content"} for message in value]
 
 
 def _is_message(value: Any) -> bool:
-    """Whether it has a role and content: text or a list of parts. The assistant may have tool calls instead."""
+    """Whether it has a role and content, text or a list of parts; the assistant may have tool calls instead."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         return False
     return isinstance(value.get("content"), str | list) or value["role"] == "assistant"
@@ -250,16 +245,16 @@ def _as_chat(text: str | list[Message]) -> list[Message]:
 
 
 def check_template_kwargs(given: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse variables that the template does not read, and those that it is given in any case."""
+    """Refuse variables that the template does not read, or always receives."""
     from jinja2 import Environment, TemplateError, meta
 
     if tokenizer.chat_template is None:
-        return  # which is refused where a prompt needs one
+        return  # refused where a prompt needs one
     template = _GENERATION_TAG.sub("", str(tokenizer.get_chat_template()))
     try:
         syntax = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
     except TemplateError:
-        return  # which is told where it is applied
+        return  # reported where the template is applied
     known = meta.find_undeclared_variables(syntax) - _GIVEN_TO_TEMPLATES - set(tokenizer.special_tokens_map)
     for name in given:
         refuse(

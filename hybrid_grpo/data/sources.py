@@ -1,7 +1,7 @@
-"""Where rows come from: a hub dataset, a saved dataset, a folder of files, one file, or an object given in Python.
+"""Reads rows from a hub dataset, a saved dataset, a folder of files, one file, or an object given in Python.
 
-Rows are handed over as they are written; what a column means is decided in `prompts` and `pairs`. JSONL is read line by
-line and not through Arrow, so that a column may mix text and messages, and a bad line is named by file and number.
+Rows are passed on as written; `prompts` and `pairs` give the columns their meaning. JSONL is read line by line and not
+through Arrow, so that a column may mix text and messages, and errors name the file and line.
 """
 
 import json
@@ -31,34 +31,34 @@ class Source:
     """JSONL or parquet file, folder of such files or of a saved dataset, or hub name. From Python also a list of
     dicts, a `datasets.Dataset`, or a dict of datasets by split."""
     split: str | None = "train"
-    """Name of a split, a slice such as `train[:90%]`, or None for the only split there is."""
+    """Name of a split, a slice such as `train[:90%]`, or None for the only split."""
     subset: str | None = None
-    """Configuration name, for hub datasets and for folders whose README declares some."""
+    """Configuration name, for hub datasets and folders whose README declares configurations."""
     limit: int | None = None
     """Read only this many rows."""
     path_setting: str = "data.path"
     split_setting: str = "data.split"
     task: str | None = None
-    """Name of a task, which reads the rows, or makes them where `path` is empty."""
+    """Name of a task, which converts the rows, or makes them if `path` is empty."""
     lines: Iterable[bytes] | None = None
-    """Lines of standard input, which are read in place of `path`."""
+    """Lines of standard input, read instead of `path`."""
     text_column: str | None = None
-    """Such lines that do not begin with `{` are text in this column. Default: every line is JSON."""
+    """Column for lines that do not begin with `{`, which are text. Default: every line is JSON."""
     any_letters: bool = False
-    """Also read lines of JSON with halves of surrogate pairs, which no tokenizer reads."""
+    """Also accept lines of JSON with halves of surrogate pairs, which tokenizers refuse."""
     streaming: bool = False
-    """Read rows of the hub as they come, in place of downloading all splits."""
+    """Read rows of the hub as needed instead of downloading all splits."""
 
     @property
     def origin(self) -> str:
-        """Where rows come from, in words: the path, the kind of object, or the task that makes the rows."""
+        """The path, the type of the object, or the task that makes the rows, for messages."""
         if not isinstance(self.path, str):
             return f"a {type(self.path).__name__}"
         return self.path or f"task {self.task}"
 
     @property
     def file(self) -> Path | None:
-        """The file or folder, if the source is one that is here."""
+        """The local file or folder, if the source is one."""
         return Path(self.path) if isinstance(self.path, str) and Path(self.path).exists() else None
 
     def __str__(self) -> str:
@@ -67,12 +67,10 @@ class Source:
 
 
 def training_source(config: DataConfig) -> Source:
-    """The rows to train on."""
     return Source(config.path, config.split, config.subset, config.limit, task=config.task)
 
 
 def mixture_source(config: MixtureConfig) -> Source:
-    """The rows of one source of a mixture."""
     path, split = (f"data.mixture {config.name}: {name}" for name in ("path", "split"))
     return Source(config.path, config.split, config.subset, config.limit, path, split, task=config.task)
 
@@ -90,7 +88,6 @@ def evaluation_source(config: DataConfig) -> Source | None:
 
 
 def held_out_source(held_out: HeldOut) -> Source:
-    """The rows of a held-out set."""
     rows, setting = held_out.rows, held_out.setting
     if rows is None:
         source = evaluation_source(held_out.data)
@@ -101,22 +98,22 @@ def held_out_source(held_out: HeldOut) -> Source:
 
 
 def standard_input(lines: Iterable[bytes], setting: str, limit: int | None, text_column: str | None = None) -> Source:
-    """Rows that are piped in, a JSON object a line; `setting` begins the messages."""
+    """Rows from a pipe, one JSON object per line; messages begin with `setting`."""
     return Source("standard input", None, limit=limit, path_setting=setting, lines=lines, text_column=text_column)
 
 
 def read_rows(source: Source) -> list[Row]:
-    """All rows of the source, in order, each with the same columns: a key that a row lacks is None.
+    """All rows of the source, in order and with the same columns: a missing one is None.
 
-    A task hands over the rows that it makes, or makes of the rows of the source. Raises UserError where the source
-    cannot be reached or read, has no such split or no rows, or where the task cannot read a row.
+    A task makes the rows, or converts those of the source. Raises UserError if the source cannot be reached or read,
+    has no such split or no rows, or the task cannot convert a row.
     """
     rows = source_rows(source)
     return rows if source.task is None else _same_columns(map_rows(source.task, rows, str(source)))
 
 
 def source_rows(source: Source) -> list[Row]:
-    """All rows of the source as they are written, or made by its task, before the task reads them; see `read_rows`."""
+    """All rows of the source before its task converts them; see `read_rows`."""
     if source.task is None or source.path != "":
         return _same_columns(_read(source))
     refuse(source.subset is not None, f"data.subset {source.subset}: data.task {source.task} has none: leave it out")
@@ -124,7 +121,6 @@ def source_rows(source: Source) -> list[Row]:
 
 
 def _same_columns(rows: list[Row]) -> list[Row]:
-    """Rows that all have every column of any row; a column that a row lacks is None."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     return [{column: row.get(column) for column in columns} for row in rows]
 
@@ -141,7 +137,7 @@ def _read(source: Source) -> list[Row]:
 
 @contextmanager
 def readable(source: Source) -> Iterator[None]:
-    """Around the reading of a source: raises UserError where it cannot be reached or read."""
+    """Context for reading a source: raises UserError if it cannot be reached or read."""
     from datasets.exceptions import DatasetsError
 
     try:
@@ -160,7 +156,7 @@ def readable(source: Source) -> Iterator[None]:
 
 
 class Files:
-    """The rows of JSONL and parquet files, file after file; they are read each time that they are iterated over."""
+    """The rows of JSONL and parquet files, which are read anew on every iteration."""
 
     def __init__(self, paths: list[Path], source: Source) -> None:
         self.paths, self._source = paths, source
@@ -170,7 +166,7 @@ class Files:
 
 
 def open_source(source: Source) -> Mapping[str, Iterable[Row]]:
-    """The splits by name; a source without splits is all `train`, as in `datasets`."""
+    """The splits by name; a source without splits has one, `train`, as in `datasets`."""
     import datasets
 
     path = source.file
@@ -191,7 +187,7 @@ def open_source(source: Source) -> Mapping[str, Iterable[Row]]:
         try:
             return _named(datasets.load_from_disk(source.path))
         except IndexError as error:
-            # A split without rows is saved without a file, and `datasets` does not load that.
+            # An empty split is saved without a file, which `datasets` cannot load.
             raise UserError(
                 f"{source.path_setting} {source.path} is empty, or has a split without rows: save it without that split"
             ) from error
@@ -202,13 +198,13 @@ def open_source(source: Source) -> Mapping[str, Iterable[Row]]:
 
 
 def _named(loaded: Any) -> Mapping[str, Iterable[Row]]:
-    # A dataset keeps the output format it was saved with; rows are plain Python.
+    # A dataset keeps the output format it was saved with; rows must be plain Python.
     plain = loaded.with_format(None) if hasattr(loaded, "with_format") else loaded
     return plain if isinstance(plain, Mapping) else {"train": plain}
 
 
 def _split_rows(source: Source, splits: Mapping[str, Iterable[Row]]) -> Iterable[Row]:
-    """The rows of one split, or of a slice of splits, as in `train[:90%]` or `train[:100]+test[50%:]`."""
+    """The rows of a split, or of slices of splits such as `train[:90%]` or `train[:100]+test[50%:]`."""
     from datasets import ReadInstruction
 
     split = source.split
@@ -247,7 +243,7 @@ def split_name(source: Source, split: str | None, names: list[str]) -> str:
 
 
 def file_rows(path: Path, source: Source, at: Any = None) -> Iterator[tuple[Row, Any]]:
-    """The rows of a file from a place in it on (None: all), each with the place after it."""
+    """The rows of a file from a position on (None: the start), each with the position after it."""
     if path.suffix in _JSONL:
         offset, number = at or (0, 0)
         with path.open("rb") as file:
@@ -262,24 +258,24 @@ def file_rows(path: Path, source: Source, at: Any = None) -> Iterator[tuple[Row,
 
 
 def _parquet_rows(path: Path, start: int) -> Iterator[tuple[Row, int]]:
-    """The rows from number `start` on, each with the number of the next."""
+    """The rows from number `start` on, each with the number of the next one."""
     import datasets
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(path) as file:
-        behind = 0
+        count = 0
         for group in range(file.num_row_groups):
             length = file.metadata.row_group(group).num_rows
-            if behind + length <= start:
-                behind += length
+            if count + length <= start:
+                count += length
                 continue
             for batch in file.iter_batches(_PARQUET_ROWS, [group]):
-                # Dataset decodes the column types that `datasets` adds to Arrow, for example mixed JSON.
+                # Dataset decodes the column types that `datasets` adds to Arrow, such as mixed JSON.
                 for row in datasets.Dataset(pyarrow.Table.from_batches([batch])):
-                    behind += 1
-                    if behind > start:
-                        yield row, behind
+                    count += 1
+                    if count > start:
+                        yield row, count
 
 
 def json_rows(
@@ -290,8 +286,8 @@ def json_rows(
     any_letters: bool = False,
     lines_before: int = 0,
 ) -> Iterator[tuple[int, Row]]:
-    """The object of every line that is not blank, with the number of the line, from 1 (or after `lines_before`); see
-    `Source`. Raises UserError, which names `where` and the number, where a line holds no object."""
+    """The object of every non-blank line with the line's number, which counts from 1 (or from `lines_before` + 1); see
+    `Source`. Raises UserError, which names `where` and the number, if a line is not an object."""
     for number, line in enumerate(lines, start=lines_before + 1):
         if not line.strip():
             continue

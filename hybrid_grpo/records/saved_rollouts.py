@@ -13,7 +13,7 @@ from hybrid_grpo.generation import Journal, OnFinish, Request, Stats, complete_r
 from hybrid_grpo.model.ranks import rank
 from hybrid_grpo.records.json_lines import read_jsonl
 from hybrid_grpo.records.tokens import read_tokens
-from hybrid_grpo.rewards.scoring import Rewards, Stream
+from hybrid_grpo.rewards.scorer import Rewards, Stream
 
 Key = tuple[int, int, int]
 """A completion of a step, on any number of ranks: its prompt's row in the source, its epoch, and its sample."""

@@ -1,23 +1,23 @@
-"""From an entry of `rewards` to a function that can be called, and from its return value to checked rewards.
+"""Reward functions: how an entry of `rewards` is loaded and called, and how its return value is checked.
 
 The convention is TRL's, so that functions written for TRL run unchanged:
 
     f(prompts, completions, completion_ids=..., **dataset_columns, **kwargs) -> list[float | None]
 
-Every input is a list with one element per row, and everything is given by name. A function without **kwargs is given
-only what its signature names. Chat prompts are lists of messages, and so are their completions (one message of the
-assistant). None means that the function does not apply to the row. Of TRL's further arguments, `trainer_state` has the
-`global_step`; what a function passes to `log_extra` and `log_metric` is stored with the completions.
+Every input is a list with one element per row and is passed by name. A function without **kwargs receives only what its
+signature names. Chat prompts are lists of messages, and so are their completions (one message of the assistant). None
+means that the function does not apply to the row. Of TRL's further arguments, `trainer_state` has the `global_step`;
+what a function passes to `log_extra` and `log_metric` is stored with the completions.
 
-verl's convention is recognized by the argument `solution_str`. Such a function is called for one row at a time:
+A function in verl's convention is recognized by the argument `solution_str` and called for one row at a time:
 
     compute_score(data_source, solution_str, ground_truth, extra_info) -> float | {"score": float, ...}
 
-Process rewards: in place of a number a function may return a list of pairs, the rewards of a completion's steps. Pairs
-are (text, reward), whose texts follow each other from the beginning of the completion; or, as process reward models
-need it, (end, reward), where `end` is the number of completion tokens up to the end of the step.
+Process rewards: instead of a number, a function may return a list of pairs with the rewards of a completion's steps:
+(text, reward), whose texts follow each other from the beginning of the completion, or (end, reward), where `end` is the
+number of completion tokens up to the end of the step.
 
-This module runs in the process that calls the function, which needs no torch.
+This module runs in the process that calls the function, and needs no torch.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Builtin:
     """Where a built-in reward function is defined, and how it may be called."""
 
     module: str
-    """In this package; imported by the process that calls the function. The function has the built-in's name."""
+    """Module in this room with a function of the built-in's name; imported by the process that calls it."""
     called: Literal["process", "thread", "inline"] = "process"
-    """Where it runs with `isolation: auto`. `thread` is for functions that hold a model. `inline` runs in the rank
-    itself, on a whole group at once: for functions that are fast, cannot hang and judge each row by itself."""
+    """Where it runs with `isolation: auto`: `thread` if it holds a model; `inline`, in the rank itself and on a whole
+    group at once, if it is fast, cannot hang and judges each row by itself."""
 
 
 BUILTINS: dict[str, Builtin] = {
@@ -70,36 +70,36 @@ BUILTINS: dict[str, Builtin] = {
 """The reward functions that a configuration names without a path."""
 
 INPUTS = ("prompts", "completions", "completion_ids")
-"""What every reward function can ask for, beside the columns of the data set."""
+"""What every reward function can receive besides the columns of the data set."""
 ENVIRONMENTS = "environments"
-"""TRL's input with the environments of completions, as they were at the end; there with `rollout.environment`."""
+"""TRL's input with the environments of completions in their final state; only with `rollout.environment`."""
 CONTEXT = ("trainer_state", "log_extra", "log_metric")
-"""Further arguments that TRL gives to functions that ask for them."""
+"""Further arguments that TRL passes to functions that name them."""
 
-_LARGEST = 1e15  # largest reward: gradients that are computed from it, and their squares, stay finite in float32
+_LARGEST = 1e15  # gradients computed from a reward of this size, and their squares, are finite in float32
 _EXPECTED = f"a finite number (at most {_LARGEST:g} in size)"
 
 TextStep = tuple[str, float]
 """Text and reward of a step."""
 TokenStep = tuple[int, float]
-"""End, in tokens, and reward of a step; a `RewardStep` of data/batch.py, without torch."""
-Value = float | list[TokenStep] | list[TextStep] | None
-"""What a function returns for one completion; None where it does not apply."""
+"""End, in tokens, and reward of a step; data/batch.py's `RewardStep`, without torch."""
+RewardValue = float | list[TokenStep] | list[TextStep] | None
+"""What a function returns for one completion; None if it does not apply."""
 
 
 @dataclass(frozen=True)
-class Function:
-    """A reward function and its settings, in the process that calls it."""
+class RewardFunction:
+    """A reward function in the process that calls it; a `workers.calls.Callee`."""
 
     name: str
     function: Callable[..., Any]
-    """The function with its fixed keyword arguments."""
+    """With its `kwargs`."""
     interface: Interface
     file: str | None
-    """File in which the function is written."""
+    """Its source file."""
 
     def __call__(self, inputs: Inputs, context: dict[str, Any] | None = None) -> Any:
-        """Call the function with the inputs that it accepts."""
+        """Call the function with those inputs that it accepts."""
         given = inputs | (context or {})
         given = {name: value for name, value in given.items() if self.interface.accepts(name)}
         if ENVIRONMENTS in given:  # it may also be a column of the data
@@ -107,12 +107,12 @@ class Function:
         return self.function(**given)
 
     def reply(self, call: Call) -> Reply:
-        """Call the function and check what it returns; what the function raises becomes a failure."""
+        """Call the function and check what it returns; an exception becomes a failure."""
         extra: dict[str, list[Any]] = {}
         try:
             result = self(call.inputs, _context(call, extra))
             return _checked_reply(asyncio.run(result) if inspect.iscoroutine(result) else result, call, extra)
-        except BaseException as error:  # a SystemExit of the function is no reason to end the process
+        except BaseException as error:  # including SystemExit, which must not end the process
             return self._raised(error, call)
 
     async def reply_async(self, call: Call) -> Reply:
@@ -132,7 +132,7 @@ class Function:
 
 
 def _context(call: Call, extra: dict[str, list[Any]]) -> dict[str, Any]:
-    """TRL's further arguments; what the function logs is written to `extra`."""
+    """TRL's further arguments; what the function logs goes to `extra`."""
     return {
         "trainer_state": SimpleNamespace(global_step=call.step),
         "log_extra": lambda column, values: extra.update({str(column): list(values)}),
@@ -141,14 +141,14 @@ def _context(call: Call, extra: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 def _checked_reply(result: Any, call: Call, extra: dict[str, list[Any]]) -> Reply:
-    """What a function returned as a reply; a row whose value is not a reward has failed."""
+    """The reply with a function's return value; a row whose value is not a reward has failed."""
     rows = len(call.expected)
     result = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(result, list | tuple):
         return failed(Failure("invalid", f"returned a {type(result).__name__}, expected a list of {rows}"), rows)
     if len(result) != rows:
         return failed(Failure("invalid", f"returned {len(result)} values, expected {rows}"), rows)
-    values: list[Value] = []
+    values: list[RewardValue] = []
     failures: list[Failure | None] = []
     for value, length in zip(result, call.expected, strict=True):
         try:
@@ -160,9 +160,8 @@ def _checked_reply(result: Any, call: Call, extra: dict[str, list[Any]]) -> Repl
     return Reply(values, failures, stored(extra, rows))
 
 
-def checked(value: Any, length: int) -> Value:
-    """A function's value for a completion of `length` tokens as a float, None or steps; a ValueError says what it
-    should be."""
+def checked(value: Any, length: int) -> RewardValue:
+    """The value for a completion of `length` tokens; raises ValueError unless it is a number, None or steps."""
     if isinstance(value, list | tuple):
         return _checked_steps(value, length)
     number = finite_reward(value)
@@ -194,41 +193,38 @@ def _checked_steps(pairs: Any, length: int) -> list[TokenStep] | list[TextStep]:
 
 
 def finite_reward(value: Any) -> float | None:
-    """The value as a float that can be a reward; None where it is not one."""
+    """The value as a reward, or None if it is not one."""
     return finite(value, _LARGEST)
 
 
 @dataclass(frozen=True)
 class RewardEntry:
-    """An entry of `rewards` as worker processes are given it; see `workers.calls.Entry`."""
+    """An entry of `rewards` for worker processes; a `workers.calls.Entry`."""
 
     config: RewardConfig
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """Fixed arguments of the function."""
         return self.config.kwargs
 
-    def load(self, name: str) -> Function:
-        """See `load_function`."""
+    def load(self, name: str) -> RewardFunction:
         return load_function(self.config, name)
 
-    def checked(self, value: Any, expected: int) -> Value:
-        """The value of a completion with this number of tokens; see `checked`."""
+    def checked(self, value: Any, expected: int) -> RewardValue:
         return checked(value, expected)
 
 
-def load_function(config: RewardConfig, entry: str) -> Function:
+def load_function(config: RewardConfig, entry: str) -> RewardFunction:
     """Find the function of an entry of `rewards` and check its `kwargs`; `entry` names the entry in messages.
 
-    Raises UserError where the entry names nothing that can be imported and called, or where its `kwargs` do not fit.
+    Raises UserError if it cannot be imported or called, or does not accept its `kwargs`.
     """
     found = config.function
     return bind(found if callable(found) else _find(found, f"{entry}.function {found}"), config, entry)
 
 
-def bind(found: Callable[..., Any], config: RewardConfig, entry: str) -> Function:
-    """A callable with the settings of its entry; see `load_function`."""
+def bind(found: Callable[..., Any], config: RewardConfig, entry: str) -> RewardFunction:
+    """A callable with the settings of its entry; raises UserError like `load_function`."""
     name, setting = reward_name(config), f"{entry}.function {config.function}"
     plain = inspect.unwrap(found)
     is_async = any(map(inspect.iscoroutinefunction, (found, plain, type(found).__call__)))
@@ -245,7 +241,7 @@ def bind(found: Callable[..., Any], config: RewardConfig, entry: str) -> Functio
     is_builtin = isinstance(config.function, str) and config.function in BUILTINS
     for kwarg in config.kwargs:
         if kwarg in INPUTS:
-            raise UserError(f"{entry}.kwargs {kwarg}: {name} is given {kwarg} of the rollout: leave it out")
+            raise UserError(f"{entry}.kwargs {kwarg}: {name} receives {kwarg} from the rollout: leave it out")
         if kwarg not in named and (is_builtin or not takes_any):
             hint = did_you_mean(kwarg, named - {*INPUTS, *CONTEXT})
             raise UserError(f"{entry}.kwargs {kwarg}: {name} has no such parameter: {hint}")
@@ -266,7 +262,7 @@ def bind(found: Callable[..., Any], config: RewardConfig, entry: str) -> Functio
         instead,
         sorted(settings),
     )
-    loaded = Function(name, function, interface, getattr(getattr(plain, "__code__", None), "co_filename", None))
+    loaded = RewardFunction(name, function, interface, getattr(getattr(plain, "__code__", None), "co_filename", None))
     if is_builtin:
         _check_builtin(loaded, entry)
     return loaded
@@ -275,7 +271,7 @@ def bind(found: Callable[..., Any], config: RewardConfig, entry: str) -> Functio
 def _called_by_row(
     compute_score: Callable[..., Any], names: set[str], takes_any: bool, is_async: bool
 ) -> Callable[..., Any]:
-    """A function of verl's convention as one of TRL's; `names` are its parameters."""
+    """Turn a function of verl's convention, with parameters `names`, into one of TRL's."""
 
     def function(completions: Any, log_extra: Any, **columns: Any) -> Any:
         unknown = [None] * len(completions)
@@ -300,8 +296,8 @@ def _called_by_row(
     return function
 
 
-def _check_builtin(function: Function, entry: str) -> None:
-    """Check the settings of a built-in: a call with no rows does so, since it checks them before it looks at rows."""
+def _check_builtin(function: RewardFunction, entry: str) -> None:
+    """Check the settings of a built-in by a call without rows."""
     try:
         result = function({name: [] for name in function.interface.required})
         if inspect.iscoroutine(result):
@@ -311,7 +307,7 @@ def _check_builtin(function: Function, entry: str) -> None:
 
 
 def _find(spec: str, setting: str) -> Callable[..., Any]:
-    """The function that a configuration names; `setting` begins the messages."""
+    """The function that a configuration names; messages begin with `setting`."""
     place, colon, attribute = spec.rpartition(":")
     if not colon:
         if spec not in BUILTINS:

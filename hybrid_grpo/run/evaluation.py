@@ -22,7 +22,7 @@ from hybrid_grpo.model.ranks import all_gather_objects, rank, world_size
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.metrics.measurements import measure_lengths
 from hybrid_grpo.records.metrics.statistics import Floats, majority_at_k, pass_at_k, standard_error
-from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.rewards.scorer import Rewards
 
 _ANSWERS = ("answer", "pred")
 """What a reward function stores with completions as the answer that it has read: ours, and verl's `pred`."""

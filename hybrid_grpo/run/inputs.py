@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hybrid_grpo.config import TrainConfig, reward_name
+from hybrid_grpo.config.composition import EvaluationConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.config.held_out import HeldOut, held_out_sets
@@ -22,7 +23,7 @@ from hybrid_grpo.grpo.loss import Objective, load_objective
 from hybrid_grpo.model.lora import check_lora
 from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.rewards.models.reward_model import RewardModel, Shard
-from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.rewards.scorer import Rewards
 from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.fingerprints import Fingerprints, held_out_name, of_inputs
 from hybrid_grpo.run.reward_sets import RewardSets
@@ -32,21 +33,63 @@ from hybrid_grpo.turns.tools.tools import tool_names
 
 
 @dataclass(frozen=True)
-class RunInputs:
-    """The parts of a run that do not need the model's weights."""
+class EvalInputs:
+    """The parts of an evaluation that do not need the model's weights."""
 
     sampler: Sampler
     rewards: Rewards
+    """Those of the run, which held-out sets without their own share."""
+    eval_sets: list[EvalSet]
+    """Held out; empty where there is no evaluation."""
+    conversations: Conversations | None
+    """Answer the turns of completions; None where every completion has one turn."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The policy's."""
+        return self.sampler.tokenizer
+
+    @property
+    def reward_models(self) -> list[RewardModel]:
+        """Models that reward functions hold, those of held-out sets included."""
+        return list({id(model): model for rewards in self._all_rewards for model in rewards.models}.values())
+
+    def load_models(self, shard: Shard) -> None:
+        """Load the models of reward functions; see `Rewards.load_models`. Collective."""
+        for rewards in self._all_rewards:
+            rewards.load_models(shard)
+
+    def meter(
+        self, device: torch.device, sources: Sequence[str] = (), features: Mapping[str, Sequence[str]] | None = None
+    ) -> Meter:
+        """A meter for the numbers of the run's rewards, held-out sets, `sources` of prompts, and `features`, for which
+        see `metric_names`."""
+        samples = max((held_out.settings.rollout.num_generations for held_out in self.eval_sets), default=1)
+        names = [held_out.name for held_out in self.eval_sets]
+        tools = tool_names(self.conversations.tool_names) if self.conversations else []
+        return Meter(self.rewards.names, names, device, sources, samples, tools, features)
+
+    def load_user(self, device: torch.device) -> None:
+        """Load the model that plays the user, if one does, whole and on this device."""
+        if self.conversations is not None:
+            self.conversations.load(device)
+
+    @property
+    def _all_rewards(self) -> list[Rewards]:
+        """Each once: sets without functions of their own share those of the run."""
+        return list({id(r): r for r in (self.rewards, *(held_out.rewards for held_out in self.eval_sets))}.values())
+
+
+@dataclass(frozen=True)
+class RunInputs(EvalInputs):
+    """The parts of a run that do not need the model's weights."""
+
     outcome: str
     """Name of the reward that tells right from wrong."""
     training: TrainingPrompts
     """The same on every rank."""
-    eval_sets: list[EvalSet]
-    """Held out; empty where there is no evaluation."""
     objective: Objective | None
     """The user's own loss; None where the built-in one is used."""
-    conversations: Conversations | None
-    """Answer the turns of completions; None where every completion has one turn."""
     facts: dict[str, str]
     """What was read, as lines for the console and the run folder."""
 
@@ -59,7 +102,7 @@ class RunInputs:
         sampler = Sampler.read(config.policy, config.rollout)
         check_lora(config.lora, sampler.model_config)
         conversations = conversations_of(config, sampler.tokenizer, sampler.stop_ids)
-        rewards = reward_sets.ready(sampler.tokenizer)
+        rewards = reward_sets.ready(sampler.tokenizer, by_turn=config.grpo.combine_rewards == "sum")
         training = read_training_prompts(config, sampler, conversations)
         rewards["rewards"].check_columns(training.prompts[0].columns)
         facts = {"data": training.fact}
@@ -77,12 +120,7 @@ class RunInputs:
         if conversations is not None and conversations.user is not None:
             facts["user"] = config.rollout.user_model or function_text(config.rollout.user or "")
         outcome = config.eval.outcome or config.reward_names[0]
-        return cls(sampler, rewards["rewards"], outcome, training, eval_sets, objective, conversations, facts)
-
-    @property
-    def tokenizer(self) -> Any:
-        """The policy's."""
-        return self.sampler.tokenizer
+        return cls(sampler, rewards["rewards"], eval_sets, conversations, outcome, training, objective, facts)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -110,16 +148,6 @@ class RunInputs:
         """Tokens of the longest prompt of an evaluation with the longest completion of its set."""
         return max((held_out.longest for held_out in self.eval_sets), default=0)
 
-    @property
-    def reward_models(self) -> list[RewardModel]:
-        """Models that reward functions hold, those of held-out sets included."""
-        return list({id(model): model for rewards in self._all_rewards for model in rewards.models}.values())
-
-    def load_models(self, shard: Shard) -> None:
-        """Load the models of reward functions; see `Rewards.load_models`. Collective."""
-        for rewards in self._all_rewards:
-            rewards.load_models(shard)
-
     def fingerprints(self, config: TrainConfig, more: Mapping[str, Sequence[Any]]) -> Fingerprints:
         """Those of all that was read; of a stream those of its first rows. `more` are the rows of features."""
         default = config.data.eval_path, config.data.eval_split, config.data.eval_limit
@@ -127,16 +155,6 @@ class RunInputs:
         for held_out in self.eval_sets:
             rows[held_out_name(held_out.name, held_out.settings.rows or default)] = held_out.prompts
         return of_inputs(config, self.tokenizer, rows | dict(more))
-
-    def meter(
-        self, device: torch.device, sources: Sequence[str] = (), features: Mapping[str, Sequence[str]] | None = None
-    ) -> Meter:
-        """A meter for the numbers of the run's rewards, held-out sets, `sources` of prompts, and `features`, for which
-        see `metric_names`."""
-        samples = max((held_out.settings.rollout.num_generations for held_out in self.eval_sets), default=1)
-        names = [held_out.name for held_out in self.eval_sets]
-        tools = tool_names(self.conversations.tool_names) if self.conversations else []
-        return Meter(self.rewards.names, names, device, sources, samples, tools, features)
 
     def opened(self, prompts: list[Prompt], step: int) -> list[Prompt]:
         """Prompts as they are completed in a step; see `Conversations.opened`."""
@@ -146,15 +164,19 @@ class RunInputs:
         """What those who answer turns did in a rollout, by metric; see `Conversations.numbers`."""
         return {} if self.conversations is None else self.conversations.numbers(rollout)
 
-    def load_user(self, device: torch.device) -> None:
-        """Load the model that plays the user, if one does, whole and on this device."""
-        if self.conversations is not None:
-            self.conversations.load(device)
 
-    @property
-    def _all_rewards(self) -> list[Rewards]:
-        """Each once: sets without functions of their own share those of the run."""
-        return list({id(r): r for r in (self.rewards, *(held_out.rewards for held_out in self.eval_sets))}.values())
+def read_eval_inputs(config: EvaluationConfig) -> EvalInputs:
+    """Read what an evaluation needs without a run. Raises UserError where something is missing or does not fit."""
+    sets = held_out_sets(config)
+    reward_sets = RewardSets(config, sets)
+    sampler = Sampler.read(config.policy, config.rollout)
+    conversations = conversations_of(config, sampler.tokenizer, sampler.stop_ids)
+    rewards = reward_sets.ready(sampler.tokenizer)
+    eval_sets = [
+        read_eval_set(of, config, sampler, conversations, rewards[of.setting if of.rewards else "rewards"], ())[0]
+        for of in sets
+    ]
+    return EvalInputs(sampler, rewards["rewards"], eval_sets, conversations)
 
 
 def read_training_prompts(
@@ -178,7 +200,7 @@ def read_training_prompts(
 
 def read_eval_set(
     held_out: HeldOut,
-    config: TrainConfig,
+    config: EvaluationConfig,
     sampler: Sampler,
     conversations: Conversations | None,
     rewards: Rewards,

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hybrid_grpo.config import TrainConfig, environment_rewards
+from hybrid_grpo.config import environment_rewards
+from hybrid_grpo.config.composition import EvaluationConfig
 from hybrid_grpo.config.held_out import HeldOut
-from hybrid_grpo.rewards.loading import Reward, load_entries
-from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.rewards.loader import Reward, load_entries
+from hybrid_grpo.rewards.scorer import Rewards
 from hybrid_grpo.turns.rewards import rewards_of
 
 
 class RewardSets:
     """All of them share one pool of processes. Creating it imports the functions; raises UserError."""
 
-    def __init__(self, config: TrainConfig, sets: Sequence[HeldOut]) -> None:
+    def __init__(self, config: EvaluationConfig, sets: Sequence[HeldOut]) -> None:
         settings = {"rewards": config.rewards, **{held.setting: held.rewards for held in sets if held.rewards}}
         entries = {
             (setting, f"{setting if setting == 'rewards' else f'{setting}.rewards'}[{index}]"): reward
@@ -28,12 +29,10 @@ class RewardSets:
         for (setting, _), reward in zip(entries, loaded, strict=True):
             self._functions[setting].append(reward)
 
-    def ready(self, tokenizer: Any) -> dict[str, Rewards]:
+    def ready(self, tokenizer: Any, *, by_turn: bool = True) -> dict[str, Rewards]:
         """With the tokenizer that they need, by the setting that names them: `rewards` for the run's own."""
         config = self._config
-        of_environments = rewards_of(
-            list(environment_rewards(config.rollout).values()), by_turn=config.grpo.combine_rewards == "sum"
-        )
+        of_environments = rewards_of(list(environment_rewards(config.rollout).values()), by_turn=by_turn)
         return {
             setting: Rewards(functions, config.scoring, tokenizer, of_environments)
             for setting, functions in self._functions.items()

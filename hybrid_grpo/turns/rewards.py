@@ -6,9 +6,9 @@ from functools import partial
 
 from hybrid_grpo.data.batch import RewardStep
 from hybrid_grpo.data.episodes import Episode
-from hybrid_grpo.rewards.functions import Value
-from hybrid_grpo.rewards.loading import Reward
-from hybrid_grpo.rewards.scoring import EPISODES
+from hybrid_grpo.rewards.functions import RewardValue
+from hybrid_grpo.rewards.loader import Reward
+from hybrid_grpo.rewards.scorer import EPISODES
 from hybrid_grpo.workers.calls import Call, Failure, Interface, Reply
 from hybrid_grpo.workers.pool import call_inline
 
@@ -36,7 +36,7 @@ def _score(name: str, by_turn: bool, call: Call) -> Reply:
     )
 
 
-def _value(episode: Episode | None, length: int, by_turn: bool) -> Value:
+def _value(episode: Episode | None, length: int, by_turn: bool) -> RewardValue:
     if episode is None or episode.failure is not None:
         return None
     steps: list[RewardStep] = list(episode.steps)

@@ -372,7 +372,7 @@ def test_a_run_whose_rewards_fail_stops_with_a_checkpoint_and_goes_on_when_they_
     )
     assert last == (
         "hybrid-grpo: error: rewards: early_letters failed on 16 of 16 completions, more than scoring.max_failed_frac"
-        " 0.5: the first failures are printed above; mend the function and go on with --run.resume auto; the run is"
+        " 0.5: the first failures are printed above; fix the function and continue with --run.resume auto; the run is"
         " saved as it was after step 2"
     )
     whole, mended = rows_of(runs.whole[0]), rows_of(runs.mended)

@@ -175,7 +175,7 @@ def test_greedy_is_that_of_eval_and_ends_by_the_same_rules(terminal: Terminal, f
     ends = ["--rollout.stop_strings=[z, '=']", "--rollout.min_completion_tokens=3"]
     rows = terminal.generate(*DATA, "--rollout.temperature=0", *ends)
     assert {row["finish"] for row in rows} == {"stop", "length"} and min(row["tokens"] for row in rows) == 3
-    arguments = [*MODEL, *ends, *DATA, "--data.eval_path=words.jsonl", "--rollout.prompts_per_step=7"]
+    arguments = [*MODEL, *ends, *DATA, "--data.eval_path=words.jsonl"]
     arguments += ["--rewards=[{function: 'kept_rewards.py:kept', batch_size: 7}]"]
     done = forks.run("-m", "hybrid_grpo", "eval", *arguments)
     assert done.status == 0, done.err

@@ -7,6 +7,7 @@ from user import User
 
 from hybrid_grpo.config import (
     ChatConfig,
+    EvaluateConfig,
     GenerateConfig,
     ScoreConfig,
     ServeRewardConfig,
@@ -21,7 +22,7 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import parse
 from hybrid_grpo.config.types import fields_of
 
-READERS = [ChatConfig, GenerateConfig, ScoreConfig, ServeRewardConfig]
+READERS = [ChatConfig, EvaluateConfig, GenerateConfig, ScoreConfig, ServeRewardConfig]
 
 
 @pytest.mark.parametrize("cls", READERS)

@@ -18,8 +18,8 @@ from hybrid_grpo.data.completions import read_step
 from hybrid_grpo.data.mixture import quotas
 from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.data.training_prompts import ListLoader
-from hybrid_grpo.rewards.loading import load_rewards
-from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.rewards.loader import load_rewards
+from hybrid_grpo.rewards.scorer import Rewards
 
 SIZES = {"a": 7, "b": 5, "c": 40}
 

@@ -20,8 +20,8 @@ from hybrid_grpo.data.pairs import read_pairs
 from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.data.sources import evaluation_source, read_rows, training_source
 from hybrid_grpo.data.tasks import TASKS
-from hybrid_grpo.rewards.loading import load_rewards
-from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.rewards.loader import load_rewards
+from hybrid_grpo.rewards.scorer import Rewards
 
 GSM8K = {
     "question": "A box has 12 pens. Half of them are blue. How many are blue?",

@@ -10,7 +10,7 @@ from hybrid_grpo.config import GrpoConfig, RewardConfig, RolloutConfig, TrainCon
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
 from hybrid_grpo.grpo.advantages import mean_over_tokens, token_advantages
-from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.rewards.scorer import Rewards
 
 
 def rewards(*answers: list, weights=(1.0, 1.0)) -> Rewards:

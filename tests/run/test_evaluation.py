@@ -14,8 +14,8 @@ from hybrid_grpo.config.held_out import HeldOut, held_out_sets
 from hybrid_grpo.data.batch import Completion, Prompt, Scores
 from hybrid_grpo.generation import Sampling
 from hybrid_grpo.records.metrics.meter import Meter
-from hybrid_grpo.rewards.loading import load_rewards
-from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.rewards.loader import load_rewards
+from hybrid_grpo.rewards.scorer import Rewards
 from hybrid_grpo.run.evaluation import EvalResults, EvalSet
 
 NAN = math.nan

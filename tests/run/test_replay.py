@@ -24,7 +24,7 @@ from hybrid_grpo.grpo.loss import micro_batch_loss
 from hybrid_grpo.records.saved_rollouts import SavedCompletions, SavedRewards, SavedRollouts
 from hybrid_grpo.records.sinks import rollout_lines
 from hybrid_grpo.records.tokens import TokenText, joined, token_table, write_table
-from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.rewards.scorer import Rewards
 from hybrid_grpo.run.replay import SEEN, LoggedSkips, LossRecorder, compare, in_saved_order, same
 
 TEXT = TokenText(char_tokenizer())

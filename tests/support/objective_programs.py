@@ -15,8 +15,8 @@ from hybrid_grpo.config import GrpoConfig, RewardConfig
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.model.ranks import world_size
 from hybrid_grpo.policy import Reference
-from hybrid_grpo.rewards.loading import load_rewards
-from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.rewards.loader import load_rewards
+from hybrid_grpo.rewards.scorer import Rewards
 from hybrid_grpo.trainer import Trainer
 
 OBJECTIVES: dict[str, dict[str, Any]] = {

@@ -13,8 +13,8 @@ import psutil
 from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Scores
 from hybrid_grpo.rewards.functions import bind
-from hybrid_grpo.rewards.loading import Reward, load_rewards
-from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.rewards.loader import Reward, load_rewards
+from hybrid_grpo.rewards.scorer import Rewards
 from hybrid_grpo.workers.pool import call_inline
 
 ALL = 1 << 20

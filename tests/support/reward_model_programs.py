@@ -15,9 +15,9 @@ from hybrid_grpo import engine as engines
 from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.model.ranks import rank, world_size
-from hybrid_grpo.rewards.loading import load_rewards
+from hybrid_grpo.rewards.loader import load_rewards
 from hybrid_grpo.rewards.models.reward_model import reward_model
-from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.rewards.scorer import Rewards
 from hybrid_grpo.trainer import Trainer
 
 PROMPTS = [f"{'abcdefgh' * (k % 5)}{k}? " for k in range(40)]

@@ -1,7 +1,7 @@
 """Rewards of environments, from what their episodes say."""
 
 from hybrid_grpo.data.episodes import Episode
-from hybrid_grpo.rewards.scoring import EPISODES
+from hybrid_grpo.rewards.scorer import EPISODES
 from hybrid_grpo.turns.rewards import _score
 from hybrid_grpo.workers.calls import Call
 

@@ -19,7 +19,7 @@ from reward_helpers import command_lines, completion, inline, isolated, rows, st
 from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.data.batch import Scores
 from hybrid_grpo.rewards.functions import bind
-from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.rewards.scorer import Rewards
 from hybrid_grpo.workers.calls import Call, Reply
 from hybrid_grpo.workers.pool import busy_seconds
 
@@ -255,7 +255,7 @@ def test_rewards_are_waited_for_max_wait_s_after_the_last_completion(capfd, isol
     scores, message = told(rewards, lambda: rewards.score(*rows("0", "60", "0.1", "60", "60")), capfd)
     assert time.perf_counter() - start < 20
     assert statuses(scores, "f")[0] == "scored" and statuses(scores, "f")[3:] == ["timed_out"] * 2
-    assert "rewards: f was not done scoring.max_wait_s, 1 s, after the last completion" in message
+    assert "rewards: f had not finished scoring.max_wait_s, 1 s, after the last completion" in message
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""Ready-made tasks: a YAML file of settings and a function that reads a row, both under one name, `data.task`.
+"""Ready-made tasks: a YAML file of settings and a function that converts a row, both under the name in `data.task`.
 
-The settings are stacked below those of the user while these are read. Imports neither torch nor `datasets`.
+The user's settings override those of the task. Imports neither torch nor `datasets`.
 """
 
 from hybrid_grpo.config.tasks import Row, TaskRecipe

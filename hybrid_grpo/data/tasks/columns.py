@@ -1,4 +1,4 @@
-"""Columns of a row, read with a message for rows that lack them."""
+"""Reads columns of a row, with an error that lists those that exist."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from hybrid_grpo.config.tasks import Row
 
 
 def column(row: Row, *names: str) -> Any:
-    """The first of these columns that the row has a value in; raises ValueError where there is none."""
+    """The value of the first of these columns that has one; raises ValueError if none has."""
     for name in names:
         if row.get(name) is not None:
             return row[name]
@@ -14,7 +14,7 @@ def column(row: Row, *names: str) -> Any:
 
 
 def text(row: Row, *names: str) -> str:
-    """The first of these columns that the row has a value in; raises ValueError where that is not a text."""
+    """As `column`, for text; raises ValueError for another value."""
     value = column(row, *names)
     if not isinstance(value, str):
         raise ValueError(f"has {' or '.join(names)} {value!r:.40}, where text is expected")

@@ -1,4 +1,4 @@
-"""Tasks on published data sets. Each reads the columns of the original, from wherever the rows come."""
+"""Tasks on published data sets. Each reads rows with the columns of the original."""
 
 import string
 from typing import Any
@@ -15,7 +15,7 @@ def gsm8k(row: Row) -> Row:
 
 
 def math(row: Row) -> Row:
-    r"""Columns problem, solution (with its answer in `\boxed{}`) and, where there is one, answer."""
+    r"""Columns problem, solution (with its answer in `\boxed{}`) and optionally answer."""
     solution = text(row, "solution", "answer")
     if row.get("answer") is None and r"\boxed" not in solution:
         raise ValueError(r"has no answer, and its solution none in \boxed{}")
@@ -41,7 +41,6 @@ def multiple_choice(row: Row) -> Row:
 
 
 def _choices(value: Any) -> tuple[list[str], list[str]]:
-    """Texts and labels, of `{text: [...], label: [...]}` or of a list of texts."""
     texts, labels = (value.get("text"), value.get("label")) if isinstance(value, dict) else (value, None)
     if not isinstance(texts, list) or not 2 <= len(texts) <= 26:
         raise ValueError(f"has choices {value!r:.60}, where a list of 2 to 26 texts is expected")
@@ -50,7 +49,7 @@ def _choices(value: Any) -> tuple[list[str], list[str]]:
 
 
 def _letter(answer: Any, texts: list[str], labels: list[str]) -> str:
-    """The letter of the answer, which is given by its label, its index from 0 or its text."""
+    """The letter of the answer, given by its label, its index from 0, or its text."""
     for known in (labels, range(len(texts)), texts):
         if answer in known and not isinstance(answer, bool):
             return string.ascii_uppercase[known.index(answer)]
@@ -65,7 +64,7 @@ def code(row: Row) -> Row:
     asserts = row.get("test_list")
     if isinstance(asserts, list) and asserts and tests is asserts:
         setup = [*(row.get("test_imports") or []), row.get("test_setup_code") or ""]
-        # Nothing else says what the function is to be called; the other tests stay unseen.
+        # Nothing else names the function; the other tests stay hidden.
         ask += f" It has to pass this test, among others:\n\n{asserts[0]}"
         tests = [*filter(None, setup), *asserts]
     solution = row.get("code")

@@ -1,20 +1,21 @@
-"""Tasks whose rows are made on the spot, from a fixed seed: the same rows in every run, in any number."""
+"""Tasks that generate their rows from a fixed seed: any number of rows, the same in every run."""
 
 import operator
 import random
 import string
 import zlib
 from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 
 from hybrid_grpo.config.tasks import Row
 from hybrid_grpo.data.tasks.columns import column, text
 
 _HELD_OUT_SHARE = 8
-"""One puzzle of so many is held out."""
+"""One in this many puzzles is held out."""
 
 
 def _distinct(draw: Callable[[random.Random], tuple[Hashable, Row]], held_out: bool) -> Iterator[Row]:
-    """Rows without end, no two with the same key. The key alone decides on which side of the split a row stands."""
+    """Endless rows with distinct keys. The key alone decides whether a row is held out."""
     source = random.Random(f"held out {held_out}")
     seen: set[Hashable] = set()
     while True:
@@ -33,7 +34,7 @@ def _draw_word(source: random.Random) -> tuple[Hashable, Row]:
 
 
 def letters(row: Row) -> Row:
-    """Sort the letters of a word: `dcab=` is to be continued with `abcd`. Column word."""
+    """Sort the letters of a word: `dcab=` should be continued with `abcd`. Column word."""
     word = text(row, "word")
     answer = "".join(sorted(word))
     return {"prompt": f"{word}=", "answer": answer, "completion": answer}
@@ -53,8 +54,8 @@ def _draw_numbers(source: random.Random) -> tuple[Hashable, Row]:
 
 
 def _joined(nums: list[int], source: random.Random) -> tuple[int, str] | None:
-    """All numbers in one expression of whole values, made by joining two at random until one is left, and its value;
-    None where a division does not come out even."""
+    """The value of an expression with all numbers, and the expression, made by joining two at random until one is left;
+    None if a division leaves a remainder."""
     parts = [(number, str(number)) for number in nums]
     while len(parts) > 1:
         source.shuffle(parts)
@@ -81,11 +82,6 @@ def countdown(row: Row) -> Row:
     return {"prompt": prompt, "nums": nums, "target": target, **target_text}
 
 
-def make_letters(held_out: bool) -> Iterator[Row]:
-    """Words, without end."""
-    return _distinct(_draw_word, held_out)
-
-
-def make_countdown(held_out: bool) -> Iterator[Row]:
-    """Numbers and targets that can be reached, without end."""
-    return _distinct(_draw_numbers, held_out)
+make_letters = partial(_distinct, _draw_word)
+make_countdown = partial(_distinct, _draw_numbers)
+"""Endless rows of the tasks, held out or not."""

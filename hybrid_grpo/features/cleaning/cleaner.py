@@ -15,7 +15,7 @@ from hybrid_grpo.data.overlap import normalized, plain_text
 from hybrid_grpo.data.prompts import prompt_text, read_prompt, require_column
 from hybrid_grpo.data.sources import Row, evaluation_source, read_rows, source_rows, training_source
 from hybrid_grpo.data.tasks import row_reader
-from hybrid_grpo.features.cleaning.duplicates import NearTexts, Sketches, first_of_equals
+from hybrid_grpo.features.cleaning.duplicates import NearTexts, Sketches
 from hybrid_grpo.features.cleaning.faults import answer_fault, encoding_fault, language
 from hybrid_grpo.features.cleaning.overlap import OverlapIndex
 from hybrid_grpo.features.cleaning.settings import CleanConfig
@@ -112,7 +112,6 @@ def _refusal(found: list[Finding], source: str) -> str:
 
 
 def _read(rows: list[Row], source: str, data: DataConfig, tokenizer: Any) -> tuple[list[_Readable], list[Finding]]:
-    """The rows that can be read, and those that cannot."""
     read = row_reader(data.task, source) if data.task is not None else lambda _, row: row
     readable, unreadable = [], []
     for number, raw in enumerate(rows):
@@ -203,8 +202,9 @@ class _Cleaner:
 
     def _duplicates(self, rows: list[_Readable]) -> _Faults:
         column = self._column or ""
-        for row, first in zip(rows, first_of_equals([normalized(row.text) for row in rows]), strict=True):
-            if (earlier := rows[first]) is not row:
+        first: dict[str, _Readable] = {}
+        for row in rows:
+            if (earlier := first.setdefault(normalized(row.text), row)) is not row:
                 differs = row.row.get(column) != earlier.row.get(column)
                 yield row, f"has the prompt of row {earlier.number}" + (", with another answer" if differs else "")
 

@@ -1,10 +1,10 @@
-"""Texts that are equal, or nearly equal, to others.
+"""Texts that are nearly equal to others.
 
 Near duplicates are looked up by MinHash and locality-sensitive hashing (Broder 1997; Leskovec, Rajaraman and Ullman,
 Mining of Massive Datasets, chapter 3), and every candidate is compared exactly: hashing can only miss some.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,12 +28,6 @@ def is_common(count: int, total: int, share: float) -> bool:
     """Whether `count` of `total` texts are too many to tell texts apart: more than this share of them, and more than
     ten, or than half where there are few."""
     return count > max(min(10.0, total / 2), total * share)
-
-
-def first_of_equals(texts: Sequence[Hashable]) -> list[int]:
-    """[N], for every text the number of the first equal one."""
-    first: dict[Hashable, int] = {}
-    return [first.setdefault(text, number) for number, text in enumerate(texts)]
 
 
 def shingles(texts: Sequence[str]) -> list[Shingles]:

@@ -8,20 +8,20 @@ from hybrid_grpo.data.overlap import without_punctuation
 from hybrid_grpo.features.cleaning.duplicates import is_common
 from hybrid_grpo.features.cleaning.words import words
 
-Run = tuple[str, ...]
+Phrase = tuple[str, ...]
 """Consecutive words."""
 
 LEAST_WORDS = 8
 """Shorter held-out prompts are only compared whole, since they would be found within unrelated prompts."""
 _PIECE = 5
-_COMMON_PIECES, _COMMON_RUNS = 0.05, 0.01
+_COMMON_PIECES, _COMMON_PHRASES = 0.05, 0.01
 """Words shared by more than this share of the prompts are instructions, or a turn of phrase."""
 
 
 class OverlapIndex:
     """Looks up held-out prompts in training prompts.
 
-    Runs of words that many prompts share are the instructions of a task. They are removed first: otherwise they would
+    Phrases that many prompts share are the instructions of a task. They are removed first: otherwise they would
     complete the few words of a question that precede them.
 
     Args:
@@ -34,29 +34,31 @@ class OverlapIndex:
         for number, text in enumerate(held_out):
             self._whole.setdefault(without_punctuation(text), number)
         different = set(training)
-        pieces = [set(_runs(words(text), _PIECE)) for text in held_out]
-        self._instructions = _common(pieces, different, lambda text: _runs(words(text), _PIECE), _COMMON_PIECES)
-        runs = []
+        pieces = [set(_phrases(words(text), _PIECE)) for text in held_out]
+        self._instructions = _common(pieces, different, lambda text: _phrases(words(text), _PIECE), _COMMON_PIECES)
+        phrases = []
         for text in held_out:
             parts = self._parts(text)
             longest = max(map(len, parts), default=0)
-            runs.append({run for part in parts for run in _runs(part, min(length, max(longest, LEAST_WORDS)))})
-        self._lengths = sorted({len(run) for own in runs for run in own}, reverse=True)
-        phrases = _common(runs, different, self._all_runs, _COMMON_RUNS)
-        self._runs: dict[Run, int] = {}
-        for number, own in enumerate(runs):
-            self._runs.update(dict.fromkeys(own - phrases - self._runs.keys(), number))
+            phrases.append(
+                {phrase for part in parts for phrase in _phrases(part, min(length, max(longest, LEAST_WORDS)))}
+            )
+        self._lengths = sorted({len(phrase) for own in phrases for phrase in own}, reverse=True)
+        common = _common(phrases, different, self._all_phrases, _COMMON_PHRASES)
+        self._phrases: dict[Phrase, int] = {}
+        for number, own in enumerate(phrases):
+            self._phrases.update(dict.fromkeys(own - common - self._phrases.keys(), number))
 
     def find(self, text: str) -> tuple[int, str] | None:
         """The number of a held-out prompt that the text contains, and how it was found; None if it contains none."""
         whole = without_punctuation(text)
         if whole in self._whole:
             return self._whole[whole], "is equal to"
-        found = next((run for run in self._all_runs(text) if run in self._runs), None)
-        return None if found is None else (self._runs[found], f'has "{" ".join(found)}" like')
+        found = next((phrase for phrase in self._all_phrases(text) if phrase in self._phrases), None)
+        return None if found is None else (self._phrases[found], f'has "{" ".join(found)}" like')
 
-    def _all_runs(self, text: str) -> Iterator[Run]:
-        return (run for part in self._parts(text) for length in self._lengths for run in _runs(part, length))
+    def _all_phrases(self, text: str) -> Iterator[Phrase]:
+        return (phrase for part in self._parts(text) for length in self._lengths for phrase in _phrases(part, length))
 
     def _parts(self, text: str) -> list[list[str]]:
         """The words of a text, split where instructions were removed."""
@@ -72,18 +74,21 @@ class OverlapIndex:
         return parts
 
 
-def _runs(of_text: Sequence[str], length: int) -> Iterator[Run]:
+def _phrases(of_text: Sequence[str], length: int) -> Iterator[Phrase]:
     return (tuple(of_text[start : start + length]) for start in range(len(of_text) - length + 1))
 
 
 def _common(
-    held_out: Sequence[set[Run]], training: Iterable[str], runs_of: Callable[[str], Iterator[Run]], share: float
-) -> set[Run]:
-    """The runs of held-out prompts that occur in more than this share of the held-out or of the training prompts."""
-    within, texts = Counter(run for own in held_out for run in own), list(training)
-    outside = Counter(run for text in texts for run in set(runs_of(text)) if run in within)
+    held_out: Sequence[set[Phrase]],
+    training: Iterable[str],
+    phrases_of: Callable[[str], Iterator[Phrase]],
+    share: float,
+) -> set[Phrase]:
+    """The phrases of held-out prompts that occur in more than this share of the held-out or of the training prompts."""
+    within, texts = Counter(phrase for own in held_out for phrase in own), list(training)
+    outside = Counter(phrase for text in texts for phrase in set(phrases_of(text)) if phrase in within)
     return {
-        run
-        for run, count in within.items()
-        if is_common(count, len(held_out), share) or is_common(outside[run], len(texts), share)
+        phrase
+        for phrase, count in within.items()
+        if is_common(count, len(held_out), share) or is_common(outside[phrase], len(texts), share)
     }

@@ -1,7 +1,5 @@
-"""The critic of a run: a value model beside the policy, in a DeepSpeed engine of its own, and what it learns.
-
-The formulas are in gae.py.
-"""
+"""The critic of a run: a value model beside the policy, in a DeepSpeed engine of its own. Its formulas are in
+gae.py."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,10 +25,10 @@ _FOLDER = "critic"
 
 
 class Critic(Scorer):
-    """A model of the reward that a completion will still earn, seen before each of its tokens.
+    """Predicts, before each token of a completion, the reward that the completion will still earn.
 
-    It reads the tokens that the policy reads: its value of a token is that of the hidden state from which the policy
-    draws the token. A head that is new starts at 0: values drawn at random would be noise in the first advantages.
+    It reads the same tokens as the policy: the value of a token is computed from the hidden state from which the policy
+    draws that token. A new head starts at 0: random values would be noise in the first advantages.
 
     Args:
         config, plan: the run's settings and batch equation.
@@ -58,8 +56,8 @@ class Critic(Scorer):
     def advantages(
         self, rollout: Rollout, scores: Scores, batches: list[MicroBatch], kl_BT: Tensor | None, beta: float
     ) -> tuple[Tensor, Numbers]:
-        """Advantages of all tokens, and the numbers of the critic; it keeps what it is to learn. See
-        `critic_advantages`. `batches` are all rows of the rollout. Collective."""
+        """Advantages of all tokens, and the critic's numbers; see `critic_advantages`. The targets are kept for
+        `learn`. `batches` are all rows of the rollout. Collective."""
         value_BT = self.values(batches, (len(rollout.completions), max(rollout.lengths)))
         advantages_BT, self._targets, numbers = critic_advantages(
             rollout, scores, self._run, value_BT, kl_BT, beta, self.engine.device
@@ -68,7 +66,7 @@ class Critic(Scorer):
 
     @torch.no_grad()
     def values(self, batches: list[MicroBatch], shape: tuple[int, int]) -> Tensor:
-        """The value of every completion token, float32 [B, T] (`shape`), 0 on padding. Collective."""
+        """The values of all completion tokens, float32 [B, T] (`shape`), 0 on padding. Collective."""
         value_BT = torch.zeros(shape, device=self.engine.device)
         for micro in batches:
             value_N = self.forward(micro)
@@ -77,8 +75,8 @@ class Critic(Scorer):
         return value_BT
 
     def learn(self, batches: Sequence[TrainBatch], beat: Callable[[], None]) -> Iterator[Numbers]:
-        """One optimizer step on rows of the rollout that `advantages` was last given; numbers of each micro-batch and
-        of the step. `beat` is called before each micro-batch. Collective."""
+        """One optimizer step on rows of the last rollout that `advantages` was given; yields the numbers of each
+        micro-batch and of the step. `beat` is called before each micro-batch. Collective."""
         assert self._targets is not None
         for batch in batches:
             beat()
@@ -91,11 +89,10 @@ class Critic(Scorer):
         yield {"critic/lr": (self.lr, 1), "critic/grad_norm": (self.step().grad_norm, 1)}
 
     def save(self, folder: Path) -> None:
-        """Write this rank's part into a checkpoint's folder."""
         self.engine.save(folder, _FOLDER, self.state_dict())
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote, on any number of ranks; raises `UserError` where there is nothing."""
+        """Read what `save` wrote, on any number of ranks; raises UserError if there is nothing."""
         self.load_state_dict(self.engine.load(folder, _FOLDER))
 
 
@@ -112,29 +109,24 @@ class CriticFeature(Feature):
 
     @property
     def model(self) -> Critic:
-        """See `Feature`."""
         return self.critic
 
     @property
     def policy_waits(self) -> bool:
-        """During the steps of `critic.warmup_steps`."""
         return self.critic.learns_alone
 
     def load(self, policy: Policy) -> None:
-        """Make the critic. Collective."""
         self.critic = Critic(self.config, self.plan, self.inputs.tokenizer)
 
     def advantages(self, scored: Scored, micro_batches: list[MicroBatch]) -> tuple[Tensor, Numbers]:
-        """See `Critic.advantages`. Collective."""
         return self.critic.advantages(scored.rollout, scored.scores, micro_batches, scored.kl_BT, scored.beta)
 
     def update(self, batches: Sequence[TrainBatch], beat: Callable[[], None]) -> Iterator[Numbers]:
-        """See `Critic.learn`. Collective."""
         yield from self.critic.learn(batches, beat)
 
 
 def check_critic(config: TrainConfig, tokenizer: Any, longest: int) -> None:
-    """Refuse a critic that cannot be made of its model, or cannot read what the policy reads, before weights load.
+    """Refuse a model that cannot become a critic, or cannot read what the policy reads, before weights load.
 
     Args:
         tokenizer: the policy's.
@@ -156,5 +148,4 @@ def check_critic(config: TrainConfig, tokenizer: Any, longest: int) -> None:
 
 
 def _setting(config: TrainConfig) -> str:
-    """The setting that names the critic's model."""
     return "policy.model" if config.of(CriticConfig).model is None else "critic.model"

@@ -1,11 +1,10 @@
-"""The mathematics of a critic: from rewards and values of tokens to advantages, and the loss of the values.
+"""The mathematics of a critic: advantages from the rewards and values of tokens, and the loss of the values.
 
-`critic_advantages` is the whole way to advantages, as the settings say; the functions below it are its parts. As in
-`grpo/advantages.py`, arithmetic is float64 on the CPU, and where a number is that of all ranks, the caller gives the
-sum over them as `total`.
+`critic_advantages` computes advantages as the settings say; the functions below it are its parts. As in
+`grpo/advantages.py`, arithmetic is float64 on the CPU, and the caller passes the sum over ranks as `total`.
 
-The value of a token is what the completion is expected to earn from that token on, seen before the token is drawn. A
-completion ends with its last token, whether by itself or at the length limit: what comes after it is worth 0, as in
+The value of a token is what the completion is expected to earn from that token on, before the token is drawn. A
+completion ends with its last token, whether by itself or at the length limit: whatever would follow is worth 0, as in
 InstructGPT (arXiv:2203.02155) and TRL. PPO is arXiv:1707.06347, GAE is arXiv:1506.02438.
 """
 
@@ -21,17 +20,17 @@ from hybrid_grpo.features.critic.settings import CriticConfig
 from hybrid_grpo.grpo.advantages import Total, penalized_rewards
 from hybrid_grpo.model.ranks import sum_over_ranks
 
-_STD_EPSILON = 1e-4  # advantages that are nearly equal must not be blown up to size 1
+_STD_EPSILON = 1e-4  # nearly equal advantages must not be scaled up to size 1
 
 
 @dataclass(frozen=True)
 class ValueTargets:
-    """What a critic learns from a rollout; float32 [B, T], on the device of the critic."""
+    """What the critic learns from a rollout; float32 [B, T], on the critic's device."""
 
     old_value_BT: Tensor
-    """Its values before it learned anything from the rollout."""
+    """Its values before it learns from the rollout."""
     return_BT: Tensor
-    """What the values should have been; NaN on padding, and for a completion without a reward."""
+    """What the values should have been; NaN on padding and for completions without a reward."""
 
 
 def critic_advantages(
@@ -43,19 +42,19 @@ def critic_advantages(
     beta: float,
     device: torch.device,
 ) -> tuple[Tensor, ValueTargets, Numbers]:
-    """Advantages of every token by GAE, and what the critic is to learn. Collective.
+    """Advantages of all tokens by GAE, and the critic's targets. Collective.
 
-    A completion earns its reward as a whole, the length penalty included, at its last token, and rewards of steps where
-    the steps end. A completion without a reward has advantage 0 and teaches the critic nothing.
+    A completion earns its reward, including the length penalty, at its last token, and the rewards of steps where the
+    steps end. A completion without a reward has advantage 0 and teaches the critic nothing.
 
     Args:
         value_BT: the critic's values.
         kl_BT: the KL of each token in nats; None where the KL is not part of the reward.
-        beta: what a nat costs.
-        device: where collectives take place.
+        beta: cost of a nat.
+        device: for collectives.
 
     Returns:
-        Advantages, float32 [B, T] on the CPU, 0 on padding; the targets; and the numbers of the critic.
+        Advantages, float32 [B, T] on the CPU, 0 on padding; the targets; and the critic's numbers.
     """
     settings, total = config.of(CriticConfig), partial(sum_over_ranks, device=device)
     limit = config.rollout.max_completion_tokens
@@ -75,7 +74,7 @@ def critic_advantages(
     here = mask_BT.sum()
     numbers["critic/value"] = old_BT[mask_BT].mean(), here
     numbers["critic/return"] = return_BT[mask_BT].mean(), here
-    # The variance of returns that are all equal is rounding noise, and nothing is there to be explained.
+    # The variance of equal returns is rounding noise, which leaves nothing to explain.
     explains = variance_3[1] > 1e-12 * (1 + mean_3[1].square())
     numbers["critic/explained_variance"] = 1 - variance_3[2] / variance_3[1], explains.long()
     targets = ValueTargets(value_BT.float(), torch.where(mask_BT, return_BT, torch.nan).float().to(value_BT.device))
@@ -83,12 +82,12 @@ def critic_advantages(
 
 
 def token_rewards(whole_B: Tensor, steps: list[list[RewardStep]] | None, lengths: list[int]) -> Tensor:
-    """What each token earns, float64 [B, T], 0 on padding.
+    """The reward of each token, float64 [B, T], 0 on padding.
 
     Args:
-        whole_B: rewards of completions as wholes, which they earn at their last token.
-        steps: [B], of every completion (end, reward) of its steps: `end` is the number of tokens up to and with the
-            last of the step, which earns the reward.
+        whole_B: rewards of whole completions, earned at their last tokens.
+        steps: [B], (end, reward) of each step of every completion: `end` is the number of tokens up to and including
+            the last one of the step, which earns the reward.
         lengths: [B], completion tokens.
     """
     places = [(row, length - 1) for row, length in enumerate(lengths)]
@@ -106,11 +105,11 @@ def generalized_advantages(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor,
     """Advantages of tokens by GAE(gamma, lambda), arXiv:1506.02438, equations 11 to 16; 0 outside the mask.
 
     With d_t = r_t + gamma V_{t+1} - V_t, where V is 0 after the last token of a row, A_t = d_t + gamma lambda A_{t+1}.
-    Lambda 1 is the discounted rewards to come minus V_t, lambda 0 is d_t.
+    Lambda 1 gives the discounted future rewards minus V_t, lambda 0 gives d_t.
 
     Args:
-        reward_BT, value_BT: floats; what they hold outside the mask, NaN included, has no part.
-        mask_BT: bool, True on the tokens of each completion, which begin at the first column.
+        reward_BT, value_BT: floats; ignored outside the mask, even if NaN.
+        mask_BT: bool, True on the tokens of each completion, which begin in the first column.
     """
     reward_BT, value_BT = (torch.where(mask_BT, given, 0.0) for given in (reward_BT, value_BT))
     advantage_BT = torch.zeros_like(value_BT)
@@ -124,8 +123,8 @@ def generalized_advantages(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor,
 
 
 def moments(values: tuple[Tensor, ...], mask_BT: Tensor, total: Total) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance of each of K tensors [B, T] over the tokens of all ranks, float64 [K]; 0 where there
-    are no tokens."""
+    """Mean and unbiased variance of each of K tensors [B, T] over the tokens of all ranks, float64 [K]; 0 if there are
+    no tokens."""
     values_KN = torch.stack([value_BT[mask_BT].double() for value_BT in values])
     here = torch.tensor([values_KN.shape[1]], dtype=torch.float64)
     *_, count = sums = total(torch.cat([values_KN.sum(1), here]))
@@ -137,15 +136,15 @@ def moments(values: tuple[Tensor, ...], mask_BT: Tensor, total: Total) -> tuple[
 def value_loss(
     value_bT: Tensor, old_value_bT: Tensor, return_bT: Tensor, weight_bT: Tensor, critic: CriticConfig
 ) -> tuple[Tensor, Numbers]:
-    """The clipped loss of values, weighted and summed, and its numbers.
+    """The clipped value loss, weighted and summed, and its numbers.
 
     Per token 0.5 max((V - R)^2, (V' - R)^2), where V' is V kept within `critic.clip` of the value before the step
     (OpenAI's code of PPO, arXiv:1707.06347; see arXiv:2005.12729, section 3).
 
     Args:
-        value_bT: float, of the critic now; carries the gradient.
-        old_value_bT, return_bT: see `ValueTargets`; tokens whose return is NaN have no part.
-        weight_bT: float, 0 on padding; that of the policy's loss, see `token_weights`.
+        value_bT: float, the critic's present values, with gradient.
+        old_value_bT, return_bT: see `ValueTargets`; tokens whose return is NaN are left out.
+        weight_bT: float, 0 on padding; as in the policy's loss, see `token_weights`.
     """
     real_bT = (weight_bT > 0) & ~return_bT.isnan()
     value_bT, old_bT, return_bT = (torch.where(real_bT, given, 0.0) for given in (value_bT, old_value_bT, return_bT))
@@ -153,7 +152,7 @@ def value_loss(
     if critic.clip:
         moved_bT = value_bT - old_bT
         bound_bT = (old_bT + moved_bT.clamp(-critic.clip, critic.clip) - return_bT).square()
-        # Where a value has not moved as far, both are the same but for rounding.
+        # For a value that has not moved this far, both are equal up to rounding.
         clipped_bT = (moved_bT.abs() > critic.clip) & (bound_bT > error_bT)
         error_bT = torch.where(clipped_bT, bound_bT, error_bT)
     tokens = real_bT.sum()

@@ -9,11 +9,9 @@ from hybrid_grpo.run.memory.plan import FeatureMemory, Part, Plan
 
 
 class CriticMemory(FeatureMemory):
-    """What a critic holds from step to step: weights and gradients on the device, and its optimizer there or, where it
-    is offloaded, on the host.
-
-    Its activations are not counted: it runs when those of the policy are gone, and without an LM head.
-    """
+    """What the critic holds from step to step: weights and gradients on the device, and its optimizer there or, if
+    offloaded, on the host. Its activations are not counted, since it runs without an LM head when those of the policy
+    have been released."""
 
     name = "critic"
 
@@ -21,14 +19,13 @@ class CriticMemory(FeatureMemory):
         self._parameters = count_parameters(config.of(CriticConfig).as_policy(config.policy).model)
 
     def part(self, plan: Plan, on_host: bool) -> Part:
-        """See `FeatureMemory`."""
         settings = plan.config.of(CriticConfig)
         config = replace(
             plan.config.without(CriticConfig),
             policy=settings.as_policy(plan.config.policy),
             engine=settings.as_engine(plan.config.engine),
             lora=LoraConfig(),
-            # A plan of the critic as if it were a policy; none of its rollouts is looked at.
+            # A plan of the critic as if it were a policy, of which rollouts are ignored.
             rollout=replace(plan.config.rollout, num_generations=2, keep_cache="off"),
             grpo=GrpoConfig(),
         )
@@ -40,5 +37,5 @@ class CriticMemory(FeatureMemory):
         return Part("critic", (states if own.offloads else 0) if on_host else held, remedy)
 
     def seconds(self, plan: Plan, forward: float, passes: int) -> float:
-        """Its values once, then its training."""
+        """One forward for its values, then its training."""
         return forward * (1 + passes) * self._parameters / plan.sizes.parameters

@@ -1,4 +1,4 @@
-"""Settings of a critic: the value model of PPO, its optimizer, its engine, and what is made of its values."""
+"""Settings of the critic: the value model of PPO, its optimizer, its engine, and the advantages from its values."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _OF_POLICY = (
     *("dtype", "attn_implementation", "shared_prefix", "gradient_checkpointing", "lr_schedule", "weight_decay"),
     *("betas", "max_grad_norm", "micro_batch_tokens", "pickled_weights"),
 )
-"""Settings of the policy that hold for the critic too."""
+"""Settings that the critic takes from the policy."""
 _SHARDED = ("offload_param", "zero_hpz_partition_size")
-"""Sections of DeepSpeed that only sharded weights can have."""
+"""Sections of DeepSpeed that need sharded weights."""
 
 
 @dataclass(frozen=True, config=SECTION)
 class CriticConfig(FeatureConfig):
-    """A critic is trained beside the policy (PPO), in a DeepSpeed engine of its own, and advantages are relative to its
-    values instead of the group. What is not set here, such as the type of its weights, is as in policy and engine; it
+    """A critic, trained beside the policy in a DeepSpeed engine of its own (PPO). Advantages are relative to its values
+    instead of the group. Anything that is not set here, such as the type of its weights, is as in policy and engine; it
     has no adapters."""
 
     enabled: Switch = False
@@ -44,13 +44,14 @@ class CriticConfig(FeatureConfig):
     gamma: PositiveShare = 1.0
     """Discount of rewards, per token."""
     lam: Share = 1.0
-    """Lambda of generalized advantage estimation (arXiv:1506.02438). 1 compares a token with all that its completion
-    earns after it; below 1 the critic's own values stand in for what is far away: 0.95 looks about 20 tokens ahead."""
+    """Lambda of generalized advantage estimation (arXiv:1506.02438). 1 compares a token with everything that its
+    completion earns after it; below 1 the critic's values replace rewards that are far away: 0.95 looks about 20 tokens
+    ahead."""
     clip: NotNegative = 0.2
-    """A value that moved further than this from what it was at the beginning of the step adds no gradient that would
-    move it on (PPO's clipped value loss); in units of the reward. 0 clips nothing."""
+    """Once a value has moved further than this from where it was at the beginning of the step, it gets no gradient that
+    would move it further (PPO's clipped value loss); in units of the reward. 0 does not clip."""
     whiten: Switch = True
-    """Give the advantages of all tokens of a step, over all ranks, mean 0 and standard deviation 1."""
+    """Normalize the advantages of all tokens of a step, over all ranks, to mean 0 and standard deviation 1."""
     zero_stage: Annotated[Whole, Le(3)] | None = None
     """ZeRO stage of the critic. Default: engine.zero_stage."""
     offload_optimizer: Switch | None = None
@@ -65,32 +66,31 @@ class CriticConfig(FeatureConfig):
 
     @property
     def is_on(self) -> bool:
-        """Whether there is a critic."""
         return self.enabled
 
     @property
     def policy_waits(self) -> int:
-        """See `warmup_steps`."""
         return self.warmup_steps
 
     @property
     def models(self) -> dict[str, str | None]:
-        """The model that the critic starts from."""
         return {"critic.model": self.model}
 
     def as_policy(self, policy: PolicyConfig) -> PolicyConfig:
-        """The critic's model and optimizer, beside this policy."""
+        """The settings of the critic's model and optimizer, given those of the policy."""
         shared = {name: getattr(policy, name) for name in _OF_POLICY}
         return PolicyConfig(model=self.model or policy.model, lr=self.lr, **shared)
 
     def as_engine(self, engine: EngineConfig) -> EngineConfig:
-        """The critic's engine, beside this engine of the policy."""
-        stage = engine.zero_stage if self.zero_stage is None else self.zero_stage
-        offload = engine.offload_optimizer if self.offload_optimizer is None else self.offload_optimizer
+        """The settings of the critic's engine, given those of the policy's."""
+        stage, offload = self._stage_and_offload(engine)
         return replace(engine, zero_stage=stage, offload_optimizer=offload)
 
+    def _stage_and_offload(self, engine: EngineConfig) -> tuple[int, bool]:
+        stage = engine.zero_stage if self.zero_stage is None else self.zero_stage
+        return stage, engine.offload_optimizer if self.offload_optimizer is None else self.offload_optimizer
+
     def check(self, config: TrainConfig) -> None:
-        """Refuse settings without effect, and an engine that cannot be made beside the policy's."""
         if not self.enabled:
             self.refuse_idle("without critic.enabled: set critic.enabled to true")
             return
@@ -119,8 +119,7 @@ class CriticConfig(FeatureConfig):
         )
 
     def _check_engine(self, policy: PolicyConfig, engine: EngineConfig) -> None:
-        stage = engine.zero_stage if self.zero_stage is None else self.zero_stage
-        offload = engine.offload_optimizer if self.offload_optimizer is None else self.offload_optimizer
+        stage, offload = self._stage_and_offload(engine)
         refuse(
             policy.dtype == "bfloat16" and stage == 0,
             "policy.dtype bfloat16 needs critic.zero_stage 1 or higher: set critic.zero_stage to 1, or policy.dtype to"
@@ -134,6 +133,6 @@ class CriticConfig(FeatureConfig):
         sharded = [name for name in _SHARDED if name in engine.deepspeed.get("zero_optimization", {})]
         refuse(
             bool(sharded) and stage < 3,
-            f"engine.deepspeed.zero_optimization.{''.join(sharded[:1])} is for sharded weights, which the critic has"
-            f" not with critic.zero_stage {stage}: set that to 3",
+            f"engine.deepspeed.zero_optimization.{''.join(sharded[:1])} is for sharded weights, which the critic does"
+            f" not have with critic.zero_stage {stage}: set that to 3",
         )

@@ -1,4 +1,4 @@
-"""Guests in a run: what they give to every group, what the policy learns from them, and what is logged of them."""
+"""Guests in a run: their completions in every group, what the policy learns from these, and their metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.data.batch import Completion, Numbers, Prompt, Rollout, Scores, TrainBatch
 from hybrid_grpo.features.guests.settings import GuestsConfig
-from hybrid_grpo.features.guests.writers import GuestFile, GuestModel, Reader
+from hybrid_grpo.features.guests.writers import GuestFile, GuestModel, Learner
 from hybrid_grpo.generation.rollout import requests_of
 from hybrid_grpo.grpo.advantages import informative
 from hybrid_grpo.grpo.loss import LossStats, policy_loss
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Guests(Feature):
-    """All guests of a run. Raises UserError where one does not fit; see `GuestFile` and `GuestModel`."""
+    """All guests of a run. Raises UserError if one does not fit; see `GuestFile` and `GuestModel`."""
 
     name = "guests"
     is_timed = True
@@ -33,29 +33,26 @@ class Guests(Feature):
     def __init__(self, config: TrainConfig, plan: BatchPlan, inputs: RunInputs) -> None:
         super().__init__(config, plan, inputs)
         vocabulary = load_config(config.policy.model).get_text_config().vocab_size
-        reader = Reader(config, inputs.tokenizer, inputs.prompts, inputs.stop_ids, vocabulary)
+        learner = Learner(config, inputs.tokenizer, inputs.prompts, inputs.stop_ids, vocabulary)
         self._guests = [
-            (guest, GuestFile(guest, reader) if guest.model is None else GuestModel(guest, reader))
+            (guest, GuestFile(guest, learner) if guest.model is None else GuestModel(guest, learner))
             for guest in config.of(GuestsConfig).writers
         ]
 
     @property
     def facts(self) -> dict[str, str]:
-        """See `Feature`."""
         return {f"guest {guest.name}": writer.fact for guest, writer in self._guests}
 
     @property
     def names(self) -> Mapping[str, Sequence[str]]:
-        """See `Feature`."""
         return {"<guest>": [guest.name for guest, _ in self._guests]}
 
     def load(self, policy: Policy) -> None:
-        """Load the models, whole and on the policy's device."""
         for _, writer in self._guests:
             writer.load(policy.engine.device)
 
     def write(self, prompts: Sequence[Prompt], step: int, beat: Callable[[], None]) -> dict[int, Completion]:
-        """See `Feature`. Guests have the last places of a group, each as many as its `per_group`."""
+        """See `Feature`. Guests write the last completions of a group, `per_group` each."""
         requests = requests_of(prompts, self.config.rollout, self.config.run.seed, step)
         slot = self.plan.own_generations
         given: dict[int, Completion] = {}
@@ -70,8 +67,8 @@ class Guests(Feature):
     def loss(
         self, batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor, found: Sequence[Tensor]
     ) -> tuple[Tensor | float, Numbers]:
-        """The surrogate alone, with the ratio of the policy to the guest: the KL, the entropy and the sampler's
-        correction are expectations under the policy."""
+        """The surrogate, with the ratio of the policy to the guest; without KL, entropy and the sampler's correction,
+        which are expectations under the policy."""
         total: Tensor | float = 0.0
         numbers, zeros_bT = Numbers(), torch.zeros_like(entropy_bT)
         for name, rows_b1 in batch.writers.items():
@@ -85,7 +82,7 @@ class Guests(Feature):
         return total, numbers
 
     def measure(self, rollout: Rollout, scores: Scores) -> Numbers:
-        """What guests have brought into the groups, and how many groups teach nothing with them."""
+        """Numbers of the guests' completions, and the share of groups that still teach nothing."""
         numbers = Numbers()
         for guest, _ in self._guests:
             rows = [row for row, completion in enumerate(rollout.completions) if completion.writer == guest.name]
@@ -101,7 +98,6 @@ class Guests(Feature):
 
 
 def _numbers(name: str, stats: LossStats) -> Numbers:
-    """The statistics of a guest's tokens, as they are logged."""
     divisor = stats.tokens.clamp(min=1)
     return {
         f"guests/{name}/ratio_mean": (stats.ratio / divisor, stats.tokens),

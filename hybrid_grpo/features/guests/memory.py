@@ -7,8 +7,8 @@ from hybrid_grpo.run.memory.plan import FeatureMemory, Part, Plan
 
 
 class GuestMemory(FeatureMemory):
-    """The weights of the models that are guests, whole on every rank. What they need to decode is not counted: it is
-    gone before the policy decodes."""
+    """The weights of guest models, all of them on every rank. Their memory for decoding is not counted, since it is
+    released before the policy decodes."""
 
     name = "guests"
 
@@ -17,5 +17,4 @@ class GuestMemory(FeatureMemory):
         self._parameters = sum(parameters_of(name) for name in names if name is not None)
 
     def part(self, plan: Plan, on_host: bool) -> Part:
-        """See `FeatureMemory`."""
         return Part("guests", 0 if on_host else plan.dtype * self._parameters, "guests.writers")

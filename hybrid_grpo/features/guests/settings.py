@@ -18,21 +18,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, config=SECTION)
 class GuestConfig:
-    """One other writer of completions."""
+    """One guest."""
 
     name: Name
     """Name in the metrics and in the rollouts."""
     weight: Literal["importance", "baseline"]
-    """`importance`: its completions take part in the loss, with the ratio of the policy to the guest, whose recorded
-    log-probabilities are `old_logp`. `baseline`: they only take part in the mean and the spread of their group."""
+    """`importance`: its completions are part of the loss, with the ratio of the policy to the guest, whose recorded
+    log-probabilities are `old_logp`. `baseline`: they only count in the mean and standard deviation of their group."""
     path: Text | None = None
-    """File of completions: rows with a prompt and a completion, or `completions`, for prompts of the data. With weight
-    importance also the tokens, `token_ids`, and their log-probabilities, `token_logp`, as `generate` writes them."""
+    """File of completions: rows with a prompt and a `completion`, or `completions`, for prompts of the data. Weight
+    importance also needs the tokens, `token_ids`, and their log-probabilities, `token_logp`, as `generate` writes
+    them."""
     model: Text | None = None
-    """Folder or hub name of a model that completes the prompts in every step, in place of a file. Every rank holds it
-    whole. It must have the policy's tokenizer."""
+    """Folder or hub name of a model that completes the prompts in every step, instead of a file. Every rank holds all
+    of it. It must have the policy's tokenizer."""
     per_group: Count = 1
-    """Completions of a group that are the guest's, of rollout.num_generations."""
+    """Completions of each group that the guest writes, out of rollout.num_generations."""
 
     @model_validator(mode="after")
     def _check(self) -> GuestConfig:
@@ -46,7 +47,7 @@ class GuestConfig:
 
 @dataclass(frozen=True, config=SECTION)
 class GuestsConfig(FeatureConfig):
-    """Other writers, a part of whose completions every group has, in training only."""
+    """Guests: files or models that write some of the completions of every training group (off-policy completions)."""
 
     writers: list[GuestConfig] = field(default_factory=list)
     """The guests: a file, as in `[{name: seeds, path: answers.jsonl, weight: baseline}]`, or a model, as in `[{name:
@@ -59,26 +60,21 @@ class GuestsConfig(FeatureConfig):
 
     @property
     def is_on(self) -> bool:
-        """Whether there are guests."""
         return bool(self.writers)
 
     @property
     def rows_per_group(self) -> int:
-        """Those of all guests."""
         return sum(guest.per_group for guest in self.writers)
 
     @property
     def models(self) -> dict[str, str | None]:
-        """See `FeatureConfig`."""
         return {f"guests.writers {guest.name}: model": guest.model for guest in self.writers}
 
     @property
     def files(self) -> dict[str, str]:
-        """See `FeatureConfig`."""
         return {f"guests.writers {guest.name}: path": guest.path for guest in self.writers if guest.path is not None}
 
     def check(self, config: TrainConfig) -> None:
-        """Refuse guests that contradict each other or another section of a training run."""
         rollout, grpo, names = config.rollout, config.grpo, [guest.name for guest in self.writers]
         if not names:
             return
@@ -92,12 +88,12 @@ class GuestsConfig(FeatureConfig):
         )
         refuse(
             rollout.has_turns,
-            f"{rollout.turns_setting} makes completions of several turns, and guests.writers {names[0]} brings those of"
+            f"{rollout.turns_setting} makes completions of several turns, and those of guests.writers {names[0]} have"
             " one: take out one of them",
         )
         refuse(
             rollout.max_total_tokens is not None or rollout.max_turn_tokens is not None,
-            f"guests.writers {names[0]} writes as it likes up to rollout.max_completion_tokens: take out"
+            f"guests.writers {names[0]} is only limited by rollout.max_completion_tokens: take out"
             " rollout.max_total_tokens and rollout.max_turn_tokens",
         )
         refuse(

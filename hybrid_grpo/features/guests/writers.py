@@ -1,4 +1,4 @@
-"""Who writes a guest's completions: a file of them, or a frozen model. What they count for is not decided here."""
+"""Where the completions of guests come from: a file, or a frozen model. What they count for is decided in guests.py."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -20,12 +20,12 @@ from hybrid_grpo.model.files import check_files
 from hybrid_grpo.model.loading import load_config, load_model, load_tokenizer, stop_ids
 
 _SMALLEST_LOGP, _LARGEST_LOGP = -1e9, 1e-3
-"""Nats. Log-probabilities that were computed in half precision may be above 0 by rounding."""
+"""Nats. Log-probabilities computed in half precision may be above 0 by rounding."""
 
 
 @dataclass(frozen=True)
-class Reader:
-    """The policy that learns beside guests, as far as these have to fit to it."""
+class Learner:
+    """The policy that learns from guests, and what these must fit."""
 
     config: TrainConfig
     tokenizer: Any
@@ -33,26 +33,26 @@ class Reader:
     ends: tuple[int, ...]
     """Tokens that end a completion."""
     vocabulary: int
-    """Tokens that the policy knows."""
+    """Number of tokens that the policy knows."""
 
 
 class GuestFile:
-    """The completions of a file, of which a group is given some, drawn anew for every step."""
+    """Completions from a file, drawn anew for every step."""
 
-    def __init__(self, guest: GuestConfig, reader: Reader) -> None:
-        self._guest, self._seed = guest, reader.config.run.seed
+    def __init__(self, guest: GuestConfig, learner: Learner) -> None:
+        self._guest, self._seed = guest, learner.config.run.seed
         self._by_prompt: dict[str, list[Completion]] = {}
         self._setting = f"guests.writers {guest.name}: path"
         assert guest.path is not None
-        columns = DataConfig(system_prompt=reader.config.data.system_prompt)
+        columns = DataConfig(system_prompt=learner.config.data.system_prompt)
         read = read_completions(guest.path, columns, [], setting=self._setting)
-        known = {_key(prompt.text) for prompt in reader.prompts}
+        known = {_key(prompt.text) for prompt in learner.prompts}
         others = 0
         for number, group in enumerate(read):
             key = _key(group.prompts[0].text)
             if key in known:
                 where = f"guests.writers {guest.name}: row {number} (from 0) of {guest.path}"
-                self._by_prompt.setdefault(key, []).extend(_completions(group, guest, reader, where))
+                self._by_prompt.setdefault(key, []).extend(_completions(group, guest, learner, where))
             others += key not in known
         refuse(
             not self._by_prompt,
@@ -68,7 +68,7 @@ class GuestFile:
         """Nothing to load."""
 
     def write(self, prompts: Sequence[Prompt], step: int, beat: Callable[[], None]) -> list[list[Completion]]:
-        """[P], at most `per_group` completions of every prompt; which ones is a function of seed, step and prompt."""
+        """[P], at most `per_group` completions of each prompt, drawn as a function of seed, step and prompt."""
         groups = []
         for prompt in prompts:
             found = self._by_prompt.get(_key(prompt.text), [])
@@ -79,13 +79,13 @@ class GuestFile:
 
 
 class GuestModel:
-    """A frozen model that completes the prompts as the policy does, with random streams of its own."""
+    """A frozen model that completes prompts as the policy does, with random streams of its own."""
 
-    def __init__(self, guest: GuestConfig, reader: Reader) -> None:
-        self._guest, self._reader, self._model = guest, reader, None
+    def __init__(self, guest: GuestConfig, learner: Learner) -> None:
+        self._guest, self._learner, self._model = guest, learner, None
         assert guest.model is not None
-        self._policy = replace(reader.config.policy, model=guest.model, gradient_checkpointing=False)
-        self._setting, rollout = f"guests.writers {guest.name}: model", reader.config.rollout
+        self._policy = replace(learner.config.policy, model=guest.model, gradient_checkpointing=False)
+        self._setting, rollout = f"guests.writers {guest.name}: model", learner.config.rollout
         self.fact = f"{guest.per_group} completions of every group by {guest.model}"
         name, start = guest.model, f"{self._setting} {guest.model}"
         config = load_config(name, self._setting)
@@ -93,17 +93,17 @@ class GuestModel:
         check_files(name, config, pickled=self._policy.pickled_weights, setting=self._setting)
         tokenizer = load_tokenizer(name, self._setting)
         refuse(
-            tokenizer.get_vocab() != reader.tokenizer.get_vocab(),
-            f"{start} has another tokenizer than policy.model {reader.config.policy.model}: take a guest of the same"
+            tokenizer.get_vocab() != learner.tokenizer.get_vocab(),
+            f"{start} has another tokenizer than policy.model {learner.config.policy.model}: take a guest of the same"
             " family of models, or give its completions as a file with weight baseline",
         )
-        others = sorted({*stop_ids(name, tokenizer, [], config, self._setting)} - {*reader.ends})
+        others = sorted({*stop_ids(name, tokenizer, [], config, self._setting)} - {*learner.ends})
         refuse(
             bool(others) and not rollout.ignore_eos,
             f"{start} ends completions with token {''.join(map(str, others[:1]))}, which does not end those of"
             f" policy.model: set rollout.stop_ids to {others}",
         )
-        longest = max(len(prompt.token_ids) for prompt in reader.prompts) + rollout.max_completion_tokens
+        longest = max(len(prompt.token_ids) for prompt in learner.prompts) + rollout.max_completion_tokens
         positions = getattr(config, "max_position_embeddings", None)
         refuse(
             positions is not None and longest > positions,
@@ -111,7 +111,7 @@ class GuestModel:
             f" data.max_prompt_tokens or rollout.max_completion_tokens by {longest - (positions or 0)}",
         )
         highest = max(
-            *(max(prompt.token_ids) for prompt in reader.prompts), *reader.ends, *map(int, rollout.logit_bias), 0
+            *(max(prompt.token_ids) for prompt in learner.prompts), *learner.ends, *map(int, rollout.logit_bias), 0
         )
         size = config.get_text_config().vocab_size
         refuse(
@@ -120,37 +120,35 @@ class GuestModel:
         )
 
     def load(self, device: torch.device) -> None:
-        """Load the weights; raises UserError where they do not load."""
-        attention = attention_of(self._reader.config.rollout.decoder)
+        attention = attention_of(self._learner.config.rollout.decoder)
         self._model = load_model(self._policy, attention, self._setting).to(device).eval()
 
     def write(self, prompts: Sequence[Prompt], step: int, beat: Callable[[], None]) -> list[list[Completion]]:
-        """[P], `per_group` completions of every prompt; fewer where one has a token that the policy does not know."""
-        config, count = self._reader.config, self._guest.per_group
+        """[P], `per_group` completions of each prompt, without those that have a token unknown to the policy."""
+        config, count = self._learner.config, self._guest.per_group
         seed, own = config.run.seed, f"guest {self._guest.name}"
         requests = [
             Request(p.token_ids, [stream_key(seed, step, p.epoch, p.id, k, own) for k in range(count)]) for p in prompts
         ]
         assert self._model is not None, "load() comes first"
-        sampling = sampling_of(config.rollout, self._reader.ends)
-        groups, _ = complete(self._model, self._reader.tokenizer, requests, sampling, config.rollout, on_step=beat)
-        # Models of one family may have embeddings for different numbers of tokens, beyond those of the tokenizer.
-        return [[c for c in group if max(c.token_ids) < self._reader.vocabulary] for group in groups]
+        sampling = sampling_of(config.rollout, self._learner.ends)
+        groups, _ = complete(self._model, self._learner.tokenizer, requests, sampling, config.rollout, on_step=beat)
+        # Models of one family may differ in how many embeddings they have beyond the tokens of the tokenizer.
+        return [[c for c in group if max(c.token_ids) < self._learner.vocabulary] for group in groups]
 
 
 def _key(prompt: str | list[Message]) -> str:
-    """A prompt as text or chat, to be found again."""
     return json.dumps(prompt, sort_keys=True)
 
 
-def _completions(group: Rollout, guest: GuestConfig, reader: Reader, where: str) -> list[Completion]:
-    """The completions of a row of a file, with tokens and log-probabilities; raises UserError where they do not fit."""
+def _completions(group: Rollout, guest: GuestConfig, learner: Learner, where: str) -> list[Completion]:
+    """The completions of a row, with tokens and log-probabilities; raises UserError if they do not fit the policy."""
     columns, count = group.prompts[0].columns, len(group.completions)
     ids, logp, finish = (_each(columns.get(name), count) for name in ("token_ids", "token_logp", "finish"))
     written = []
-    learned, limit = guest.weight == "importance", reader.config.rollout.max_completion_tokens
+    learned, limit = guest.weight == "importance", learner.config.rollout.max_completion_tokens
     for text, token_ids, token_logp, end in zip((c.text for c in group.completions), ids, logp, finish, strict=True):
-        are_tokens = _are_tokens(token_ids, text, reader)
+        are_tokens = _are_tokens(token_ids, text, learner)
         refuse(
             learned and not _fits(token_ids, token_logp),
             f"{where} has no token_ids and token_logp of equal length, which weight importance needs: write the file by"
@@ -162,7 +160,7 @@ def _completions(group: Rollout, guest: GuestConfig, reader: Reader, where: str)
             " baseline",
         )
         if not are_tokens:
-            token_ids = _tokenized(text, end != "length", reader)
+            token_ids = _tokenized(text, end != "length", learner)
         refuse(not token_ids, f"{where} is an empty completion, and no token ends one: take it out")
         refuse(
             len(token_ids) > limit,
@@ -175,21 +173,19 @@ def _completions(group: Rollout, guest: GuestConfig, reader: Reader, where: str)
 
 
 def _each(value: Any, count: int) -> list[Any]:
-    """What a row has of each of its completions: a list of as many, or what is of its only one."""
+    """The values of a column for each completion of the row: a list of them, or the value of its only completion."""
     if count == 1 and not (isinstance(value, list) and len(value) == 1 and isinstance(value[0], list | str)):
         return [value]
     return value if isinstance(value, list) and len(value) == count else [None] * count
 
 
-def _are_tokens(ids: Any, text: str, reader: Reader) -> bool:
-    """Whether these are the tokens of a text, by the tokenizer of the policy."""
-    if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < reader.vocabulary for token in ids):
+def _are_tokens(ids: Any, text: str, learner: Learner) -> bool:
+    if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < learner.vocabulary for token in ids):
         return False
-    return bool(reader.tokenizer.decode(ids, skip_special_tokens=True) == text)
+    return bool(learner.tokenizer.decode(ids, skip_special_tokens=True) == text)
 
 
 def _fits(ids: Any, logp: Any) -> bool:
-    """Whether these are log-probabilities of tokens."""
     return (
         isinstance(ids, list)
         and isinstance(logp, list)
@@ -198,8 +194,8 @@ def _fits(ids: Any, logp: Any) -> bool:
     )
 
 
-def _tokenized(text: str, ends: bool, reader: Reader) -> list[int]:
-    """The tokens of a text, with one that ends it where it `ends`."""
-    ids: list[int] = list(reader.tokenizer(text, add_special_tokens=False)["input_ids"])
-    end = reader.tokenizer.eos_token_id
-    return [*ids, end if end in reader.ends else reader.ends[0]] if ends and reader.ends else ids
+def _tokenized(text: str, ends: bool, learner: Learner) -> list[int]:
+    """The tokens of a text, followed by an end token if it `ends`."""
+    ids: list[int] = list(learner.tokenizer(text, add_special_tokens=False)["input_ids"])
+    end = learner.tokenizer.eos_token_id
+    return [*ids, end if end in learner.ends else learner.ends[0]] if ends and learner.ends else ids

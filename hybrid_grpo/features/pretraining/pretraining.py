@@ -1,4 +1,4 @@
-"""The pretraining loss of a run: next-token prediction on texts, beside what the policy learns from its rollouts."""
+"""The pretraining loss of a run: next-token prediction on texts, in addition to learning from rollouts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
-from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.data.batch import Numbers
 from hybrid_grpo.data.loader import PromptLoader
+from hybrid_grpo.data.prompts import require_column
+from hybrid_grpo.data.sources import Source, read_rows
 from hybrid_grpo.features.pretraining.settings import PtxConfig
-from hybrid_grpo.features.pretraining.texts import read_texts
 from hybrid_grpo.model.loading import check_prompt_ids, load_config
 from hybrid_grpo.model.ranks import rank, world_size
 from hybrid_grpo.run.feature import Feature
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 class PretrainingLoss(Feature):
     """`coef` times the mean cross-entropy of the tokens of a batch of texts (arXiv:2203.02155, equation 2).
 
-    Every optimizer step draws the next batch, in a seeded order that does not depend on the number of ranks. Raises
+    Each optimizer step draws the next batch, in a seeded order that does not depend on the number of ranks. Raises
     UserError as `read_texts` does.
     """
 
@@ -47,23 +48,49 @@ class PretrainingLoss(Feature):
 
     @property
     def facts(self) -> dict[str, str]:
-        """See `Feature`."""
         return {"ptx": self._fact}
 
     @property
     def rows(self) -> Mapping[str, Sequence[Any]]:
-        """See `Feature`."""
         return {"texts of ptx": self._rows}
 
     @property
     def state(self) -> PromptLoader[list[int]]:
-        """The position in the texts."""
         return self._loader
 
     def gradient(self, policy: Policy, beat: Callable[[], None]) -> Numbers:
-        """Add the gradient of the next batch to that of the coming optimizer step; returns the loss without its
-        coefficient. `beat` is called before each micro-batch. Collective."""
+        """Add the gradient of the next batch; returns the loss without its coefficient. `beat` is called before each
+        micro-batch. Collective."""
         rows = [row for row, _ in self._loader.next_batch()]
         parts = list(policy.learn([row[:1] for row in rows], [row[1:] for row in rows], beat, self._coef))
         tokens = sum(count for _, count in parts)
         return {"ptx/loss": (sum(loss * count for loss, count in parts) / tokens, tokens)}
+
+
+def read_texts(config: PtxConfig, tokenizer: Any) -> tuple[list[list[int]], str]:
+    """Rows of 2 to `max_tokens` tokens, the first of which is not predicted, and a line that says what was read.
+
+    A text ends with end-of-sequence if the tokenizer has that token; longer ones are split into consecutive rows.
+    Raises UserError if a row has no text, or there is nothing to predict.
+    """
+    source = Source(config.path, config.split, config.subset, config.limit, "ptx.path", "ptx.split")
+    rows = read_rows(source)
+    require_column("ptx.column", config.column, rows, source)
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    pieces: list[list[int]] = []
+    for number, row in enumerate(rows):
+        text = row[config.column]
+        where = f"ptx.column {config.column}: row {number} (from 0) of {source}"
+        refuse(not isinstance(text, str), f"{where} has {type(text).__name__} {str(text)[:40]!r}: give text")
+        try:
+            token_ids = [*tokenizer(text)["input_ids"], *end]
+        except TypeError as error:
+            # Tokenizers raise this for text that is not Unicode: one with half of a surrogate pair.
+            raise UserError(f"{where} cannot be tokenized: {error}") from error
+        starts = range(0, len(token_ids), config.max_tokens)
+        pieces += (token_ids[start : start + config.max_tokens] for start in starts)
+    # A single token at the end of a text has no context in its row.
+    pieces = [piece for piece in pieces if len(piece) > 1]
+    refuse(not pieces, f"ptx.path {source}: no text has two tokens, so there is nothing to predict: give others")
+    tokens = sum(map(len, pieces))
+    return pieces, f"{source}: {len(rows)} texts in {len(pieces)} rows of {tokens} tokens, weight {config.coef:g}"

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, config=SECTION)
 class PtxConfig(FeatureConfig):
-    """Text on which the next-token loss is added to the loss of the policy (InstructGPT, arXiv:2203.02155, equation 2:
-    PPO-ptx), so that it does not unlearn what it was pretrained on. Each optimizer step draws rows of its own."""
+    """Texts whose next-token loss is added to the loss of the policy (PPO-ptx in InstructGPT, arXiv:2203.02155,
+    equation 2), so that it does not unlearn its pretraining. Each optimizer step draws new rows."""
 
     coef: NotNegative = 0.0
-    """Weight of the loss, the mean over the tokens of the rows (gamma); 0: none is computed."""
+    """Weight of the loss, a mean over the tokens of the rows (gamma); 0: it is not computed."""
     path: Source = ""
     """JSONL or parquet file, folder of a saved dataset, or hub name."""
     subset: Text | None = None
@@ -29,30 +29,28 @@ class PtxConfig(FeatureConfig):
     split: Text = "train"
     """Split to read, where the source has splits."""
     column: Text = "text"
-    """Column with the text; special tokens are added as the tokenizer does it, and end-of-sequence after it."""
+    """Column with the text, to which the tokenizer adds its special tokens; end-of-sequence follows."""
     limit: Count | None = None
-    """Read only this many texts from the start."""
+    """Read only the first texts, this many."""
     rows_per_step: Count = 32
     """Rows of one optimizer step, over all ranks."""
     max_tokens: Count = 512
-    """Longest row; longer texts are cut into several."""
+    """Longest row; longer texts are split into several."""
 
     section = "ptx"
     feature = "pretraining:PretrainingLoss"
 
     @property
     def is_on(self) -> bool:
-        """Whether there is such a loss."""
         return self.coef > 0
 
     def check(self, config: TrainConfig) -> None:
-        """Refuse settings without effect, and a loss on nothing."""
         if not self.is_on:
             self.refuse_idle("without ptx.coef: set ptx.coef")
         refuse(self.is_on and self.path == "", f"ptx.coef {self.coef:g} needs texts: set ptx.path, or ptx.coef to 0")
         refuse(self.max_tokens < 2, "ptx.max_tokens 1 leaves no token to predict: set it to 2 or more")
 
     def check_place(self, config: TrainConfig, world_size: int) -> None:
-        """Refuse texts that are not there, and rows that do not divide evenly among the ranks."""
+        """Refuse texts that do not exist, and rows that do not divide evenly among the ranks."""
         check_source("ptx.path", self.path)
         refuse_indivisible("ptx.rows_per_step", self.rows_per_step, world_size, "ranks")

@@ -1,15 +1,14 @@
-"""The mathematics of on-policy distillation: a teacher's word on the tokens that the policy has sampled.
+"""The mathematics of on-policy distillation.
 
-The policy is to come near the teacher in the reverse KL divergence, KL(policy || teacher) of the next token, at the
-prefixes that it samples itself (GKD, arXiv:2306.13649, section 3, with this divergence). As there, no gradient goes
-through the sampling of prefixes: a token answers for its own divergence only, where MiniLLM (arXiv:2306.08543) credits
-it with those behind it. The gradient at a prefix is sum_v p_v (log p_v - log q_v) grad log p_v, with the policy p and
-the teacher q, which is
+The policy approaches the teacher in the reverse KL divergence of the next token, KL(policy || teacher), at prefixes
+that it samples itself (GKD, arXiv:2306.13649, section 3, with this divergence). As there, no gradient flows through the
+sampling of prefixes: a token is only responsible for its own divergence, whereas MiniLLM (arXiv:2306.08543) also
+credits it with those of later tokens. With policy p and teacher q, the gradient at a prefix is sum_v p_v (log p_v - log
+q_v) grad log p_v. There are two ways to compute it:
 
-- the expectation of (log p_v - log q_v) grad log p_v over tokens v that are drawn from p: an advantage of -(log p_v -
-  log q_v) for the token that was sampled, constant, and of no other token ("On-Policy Distillation", Thinking Machines
-  Lab, 2025);
-- or that of the divergence itself, which the head computes over the vocabulary (divergence.py).
+- as the expectation of (log p_v - log q_v) grad log p_v over tokens v drawn from p: a constant advantage of -(log p_v -
+  log q_v) for the sampled token ("On-Policy Distillation", Thinking Machines Lab, 2025);
+- as the gradient of the divergence itself, which the head computes over the vocabulary (divergence.py).
 """
 
 import torch
@@ -19,21 +18,15 @@ from hybrid_grpo.data.batch import Numbers
 
 
 def measure_teacher(old_logp_BT: Tensor, teacher_logp_BT: Tensor, mask_BT: Tensor) -> Numbers:
-    """The teacher's mean log-probability of the sampled tokens, and the mean of the policy's minus the teacher's: an
-    unbiased estimate of the KL divergence to the teacher of the policy that sampled."""
+    """The teacher's mean log-probability of the sampled tokens, and the mean difference of the policy's and the
+    teacher's, an unbiased estimate of the KL divergence from the policy that sampled to the teacher."""
     tokens = mask_BT.sum()
     teacher, policy = (torch.where(mask_BT, logp_BT, 0.0).sum() / tokens for logp_BT in (teacher_logp_BT, old_logp_BT))
     return {"teacher/logp": (teacher, tokens), "teacher/kl": (policy - teacher, tokens)}
 
 
 def teacher_advantages(old_logp_BT: Tensor, teacher_logp_BT: Tensor, coef: float) -> Tensor:
-    """-coef (old_logp - teacher_logp), [B, T], what a token's advantage changes by; see the module.
-
-    Args:
-        old_logp_BT: of the policy that sampled.
-        teacher_logp_BT: of the teacher.
-        coef: advantage that a nat costs.
-    """
+    """-coef (old_logp - teacher_logp), [B, T], a term of the advantages; see the module."""
     return -coef * (old_logp_BT - teacher_logp_BT)
 
 
@@ -41,8 +34,8 @@ def teacher_loss(kl_bT: Tensor, weight_bT: Tensor, coef: float) -> Tensor:
     """coef times the weighted sum of the divergences of a micro-batch, a scalar.
 
     Args:
-        kl_bT: carries the gradient.
+        kl_bT: with gradient.
         weight_bT: see `token_weights`; the caller chose the denominator.
-        coef: weight beside the loss of the policy.
+        coef: weight relative to the loss of the policy.
     """
     return coef * (kl_bT * weight_bT).sum()

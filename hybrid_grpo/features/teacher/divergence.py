@@ -1,7 +1,7 @@
-"""The distribution of the next token in full: what a teacher says of it, and how far a model is from that.
+"""A teacher's full distributions of the next token, and the divergence of the policy from them.
 
-`reverse_kl` and `most_likely` are called by the head of `LogprobModel`, beside the log-probabilities. Both see a few
-rows of logits at a time. What a divergence is for is told in distillation.py.
+The head of `LogprobModel` calls `reverse_kl` and `most_likely` in addition to computing log-probabilities. Both see a
+few rows of logits at a time. distillation.py explains what the divergence is for.
 """
 
 from __future__ import annotations
@@ -18,41 +18,39 @@ from hybrid_grpo.model.upload import upload
 
 @dataclass(frozen=True)
 class NextTokens:
-    """Distributions of the next token at N places, at the sampling temperature. Every probability is that of a token,
-    or (with `token_NK`, in the last place) of all other tokens together."""
+    """Distributions of the next token at N positions, at the sampling temperature."""
 
     logp_NK: Tensor
-    """float32, of all tokens; with `token_NK`, [N, K + 1], of these and of the others."""
+    """float32, log-probabilities of all tokens; with `token_NK`, [N, K + 1], of those tokens and of all others
+    together."""
     token_NK: Tensor | None
-    """int32, tokens that are told apart; None where all are."""
+    """int32, the tokens that are distinguished; None for all."""
     vocabulary: int
-    """Tokens over which these are distributions: the first ones of the model's own."""
+    """Number of tokens in the distributions: the first ones of the model's vocabulary."""
 
     def split(self, lengths: list[int]) -> list[NextTokens]:
-        """So many places each."""
         tokens = [None] * len(lengths) if self.token_NK is None else self.token_NK.split(lengths)
         parts = zip(self.logp_NK.split(lengths), tokens, strict=True)
         return [NextTokens(logp, token, self.vocabulary) for logp, token in parts]
 
     def first(self) -> NextTokens:
-        """The first place alone."""
         return NextTokens(self.logp_NK[:1], None if self.token_NK is None else self.token_NK[:1], self.vocabulary)
 
     def joined(self, more: list[NextTokens]) -> NextTokens:
-        """These places, then those of `more`."""
+        """These positions, followed by those of `more`."""
         parts = [self, *more]
         tokens = [part.token_NK for part in parts if part.token_NK is not None]
         logp_NK = torch.cat([part.logp_NK for part in parts])
         return NextTokens(logp_NK, torch.cat(tokens) if tokens else None, self.vocabulary)
 
     def to(self, device: torch.device) -> NextTokens:
-        """The same on a device, from host memory."""
         tokens = None if self.token_NK is None else upload(self.token_NK, device)
         return NextTokens(upload(self.logp_NK, device), tokens, self.vocabulary)
 
 
 def grouped(logp_NV: Tensor, token_NK: Tensor | None) -> Tensor:
-    """[N, K + 1], log-probabilities of some tokens and of all others together; all [N, V] where none are chosen."""
+    """[N, K + 1], log-probabilities of the chosen tokens and of all others together; without chosen ones, all [N,
+    V]."""
     if token_NK is None:
         return logp_NV
     token_NK = token_NK.long()
@@ -61,15 +59,15 @@ def grouped(logp_NV: Tensor, token_NK: Tensor | None) -> Tensor:
 
 
 def kl_divergence(logp_NK: Tensor, teacher_logp_NK: Tensor) -> Tensor:
-    """[N], in nats, from the first distribution to the second: sum p (log p - log q)."""
+    """[N], in nats, of the first distribution relative to the second: sum p (log p - log q)."""
     return (logp_NK.exp() * (logp_NK - teacher_logp_NK)).sum(1)
 
 
 class _ReverseKl(torch.autograd.Function):
     """See `reverse_kl`; differentiable in hidden states, weight and bias.
 
-    With x = logits / temperature and R_v = log(p / q) of the token v, or of the group of tokens that it counts among:
-    dKL / dx_v = p_v (R_v - KL). The logits are computed again for that.
+    With x = logits / temperature and R_v = log(p / q) of the token v, or of the group of tokens that it belongs to:
+    dKL / dx_v = p_v (R_v - KL), for which the logits are computed again.
     """
 
     @staticmethod
@@ -87,7 +85,7 @@ class _ReverseKl(torch.autograd.Function):
         for rows in tiles:
             logp_nV, _ = _softmax(hidden_ND[rows], weight_VD, bias_V, teacher.vocabulary, shape, temperature)
             kl_N[rows] = kl_divergence(*_both(logp_nV, teacher, rows))
-        # Under ZeRO-3 the weight is gathered again for backward, so keep the parameter, not its present storage.
+        # Under ZeRO-3 the weight is gathered again for backward, so keep the parameter and not its current storage.
         ctx.weight, ctx.bias, ctx.options = weight_VD, bias_V, (teacher, shape, temperature, tiles)
         ctx.save_for_backward(hidden_ND, kl_N)
         return kl_N
@@ -99,7 +97,7 @@ class _ReverseKl(torch.autograd.Function):
         weight_VD, bias_V = ctx.weight.detach(), None if ctx.bias is None else ctx.bias.detach()
         needs_weight, exact, V = ctx.weight.requires_grad, kl_N.dtype, teacher.vocabulary
         dhidden_ND = torch.zeros_like(hidden_ND)
-        # Summed over tiles in float32: in bfloat16 small contributions would be rounded away against the total.
+        # Summed over tiles in float32: in bfloat16 small contributions would be lost by rounding.
         dweight_VD = torch.zeros_like(weight_VD, dtype=exact) if needs_weight else None
         dbias_V = torch.zeros_like(bias_V, dtype=exact) if needs_weight and bias_V is not None else None
         for rows in tiles:
@@ -127,16 +125,17 @@ def reverse_kl(
     teacher: NextTokens,
     tile_bytes: int | None = None,
 ) -> tuple[Tensor]:
-    """KL divergence from the distribution of the next token to the teacher's, [N] in nats, float32 and differentiable.
+    """KL divergence of the model's next-token distribution relative to the teacher's, [N] in nats, float32 and
+    differentiable.
 
-    Both are over the teacher's `vocabulary`. Tokens that the teacher does not tell apart count as one: that is a lower
-    bound of the divergence, by the log sum inequality.
+    Both are over the teacher's `vocabulary`. Tokens that the teacher does not distinguish count as one, which gives a
+    lower bound by the log sum inequality.
 
     Args:
-        hidden_ND: the hidden state before each place.
+        hidden_ND: the hidden state before each position.
         weight_VD, bias_V: the output head.
         teacher: on the same device.
-        tile_bytes: bound of one tile of float32 logits. Default: as for log-probabilities.
+        tile_bytes: size limit of a tile of float32 logits. Default: as for log-probabilities.
     """
     tiles = _tiles(hidden_ND, teacher.vocabulary, tile_bytes)
     return (_ReverseKl.apply(hidden_ND, weight_VD, bias_V, teacher, shape, temperature, tiles),)
@@ -153,11 +152,11 @@ def most_likely(
     vocabulary: int,
     top_k: int,
 ) -> tuple[Tensor, ...]:
-    """The tensors of `NextTokens` in host memory: of the `top_k` most probable tokens, or (0) of all.
+    """The tensors of `NextTokens` in host memory, for the `top_k` most probable tokens or (0) all.
 
     Args:
         hidden_ND, weight_VD, bias_V: see `reverse_kl`.
-        vocabulary: tokens over which the distribution is, the first ones of the model's own.
+        vocabulary: see `NextTokens`.
         top_k: less than `vocabulary`.
     """
     logp, tokens = [], []
@@ -178,19 +177,18 @@ def _tiles(hidden_ND: Tensor, vocabulary: int, tile_bytes: int | None) -> list[s
 def _softmax(
     hidden_nD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, V: int, shape: LogitShape, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the first V tokens, in float32 or better, and their logits in the model's type."""
+    """Log-probabilities of the first V tokens, at least in float32, and their logits in the model's type."""
     logits_nV = logits_of(hidden_nD, weight_VD, bias_V, slice(0, V), shape)
     exact = torch.promote_types(logits_nV.dtype, torch.float32)
     return (logits_nV.to(exact) / temperature).log_softmax(1), logits_nV
 
 
 def _both(logp_nV: Tensor, teacher: NextTokens, rows: slice) -> tuple[Tensor, Tensor]:
-    """The log-probabilities of a model and of its teacher, of the same tokens."""
     return grouped(logp_nV, None if teacher.token_NK is None else teacher.token_NK[rows]), teacher.logp_NK[rows]
 
 
 def _ungrouped(value_nK: Tensor, teacher: NextTokens, rows: slice) -> Tensor:
-    """[n, V], the value of every token: its own, or that of all others."""
+    """[n, V], for each token its own value, or that of all others together."""
     if teacher.token_NK is None:
         return value_nK
     value_nV = value_nK[:, -1:].repeat(1, teacher.vocabulary)

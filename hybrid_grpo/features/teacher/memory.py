@@ -13,9 +13,8 @@ from hybrid_grpo.run.memory.plan import FeatureMemory, Part, Plan
 
 
 class TeacherMemory(FeatureMemory):
-    """The teacher's weights, sharded; and on the host, where it is in the loss, what it says of the vocabulary at every
-    token of a rollout: float32, and with `top_k` also the tokens. Its forward keeps nothing, as that of the
-    reference."""
+    """The teacher's sharded weights, and with `teacher.into` loss its distributions at every token of a rollout, on the
+    host: float32, and with `top_k` also the tokens. Its forward keeps nothing, like that of the reference."""
 
     name = "teacher"
 
@@ -24,19 +23,17 @@ class TeacherMemory(FeatureMemory):
         self._parameters = parameters_of(self._settings.model) if self._settings.model else 0
 
     def part(self, plan: Plan, on_host: bool) -> Part:
-        """See `FeatureMemory`."""
         settings, places = self._settings, plan.rows * plan.config.rollout.max_completion_tokens
         weights = plan.dtype * self._parameters // plan.ranks if settings.offload == on_host else 0
         kept = places * (8 * settings.top_k or 4 * plan.sizes.vocabulary) if settings.keeps_vocabulary else 0
         return Part("teacher", weights + (kept if on_host else 0), "teacher.top_k, teacher.offload, more ranks")
 
     def seconds(self, plan: Plan, forward: float, passes: int) -> float:
-        """One forward; of the policy itself where that is its own teacher."""
+        """One forward, of the policy if that is its own teacher."""
         own = plan.sizes.parameters
         return forward * (self._parameters or own) / own
 
     def head(self, places: int, vocabulary: int) -> HeadFunction | None:
-        """The divergence from the policy, with `teacher.into` loss."""
         if not self._settings.keeps_vocabulary:
             return None
         top_k = self._settings.top_k

@@ -15,35 +15,35 @@ if TYPE_CHECKING:
     from hybrid_grpo.config.train import TrainConfig
 
 _OF_POLICY = ("dtype", "attn_implementation", "shared_prefix", "pickled_weights")
-"""Settings of the policy that hold for the teacher too."""
+"""Settings that the teacher takes from the policy."""
 
 
 @dataclass(frozen=True, config=SECTION)
 class TeacherConfig(FeatureConfig):
-    """On-policy distillation (GKD, arXiv:2306.13649): a teacher, which is not trained, tells how probable it finds the
-    tokens that the policy has sampled, and the policy learns to agree with it, beside its rewards. There is a teacher
-    where `model` or `prompt_column` is set."""
+    """On-policy distillation (GKD, arXiv:2306.13649): a frozen teacher scores the tokens that the policy has sampled,
+    and the policy learns to agree with it in addition to earning rewards. There is a teacher if `model` or
+    `prompt_column` is set."""
 
     model: Text | None = None
     """Folder or hub name of the teacher, a causal language model with the policy's tokenizer. Default: with
-    prompt_column the policy itself, as it is at the beginning of each step."""
+    prompt_column, the policy itself as it is at the beginning of each step."""
     coef: Positive = 1.0
-    """Weight of the KL divergence from the policy to the teacher, in nats per token, beside rewards (`into` advantage)
-    or beside the loss of the policy (`into` loss)."""
+    """Weight of the KL divergence from the policy to the teacher, in nats per token, relative to rewards (`into`
+    advantage) or to the loss of the policy (`into` loss)."""
     into: Literal["advantage", "loss"] = "advantage"
-    """`advantage` lowers the advantage of every token by coef * (old_logp - teacher_logp), which needs the teacher's
-    log-probability of that token only. `loss` adds coef times the KL divergence over the vocabulary at every token,
-    which has less noise, and keeps what the teacher says of the vocabulary in host memory until the step is done."""
+    """`advantage` lowers the advantage of every token by coef * (old_logp - teacher_logp), which only needs the
+    teacher's log-probability of that token. `loss` adds coef times the KL divergence over the vocabulary at every
+    token, which is less noisy, and keeps the teacher's distributions in host memory until the step is done."""
     top_k: Whole = 0
-    """With `into` loss: tokens that the teacher tells apart at every place, its most probable ones; all others count as
-    one. The KL divergence is then a lower bound. 0: the whole vocabulary, at 4 bytes for each of its tokens and each
-    token that was sampled."""
+    """With `into` loss: the number of most probable tokens that the teacher's distribution distinguishes at each
+    position; all others count as one, and the KL divergence is a lower bound. 0: the whole vocabulary, which takes 4
+    bytes per token of the vocabulary for each sampled token."""
     prompt_column: Text | None = None
-    """Column with what the teacher reads in place of the prompt, text or a chat, such as the question with its
-    solution. Default: it reads what the policy reads."""
+    """Column with what the teacher reads instead of the prompt, text or a chat, such as the question with its solution.
+    Default: what the policy reads."""
     offload: Switch = True
-    """Keep the weights of `model` in host memory, from where they are read once per rollout, as those of the reference;
-    or (false) on the devices. Either way they are spread over the ranks."""
+    """Keep the weights of `model` in host memory, from which they are read once per rollout, like those of the
+    reference; or (false) on the devices. Either way they are sharded over the ranks."""
 
     section = "teacher"
     feature, planned = "teacher:Teacher", "memory:TeacherMemory"
@@ -54,26 +54,23 @@ class TeacherConfig(FeatureConfig):
 
     @property
     def is_on(self) -> bool:
-        """Whether there is a teacher."""
         return self.model is not None or self.prompt_column is not None
 
     @property
     def keeps_vocabulary(self) -> bool:
-        """Whether the teacher is asked about all tokens of the vocabulary, not only those that were sampled."""
+        """Whether the teacher's distributions are kept, not only its log-probabilities of sampled tokens."""
         return self.is_on and self.into == "loss"
 
     @property
     def models(self) -> dict[str, str | None]:
-        """The teacher's model."""
         return {"teacher.model": self.model}
 
     def as_policy(self, policy: PolicyConfig) -> PolicyConfig:
-        """The teacher's model, beside this policy."""
+        """The settings of the teacher's model, given those of the policy."""
         shared = {name: getattr(policy, name) for name in _OF_POLICY}
         return PolicyConfig(model=self.model or policy.model, **shared)
 
     def check(self, config: TrainConfig) -> None:
-        """Refuse settings without effect, and what a teacher cannot read or judge."""
         prompt_column, rollout = config.data.prompt_column, config.rollout
         if not self.is_on:
             self.refuse_idle("without a teacher: set teacher.model or teacher.prompt_column")
@@ -88,8 +85,8 @@ class TeacherConfig(FeatureConfig):
         )
         refuse(
             self.prompt_column is not None and bool(rollout.environment),
-            f"teacher.prompt_column {self.prompt_column} is read in place of the prompt, at whose end"
-            " rollout.environment writes what the policy reads: take out one of them",
+            f"teacher.prompt_column {self.prompt_column} is read instead of the prompt, to which"
+            " rollout.environment appends what the policy reads: take out one of them",
         )
         refuse(
             self.is_on and bool(config.streamer),
@@ -98,12 +95,12 @@ class TeacherConfig(FeatureConfig):
         )
         refuse(
             self.is_on and bool(config.giver),
-            f"a teacher judges the tokens that the policy sampled, and {config.giver} brings others: take out teacher"
-            f" or {config.giver}",
+            f"a teacher scores tokens that the policy sampled, and {config.giver} brings others: take out teacher or"
+            f" {config.giver}",
         )
 
     def check_place(self, config: TrainConfig, world_size: int) -> None:
-        """Refuse a run without any reward function: its metrics and its report would be empty."""
+        """Refuse a run without reward functions, whose metrics and report would be empty."""
         refuse(
             not config.reward_names,
             "rewards is empty: to learn from the teacher alone give one that is only measured, as in --rewards"

@@ -1,4 +1,4 @@
-"""The teacher of a run: a model beside the policy that is not trained, or the policy itself with more to read.
+"""The teacher of a run: a frozen model beside the policy, or the policy itself with more to read.
 
 What the policy learns from it is in distillation.py.
 """
@@ -32,12 +32,12 @@ from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.turns.conversations import with_tools
 
 _LONGEST_PROMPT = 2**20
-"""Tokens of what a teacher reads: its own positions are the limit, and not what the policy is given."""
+"""Tokens that a teacher may read: limited by its own positions, not by the policy's settings."""
 
 
 class Teacher(Feature):
-    """A model that tells how probable it finds what the policy has sampled. With no `teacher.model` the policy is its
-    own teacher. See distillation.py."""
+    """Scores what the policy has sampled. Without `teacher.model` the policy is its own teacher. See
+    distillation.py."""
 
     name = "teacher"
     is_timed = needs_old_logp = True
@@ -52,7 +52,6 @@ class Teacher(Feature):
         self._next_tokens: list[NextTokens] = []
 
     def load(self, policy: Policy) -> None:
-        """Load the teacher's weights, if it has some. Collective."""
         config, settings = self.config, self._settings
         self._policy, self._engine = policy, policy.engine
         if settings.model is None:
@@ -67,7 +66,7 @@ class Teacher(Feature):
         self._engine = engines.Frozen(read, own.dtype, fetching)
 
     def bonus(self, scored: Scored) -> tuple[Tensor | None, Numbers]:
-        """What its view of a rollout adds to the advantages; with `teacher.into` loss it is kept for `head`.
+        """The term of the advantages; with `teacher.into` loss none, and its distributions are kept for `head`.
         Collective."""
         assert scored.old_logp_BT is not None
         logp_BT, self._next_tokens = self.read(scored.rollout, scored.old_logp_BT)
@@ -79,12 +78,8 @@ class Teacher(Feature):
 
     @torch.no_grad()
     def read(self, rollout: Rollout, old_logp_BT: Tensor) -> tuple[Tensor, list[NextTokens]]:
-        """Its log-probabilities [B, T] of a rollout, at the temperature of sampling; and [B], in host memory, what it
-        expects at every token, with `teacher.into` loss. Collective.
-
-        Args:
-            old_logp_BT: of the policy that sampled; on the policy's device.
-        """
+        """Its log-probabilities [B, T] of a rollout, at the sampling temperature; and, with `teacher.into` loss, its
+        distributions at each token, [B] in host memory. `old_logp_BT` is on the policy's device. Collective."""
         prompt_ids = [ids for ids in map(self._reads, rollout.prompts) for _ in range(rollout.num_generations)]
         _, completion_ids, places = rollout.read_ids
         head: HeadFunction | None = None
@@ -105,7 +100,7 @@ class Teacher(Feature):
 
     def head(self, micro: MicroBatch) -> HeadFunction | None:
         """The divergence from the policy at the completion tokens of a micro-batch, with `teacher.into` loss. A
-        micro-batch without rows computes one too, of something."""
+        micro-batch without rows computes an arbitrary one."""
         if not self._next_tokens:
             return None
         first, *others = [self._next_tokens[row] for row in micro.rows] or [self._next_tokens[0].first()]
@@ -114,7 +109,6 @@ class Teacher(Feature):
     def loss(
         self, batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor, found: Sequence[Tensor]
     ) -> tuple[Tensor | float, Numbers]:
-        """The weighted divergence, with `teacher.into` loss."""
         if not self._next_tokens:
             return 0.0, {}
         real_bT = batch.weight_bT > 0
@@ -124,8 +118,7 @@ class Teacher(Feature):
 
 
 def check_teacher(config: TrainConfig, inputs: RunInputs) -> None:
-    """Refuse a teacher that cannot read what it is given, or cannot be compared with the policy, before weights
-    load."""
+    """Refuse a teacher that cannot read its prompts, or cannot be compared with the policy, before weights load."""
     settings = config.of(TeacherConfig)
     policy = settings.as_policy(config.policy)
     setting = "policy.model" if settings.model is None else "teacher.model"
@@ -158,13 +151,13 @@ def _check_model(config: TrainConfig, model_config: Any, tokenizer: Any) -> None
 
 
 def _vocabulary(config: TrainConfig) -> int:
-    """Tokens that both heads have. Models of one family may have rows for tokens that no tokenizer gives."""
+    """Number of tokens that both heads have. Models of one family may have rows for tokens that no tokenizer gives."""
     names = {config.policy.model, config.of(TeacherConfig).as_policy(config.policy).model}
     return min(load_config(name).get_text_config().vocab_size for name in names)
 
 
 def _reader(config: TrainConfig, inputs: RunInputs) -> Callable[[Prompt], list[int]]:
-    """Gives what the teacher reads in place of a prompt. Raises UserError where the row has nothing for it."""
+    """A function that gives what the teacher reads for a prompt; raises UserError if the row has nothing for it."""
     column = config.of(TeacherConfig).prompt_column
     if column is None:
         return lambda prompt: prompt.token_ids

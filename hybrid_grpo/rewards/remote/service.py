@@ -14,6 +14,7 @@ null if no function applies to the row, or if one fails, which `errors` in `extr
 """
 
 import math
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -21,17 +22,21 @@ from starlette.exceptions import HTTPException
 
 from hybrid_grpo.config import ServeOptionsConfig
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus
-from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Scores
 
 _MOST_ROWS = 10_000
 
 
 class RewardService:
-    """Answers questions, of several threads at the same time. `needs_ids`: functions that need `completion_ids`."""
+    """Answers questions, of several threads at the same time.
 
-    def __init__(self, rewards: Rewards, config: ServeOptionsConfig, needs_ids: list[str]) -> None:
-        self._rewards = rewards
+    Args:
+        score: `Rewards.score`.
+        needs_ids: names of functions that need `completion_ids`.
+    """
+
+    def __init__(self, score: Callable[..., Scores], config: ServeOptionsConfig, needs_ids: list[str]) -> None:
+        self._score = score
         self._config = config
         self._needs_ids = needs_ids
 
@@ -72,7 +77,7 @@ class RewardService:
 
     def _scored(self, prompts: list[Prompt], completions: list[Completion]) -> dict[str, Any]:
         is_group = all((p.text, p.columns) == (prompts[0].text, prompts[0].columns) for p in prompts)
-        scores = self._rewards.score(prompts, completions, len(prompts) if prompts and is_group else 1)
+        scores = self._score(prompts, completions, len(prompts) if prompts and is_group else 1)
         status = {name: status_B.tolist() for name, status_B in scores.status.items()}
         errors = [_error({name: statuses[row] for name, statuses in status.items()}) for row in range(len(prompts))]
         applies = [any(s[row] == RewardStatus.SCORED for s in status.values()) for row in range(len(prompts))]

@@ -2,16 +2,12 @@
 
 import pytest
 
-from hybrid_grpo.features.cleaning.duplicates import NearTexts, Sketches, first_of_equals, is_common, shingles
+from hybrid_grpo.features.cleaning.duplicates import NearTexts, Sketches, is_common, shingles
 
 
 def spread(words, at):
     """Rows that have nothing in common with each other."""
     return [f"{' '.join(f'w{row}n{word}' for word in range(words))}" for row in range(at)]
-
-
-def test_equal_texts_have_the_first_of_them():
-    assert first_of_equals(["a", "b", "a", "c", "b", "a"]) == [0, 1, 0, 3, 1, 0]
 
 
 def test_words_that_most_texts_have_are_not_compared():

@@ -25,7 +25,7 @@ REFUSED = [
             **{"critic": {**CRITIC, "zero_stage": 2}},
             "engine": {"deepspeed": {"zero_optimization": {"offload_param": {"device": "cpu"}}}},
         },
-        "engine.deepspeed.zero_optimization.offload_param is for sharded weights, which the critic has not",
+        "engine.deepspeed.zero_optimization.offload_param is for sharded weights, which the critic does not have",
     ),
     (
         {"critic": CRITIC, "grpo": {"dynamic_sampling": True}, "rollout": {"num_generations": 1}},

@@ -27,5 +27,5 @@ def test_settings_that_do_not_fit_are_refused(user: User, arguments: list[str], 
 
 def test_an_evaluation_does_not_read_the_texts(user: User) -> None:
     held_out = ["--data.eval_path", f"{user.folder / 'train.jsonl'}", "--rewards=exact_match"]
-    arguments = [*user.sound, *held_out, "--ptx.coef=1", "--ptx.path=nope/x.jsonl"]
-    check_eval(parse(EvaluateConfig, arguments, "eval").config, 1)
+    recipe = user.yaml("ptx: {coef: 1, path: nope/x.jsonl}")
+    check_eval(parse(EvaluateConfig, [*user.sound, *held_out, "--config", recipe], "eval").config)

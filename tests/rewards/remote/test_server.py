@@ -24,10 +24,10 @@ from hybrid_grpo.config import RewardConfig, ServeOptionsConfig, ServeRewardConf
 from hybrid_grpo.config.checks import check_serve
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt
-from hybrid_grpo.rewards.loading import load_rewards
+from hybrid_grpo.rewards.loader import load_rewards
 from hybrid_grpo.rewards.remote import server as http_server
 from hybrid_grpo.rewards.remote.client import remote
-from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.rewards.scorer import Rewards
 
 pytestmark = pytest.mark.process
 TOKEN = "t0ken-of-the-tests"

@@ -16,8 +16,8 @@ from hybrid_grpo.data.batch import Completion, Prompt, Rollout
 from hybrid_grpo.data.episodes import Episode
 from hybrid_grpo.generation import Request
 from hybrid_grpo.generation.journal import Journal
-from hybrid_grpo.rewards.loading import load_rewards
-from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.rewards.loader import load_rewards
+from hybrid_grpo.rewards.scorer import Rewards
 from hybrid_grpo.turns.conversations import conversations_of
 from hybrid_grpo.turns.environments.instances import EnvironmentEntry, load_environment
 from hybrid_grpo.turns.rewards import rewards_of

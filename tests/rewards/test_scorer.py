@@ -15,8 +15,8 @@ from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.config.errors import RunStopped, UserError
 from hybrid_grpo.data.batch import Scores
 from hybrid_grpo.rewards.functions import CONTEXT
-from hybrid_grpo.rewards.loading import load_rewards
-from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.rewards.loader import load_rewards
+from hybrid_grpo.rewards.scorer import Rewards
 
 
 def rewards(*functions: Callable[..., Any], weights: list[float] | None = None, **kwargs: Any) -> Rewards:
@@ -173,8 +173,8 @@ def test_a_function_that_raises_leaves_the_row_at_fault_without_a_reward(capfd, 
     assert scores.by_function["longer_is_better"].tolist() == [1.0] * 5
     lines = capfd.readouterr().err.splitlines()
     assert re.fullmatch(
-        rf"rewards: {name} raised ZeroDivisionError: (float )?division by zero \(test_scoring.py:\d+\). The"
-        " completion is left without a reward, and counted as failed",
+        rf"rewards: {name} raised ZeroDivisionError: (float )?division by zero \(test_scorer.py:\d+\). The"
+        " completion has no reward and counts as failed",
         lines[0],
     )
     assert lines[1] == "Traceback (most recent call last):" and "ZeroDivisionError: " in "".join(lines[-2:])
@@ -248,7 +248,7 @@ def test_too_many_failures_end_the_run() -> None:
         refuse(0.25, 26)
     assert str(caught.value) == (
         "rewards: f failed on 26 of 100 completions, more than scoring.max_failed_frac 0.25: the first failures are"
-        " printed above; mend the function and go on with --run.resume auto"
+        " printed above; fix the function and continue with --run.resume auto"
     )
     refuse(1.0, 100)
     with pytest.raises(RunStopped):

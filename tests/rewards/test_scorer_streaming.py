@@ -13,7 +13,7 @@ from reward_helpers import completion, in_time, inline, isolated, statuses
 from hybrid_grpo.config import RewardConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Scores
-from hybrid_grpo.rewards.scoring import Rewards
+from hybrid_grpo.rewards.scorer import Rewards
 
 G = 3
 FILE = SUPPORT.joinpath("acting_rewards.py")
@@ -160,4 +160,4 @@ def test_a_run_that_stops_waits_for_no_function():
         for k, done in enumerate(rollout(1)[0]):
             stream.add(0, k, done)
         scores = stream.scores(gives_up=lambda: next(answers))
-    assert all(why == "was not waited for, because the run stops" for why in scores.failures[reward.name])
+    assert all(why == "was not awaited because the run stops" for why in scores.failures[reward.name])

@@ -15,13 +15,13 @@ from reward_helpers import command_lines, in_time, isolated, rows, statuses
 from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.importing import describe
-from hybrid_grpo.rewards.functions import BUILTINS, Function, load_function
-from hybrid_grpo.rewards.loading import load_rewards, worker_count
+from hybrid_grpo.rewards.functions import BUILTINS, RewardFunction, load_function
+from hybrid_grpo.rewards.loader import load_rewards, worker_count
 from hybrid_grpo.rewards.rules import exact_match
 from hybrid_grpo.workers.pool import call_inline
 
 
-def load(function: str, **fields: Any) -> Function:
+def load(function: str, **fields: Any) -> RewardFunction:
     return load_function(RewardConfig(function, **fields), "rewards[1]")
 
 
@@ -253,7 +253,7 @@ def test_describe_is_one_line_that_points_into_the_file() -> None:
         raise KeyError("two\n  lines")
     except KeyError as error:
         line = error.__traceback__.tb_lineno  # type: ignore[union-attr]
-        assert describe(error, __file__) == rf"KeyError: 'two\n lines' (test_loading.py:{line})"
+        assert describe(error, __file__) == rf"KeyError: 'two\n lines' (test_loader.py:{line})"
         assert describe(error, None) == r"KeyError: 'two\n lines'"
 
 

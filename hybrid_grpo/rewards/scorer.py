@@ -1,11 +1,10 @@
-"""Scoring completions with the reward functions of a run, and adding up their rewards.
+"""Scores completions with the reward functions of a run, and adds up their rewards.
 
-functions.py says what a function may be and return, workers/ how it is called. Completions are scored while others are
-still being sampled: a function gets each one as soon as it is finished, or as many at once as it asks for, or all
-completions of a prompt.
+Completions are scored while others are still being sampled: a function is called as soon as a completion is finished,
+or as many of them as it takes at once, or all completions of a prompt.
 
 A completion on which a function fails (it raises, hangs, dies, or returns something that is not a reward) has no reward
-and takes no part in its group. Where too many fail, the caller ends the run.
+and is left out of its group. If too many fail, the run ends.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from hybrid_grpo.config import ScoringConfig
 from hybrid_grpo.config.errors import RunStopped, UserError, did_you_mean
 from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Scores
 from hybrid_grpo.model.ranks import all_reduce
-from hybrid_grpo.rewards.functions import ENVIRONMENTS, INPUTS, Value
-from hybrid_grpo.rewards.loading import Reward
+from hybrid_grpo.rewards.functions import ENVIRONMENTS, INPUTS, RewardValue
+from hybrid_grpo.rewards.loader import Reward
 from hybrid_grpo.rewards.models.reward_model import RewardModel, Shard
 from hybrid_grpo.rewards.steps import TokenEnds, token_steps
 from hybrid_grpo.workers.calls import Call, Failure, Inputs, Reply, failed
@@ -34,16 +33,16 @@ from hybrid_grpo.workers.pool import busy_seconds
 from hybrid_grpo.workers.snapshots import Snapshot
 
 EPISODES = "episodes/"
-"""Input with what came of environments, for their own rewards; no column or parameter has such a name."""
+"""Input with the episodes of environments, for their own rewards; no column or parameter can have this name."""
 _PATIENCE_S = 0.2
-"""Between two looks at whether the run stops."""
+"""Seconds between two checks whether the run stops."""
 
 
 class Rewards:
-    """The reward functions of a run; their names differ.
+    """The reward functions of a run, which have different names.
 
-    The `tokenizer` is the policy's, to find at which tokens the steps of a text end; without one all steps end with the
-    completion. `environments` are the rewards that environments give, if there are any.
+    The policy's `tokenizer` finds the tokens at which steps given as texts end; without one they all end with the
+    completion. `environments` are the rewards that environments give.
     """
 
     def __init__(
@@ -57,26 +56,21 @@ class Rewards:
         self.inputs: tuple[str, ...] = (*INPUTS, ENVIRONMENTS) if environments else INPUTS
         self.scoring = scoring or ScoringConfig()
         self.token_ends = None if tokenizer is None else TokenEnds(tokenizer)
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
 
     @property
     def names(self) -> list[str]:
-        """Names of the functions, in the order of the configuration."""
         return [reward.name for reward in self.functions]
 
     @property
     def models(self) -> list[RewardModel]:
-        """Models that functions hold in this process, each once."""
+        """The models that functions hold in this process, each once."""
         return list({id(reward.model): reward.model for reward in self.functions if reward.model is not None}.values())
 
     def load_models(self, shard: Shard | None = None) -> None:
-        """Load the models that functions hold, which otherwise happens in their first call. Collective.
+        """Load `models`, which otherwise happens in their first call; raises UserError. Collective.
 
-        Args:
-            shard: shards a model over the ranks. Default: no model is sharded.
-
-        Raises:
-            UserError: a model does not load.
+        `shard` shards a model over the ranks; without it none is sharded.
         """
         for model in self.models:
             try:
@@ -85,12 +79,14 @@ class Rewards:
                 raise UserError(f"rewards: reward_model: {error}") from error
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Raise UserError where the functions cannot be called with these columns, those beside the prompt: one has the
-        name of an input or of a fixed argument, or one that is needed is missing."""
+        """Raise UserError unless the functions can be called with these columns of the data, besides the prompt.
+
+        None may have the name of an input or of one of `kwargs`, and none that is required may be missing.
+        """
         for name in self.inputs:
             if name in columns:
                 raise UserError(
-                    f"data: column {name} has the name under which rewards are given {name} of the rollout: rename it"
+                    f"data: column {name} has the name under which rewards receive {name} of the rollout: rename it"
                 )
         for reward in self.functions:
             for name in columns:
@@ -99,24 +95,20 @@ class Rewards:
                         f"rewards: {reward.name} has {name} both in kwargs and as a column of the data: rename one"
                     )
             for name in reward.interface.required:
-                if (
-                    name not in columns
-                    and name not in self.inputs
-                    and reward.interface.instead.get(name) not in columns
-                ):
+                if not {name, reward.interface.instead.get(name)} & {*columns, *self.inputs}:
                     raise UserError(
                         f"rewards: {reward.name} needs {name}, which is neither a column of the data nor in its kwargs:"
                         f" {did_you_mean(name, columns)}"
                     )
 
     def stream(self, prompts: list[Prompt], num_generations: int, step: int = 0) -> Stream:
-        """Score completions of these prompts as they come in; see `Stream`."""
+        """Score completions of these prompts as they arrive; see `Stream`."""
         return Stream(self, prompts, num_generations, step)
 
     def refuse_failures(self, scores: Scores, device: torch.device) -> None:
-        """Raise RunStopped, on all ranks alike, where a function failed on too many completions of all ranks together.
+        """Raise RunStopped, on all ranks, if a function failed on too many of the completions of all ranks.
 
-        Collective: each rank gives the scores of its own completions, and the device on which counts are exchanged.
+        Collective: each rank passes the scores of its own completions, and the device on which counts are exchanged.
         """
         counts = [int((status_B >= RewardStatus.FAILED).sum()) for status_B in scores.status.values()]
         *failures, rows = all_reduce(torch.tensor([*counts, len(scores.reward_B)], device=device)).tolist()
@@ -125,19 +117,19 @@ class Rewards:
             if count > limit * rows:
                 raise RunStopped(
                     f"rewards: {name} failed on {count} of {rows} completions, more than scoring.max_failed_frac"
-                    f" {limit:g}: the first failures are printed above; mend the function and go on with"
+                    f" {limit:g}: the first failures are printed above; fix the function and continue with"
                     " --run.resume auto"
                 )
 
     def score(
         self, prompts: list[Prompt], completions: list[Completion], num_generations: int = 1, step: int = 0
     ) -> Scores:
-        """Score completions that have all been sampled; raises UserError as `check_columns` does.
+        """Score completions that are all there; raises UserError like `check_columns`.
 
         Args:
-            prompts: [B], the prompt of every row.
+            prompts: [B], the prompt of each row.
             completions: [B]
-            num_generations: number of rows of a group, for functions that look at a whole group.
+            num_generations: rows of a group, for functions that score whole groups.
             step: step of the run.
         """
         with self.stream(prompts[::num_generations], num_generations, step) as stream:
@@ -145,12 +137,12 @@ class Rewards:
                 stream.add(row // num_generations, row % num_generations, completion)
             return stream.scores()
 
-    def tell(self, name: str, failure: Failure) -> None:
+    def report(self, name: str, failure: Failure) -> None:
         """Print the first failure of each kind of a function."""
-        if (name, failure.kind) not in self._told:
-            self._told.add((name, failure.kind))
+        if (name, failure.kind) not in self._reported:
+            self._reported.add((name, failure.kind))
             print(
-                f"rewards: {name} {failure.message}. The completion is left without a reward, and counted as failed\n"
+                f"rewards: {name} {failure.message}. The completion has no reward and counts as failed\n"
                 f"{failure.traceback}",
                 file=sys.stderr,
                 flush=True,
@@ -158,13 +150,13 @@ class Rewards:
 
 
 class Stream:
-    """The scores of a rollout whose completions come in one by one.
+    """Scores a rollout whose completions arrive one by one.
 
         with rewards.stream(prompts, num_generations) as stream:
             ...  # call stream.add for every completion
             scores = stream.scores()
 
-    Leaving the block early, by an exception, cancels the calls under way. There may be no prompts.
+    An exception in the block cancels the calls in progress. There may be no prompts.
     """
 
     def __init__(self, rewards: Rewards, prompts: list[Prompt], num_generations: int, step: int) -> None:
@@ -173,15 +165,15 @@ class Stream:
         self._num_generations = num_generations
         self._step = step
         first = prompts[0].columns if prompts else {}
-        # Functions are given the columns that all prompts have.
+        # Functions receive the columns that all prompts have.
         self._columns = [name for name in first if all(name in prompt.columns for prompt in prompts)]
         if prompts:
             rewards.check_columns(self._columns)
         self._completions: dict[int, Completion] = {}
         self._waiting: dict[tuple[str, int | None], list[int]] = defaultdict(list)
-        """Rows of the next call, by function, and by prompt where a call takes a group."""
+        """Rows of the next call, by function, and by prompt if a call takes a group."""
         self._calls: dict[str, list[tuple[list[int], Future[Reply]]]] = {name: [] for name in rewards.names}
-        """Calls of each function: their rows, and the replies to come."""
+        """Rows and future reply of each call, by function."""
 
     def __enter__(self) -> Stream:
         return self
@@ -191,7 +183,7 @@ class Stream:
             reply.cancel()
 
     def add(self, prompt: int, sample: int, completion: Completion) -> None:
-        """Take completion `sample` of prompt `prompt`. Never waits, and never raises what functions raise."""
+        """Take completion `sample` of prompt `prompt`. Does not wait, nor raise what functions raise."""
         row = prompt * self._num_generations + sample
         assert row not in self._completions, f"completion {sample} of prompt {prompt} came twice"
         self._completions[row] = completion
@@ -205,14 +197,13 @@ class Stream:
                 self._start(reward, group)
 
     def scores(self, gives_up: Callable[[], bool] = lambda: False) -> Scores:
-        """Wait for the functions, but no longer than `max_wait_s`, and only while `gives_up` says no; rows are in the
-        order of prompts and samples.
+        """Wait for the functions, at most `max_wait_s` and until `gives_up`; rows are ordered by prompt and sample.
 
-        Collective where a function is, see `Interface.batch_size`.
+        Collective if a function is, see `Interface.batch_size`.
         """
         assert len(self._completions) == len(self._prompts) * self._num_generations, "a completion is missing"
         functions = self._rewards.functions
-        # Functions that all ranks call together come last: they return when they are done.
+        # Functions that all ranks call together are called last, because they block.
         for reward in sorted(functions, key=lambda reward: reward.interface.batch_size == "all"):
             if self._waiting[reward.name, None] or reward.interface.batch_size == "all":
                 self._start(reward, None)
@@ -223,14 +214,14 @@ class Stream:
 
     @property
     def seconds(self) -> float:
-        """Seconds in which at least one of the finished calls was at work."""
+        """Seconds during which at least one of the finished calls was running."""
         return busy_seconds(r.result() for r in self._replies() if r.done() and not r.cancelled())
 
     def _replies(self) -> list[Future[Reply]]:
         return [reply for calls in self._calls.values() for _, reply in calls]
 
     def _start(self, reward: Reward, group: int | None) -> None:
-        """Call a function with the rows that wait for it."""
+        """Call a function with the rows that are waiting for it."""
         rows = sorted(self._waiting.pop((reward.name, group)))
         prompts = [self._prompts[row // self._num_generations] for row in rows]
         completions = [self._completions[row] for row in rows]
@@ -253,9 +244,9 @@ class Stream:
         self._calls[reward.name].append((rows, reward.caller(call)))
 
     def _reply(self, name: str, until_s: float, gives_up: Callable[[], bool]) -> Reply:
-        """The replies of a function for all rows, as far as they come in time; steps by their ends in tokens."""
+        """The replies of a function to all rows, as far as they are in time; steps by their ends in tokens."""
         rows = len(self._completions)
-        values: list[Value] = [None] * rows
+        values: list[RewardValue] = [None] * rows
         failures: list[Failure | None] = [None] * rows
         extra: dict[str, list[object]] = {}
         for call_rows, future in self._calls[name]:
@@ -265,10 +256,10 @@ class Stream:
                 for column, stored in reply.extra.items():
                     extra.setdefault(column, [None] * rows)[row] = stored[index]
         for failure in filter(None, failures):
-            self._rewards.tell(name, failure)
+            self._rewards.report(name, failure)
         return Reply(values, failures, extra)
 
-    def _in_tokens(self, value: Value, failure: Failure | None, row: int) -> tuple[Value, Failure | None]:
+    def _in_tokens(self, value: RewardValue, failure: Failure | None, row: int) -> tuple[RewardValue, Failure | None]:
         if not isinstance(value, list) or not value or not isinstance(value[0][0], str):
             return value, failure
         try:
@@ -277,7 +268,7 @@ class Stream:
             return None, Failure("invalid", f"returned steps that do not make up the text: {error}")
 
     def _wait(self, reply: Future[Reply], rows: int, until_s: float, gives_up: Callable[[], bool]) -> Reply:
-        why = "was not waited for, because the run stops"
+        why = "was not awaited because the run stops"
         while not gives_up():
             left_s = until_s - time.perf_counter()
             try:
@@ -285,15 +276,15 @@ class Stream:
             except FutureTimeout:
                 if left_s <= _PATIENCE_S:
                     limit_s = self._rewards.scoring.max_wait_s
-                    why = f"was not done scoring.max_wait_s, {limit_s:g} s, after the last completion"
+                    why = f"had not finished scoring.max_wait_s, {limit_s:g} s, after the last completion"
                     break
         reply.cancel()
         return failed(Failure("timeout", why), rows)
 
 
 def _lacks_environment(reward: Reward, completion: Completion) -> bool:
-    """Whether a function looks at environments, and that of the completion has failed: there is no reward to add to.
-    Functions of whole groups are called with None in its place."""
+    """Whether a function requires environments and the completion's has failed: it has no reward then. Functions of
+    whole groups are called with None in its place."""
     failed = completion.episode is not None and completion.episode.failure is not None
     return failed and ENVIRONMENTS in reward.interface.required and reward.interface.batch_size != "group"
 
@@ -301,9 +292,9 @@ def _lacks_environment(reward: Reward, completion: Completion) -> bool:
 def combined(rewards: Sequence[Reward], replies: dict[str, Reply], lengths: list[int], num_generations: int) -> Scores:
     """The weighted sum of what functions returned.
 
-    A function that does not apply to a row adds nothing to its reward; where none applies the reward is 0.0, as in TRL.
-    A row on which a function failed has no reward. In a group in which a function scores steps, a number that it
-    returns is the reward of a single step, the whole completion.
+    A function that does not apply to a row adds nothing to its reward, which is 0.0 if none applies, as in TRL. A row
+    on which a function failed has no reward. In a group in which a function scores steps, a number that it returns is
+    the reward of a single step, the whole completion.
 
     Args:
         replies: by name; steps by their ends in tokens.
@@ -350,19 +341,19 @@ def combined(rewards: Sequence[Reward], replies: dict[str, Reply], lengths: list
     )
 
 
-def _sum(value: Value) -> float:
+def _sum(value: RewardValue) -> float:
     if value is None:
         return math.nan
     return sum(reward for _, reward in value) if isinstance(value, list) else value
 
 
-def _status(value: Value, failure: Failure | None) -> int:
+def _status(value: RewardValue, failure: Failure | None) -> int:
     if failure is None:
         return RewardStatus.SCORED if value is not None else RewardStatus.NOT_APPLICABLE
     return RewardStatus.TIMED_OUT if failure.kind == "timeout" else RewardStatus.FAILED
 
 
-def _by_steps(values: list[Value], num_generations: int) -> torch.Tensor:
-    """bool [B], True in groups for which a function returned the steps of at least one row."""
+def _by_steps(values: list[RewardValue], num_generations: int) -> torch.Tensor:
+    """bool [B], True in groups of which a function scored the steps of at least one row."""
     in_steps = torch.tensor([isinstance(value, list) for value in values], dtype=torch.bool)
     return in_steps.view(-1, num_generations).any(1).repeat_interleave(num_generations)

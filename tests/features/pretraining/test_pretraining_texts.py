@@ -8,8 +8,8 @@ import pytest
 from char_tokenizer import char_tokenizer, ids
 
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.features.pretraining.pretraining import read_texts
 from hybrid_grpo.features.pretraining.settings import PtxConfig
-from hybrid_grpo.features.pretraining.texts import read_texts
 
 
 def read(texts: list[Any], max_tokens: int, **tokenizer: Any) -> tuple[list[list[int]], str]:

@@ -1,4 +1,4 @@
-"""A conversation as the prompt of its next answer: by the tokenizer's chat template, else as plain text."""
+"""A conversation in the terminal, as the prompt of the next answer: by the chat template, or as plain text."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Conversation:
-    """What was said so far. Of the settings only those of the chat template count.
+class ChatHistory:
+    """The messages and answers so far. Of the settings only those of the chat template count.
 
-    Without a template the model continues plain text: each message stands on a line of its own after what was written
-    before, and the answer follows it at once.
+    Without a template the model continues plain text: each message is appended on a line of its own, directly followed
+    by the answer.
 
     Args:
-        room: most tokens of a prompt.
+        room: longest prompt, in tokens.
 
     Attributes:
-        turns: messages with their answers, the oldest first.
+        turns: messages with their answers, oldest first.
     """
 
     def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, room: int) -> None:
@@ -39,7 +39,6 @@ class Conversation:
 
     @property
     def system(self) -> str | None:
-        """The system prompt."""
         return self._system
 
     @system.setter
@@ -51,9 +50,8 @@ class Conversation:
         self._system = text
 
     def prompt_ids(self, message: str) -> tuple[list[int], int]:
-        """The tokens from which the answer to a message is sampled, and the number of oldest turns that were left out
-        so that they are at most `room`. Raises UserError where the message alone is too long, or the template refuses
-        it."""
+        """The prompt tokens for the answer to a message, and how many of the oldest turns were left out to stay within
+        `room`. Raises UserError if the message alone is too long, or the template refuses it."""
         for left_out in range(len(self.turns) + 1):
             row = {"prompt": self._prompt(self.turns[left_out:], message)}
             token_ids = read_prompt(0, row, "the conversation", self._config, self._tokenizer).token_ids

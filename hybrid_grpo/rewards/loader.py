@@ -1,4 +1,4 @@
-"""From `rewards` of the configuration to functions that can be called; what cannot work is refused here, early."""
+"""Loads the functions of `rewards`, and refuses what cannot work."""
 
 import os
 import pickle
@@ -21,7 +21,7 @@ from hybrid_grpo.workers.pool import Caller, Pool, call_inline
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward function as the rank sees it."""
+    """A reward function in a rank, which calls it by its `caller`."""
 
     name: str
     """Name in the metrics."""
@@ -30,27 +30,25 @@ class Reward:
     """Names of its fixed arguments."""
     interface: Interface
     caller: Caller
-    """How it is called."""
     model: RewardModel | None = None
     """The model that the rank holds for it."""
     sources: frozenset[str] = frozenset()
-    """Sources whose prompts it is for; empty for all."""
+    """Sources of the prompts that it is for; empty for all."""
 
     def applies(self, prompt: Prompt) -> bool:
-        """Whether it is called for completions of this prompt. Held-out prompts are of no source."""
+        """Whether it is called for completions of this prompt. Held-out prompts have no source."""
         return not self.sources or not prompt.source or prompt.source in self.sources
 
 
 def load_rewards(configs: Sequence[RewardConfig], scoring: ScoringConfig | None = None) -> list[Reward]:
-    """Find the function of every entry of `rewards`; see `load_entries`."""
+    """Load every entry of `rewards`; see `load_entries`."""
     return load_entries({f"rewards[{index}]": config for index, config in enumerate(configs)}, scoring)
 
 
 def load_entries(configs: Mapping[str, RewardConfig], scoring: ScoringConfig | None = None) -> list[Reward]:
-    """Find the function of every entry, by the name of its setting, and check its `kwargs`; raises UserError as
-    `functions.load_function` does.
+    """Load entries, given by the names of their settings; raises UserError like `functions.load_function`.
 
-    Functions that run in worker processes are imported there, and not in this process. All share the same workers.
+    Functions that run in worker processes are imported only there. All share the same workers.
     """
     scoring = scoring or ScoringConfig()
     entries = {entry: _by_name(config) for entry, config in configs.items()}
@@ -69,7 +67,7 @@ def load_entries(configs: Mapping[str, RewardConfig], scoring: ScoringConfig | N
             interface, called = function.interface, _called(config)
             model = held(config.kwargs) if called == "thread" else None
             if called == "inline":
-                # It judges each row by itself, so the number of rows of a call matters for speed only.
+                # It judges each row by itself, so the number of rows only affects speed.
                 interface, caller = replace(interface, batch_size="group"), partial(call_inline, function.reply)
             elif model is not None and model.sharded:
                 interface, caller = replace(interface, batch_size="all"), partial(call_inline, model.reply)
@@ -83,7 +81,7 @@ def load_entries(configs: Mapping[str, RewardConfig], scoring: ScoringConfig | N
 
 
 def _by_name(config: RewardConfig) -> RewardConfig:
-    """An entry whose function is an object, with the function's name instead where another process can import it."""
+    """The entry with the function's name in place of a function that another process can import."""
     function = config.function
     if not callable(function):
         return config
@@ -98,7 +96,7 @@ def _by_name(config: RewardConfig) -> RewardConfig:
 
 
 def _called(config: RewardConfig) -> str | None:
-    """Where a built-in is called; None for the user's own functions."""
+    """Where a built-in is called; None for a user's own function."""
     return BUILTINS[config.function].called if config.function in BUILTINS else None
 
 
@@ -123,12 +121,12 @@ def _isolated(config: RewardConfig, entry: str) -> bool:
 
 
 def worker_count() -> int:
-    """One worker for each core of this rank, 2 to 8."""
+    """One worker per core of this rank, but 2 to 8."""
     return min(8, max(2, len(os.sched_getaffinity(0)) // local_ranks()))
 
 
 def _enter_gpu() -> Callable[[], None]:
-    """Called in a new thread, selects the GPU of this one: otherwise the thread of every rank would use the first."""
+    """A function that makes a new thread use this one's GPU; otherwise the threads of all ranks would use the first."""
     if not torch.cuda.is_initialized():
         return lambda: None
     return partial(torch.cuda.set_device, torch.cuda.current_device())
