@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.config import GrpoConfig
-from hybrid_grpo.config.importing import import_object
 from hybrid_grpo.data.batch import Numbers, TrainBatch
 
 LOG_RATIO_LIMIT = 20.0
@@ -68,14 +67,6 @@ class CorrectionStats:
 
 Objective = Callable[..., Tensor]
 """A loss of the user's, `grpo.objective`: called with the arguments of `policy_loss`, returns the scalar loss."""
-
-
-def load_objective(given: str | Objective | None) -> Objective | None:
-    """The loss that `grpo.objective` names or is, None for the built-in one; raises UserError for a wrong name."""
-    if not isinstance(given, str):
-        return given
-    found: Objective = import_object(given, f"grpo.objective {given}")
-    return found
 
 
 def micro_batch_loss(
