@@ -281,9 +281,9 @@ class Engine:
             anywhere = int(all_reduce(outcome, "max"))
             self.release_s, self.wait_s = end - start, time.perf_counter() - end
             if anywhere >= _FAILED and here < _FAILED:
-                raise RuntimeError(f"generation failed on rank {anywhere - _FAILED}; its own message says why")
+                raise RuntimeError(f"generation failed on rank {anywhere - _FAILED}; see that rank's message")
             if anywhere == _STOPPED and here < _STOPPED:
-                raise RunStopped("generation was stopped on another rank; its own message says why")
+                raise RunStopped("generation was stopped on another rank; see that rank's message")
             if anywhere == _INTERRUPTED and here == _DONE:
                 raise RunInterrupted("stopped")
 

@@ -212,8 +212,8 @@ class Policy(TrainedModel):
         on_finish: OnFinish | None,
         on_step: OnStep | None,
     ) -> tuple[list[list[Completion]], Stats]:
-        asked = requests, sampling, config
-        return complete(view, self.tokenizer, *asked, on_finish, on_step, self.workspace, turns=self.turns)
+        task = requests, sampling, config
+        return complete(view, self.tokenizer, *task, on_finish, on_step, self.workspace, turns=self.turns)
 
     def micro_batches(
         self,

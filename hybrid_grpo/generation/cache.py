@@ -39,7 +39,7 @@ class Geometry:
     shapes: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
     """(heads, head_dim) of the keys and of the values of each layer."""
     dtype: torch.dtype
-    asked: tuple[tuple[float, int, float], ...] = ()
+    attention: tuple[tuple[float, int, float], ...] = ()
     """(scale, window, softcap) of each layer's attention; see `Batch.attend`."""
     reading: int = 0
     """Bytes that a prefill takes for each token, in addition to the cache."""
@@ -58,7 +58,7 @@ class Geometry:
         ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=next(model.parameters()).device)
         with torch.no_grad(), MemoryTracker((*model.parameters(), *model.buffers(), ids)) as tracker:
             cached_forward(model.base_model, ids, ids, seen)
-        return cls(tuple(seen.shapes), seen.dtype, tuple(seen.asked), -(-tracker.peak // _PROBE_TOKENS))
+        return cls(tuple(seen.shapes), seen.dtype, tuple(seen.attention), -(-tracker.peak // _PROBE_TOKENS))
 
 
 def cached_forward(model: Any, ids: Tensor, positions: Tensor, batch: Any) -> Any:
@@ -81,7 +81,7 @@ class _Seen:
     def __init__(self, name: str) -> None:
         self.name = name
         self.shapes: list[tuple[tuple[int, int], tuple[int, int]]] = []
-        self.asked: list[tuple[float, int, float]] = []
+        self.attention: list[tuple[float, int, float]] = []
         self.dtype = torch.float32
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ class _Seen:
         return 0
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-        self.asked.append((scale, window, softcap))
+        self.attention.append((scale, window, softcap))
         attended = (key.shape[1], key.shape[3]), (value.shape[1], value.shape[3])
         if not self.shapes or attended != self.shapes[-1]:
             raise UserError(
@@ -201,20 +201,20 @@ def cache_for(
     cache_gb: float | None,
     device: torch.device,
     prefill_tokens: int | None,
-    beside: Callable[[int, int], int],
+    reserved: Callable[[int, int], int],
     longest: list[int],
     slots: int,
 ) -> PagedCache:
     """Pages for `slots` sequences and their prompts at their longest, or as many as memory allows.
 
     `longest` are the most tokens of each sequence, prompt included, in falling order. On a GPU, memory for a prefill
-    and for `beside` (of the slots and the pages of the longest) stays free. Raises UserError where no sequence fits.
+    and what is `reserved` for the slots and the pages of the longest stay free. Raises UserError if no sequence fits.
     """
     needs = [-(-tokens // page) + 1 for tokens in longest]
     on_gpu, page_bytes = device.type == "cuda", page * geometry.token_bytes
     free = free_bytes(device)
     prefill = prefill_that_fits(prefill_tokens, on_gpu, geometry.reading, free)
-    reserve = min(prefill, sum(longest)) * geometry.reading + beside(slots, needs[0] - 1) if on_gpu else 0
+    reserve = min(prefill, sum(longest)) * geometry.reading + reserved(slots, needs[0] - 1) if on_gpu else 0
     bytes_ = int(GPU_SHARE * max(0, free - reserve) if on_gpu else free) if cache_gb is None else int(cache_gb * 2**30)
     allowed = int(bytes_ / page_bytes)
     # Two more: page 0, and the shared page in which the prompt ends.

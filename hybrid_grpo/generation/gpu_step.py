@@ -37,7 +37,7 @@ class GpuStep:
             norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
             pools = cache.keys[index], cache.values[index]
             gpu.rotation.rotate_and_store(q, k, v, norms, epsilon, rope, position_n, table_nw, *pools)
-            scale, window, softcap = cache.geometry.asked[index]
+            scale, window, softcap = cache.geometry.attention[index]
             query = q.view(len(q), -1, 1, attention.head_dim)
             attended = step.attend_to(*pools, query, scale, window, softcap)
             delta_nD = _linear(attended.view(len(q), -1), attention.o_proj)

@@ -94,7 +94,7 @@ def _prepared(model: Any) -> Geometry:
     return _geometries[model]
 
 
-def _beside(model: Any, geometry: Geometry, device: torch.device, captured: bool, slots: int, pages: int) -> int:
+def _reserved(model: Any, geometry: Geometry, device: torch.device, captured: bool, slots: int, pages: int) -> int:
     """Bytes that decoding `slots` sequences of `pages` pages takes beside the cache: logits, and graphs."""
     row_bytes = model.get_output_embeddings().weight.shape[0] * geometry.dtype.itemsize
     reads = len(reads_up_to(pages, all_follow(geometry, device)))
@@ -247,8 +247,8 @@ def _decoder(
     if capture is not None:
         # Whether a fused step is right is found out here, while there is memory for it.
         fused_step(model, PagedCache(geometry, 2, page, device))
-    beside = partial(_beside, model, geometry, device, capture is not None)
-    new_cache = partial(cache_for, geometry, page, cache_gb, device, prefill_tokens, beside)
+    reserved = partial(_reserved, model, geometry, device, capture is not None)
+    new_cache = partial(cache_for, geometry, page, cache_gb, device, prefill_tokens, reserved)
     if workspace is not None and capture is not None:
         return workspace.decoder(model, sampling, longest[0], new_cache, capture)
     cache = new_cache(longest, slots)

@@ -214,7 +214,7 @@ def might_follow(half: bool, softcap: float) -> bool:
 
 def all_follow(geometry: Geometry, device: torch.device) -> bool:
     """`follows_lengths` for every layer."""
-    for pair, (_, _, softcap) in zip(geometry.shapes, geometry.asked, strict=True):
+    for pair, (_, _, softcap) in zip(geometry.shapes, geometry.attention, strict=True):
         keys, values = (torch.empty(1, 1, *shape, dtype=geometry.dtype, device=device) for shape in pair)
         if not follows_lengths(keys, values, softcap):
             return False

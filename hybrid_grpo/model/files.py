@@ -96,7 +96,7 @@ def _files(folder: Path, start: str) -> Iterator[Path]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{start}: {index.name} cannot be read: {first_line(error)}: copy it anew") from error
+        raise UserError(f"{start}: {index.name} cannot be read: {first_line(error)}: copy it again") from error
     for name in names:
         refuse(not (folder / name).exists(), f"{start}: {index.name} names {name}, which is missing: copy it as well")
         yield folder / name
@@ -109,5 +109,5 @@ def _shapes(file: Path, start: str) -> dict[str, list[int]]:
             return {name: list(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise UserError(
-            f"{start}: {file.name} is not a safetensors file, or is cut short: {first_line(error)}: copy it anew"
+            f"{start}: {file.name} is not a safetensors file, or is cut short: {first_line(error)}: copy it again"
         ) from error

@@ -254,12 +254,12 @@ def _refuse_changed_buffers(model: Any, start: str) -> None:
 @contextmanager
 def _outside_deepspeed() -> Iterator[None]:
     # Classes that build another model, such as those with a head of one number, would shard it.
-    known = integration._hf_deepspeed_config_weak_ref
+    outer = integration._hf_deepspeed_config_weak_ref
     integration.unset_hf_deepspeed_config()
     try:
         yield
     finally:
-        integration._hf_deepspeed_config_weak_ref = known
+        integration._hf_deepspeed_config_weak_ref = outer
 
 
 def _held(parameter: Any) -> Tensor:
