@@ -72,7 +72,7 @@ DIMENSIONS: dict[str, dict[str, Settings]] = {
         "punished": {"grpo.overlong_buffer": 4},
     },
     "adapters": {"none": {}, "lora": {"lora.rank": 2}},
-    "moving average": {"none": {}, "kept": {"policy.ema_decay": 0.9}},
+    "moving average": {"none": {}, "kept": {"average.decay": 0.9}},
     "teacher": {
         "none": {},
         "advantage": {"teacher.model": "other"},

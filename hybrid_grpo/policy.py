@@ -21,7 +21,6 @@ from hybrid_grpo.engine import StepResult
 from hybrid_grpo.generation import Journal, OnFinish, OnStep, Request, Sampling, Stats, Turns, Workspace, complete_rest
 from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
 from hybrid_grpo.model.attention import ATTENTION
-from hybrid_grpo.model.average import MovingAverage
 from hybrid_grpo.model.flops import Cost
 from hybrid_grpo.model.loading import load_config, load_model, plain_attention, training_attention
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
@@ -52,7 +51,6 @@ class TrainedModel:
 
     Attributes:
         lr_scale: a factor of the schedule's learning rate; lower after the guard has rolled back.
-        average: the moving average of the weights, with `policy.ema_decay`.
         cost: floating-point operations of a token.
     """
 
@@ -84,9 +82,6 @@ class TrainedModel:
         self.cost = Cost.of(model)
         by_layer = self.adapters.by_layer if self.adapters else None
         self.engine = engines.Engine(wrap(model), model, view, self.deepspeed_config, by_layer, keep_view=keep_view)
-        trained = self.engine.engine
-        decay, layout = policy.ema_decay, (trained.module, trained.optimizer, self.engine.stage)
-        self.average = None if decay is None else MovingAverage(*layout, decay)
 
     def budget(self, gradients: bool) -> int:
         """Tokens of one micro-batch; see `token_budget`."""
@@ -98,8 +93,6 @@ class TrainedModel:
             result = self.engine.step(self.lr)
         self.optimizer_steps += 1
         self.skipped_steps += not result.applied
-        if self.average is not None and result.applied:
-            self.average.update()
         return result
 
     @property

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.data.batch import MicroBatch, Numbers, Prompt, Rollout, Scores, TrainBatch
+from hybrid_grpo.data.training_prompts import StepLoader
 from hybrid_grpo.generation import OnFinish
 from hybrid_grpo.grpo.advantages import mean_over_tokens, token_advantages
 from hybrid_grpo.grpo.kl import KlController
@@ -57,13 +58,12 @@ class Trainer(Stage):
         self.eval_sets = inputs.eval_sets
         self.meter = inputs.meter(device, config.data.source_names, metric_names(features))
         self.features = Features(features, self.meter)
-        self.loader = inputs.training.loader(config, plan, device)
+        self.loader: StepLoader = inputs.training.loader(config, plan, device)
         self.kl = KlController(config.grpo, plan.rows, device)
         self.total = partial(sum_over_ranks, device=device)
         # The filtered distribution is not the policy's: with its log-probabilities no ratio is 1.
         self.starts_on_policy = config.recomputes_old_logp or config.rollout.logprobs == "softmax"
-        self.parts = {"loader": self.loader, "kl": self.kl, **self.features.states}
-        self.others = self.features.models
+        self.parts = {"loader": self.loader, "kl": self.kl}
         self.shards = reference if config.grpo.ref_every else None
 
     def step(self, step: int) -> None:
@@ -213,8 +213,7 @@ class Trainer(Stage):
                 if number == 0:
                     self.meter.update(measure_parity(batch, logp_bT))
             self.meter.update(self.features.gradient(self.policy, beat))
-            self.meter.add("policy/lr", self.policy.lr)
-            self.meter.add("policy/grad_norm", self.policy.step().grad_norm)
+            self.step_optimizer()
         if self.reference is not None:
             self.meter.add("policy/kl_coef", self.kl.beta)
             self.kl.update(self.total)

@@ -102,7 +102,7 @@ def measure(config: EvaluateConfig) -> Measured:
     for held_out in inputs.eval_sets:
         rollout = held_out.settings.rollout
         prompts = held_out.own_prompts()
-        requests, sampling, turns = held_out.requests(prompts), held_out.sampling, inputs.conversations
+        requests, sampling, turns = held_out.requests(prompts), held_out.sampling, inputs.partners
         groups, _ = complete(model, inputs.tokenizer, requests, sampling, rollout, turns=turns)
         results = held_out.results(prompts, groups)
         meter.update(results.numbers())

@@ -49,7 +49,7 @@ def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[di
     from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
     from hybrid_grpo.model.loading import load_model
     from hybrid_grpo.run.sampling import Sampler
-    from hybrid_grpo.turns.conversations import conversations_of, with_tools
+    from hybrid_grpo.turns.partners import partners_of, with_tools
 
     rollout, count = config.rollout, config.rollout.num_generations
     sampler = Sampler.read(config.policy, rollout)
@@ -59,12 +59,12 @@ def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[di
         if sys.stdin.isatty():
             print("one prompt a line, until the end of the input (Ctrl-D)", file=sys.stderr, flush=True)
         source = standard_input(sys.stdin.buffer, "data.path", config.data.limit, config.data.prompt_column)
-    conversations = conversations_of(config, tokenizer, ends)
-    prompts, data = read_prompts(with_tools(config.data, conversations), tokenizer, source)
-    sampler.check_prompts(prompts, conversations)
+    partners = partners_of(config, tokenizer, ends)
+    prompts, data = read_prompts(with_tools(config.data, partners), tokenizer, source)
+    sampler.check_prompts(prompts, partners)
     prompts = rank_share(prompts, rank, ranks)
-    if conversations is not None:
-        prompts = conversations.opened(prompts, step=0)
+    if partners is not None:
+        prompts = partners.opened(prompts, step=0)
     if rank == 0:
         sampling = f"{count} of each prompt, run.seed {config.run.seed}, {sampler.fact}"
         print(f"data: {data}\nsampling: {sampling}", file=sys.stderr, flush=True)
@@ -76,8 +76,8 @@ def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[di
     bar = Progress(console=console, disable=not shown, redirect_stdout=False, redirect_stderr=False)
     with output as write:
         device = _device()
-        if conversations is not None:
-            conversations.load(device)
+        if partners is not None:
+            partners.load(device)
         model = load_model(config.policy, attention_of(rollout.decoder)).to(device).eval()
         requests = requests_of(prompts, rollout, config.run.seed, step=0)
         with bar:
@@ -90,7 +90,7 @@ def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[di
                 bar.advance(task)
 
             drawn = sampling_of(rollout, ends)
-            complete(model, tokenizer, requests, drawn, rollout, on_finish, turns=conversations)
+            complete(model, tokenizer, requests, drawn, rollout, on_finish, turns=partners)
 
 
 def _device() -> torch.device:

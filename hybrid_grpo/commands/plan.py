@@ -64,7 +64,7 @@ def lines(plan: Plan) -> list[str]:
     kept = ["decoding: cache, gathered weights and CUDA graphs stay on the GPU during training"] if plan.keeps else []
     host = " + ".join(f"{gib(part.bytes)} {part.name}" for part in plan.host.parts)
     seconds = step_seconds(plan)
-    times = ", ".join(f"{name} {duration(spent)}" for name, spent in seconds.items())
+    times = ", ".join(f"{name} {duration(spent)}" for name, spent in seconds.items() if spent)
     rows = plan.ranks * plan.rows
     sampled, trained = rows * plan.longest - rows * plan.prompt, rows * plan.longest * plan.batch.num_iterations
     return [

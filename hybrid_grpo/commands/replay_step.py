@@ -130,7 +130,7 @@ def _make_folder(out: Path) -> None:
 
 def _changes(base: ReplayConfig, config: ReplayConfig) -> dict[str, str]:
     """What differs from the run, by setting. Raises UserError where it decides on more than the loss of the step."""
-    from hybrid_grpo.run.resuming import changes, is_free, settings_of
+    from hybrid_grpo.run.settings import changes, is_free, settings_of
 
     changed = {
         name: text
@@ -167,8 +167,8 @@ def _arrive(
     from hybrid_grpo.records.saved_rollouts import SavedCompletions, SavedRewards
     from hybrid_grpo.run.feature import make_features
     from hybrid_grpo.run.replay import LoggedSkips, same
-    from hybrid_grpo.run.resuming import load_stage
     from hybrid_grpo.run.saving.checkpoint import Checkpoints
+    from hybrid_grpo.run.saving.saver import load_stage
 
     device = engine.start(config.engine.timeout_minutes)
     inputs = read_inputs(base)
@@ -208,8 +208,8 @@ def _arrive(
 
 def _nearest(checkpoints: Checkpoints, base: ReplayConfig, step: int) -> Checkpoint | None:
     """The newest checkpoint before a step; None where there is none, and the run began without one. Collective."""
-    from hybrid_grpo.run.resuming import changes, is_free
     from hybrid_grpo.run.saving.manifest import Damaged
+    from hybrid_grpo.run.settings import changes, is_free
 
     checkpoint, passed_over = checkpoints.newest_whole(step)
     for damage in passed_over:
@@ -247,9 +247,9 @@ def _with_settings(trainer: Trainer, base: ReplayConfig, config: ReplayConfig, i
     inputs = replace(trainer.inputs, rewards=inputs.rewards, outcome=inputs.outcome, objective=inputs.objective)
     features = [feature.under(config, inputs) for feature in trainer.features]
     other = Trainer(config, plan, policy, reference, inputs, trainer.device, features)
-    for name, part in other.parts.items():
+    for name, part in other.all_parts.items():
         if name != "kl" or base.grpo.beta == config.grpo.beta:
-            part.load_state_dict(trainer.parts[name].state_dict())
+            part.load_state_dict(trainer.all_parts[name].state_dict())
     return other
 
 

@@ -28,8 +28,10 @@ def reward(parsed: Parsed[RewardStageConfig]) -> Path:
     from hybrid_grpo.model.lora import check_lora
     from hybrid_grpo.model.scalar_model import check_scalar, padding_token
     from hybrid_grpo.policy import Scorer
+    from hybrid_grpo.run.feature import load_features, make_features
     from hybrid_grpo.run.fingerprints import held_out_name, of_inputs
-    from hybrid_grpo.run.run import Run
+    from hybrid_grpo.run.folder import say
+    from hybrid_grpo.run.training import TrainingRun
     from hybrid_grpo.watch.frozen import write_report
 
     device = engine.start(config.engine.timeout_minutes)
@@ -39,6 +41,7 @@ def reward(parsed: Parsed[RewardStageConfig]) -> Path:
     check_files(config.policy.model, model_config, pickled=config.policy.pickled_weights)
     tokenizer = load_tokenizer(config.policy.model)
     pairs, report = read_preferences(config.data, config.reward, tokenizer)
+    features = make_features(config)
     facts = {"data": report, "attention": describe(config.policy, device)}
     source = evaluation_source(config.data)
     held_out: list[Preference] = []
@@ -50,13 +53,14 @@ def reward(parsed: Parsed[RewardStageConfig]) -> Path:
     rows = {"training rows": pairs}
     if source is not None:
         rows[held_out_name("", source)] = held_out
-    training = Run(parsed, facts, of_inputs(config, tokenizer, rows))
+    training = TrainingRun(parsed, facts, of_inputs(config, tokenizer, rows))
     if training.finished:
         return training.folder
     padding = padding_token(tokenizer, {text[-1] for text in texts})
     scorer = Scorer(
         config.policy, config.engine, tokenizer, config.run.steps, padding, lora=config.lora, seed=config.run.seed
     )
-    training.train(RewardTrainer(config, scorer, pairs, held_out, device), write_report)
-    training.say(f"reward model: {training.folder / 'model'}")
+    load_features(features, scorer)
+    training.train(RewardTrainer(config, scorer, pairs, held_out, device, features), write_report)
+    say(f"reward model: {training.folder / 'model'}")
     return training.folder

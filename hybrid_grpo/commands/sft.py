@@ -26,8 +26,10 @@ def sft(parsed: Parsed[SftConfig]) -> Path:
     from hybrid_grpo.model.loading import check_lengths, check_prompt_ids, load_config, load_tokenizer
     from hybrid_grpo.model.lora import check_lora
     from hybrid_grpo.policy import Policy
+    from hybrid_grpo.run.feature import load_features, make_features
     from hybrid_grpo.run.fingerprints import of_inputs
-    from hybrid_grpo.run.run import Run
+    from hybrid_grpo.run.folder import say
+    from hybrid_grpo.run.training import TrainingRun
     from hybrid_grpo.watch.frozen import write_report
 
     device = engine.start(config.engine.timeout_minutes)
@@ -39,13 +41,15 @@ def sft(parsed: Parsed[SftConfig]) -> Path:
     pairs, report = read_pairs(config.data, tokenizer, config.sft.max_completion_tokens)
     check_lengths(model_config, max(len(pair.prompt.token_ids) + len(pair.completion_ids) for pair in pairs))
     check_prompt_ids([pair.prompt.token_ids + pair.completion_ids for pair in pairs], model_config)
+    features = make_features(config)
     facts = {"data": report, "attention": describe(config.policy, device)}
-    training = Run(parsed, facts, of_inputs(config, tokenizer, {"training rows": pairs}))
+    training = TrainingRun(parsed, facts, of_inputs(config, tokenizer, {"training rows": pairs}))
     if training.finished:
         return training.folder
     steps, seed = config.run.steps, config.run.seed
     # Its view of the model only exports.
     policy = Policy(config.policy, config.engine, tokenizer, steps, decoder="transformers", lora=config.lora, seed=seed)
-    training.train(SftTrainer(config, policy, pairs, device), write_report)
-    training.say(f"model: {training.folder / 'model'}")
+    load_features(features, policy)
+    training.train(SftTrainer(config, policy, pairs, device, features), write_report)
+    say(f"model: {training.folder / 'model'}")
     return training.folder

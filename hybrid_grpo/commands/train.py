@@ -37,8 +37,9 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     from hybrid_grpo import engine
     from hybrid_grpo.generation.paged_attention import describe
     from hybrid_grpo.run.feature import make_features
+    from hybrid_grpo.run.folder import say
     from hybrid_grpo.run.memory.plan import shortage
-    from hybrid_grpo.run.run import Run
+    from hybrid_grpo.run.training import TrainingRun
     from hybrid_grpo.watch.frozen import write_report
 
     device = engine.start(config.engine.timeout_minutes)
@@ -53,13 +54,13 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     for feature in features:
         facts |= feature.facts
         rows |= feature.rows
-    training = Run(parsed, facts, inputs.fingerprints(config, rows))
+    training = TrainingRun(parsed, facts, inputs.fingerprints(config, rows))
     if training.finished:
         return training.folder
     if warning:
-        training.say(f"WARNING: it may not fit: {warning}")
+        say(f"WARNING: it may not fit: {warning}")
     training.train(make_trainer(config, plan, inputs, features, device, memory), write_report)
-    training.say(summary(training.folder, held_out_sets(config), memory.measurable if memory else None))
+    say(summary(training.folder, held_out_sets(config), memory.measurable if memory else None))
     return training.folder
 
 
@@ -93,6 +94,7 @@ def make_trainer(
     """Load the models of a run, and put them together. Collective."""
     from hybrid_grpo import engine
     from hybrid_grpo.policy import Policy
+    from hybrid_grpo.run.feature import load_features
     from hybrid_grpo.trainer import Trainer
 
     inputs.load_models(engine.Frozen)
@@ -107,10 +109,9 @@ def make_trainer(
         seed=config.run.seed,
         workspace=memory.workspace() if memory else None,
     )
-    policy.turns = inputs.conversations
+    policy.turns = inputs.partners
     reference = make_reference(config, policy)
-    for feature in features:
-        feature.load(policy)
+    load_features(features, policy)
     return Trainer(config, plan, policy, reference, inputs, device, features)
 
 
@@ -144,7 +145,7 @@ def summary(folder: Path, held_out: Sequence[HeldOut], planned_bytes: int | None
         "trained tokens a second": _median(steps, "throughput/trained_tokens_per_s"),
         "peak memory of a rank": f"{peak_gb:.2f} GB{planned}",
         "model": str(folder / "model"),
-        "moving average of the model": _existing(folder / "model_ema"),
+        **{path.name: str(path) for path in sorted(folder.glob("model_*")) if path.name != "model_best"},
         "best model": _best(folder / "model_best"),
         "report": _existing(folder / "report.html"),
         "metrics": str(folder / "metrics.jsonl"),

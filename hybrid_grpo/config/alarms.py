@@ -1,4 +1,4 @@
-"""Settings of the alarms: what each one bears, and what happens when it goes off."""
+"""Settings of the alarms: what each one tolerates, and what happens when it goes off."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SKIPPABLE = ("length_runaway", "truncated", "dead_groups", "constant_reward", "f
 
 @dataclass(frozen=True, config=SECTION)
 class AlarmConfig:
-    """What the number of an alarm may be, and what happens where it is something else for too long."""
+    """The bounds of an alarm's number, and what happens when it is outside them for too long."""
 
     above: Number | None = None
     """Values above this are bad."""
@@ -27,15 +27,15 @@ class AlarmConfig:
     patience: Count = 3
     """Bad steps in a row (of held-out sets: evaluations) after which the alarm goes off."""
     action: Literal["say", "skip", "stop", "roll_back"] = "say"
-    """What happens then, beside that it is said. `skip`: nothing is learned from bad steps until a good one. `stop`:
-    the run is saved and ends with status 2. `roll_back`: it goes on from the newest checkpoint before the first bad
-    step, at the learning rate times guard.lr_factor, at most guard.max_rollbacks times; while steps are bad no
-    checkpoint is written."""
+    """What happens then, besides a report. `skip`: nothing is learned from bad steps until a good one. `stop`: the run
+    is saved and ends with status 2. `roll_back`: it goes on from the newest checkpoint before the first bad step, at
+    the learning rate times guard.lr_factor, at most guard.max_rollbacks times; while steps are bad no checkpoint is
+    written."""
 
     def __str__(self) -> str:
         bounds = {name: bound for name in ("above", "below") if (bound := getattr(self, name)) is not None}
-        told = {**bounds, "patience": self.patience, "action": self.action}
-        return f"{{{', '.join(f'{name}: {value}' for name, value in told.items())}}}"
+        shown = {**bounds, "patience": self.patience, "action": self.action}
+        return f"{{{', '.join(f'{name}: {value}' for name, value in shown.items())}}}"
 
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -61,46 +61,46 @@ def _default(name: str) -> Any:
 
 @dataclass(frozen=True, config=SECTION)
 class AlarmsConfig:
-    """What is wrong with a run, by symptom: from when on it is said, and what else is done about it. Settings of an
-    alarm go over its defaults, as in `kl: {above: 5, action: stop}`; null takes it out. The numbers are the same on all
-    ranks, and so is what is done."""
+    """What may go wrong in a run, by symptom: when it is reported, and what else happens. The settings of an alarm
+    override its defaults, as in `kl: {above: 5, action: stop}`; null turns it off. All ranks see the same numbers and
+    do the same."""
 
     entropy_collapse: AlarmConfig | None = _default("entropy_collapse")
-    """policy/entropy in nats, in steps in which fewer than half of the groups are all right: the policy has stopped to
-    explore before it was done."""
+    """policy/entropy in nats, in steps in which fewer than half of the groups are all right: the policy has stopped
+    exploring before it solved the task."""
     length_runaway: AlarmConfig | None = _default("length_runaway")
     """completion/length_mean, divided by its median over the 40 steps up to 20 steps before (early in a run: the first
     5 steps)."""
     truncated: AlarmConfig | None = _default("truncated")
     """completion/clipped_frac, minus its mean over the first 10 steps of the run."""
     dead_groups: AlarmConfig | None = _default("dead_groups")
-    """Share of the groups that teach nothing and are not all right: group/zero_std_frac minus group/all_right_frac. Not
-    where a feature needs no groups."""
+    """Share of the groups that teach nothing and are not all right: group/zero_std_frac minus group/all_right_frac.
+    Off where a feature needs no groups."""
     constant_reward: AlarmConfig | None = _default("constant_reward")
-    """reward/max minus reward/min. A task that was learned is not an alarm: all are right, and were not in the first
-    steps. Not where a feature teaches without rewards."""
+    """reward/max minus reward/min. A task that was learned is not an alarm: all completions are right, and were not in
+    the first steps. Off where a feature teaches without rewards."""
     reward_hacking: AlarmConfig | None = _default("reward_hacking")
     """How far the function that tells right from wrong (eval.outcome) is below its best in training, both averaged over
-    10 steps, where reward/mean has risen since: other functions pay for what is wrong. Not where the fall may be
-    chance (4 standard errors)."""
+    10 steps, while reward/mean has risen: other functions pay for what is wrong. A fall that may be chance (4 standard
+    errors) is not counted."""
     held_out: AlarmConfig | None = _default("held_out")
-    """How far held-out accuracy is below its best, where reward/mean has risen since; of each held-out set. Not where
-    the fall may be chance (2 standard errors)."""
+    """How far held-out accuracy is below its best while reward/mean has risen, for each held-out set. A fall that may
+    be chance (2 standard errors) is not counted."""
     kl: AlarmConfig | None = _default("kl")
     """policy/kl in nats."""
     ratio: AlarmConfig | None = _default("ratio")
     """policy/ratio_max."""
     parity: AlarmConfig | None = _default("parity")
-    """parity/logp_abs_diff_mean in nats: how far the sampler is from the training forward."""
+    """parity/logp_abs_diff_mean in nats: how far sampler and training forward are apart."""
     duplicates: AlarmConfig | None = _default("duplicates")
     """completion/duplicate_frac, in steps in which completions have more than 5 nats of entropy (policy/entropy times
-    completion/length_mean), so that equal ones should be rare: what is sampled is not the policy."""
+    completion/length_mean), so that equal completions should be rare: what is sampled is not the policy."""
     throughput_drop: AlarmConfig | None = _default("throughput_drop")
     """throughput/generated_tokens_per_s, divided by its median as for length_runaway."""
     failing_rewards: AlarmConfig | None = _default("failing_rewards")
     """The largest reward/<function>/failed_frac."""
     numbers: dict[str, AlarmConfig] = field(default_factory=dict)
-    """Limits of your own: of any number of metrics.jsonl, as in `{completion/length_mean: {above: 400}}`."""
+    """Limits of your own for any metric, as in `{completion/length_mean: {above: 400}}`."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -112,20 +112,20 @@ class AlarmsConfig:
     def _check(self) -> AlarmsConfig:
         named = {f"alarms.{name}": (name, alarm) for name, alarm in self.named.items()}
         own = {f"alarms.numbers {name}": (name, alarm) for name, alarm in self.numbers.items()}
-        for told, (name, alarm) in {**named, **own}.items():
+        for setting, (name, alarm) in {**named, **own}.items():
             refuse(
                 alarm.above is None and alarm.below is None,
-                f"{told} has neither above nor below: give one of them, or null for no alarm",
+                f"{setting} has neither above nor below: give one of them, or null to turn it off",
             )
             refuse(
                 alarm.action == "skip" and name not in SKIPPABLE,
-                f"{told}: action skip is for {', '.join(SKIPPABLE)}, whose numbers are known before the update: set it"
-                " to say, stop or roll_back",
+                f"{setting}: action skip is for {', '.join(SKIPPABLE)}, whose numbers are known before the update: set"
+                " it to say, stop or roll_back",
             )
         return self
 
     @property
     def named(self) -> dict[str, AlarmConfig]:
-        """The alarms by symptom that are not taken out."""
+        """The alarms that are on, by symptom."""
         found = {name: getattr(self, name) for name in _DEFAULTS}
         return {name: alarm for name, alarm in found.items() if alarm is not None}

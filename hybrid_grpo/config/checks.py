@@ -96,6 +96,13 @@ def batch_plan(config: TrainConfig, world_size: int) -> BatchPlan:
 
 def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
     """Refuse a training run that cannot work here; return the batch equation."""
+    _check_features(config, world_size)
+    _check_training(config, world_size)
+    check_best(config, _check_held_out(config))
+    return batch_plan(config, world_size)
+
+
+def _check_features(config: Any, world_size: int) -> None:
     for feature in config.active_features:
         feature.check_place(config, world_size)
         for setting, file in feature.files.items():
@@ -103,9 +110,6 @@ def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
         for setting, name in feature.models.items():
             if name is not None:
                 check_model_folder(setting, name)
-    _check_training(config, world_size)
-    check_best(config, _check_held_out(config))
-    return batch_plan(config, world_size)
 
 
 def check_eval(config: EvaluateConfig) -> None:
@@ -139,12 +143,14 @@ def _check_held_out(config: EvaluationConfig) -> list[HeldOut]:
 
 def check_sft(config: SftConfig, world_size: int) -> None:
     """Refuse a supervised run that cannot work here."""
+    _check_features(config, world_size)
     _check_training(config, world_size)
     refuse_indivisible("sft.batch_size", config.sft.batch_size, world_size, "ranks")
 
 
 def check_reward(config: RewardStageConfig, world_size: int) -> None:
     """Refuse to train a reward model where it cannot work."""
+    _check_features(config, world_size)
     _check_training(config, world_size)
     refuse_indivisible("reward.batch_size", config.reward.batch_size, world_size, "ranks")
 

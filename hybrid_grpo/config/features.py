@@ -1,8 +1,8 @@
 """The settings of features: the base class of their sections, and the list of features that this package has.
 
 A feature is a folder of `hybrid_grpo/features/`. Its settings are read, checked and explained like those of the core.
-One that takes part in training is a `Feature` (run/feature.py) with a section of `TrainConfig`; one that has a command
-adds it to the command line.
+One that takes part in training is a `Feature` (run/feature.py) with a section of `TrainConfig`, and also of `sft` and
+`reward` if it needs no rollouts; one that has a command adds it to the command line.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ REGISTERED = (
     "streaming:StreamingConfig",
     "curriculum:CurriculumConfig",
     "cleaning:CleanConfig",
+    "average:AverageConfig",
 )
 """Folder and settings of each feature, in the order in which they are asked."""
 FeatureList = Annotated[
@@ -50,6 +51,8 @@ class FeatureConfig:
 
     section = ""
     """Name of the section in a recipe; empty if the feature takes no part in training."""
+    needs_rollouts = True
+    """Whether it takes part in `train` alone, and not in `sft` and `reward`."""
     feature = ""
     """The class of the feature itself, a `run.feature.Feature`, as `module:Class` in its folder; empty where it has no
     part in steps."""
@@ -176,9 +179,11 @@ def feature_folders() -> list[Path]:
     return [Path(__file__).parent.parent / "features" / folder for folder in registered()]
 
 
-def with_feature_sections(cls: ClassT, method: str | None = None) -> ClassT:
-    """Class decorator, applied before `dataclass`: adds a field for every section of `feature_sections`."""
+def with_feature_sections(cls: ClassT, method: str | None = None, *, needs_rollouts: bool | None = None) -> ClassT:
+    """Class decorator, applied before `dataclass`: adds a field for every section of `feature_sections`, or for those
+    of features that need rollouts, or do not."""
     for name, settings in feature_sections(method).items():
-        cls.__annotations__[name] = settings
-        setattr(cls, name, field(default_factory=settings))
+        if needs_rollouts in (None, settings.needs_rollouts):
+            cls.__annotations__[name] = settings
+            setattr(cls, name, field(default_factory=settings))
     return cls

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Le, Lt
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
@@ -46,11 +46,6 @@ class PolicyConfig:
     """AdamW moment decays."""
     max_grad_norm: Positive = 1.0
     """Global gradient norm above which gradients are scaled down."""
-    ema_decay: Annotated[Number, Gt(0), Lt(1)] | None = None
-    """Also keep the exponential moving average of the weights, and write it to `model_ema/` beside `model/`. After each
-    optimizer step it is `ema_decay` times itself plus (1 - `ema_decay`) times the weights: 0.99 averages over about 100
-    optimizer steps. It takes 4 bytes of host memory for each weight that is trained, shared among the ranks at ZeRO
-    stages 1 to 3. Default: none."""
     micro_batch_tokens: Count | None = None
     """Tokens of one forward and backward pass on a rank, padding included. A row that is longer gets a pass of its own.
     Default: 16,384 on a GPU; 4,096 on a CPU, where larger activations are slower to allocate for every layer."""

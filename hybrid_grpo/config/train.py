@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import model_validator
@@ -25,6 +26,7 @@ FeatureConfigT = TypeVar("FeatureConfigT", bound=FeatureConfig)
 
 
 @dataclass(frozen=True, config=SECTION)
+@partial(with_feature_sections, needs_rollouts=False)
 class ModelRunConfig:
     """What every command with a model has."""
 
@@ -37,6 +39,21 @@ class ModelRunConfig:
     log: LogConfig = field(default_factory=LogConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     alarms: AlarmsConfig = field(default_factory=AlarmsConfig)
+
+    @property
+    def feature_configs(self) -> list[FeatureConfig]:
+        """The sections of the features that the command has, on or off."""
+        return [getattr(self, name) for name in feature_sections() if hasattr(self, name)]
+
+    @property
+    def active_features(self) -> list[FeatureConfig]:
+        """The sections of the features that are on."""
+        return [section for section in self.feature_configs if section.is_on]
+
+    def of(self, kind: type[FeatureConfigT]) -> FeatureConfigT:
+        """The section of a feature, by its class."""
+        section: FeatureConfigT = getattr(self, kind.section)
+        return section
 
     @model_validator(mode="after")
     def _check_engine(self) -> ModelRunConfig:
@@ -54,7 +71,7 @@ class ModelRunConfig:
 
 
 @dataclass(frozen=True, config=SECTION)
-@with_feature_sections
+@partial(with_feature_sections, needs_rollouts=True)
 class TrainConfig(ModelRunConfig):
     """GRPO training. Registered features add their sections (see config/features.py)."""
 
@@ -64,21 +81,6 @@ class TrainConfig(ModelRunConfig):
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     features: FeatureList = field(default_factory=list)
-
-    @property
-    def feature_configs(self) -> list[FeatureConfig]:
-        """The sections of all features, on or off."""
-        return [getattr(self, name) for name in feature_sections()]
-
-    @property
-    def active_features(self) -> list[FeatureConfig]:
-        """The sections of the features that are on."""
-        return [section for section in self.feature_configs if section.is_on]
-
-    def of(self, kind: type[FeatureConfigT]) -> FeatureConfigT:
-        """The section of a feature, by its class."""
-        section: FeatureConfigT = getattr(self, kind.section)
-        return section
 
     def without(self, kind: type[FeatureConfig]) -> TrainConfig:
         """The same run without a feature, by the class of its section."""

@@ -1,4 +1,4 @@
-"""Settings of the page that shows runs in the browser."""
+"""Settings of `watch`, the page that shows runs in a browser."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybrid_grpo.config.fields import SECTION, Whole
 
 @dataclass(frozen=True, config=SECTION)
 class WatchOptionsConfig:
-    """Where the page is."""
+    """Where the page is served."""
 
     port: Annotated[Whole, Le(65535)] = 8170
-    """Port to listen at, on this machine's own address only; 0 takes a free one."""
+    """Port to listen on, reachable from this machine only; 0 takes a free one."""

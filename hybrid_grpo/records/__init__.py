@@ -1,1 +1,1 @@
-"""What a run writes for those who watch it: metrics, rollouts, details, events, traces."""
+"""What a run leaves and shows: metrics, rollouts, step traces, alarms, trackers, profiles, the published model."""

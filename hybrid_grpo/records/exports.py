@@ -1,4 +1,4 @@
-"""The trained model as a folder in Hugging Face format, which is whole or absent."""
+"""The trained model as a folder in Hugging Face format, which is complete or absent."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from hybrid_grpo.policy import TrainedModel
 
 FACTS = "run.json"
-"""File of the folder that tells which step it is of."""
+"""File of the folder with facts such as the step after which it was written."""
 
 
 def export(policy: TrainedModel, model: Path, facts: dict[str, float]) -> None:
-    """Write the folder `model`, whole or not at all, with facts about it, such as its step. Raises WriteFailed on all
-    ranks. Collective."""
+    """Write the folder `model`, completely or not at all, with facts about it, such as its step. Raises WriteFailed on
+    all ranks. Collective."""
     folder = model.parent
     draft, old = (folder / f".{model.name}_{kind}" for kind in ("draft", "old"))
 
@@ -40,7 +40,7 @@ def export(policy: TrainedModel, model: Path, facts: dict[str, float]) -> None:
 
     try:
         write_together(clear, folder)
-        # Each of the libraries that write here has errors of its own.
+        # Each library that writes here has errors of its own.
         write_together(lambda: policy.export(draft), folder, (Exception,))
         write_together(publish, folder)
     except WriteFailed:
@@ -49,7 +49,7 @@ def export(policy: TrainedModel, model: Path, facts: dict[str, float]) -> None:
 
 
 def exported(model: Path) -> dict[str, float]:
-    """The facts that were written with the folder `model`; empty where there is none, or another program wrote it."""
+    """The facts that were written with the folder `model`; empty where it is absent or another program's."""
     try:
         facts = json.loads((model / FACTS).read_bytes())
         return {name: float(value) for name, value in facts.items()} | {"step": int(facts["step"])}

@@ -1,4 +1,4 @@
-"""Files of a run: JSON that any reader takes, and text that no reader, and no crash, leaves half written."""
+"""Files of a run: replaced atomically, so that readers see the old or the new content, and JSON that is valid."""
 
 import json
 import math
@@ -13,16 +13,18 @@ from typing import Any
 
 from hybrid_grpo.config.errors import UserError
 
+TRACE_FILE = "details.jsonl"
+"""In a run's folder: the traces of its steps, one JSON object per step."""
 _STEP = re.compile(rb'\{"step": ?(\d+)[,}]')
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file so that readers see the old text or the new one, and a crash leaves one of the two."""
+    """Replace a file atomically: readers, and a crash, find the old or the new text."""
     replace_bytes(path, text.encode("utf-8", errors="replace"))
 
 
 def replace_bytes(path: Path, content: Any) -> None:
-    """As `replace_text`, for a file that is not text."""
+    """`replace_text` of bytes."""
     draft = path.with_name(f".{path.name}.draft")
     with draft.open("wb") as file:
         file.write(content)
@@ -33,7 +35,7 @@ def replace_bytes(path: Path, content: Any) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a file or folder that is damaged, so that another can take its place; returns its new name."""
+    """Rename a damaged file or folder, so that another can take its place; returns its new name."""
     return path.rename(_name_aside(path))
 
 
@@ -45,7 +47,7 @@ def _name_aside(path: Path) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk, where a power cut leaves them."""
+    """Wait until a file, or the names in a folder, are on the disk and survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -61,9 +63,9 @@ def sync_tree(folder: Path) -> None:
 
 
 def cut_lines(path: Path, step: int) -> Path | None:
-    """Cut a JSON-lines file after its lines up to a step, in place: at the first line that is of a later step, or not
-    whole. Every line begins with its step. Where that line is not just the end of a file that a crash has cut, the file
-    as it was is kept; returns its name."""
+    """Cut a file of JSON lines, each of which begins with its step, in place: at the first line that belongs to a later
+    step or is not whole. A copy of the file is kept where that line is damaged, not merely cut off by a crash; returns
+    the name of the copy."""
     if not path.exists():
         return None
     with path.open("r+b") as file:
@@ -83,11 +85,12 @@ def rollout_files(folder: Path, kind: str = "jsonl") -> dict[int, Path]:
     """The rollouts saved in a folder, by step, in their order: their texts (`jsonl`) or their tokens (`parquet`). Other
     files, such as copies, are left out."""
     found = {path.stem.removeprefix("step_"): path for path in folder.glob(f"step_*.{kind}")}
-    return {step: path for step, path in sorted((int(n), path) for n, path in found.items() if n.isdecimal())}
+    steps = sorted((int(n), path) for n, path in found.items() if n.isdecimal())
+    return {step: path for step, path in steps if step < 2**53}
 
 
 def json_safe(value: Any) -> Any:
-    """`value` with everything that JSON cannot hold made into null (NaN, infinity) or text."""
+    """`value` with everything that JSON cannot hold replaced by null (NaN, infinity) or text."""
     if isinstance(value, dict):
         return {str(key): json_safe(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -98,7 +101,7 @@ def json_safe(value: Any) -> Any:
 
 
 def as_json(value: Any, **options: Any) -> str:
-    """`json_safe` of a value in JSON; nearly all values are safe as they are, and need no copy."""
+    """`json_safe` of a value as JSON; nearly all values are safe already, and are not copied."""
     try:
         return json.dumps(value, allow_nan=False, **options)
     except (TypeError, ValueError):
@@ -107,9 +110,9 @@ def as_json(value: Any, **options: Any) -> str:
 
 @contextmanager
 def json_lines(name: str, setting: str) -> Iterator[Callable[[Any], None]]:
-    """Writes values as JSON lines, each at once, into a file, anew, or to standard output (`-`).
+    """Writes values as JSON lines, flushed one by one, into a new file or to standard output (`-`).
 
-    Raises UserError where the file that the setting names cannot be written.
+    Raises UserError where the file named by the setting cannot be written.
     """
     with ExitStack() as stack:
         try:
@@ -127,7 +130,7 @@ def json_lines(name: str, setting: str) -> Iterator[Callable[[Any], None]]:
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """Ends the block quietly when the reader of standard output has closed it."""
+    """Ends the block quietly when the reader of standard output has gone away."""
     try:
         yield
     except BrokenPipeError:

@@ -1,8 +1,8 @@
 """The lock on a run's folder: at most one run writes there.
 
-On one machine, and on file systems that pass locks on to other machines, a POSIX lock on the file `.lock` decides. The
-kernel drops it when its process ends, however it ends. Elsewhere the owner's heartbeat decides: a counter in the file
-that rises while the owner lives. `python -m hybrid_grpo.records.lock FOLDER` ends with status 2 where a run holds it.
+On one machine, and on file systems whose locks reach other machines, a POSIX lock on the file `.lock` decides; the
+kernel drops it when its process ends in any way. Elsewhere the owner's heartbeat decides: a counter in the file that
+rises while the owner lives. `python -m hybrid_grpo.records.lock FOLDER` exits with status 2 where a run holds the lock.
 """
 
 import fcntl
@@ -20,16 +20,13 @@ from hybrid_grpo.config.errors import UserError
 
 _BEAT_SECONDS = 5.0
 _SILENT_SECONDS = 20.0
-"""An owner on another machine whose counter stands still for so long is gone."""
+"""An owner on another machine whose counter does not rise for this long is gone."""
 _LENGTH = 512
 
 
 class FolderLock:
-    """The lock of this process on a folder, which must exist.
-
-    Raises:
-        UserError: another process holds it, or it cannot be written; the message says which process.
-    """
+    """The lock of this process on an existing folder. Raises UserError where another process, which the message names,
+    holds it, or it cannot be written."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / ".lock"
@@ -44,9 +41,9 @@ class FolderLock:
         threading.Thread(target=self._beat, name="lock", daemon=True).start()
 
     def release(self) -> None:
-        """Give the folder free for runs on any machine."""
+        """Free the folder for runs on any machine."""
         self._ended.set()
-        # Of a folder on another machine nothing but the file tells that this run has ended.
+        # On another machine only the file shows that this run has ended.
         os.ftruncate(self._file, 0)
         os.close(self._file)
 
@@ -64,8 +61,8 @@ class FolderLock:
 
 
 def _locked(folder: Path) -> int:
-    """The descriptor of the locked file `.lock`; closing any descriptor of the file would give up the lock. Raises
-    UserError where another process holds it."""
+    """The descriptor of the locked file; closing any descriptor of the file would release the lock. Raises UserError
+    where another process holds it."""
     path = folder / ".lock"
     _refuse_other_machine(path)
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -78,7 +75,6 @@ def _locked(folder: Path) -> int:
 
 
 def _refuse_other_machine(path: Path) -> None:
-    """Raise UserError where the owner is on another machine and its counter rises."""
     owner = _read(path)
     if owner.get("host", socket.gethostname()) == socket.gethostname():
         return
@@ -90,8 +86,8 @@ def _refuse_other_machine(path: Path) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Who holds the folder; empty where nobody does. The file is opened anew: a network file system then asks for its
-    newest content."""
+    """Who holds the folder; empty where nobody does. The file is opened each time, so that a network file system asks
+    for its newest content."""
     try:
         owner = json.loads(path.read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Traces of single steps by torch's profiler, for log.profile: which operations a stage spends its time on."""
+"""Profiles of single steps by torch's profiler, for log.profile: which operations a stage spends its time on."""
 
 import sys
 from bisect import bisect_right
@@ -16,21 +16,21 @@ from hybrid_grpo.model.ranks import rank
 from hybrid_grpo.records.metrics.meter import Meter
 
 STAGE = "stage/"
-"""What the names of stages begin with in a trace."""
+"""Prefix of the stages' names in a profile."""
 _SHOWN = 10
-"""Operations of a stage that the table has."""
+"""Operations of a stage in the table."""
 
 
 class Profiler:
-    """Traces the steps of `steps`, and leaves all others as they are. Every rank writes its trace to the folder, and
-    rank 0 a table; where one cannot be written, a line says so and the run goes on."""
+    """Profiles the steps in `steps`. Every rank writes its trace to the folder, and rank 0 also a table; where one
+    cannot be written, a warning is printed and the run goes on."""
 
     def __init__(self, steps: Sequence[int], folder: Path) -> None:
         self._steps, self._folder = frozenset(steps), folder
 
     @contextmanager
     def step(self, step: int, meter: Meter) -> Iterator[None]:
-        """Make a step inside; the meter notes where it is traced, since its times are longer then."""
+        """Around the code of a step; the meter records that it was profiled, since its times are longer then."""
         if step not in self._steps:
             yield
             return
@@ -46,14 +46,14 @@ class Profiler:
                 (self._folder / f"step_{step:06d}.txt").write_text(text, encoding="utf-8")
         except (OSError, RuntimeError) as error:
             with suppress(OSError):
-                print(f"WARNING: the profile of step {step} is not written: {error}", file=sys.stderr, flush=True)
+                print(f"WARNING: the profile of step {step} was not written: {error}", file=sys.stderr, flush=True)
 
 
 def table(events: Sequence[Any]) -> str:
-    """The stages of a traced step, each with the operations that took longest in it, without what these called.
+    """The stages of a profiled step, each with its longest operations, without what these called.
 
-    An operation belongs to the innermost stage in which it began, on whatever thread; the time of a GPU's kernel to the
-    operation that started it.
+    An operation belongs to the innermost stage in which it began, on any thread, and the time of a GPU's kernel to the
+    operation that launched it.
     """
     on_host = [event for event in events if event.device_type == DeviceType.CPU]
     stages = sorted((e for e in on_host if e.name.startswith(STAGE)), key=lambda e: e.time_range.start)
@@ -77,8 +77,8 @@ def table(events: Sequence[Any]) -> str:
 
 
 def _innermost(stages: list[Any]) -> tuple[list[float], list[str]]:
-    """Moments from which on another stage is the innermost, and its name; empty where none is. `stages` are sorted by
-    their begin, and lie within each other or apart."""
+    """The moments at which the innermost stage changes, and its name from then on; empty outside of all stages.
+    `stages` are sorted by their begin, and nested or apart."""
     begins: list[float] = []
     names: list[str] = []
     around: list[Any] = []

@@ -1,4 +1,4 @@
-"""The rollouts that a run has saved with their tokens, in place of sampling and scoring them once more."""
+"""The rollouts that a run saved with their tokens, used instead of sampling and scoring them again."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from hybrid_grpo.rewards.scorer import Rewards, Stream
 Key = tuple[int, int, int]
 """A completion of a step, on any number of ranks: its prompt's row in the source, its epoch, and its sample."""
 SavedRow = dict[str, Any]
-"""A row of the file of tokens; under `line`, what the other file has of the same completion."""
+"""A row of the file of tokens; `line` is the same completion in the file of texts."""
 
 
 class SavedRollouts:
@@ -36,10 +36,10 @@ class SavedRollouts:
         """The completions of a step. Raises UserError where they cannot be read."""
         if step != self._step:
             tokens, lines = self._files(step)
-            rows, told = read_tokens(tokens), read_jsonl(lines)
-            refuse(len(rows) != len(told), f"{tokens} and {lines} are not of the same completions: remove both")
+            rows, texts = read_tokens(tokens), read_jsonl(lines)
+            refuse(len(rows) != len(texts), f"{tokens} and {lines} do not have the same completions: remove both")
             self._step = step
-            self._rows = {key_of(row): {**row, "line": line} for row, line in zip(rows, told, strict=True)}
+            self._rows = {key_of(row): {**row, "line": line} for row, line in zip(rows, texts, strict=True)}
         return self._rows
 
     def _files(self, step: int) -> tuple[Path, Path]:
@@ -48,14 +48,14 @@ class SavedRollouts:
 
 
 def key_of(row: Mapping[str, Any]) -> Key:
-    """What names the completion of a row of a file of tokens."""
+    """The completion that a row of a file of tokens belongs to."""
     return row["prompt_id"], row["epoch"], row["sample"]
 
 
 class SavedCompletions(Journal):
-    """Gives the completions that a run has saved; those that were not are sampled, and nothing is written.
+    """Returns the completions that a run saved and samples the others; nothing is written.
 
-    `seed` is that of the run, which the random streams are of.
+    `seed` is that of the run, which its random streams depend on.
     """
 
     def __init__(self, saved: SavedRollouts, seed: int) -> None:
@@ -87,19 +87,19 @@ def _completion(row: SavedRow) -> Completion:
 
 
 class SavedRewards(Rewards):
-    """Gives what reward functions said in the run, without calling them."""
+    """Returns the rewards that a run saved, without calling the reward functions."""
 
     def __init__(self, rewards: Rewards, saved: SavedRollouts) -> None:
         super().__init__(rewards.functions, rewards.scoring)
         self.inputs, self._saved = rewards.inputs, saved
 
     def stream(self, prompts: list[Prompt], num_generations: int, step: int = 0) -> Stream:
-        """See `Rewards.stream`. Raises UserError where a completion was not saved."""
+        """See `Rewards.stream`. Raises UserError for a completion that was not saved."""
         found = self._saved.rows(step)
         keys = [(prompt.id, prompt.epoch, k) for prompt in prompts for k in range(num_generations)]
         for prompt, _, sample in (key for key in keys if key not in found):
             raise UserError(
-                f"replay.rewards saved: the run has not saved sample {sample} of prompt {prompt} in step {step}: set"
+                f"replay.rewards saved: the run did not save sample {sample} of prompt {prompt} in step {step}: set"
                 " replay.rewards to again"
             )
         return _SavedStream(self, prompts, num_generations, step, [found[key]["line"] for key in keys])
@@ -113,10 +113,10 @@ class _SavedStream(Stream):
         self._lines, self._names = lines, rewards.names
 
     def add(self, prompt: int, sample: int, completion: Completion) -> None:
-        """Nothing is called."""
+        """Does nothing: no function is called."""
 
     def scores(self, gives_up: Callable[[], bool] = lambda: False) -> Scores:
-        """The scores as they were saved."""
+        """The saved scores."""
         reward_B = _numbers([line["reward"] for line in self._lines])
         scores_steps = any("steps" in line for line in self._lines)
         steps = [[(end, reward) for end, reward in line.get("steps", ())] for line in self._lines]

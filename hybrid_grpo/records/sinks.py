@@ -1,7 +1,7 @@
 """Where a run's numbers and rollouts go: metrics.jsonl, details.jsonl, rollouts/, the console, trackers such as wandb.
 
-Rank 0 writes everything; the other ranks only hand over their rollouts, so no shared file system is needed.
-What the numbers mean and how they are reduced is not decided here (see `meter.py`).
+Rank 0 writes everything and the other ranks hand over their rollouts, so no shared file system is needed. `meter.py`
+decides how the numbers are reduced.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -27,28 +27,20 @@ from hybrid_grpo.data.batch import Rollout, Scores
 from hybrid_grpo.model import ranks
 from hybrid_grpo.records.alarm_records import forget_alarms
 from hybrid_grpo.records.alarms.alarms import RollBack
-from hybrid_grpo.records.files import as_json, cut_lines, replace_text, rollout_files
+from hybrid_grpo.records.files import TRACE_FILE, as_json, cut_lines, replace_text, rollout_files
 from hybrid_grpo.records.json_lines import read_jsonl
 from hybrid_grpo.records.metrics.catalogue import describe
-from hybrid_grpo.records.step_trace import TRACE_FILE, trace_line
+from hybrid_grpo.records.step_trace import trace_line
 from hybrid_grpo.records.tokens import TokenText, joined, token_table, write_table
 from hybrid_grpo.records.trackers.process import TrackerProcess, start_trackers
 from hybrid_grpo.records.write_failures import one_line
 
 _FINISH_SECONDS, _STOP_SECONDS = 60.0, 8.0
-"""How long the end of a run waits for its trackers, and a run that is asked to stop, which has little time."""
-
-
-class Sink(Protocol):
-    """Takes the reduced numbers of one step after another."""
-
-    def write(self, step: int, values: dict[str, float]) -> None: ...
-
-    def close(self) -> None: ...
+"""How long the trackers may take at the end of a run, and when it was asked to stop and has little time."""
 
 
 class Log:
-    """All outputs of a run. It is made and called on every rank, and writes on rank 0 only."""
+    """All outputs of a run. It exists on every rank, and writes on rank 0 only."""
 
     def __init__(
         self,
@@ -62,14 +54,14 @@ class Log:
         """
         Args:
             steps: the last step of the run.
-            done: last step to keep when a run resumes: whatever was written for later steps is removed. -1: a new run.
+            done: last step to keep when a run resumes; what was written for later steps is removed. -1: a new run.
             settings: the configuration of the run, for trackers.
-            tokenizer: makes the texts of tokens, with `log.tokens`; without one no tokens are written.
+            tokenizer: turns tokens into text, with `log.tokens`; without one no tokens are written.
         """
         self._every, self._steps, self._rollouts = config.rollouts_every, steps, run_dir / "rollouts"
         self._text = TokenText(tokenizer) if tokenizer is not None and config.tokens else None
         self._details = run_dir / TRACE_FILE
-        self._sinks: list[Sink] = []
+        self._sinks: list[JsonlSink | ConsoleSink] = []
         self._trackers: list[TrackerProcess] = []
         if ranks.rank() != 0:
             return
@@ -95,7 +87,7 @@ class Log:
         self.close(_STOP_SECONDS if stopped else _FINISH_SECONDS, failed=not goes_on)
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Write the numbers of a step, once per step; raises KeyError for a name that is not in the catalogue."""
+        """Write the numbers of a step, once; raises KeyError for a name that is not in the catalogue."""
         for name in values:
             describe(name)
         with one_line(self._rollouts.parent):
@@ -113,7 +105,7 @@ class Log:
         advantages_BT: Tensor | None = None,
         always: bool = False,
     ) -> None:
-        """Write the completions of all ranks after the first, the last and every n-th step, or `always`. Collective."""
+        """Write the completions of all ranks for the first, the last and every n-th step, or `always`. Collective."""
         due = self._every and (step % self._every == 0 or step in (1, self._steps))
         if not (due or always):
             return
@@ -128,12 +120,12 @@ class Log:
         with one_line(self._rollouts.parent):
             self._rollouts.mkdir(parents=True, exist_ok=True)
             if tables is not None:
-                # Before the lines, by which readers find the step.
+                # Before the lines, since readers find the step by them.
                 write_table(self._rollouts / f"step_{step:06d}.parquet", joined(tables))
             replace_text(self._rollouts / f"step_{step:06d}.jsonl", "".join(f"{line}\n" for line in lines))
 
     def write_trace(self, step: int, own: dict[str, Any] | None) -> None:
-        """Write what all ranks have collected of a step; nothing where they collect nothing. Collective."""
+        """Write the step's trace from the parts of all ranks; nothing where they have none. Collective."""
         parts = None if own is None else ranks.gather_objects(own)
         if parts is not None:
             line = as_json(trace_line(step, parts), separators=(",", ":"))
@@ -141,7 +133,7 @@ class Log:
                 print(line, file=file)
 
     def close(self, patience_s: float = _FINISH_SECONDS, failed: bool = False) -> None:
-        """End the outputs; the numbers on disk are complete already. Trackers have so many seconds in all to finish."""
+        """Close the outputs. Trackers have `patience_s` seconds in all to finish; the numbers on disk are complete."""
         sinks, trackers, self._sinks, self._trackers = self._sinks, self._trackers, [], []
         with one_line(self._rollouts.parent):
             for sink in sinks:
@@ -157,7 +149,7 @@ class JsonlSink:
     """metrics.jsonl: one flat JSON object per step, readable at any moment. NaN and infinity become null."""
 
     def __init__(self, path: Path, done: int = -1) -> None:
-        """Lines of steps after `done` are cut, and so is a line that a crash left incomplete."""
+        """Lines of steps after `done`, and a line that a crash left incomplete, are removed."""
         kept = [line for line in read_jsonl(path) if line["step"] <= done] if done >= 0 else []
         replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._last = max((line["step"] for line in kept), default=-1)
@@ -173,7 +165,7 @@ class JsonlSink:
 
 
 def rollout_lines(step: int, rollout: Rollout, scores: Scores, advantages_B: Tensor) -> list[str]:
-    """[B], one JSON object per completion of this rank; groups are numbered over all ranks."""
+    """One JSON object per completion of this rank, [B]; groups are numbered over all ranks."""
     first_group = ranks.rank() * len(rollout.prompts)
     rewards = {name: reward_B.tolist() for name, reward_B in scores.by_function.items()}
     rows = zip(rollout.row_prompts, rollout.completions, scores.reward_B.tolist(), advantages_B.tolist(), strict=True)
@@ -205,7 +197,7 @@ def rollout_lines(step: int, rollout: Rollout, scores: Scores, advantages_B: Ten
     ]
 
 
-_TELLING = (
+_CONSOLE = (
     ("reward/mean", "reward {:.3f}"),
     ("accuracy", "accuracy {:.3f}"),
     ("sft/loss", "loss {:.4f}"),
@@ -243,13 +235,13 @@ class ConsoleSink:
         self._set = self._set or next(iter(evaluated), "")
         self._accuracy = {"accuracy": evaluated[self._set]} if self._set in evaluated else self._accuracy
         shown = {**values, **self._accuracy}
-        numbers = "  ".join(text.format(shown[name]) for name, text in _TELLING if name in shown)
+        numbers = "  ".join(text.format(shown[name]) for name, text in _CONSOLE if name in shown)
         if self._live:
             self._progress.update(self._task, completed=step)
             self._live.update(Group(self._progress, Text(numbers, overflow="ellipsis", no_wrap=True)))
         elif step % max(1, self._steps // 200) == 0 or evaluated or step == self._steps:
             line = f"step {step:{len(str(self._steps))}d}/{self._steps}  {numbers}{self._remaining(step)}"
-            with suppress(OSError):  # nobody reads it any more
+            with suppress(OSError):  # nobody reads it anymore
                 print(line, file=self._stream, flush=True)
 
     def _remaining(self, step: int) -> str:

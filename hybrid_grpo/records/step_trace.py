@@ -1,7 +1,7 @@
-"""What a step was like beyond its numbers: its groups, how its numbers are spread, and where its time went.
+"""The trace of a step, beyond its metrics: its groups, the spread of its numbers, and where its time went.
 
-Every rank collects its part as the step goes; `sinks.py` gathers the parts once a step and writes them to
-details.jsonl. docs/dashboards.md says what a line holds.
+Every rank collects its part during the step; `sinks.py` gathers the parts once per step and writes them to
+details.jsonl. docs/dashboards.md explains its lines.
 """
 
 from collections.abc import Sequence
@@ -19,25 +19,23 @@ from hybrid_grpo.generation import Timeline
 from hybrid_grpo.model.ranks import world_size
 from hybrid_grpo.records.metrics.meter import Span
 
-TRACE_FILE = "details.jsonl"
-"""In a run's folder: one JSON object per step."""
 BUCKETS = 20
 """Most buckets of a histogram."""
 _FINE = 1024
-"""Buckets in which tokens are counted, of which those of a histogram are made: counts can be added up over
-micro-batches and ranks before the extremes are known."""
+"""Buckets in which tokens are counted, from which a histogram is made: such counts can be added up over micro-batches
+and ranks before the extremes are known."""
 _TOPS = {"entropy": 16.0, "ratio": 4.0}
-"""Upper end of these buckets; the last one holds what is beyond."""
+"""Upper end of these buckets; the last one also holds what is beyond."""
 _MOMENTS = 512
-"""Moments of decoding that a line holds of all ranks together, but for 8 of each rank."""
+"""Moments of decoding in a line, of all ranks together; at least 8 of each rank."""
 
 
 class StepTrace:
-    """What this rank collects of a step; nothing where `log.details` is off, or without `config`.
+    """What this rank collects during a step; nothing where `log.details` is off, or without `config`.
 
     Args:
-        config: whether details are written, and how often they have histograms.
-        steps: the last step of the run, which has histograms, as the first one has.
+        config: whether traces are written, and how often they have histograms.
+        steps: the last step of the run; it has histograms, like the first one.
     """
 
     def __init__(self, config: LogConfig | None = None, steps: int = 0) -> None:
@@ -49,7 +47,6 @@ class StepTrace:
         self._counts: dict[str, Tensor] = {}
 
     def begin(self, step: int) -> None:
-        """A step begins."""
         due = self._every > 0 and (step % self._every == 0 or step in (1, self._steps))
         self._has_histograms = self._on and due
         self._timelines, self._counts = [], {}
@@ -60,8 +57,8 @@ class StepTrace:
             self._timelines.append(timeline)
 
     def learned(self, batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor) -> None:
-        """Count the tokens of a micro-batch by their entropy, and by their ratio where the policy may have moved since
-        it sampled. Nothing waits for the GPU."""
+        """Count the tokens of a micro-batch by entropy, and by ratio where the policy may have changed since it
+        sampled. Nothing waits for the GPU."""
         if not self._has_histograms:
             return
         self._count("entropy", entropy_bT, batch.own_bT)
@@ -70,18 +67,14 @@ class StepTrace:
 
     def _count(self, name: str, value_bT: Tensor, real_bT: Tensor) -> None:
         top = _TOPS[name]
-        # Numbers below the lowest bucket are not counted; taking out the others would wait for the device.
+        # What lies below the lowest bucket is not counted; filtering it out would wait for the device.
         kept_bT = torch.where(real_bT, value_bT.detach().float().clamp(0.0, top), -1.0).nan_to_num(-1.0)
         count_K = torch.histc(kept_bT, _FINE, 0.0, top)
         self._counts[name] = self._counts[name] + count_K if name in self._counts else count_K
 
     def own(self, spans: Sequence[Span], taken: tuple[Rollout, Scores, Tensor] | None) -> dict[str, Any] | None:
-        """This rank's part of the step that has ended, for `trace_line`; None where nothing is collected.
-
-        Args:
-            spans: the stages of the step.
-            taken: what `Stage.last_rollout` holds.
-        """
+        """This rank's part of the step that has ended, for `trace_line`; None where nothing is collected. `spans` are
+        the stages of the step, and `taken` is `Stage.last_rollout`."""
         start = next((begin for name, begin, _ in spans if name == "step"), None)
         if not self._on or start is None:
             return None
@@ -106,14 +99,14 @@ class StepTrace:
 
 
 def trace_line(step: int, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The line of details.jsonl from the parts of all ranks."""
+    """The line of details.jsonl, from the parts of all ranks."""
     line: dict[str, Any] = {"step": step}
     if "prompts" in parts[0]:
         line["prompts"] = list(chain.from_iterable(part["prompts"] for part in parts))
     if "values" in parts[0]:
         values = {name: np.concatenate([part["values"][name] for part in parts]) for name in parts[0]["values"]}
         found = {name: histogram(of_rows) for name, of_rows in values.items()}
-        # A rank on which nothing was learned has counted nothing.
+        # A rank that learned nothing has counted nothing.
         names = dict.fromkeys(chain.from_iterable(part["counts"] for part in parts))
         for name in names:
             count_K = np.sum([part["counts"][name] for part in parts if name in part["counts"]], axis=0)
@@ -126,8 +119,8 @@ def trace_line(step: int, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def histogram(values: NDArray[Any]) -> dict[str, list[Any]] | None:
-    """Edges and counts of `BUCKETS` buckets of one width from the lowest to the highest value; one bucket around values
-    that are all equal. None without any. NaN is left out."""
+    """Edges and counts of `BUCKETS` equal buckets from the lowest to the highest value; a single bucket where all
+    values are equal, and None without any. NaN is left out."""
     values = values[~np.isnan(values)]
     if not values.size:
         return None
@@ -136,8 +129,8 @@ def histogram(values: NDArray[Any]) -> dict[str, list[Any]] | None:
 
 
 def of_counts(count_K: NDArray[Any], top: float) -> dict[str, list[Any]] | None:
-    """Edges and counts of at most `BUCKETS` buckets, each a few neighbours of the many buckets from 0 to `top`, from
-    the first that holds anything to the last. None where none does."""
+    """Edges and counts of at most `BUCKETS` buckets, each made of neighbours among the many buckets from 0 to `top`,
+    from the first that holds anything to the last. None where all are empty."""
     used = np.flatnonzero(count_K)
     if not used.size:
         return None

@@ -1,4 +1,4 @@
-"""Tokens of completions in a file: rollouts/step_*.parquet, beside the texts and rewards of the .jsonl of its step."""
+"""The tokens of a step's completions: rollouts/step_*.parquet, beside their texts and rewards in the .jsonl file."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ SCHEMA = pa.schema(
         *(("logp", _NUMBERS), ("advantage", _NUMBERS), ("given", _GIVEN), ("finish", pa.string())),
     ]
 )
-"""Columns of the file, which docs/rollouts.md explains."""
+"""docs/rollouts.md explains the columns."""
 _LONGEST = 4
-"""Tokens of a character at most, one for each of its bytes in UTF-8."""
+"""Most tokens of a character: one for each of its bytes in UTF-8."""
 
 
 class TokenText:
-    """The text of single tokens, by a tokenizer; put together, they are the text of all."""
+    """The texts of single tokens, which together are the text of all."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        # Behind another token, since tokenizers drop the space before the first one.
+        # After another token, since tokenizers drop the space before the first one.
         self._before: list[int] = list(tokenizer("a", add_special_tokens=False)["input_ids"][:1])
         self._begin = self._decode(self._before)
         self._known: dict[int, str] = {}
-        """The text of single tokens that are no part of a character."""
+        """The texts of tokens that are not a part of a character."""
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token, special tokens included. A character of several tokens is the text of its last."""
+        """The text of each token, including special ones. A character of several tokens is the text of the last one."""
         texts: list[str] = [self._known[token] for token in ids if token in self._known]
         if len(texts) == len(ids):
             return texts
@@ -64,7 +64,7 @@ class TokenText:
         return texts
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of tokens, special ones included."""
+        """The text of tokens, including special ones."""
         return "".join(self.pieces(ids))
 
     def _of(self, ids: list[int]) -> str:
@@ -76,8 +76,8 @@ class TokenText:
 
 
 def token_table(rollout: Rollout, first_group: int, advantages_BT: Tensor | None, text: TokenText) -> pa.Table:
-    """The completions of one rank, whose first group has the number `first_group` over all ranks; a row is the number
-    among its own. Without advantages, [B, T], there were none yet."""
+    """The completions of one rank, whose first group has the number `first_group` over all ranks; rows are numbered
+    within the rank. `advantages_BT` is None before there are any."""
     size, rows = rollout.num_generations, list(zip(rollout.row_prompts, rollout.completions, strict=True))
     advantages = [None] * len(rows) if advantages_BT is None else advantages_BT.tolist()
     columns = {
@@ -101,13 +101,13 @@ def token_table(rollout: Rollout, first_group: int, advantages_BT: Tensor | None
 
 
 def joined(tables: Sequence[pa.Table]) -> pa.Table:
-    """The completions of all ranks, in the order of ranks, with their rows numbered anew."""
+    """The completions of all ranks, in the order of ranks, with rows numbered over all of them."""
     table = pa.concat_tables(tables)
     return table.set_column(0, SCHEMA.field("row"), pa.array(range(len(table)), pa.int32()))
 
 
 def write_table(path: Path, table: pa.Table) -> None:
-    """Write a table as parquet, so that readers see the old file or the new one."""
+    """Replace a parquet file atomically."""
     out = pa.BufferOutputStream()
     parquet.write_table(table, out, compression="zstd")
     replace_bytes(path, out.getvalue())

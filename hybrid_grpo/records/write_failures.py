@@ -1,4 +1,4 @@
-"""Writing that fails: on all ranks alike, and told in one line. A disk may be full or read-only at any moment."""
+"""Writes that fail: on all ranks alike, and reported in one line. A disk may be full or read-only at any moment."""
 
 import errno
 import json
@@ -16,7 +16,7 @@ from hybrid_grpo.records.files import replace_text
 T = TypeVar("T")
 
 _ERRORS = (OSError, RuntimeError)
-"""What Python and torch raise where a file cannot be written."""
+"""What Python and torch raise when a file cannot be written."""
 _NO_SPACE = "No space left on device"
 
 
@@ -25,7 +25,7 @@ class WriteFailed(UserError):
 
 
 def why(error: BaseException, folder: Path) -> str:
-    """The reason of a failed write into `folder` in words: that of the operating system, where it gave one."""
+    """The reason of a failed write into `folder`, in the words of the operating system where there are any."""
     link: BaseException | None = error
     while not folder.exists():
         folder = folder.parent
@@ -35,7 +35,7 @@ def why(error: BaseException, folder: Path) -> str:
         if isinstance(link, OSError) and link.strerror:
             return f"{Path(link.filename).name}: {link.strerror}" if link.filename else link.strerror
         link = link.__cause__ or link.__context__
-    # Messages such as "unexpected pos 768 vs 662" mean a full disk, and do not say so.
+    # A full disk can also cause messages such as "unexpected pos 768 vs 662".
     return _NO_SPACE if shutil.disk_usage(folder).free < 2**20 else " ".join(str(error).split())
 
 
@@ -45,10 +45,9 @@ def _has_no_inodes(folder: Path) -> bool:
 
 
 def write_together(work: Callable[[], T], folder: Path, errors: tuple[type[Exception], ...] = _ERRORS) -> list[T]:
-    """Do `work`, which writes into `folder`, on every rank; return what it gave, by rank.
+    """Do `work`, which writes into `folder`, on every rank; return the results of all ranks.
 
-    Raises WriteFailed on all ranks, with the reason of the first, where one of `errors` was raised on any of them.
-    Collective.
+    Raises WriteFailed on all ranks, with the reason of the first that failed with one of `errors`. Collective.
     """
     done: tuple[T | None, str | None]
     try:
@@ -63,18 +62,18 @@ def write_together(work: Callable[[], T], folder: Path, errors: tuple[type[Excep
 
 
 @contextmanager
-def one_line(folder: Path) -> Iterator[None]:
-    """Tells a write into a run's folder that fails in one line, as a UserError."""
+def one_line(folder: Path, go_on: str = ", then go on with --run.resume auto") -> Iterator[None]:
+    """Turns a failed write into a folder, by default that of a run, into a UserError of one line."""
     try:
         yield
     except OSError as error:
         raise UserError(
-            f"{folder} cannot be written: {why(error, folder)}: make room or mend it, then go on with --run.resume auto"
+            f"{folder} cannot be written: {why(error, folder.absolute())}: make room or mend it{go_on}"
         ) from error
 
 
 def write_prompts(folder: Path, prompts: list[dict[str, Any]]) -> None:
-    """Write prompts.jsonl into a run's folder: how often each prompt was solved, one JSON object a line."""
+    """Write prompts.jsonl into a run's folder: how often each prompt was solved, one JSON object per line."""
     if prompts and rank() == 0:
         lines = (json.dumps(prompt, ensure_ascii=False, default=str) + "\n" for prompt in prompts)
         with one_line(folder):

@@ -37,7 +37,7 @@ from hybrid_grpo.config.errors import UserError, did_you_mean
 from hybrid_grpo.config.importing import describe, functions_of, import_place
 from hybrid_grpo.rewards.rules import completion_texts
 from hybrid_grpo.workers.calls import Call, Failure, Inputs, Interface, Reply, failed
-from hybrid_grpo.workers.replies import LONGEST_TRACEBACK, finite, stored
+from hybrid_grpo.workers.messages import LONGEST_TRACEBACK, finite, stored
 from hybrid_grpo.workers.snapshots import Snapshot, restored
 
 

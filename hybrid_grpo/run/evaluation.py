@@ -44,7 +44,6 @@ class EvalSet:
 
     @property
     def name(self) -> str:
-        """Name in the metrics."""
         return self.settings.name
 
     @property
@@ -54,20 +53,17 @@ class EvalSet:
 
     @property
     def rows(self) -> int:
-        """Completions of an evaluation, over all ranks."""
         return len(self.prompts) * self.settings.rollout.num_generations
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt with its completion."""
         return self.settings.rollout.longest(max(len(prompt.token_ids) for prompt in self.prompts))
 
     def own_prompts(self) -> list[Prompt]:
-        """This rank's share of the prompts, as they are completed: where they have environments, these are reset."""
+        """This rank's share of the prompts; environments are reset for them."""
         return self.opened(rank_share(self.prompts, rank(), world_size()))
 
     def requests(self, prompts: list[Prompt]) -> list[Request]:
-        """For the completions of `own_prompts`."""
         rollout = self.settings.rollout
 
         def keys(prompt: Prompt) -> list[int]:
@@ -77,17 +73,14 @@ class EvalSet:
 
     @property
     def sampling(self) -> Sampling:
-        """How tokens are chosen: the most probable, or from the softmax at the set's temperature."""
+        """Greedy, or from the softmax at the set's temperature."""
         rollout = self.settings.rollout
         greedy = sampling_of(rollout, self.stop_ids, greedy=True)
         return replace(greedy, temperature=rollout.temperature, top_p=rollout.top_p) if rollout.temperature else greedy
 
     def measure(self, policy: Policy, step: int, beat: Callable[[], None]) -> Numbers:
-        """The numbers of the set, with the policy as it is after a step; `beat` is called between tokens. Collective.
-
-        Raises:
-            RunStopped: a reward function fails too often before the first step.
-        """
+        """The numbers of the set, with the policy as it is after a step; `beat` is called between tokens. Raises
+        RunStopped where a reward function fails too often before the first step. Collective."""
         prompts = self.own_prompts()
         groups = policy.complete(self.requests(prompts), self.sampling, self.settings.rollout, on_step=beat)
         results = self.results(prompts, groups, step)
@@ -96,7 +89,6 @@ class EvalSet:
         return results.numbers()
 
     def results(self, prompts: list[Prompt], groups: list[list[Completion]], step: int = 0) -> "EvalResults":
-        """Score the completions of `own_prompts`."""
         completions = [completion for group in groups for completion in group]
         count = self.settings.rollout.num_generations
         rows = [prompt for prompt in prompts for _ in range(count)]
@@ -105,7 +97,7 @@ class EvalSet:
 
 @dataclass(frozen=True)
 class EvalResults:
-    """What came of a set's prompts on this rank."""
+    """The completions of a set on this rank, and their scores."""
 
     settings: HeldOut
     prompts: list[Prompt]
@@ -116,7 +108,7 @@ class EvalResults:
 
     @property
     def right_PG(self) -> torch.Tensor:
-        """bool, whether each completion is right; where its outcome failed it is not."""
+        """bool; a completion whose outcome function failed is not right."""
         right_B = self.scores.by_function[self.settings.outcome] >= self.settings.threshold
         return right_B.view(-1, self.settings.rollout.num_generations)
 
@@ -152,7 +144,7 @@ class EvalResults:
         return values
 
     def lines(self) -> list[dict[str, Any]]:
-        """What came of each prompt, for people and programs that look at single answers."""
+        """One record for each prompt, with its completions."""
         count = self.settings.rollout.num_generations
         rewards, rights = self.scores.reward_B.tolist(), self.right_PG.flatten().tolist()
         rows = [

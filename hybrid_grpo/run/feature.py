@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hybrid_grpo.config import BatchPlan, TrainConfig
+from hybrid_grpo.config import BatchPlan, ModelRunConfig, TrainConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.config.importing import import_object
@@ -23,7 +23,7 @@ from hybrid_grpo.data.batch import Completion, MicroBatch, Numbers, Prompt, Roll
 from hybrid_grpo.model.logprobs import HeadFunction
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.metrics.meter import Meter
-from hybrid_grpo.run.stage import SavedModel, Stateful
+from hybrid_grpo.run.parts import SavedModel, Shards, Stateful
 
 if TYPE_CHECKING:
     from hybrid_grpo.run.inputs import RunInputs
@@ -51,6 +51,9 @@ class Feature:
     Args:
         config, plan: the run's settings and batch equation.
         inputs: its prompts, tokenizer and rewards.
+
+    A feature that needs no rollouts (see `FeatureConfig.needs_rollouts`) is also a part of `sft` and `reward`, where
+    `plan` and `inputs` are None, and which only load it, call `stepped`, save and export.
     """
 
     name = ""
@@ -95,6 +98,20 @@ class Feature:
     def model(self) -> SavedModel | None:
         """A model that it trains; a checkpoint holds its shards."""
         return None
+
+    @property
+    def shards(self) -> Shards | None:
+        """Tensors, other than those of `model`, that a checkpoint holds in shards."""
+        return None
+
+    def checkpoint_bytes(self, weights: int) -> int:
+        """The size of `shards` over all ranks, where the policy trains this many weights."""
+        return 0
+
+    @property
+    def exports(self) -> Mapping[str, Callable[[], AbstractContextManager[None]]]:
+        """Further models to export: by their folder, `model_...`, a mode in which the policy has their weights."""
+        return {}
 
     @property
     def policy_waits(self) -> bool:
@@ -142,11 +159,14 @@ class Feature:
         """Add a gradient of its own to the policy's, before the optimizer steps. Collective."""
         return {}
 
+    def stepped(self) -> None:
+        """Called after each optimizer step of the policy, unless it was skipped because of its gradient. Collective."""
+
 
 class Features:
-    """The features of a run, asked together. `meter` times those that want it."""
+    """The features of a run, asked together. `meter` times those that want it; without features it may be None."""
 
-    def __init__(self, features: Sequence[Feature], meter: Meter) -> None:
+    def __init__(self, features: Sequence[Feature] = (), meter: Meter | None = None) -> None:
         self._features, self._meter = features, meter
 
     def __iter__(self) -> Iterator[Feature]:
@@ -171,6 +191,11 @@ class Features:
     def models(self) -> list[SavedModel]:
         """The models that they train."""
         return [feature.model for feature in self._features if feature.model is not None]
+
+    @property
+    def shards(self) -> list[Shards]:
+        """Everything that they have in the shards of a checkpoint, their models included."""
+        return [*self.models, *(feature.shards for feature in self._features if feature.shards is not None)]
 
     def write(self, prompts: Sequence[Prompt], step: int, beat: Callable[[], None]) -> dict[int, Completion]:
         """The completions that they give, by the keys of their random streams."""
@@ -230,7 +255,7 @@ class Features:
         return [f for f in self._features if getattr(type(f), method) is not getattr(Feature, method)]
 
     def _timed(self, feature: Feature) -> AbstractContextManager[None]:
-        return self._meter.time(f"time/{feature.name}_s") if feature.is_timed else nullcontext()
+        return self._meter.time(f"time/{feature.name}_s") if feature.is_timed and self._meter else nullcontext()
 
 
 def metric_names(features: Sequence[Feature]) -> dict[str, Sequence[str]]:
@@ -275,11 +300,14 @@ class Term:
         return total, numbers
 
 
-def make_features(config: TrainConfig, plan: BatchPlan, inputs: RunInputs) -> list[Feature]:
+def make_features(
+    config: ModelRunConfig, plan: BatchPlan | None = None, inputs: RunInputs | None = None
+) -> list[Feature]:
     """The features of a run, the user's own last; raises UserError where one does not fit."""
-    own = [(f"features {function_text(given)}", _own(given)) for given in config.features]
+    given_here = config.features if isinstance(config, TrainConfig) else []
+    own = [(f"features {function_text(given)}", _own(given)) for given in given_here]
     classes = [feature.load() for feature in config.active_features]
-    features = [make(config, plan, inputs) for make in classes if make is not None]
+    features: list[Feature] = [make(config, plan, inputs) for make in classes if make is not None]
     for setting, make in own:
         feature = make(config, plan, inputs)
         what = "does not make a Feature: derive it from hybrid_grpo.run.feature.Feature"
@@ -289,6 +317,12 @@ def make_features(config: TrainConfig, plan: BatchPlan, inputs: RunInputs) -> li
         refuse(feature.name in taken, f"{setting}: the name {feature.name} is taken: set another `name` in its class")
         features.append(feature)
     return features
+
+
+def load_features(features: Sequence[Feature], policy: Any) -> None:
+    """Load what features need of models, once the policy (of `reward`: the scorer) is loaded. Collective."""
+    for feature in features:
+        feature.load(policy)
 
 
 _STATES = {"loader", "kl"}

@@ -25,13 +25,8 @@ Fingerprints = Callable[[], dict[str, str]]
 """Takes the fingerprints of inputs, by their names in messages."""
 
 
-def none() -> dict[str, str]:
-    """Of a run that reads nothing."""
-    return {}
-
-
 def of_inputs(config: ModelRunConfig, tokenizer: Any, rows: Mapping[str, Iterable[Any]]) -> Fingerprints:
-    """All of a run's inputs; `rows` are dataclasses or plain values."""
+    """The fingerprints of all of a run's inputs; `rows` are dataclasses or plain values."""
     found: dict[str, str] = {}
 
     def take() -> dict[str, str]:
@@ -47,7 +42,7 @@ def of_inputs(config: ModelRunConfig, tokenizer: Any, rows: Mapping[str, Iterabl
 
 
 def held_out_name(name: str, place: Any) -> str:
-    """The name of a held-out set's rows. Those of another place, which may change, are another set."""
+    """The name of a held-out set's rows. Rows from another place are another set."""
     return f"held-out rows of {name} ({of_texts([_text(place)])[:8]})"
 
 
@@ -56,18 +51,17 @@ def _text(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A row without what the tokenizer and its environment make of it."""
+    """A row without what the tokenizer and its environment add to it."""
     if not is_dataclass(value):
         return type(value).__name__
     return {name: of for name, of in vars(value).items() if name not in ("token_ids", "opening")}
 
 
 def _models(config: ModelRunConfig) -> dict[str, str]:
-    """The models that a run reads, by setting."""
     models: dict[str, str | None] = {"policy.model": config.policy.model}
+    for feature in config.active_features:
+        models |= feature.models
     if isinstance(config, TrainConfig):
-        for feature in config.active_features:
-            models |= feature.models
         models["rollout.user_model"] = config.rollout.user_model
         for index, reward in enumerate(config.rewards):
             if reward.function in BUILTINS and isinstance(model := reward.kwargs.get("model"), str):
@@ -76,7 +70,6 @@ def _models(config: ModelRunConfig) -> dict[str, str]:
 
 
 def _files(config: ModelRunConfig) -> dict[str, str]:
-    """The files that features read, and those of the run's own functions, by what they are for."""
     if not isinstance(config, TrainConfig):
         return {}
     rewards = [reward.function for reward in config.rewards]
@@ -97,7 +90,7 @@ def _files(config: ModelRunConfig) -> dict[str, str]:
 
 
 def source_file(function: str | Callable[..., Any]) -> Path | None:
-    """The file of a function as settings name it, without importing it; None where there is none."""
+    """The file of a function, found without importing it; None where there is none."""
     if callable(function):
         try:
             path = Path(inspect.getsourcefile(inspect.unwrap(function)) or "")

@@ -29,7 +29,7 @@ from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.fingerprints import Fingerprints, held_out_name, of_inputs
 from hybrid_grpo.run.reward_sets import RewardSets
 from hybrid_grpo.run.sampling import Sampler
-from hybrid_grpo.turns.conversations import Conversations, conversations_of, with_tools
+from hybrid_grpo.turns.partners import Partners, partners_of, with_tools
 from hybrid_grpo.turns.tools.tools import tool_names
 
 
@@ -42,7 +42,7 @@ class EvalInputs:
     """Those of the run, which held-out sets without their own share."""
     eval_sets: list[EvalSet]
     """Held out; empty where there is no evaluation."""
-    conversations: Conversations | None
+    partners: Partners | None
     """Answer the turns of completions; None where every completion has one turn."""
 
     @property
@@ -67,13 +67,13 @@ class EvalInputs:
         see `metric_names`."""
         samples = max((held_out.settings.rollout.num_generations for held_out in self.eval_sets), default=1)
         names = [held_out.name for held_out in self.eval_sets]
-        tools = tool_names(self.conversations.tool_names) if self.conversations else []
+        tools = tool_names(self.partners.tool_names) if self.partners else []
         return Meter(self.rewards.names, names, device, sources, samples, tools, features)
 
     def load_user(self, device: torch.device) -> None:
         """Load the model that plays the user, if one does, whole and on this device."""
-        if self.conversations is not None:
-            self.conversations.load(device)
+        if self.partners is not None:
+            self.partners.load(device)
 
     @property
     def _all_rewards(self) -> list[Rewards]:
@@ -102,26 +102,26 @@ class RunInputs(EvalInputs):
         objective = load_objective(config.grpo.objective)
         sampler = Sampler.read(config.policy, config.rollout)
         check_lora(config.lora, sampler.model_config)
-        conversations = conversations_of(config, sampler.tokenizer, sampler.stop_ids)
+        partners = partners_of(config, sampler.tokenizer, sampler.stop_ids)
         rewards = reward_sets.ready(sampler.tokenizer, by_turn=config.grpo.combine_rewards == "sum")
-        training = read_training_prompts(config, sampler, conversations)
+        training = read_training_prompts(config, sampler, partners)
         rewards["rewards"].check_columns(training.prompts[0].columns)
         facts = {"data": training.fact}
         eval_sets: list[EvalSet] = []
         for held_out in sets:
             own = rewards[held_out.setting if held_out.rewards else "rewards"]
-            eval_set, fact = read_eval_set(held_out, config, sampler, conversations, own, training.prompts)
+            eval_set, fact = read_eval_set(held_out, config, sampler, partners, own, training.prompts)
             facts["held out" if held_out.setting == "eval" else f"held out {held_out.name}"] = fact
             eval_sets.append(eval_set)
         weights = {reward_name(reward): reward.weight for reward in config.rewards}
         facts["sampling"] = sampler.fact
         facts["rewards"] = ", ".join(f"{weights.get(name, 1.0):g} {name}" for name in config.reward_names)
-        if conversations is not None and conversations.tool_names:
-            facts["tools"] = ", ".join(conversations.tool_names)
-        if conversations is not None and conversations.user is not None:
+        if partners is not None and partners.tool_names:
+            facts["tools"] = ", ".join(partners.tool_names)
+        if partners is not None and partners.user is not None:
             facts["user"] = config.rollout.user_model or function_text(config.rollout.user or "")
         outcome = config.eval.outcome or config.reward_names[0]
-        return cls(sampler, rewards["rewards"], eval_sets, conversations, outcome, training, objective, facts)
+        return cls(sampler, rewards["rewards"], eval_sets, partners, outcome, training, objective, facts)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -158,12 +158,12 @@ class RunInputs(EvalInputs):
         return of_inputs(config, self.tokenizer, rows | dict(more))
 
     def opened(self, prompts: list[Prompt], step: int) -> list[Prompt]:
-        """Prompts as they are completed in a step; see `Conversations.opened`."""
-        return prompts if self.conversations is None else self.conversations.opened(prompts, step)
+        """Prompts as they are completed in a step; see `Partners.opened`."""
+        return prompts if self.partners is None else self.partners.opened(prompts, step)
 
     def tool_numbers(self, rollout: Rollout) -> Numbers:
-        """What those who answer turns did in a rollout, by metric; see `Conversations.numbers`."""
-        return {} if self.conversations is None else self.conversations.numbers(rollout)
+        """What those who answer turns did in a rollout, by metric; see `Partners.numbers`."""
+        return {} if self.partners is None else self.partners.numbers(rollout)
 
 
 def read_eval_inputs(config: EvaluationConfig) -> EvalInputs:
@@ -171,21 +171,19 @@ def read_eval_inputs(config: EvaluationConfig) -> EvalInputs:
     sets = held_out_sets(config)
     reward_sets = RewardSets(config, sets)
     sampler = Sampler.read(config.policy, config.rollout)
-    conversations = conversations_of(config, sampler.tokenizer, sampler.stop_ids)
+    partners = partners_of(config, sampler.tokenizer, sampler.stop_ids)
     rewards = reward_sets.ready(sampler.tokenizer)
     eval_sets = [
-        read_eval_set(of, config, sampler, conversations, rewards[of.setting if of.rewards else "rewards"], ())[0]
+        read_eval_set(of, config, sampler, partners, rewards[of.setting if of.rewards else "rewards"], ())[0]
         for of in sets
     ]
-    return EvalInputs(sampler, rewards["rewards"], eval_sets, conversations)
+    return EvalInputs(sampler, rewards["rewards"], eval_sets, partners)
 
 
-def read_training_prompts(
-    config: TrainConfig, sampler: Sampler, conversations: Conversations | None
-) -> TrainingPrompts:
+def read_training_prompts(config: TrainConfig, sampler: Sampler, partners: Partners | None) -> TrainingPrompts:
     """The prompts to train on: the first feature that reads them decides how they are drawn."""
-    data, tokenizer, seed = with_tools(config.data, conversations), sampler.tokenizer, config.run.seed
-    check = partial(sampler.check_readable, conversations=conversations)
+    data, tokenizer, seed = with_tools(config.data, partners), sampler.tokenizer, config.run.seed
+    check = partial(sampler.check_readable, partners=partners)
     read = (feature.training_prompts(data, tokenizer, seed, check) for feature in config.active_features)
     training = next(filter(None, read), None) or TrainingPrompts(*read_prompts(data, tokenizer))
     count = len(training.prompts)
@@ -203,7 +201,7 @@ def read_eval_set(
     held_out: HeldOut,
     config: EvaluationConfig,
     sampler: Sampler,
-    conversations: Conversations | None,
+    partners: Partners | None,
     rewards: Rewards,
     trained: Sequence[Prompt],
 ) -> tuple[EvalSet, str]:
@@ -211,16 +209,16 @@ def read_eval_set(
     source, rollout = held_out_source(held_out), held_out.rollout
     for feature in config.active_features:
         source = feature.held_out_source(source, held_out.data)
-    prompts, fact = read_prompts(with_tools(held_out.data, conversations), sampler.tokenizer, source)
+    prompts, fact = read_prompts(with_tools(held_out.data, partners), sampler.tokenizer, source)
     if shared := count_equal(trained, prompts):
         fact += f"; {shared} of them are also training prompts: see docs/data.md"
     if rollout.temperature:
         fact += f"; {rollout.num_generations} completions of each at temperature {rollout.temperature:g}"
     rewards.check_columns(prompts[0].columns)
-    sampler.check_prompts(prompts, conversations, rollout)
+    sampler.check_prompts(prompts, partners, rollout)
     opened: Callable[[list[Prompt]], list[Prompt]] = list
-    if conversations is not None:
-        opened = partial(conversations.opened, step=f"eval {held_out.name}")
+    if partners is not None:
+        opened = partial(partners.opened, step=f"eval {held_out.name}")
     return EvalSet(held_out, prompts, rewards, sampler.stop_ids, config.run.seed, opened), fact
 
 

@@ -31,7 +31,7 @@ TOLERANCE = 1e-6
 
 
 class LoggedSkips(Alarms):
-    """Let a step teach nothing where the run's alarms did so, by the lines of its metrics.jsonl."""
+    """Skips the updates that the run's alarms skipped, by the lines of its metrics.jsonl."""
 
     def __init__(self, logged: Mapping[int, Mapping[str, Any]]) -> None:
         super().__init__()
@@ -39,21 +39,17 @@ class LoggedSkips(Alarms):
 
     @property
     def may_skip(self) -> bool:
-        """See `Alarms.may_skip`."""
         return bool(self._skipped)
 
     def skips(self, step: int, values: dict[str, float]) -> bool:
-        """See `Alarms.skips`."""
         return step in self._skipped
 
 
 class LossRecorder:
-    """Stands before the loss of micro-batches, and keeps what it is given of every token.
+    """The loss of micro-batches, which also keeps what it is given of every token: in `seen`, by the number of the pass
+    and the row of the rollout, the columns `SEEN`; those that need a reference are None without one.
 
     `policy` counts the optimizer steps, of which `num_minibatches` are a pass over the rollout.
-
-    Attributes:
-        seen: by the pass, from 1, and the row of the rollout: the columns `SEEN`; those without a reference are None.
     """
 
     def __init__(self, policy: TrainedModel, num_minibatches: int) -> None:
@@ -69,23 +65,19 @@ class LossRecorder:
         beta: float,
         objective: Objective | None = None,
     ) -> tuple[Tensor, Numbers]:
-        """See `micro_batch_loss`."""
         if batch.micro.rows:
             iteration = 1 + (self._policy.optimizer_steps - self._start) // self._num_minibatches
-            columns = {
-                name: None if value_bT is None else value_bT.tolist()
-                for name, value_bT in token_columns(batch, logp_bT.detach(), entropy_bT.detach(), grpo).items()
-            }
-            for place, (row, length) in enumerate(
-                zip(batch.micro.rows, batch.micro.mask_bT.sum(1).tolist(), strict=True)
-            ):
+            found = token_columns(batch, logp_bT.detach(), entropy_bT.detach(), grpo)
+            columns = {name: None if value_bT is None else value_bT.tolist() for name, value_bT in found.items()}
+            lengths = batch.micro.mask_bT.sum(1).tolist()
+            for place, (row, length) in enumerate(zip(batch.micro.rows, lengths, strict=True)):
                 self.seen[iteration, row] = {name: v and v[place][:length] for name, v in columns.items()}
         return micro_batch_loss(batch, logp_bT, entropy_bT, grpo, beta, objective)
 
     def table(
         self, rollout: Rollout, first_group: int, advantages_BT: Tensor, num_iterations: int, text: TokenText
     ) -> pa.Table:
-        """The completions of this rank, once for each pass; see `token_table` for the arguments."""
+        """The completions of this rank, once for each pass; see `token_table`."""
         completions = token_table(rollout, first_group, advantages_BT, text)
         passes = []
         for iteration in range(1, num_iterations + 1):
@@ -98,7 +90,7 @@ class LossRecorder:
 
 
 def token_columns(batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor, grpo: GrpoConfig) -> dict[str, Tensor | None]:
-    """What `micro_batch_loss` makes of the tokens of a micro-batch, [b, T] each, by the names of `SEEN`."""
+    """The columns `SEEN` of the tokens of a micro-batch, [b, T] each."""
     real_bT = batch.micro.mask_bT
     own_logp_bT = logp_bT if batch.old_logp_bT is None else batch.old_logp_bT
     old_logp_bT, own_bT = torch.where(batch.own_bT, own_logp_bT, batch.sampler_logp_bT), batch.own_bT
@@ -139,10 +131,8 @@ def in_saved_order(tables: Sequence[pa.Table], saved: Mapping[Key, SavedRow]) ->
 
 
 def compare(table: pa.Table, saved: Mapping[Key, SavedRow]) -> dict[str, Any]:
-    """How the completions of a replay differ from the saved ones, which are not empty; see `in_saved_order`.
-
-    Of those with the same tokens, `logp` and `advantage` are the largest differences of a token.
-    """
+    """How the completions of a replay differ from the saved ones, of which there are some; see `in_saved_order`. Of
+    those with the same tokens, `logp` and `advantage` are the largest differences of a token."""
     equal = ["prompt_ids", "token_ids", "finish"]
     names = ["row", "prompt_id", "epoch", "sample", *equal, "pieces", "logp", "advantage"]
     made = table.filter(pa.compute.equal(table["iteration"], 1)).select(names).to_pylist()
@@ -172,8 +162,8 @@ def _difference(row: Mapping[str, Any], before: Mapping[str, Any] | None) -> str
 
 
 def same(made: float | None, logged: float | None) -> bool:
-    """Whether a number is the one that was logged but for rounding; see `TOLERANCE`. None stands for NaN, and for a
-    number that there is not."""
+    """Whether a number is the one that was logged, but for rounding; see `TOLERANCE`. None stands for NaN and for a
+    number that is absent."""
     if made is None or logged is None:
         return logged is None and (made is None or not math.isfinite(made))
     return abs(made - logged) <= TOLERANCE * max(1.0, abs(logged))

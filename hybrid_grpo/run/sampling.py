@@ -18,7 +18,7 @@ from hybrid_grpo.model.loading import (
     load_tokenizer,
     stop_ids,
 )
-from hybrid_grpo.turns.conversations import Conversations
+from hybrid_grpo.turns.partners import Partners
 
 _SAMPLING = ("temperature", "top_p", "top_k")
 """Settings that are always shown. The ones below are shown where they are not the default."""
@@ -68,18 +68,18 @@ class Sampler:
         )
 
     def check_prompts(
-        self, prompts: list[Prompt], conversations: Conversations | None, rollout: RolloutConfig | None = None
+        self, prompts: list[Prompt], partners: Partners | None, rollout: RolloutConfig | None = None
     ) -> None:
         """Refuse prompts that the model cannot read, or complete at the length asked for (`rollout`, by default its
         own), or that have nothing for their environments."""
         self.check_room(max(len(prompt.token_ids) for prompt in prompts), rollout)
-        self.check_readable(prompts, conversations)
+        self.check_readable(prompts, partners)
 
-    def check_readable(self, prompts: list[Prompt], conversations: Conversations | None) -> None:
+    def check_readable(self, prompts: list[Prompt], partners: Partners | None) -> None:
         """Refuse prompts that the model cannot read, or that have nothing for their environments."""
         check_prompt_ids([prompt.token_ids for prompt in prompts], self.model_config)
-        if conversations is not None:
-            conversations.check(prompts)
+        if partners is not None:
+            partners.check(prompts)
 
     def check_room(self, longest: int, rollout: RolloutConfig | None = None) -> None:
         """Refuse prompts of up to `longest` tokens that leave no room for a completion, or exceed what the model

@@ -1,33 +1,18 @@
 """A stage of training as a run sees it; the stages themselves are `trainer.py` and `commands/stages/`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from hybrid_grpo.data.batch import Numbers, Rollout, Scores
-from hybrid_grpo.engine import Engine
 from hybrid_grpo.policy import TrainedModel
 from hybrid_grpo.records.alarms.alarms import Alarms
 from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.records.step_trace import StepTrace
-from hybrid_grpo.run.saving.checkpoint import Shards
+from hybrid_grpo.run.feature import Features
+from hybrid_grpo.run.parts import Shards, Stateful
 from hybrid_grpo.run.stopping.stopping import Progress
-
-
-class Stateful(Protocol):
-    """Something whose state a checkpoint holds."""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state: Any) -> None: ...
-
-
-class SavedModel(Shards, Protocol):
-    """A model that is trained beside the policy."""
-
-    lr_scale: float
-    engine: Engine
 
 
 class HeldOutSet(Protocol):
@@ -39,14 +24,14 @@ class HeldOutSet(Protocol):
 
 
 class Stage:
-    """A stage of training as a run sees it: something that makes steps, and has a state to save.
+    """A stage of training as a run sees it: it makes steps and has a state to save.
 
     Attributes:
         policy: what is trained.
         meter: reduced and logged after every step.
-        parts: what a checkpoint holds beside the policy, by name.
-        shards: tensors beside the policy's that a checkpoint holds.
-        others: models that are trained beside the policy.
+        features: what is added to the stage.
+        parts: what a checkpoint holds of the stage beside the policy and the features, by name.
+        shards: tensors as large as the policy that a checkpoint holds beside it; None: none.
         last_rollout: completions of the step, their scores and mean advantages; None where nothing is sampled.
         last_advantages_BT: its advantages token by token, of a step that is finished.
         trace: what is collected of a step beyond its numbers.
@@ -57,9 +42,9 @@ class Stage:
 
     policy: TrainedModel
     meter: Meter
-    parts: dict[str, Stateful]
+    parts: Mapping[str, Stateful]
+    features = Features()
     shards: Shards | None = None
-    others: Sequence[SavedModel] = ()
     trace = StepTrace()
     progress = Progress()
     alarms = Alarms()
@@ -68,13 +53,26 @@ class Stage:
     eval_sets: Sequence[HeldOutSet] = ()
 
     @property
+    def all_parts(self) -> dict[str, Stateful]:
+        """Everything that a checkpoint holds beside the policy and in no shards, by name."""
+        return {**self.parts, **self.features.states}
+
+    @property
     def all_shards(self) -> list[Shards]:
         """Everything that a checkpoint holds in shards beside the weights and the state of their optimizer."""
-        return [part for part in (self.shards, *self.others, self.policy.average) if part is not None]
+        return [*([] if self.shards is None else [self.shards]), *self.features.shards]
 
     def step(self, step: int) -> None:
-        """Make step k, counted from 1."""
+        """Make a step; the first is 1."""
         raise NotImplementedError
+
+    def step_optimizer(self) -> None:
+        """One optimizer step of the policy with the gradients that are there, and its numbers. Collective."""
+        self.meter.add("policy/lr", self.policy.lr)
+        result = self.policy.step()
+        self.meter.add("policy/grad_norm", result.grad_norm)
+        for feature in self.features if result.applied else ():
+            feature.stepped()
 
     def skips(self, step: int, measure: Callable[[], Numbers]) -> bool:
         """Whether alarms want nothing to be learned from a step whose rollout has these numbers. Collective."""

@@ -1,6 +1,6 @@
-"""What the page asks about runs, answered from their folders. It reads, and changes nothing.
+"""Answers to the page's questions about runs, from their folders, which are only read.
 
-Each answer reads for a fraction of a second at most, and the page asks again for more.
+An answer reads for a fraction of a second at most, and the page asks again for more.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import Any
 from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 
-from hybrid_grpo.records.files import json_safe
+from hybrid_grpo.records.files import TRACE_FILE, json_safe
 from hybrid_grpo.records.metrics.catalogue import describe, find
 from hybrid_grpo.records.metrics.charts import Chart, Curve, charts_of, is_noisy
 from hybrid_grpo.records.metrics.thinning import clip, present, smooth, thin
@@ -27,11 +27,11 @@ QUESTIONS = (
     *("runs", "charts", "curves", "alarms", "settings", "samples", "sample", "rival", "tokens", "prompts", "times"),
     "step",
 )
-"""The questions, each a method of `Answers`."""
+"""Each is a method of `Answers`."""
 _READ_S = 0.25
-"""Seconds of an answer in which numbers are read, over all runs that it is about."""
+"""Seconds that an answer reads numbers, for all of its runs together."""
 _WAIT_S = 10.0
-"""Seconds that a question waits for another about the same run."""
+"""Seconds that a question waits for another one about the same run."""
 _MOST_POINTS = 4000
 _MOST_CELLS = 400
 """Rows and columns of a map."""
@@ -46,8 +46,7 @@ class Answers:
         self._folders = folders
 
     def answer(self, question: str, given: QueryParams) -> Any:
-        """The answer to one of `QUESTIONS`. Any thread may ask: questions about one run wait for each other, and those
-        about other runs do not."""
+        """The answer to one of `QUESTIONS`, on any thread. Questions about the same run wait for each other."""
         known = self._folders.runs
         with ExitStack() as held:
             for name in sorted(set(given.getlist("run")) & known.keys()):
@@ -57,7 +56,7 @@ class Answers:
             return getattr(self, question)(given)
 
     def runs(self, given: QueryParams) -> Any:
-        """All runs; of those that are open (`run`, repeated) also their numbers, after reading on."""
+        """All runs, and the newest numbers of those that are open (`run`, repeated)."""
         known = self._folders.look()
         opened = [known[name] for name in given.getlist("run") if name in known]
         for run in opened:
@@ -66,7 +65,7 @@ class Answers:
             {
                 **run.summary(),
                 "version": run.version,
-                "details": run.trace.changed_ms,
+                "details": run.changed_ms(TRACE_FILE),
                 "read": run.share_read,
                 "damaged": run.damaged,
             }
@@ -75,7 +74,7 @@ class Answers:
         return {"runs": [run.outline() for run in known.values()], "open": open_now}
 
     def charts(self, given: QueryParams) -> Any:
-        """The charts of runs by section; metrics that charts.yaml does not draw come last, each by itself."""
+        """The charts of runs by section; metrics that are not in charts.yaml come last, each in a chart of its own."""
         runs = self._runs(given)
         known = list(dict.fromkeys(name for run in runs for name in run.table.names if name != "step"))
         charts = charts_of(known)
@@ -84,8 +83,7 @@ class Answers:
         return [_chart(chart) for chart in charts]
 
     def curves(self, given: QueryParams) -> Any:
-        """Points of metrics (`name`, repeated) of runs, by run and name: on an axis, in a range of it, thinned and
-        smoothed."""
+        """Points of metrics (`name`, repeated), by run and name: in a range of an axis, thinned and smoothed."""
         axis = given.get("axis", "step")
         if axis not in AXES:
             raise HTTPException(400, f"axis {axis} must be one of {', '.join(AXES)}")
@@ -105,11 +103,15 @@ class Answers:
                 bounds = (-math.inf if low is None else low, math.inf if high is None else high)
                 thinned = {part: thin(clip(points_of, *bounds), points) for part, points_of in parts.items()}
                 curves[name] = {part: [axis.tolist() for axis in points_of] for part, points_of in thinned.items()}
-            answer[run.name] = {"curves": curves, "from": float(x[0]) if x.size else 0, "to": _end(x)}
+            answer[run.name] = {
+                "curves": curves,
+                "from": float(x[0]) if x.size else 0,
+                "to": float(x[-1]) if x.size else 0,
+            }
         return answer
 
     def alarms(self, given: QueryParams) -> Any:
-        """When alarms were on, with their places on all axes."""
+        """The alarms of runs, with their places on all axes."""
         return [alarm for run in self._runs(given) for alarm in _alarms(run)]
 
     def settings(self, given: QueryParams) -> Any:
@@ -119,7 +121,7 @@ class Answers:
         return {"differing": differing(runs) if len(runs) > 1 else [], "texts": texts}
 
     def samples(self, given: QueryParams) -> Any:
-        """Completions of one run that fit a search."""
+        """The completions of one run that match a search."""
         run = self._run(given)
         query = Query(
             text=given.get("text", ""),
@@ -140,12 +142,12 @@ class Answers:
         }  # fmt: skip
 
     def sample(self, given: QueryParams) -> Any:
-        """One completion with all that was saved of it."""
+        """One completion with everything that was saved of it."""
         return self._sample(given)[3]
 
     def rival(self, given: QueryParams) -> Any:
-        """What a completion is compared with: the best of its group, or the worst where it is the best itself; null
-        where all rewards of the group are the same."""
+        """What a completion is compared with: the best of its group, or the worst if it is the best itself; null where
+        all rewards of the group are equal."""
         _, path, offset, _ = self._sample(given)
         kind, other = rivals(read_rows(path)).get(offset, ("", -1))
         return {"kind": kind, "row": read_row(path, other)} if kind else None
@@ -157,8 +159,8 @@ class Answers:
         return read_tokens(self._run(given).folder, step, number, sample)
 
     def prompts(self, given: QueryParams) -> Any:
-        """Mean rewards of one run's prompts over its steps, in cells: of prompts `low` to `high` (excluded) in their
-        order, and of steps `first` to `last`."""
+        """A map of one run's mean rewards: of the prompts `low` to `high` (excluded) in an order, in the steps `first`
+        to `last`."""
         run, order = self._run(given), given.get("order", "")
         if order not in ("", *ORDERS):
             raise HTTPException(400, f"order {order} must be one of {', '.join(ORDERS)}")
@@ -182,7 +184,7 @@ class Answers:
         return time_layers(self._run(given).table, _TIME_COLUMNS)
 
     def step(self, given: QueryParams) -> Any:
-        """What one run noted of a step (without `step`: the newest), and its histograms over all steps."""
+        """The trace of a step of one run (by default the newest), and its histograms over all steps."""
         run, step = self._run(given), _whole(given, "step")
         run.trace.read(_READ_S)
         path, histograms = run.trace.path, run.trace.histograms
@@ -204,7 +206,7 @@ class Answers:
         )  # fmt: skip
 
     def _sample(self, given: QueryParams) -> tuple[int, Path, int, dict[str, Any]]:
-        """The completion that is asked for: its step, its file, where it begins there, and what was saved of it."""
+        """The completion that is asked for: its step, its file, its offset there, and what was saved of it."""
         step, offset = _whole(given, "step"), _whole(given, "offset")
         path = self._run(given).rollouts().get(-1 if step is None else step)
         row = read_row(path, offset) if path and offset is not None and offset >= 0 else None
@@ -228,19 +230,14 @@ class Answers:
 
 
 def _range(given: QueryParams, low: str, high: str, start: int, end: int) -> tuple[int, int]:
-    """Two numbers of a question within `start` and `end`, which stand for those that are not given."""
+    """Two numbers of a question, within `start` and `end`, which are their defaults."""
     first, last = _whole(given, low), _whole(given, high)
     first = start if first is None else min(max(first, start), end)
     return first, end if last is None else min(max(last, first), end)
 
 
 def _short(value: float) -> float | None:
-    """A number as a screen can show it."""
     return None if math.isnan(value) else float(f"{value:.4g}")
-
-
-def _end(x: Any) -> float:
-    return float(x[-1]) if x.size else 0.0
 
 
 def _lone_chart(name: str) -> Chart:

@@ -1,4 +1,4 @@
-"""The runs that are watched: run folders, and folders that hold run folders, also those that come later."""
+"""The runs that are watched: run folders, and folders that hold run folders, including later ones."""
 
 import os
 import threading
@@ -9,14 +9,14 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.watch.watched_run import WatchedRun
 
 _DEPTH = 3
-"""Folders between one that was named and a run in it."""
+"""Levels of folders between one that was named and a run in it."""
 
 
 class Folders:
     """All runs under the folders that were named."""
 
     def __init__(self, named: Sequence[Path]) -> None:
-        """Raises UserError for what is not a folder."""
+        """Raises UserError where one is not a folder."""
         for folder in named:
             if not folder.is_dir():
                 raise UserError(f"{folder} is not a folder: give the folder of a run, or one that holds some")
@@ -27,11 +27,11 @@ class Folders:
 
     @property
     def runs(self) -> dict[str, WatchedRun]:
-        """The runs that were found when the folders were last looked at, by name."""
+        """The runs by name, as of the last `look`."""
         return {run.name: run for run in self._runs.values()}
 
     def look(self) -> dict[str, WatchedRun]:
-        """The runs by name, with those that are new; a run whose folder is gone is left out."""
+        """Look for new runs, and for those that are gone; return the runs by name."""
         with self._looking:
             found = dict.fromkeys(run for folder in self._named for run in _runs_in(folder, _DEPTH))
             runs = {folder: run for folder, run in self._runs.items() if folder in found}
@@ -58,7 +58,7 @@ def _runs_in(folder: Path, depth: int) -> list[Path]:
 
 
 def _unused(folder: Path, names: set[str]) -> str:
-    """The name of a folder, with as many folders before it as make it unlike the others."""
+    """The name of a folder, with as many of its parents as make it unique."""
     parts = [part.encode(errors="replace").decode() for part in folder.parts[1:] or ("/",)]
     spelled = ("/".join(parts[-length:]) for length in range(1, len(parts) + 1))
     return next(name for name in spelled if name not in names)

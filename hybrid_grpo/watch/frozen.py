@@ -1,6 +1,6 @@
-"""report.html: the page of `watch` over one run in a file of its own, which needs no server and asks nobody.
+"""report.html: the page of `watch` for one run as a single file, which needs neither a server nor a network.
 
-The answers to the page's questions are inside, with fewer points and of some steps only; `page/frozen.js` looks them
+The answers to the page's questions are inside, with fewer points and for some steps only; `page/frozen.js` looks them
 up. Whatever the run's folder does not have is left out. Nothing here is needed to train.
 """
 
@@ -18,30 +18,31 @@ from starlette.datastructures import QueryParams
 
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.records.files import json_safe, replace_text
+from hybrid_grpo.records.json_lines import Record
 from hybrid_grpo.watch.answers import Answers
 from hybrid_grpo.watch.folders import Folders
 from hybrid_grpo.watch.prompt_rewards import ORDERS
 from hybrid_grpo.watch.rollouts import line_number, read_rows, rivals, summarize
-from hybrid_grpo.watch.tokens import Record, read_tokens
+from hybrid_grpo.watch.tokens import read_tokens
 from hybrid_grpo.watch.watched_run import AXES, WatchedRun
 
 _PAGE = Path(__file__).parent / "page"
 _POINTS = 300
-"""Points of a curve, about: of neighbours the lowest and the highest stay."""
+"""Points of a curve, about."""
 _CELLS = {"rows": 60, "columns": 100}
 """Of the map of prompts."""
 _BYTES = 250_000
-"""Of the completions of a step, with their tokens."""
+"""Size of the completions of a step, with their tokens."""
 _WITH_TOKENS = 16
-"""Completions of a step that have their tokens: each takes a file to read."""
+"""Completions of a step that have their tokens, each of which is read from a file."""
 _READ_S = 60.0
-"""Seconds after which what has been read of a large run's numbers, and of its details, has to do."""
+"""Seconds that the numbers of a large run, and the traces of its steps, are read for."""
 _POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
-"""The file may ask no machine for anything, whatever a completion says."""
+"""The file may not load anything from a network, whatever a completion says."""
 
 
 def write_report(folder: Path) -> Path:
-    """Make `report.html` in the folder of a run, and return its path; raises UserError where it has no metrics."""
+    """Write `report.html` into the folder of a run, and return its path; raises UserError where it has no metrics."""
     folders = Folders([folder])
     run = next(iter(folders.runs.values())) if (folder / "metrics.jsonl").is_file() else None
     if run is not None:
@@ -54,7 +55,7 @@ def write_report(folder: Path) -> Path:
 
 
 def _frozen(run: WatchedRun, answers: Answers) -> dict[str, Any]:
-    """What the page asks about the run, and what it is told; see page/frozen.js."""
+    """The page's questions about the run and their answers; see page/frozen.js."""
     run.trace.read(_READ_S)
 
     def ask(question: str, **given: Any) -> Any:
@@ -63,7 +64,7 @@ def _frozen(run: WatchedRun, answers: Answers) -> dict[str, Any]:
     files = run.rollouts()
     saved = sorted({list(files)[at] for at in (0, len(files) // 2, -1)}) if files else []
     runs = ask("runs")
-    # Wherever and whenever the file is made, it is the same, and it never says that a run trains.
+    # The file is the same wherever and whenever it is written, and never says that the run is still training.
     outline = {**runs["runs"][0], "age": None, "step_seconds": None, "folder": run.name}
     written = datetime.fromtimestamp((run.folder / "metrics.jsonl").stat().st_mtime)
     opened = {**runs["open"][0], "version": 0, "details": 0, "read": 1}
@@ -99,7 +100,7 @@ def _frozen(run: WatchedRun, answers: Answers) -> dict[str, Any]:
 
 
 def _curves(run: WatchedRun, ask: Any) -> dict[str, Any]:
-    """The curves over steps, where the axes are at some steps, and the places that curves share."""
+    """The curves over steps, the values of the axes at some steps, and the places that curves share."""
     names = [name for name in run.table.names if name != "step"]
     places: dict[tuple[float, ...], int] = {}
     curves: dict[str, Any] = {}
@@ -115,14 +116,14 @@ def _curves(run: WatchedRun, ask: Any) -> dict[str, Any]:
 
 
 def _short(value: float) -> float | int:
-    """A number as a curve needs it: whole ones as they are, others to more digits than the page says."""
+    """A number of a curve: integers as they are, others with more digits than the page shows."""
     return int(value) if value.is_integer() and abs(value) < 2**53 else float(f"{value:.7g}")
 
 
 def _samples(folder: Path, step: int, path: Path) -> Iterator[dict[str, Any]]:
-    """Completions of a step, as many as fit: `row` as the list has it, `all` that was saved, its `tokens`, and its
-    `rival` (see `rivals`). The best and the worst of each group come first, of them the groups whose rewards differ
-    most, and these have their tokens; the first two are there however long they are."""
+    """As many completions of a step as fit: `row` as in the list, `all` that was saved, `tokens`, and the `rival` (see
+    `rivals`). The best and the worst of each group come first, starting with the groups whose rewards differ most, and
+    these have their tokens; the first two are included however long they are."""
     rows = read_rows(path)
     compared, by_byte = rivals(rows), dict(rows)
     ends = {other for _, other in compared.values()}
@@ -149,8 +150,8 @@ def _samples(folder: Path, step: int, path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _rounded(record: Record | None) -> Record | None:
-    """The numbers of tokens to the 6 digits that the page says: rounded twice, they could differ in the last one. Those
-    that probabilities are made from have more."""
+    """The numbers of tokens with the 6 digits that the page shows, and more where it computes probabilities from
+    them."""
     if record is None:
         return None
     measures = {
@@ -163,7 +164,7 @@ def _rounded(record: Record | None) -> Record | None:
 
 
 def _in_one_file(name: str, frozen: dict[str, Any]) -> str:
-    """The page with all that it loads inside. Its modules become entries of an import map, by their names."""
+    """The page with everything that it loads. Its modules become entries of an import map, by their names."""
     # No text of a run can end the element that it is in.
     data = json.dumps(json_safe(frozen), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     modules = {path.name: _module(path) for path in sorted(_PAGE.glob("*.js")) if path.name != "theme.js"}

@@ -1,4 +1,4 @@
-"""Histograms of a run's steps, and how they change over time, on common edges."""
+"""Histograms of a run's steps, and their change over time, on common edges."""
 
 import itertools
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 MOST = 1000
-"""Steps that are kept: beyond that every other one is left out."""
+"""Steps that are kept; when there are more, every other one is left out."""
 BUCKETS = 32
 _MOST_NAMES, _MOST_BUCKETS = 32, 512
-"""Of a step; a run writes fewer."""
+"""Bounds of a step; a run writes fewer."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -35,7 +35,7 @@ class Histograms:
         self._stride, self._seen = 1, 0
 
     def append(self, step: int, histograms: Any) -> None:
-        """Add those of a step, as details.jsonl has them: `edges` and `counts` by name. What is none is passed over."""
+        """Add those of a step from details.jsonl: `edges` and `counts` by name. Anything else is passed over."""
         if not isinstance(histograms, dict):
             return
         named = itertools.islice(histograms.items(), _MOST_NAMES)
@@ -57,7 +57,7 @@ class Histograms:
         return at, {name: {"edges": edges.tolist(), "counts": counts.tolist()} for name, (edges, counts) in found}
 
     def over_time(self, columns: int) -> dict[str, OverTime]:
-        """By name, at most `columns` steps each, from the first to the newest; only what was noted at several steps."""
+        """By name, at most `columns` steps each, from the first to the newest; only those that several steps have."""
         names = dict.fromkeys(name for found in self._steps.values() for name in found)
         answer = {}
         for name in names:
@@ -87,17 +87,15 @@ def _pair(value: Any) -> tuple[Floats, Floats] | None:
 
 
 def _common(steps: list[int], pairs: list[tuple[Floats, Floats]]) -> OverTime:
-    # Without the few steps that reach farthest, whose edges would leave one row for all others.
+    # Without the few steps that reach farthest, whose edges would leave a single row for all others.
     low = float(np.quantile([edges[0] for edges, _ in pairs], 0.02))
     high = float(np.quantile([edges[-1] for edges, _ in pairs], 0.98))
     edges = np.linspace(low, high if high > low else low + 1, BUCKETS + 1)
     shares = []
     for own, counts in pairs:
         below = np.concatenate([[0.0], np.cumsum(counts / counts.sum())])
-        # Steps of no width, where all values were alike, are a jump.
-        shares.append(np.diff(np.interp(edges, own, below)) if own[-1] > own[0] else _spike(edges, own[0]))
+        # A step whose values are all equal is a jump.
+        shares.append(
+            np.diff(np.interp(edges, own, below)) if own[-1] > own[0] else np.histogram(own[:1], edges)[0].astype(float)
+        )
     return OverTime(steps, edges, np.array(shares).T)
-
-
-def _spike(edges: Floats, value: float) -> Floats:
-    return np.histogram([value], edges)[0].astype(np.float64)

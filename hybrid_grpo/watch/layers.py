@@ -1,4 +1,4 @@
-"""Where the time of all steps went: mean seconds of each part of a step, in columns of neighbouring steps."""
+"""Where the time of the steps went: mean seconds of each part of a step, in columns of neighbouring steps."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from hybrid_grpo.watch.table import Table
 
 
 def time_layers(table: Table, columns: int) -> dict[str, Any] | None:
-    """At most `columns` columns, each with its first and last step, and for each part its mean seconds in a column
-    (`values`) and its seconds in all (`total`). The part `other` is what no timer covers; parts that never took time
-    are left out. None where no step was timed."""
+    """At most `columns` columns, each with its first and last step, and each part's mean seconds by column (`values`)
+    and in all (`total`). The part `other` is what no timer covers; parts that took no time are left out. None where no
+    step was timed."""
     whole = table.column("time/step_s")
     timed = np.flatnonzero(whole > 0)
     if not timed.size:

@@ -1,6 +1,7 @@
 """metrics.jsonl as it is written: its numbers in a table, and a glimpse of them while a large file is read."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from hybrid_grpo.records.json_lines import GrowingFile, last_lines, open_file, parse_step
@@ -9,10 +10,10 @@ from hybrid_grpo.watch.table import Table
 _LAST_LINES = 100
 """Lines at the end of a file among which its last step is looked for."""
 _GLIMPSE_OVER = 8 * 2**20
-"""Files with more unread bytes are looked at in places first."""
+"""Bytes of a file that is first sampled in places."""
 _GLIMPSE_LINES = 400
 _GLIMPSE_LINE = 2**17
-"""Bytes of a line that is looked at first."""
+"""Bytes of a line in the sample."""
 
 Row = dict[str, float | None]
 
@@ -20,8 +21,8 @@ Row = dict[str, float | None]
 class MetricsFile:
     """Reads one metrics.jsonl step by step.
 
-    Where the file is another one than before (see `GrowingFile`) the table starts over. Lines that are no step are
-    counted in `damaged` and passed over.
+    When the file is another one than before (see `GrowingFile`), the table starts over. Lines that are not a later step
+    are counted in `damaged` and passed over.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,7 +32,6 @@ class MetricsFile:
     def _begin(self) -> None:
         self.table = Table()
         self.damaged = 0
-        self._last = -1.0
         self._glimpse: Table | None = None
 
     @property
@@ -45,7 +45,7 @@ class MetricsFile:
         return self.table if self._glimpse is None else self._glimpse
 
     def read(self, seconds: float) -> bool:
-        """Read what has been appended, for about so many seconds at most; whether `shown` has changed."""
+        """Read what was appended, for about `seconds` at most; return whether `shown` has changed."""
         changed, before = self._lines.check(), self._lines.place
         if self._glimpse is None and before == 0 and self._lines.size > _GLIMPSE_OVER:
             self._glimpse = _glimpse(self._lines.path)
@@ -58,20 +58,7 @@ class MetricsFile:
 
     def _take(self, line: bytes) -> None:
         row = parse_step(line)
-        if row is None or not self._append(row):
-            self.damaged += 1
-
-    def _append(self, row: Row) -> bool:
-        step = row["step"]
-        assert step is not None
-        if step <= self._last:
-            return False
-        try:
-            self.table.append(row)
-        except (TypeError, ValueError, OverflowError):
-            return False
-        self._last = step
-        return True
+        self.damaged += row is None or not self.table.append(row)
 
 
 def last_row(path: Path) -> Row | None:
@@ -81,29 +68,15 @@ def last_row(path: Path) -> Row | None:
 
 def _glimpse(path: Path) -> Table:
     """Lines from evenly spaced places of a file, with its first and its last."""
-    table, last = Table(), -1.0
-    try:
-        with open_file(path) as file:
-            size = file.seek(0, os.SEEK_END)
-            for number in range(_GLIMPSE_LINES):
-                file.seek(int(size * number / _GLIMPSE_LINES))
-                if number:
-                    file.readline(_GLIMPSE_LINE)
-                last = _append_later(table, file.readline(_GLIMPSE_LINE), last)
-    except OSError:
-        return table
-    _append_later(table, b"".join(last_lines(path)[-1:]), last)
-    return table
-
-
-def _append_later(table: Table, line: bytes, last: float) -> float:
-    """Append a line where it is a step after `last`; the last step of the table."""
-    row = parse_step(line)
-    step = None if row is None else row["step"]
-    if row is None or step is None or step <= last:
-        return last
-    try:
+    table, lines = Table(), []
+    with suppress(OSError), open_file(path) as file:
+        size = file.seek(0, os.SEEK_END)
+        for number in range(_GLIMPSE_LINES):
+            file.seek(int(size * number / _GLIMPSE_LINES))
+            if number:
+                file.readline(_GLIMPSE_LINE)
+            lines.append(file.readline(_GLIMPSE_LINE))
+        lines += last_lines(path)[-1:]
+    for row in filter(None, map(parse_step, lines)):
         table.append(row)
-    except (TypeError, ValueError, OverflowError):
-        return last
-    return step
+    return table

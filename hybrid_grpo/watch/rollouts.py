@@ -1,9 +1,10 @@
-"""Completions of a run, found by what they say and what they were given. Files are read one at a time, newest first."""
+"""Search for a run's completions by their text and rewards. Files are read one at a time, the newest first."""
 
 import itertools
 import math
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,24 +12,24 @@ from typing import Any
 from hybrid_grpo.records.json_lines import open_file, parse, read_lines
 
 _STEP_BYTES, _STEP_LINES = 2**26, 2**17
-"""Of a step's file, in which completions are compared."""
+"""Bounds of a step's file in which completions are compared."""
 SHOWN = 200
 """Characters of a text in the list."""
 _LETTERS = 200
-"""Of a text in the place of a number."""
+"""Of a text where a number should be."""
 
 
 @dataclass(frozen=True)
 class Query:
-    """Which completions are looked for. Bounds are inclusive; None is no bound."""
+    """Which completions are searched for. Bounds are inclusive; None is no bound."""
 
     text: str = ""
-    """Part of the prompt, the completion or what tools said in it, in upper or lower case."""
+    """Part of the prompt, the completion or the tools' results, in upper or lower case."""
     finish: str = ""
     """Why the completion ended; empty: for any reason."""
     least: float | None = None
     most: float | None = None
-    """Bounds of the reward. A completion without a reward is in none."""
+    """Bounds of the reward; a completion without a reward is not within any."""
     first: int | None = None
     last: int | None = None
     """Bounds of the step."""
@@ -38,22 +39,22 @@ class Query:
 
 @dataclass(frozen=True)
 class Found:
-    """Completions that were found, and where to look on."""
+    """Completions that were found, and where the search goes on."""
 
     rows: list[dict[str, Any]]
     read: int
-    """How many completions were looked at."""
+    """Completions that were looked at."""
     next: tuple[int, int] | None
-    """Step and byte at which the search goes on; None: everything has been searched."""
+    """Step and offset where the search goes on; None: everything was searched."""
     left_out: int = 0
-    """How many lines were too long to be read."""
+    """Lines that were too long to be read."""
 
 
 def search(
     files: dict[int, Path], query: Query, start: tuple[int, int] | None = None, limit: int = 200, seconds: float = 0.5
 ) -> Found:
-    """The newest completions that fit, at most `limit` and about `seconds` long; from `start`, as `Found.next` has it,
-    or the newest step."""
+    """The newest completions that match, at most `limit` and for about `seconds`; from `start`, a `Found.next`, or from
+    the newest step."""
     rows: list[dict[str, Any]] = []
     read, left_out, looked, deadline = 0, 0, 0, time.monotonic() + seconds
     for step in sorted(files, reverse=True):
@@ -76,20 +77,20 @@ def search(
 
 
 def read_row(path: Path, offset: int) -> dict[str, Any] | None:
-    """The completion that begins at a byte of a file; None where none does."""
+    """The completion at an offset of a file; None where none begins there."""
     _, line = next(_lines(path, offset), (0, None))
     return parse(line) if line else None
 
 
 def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """All completions of a step, each with the byte at which it begins; of a far too large file the first ones."""
+    """All completions of a step with their offsets; the first ones of a far too large file."""
     begun = itertools.takewhile(lambda found: found[0] < _STEP_BYTES, itertools.islice(_lines(path, 0), _STEP_LINES))
     return [(offset, row) for offset, line in begun if line and (row := parse(line)) is not None]
 
 
 def rivals(rows: list[tuple[int, dict[str, Any]]]) -> dict[int, tuple[str, int]]:
-    """What each completion of a step is compared with, by the bytes at which they begin: the best of its group, or the
-    worst where it is the best itself. Completions without a reward, and groups of one reward, have none."""
+    """What each completion of a step is compared with, by their offsets: the best of its group, or the worst if it is
+    the best itself. Completions without a reward, and groups of equal rewards, have none."""
     groups: dict[str, list[tuple[float, int]]] = {}
     for offset, row in rows:
         if number(row.get("reward")) is not None:
@@ -103,7 +104,7 @@ def rivals(rows: list[tuple[int, dict[str, Any]]]) -> dict[int, tuple[str, int]]
 
 
 def line_number(path: Path, offset: int) -> int:
-    """How many lines of a file end before a byte of it."""
+    """The number of lines that end before an offset of a file."""
     count = 0
     with open_file(path) as file:
         while offset > 0 and (chunk := file.read(min(offset, 2**20))):
@@ -113,7 +114,7 @@ def line_number(path: Path, offset: int) -> int:
 
 
 def prompt_text(prompt: Any) -> str:
-    """A prompt as text; of a conversation, what was said."""
+    """A prompt as text; the contents of a conversation's messages."""
     if isinstance(prompt, list):
         return "\n\n".join(str(message.get("content")) for message in prompt if isinstance(message, dict))
     return str(prompt)
@@ -121,11 +122,7 @@ def prompt_text(prompt: Any) -> str:
 
 def _lines(path: Path, begin: int) -> Iterator[tuple[int, bytes | None]]:
     """`read_lines` of a file; none where there is no such file."""
-    try:
-        file = open_file(path)
-    except OSError:  # the run has cut it
-        return
-    with file:
+    with suppress(OSError), open_file(path) as file:
         yield from read_lines(file, begin)
 
 
@@ -148,7 +145,7 @@ def _fits(row: dict[str, Any], query: Query) -> bool:
 
 
 def summarize(row: dict[str, Any], step: int, offset: int, text: str = "") -> dict[str, Any]:
-    """What the list says of a completion; of long texts the beginning, or what stands around `text`."""
+    """What the list shows of a completion; of long texts the beginning, or the surroundings of `text`."""
     numbers = {name: _brief(row.get(name)) for name in ("group", "sample", "reward", "advantage", "length", "finish")}
     prompt, completion = prompt_text(row.get("prompt")), str(row.get("completion", ""))
     return {
@@ -161,7 +158,6 @@ def summarize(row: dict[str, Any], step: int, offset: int, text: str = "") -> di
 
 
 def _around(text: str, wanted: str) -> str:
-    """The beginning of a text, or what stands around the words that were looked for."""
     at = text.casefold().find(wanted.casefold()) if wanted else 0
     start = 0 if at < SHOWN // 2 else at - SHOWN // 4
     return ("… " if start else "") + text[start : start + SHOWN] + (" …" if start + SHOWN < len(text) else "")

@@ -1,7 +1,7 @@
-"""The page's server: files of the page, and what it asks about runs, as JSON. It reads, and changes nothing.
+"""The page's server: the files of the page, and its questions about runs, answered as JSON. It changes nothing.
 
-A run is asked for by its name in the list of runs, never by a path. Each question is answered in a thread of its own,
-which the end of the server does not wait for, so that a run that takes long to read holds up no other.
+A run is asked for by its name in the list of runs, never by a path. Each question has a thread of its own, which the
+server does not wait for when it ends, so that a run that takes long to read delays no other.
 """
 
 import asyncio
@@ -30,20 +30,19 @@ from hybrid_grpo.watch.folders import Folders
 HOST = "127.0.0.1"
 _PAGE = Path(__file__).parent / "page"
 _MOST_AT_ONCE = 64
-"""Questions that are answered at once; more are refused."""
+"""Questions that are answered at the same time; more are refused."""
 _MOST_BYTES = 2**25
-"""Of an answer."""
+"""Size of an answer."""
 _HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-"""With the first one a browser asks no other machine for anything, whatever a completion says."""
+"""With the first one, a browser loads nothing from other machines, whatever a completion says."""
 
 
 def application(folders: Folders) -> Starlette:
-    """The application that answers the page."""
     answers = Answers(folders)
     return Starlette(
         routes=[
@@ -51,7 +50,7 @@ def application(folders: Folders) -> Starlette:
             Route("/", _index),
             Mount("/page", StaticFiles(directory=_PAGE)),
         ],
-        # Other names would let a web page that was given this machine's address for its own read the runs.
+        # Against DNS rebinding: a web page whose name resolves to this machine must not read the runs.
         middleware=[
             Middleware(_Headers),
             Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"]),
@@ -61,12 +60,12 @@ def application(folders: Folders) -> Starlette:
 
 
 def listen(port: int) -> socket.socket:
-    """A socket that takes connections from this machine; 0 is a free port. Raises OSError where that is impossible."""
+    """A socket that takes connections from this machine only; port 0 takes a free one. Raises OSError."""
     return socket.create_server((HOST, port))
 
 
 def serve(app: Starlette, listener: socket.socket, announce: Callable[[], None]) -> None:
-    """Serve until SIGINT or SIGTERM; `announce` is called as soon as a signal would end the server as it should."""
+    """Serve until SIGINT or SIGTERM; `announce` is called as soon as a signal would end the server in order."""
     server = uvicorn.Server(
         uvicorn.Config(
             app,
@@ -79,7 +78,7 @@ def serve(app: Starlette, listener: socket.socket, announce: Callable[[], None])
         )
     )
     for number in (signal.SIGINT, signal.SIGTERM):
-        # After its end uvicorn restores these handlers and raises the signal again: that must do nothing.
+        # When uvicorn ends it restores these handlers and raises the signal again, which must do nothing.
         signal.signal(number, server.handle_exit)
     announce()
     server.run([listener])
@@ -102,7 +101,7 @@ def _endpoint(answers: Answers, question: str) -> Callable[[Request], Awaitable[
 
 
 def _settle(done: Future[Response], answer: Callable[[Request], Response], request: Request) -> None:
-    done.set_running_or_notify_cancel()  # from here on a browser that has gone away changes nothing
+    done.set_running_or_notify_cancel()  # a browser that goes away from here on changes nothing
     try:
         done.set_result(answer(request))
     except Exception as error:
@@ -119,8 +118,6 @@ async def _refusal(request: Request, error: Exception) -> Response:
 
 
 class _Headers:
-    """Adds `_HEADERS` to every answer."""
-
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 

@@ -1,28 +1,25 @@
-"""Tokens of saved completions, each with what was recorded about it: rollouts/ and replay/ as parquet, read one
+"""The tokens of saved completions with what was recorded about each: rollouts/ and replay/ in parquet, read one
 completion at a time."""
 
 from pathlib import Path
-from typing import Any
 
 from hybrid_grpo.records.files import json_safe
-from hybrid_grpo.records.json_lines import open_file
+from hybrid_grpo.records.json_lines import Record, open_file
 
 _MOST_ROWS, _MOST_BYTES = 2**17, 2**28
-"""Of a group of rows, which is read whole."""
+"""Bounds of a row group, which is read whole."""
 SAMPLED = ("logp", "advantage")
 """Numbers of each token that a run records beside its rollouts."""
 REPLAYED = ("old_logp", "new_logp", "ref_logp", "kl", "ratio", "entropy", "clipped", "correction", "weight")
-"""Numbers of each token that a replay of the step adds: those of the last pass over the rollout."""
-
-Record = dict[str, Any]
+"""Numbers of each token that a replay of the step adds, from the last pass over the rollout."""
 
 
 def read_tokens(folder: Path, step: int, row: int, sample: int | None) -> Record | None:
-    """What a run's folder has about the tokens of one completion; None where it has nothing, or nothing that fits.
+    """What a run's folder has about the tokens of one completion; None where it has nothing that fits.
 
     `row` is the completion's line in the rollouts of its step, counted from 0; `sample`, its number in its group, must
-    be the recorded one. The answer has `pieces` (text of each token that was sampled), `ids`, `given` (texts that were
-    not sampled, each with the number of tokens before it) and `measures`: lists as long as `pieces`, by name.
+    be the recorded one. The answer has `pieces` (the text of each sampled token), `ids`, `given` (texts that were not
+    sampled, each with the number of tokens before it) and `measures`: lists as long as `pieces`, by name.
     """
     name = f"step_{step:06d}.parquet"
     found = _read(folder / "rollouts" / name, row, ("sample", "pieces", "token_ids", "given", *SAMPLED))
@@ -49,8 +46,7 @@ def read_tokens(folder: Path, step: int, row: int, sample: int | None) -> Record
 
 
 def _read(path: Path, row: int, columns: tuple[str, ...]) -> Record | None:
-    """Columns of the last row of a file that has a number, those that it has; None where there is no such row or no
-    whole file."""
+    """Those of the columns that a file has, in its last row of this number; None without such a row or a whole file."""
     import pyarrow.parquet  # only here: it takes longer to load than the rest of the server
 
     try:
@@ -65,13 +61,6 @@ def _read(path: Path, row: int, columns: tuple[str, ...]) -> Record | None:
                     at = len(rows) - 1 - rows[::-1].index(row)
                     one: Record = file.read_row_group(group, columns=present).slice(at, 1).to_pylist()[0]
                     return one
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        OverflowError,
-        MemoryError,
-        pyarrow.lib.ArrowException,
-    ):  # it is being written, or was damaged
-        pass
+    except (OSError, ValueError, KeyError, OverflowError, MemoryError, pyarrow.lib.ArrowException):
+        pass  # it is being written, or was damaged
     return None

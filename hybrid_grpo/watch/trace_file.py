@@ -1,13 +1,14 @@
-"""details.jsonl: what a run noted of each step beside its numbers.
+"""details.jsonl, the traces of a run's steps (`records/step_trace.py`).
 
-One step is found by bisection, since the lines are in the order of their steps. Rewards of prompts and histograms of
-all steps are gathered by reading the file once, as it is written.
+One step is found by bisection, since the lines are in the order of their steps. The rewards of prompts and the
+histograms of all steps are gathered by reading the file once, as it is written.
 """
 
 import os
 import re
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,10 +18,10 @@ from hybrid_grpo.watch.prompt_rewards import PromptRewards
 
 _STEP = re.compile(rb'\{\s*"step":\s*(\d{1,9})\s*[,}]')
 _NEAR = 2**18
-"""Bytes that are read line by line rather than bisected on."""
+"""Bytes that are read line by line rather than bisected."""
 _END = 2**20
 _SECONDS = 0.5
-"""After which a step is not looked for any more; it is found in milliseconds."""
+"""After this the search for a step gives up; usually it takes milliseconds."""
 
 
 class TraceFile:
@@ -36,49 +37,38 @@ class TraceFile:
 
     @property
     def share_read(self) -> float:
-        """Share of the file that has been gathered."""
+        """Share of the file that was gathered."""
         return self._lines.share_read
 
-    @property
-    def changed_ms(self) -> int:
-        """When the file was last written, in milliseconds; 0 where there is none."""
-        try:
-            return self.path.stat().st_mtime_ns // 10**6
-        except OSError:
-            return 0
-
     def read(self, seconds: float) -> None:
-        """Gather what has been written since, for about so many seconds at most."""
+        """Gather what was added, for about `seconds` at most."""
         self._lines.check()
         self._lines.read(seconds)
 
     def _take(self, line: bytes) -> None:
         # What follows is most of the line, and nothing of it is gathered.
         kept, cut, _ = line.partition(b'"stages":')
-        details = parse_step(kept.rstrip(b", ") + b"}" if cut else line)
-        if details is not None:
-            self.rewards.append(details["step"], details.get("prompts"))
-            self.histograms.append(details["step"], details.get("histograms"))
+        trace = parse_step(kept.rstrip(b", ") + b"}" if cut else line)
+        if trace is not None:
+            self.rewards.append(trace["step"], trace.get("prompts"))
+            self.histograms.append(trace["step"], trace.get("histograms"))
 
 
 def read_step(path: Path, step: int | None) -> Record | None:
-    """What was noted of the newest step that is not after `step` (None: of all); None where there is no such step."""
-    deadline, found = time.monotonic() + _SECONDS, None
-    try:
-        with open_file(path) as file:
-            size = file.seek(0, os.SEEK_END)
-            begin = max(0, size - _END) if step is None else _before(file, size, step, deadline)
-            for _, number, line in _steps(file, begin, deadline):
-                if step is not None and number > step:
-                    break
-                found = line
-    except OSError:
-        return None
-    return None if found is None else parse_step(found)
+    """The trace of the newest step that is not after `step` (None: of all); None where there is no such step."""
+    deadline, found = time.monotonic() + _SECONDS, b""
+    with suppress(OSError), open_file(path) as file:
+        size = file.seek(0, os.SEEK_END)
+        begin = max(0, size - _END) if step is None else _before(file, size, step, deadline)
+        for _, number, line in _steps(file, begin, deadline):
+            if step is not None and number > step:
+                break
+            found = line
+    return parse_step(found)
 
 
 def _before(file: BinaryIO, size: int, step: int, deadline: float) -> int:
-    """A byte, where a line begins, from which on the step is found within about `_NEAR` bytes."""
+    """The offset of a line from which on the step is found within about `_NEAR` bytes."""
     low, high = 0, size
     while high - low > _NEAR:
         middle = (low + high) // 2
@@ -92,11 +82,9 @@ def _before(file: BinaryIO, size: int, step: int, deadline: float) -> int:
 
 def first_step(path: Path) -> int | None:
     """The first step of a file."""
-    try:
-        with open_file(path) as file:
-            return next((number for _, number, _ in _steps(file, 0, time.monotonic() + _SECONDS)), None)
-    except OSError:
-        return None
+    with suppress(OSError), open_file(path) as file:
+        return next((number for _, number, _ in _steps(file, 0, time.monotonic() + _SECONDS)), None)
+    return None
 
 
 def _steps(file: BinaryIO, begin: int, deadline: float) -> Iterator[tuple[int, int, bytes]]:

@@ -65,6 +65,22 @@ def failed(failure: Failure, rows: int, *, spent: bool = False) -> Reply:
     return Reply([None] * rows, [failure] * rows, spent=spent, whole=rows > 1)
 
 
+def timed_out(timeout_s: float, rows: int) -> Reply:
+    """The reply to a call that took too long."""
+    return failed(Failure("timeout", f"took longer than its timeout_s, {timeout_s:g}"), rows)
+
+
+def died(status: int | None, rows: int) -> Reply:
+    """The reply to a call whose process has ended, with this exit status where it is known."""
+    if status is None:
+        how = ""
+    elif status == -9:
+        how = " (killed: by the system for its memory, by itself, or for closing its socket)"
+    else:
+        how = f" (exit status {status})" if status >= 0 else f" (signal {-status})"
+    return failed(Failure("died", f"ended its process{how}"), rows)
+
+
 @dataclass(frozen=True)
 class Interface:
     """How a callee is to be called."""

@@ -25,10 +25,9 @@ from typing import Any
 
 from hybrid_grpo.config import ScoringConfig
 from hybrid_grpo.config.importing import describe
-from hybrid_grpo.workers.calls import Call, Callee, Entry, Failure, Reply, failed
+from hybrid_grpo.workers.calls import Call, Callee, Entry, Failure, Reply, died, failed, timed_out
+from hybrid_grpo.workers.leases import Leases
 from hybrid_grpo.workers.processes import ForkServer, Worker
-from hybrid_grpo.workers.seats import Seats
-from hybrid_grpo.workers.worker import died, timed_out
 
 _ASYNC_CALLS = 64
 _ASYNC_GRACE_SECONDS = 2.0  # a worker cancels slow coroutines itself, unless one of them blocks its event loop
@@ -79,10 +78,10 @@ class Pool:
         workers: Workers | Tasks = Tasks(self._fork_server, self._workers) if interface.is_async else self._workers
         return partial(self._start, partial(workers.score, index, timeout_s), interface.batch_size != "group")
 
-    def seats(self, timeout_s: float, most: int | None = None) -> Seats:
-        """Processes for objects of the isolated entries; see `Seats`."""
+    def leases(self, timeout_s: float, most: int | None = None) -> Leases:
+        """Processes for objects of the isolated entries; see `Leases`."""
         assert self._fork_server is not None
-        return Seats(self._fork_server, self._loop, timeout_s, most)
+        return Leases(self._fork_server, self._loop, timeout_s, most)
 
     def threaded(self, function: Callee, timeout_s: float, enter: Callable[[], None]) -> Caller:
         """The caller of a function of this process; every thread begins with `enter`."""
@@ -170,13 +169,13 @@ class Workers:
     async def _ask(self, index: int, timeout_s: float, call: Call) -> Reply | None:
         """The reply; None where the fork server has died together with the worker."""
         rows = len(call.expected)
-        worker = await self._free(index)
+        worker = self._free(index)
         try:
             reply = await asyncio.wait_for(worker.ask(index, call, timeout_s), timeout_s)
         except asyncio.TimeoutError:
             worker.end()
             return timed_out(timeout_s, rows)
-        except (EOFError, OSError):
+        except EOFError:
             status = worker.end()
             return None if status is None else died(status, rows)
         except BaseException:
@@ -188,13 +187,13 @@ class Workers:
             self._idle[index].append(worker)
         return reply
 
-    async def _free(self, index: int) -> Worker:
+    def _free(self, index: int) -> Worker:
         while self._idle[index]:
             worker = self._idle[index].pop()
-            if not worker.is_gone():
+            if not worker.is_gone:
                 return worker
             worker.end()
-        return await self._fork_server.start_worker("sync")
+        return Worker(self._fork_server, asyncio.get_running_loop(), "sync")
 
 
 class Tasks:
@@ -205,7 +204,6 @@ class Tasks:
         self._fork_server = fork_server
         self._workers = workers
         self._slots = asyncio.Semaphore(_ASYNC_CALLS)
-        self._starting = asyncio.Lock()
         self._worker: Worker | None = None
 
     async def score(self, index: int, timeout_s: float, call: Call) -> Reply:
@@ -216,11 +214,10 @@ class Tasks:
 
     async def _ask(self, index: int, timeout_s: float, call: Call) -> Reply | None:
         """The reply; None where the process is lost, and other calls with it."""
-        async with self._starting:
-            worker = self._worker = self._worker or await self._fork_server.start_worker("async")
+        worker = self._worker = self._worker or Worker(self._fork_server, asyncio.get_running_loop(), "async")
         try:
             reply = await asyncio.wait_for(worker.ask(index, call, timeout_s), timeout_s + _ASYNC_GRACE_SECONDS)
-        except (asyncio.TimeoutError, EOFError, OSError):
+        except (asyncio.TimeoutError, EOFError):
             self._lose(worker)
             return None
         if reply.spent:

@@ -1,4 +1,4 @@
-"""The rank's side of the worker processes (worker.py): the fork server, its workers, the connections to them."""
+"""The rank's side of the worker processes (forking.py): the fork server, its workers, the connections to them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -21,17 +21,18 @@ from hybrid_grpo.config import ScoringConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.secrets import named_variables, public_environment
 from hybrid_grpo.workers.calls import Call, Entry, Interface, Reply
-from hybrid_grpo.workers.replies import Expected, decode_reply, new_number
-from hybrid_grpo.workers.worker import framed, read_frame
+from hybrid_grpo.workers.messages import PendingCall, decode_reply, unframed
 
 _MOST_PRINTED = 4 << 20
 """Bytes that the processes of a fork server may print, to each stream."""
+_PART = 1 << 15
+"""Most bytes read at once."""
 _END_SECONDS = 2.0
 """For a fork server to end its workers and itself."""
 
 
 class ForkServer:
-    """The process that workers are forked from; see worker.py. Used by one thread at a time.
+    """The process that workers are forked from; see forking.py. Used by one thread at a time.
 
     Creating it raises UserError where a function cannot be imported, or where its settings do not fit.
     """
@@ -39,10 +40,11 @@ class ForkServer:
     def __init__(self, entries: Sequence[tuple[str, Entry]], scoring: ScoringConfig) -> None:
         self._orders = pickle.dumps((sys.path, entries, int(scoring.memory_gb * 2**30)))
         self._scoring = scoring
+        self._names = ", ".join(name for name, _ in entries)
         self.entries = [entry for _, entry in entries]
         self._named = set(scoring.secrets).union(*(named_variables(entry.kwargs) for _, entry in entries))
-        self.connections: set[asyncio.StreamWriter] = set()
-        """To the workers."""
+        self.workers: set[Worker] = set()
+        """Those that were not ended."""
         self.interfaces = self._start()
 
     def _start(self) -> list[Interface]:
@@ -50,7 +52,7 @@ class ForkServer:
         package = str(Path(__file__).parents[3])
         code = (
             f"import sys; sys.path.insert(0, {package!r});"
-            " from hybrid_grpo.workers.worker import serve_forks;"
+            " from hybrid_grpo.workers.forking import serve_forks;"
             f" serve_forks({theirs.fileno()}, {os.getpid()})"
         )
         with theirs:
@@ -84,26 +86,19 @@ class ForkServer:
         except TimeoutError:
             process.kill()
             raise UserError(
-                "rewards: importing the functions takes longer than scoring.max_import_s"
+                f"{self._names}: importing them takes longer than scoring.max_import_s"
                 f" {self._scoring.max_import_s:g}: look for what their modules do outside of functions, or raise it"
             ) from None
         except EOFError:
             raise UserError(
-                "rewards: the process that imports the functions died: import them by hand to see why"
+                f"{self._names}: the process that imports them died: import them by hand to see why"
             ) from None
         if "error" in answer:
             raise UserError(answer["error"])
         self._control.settimeout(30.0)
         return [Interface(**interface) for interface in answer["interfaces"]]
 
-    async def start_worker(self, kind: str) -> Worker:
-        """A new worker, `sync` or `async`."""
-        pid, connection = self.fork_worker(kind)
-        reader, writer = await asyncio.open_connection(sock=connection)
-        self.connections.add(writer)
-        return Worker(self, pid, reader, writer)
-
-    def fork_worker(self, kind: str) -> tuple[int, socket.socket]:
+    def fork(self, kind: str) -> tuple[int, socket.socket]:
         """The process of a new worker, `sync` or `async`, and the socket to it."""
         try:
             return self._fork(kind)
@@ -151,9 +146,9 @@ class ForkServer:
                         process.kill()
         for printer in self._printers:
             printer.join(0.2)  # what was printed last; a process that got away keeps the streams open
-        for connection in self.connections:
-            connection.transport.abort()
-        self.connections.clear()
+        for worker in self.workers:
+            worker.give_up()
+        self.workers.clear()
 
 
 def _forward(stream: IO[bytes], descriptor: int) -> None:
@@ -164,7 +159,7 @@ def _forward(stream: IO[bytes], descriptor: int) -> None:
             if left > 0 and len(text) >= left:
                 text = (
                     text[:left]
-                    + b"\nWARNING: reward functions, tools or environments print more than "
+                    + b"\nWARNING: worker processes print more than "
                     + (f"{_MOST_PRINTED >> 20} MiB: the rest is left out\n".encode())
                 )
                 left = 0
@@ -177,53 +172,132 @@ def _forward(stream: IO[bytes], descriptor: int) -> None:
 
 
 class Worker:
-    """One worker process and the connection to it."""
+    """A worker process and the socket to it: sends calls, and matches the replies to them.
+
+    Calls are sent on any thread, without a task or a timer for each; replies are read on the loop's thread, as they
+    come. A `sync` worker carries out one call at a time, an `async` one all at once.
+
+    Args:
+        kind: `sync` or `async`.
+        lost: called on the loop's thread when the process is gone, or sends what is not a reply.
+    """
 
     def __init__(
-        self, fork_server: ForkServer, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        fork_server: ForkServer,
+        loop: asyncio.AbstractEventLoop,
+        kind: str,
+        lost: Callable[[], None] | None = None,
     ) -> None:
-        self._fork_server = fork_server
-        self._pid = pid
-        self._reader = reader
-        self._writer = writer
-        self._expected: dict[int, Expected] = {}
-        self._waiting: dict[int, asyncio.Future[Reply]] = {}
-        self._listener = asyncio.create_task(self._listen())
-
-    def is_gone(self) -> bool:
-        """Whether the process was ended, or has ended."""
-        return self._listener.done() or self._reader.at_eof()
+        self._fork_server, self._loop, self._lost = fork_server, loop, lost
+        self._pid, self._socket = fork_server.fork(kind)
+        self._socket.setblocking(False)
+        self._calls: dict[int, PendingCall] = {}
+        self._waiting: dict[int, Callable[[Reply | None], None]] = {}
+        self._received, self._unsent = bytearray(), bytearray()
+        self._sending = threading.Lock()
+        self.is_gone = False
+        """Whether the process was ended, or has ended, or sent what is not a reply."""
+        fork_server.workers.add(self)
+        loop.add_reader(self._socket, self._read)
 
     async def ask(self, index: int, call: Call, timeout_s: float) -> Reply:
-        """Send a call, and wait for its reply. Several calls can be under way if the worker is `async`.
+        """Send a call of the entry with this index, and wait for its reply. Raises EOFError where the worker is
+        gone."""
+        answer: asyncio.Future[Reply] = self._loop.create_future()
 
-        Raises EOFError or OSError where the process is gone, or where what it sends is not a reply.
-        """
-        if self._listener.done():
+        def done(reply: Reply | None) -> None:
+            if answer.done():
+                return
+            if reply is None:
+                answer.set_exception(EOFError())
+            else:
+                answer.set_result(reply)
+
+        if self.is_gone:
             raise EOFError
-        number = new_number()
-        self._expected[number] = Expected(self._fork_server.entries[index], call.expected)
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        pending = PendingCall.of(self._fork_server.entries[index], index, call, timeout_s)
+        self.send(pending, done)
         try:
-            self._writer.write(framed(pickle.dumps((number, index, call, timeout_s))))
-            await self._writer.drain()
             return await answer
         finally:
-            del self._waiting[number], self._expected[number]
+            self._calls.pop(pending.number, None)
+            self._waiting.pop(pending.number, None)
 
-    async def _listen(self) -> None:
-        # ValueError: no reply. A function may write to whatever descriptor it finds.
-        with suppress(EOFError, OSError, ValueError):
-            while True:
-                decoded = decode_reply(await read_frame(self._reader), self._expected)
-                if decoded is not None and not self._waiting[decoded[0]].done():
-                    self._waiting[decoded[0]].set_result(decoded[1])
-        for answer in self._waiting.values():
-            if not answer.done():
-                answer.set_exception(EOFError())
+    def send(self, call: PendingCall, done: Callable[[Reply | None], None]) -> None:
+        """Send a call, on any thread; `done` is called once with the reply, on the loop's thread, and with None where
+        the worker is lost. That it is gone already is noticed by the loop."""
+        self._calls[call.number], self._waiting[call.number] = call, done
+        with self._sending:
+            sent = 0 if self._unsent else self._try_to_send(call.message)
+            rest = call.message[sent:]
+            if rest and not self._unsent:
+                self._loop.call_soon_threadsafe(self._write)
+            self._unsent += rest
+
+    def _try_to_send(self, data: bytes | bytearray) -> int:
+        try:
+            return self._socket.send(data)
+        except OSError:  # it is full, or the process is gone
+            return 0
+
+    def _write(self) -> None:
+        """Send what is left of long calls as the process reads, on the loop's thread."""
+        if self.is_gone:
+            return
+        with self._sending:
+            del self._unsent[: self._try_to_send(self._unsent)]
+            if self._unsent:
+                self._loop.add_writer(self._socket, self._write)
+            else:
+                self._loop.remove_writer(self._socket)
+
+    def _read(self) -> None:
+        """Take what has come: parts of replies, or the end of the process."""
+        replies: list[tuple[int, Reply]] = []
+        try:
+            part = self._socket.recv(_PART)
+            self._received += part
+            while (message := unframed(self._received)) is not None:
+                if (decoded := decode_reply(message, self._calls)) is not None:
+                    replies.append(decoded)
+                    del self._calls[decoded[0]]
+        except BlockingIOError:
+            return
+        except (OSError, ValueError):  # not a reply: a function may write to whatever descriptor it finds
+            part = b""
+        for number, reply in replies:
+            if done := self._waiting.pop(number, None):
+                done(reply)
+        if not part:
+            self._lose()
+
+    def give_up(self) -> None:
+        """Have the worker lost: what it was asked has no reply."""
+        self._loop.call_soon(self._lose)
+
+    def _lose(self) -> None:
+        if not self.is_gone:
+            self._stop()
+            if self._lost is not None:
+                self._lost()
+
+    def _stop(self) -> None:
+        """Neither read nor write any more; calls under way have no reply."""
+        if self.is_gone:
+            return
+        self.is_gone = True
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        self._calls.clear()
+        waiting, self._waiting = self._waiting, {}
+        for done in waiting.values():
+            done(None)
 
     def end(self) -> int | None:
         """Kill the process; its exit status, see `ForkServer.end`."""
-        self._fork_server.connections.discard(self._writer)
-        self._writer.transport.abort()
-        return self._fork_server.end(self._pid)
+        self._stop()
+        self._fork_server.workers.discard(self)
+        status = self._fork_server.end(self._pid)
+        self._socket.close()  # only now: the process would end by itself, with another status
+        return status

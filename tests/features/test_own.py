@@ -12,7 +12,7 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.importing import import_object
 from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.run.feature import Feature, Features, make_features
-from hybrid_grpo.run.resuming import changes, settings_of
+from hybrid_grpo.run.settings import changes, settings_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples/own_feature.py"
 

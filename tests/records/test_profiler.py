@@ -55,7 +55,7 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path, capfd):
     (tmp_path / "profile").write_text("")
     with Profiler([1], tmp_path / "profile").step(1, Meter()):
         pass
-    assert "WARNING: the profile of step 1 is not written" in capfd.readouterr().err
+    assert "WARNING: the profile of step 1 was not written" in capfd.readouterr().err
 
 
 @pytest.mark.ranks

@@ -1,7 +1,7 @@
 import gc
 import weakref
 
-from hybrid_grpo.run.collection import loaded_objects_kept
+from hybrid_grpo.run.training import loaded_objects_kept
 
 
 class Knot:

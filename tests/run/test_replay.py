@@ -180,7 +180,7 @@ def test_saved_rewards_are_those_that_the_functions_gave(tmp_path, steps):
         RewardStatus.SCORED, RewardStatus.NOT_APPLICABLE, RewardStatus.SCORED, RewardStatus.FAILED,
     ]  # fmt: skip
     assert found.steps == scores.steps
-    with pytest.raises(UserError, match=r"has not saved sample 0 of prompt 9 in step 3: set replay\.rewards to again"):
+    with pytest.raises(UserError, match=r"did not save sample 0 of prompt 9 in step 3: set replay\.rewards to again"):
         rewards.stream([Prompt(9, "r", [1], {})], 2, 3)
 
 
@@ -201,7 +201,7 @@ def test_files_of_different_completions_are_refused(tmp_path):
     _, _, saved = make_saved(tmp_path / "rollouts")
     with (saved.folder / "step_000003.jsonl").open("a") as file:
         file.write("{}\n")
-    with pytest.raises(UserError, match="are not of the same completions: remove both"):
+    with pytest.raises(UserError, match="do not have the same completions: remove both"):
         saved.rows(3)
 
 

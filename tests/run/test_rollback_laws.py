@@ -9,8 +9,8 @@ import pytest
 from launching import make_task, ranks
 
 from hybrid_grpo.config import GrpoConfig, RunConfig, TrainConfig
-from hybrid_grpo.run.resuming import identity
 from hybrid_grpo.run.saving.checkpoint import Checkpoints
+from hybrid_grpo.run.settings import identity
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,11 @@ def test_completions_of_a_step_that_other_settings_would_sample_are_not_taken_fr
     checkpoints = Checkpoints(tmp_path, keep=1)
 
     def of(beta: float, steps: int) -> str:
-        return identity(TrainConfig(run=RunConfig(steps=steps), grpo=GrpoConfig(beta=beta)), checkpoints)
+        return identity(
+            TrainConfig(run=RunConfig(steps=steps), grpo=GrpoConfig(beta=beta)),
+            checkpoints.inputs,
+            checkpoints.rollbacks,
+        )
 
     before = of(0.0, 9)
     assert of(0.0, 12) == before != of(0.1, 9)

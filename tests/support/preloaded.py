@@ -12,7 +12,7 @@ import hybrid_grpo.commands.stages.reward
 import hybrid_grpo.commands.stages.sft
 import hybrid_grpo.commands.train
 import hybrid_grpo.run.inputs
-import hybrid_grpo.run.run
+import hybrid_grpo.run.training
 import hybrid_grpo.trainer  # noqa: F401
 from hybrid_grpo.config import BatchPlan, TrainConfig, build
 from hybrid_grpo.run.memory.dry_run import measure

@@ -375,7 +375,7 @@ def kept(folder: Path) -> dict[str, Any]:
 
 def save(trainer: Trainer, folder: Path, tag: str) -> None:
     """As a run saves a checkpoint."""
-    state = {name: part.state_dict() for name, part in trainer.parts.items()}
+    state = {name: part.state_dict() for name, part in trainer.all_parts.items()}
     trainer.policy.engine.save(folder, tag, {"policy": trainer.policy.state_dict(), **state})
     for part in trainer.all_shards:
         part.save(folder / tag)
@@ -388,7 +388,7 @@ def restore(trainer: Trainer, folder: Path, tag: str) -> None:
     for part in trainer.all_shards:
         part.load(folder / tag)
     trainer.policy.load_state_dict(state["policy"])
-    for name, part in trainer.parts.items():
+    for name, part in trainer.all_parts.items():
         part.load_state_dict(state[name])
 
 

@@ -84,7 +84,7 @@ def save(folder: Path, tag: str, **settings: Any) -> dict[str, Any]:
     for step in (1, 2):
         trainer.step(step)
     trainer.meter.reduce()
-    state = {name: part.state_dict() for name, part in trainer.parts.items()}
+    state = {name: part.state_dict() for name, part in trainer.all_parts.items()}
     trainer.policy.engine.save(folder, tag, {"policy": trainer.policy.state_dict(), "rank": rank(), **state})
     if trainer.shards is not None:
         trainer.shards.save(folder / tag)
@@ -106,7 +106,7 @@ def restore(trainer: Trainer, folder: Path, tag: str) -> int:
     if trainer.shards is not None:
         trainer.shards.load(folder / tag)
     trainer.policy.load_state_dict(state["policy"])
-    for name, part in trainer.parts.items():
+    for name, part in trainer.all_parts.items():
         part.load_state_dict(state[name])
     return int(state["rank"])
 

@@ -13,9 +13,9 @@ from tool_tokenizers import FAMILIES, tool_tokenizer
 from hybrid_grpo.config import RolloutConfig, TrainConfig, build
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.generation import Request
-from hybrid_grpo.turns.conversation import Answer, Seconds
-from hybrid_grpo.turns.conversations import Conversations, conversations_of
+from hybrid_grpo.turns.partners import Partners, partners_of
 from hybrid_grpo.turns.template import user_message
+from hybrid_grpo.turns.trajectory import Answer, Seconds
 
 GO = [{"role": "user", "content": "Go."}]
 
@@ -37,14 +37,14 @@ class Says:
     def takes(self, *_: Any) -> bool:
         return True
 
-    def answer(self, conversation: Any, turn: Any, done: Any) -> None:
+    def answer(self, trajectory: Any, turn: Any, done: Any) -> None:
         done(Answer([user_message(text) for text in self._texts]))
 
-    def end(self, conversation: Any, finish: str, done: Any) -> None:
+    def end(self, trajectory: Any, finish: str, done: Any) -> None:
         self.ended.append(finish)
         done(Answer(finish=finish))  # type: ignore[arg-type]
 
-    def has_failed(self, conversation: Any) -> bool:
+    def has_failed(self, trajectory: Any) -> bool:
         return False
 
     def episode(self, key: int) -> None:
@@ -57,22 +57,22 @@ class Says:
         return {}
 
 
-def begun(says: Says, most: int | None = None, environments: Any = None, **rollout: Any) -> tuple[Any, Conversations]:
+def begun(says: Says, most: int | None = None, environments: Any = None, **rollout: Any) -> tuple[Any, Partners]:
     """A conversation, with key 1, of a prompt of ten tokens."""
     tokenizer, config = tool_tokenizer("hermes"), RolloutConfig(**{"max_turns": 9, **rollout})
-    conversations = Conversations([says], None, config, tokenizer, {}, (tokenizer.eos_token_id,), environments)
-    conversations.begin([Request([5] * 10, [1], most=most, prompt=Prompt(0, GO, [5] * 10, {}))])
-    return tokenizer, conversations
+    partners = Partners([says], None, config, tokenizer, {}, (tokenizer.eos_token_id,), environments)
+    partners.begin([Request([5] * 10, [1], most=most, prompt=Prompt(0, GO, [5] * 10, {}))])
+    return tokenizer, partners
 
 
 def tokens(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def answered(conversations: Conversations) -> Any:
+def answered(partners: Partners) -> Any:
     until = time.monotonic() + 120
     while time.monotonic() < until:
-        if found := conversations.answers(0.2):
+        if found := partners.answers(0.2):
             [(_, said)] = found
             return said
     raise AssertionError("no answer")
@@ -82,12 +82,12 @@ def answered(conversations: Conversations) -> Any:
 @pytest.mark.parametrize("texts", [("a b " * 200,), ("a b " * 200, "c d " * 200), ("a b " * 200,) * 3])
 def test_all_that_answers_a_turn_has_at_most_max_tool_tokens_and_no_fewer_than_fit(texts, limit):
     """The words of the template around it are counted too; each message has an equal share."""
-    tokenizer, conversations = begun(Says(*texts), max_tool_tokens=limit)
-    assert conversations.ended(1, [*tokens(tokenizer, "x"), tokenizer.eos_token_id], room=500) is None
-    given = answered(conversations)
+    tokenizer, partners = begun(Says(*texts), max_tool_tokens=limit)
+    assert partners.ended(1, [*tokens(tokenizer, "x"), tokenizer.eos_token_id], room=500) is None
+    given = answered(partners)
     # Shares are whole tokens, and the cut text may end in the middle of what was a longer token.
     assert limit - 2 * len(texts) <= len(given) <= limit
-    shares = [len(tokens(tokenizer, m["content"])) for m in conversations.finished(1, ended(given)).messages[1:-1]]
+    shares = [len(tokens(tokenizer, m["content"])) for m in partners.finished(1, ended(given)).messages[1:-1]]
     assert len(shares) == len(texts) and max(shares) - min(shares) <= 1
 
 
@@ -98,19 +98,19 @@ def ended(*read: list[int]) -> Completion:
 
 def test_an_answer_that_leaves_no_room_for_a_token_ends_the_completion_and_its_environment():
     """One that leaves room for a single token is read. The second turn counts what was read and sampled before."""
-    tokenizer, conversations = begun(Says("so"))
+    tokenizer, partners = begun(Says("so"))
     turn = [*tokens(tokenizer, "x"), tokenizer.eos_token_id]
-    conversations.ended(1, turn, room=500)
-    length = len(answered(conversations))
+    partners.ended(1, turn, room=500)
+    length = len(answered(partners))
     for turns in (1, 2):
         filled = 10 + turns * (len(turn) + length)
         for most, fits in ((filled + 1, True), (filled, False)):
             says = Says("so")
-            _, conversations = begun(says, most, environments=says)
+            _, partners = begun(says, most, environments=says)
             found = []
             for _ in range(turns):
-                assert conversations.ended(1, turn, room=500) is None
-                found.append(answered(conversations))
+                assert partners.ended(1, turn, room=500) is None
+                found.append(answered(partners))
             assert all(len(read) == length for read in found[: turns - 1])
             assert (found[-1] == "length") != fits and says.ended == ([] if fits else ["length"])
 
@@ -120,14 +120,14 @@ def test_a_turn_that_no_token_ends_keeps_its_last_and_is_ended_by_the_template(f
     """A stop string ends a turn without the model's token; what is read after it begins with that token."""
     tokenizer = tool_tokenizer(family)
     end, said = tokenizer.eos_token_id, Says("so")
-    conversations = Conversations([said], None, RolloutConfig(max_turns=9), tokenizer, {}, (end,))
+    partners = Partners([said], None, RolloutConfig(max_turns=9), tokenizer, {}, (end,))
     read, heard = [], []
     for last in ([end], []):
-        conversations.begin([Request([5], [1], prompt=Prompt(0, GO, [5], {}))])
-        assert conversations.ended(1, [*tokens(tokenizer, "one two"), *last], room=500) is None
-        given = answered(conversations)
+        partners.begin([Request([5], [1], prompt=Prompt(0, GO, [5], {}))])
+        assert partners.ended(1, [*tokens(tokenizer, "one two"), *last], room=500) is None
+        given = answered(partners)
         read.append([*last, *given])
-        heard.append(conversations.finished(1, ended(given)).messages[0]["content"])
+        heard.append(partners.finished(1, ended(given)).messages[0]["content"])
     assert heard == ["one two"] * 2 and read[0] == read[1]
 
 
@@ -140,13 +140,13 @@ class Environments:
         self.tokenizer = tool_tokenizer("hermes")
         rollout = {"max_turns": 4, "tool_timeout_s": 60, "environment": f"{self.FILE}:{name}", **rollout}
         config = build(TrainConfig, {"rollout": rollout, "policy": {"model": "none"}, "run": {"seed": 3}})
-        found = conversations_of(config, self.tokenizer, (self.tokenizer.eos_token_id,))
+        found = partners_of(config, self.tokenizer, (self.tokenizer.eos_token_id,))
         assert found is not None
-        self.conversations = found
+        self.partners = found
 
     def opened(self, number: int = 0, step: int = 1) -> Prompt:
         ids = tokens(self.tokenizer, "Go.")
-        [prompt] = self.conversations.opened([Prompt(number, GO, ids, {})], step)
+        [prompt] = self.partners.opened([Prompt(number, GO, ids, {})], step)
         return prompt
 
     def call(self, how: str) -> list[int]:
@@ -160,17 +160,17 @@ def test_a_completion_whose_environment_is_lost_has_no_reward_and_one_that_is_to
     its seat would pay for an episode that never was."""
     environments = Environments("Leaves")
     for how, failure in (("raise", None), ("exit", "ended its process (exit status 5)")):
-        conversations, prompt = environments.conversations, environments.opened()
-        conversations.begin([Request(prompt.token_ids, [1], most=9999, prompt=prompt)])
-        assert conversations.ended(1, environments.call(how), room=500) is None
-        said = answered(conversations)
+        partners, prompt = environments.partners, environments.opened()
+        partners.begin([Request(prompt.token_ids, [1], most=9999, prompt=prompt)])
+        assert partners.ended(1, environments.call(how), room=500) is None
+        said = answered(partners)
         if failure is None:
             assert "error: ValueError: no luck" in environments.tokenizer.decode(said)
             end = [*tokens(environments.tokenizer, "so"), environments.tokenizer.eos_token_id]
-            assert conversations.ended(1, end, room=500) is None
-            said = answered(conversations)
+            assert partners.ended(1, end, room=500) is None
+            said = answered(partners)
         assert said == "stop"
-        episode = conversations.finished(1, ended()).episode
+        episode = partners.finished(1, ended()).episode
         assert episode.failure == failure and episode.total == (None if failure else 1.0)
 
 

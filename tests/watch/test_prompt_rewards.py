@@ -37,7 +37,7 @@ def test_a_map_is_the_mean_of_the_entries_of_each_cell(
 ) -> None:
     low, high, first, last = part
     entries = drawn(40, 50, 20)
-    monkeypatch.setattr(prompt_rewards, "_ENTRIES", 64)
+    monkeypatch.setattr(prompt_rewards, "_BLOCK", 64)
     rewards = gathered(entries)
     cells = rewards.map(order, low, high, first, last, rows=20, columns=30)
     names = order_of(entries, order)

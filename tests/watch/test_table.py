@@ -1,13 +1,12 @@
 import math
 
 import numpy as np
-import pytest
 
 from hybrid_grpo.watch.table import Table
 
 
 def test_columns_hold_what_the_rows_had():
-    """Over several blocks; names that come late, or only now and then, or in another order."""
+    """Names that come late, or only now and then, or in another order."""
     table, rows = Table(), []
     for step in range(2500):
         row = {"step": step, "a": step / 3}
@@ -27,9 +26,9 @@ def test_columns_hold_what_the_rows_had():
 def test_a_row_that_holds_no_numbers_changes_nothing():
     table = Table()
     table.append({"step": 0, "a": 1.0})
-    for value, error in (("text", ValueError), ([1], ValueError), ({}, TypeError), (10**400, OverflowError)):
-        with pytest.raises(error):
-            table.append({"step": 1, "b": value})
+    for value in ("text", [1], {}, 10**400):
+        assert not table.append({"step": 1, "b": value})
+    assert not table.append({"step": 0, "b": 1.0}), "it is not a later step"
     assert table.rows == 1
     assert table.names == ["step", "a"]
     assert table.column("a").tolist() == [1.0]

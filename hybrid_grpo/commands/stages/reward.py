@@ -18,6 +18,7 @@ from hybrid_grpo.model.upload import upload
 from hybrid_grpo.policy import Scorer
 from hybrid_grpo.records.metrics.measurements import measure_memory
 from hybrid_grpo.records.metrics.meter import Meter
+from hybrid_grpo.run.feature import Feature, Features
 from hybrid_grpo.run.stage import Stage
 
 _BINS = 10
@@ -69,11 +70,13 @@ class RewardTrainer(Stage):
         pairs: list[Preference],
         held_out: list[Preference],
         device: torch.device,
+        features: Sequence[Feature] = (),
     ) -> None:
         self.config = config
         self.policy: Scorer = scorer
         self.device = device
         self.meter = Meter(device=device)
+        self.features = Features(features, self.meter)
         self.loader = PromptLoader(
             pairs, config.reward.batch_size, rank(), world_size(), config.run.seed, config.data.shuffle
         )
@@ -91,8 +94,7 @@ class RewardTrainer(Stage):
             loss_p, chosen_p, rejected_p = self.compare(micro, pairs)
             self.policy.engine.backward(loss_p.sum() / self.config.reward.batch_size)
             self.meter.update(measure_pairs(loss_p, chosen_p, rejected_p))
-        self.meter.add("policy/lr", self.policy.lr)
-        self.meter.add("policy/grad_norm", self.policy.step().grad_norm)
+        self.step_optimizer()
         self.meter.add("policy/skipped_steps", self.policy.skipped_steps)
         step_s = time.perf_counter() - start
         self.meter.add("time/step_s", step_s)

@@ -1,6 +1,7 @@
 """Supervised fine-tuning on prompt and completion pairs: what people run before RL, on the same engine."""
 
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -11,17 +12,26 @@ from hybrid_grpo.model.ranks import rank, world_size
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.metrics.measurements import measure_memory
 from hybrid_grpo.records.metrics.meter import Meter
+from hybrid_grpo.run.feature import Feature, Features
 from hybrid_grpo.run.stage import Stage
 
 
 class SftTrainer(Stage):
     """One rank's part of a supervised run: next-token cross-entropy on the completions, averaged over tokens."""
 
-    def __init__(self, config: SftConfig, policy: Policy, pairs: list[Pair], device: torch.device) -> None:
+    def __init__(
+        self,
+        config: SftConfig,
+        policy: Policy,
+        pairs: list[Pair],
+        device: torch.device,
+        features: Sequence[Feature] = (),
+    ) -> None:
         self.config = config
         self.policy: Policy = policy
         self.device = device
         self.meter = Meter(device=device)
+        self.features = Features(features, self.meter)
         self.loader = PromptLoader(
             pairs, config.sft.batch_size, rank(), world_size(), config.run.seed, config.data.shuffle
         )
@@ -36,8 +46,7 @@ class SftTrainer(Stage):
         ids = [pair.prompt.token_ids for pair in pairs], [pair.completion_ids for pair in pairs]
         for loss, count in self.policy.learn(*ids, self.progress.beat):
             self.meter.add("sft/loss", loss, count)
-        self.meter.add("policy/lr", self.policy.lr)
-        self.meter.add("policy/grad_norm", self.policy.step().grad_norm)
+        self.step_optimizer()
         self.meter.add("policy/skipped_steps", self.policy.skipped_steps)
         self.meter.add("sft/tokens", tokens)
         step_s = time.perf_counter() - start

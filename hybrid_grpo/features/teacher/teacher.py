@@ -29,7 +29,7 @@ from hybrid_grpo.model.upload import upload
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.feature import Feature, Scored
 from hybrid_grpo.run.inputs import RunInputs
-from hybrid_grpo.turns.conversations import with_tools
+from hybrid_grpo.turns.partners import with_tools
 
 _LONGEST_PROMPT = 2**20
 """Tokens that a teacher may read: limited by its own positions, not by the policy's settings."""
@@ -162,7 +162,7 @@ def _reader(config: TrainConfig, inputs: RunInputs) -> Callable[[Prompt], list[i
     if column is None:
         return lambda prompt: prompt.token_ids
     data = replace(config.data, prompt_column=column, max_prompt_tokens=_LONGEST_PROMPT)
-    data = with_tools(data, inputs.conversations)
+    data = with_tools(data, inputs.partners)
 
     def read(prompt: Prompt) -> list[int]:
         where = f"row {prompt.id} (from 0) of data.path"

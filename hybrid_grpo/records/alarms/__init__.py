@@ -1,1 +1,1 @@
-"""What looks wrong in a run, and what is done about it."""
+"""Symptoms of what goes wrong in a run, and alarms that act on them."""

@@ -1,1 +1,1 @@
-"""The numbers of a step: their catalogue, how they are taken and added up, and the charts of them."""
+"""The metrics of a step: their catalogue, how they are measured and reduced, and their charts."""

@@ -1,7 +1,6 @@
-"""The catalogue of metrics: what every number of a run means, from metrics.yaml.
+"""The catalogue of metrics, metrics.yaml: the name, meaning, unit and reduction of every number of a run.
 
-Each is declared once: its name `stage/what[/reduction]`, its meaning, its unit, how it is combined over micro-batches
-and ranks, and which way is better. Needs no torch, so that programs which only read a run start at once.
+Needs no torch, so that programs which only read a run start at once.
 """
 
 import difflib
@@ -19,7 +18,7 @@ Reduction = Literal["mean", "sum", "max", "min", "same", "rank_mean"]
 
 TIME_METRICS = ("time/step_s", "time/eval_s", "time/checkpoint_s")
 TOKEN_METRICS = ("completion/sampled_tokens", "sft/tokens")
-"""What the axes of hours and of tokens add up."""
+"""Summed up, they are the axes of hours and of tokens."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +31,11 @@ class Metric:
     unit: str = ""
     """Empty for a pure number or a fraction."""
     better: Literal["higher", "lower", ""] = ""
-    """Which values are wanted; empty where neither is better as such."""
+    """Which values are better; empty where neither are."""
 
 
 def read_with_features(name: str) -> list[dict[str, Any]]:
-    """What a YAML file of this folder says, then those of that name in the folders of features."""
+    """The contents of a YAML file of this folder, then of those with the same name in the folders of features."""
     files = [Path(__file__).with_name(name), *(folder / name for folder in feature_folders())]
     return [yaml.safe_load(file.read_text(encoding="utf-8")) for file in files if file.exists()]
 
@@ -48,14 +47,14 @@ PATTERNS = [(re.compile(re.sub(r"<\w+>", "[^/]+", metric.name)), metric) for met
 
 
 def find(name: str) -> Metric | None:
-    """The catalogue's entry for `name`, under that name where the entry is a pattern; None where there is none."""
+    """The catalogue's entry for `name`, with that name also where the entry is a pattern; None where there is none."""
     if name in FIXED:
         return FIXED[name]
     return next((replace(metric, name=name) for pattern, metric in PATTERNS if pattern.fullmatch(name)), None)
 
 
 def describe(name: str) -> Metric:
-    """The catalogue's entry for `name`; raises KeyError, which names the nearest entry, where there is none."""
+    """`find`; raises KeyError, which names the nearest entry, where there is none."""
     metric = find(name)
     if metric is None:
         nearest = difflib.get_close_matches(name, [metric.name for metric in CATALOGUE], n=1, cutoff=0.0)[0]

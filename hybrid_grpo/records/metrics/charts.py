@@ -1,6 +1,6 @@
-"""The charts of a run: charts.yaml with the names of the run's own metrics put in.
+"""The charts of a run: charts.yaml with the names of the run's own metrics filled in.
 
-The page of `watch`, which report.html is too, draws them, and so do pictures and trackers. Needs no torch.
+The page of `watch`, report.html, the card's picture and trackers draw them. Needs no torch.
 """
 
 import re
@@ -11,13 +11,13 @@ from typing import Any
 from hybrid_grpo.records.metrics.catalogue import Metric, describe, read_with_features
 
 CHARTS: dict[str, list[dict[str, Any]]] = {}
-"""The charts of each section, as charts.yaml describes them and the features' own."""
+"""The charts of each section, from charts.yaml and from features."""
 for _sections in read_with_features("charts.yaml"):
     for _section, _charts in _sections.items():
         CHARTS.setdefault(_section, []).extend(_charts)
 
 STEP_PARTS = ("generate", "reward_wait", "reference", "train", "switch")
-"""What a step's time is spent on, by metric `time/<part>_s`."""
+"""The parts of a step's time, metrics `time/<part>_s`."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Curve:
     label: str
     meaning: str
     noisy: bool
-    """Whether neighbouring values may be averaged."""
+    """Whether neighbouring values may be averaged (`is_noisy`)."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Chart:
     """Upper end of the axis, where it has a natural one."""
     curves: tuple[Curve, ...]
     band: str | None
-    """Metric that is drawn as a band of this half-width around the first curve."""
+    """Metric that is the half-width of a band around the first curve."""
     compared: bool
-    """Whether every curve is drawn between its own lowest and highest value, whatever their units."""
+    """Whether each curve is scaled to its own lowest and highest value."""
 
 
 def charts_of(known: Sequence[str]) -> list[Chart]:

@@ -1,4 +1,4 @@
-"""How many floating-point operations the stages of a step take, and which share of what the device could do that is."""
+"""Floating-point operations of the stages of a step, and the share of the device's peak that they reach."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _TERA = 1e12
 
 
 def measure_flops(rollout: Rollout, passes: int, policy: Policy, meter: Meter) -> Numbers:
-    """Operations of a step on this rank, in so many passes of training over a rollout, and the model FLOPs utilization
+    """Operations of a step on this rank, with `passes` of training over a rollout, and the model FLOPs utilization
     where the peak of the device is known. `meter` has the other numbers of the step."""
     generate, read, train = stage_flops(rollout, policy.cost)
-    # Dynamic sampling leaves out groups that were sampled: they are taken to be like those that are here.
+    # Groups that dynamic sampling left out are assumed to be like those that it kept.
     kept = sum(len(completion.token_ids) for completion in rollout.completions if not completion.writer)
     generate *= meter.total("completion/sampled_tokens") / max(kept, 1)
     work = {"generate": generate}
     if meter.total("time/reference_s"):
         work["reference"] = read
-    # Without a learning rate the policy stood still: the step was skipped, or a feature learned alone.
+    # Without a learning rate the policy did not learn: the step was skipped, or only a feature learned.
     if meter.total("policy/lr"):
         work["train"] = train * passes
     numbers: Numbers = {f"flops/{stage}": (flops / _TERA, 1) for stage, flops in work.items()}
@@ -41,12 +41,12 @@ def measure_flops(rollout: Rollout, passes: int, policy: Policy, meter: Meter) -
 
 
 def stage_flops(rollout: Rollout, cost: Cost) -> tuple[float, float, float]:
-    """Operations of sampling the policy's completions, of reading those that are learned from once without gradients,
-    and of a pass of training on them.
+    """Operations of sampling the policy's completions, of one forward over those that are learned from, and of one pass
+    of training on them.
 
-    A prompt counts once for its group, since that is enough, whether or not training shares it. Where a sequence is
-    read at once, attention counts at its whole length, as in PaLM, though causal attention needs half of it; in
-    decoding it counts at what a token attends to.
+    A prompt counts once for its group, whether or not training shares it. Where a sequence is read at once, attention
+    counts at its whole length, as in PaLM, though causal attention needs half of it; in decoding it counts at the
+    tokens that are attended to.
     """
     prompt_P = np.array([len(prompt.token_ids) for prompt in rollout.prompts], float)
     shape = len(rollout.prompts), rollout.num_generations

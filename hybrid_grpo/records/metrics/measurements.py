@@ -1,6 +1,6 @@
-"""What the stages of a step look like in numbers: from their records to the metrics of the catalogue.
+"""Measurements: from the records of a step's stages to the metrics of the catalogue.
 
-The functions return `Numbers`, which a `Meter` adds up. Which numbers give an alarm is decided in alarms.py.
+The functions return `Numbers`, which a `Meter` adds up.
 """
 
 import math
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from hybrid_grpo.policy import Policy
 
 _NGRAM = 3
-"""Tokens of a run that may repeat, as in the built-in reward `repetition_penalty`."""
+"""Length of the runs of tokens that may repeat, as in the built-in reward `repetition_penalty`."""
 
 
 def measure_step(rollout: Rollout, scores: Scores, outcome: str, threshold: float, own: int) -> Numbers:
-    """What a rollout and its scores are like: of every group the first `own` completions, which the policy sampled."""
+    """A rollout and its scores: the first `own` completions of every group, which the policy sampled."""
     size = rollout.num_generations
     rollout, scores = rollout.first(own), scores.first(own, size)
     return measure_rollout(rollout, scores, outcome, threshold) | measure_health(rollout, scores)
@@ -56,7 +56,7 @@ def measure_rollout(rollout: Rollout, scores: Scores, outcome: str, threshold: f
 
 
 def measure_rewards(scores: Scores, group_size: int) -> Numbers:
-    """What the reward functions said of the completions that have a reward, and where functions failed."""
+    """Rewards of the completions that have one, and the failures of reward functions."""
     numbers: Numbers = {}
     scored_B = scores.reward_B[~scores.reward_B.isnan()]
     if len(scored_B):
@@ -82,7 +82,7 @@ def measure_rewards(scores: Scores, group_size: int) -> Numbers:
 
 def measure_sources(rollout: Rollout, scores: Scores, outcome_B: Tensor, threshold: float) -> Numbers:
     """Prompts, reward and accuracy of every source of a mixture; nothing without one. `outcome_B` tells right from
-    wrong; NaN is not counted."""
+    wrong, without NaN."""
     numbers: Numbers = {}
     of_row = [prompt.source for prompt in rollout.row_prompts]
     for source in dict.fromkeys(filter(None, of_row)):
@@ -95,20 +95,20 @@ def measure_sources(rollout: Rollout, scores: Scores, outcome_B: Tensor, thresho
 
 
 def measure_turns(rollout: Rollout) -> Numbers:
-    """Turns of completions, and what was given between them; nothing where completions are no conversations."""
-    told = [completion for completion in rollout.completions if completion.messages]
-    if not told:
+    """Turns of completions, and the tokens between them; nothing where completions are not conversations."""
+    talks = [completion for completion in rollout.completions if completion.messages]
+    if not talks:
         return {}
-    turns, given = [c.turns for c in told], [sum(len(ids) for _, ids in c.given) for c in told]
+    turns, given = [c.turns for c in talks], [sum(len(ids) for _, ids in c.given) for c in talks]
     return {
-        "turns/mean": (sum(turns) / len(told), len(told)),
+        "turns/mean": (sum(turns) / len(talks), len(talks)),
         "turns/max": (max(turns), 1),
-        "turns/given_tokens": (sum(given) / len(told), len(told)),
+        "turns/given_tokens": (sum(given) / len(talks), len(talks)),
     }
 
 
 def measure_lengths(stage: str, completions: list[Completion]) -> Numbers:
-    """Mean length of completions and the share that was cut at the limit."""
+    """Mean length of completions, and the share that was cut at the limit."""
     count = len(completions)
     return {
         f"{stage}/length_mean": (sum(len(c.token_ids) for c in completions) / max(count, 1), count),
@@ -117,7 +117,7 @@ def measure_lengths(stage: str, completions: list[Completion]) -> Numbers:
 
 
 def measure_health(rollout: Rollout, scores: Scores) -> Numbers:
-    """Signs of reward hacking: what rewards go along with inside a group. Groups of equal rewards say nothing."""
+    """Signs of reward hacking: what rewards correlate with within groups. Groups of equal rewards say nothing."""
     shape = (len(rollout.prompts), rollout.num_generations)
     reward_PG = scores.reward_B.view(shape)
     shares = [repeated_share(completion.token_ids, _NGRAM) for completion in rollout.completions]
@@ -139,10 +139,8 @@ def measure_health(rollout: Rollout, scores: Scores) -> Numbers:
 
 
 def group_correlation(reward_PG: Tensor, value_PG: Tensor) -> Tensor:
-    """float64 [P], Pearson correlation of rewards with another number inside each group.
-
-    NaN where all rewards or all numbers of a group are equal; completions whose reward is NaN are left out.
-    """
+    """float64 [P], Pearson correlation of rewards with another number within each group, without completions whose
+    reward is NaN; NaN where all rewards or all numbers of a group are equal."""
     applies_PG = ~reward_PG.isnan()
     count_P1 = applies_PG.sum(1, keepdim=True).clamp(min=1)
     centred, varies_P = [], torch.ones(len(reward_PG), dtype=torch.bool)
@@ -158,7 +156,7 @@ def group_correlation(reward_PG: Tensor, value_PG: Tensor) -> Tensor:
 
 
 def measure_parity(batch: TrainBatch, logp_bT: Tensor) -> Numbers:
-    """How far the sampler was from the training forward of the same weights, on tokens of the policy."""
+    """The gap between the sampler and the training forward of the same weights, on the policy's tokens."""
     if not batch.micro.rows:
         return {}
     gap_bT = torch.where(batch.own_bT, (logp_bT.detach() - batch.sampler_logp_bT).abs(), 0.0)
@@ -170,8 +168,8 @@ def measure_parity(batch: TrainBatch, logp_bT: Tensor) -> Numbers:
 
 
 def sampling_spans(start: float, engine: "Engine") -> list[Span]:
-    """The stages of a rollout that began at `start` and has ended now: the switch to generation and back, sampling, and
-    the wait for other ranks, which `engine` has taken the time of."""
+    """The stages of a rollout that began at `start` and ends now: the switch to generation and back, sampling, and the
+    wait for other ranks, which `engine` has timed."""
     end = time.perf_counter()
     wait = end - engine.wait_s
     generate, release = start + engine.gather_s, wait - engine.release_s
@@ -184,8 +182,8 @@ def sampling_spans(start: float, engine: "Engine") -> list[Span]:
 
 
 def measure_sampling(rollout: Rollout, spans: Sequence[Span], captures: int | None) -> Numbers:
-    """Tokens and times of a rollout with the stages `sampling_spans`, in which decode steps were captured as CUDA
-    graphs (None without a GPU)."""
+    """Tokens and times of a rollout with the stages `spans`, and its decode steps captured as CUDA graphs (None without
+    a GPU)."""
     sampled = sum(len(completion.token_ids) for completion in rollout.completions if not completion.writer)
     seconds = {name: end - begin for name, begin, end in spans}
     return {
@@ -199,8 +197,8 @@ def measure_sampling(rollout: Rollout, spans: Sequence[Span], captures: int | No
 
 
 def measure_costs(rollout: Rollout, passes: int, policy: "Policy", meter: Meter) -> Numbers:
-    """Memory, and tokens a second of sampling and of so many passes of training over a rollout, by the meter's times,
-    with the operations of both. Without the speed of training where nothing was learned."""
+    """Memory, and tokens per second and operations of sampling and of `passes` of training over a rollout, by the
+    meter's times. Without the speed of training where nothing was learned."""
     rows = zip(rollout.row_prompts, rollout.completions, strict=True)
     tokens = sum(len(prompt.token_ids) + len(completion.token_ids) for prompt, completion in rows if completion.learned)
     generated = meter.total("completion/sampled_tokens") / meter.total("time/generate_s")
@@ -211,7 +209,7 @@ def measure_costs(rollout: Rollout, passes: int, policy: "Policy", meter: Meter)
 
 
 def measure_memory() -> Numbers:
-    """Peak of the GPU since the last call, and host memory now."""
+    """Peak memory of the GPU since the last call, and host memory now."""
     numbers: Numbers = {"memory/rss_gb": (psutil.Process().memory_info().rss / 1e9, 1)}
     if torch.cuda.is_available():
         numbers["memory/peak_gb"] = torch.cuda.max_memory_allocated() / 1e9, 1

@@ -1,6 +1,6 @@
-"""The meter that reduces the metrics of a step once, over micro-batches and ranks, as the catalogue says.
+"""The meter, which reduces the metrics of a step over micro-batches and ranks as the catalogue says.
 
-Writing the numbers down is not done here (see `sinks.py`).
+`sinks.py` writes them.
 """
 
 import math
@@ -17,15 +17,15 @@ from hybrid_grpo.model import ranks
 from hybrid_grpo.records.metrics.catalogue import FIXED, PATTERNS, Reduction, describe
 
 Span = tuple[str, float, float]
-"""A stage of a step: its name, and when it began and ended by `time.perf_counter`, in seconds."""
+"""A stage of a step: its name, its begin and its end, in seconds of `time.perf_counter`."""
 
 
 class Meter:
     """Collects the numbers of one step on this rank and reduces them over all ranks.
 
-    The layout of the reduction is fixed when the meter is made, from the catalogue and from the names of the
-    reward functions, evaluation sets, sources, tools and features, which every rank has from the same configuration. So
-    a rank may leave out a metric that the others have, and no set of `add` calls can misalign or hang the collectives.
+    The layout of the reduction is fixed at the start, by the catalogue and the names of reward functions, evaluation
+    sets, sources, tools and features, which are the same on every rank. So a rank may leave out a metric that the
+    others have, and no set of `add` calls can misalign or hang the collectives.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class Meter:
         tools: Sequence[str] = (),
         features: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """`device` is where collectives take place: the rank's GPU with NCCL. `samples` are the most completions that
-        an evaluation set has of a prompt; `features` are names that stand for the placeholders of features' metrics."""
+        """`device` is that of the collectives: the rank's GPU with NCCL. `samples` is the highest number of completions
+        per prompt of an evaluation set; `features` has the names for the placeholders of features' metrics."""
         ks = [str(k) for k in range(2, samples + 1)]
         names = {
             "<function>": rewards,
@@ -61,10 +61,10 @@ class Meter:
         self._added: dict[str, list[tuple[float | Tensor, float | Tensor]]] = {}
 
     def add(self, name: str, value: float | Tensor, count: float | Tensor = 1) -> None:
-        """Add a number or a 0-d tensor. Tensors are read only at `reduce`, so that nothing waits for the GPU here.
+        """Add a number or a 0-d tensor, which is read only at `reduce`, so that nothing waits for the GPU here.
 
-        `count` is the weight of the value in a mean: how many items it averages. A value of count 0 is left
-        out whatever it is, so the mean of nothing (NaN) may be added.
+        `count` is the weight of the value in a mean: the number of items that it averages. A value of count 0 is left
+        out, so the mean of nothing (NaN) may be added.
         """
         if name not in self._reductions:
             describe(name)
@@ -74,7 +74,7 @@ class Meter:
             self._added.setdefault(name, []).append((kept, count))
 
     def update(self, numbers: Mapping[str, tuple[float | Tensor, float | Tensor]]) -> None:
-        """Add what a stage measured: value and count by name."""
+        """Add the numbers of a stage: value and count by name."""
         for name, (value, count) in numbers.items():
             self.add(name, value, count)
 
@@ -84,8 +84,8 @@ class Meter:
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
-        """Add the seconds the block takes, and note it as a stage of the step; work still queued on the GPU is waited
-        for, before and after."""
+        """Add the seconds that the block takes, and record it as a stage of the step. Waits for the GPU before and
+        after the block."""
         stage = name.removeprefix("time/").removesuffix("_s")
         self._synchronize()
         start = time.perf_counter()
@@ -101,7 +101,7 @@ class Meter:
             torch.cuda.synchronize(self._device)
 
     def _read(self) -> dict[str, list[tuple[float, float]]]:
-        """Values and counts by name, those of count 0 left out; one copy from each device for all tensors together."""
+        """Values and counts by name, without those of count 0; a single copy per device for all tensors."""
         tensors = [x for added in self._added.values() for pair in added for x in pair if isinstance(x, Tensor)]
         numbers: dict[int, float] = {}
         for device in {tensor.device for tensor in tensors}:
@@ -114,7 +114,7 @@ class Meter:
         return {name: [(float(value), float(count)) for value, count in added if count] for name, added in read.items()}
 
     def reduced(self, numbers: Mapping[str, tuple[float | Tensor, float | Tensor]]) -> dict[str, float]:
-        """Numbers of a stage as `reduce` would give them, beside what was added, which stays. Collective."""
+        """The numbers of a stage as `reduce` would return them; what was added before stays. Collective."""
         added, spans, self._added = self._added, self.spans, {}
         self.update(numbers)
         values = self.reduce()
@@ -122,10 +122,8 @@ class Meter:
         return values
 
     def reduce(self) -> dict[str, float]:
-        """The numbers of the step by name, the same on all ranks; the meter is empty afterwards.
-
-        A metric that no rank added is left out. All ranks must call it: two collectives.
-        """
+        """The numbers of the step by name, the same on all ranks, without metrics that no rank added; empties the
+        meter. Two collectives."""
         sums = torch.zeros(len(self._reductions), 2, dtype=torch.float64)
         highs = torch.full_like(sums, -math.inf)
         read = self._read()
@@ -153,7 +151,7 @@ class Meter:
 
 
 def _total(added: list[tuple[float, float]], reduction: Reduction) -> tuple[float, float]:
-    """What the sum over ranks takes in: total and count; for extremes only whether one of the values is NaN."""
+    """Input of the sum over ranks: total and count; for extremes, whether one of the values is NaN."""
     if reduction == "mean":
         return sum(value * count for value, count in added), sum(count for _, count in added)
     if reduction in ("sum", "rank_mean"):
@@ -162,9 +160,7 @@ def _total(added: list[tuple[float, float]], reduction: Reduction) -> tuple[floa
 
 
 def _extremes(added: list[tuple[float, float]], reduction: Reduction) -> tuple[float, float]:
-    """What the maximum over ranks takes in: the highest value, and minus the lowest one.
-
-    A comparison with NaN has no defined outcome in a collective: NaN is left out, and carried by the total.
-    """
+    """Input of the maximum over ranks: the highest value, and minus the lowest one. NaN, which collectives do not
+    compare in a defined way, is left out and carried by the total."""
     values = [value for value, _ in (added[-1:] if reduction == "same" else added) if not math.isnan(value)]
     return (max(values), -min(values)) if values else (-math.inf, -math.inf)

@@ -1,1 +1,1 @@
-"""A model's repository: its card, its curves."""
+"""The repository of a trained model: its files, its card, its curves."""

@@ -1,7 +1,7 @@
-"""The model card: what a reader of a published model asks, answered from the folder of its run.
+"""The model card of a published model, from the folder of its run.
 
-`card.md.j2` decides how the card looks, and huggingface_hub how its head for the hub does. No secrets and no local
-folders get into it: see `config/secrets.py`.
+`card.md.j2` is its text, and huggingface_hub writes its head for the hub. It contains neither secrets nor local
+folders: see `config/secrets.py`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _STAGES: dict[str, tuple[str, str, Any]] = {
     "sft": ("sft", "supervised fine-tuning", SftConfig),
     "reward": ("reward", "training a reward model on pairs of answers", RewardStageConfig),
 }
-"""Command, method and configuration of a stage, by the section that only this stage has."""
+"""Command, method and configuration of a stage, by the section that no other stage has."""
 _ACCURACY = re.compile(r"eval/[^/]+/(accuracy|(pass|maj)@\d+)|reward_model/heldout_accuracy")
 _MEASURED = re.compile(r"eval/[^/]+/(?!stderr)[^/]+|reward_model/heldout_\w+")
 _OF_THE_PLACE = {"checkpoint": None, "log": None, "run": ("name", "dir", "resume"), "policy": ("model",)}
-"""Settings that say nothing about what is learned, by section; None for all of a section."""
+"""Settings that do not matter for what is learned, by section; None: all of a section."""
 _MOST_ROWS = 12
 """Rows of the table of evaluations during the run."""
 
@@ -45,38 +45,38 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Number:
-    """What was measured of the published model."""
+    """A measurement of the published model."""
 
     name: str
     value: float
     before: float | None = None
-    """Of the starting model."""
+    """The same of the starting model."""
     interval: Interval | None = None
     """Bounds at 95 %."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is known of how good the published model is."""
+    """How good the published model is."""
 
     numbers: list[Number]
     how: str
-    """How the numbers and their intervals were made, in a sentence or two."""
+    """How the numbers and their intervals were measured, in a sentence or two."""
     against: str = "starting model"
-    """The model that `Number.before` is of."""
+    """The model of `Number.before`."""
 
     def table(self) -> list[list[str]]:
-        """The head, and a row for each number; without the column of the other model where there is none."""
+        """The head, and a row for each number; without a column for the other model where there is none."""
         rows = [["number", self.against, "this model", "95 % interval"], *map(_row, self.numbers)]
         return rows if any(row[1] for row in rows[1:]) else [[row[0], *row[2:]] for row in rows]
 
     @staticmethod
-    def printed(said: Mapping[str, Any]) -> Evaluation:
-        """What `hybrid-grpo eval` has printed; raises the errors of Python where it is something else."""
-        bounds, against = said["intervals"], said.get("against", {})
+    def printed(output: Mapping[str, Any]) -> Evaluation:
+        """From the output of `hybrid-grpo eval`; raises Python's errors where it is something else."""
+        bounds, against = output["intervals"], output.get("against", {})
         numbers = [
             Number(name, float(value), against.get(name), tuple(bounds[name]) if bounds.get(name) else None)
-            for name, value in said.items()
+            for name, value in output.items()
             if _MEASURED.fullmatch(name)
         ]
         other = _spelled(against["model"], looks_like_path(against["model"])) if against else ""
@@ -85,14 +85,11 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """The folder of a run, of which one model is published.
-
-    Raises UserError, where it is used, for a folder that is not that of a run.
-    """
+    """The folder of a run, one of whose models is published. Its properties raise UserError for any other folder."""
 
     folder: Path
     model: Path
-    """Folder of the model, which the run has exported."""
+    """Folder of the model that the run exported."""
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -112,7 +109,7 @@ class TrainedRun:
 
     @cached_property
     def facts(self) -> dict[str, str]:
-        """What stands at the head of config.yaml, by name, as strangers may read it."""
+        """The comments at the head of config.yaml, by name, as strangers may read them."""
         text = (self.folder / "config.yaml").read_text(encoding="utf-8")
         for was, shown in _changed(self.settings):
             text = text.replace(was, shown)
@@ -120,7 +117,6 @@ class TrainedRun:
 
     @property
     def step(self) -> int:
-        """Step after which the model was exported."""
         return int(exported(self.model)["step"])
 
     @cached_property
@@ -136,19 +132,19 @@ class TrainedRun:
 
     @cached_property
     def place(self) -> Path:
-        """The folder in which the run was started, which its paths are relative to, as far as its own path tells."""
+        """The folder that the run's paths are relative to, as far as its own path shows."""
         run = self.settings.get("run", {})
         own, here = Path(run.get("dir", "")) / run.get("name", ""), self.folder.resolve()
         is_below = not own.is_absolute() and here.parts[-len(own.parts) :] == own.parts
         return here.parents[len(own.parts) - 1] if is_below else Path()
 
     def is_local(self, name: str) -> bool:
-        """Whether a model or a data set of the settings is one of this machine, and none of the hub."""
+        """Whether a model or a data set of the settings is on this machine and not on the hub."""
         return looks_like_path(name) or (self.place / name).exists()
 
     @cached_property
     def ancestors(self) -> list[str]:
-        """The starting model; where another run has trained it, also the one that run started from, and so on."""
+        """The starting model; where another run trained it, also the model that run started from, and so on."""
         models = [str(self.settings["policy"]["model"])]
         while (recipe := (self.place / models[-1]).parent / "config.yaml").is_file():
             model = str(read_recipe(recipe).get("policy", {}).get("model", ""))
@@ -159,13 +155,13 @@ class TrainedRun:
 
     @property
     def data_sets(self) -> list[str]:
-        """The data sets to train on that are the hub's."""
+        """The training data sets that are on the hub."""
         data = self.settings.get("data", {})
         paths = [data.get("path"), *(source.get("path") for source in data.get("mixture") or [])]
         return list(dict.fromkeys(path for path in paths if path and not self.is_local(path)))
 
     def source_of(self, held_out: str) -> str:
-        """Hub name of a held-out set; its own name where it is none of the hub's."""
+        """Hub name of a held-out set; its own name where it is not on the hub."""
         data, given = self.settings.get("data", {}), self.settings.get("eval", {}).get("sets", {}).get(held_out)
         if given is not None and given.get("task") in READY_MADE:
             data = ready_made_settings(given["task"]).get("data", {})
@@ -173,7 +169,7 @@ class TrainedRun:
         return held_out if not source or self.is_local(source) else source
 
     def evaluation(self) -> Evaluation:
-        """What the run has measured on held-out data, last at or before the step of the model."""
+        """The run's own latest measurements on held-out data, up to the step of the model."""
         numbers = []
         for name in dict.fromkeys(name for line in self.lines for name in line if _MEASURED.fullmatch(name)):
             lines = [line for line in self.lines if line.get(name) is not None]
@@ -183,12 +179,12 @@ class TrainedRun:
         return Evaluation(
             numbers,
             "Means over the held-out data, measured by the run. The interval of an accuracy of completions is 1.96"
-            " standard errors to both sides; where all prompts went alike it has none.",
+            " standard errors to both sides; it is missing where all prompts had the same result.",
         )
 
 
 def write_card(path: Path, run: TrainedRun, evaluation: Evaluation, name: str, license: str | None) -> None:
-    """Write the model card of a run, beside its curves.svg where it has one. `name` is what the model loads by."""
+    """Write the model card of a run, beside its curves.svg where there is one. The model loads by `name`."""
     command, method, cls = run.stage
     is_reward_model = command == "reward"
     head = ModelCardData(
@@ -228,7 +224,7 @@ def write_card(path: Path, run: TrainedRun, evaluation: Evaluation, name: str, l
 
 
 def _changed(value: Any) -> Iterator[tuple[str, str]]:
-    """The texts among settings that strangers are shown otherwise, each with what is shown; the longest first."""
+    """The texts among settings that strangers must not see, each with what is shown instead; the longest first."""
     texts = {text: publishable(text) for text in _texts(value)}
     return iter(sorted(((a, b) for a, b in texts.items() if a != b), key=lambda pair: -len(pair[0])))
 
@@ -246,8 +242,8 @@ def _as_yaml(settings: Any) -> str:
 
 
 def _interval(name: str, line: Mapping[str, float]) -> Interval | None:
-    """1.96 standard errors about an accuracy; None where the run has no standard error, or one of 0, which says that
-    all prompts went alike and not that the number is exact."""
+    """1.96 standard errors about an accuracy; None without a standard error, or where it is 0, which means that all
+    prompts had the same result and not that the number is exact."""
     stage, _, number = name.rpartition("/")
     error = line.get(f"{stage}/stderr") if number == "accuracy" else None
     return (max(0.0, line[name] - 1.96 * error), min(1.0, line[name] + 1.96 * error)) if error else None
@@ -260,7 +256,7 @@ def _row(number: Number) -> list[str]:
 
 
 def _evaluations(run: TrainedRun) -> tuple[list[str], list[list[str]]]:
-    """Names of the accuracies, and a row for each step at which one was measured: first, last, and some between."""
+    """Names of the accuracies, and a row for each of the steps that measured one: the first, the last, some between."""
     names = list(dict.fromkeys(name for line in run.lines for name in line if _ACCURACY.fullmatch(name)))
     lines = [line for line in run.lines if any(line.get(name) is not None for name in names)]
     if len(lines) > _MOST_ROWS:
@@ -271,7 +267,7 @@ def _evaluations(run: TrainedRun) -> tuple[list[str], list[list[str]]]:
 
 
 def _results(run: TrainedRun, numbers: list[Number]) -> list[EvalResult]:
-    """The accuracies as the hub keeps them."""
+    """The accuracies in the hub's format."""
     task = "text-classification" if run.stage[0] == "reward" else "text-generation"
     results = []
     for number in numbers:
@@ -283,7 +279,7 @@ def _results(run: TrainedRun, numbers: list[Number]) -> list[EvalResult]:
 
 
 def _differing(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that are not the defaults, by section; without those of the place where the run was made."""
+    """The settings that differ from the defaults, by section, without those in `_OF_THE_PLACE`."""
     changed: dict[str, Any] = {}
     for section, values in settings.items():
         left_out, usual = _OF_THE_PLACE.get(section, ()), defaults.get(section, {})
@@ -296,7 +292,7 @@ def _differing(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
 
 
 def _spelled(model: str, is_local: bool) -> str:
-    """A model as strangers know it: its hub name, or the name of its run or folder."""
+    """A model for strangers: its hub name, or the name of its run or folder."""
     if not is_local:
         return f"[{model}](https://huggingface.co/{model})"
     path = Path(model)

@@ -1,4 +1,4 @@
-"""Publishing: the trained model of a run with its card, in a repository of the Hugging Face hub or in a folder."""
+"""A publication: the trained model of a run with its card, in a repository of the Hugging Face hub or in a folder."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from hybrid_grpo.records.files import sync_tree
 from hybrid_grpo.records.lock import FolderLock
 from hybrid_grpo.records.publishing.card import Evaluation, TrainedRun, write_card
 from hybrid_grpo.records.publishing.curves import draw_curves
-from hybrid_grpo.records.write_failures import why
+from hybrid_grpo.records.write_failures import one_line
 
 CONTENTS = "publication.json"
-"""File of a publication that lists its files and their sizes, by which it is known again."""
+"""File of a publication that lists its files and their sizes, by which it is recognized."""
 _NAMING_FOLDERS = ("config.json", "generation_config.json", "tokenizer_config.json", "adapter_config.json")
-"""Files of a model in which libraries may have noted where it was loaded from."""
+"""Files of a model in which libraries may have recorded where it was loaded from."""
 
 
 def publish(folder: Path, options: PublishOptionsConfig) -> str:
-    """Publish a model of the run in `folder`; return the address of the repository, or the folder. Raises UserError.
-    Where there are several ranks, rank 0 does it."""
+    """Publish a model of the run in `folder`, on rank 0; return the address of the repository, or the folder. Raises
+    UserError."""
     address = str(options.folder) if options.hub is None else f"{huggingface_hub.constants.ENDPOINT}/{options.hub}"
     if rank() != 0:
         return address
@@ -60,15 +60,15 @@ def _trained_run(folder: Path, model: str) -> TrainedRun:
 
 
 def _evaluation(file: Path, run: TrainedRun) -> Evaluation:
-    """What `hybrid-grpo eval` has printed of the model."""
+    """The output of `hybrid-grpo eval` for the model."""
     try:
-        said = json.loads(file.read_text(encoding="utf-8").strip().splitlines()[-1])
-        of_model, evaluation = Path(said["model"]), Evaluation.printed(said)
+        printed = json.loads(file.read_text(encoding="utf-8").strip().splitlines()[-1])
+        of_model, evaluation = Path(printed["model"]), Evaluation.printed(printed)
     except OSError as error:
         raise UserError(f"publish.evaluation {file} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):
         raise UserError(
-            f"publish.evaluation {file} is not what hybrid-grpo eval prints on standard output: write it anew with"
+            f"publish.evaluation {file} is not what hybrid-grpo eval prints on standard output: write it again with"
             f" hybrid-grpo eval --config {run.folder}/config.yaml > {file}"
         ) from None
     refuse(
@@ -85,7 +85,7 @@ def _fill(
     options: PublishOptionsConfig,
     copy: Callable[[Path, Path], Any],
 ) -> None:
-    """Write all that is published into the folder `draft`, which does not exist."""
+    """Write everything that is published into the folder `draft`, which does not exist yet."""
     for source in sorted(path for path in run.model.rglob("*") if path.is_file() and path.name != FACTS):
         target = draft / source.relative_to(run.model)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -105,13 +105,13 @@ def _fill(
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Bytes of the files of a publication, by their paths in it."""
+    """Sizes in bytes of the files of a publication, by their paths in it."""
     files = (path for path in sorted(folder.rglob("*")) if not path.is_dir())
     return {str(path.relative_to(folder)): path.lstat().st_size for path in files if path.name != CONTENTS}
 
 
 def _is_publication(folder: Path) -> bool:
-    """Whether a folder holds an earlier publication as it was written, and nothing else."""
+    """Whether a folder holds an unchanged earlier publication and nothing else."""
     try:
         listed: Any = json.loads((folder / CONTENTS).read_bytes())["files"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -120,12 +120,12 @@ def _is_publication(folder: Path) -> bool:
 
 
 def _into_folder(run: TrainedRun, evaluation: Evaluation, options: PublishOptionsConfig, target: Path) -> None:
-    """Write the folder `target`, whole or not at all."""
+    """Write the folder `target`, completely or not at all."""
     _check_target(target)
-    with _told(target), _folder_beside(target) as beside:
+    with one_line(target, ""), _folder_beside(target) as beside:
         _fill(beside / "draft", run, evaluation, options, shutil.copy2)
         sync_tree(beside / "draft")
-        # Again, since copying a large model takes minutes.
+        # Checked again, since copying a large model takes minutes.
         _check_target(target)
         replaces = target.exists()
         if replaces:
@@ -142,14 +142,14 @@ def _check_target(target: Path) -> None:
     is_free = not target.exists() or (target.is_dir() and (not any(target.iterdir()) or _is_publication(target)))
     refuse(
         target.is_symlink() or not is_free,
-        f"publish.folder {target} holds something else than a publication as it was written: give another folder, or"
+        f"publish.folder {target} holds something other than an unchanged publication: give another folder, or"
         " move it away",
     )
 
 
 @contextmanager
 def _folder_beside(target: Path) -> Iterator[Path]:
-    """A folder for drafts on the disk of `target`, which is gone afterwards."""
+    """A temporary folder on the same disk as `target`."""
     target.absolute().parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{target.name}_", dir=target.absolute().parent))
     try:
@@ -158,21 +158,11 @@ def _folder_beside(target: Path) -> Iterator[Path]:
         shutil.rmtree(beside, ignore_errors=True)
 
 
-@contextmanager
-def _told(target: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"{target} cannot be written: {why(error, target.absolute().parent)}: make room or mend it"
-        ) from error
-
-
 def _check_hub(name: str) -> None:
     """Refuse a repository that the hub would refuse, before anything is written."""
     refuse(
         huggingface_hub.constants.HF_HUB_OFFLINE,
-        f"publish.hub {name}: HF_HUB_OFFLINE is set: take it out, or give publish.folder",
+        f"publish.hub {name}: HF_HUB_OFFLINE is set: unset it, or give publish.folder",
     )
     refuse("/" not in name, f"publish.hub {name} has no owner: give it as you/{name}")
     with _refused_by_hub(name):
@@ -185,11 +175,11 @@ def _check_hub(name: str) -> None:
 
 
 def _onto_hub(run: TrainedRun, evaluation: Evaluation, options: PublishOptionsConfig, name: str) -> None:
-    """Make the repository if there is none, and upload everything in one commit."""
+    """Create the repository if there is none, and upload everything in one commit."""
     _check_hub(name)
-    # On the disk of the run, where links spare a copy of the weights.
+    # On the disk of the run, where hard links save a copy of the weights.
     with _folder_beside(run.folder / "publication") as beside:
-        with _told(run.folder):
+        with one_line(run.folder, ""):
             _fill(beside / "draft", run, evaluation, options, _link)
         with _refused_by_hub(name):
             api = huggingface_hub.HfApi()
@@ -197,7 +187,7 @@ def _onto_hub(run: TrainedRun, evaluation: Evaluation, options: PublishOptionsCo
             files = set(api.list_repo_files(name)) - {".gitattributes"}
             refuse(
                 bool(files) and CONTENTS not in files,
-                f"publish.hub {name} has files that are no publication: give the name of another repository",
+                f"publish.hub {name} has files that are not a publication: give the name of another repository",
             )
             api.upload_folder(
                 repo_id=name,
@@ -210,21 +200,21 @@ def _onto_hub(run: TrainedRun, evaluation: Evaluation, options: PublishOptionsCo
 
 @contextmanager
 def _refused_by_hub(name: str) -> Iterator[None]:
-    """Tells what the hub, or the way to it, refuses in one line."""
+    """Turns an error of the hub, or of the network, into a UserError of one line."""
     try:
         yield
     except UserError:
         raise
     except (HTTPError, OSError, ValueError) as error:
-        said = getattr(error, "server_message", None) or (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = getattr(error, "server_message", None) or (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"publish.hub {name} cannot be written: {said}: see that the hub can be reached and that you are logged in"
-            " (hf auth whoami), or give publish.folder"
+            f"publish.hub {name} cannot be written: {reason}: check that the hub is reachable and that you are logged"
+            " in (hf auth whoami), or give publish.folder"
         ) from error
 
 
 def _link(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
-    except OSError:  # the file system has no links
+    except OSError:  # the file system has no hard links
         shutil.copy2(source, target)

@@ -1,8 +1,8 @@
-"""The process of one tracker: it follows the files of a run's folder and shows them there, until the run has ended.
+"""The process of one tracker: it follows the files of a run's folder until the run has ended.
 
 `process.py` starts it with the number of an open file, which has its arguments as JSON. A line on standard input asks
-it to finish: `ended` where the run has ended well, else `failed`, which the end of the input, or of rank 0, means too.
-Whatever fails or hangs in the tracker is told in one line and ends this process alone.
+it to finish: `ended` where the run ended well, else `failed`, like the end of the input or of rank 0. Whatever fails or
+hangs in the tracker is reported in one line and ends this process only.
 """
 
 import importlib
@@ -26,25 +26,24 @@ from hybrid_grpo.records.trackers.steps import TrackedStep, TrackedSteps
 LOOK_SECONDS = 0.5
 """Between two looks into the folder."""
 LIMIT_SECONDS = 90.0
-"""For anything that a tracker does; after that it is taken to hang."""
+"""For anything that a tracker does; then it counts as hanging."""
 FAILED = 3
-"""Exit status where the failure has been told."""
+"""Exit status where the failure was reported."""
 
 
 class Tracker(Protocol):
-    """Shows a run. It is made with the run's folder, the log settings, the configuration of the run, and whether the
+    """Shows a run. It is created with the run's folder, the log settings, the configuration of the run, and whether the
     run is resumed; it may raise anything."""
 
     greeting: str
-    """Where the run is to be seen, in one line."""
+    """Where the run is shown, in one line."""
 
-    def write(self, entry: TrackedStep) -> None: ...
+    def write(self, step: TrackedStep) -> None: ...
 
     def close(self, files: list[Path], failed: bool) -> None: ...
 
 
 def make(name: str, folder: Path, config: LogConfig, settings: dict[str, Any], resumes: bool) -> Tracker:
-    """The tracker of that name, from the file of that name."""
     module = importlib.import_module(f"hybrid_grpo.records.trackers.{name}")
     tracker: Tracker = getattr(module, f"{name.capitalize()}Tracker")(folder, config, settings, resumes)
     return tracker
@@ -55,22 +54,22 @@ class _Follower:
         self._name, self._limit_s = name, limit_s
         self._out, self._err = (os.fdopen(os.dup(number), "w") for number in (1, 2))
         nothing = os.open(os.devnull, os.O_WRONLY)
-        for number in (1, 2):  # trackers are talkative
+        for number in (1, 2):  # trackers print a lot
             os.dup2(nothing, number)
 
     def follow(self, folder: Path, log: dict[str, Any], settings: dict[str, Any], done: int) -> NoReturn:
         asked, words = threading.Event(), list[bytes]()
         threading.Thread(target=_listen, args=[asked, words], daemon=True).start()
         parent, config = os.getppid(), LogConfig(**log)
-        entries = TrackedSteps(folder, done, config.histograms_every)
+        tracked = TrackedSteps(folder, done, config.histograms_every)
         try:
             with self._within("starting"):
                 tracker = make(self._name, folder, config, settings, done >= 0)
             self._say(self._out, tracker.greeting)
             while not asked.wait(LOOK_SECONDS) and os.getppid() == parent:
-                self._show(tracker, entries.new())
-            self._show(tracker, entries.new())
-            self._show(tracker, entries.unfinished())
+                self._show(tracker, tracked.new())
+            self._show(tracker, tracked.new())
+            self._show(tracker, tracked.unfinished())
             with self._within("finishing"):
                 files = [file for name in ("report.html", "config.yaml") if (file := folder / name).exists()]
                 tracker.close(files, failed=words != [b"ended\n"])
@@ -79,14 +78,13 @@ class _Follower:
             self._give_up(f"{type(error).__name__}: {reason[:300]}")
         self._leave(0)
 
-    def _show(self, tracker: Tracker, entries: Iterator[TrackedStep]) -> None:
-        for entry in entries:
-            with self._within(f"writing step {entry.step}"):
-                tracker.write(entry)
+    def _show(self, tracker: Tracker, steps: Iterator[TrackedStep]) -> None:
+        for step in steps:
+            with self._within(f"writing step {step.step}"):
+                tracker.write(step)
 
     @contextmanager
     def _within(self, doing: str) -> Iterator[None]:
-        """Give up where the block does not end in time."""
         why = f"{doing} did not end within {self._limit_s:g} s"
         timer = threading.Timer(self._limit_s, self._give_up, [why])
         timer.daemon = True
@@ -105,7 +103,7 @@ class _Follower:
             print(message, file=stream, flush=True)
 
     def _leave(self, status: int) -> NoReturn:
-        """End without the interpreter's shutdown, where trackers wait for what may hang."""
+        """Exit without the interpreter's shutdown, in which trackers wait for what may hang."""
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -119,11 +117,11 @@ def _listen(asked: threading.Event, words: list[bytes]) -> None:
 
 
 def main() -> NoReturn:
-    # The run decides when this ends, not who interrupts the run.
+    # The run decides when this process ends, not a signal to the whole process group.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.nice(5)
-    # Trackers leave a folder for each table to the interpreter's shutdown.
+    # Trackers leave the removal of a folder for each table to the interpreter's shutdown.
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="hybrid_grpo_")
     with open(int(sys.argv[1]), "rb") as file:
         given = json.load(file)

@@ -1,4 +1,4 @@
-"""A run in MLflow, where MLFLOW_TRACKING_URI says, else in MLflow's own default place."""
+"""A run in MLflow, at MLFLOW_TRACKING_URI or MLflow's own default."""
 
 import math
 import re
@@ -9,7 +9,7 @@ from hybrid_grpo.config import LogConfig
 from hybrid_grpo.records.trackers.steps import TrackedStep, table
 
 _LONGEST_PARAMETER = 6000
-"""Characters of a parameter that MLflow takes."""
+"""Characters of a parameter that MLflow accepts."""
 
 
 class MlflowTracker:
@@ -33,27 +33,27 @@ class MlflowTracker:
             mlflow.set_tags(tags)
         self.greeting = f"mlflow: {mlflow.get_tracking_uri()}, experiment {config.wandb_project}"
 
-    def write(self, entry: TrackedStep) -> None:
-        """Log the numbers of a step, now and then its samples as a table, and its alarms as tags."""
-        # MLflow's names have no @, and its server refuses what is not finite.
-        numbers = {name.replace("@", "_at_"): value for name, value in entry.values.items() if math.isfinite(value)}
-        self._mlflow.log_metrics(numbers, step=entry.step)
-        if entry.samples and (entry.distributions or entry.alarms):  # a file each
-            columns, cells = table(entry.samples)
+    def write(self, step: TrackedStep) -> None:
+        """Log the numbers of a step, occasionally its samples as a table, and its alarms as tags."""
+        # MLflow's names have no @, and its server refuses NaN and infinity.
+        numbers = {name.replace("@", "_at_"): value for name, value in step.values.items() if math.isfinite(value)}
+        self._mlflow.log_metrics(numbers, step=step.step)
+        if step.samples and (step.distributions or step.alarms):  # a file each
+            columns, cells = table(step.samples)
             data = {column: [row[place] for row in cells] for place, column in enumerate(columns)}
-            self._mlflow.log_dict(data, f"samples/step_{entry.step:06d}.json")
-        for number, message in enumerate(entry.alarms):
-            self._mlflow.set_tag(f"alarm_step_{entry.step}_{number}", message)
+            self._mlflow.log_dict(data, f"samples/step_{step.step:06d}.json")
+        for number, message in enumerate(step.alarms):
+            self._mlflow.set_tag(f"alarm_step_{step.step}_{number}", message)
 
     def close(self, files: list[Path], failed: bool) -> None:
-        """Keep files of the run as artifacts, and finish."""
+        """Upload files of the run as artifacts, and finish."""
         for file in files:
             self._mlflow.log_artifact(str(file))
         self._mlflow.end_run("FAILED" if failed else "FINISHED")
 
 
 def flat(settings: dict[str, Any], above: str = "") -> list[tuple[str, Any]]:
-    """Nested settings as pairs of a dotted name and a value, with names that MLflow takes."""
+    """Nested settings as pairs of a dotted name that MLflow accepts and a value."""
     found = []
     for name, value in settings.items():
         name = above + re.sub(r"[^\w.\- /]", "_", name)

@@ -1,4 +1,4 @@
-"""Starting and ending the process that shows a run on a tracker (`follower.py`)."""
+"""The process of a tracker (`follower.py`), as rank 0 starts and ends it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ def chosen_trackers(config: LogConfig) -> list[str]:
 
 
 def start_trackers(config: LogConfig, folder: Path, settings: dict[str, Any], done: int) -> list[TrackerProcess]:
-    """The processes of log.trackers; see `TrackerProcess`."""
     started = []
     for name in chosen_trackers(config):
         try:
@@ -39,8 +38,7 @@ def start_trackers(config: LogConfig, folder: Path, settings: dict[str, Any], do
 
 
 class TrackerProcess:
-    """The process of a tracker, on rank 0. It reads what it shows from the run's folder; only `close`
-    waits for it."""
+    """The process of a tracker. It reads what it shows from the run's folder; only `close` waits for it."""
 
     def __init__(
         self,
@@ -53,17 +51,17 @@ class TrackerProcess:
     ) -> None:
         """
         Args:
-            done: the last step that the tracker has of a run that is resumed; -1: a new run.
-            limit_s: seconds after which a tracker is taken to hang.
+            done: the last step that the tracker has of a resumed run; -1: a new run.
+            limit_s: seconds after which the tracker counts as hanging.
         """
-        self._name, self._told = name, False
+        self._name, self._warned = name, False
         package = str(Path(__file__).parents[3])
         path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
         given = {
             **{"tracker": name, "folder": str(folder.absolute()), "done": done, "limit_s": limit_s},
             **{"log": masked(asdict(config)), "settings": json_safe(settings)},
         }
-        with tempfile.TemporaryFile() as file:  # a pipe may be full before anybody reads it
+        with tempfile.TemporaryFile() as file:  # a pipe may fill up before anybody reads it
             file.write(json.dumps(given).encode())
             file.seek(0)
             self._process = subprocess.Popen(
@@ -77,21 +75,21 @@ class TrackerProcess:
         self._input = self._process.stdin
 
     def look(self) -> None:
-        """Say once where the tracker's process has ended without telling why."""
+        """Warn once where the process has ended without reporting why."""
         status = self._process.poll()
-        if status not in (None, 0, FAILED) and not self._told:
-            self._told = True
+        if status not in (None, 0, FAILED) and not self._warned:
+            self._warned = True
             self._warn(f"is off for the rest of this run: its process ended with status {status}")
 
     def ask(self, failed: bool = False) -> None:
-        """Ask the tracker to finish, and to say so where the run has failed."""
+        """Ask the tracker to finish; `failed`: the run has failed."""
         self.look()
         with suppress(OSError):
             self._input.write(b"failed\n" if failed else b"ended\n")
             self._input.flush()
 
     def close(self, patience_s: float) -> None:
-        """Wait for a tracker that was asked to finish, for so many seconds at most."""
+        """Wait for at most `patience_s` until the tracker has finished."""
         try:
             self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
@@ -103,11 +101,10 @@ class TrackerProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether the process has ended, for whatever reason."""
         return self._process.poll() is not None
 
     def children(self) -> list[psutil.Process]:
-        """What the tracker has started, such as the service of wandb."""
+        """The processes of the tracker, such as the service of wandb."""
         try:
             return list(psutil.Process(self._process.pid).children(recursive=True))
         except psutil.NoSuchProcess:
@@ -118,7 +115,7 @@ class TrackerProcess:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         self._process.kill()
-        self._told = True
+        self._warned = True
         self._process.wait()
 
     def _warn(self, message: str) -> None:

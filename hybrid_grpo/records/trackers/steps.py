@@ -1,4 +1,4 @@
-"""What a run's folder tells a tracker: an entry for each step, read as the files grow."""
+"""The steps of a run as trackers show them, read from its folder while the files grow."""
 
 import json
 import math
@@ -14,11 +14,11 @@ from hybrid_grpo.records.json_lines import GrowingFile, parse_step, read_jsonl
 from hybrid_grpo.records.metrics.catalogue import TIME_METRICS, TOKEN_METRICS
 
 STEP, TOKENS, HOURS = AXES = ("progress/step", "progress/tokens", "progress/hours")
-"""What curves are drawn over: the step, completion tokens sampled (`sft`: target tokens) since the run began, and hours
-of training, evaluation and checkpoints."""
+"""What curves are drawn over: the step, the completion tokens sampled so far (`sft`: target tokens), and the hours of
+training, evaluation and checkpoints."""
 
 _EACH, _OF_ALARM = 4, 32
-"""Samples of each kind that are shown of a step, and of a step with an alarm."""
+"""Samples of each kind, and of a step with an alarm."""
 
 Row = dict[str, Any]
 """A line of rollouts/step_*.jsonl: a completion with its rewards."""
@@ -26,15 +26,15 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class TrackedStep:
-    """What a tracker shows of one step."""
+    """One step as a tracker shows it."""
 
     step: int
     values: dict[str, float]
     """The metrics and the AXES by name; NaN where metrics.jsonl has null."""
     samples: list[tuple[str, Row]] = field(default_factory=list)
-    """Completions worth reading, each with the reason: best, worst, surprising, alarm."""
+    """Completions worth reading, each with why: best, worst, surprising, alarm."""
     distributions: dict[str, list[float]] = field(default_factory=dict)
-    """Rewards, lengths (tokens) and advantages of all completions, where a histogram of them is due."""
+    """Rewards, lengths in tokens and advantages of all completions, where a histogram is due."""
     alarms: list[str] = field(default_factory=list)
 
 
@@ -91,8 +91,8 @@ class TrackedSteps:
 
 
 def chosen(rows: list[Row], alarm: bool) -> list[tuple[str, Row]]:
-    """The best and the worst completions of a step by reward, each of another group, and the most surprising by the
-    size of their advantage: those that their group did not make likely. After an alarm, further ones from the start."""
+    """The completions of a step with the highest and the lowest rewards and those with the largest advantages, which
+    their group did not make likely, each from a different group. After an alarm, also the first ones of the step."""
     scored = [row for row in rows if row["reward"] is not None]
     ranked = sorted(scored, key=lambda row: row["reward"])
     surprising = sorted(scored, key=lambda row: -abs(row["advantage"] or 0.0))
@@ -100,13 +100,12 @@ def chosen(rows: list[Row], alarm: bool) -> list[tuple[str, Row]]:
     wanted += [("surprising", row) for row in _of_groups(surprising)]
     wanted += [("alarm", row) for row in rows[:_OF_ALARM]] if alarm else []
     firsts: dict[int, tuple[str, Row]] = {}
-    for why, row in wanted:  # a completion that is wanted for two reasons is shown for the first
+    for why, row in wanted:  # a completion with two reasons is shown for the first one
         firsts.setdefault(id(row), (why, row))
     return list(firsts.values())
 
 
 def _of_groups(rows: list[Row]) -> list[Row]:
-    """The first rows, one of each group."""
     firsts: dict[int, Row] = {}
     for row in rows:
         firsts.setdefault(row["group"], row)
@@ -114,23 +113,28 @@ def _of_groups(rows: list[Row]) -> list[Row]:
 
 
 def distributions(rows: list[Row]) -> dict[str, list[float]]:
-    """Rewards, lengths and advantages of completions, without those that have none."""
     found = {name: [row[name] for row in rows if row[name] is not None] for name in ("reward", "length", "advantage")}
     return {f"distribution/{name}": values for name, values in found.items() if values}
 
 
 def table(samples: list[tuple[str, Row]]) -> tuple[list[str], list[list[Any]]]:
-    """Columns and cells of the samples of a step."""
+    """Columns and rows of the samples of a step; chat messages become text, since a column has a single type."""
     names = ["step", "group", "prompt", "completion", "reward", "advantage", "length", "finish"]
     names += ["writer"] if any("writer" in row for _, row in samples) else []
     functions = list(samples[0][1]["rewards"]) if samples else []
     rows = [
-        [why, *(_cell(row.get(name, "")) for name in names), *(row["rewards"][name] for name in functions)]
+        [why, *(row.get(name, "") for name in names), *(row["rewards"][name] for name in functions)]
         for why, row in samples
     ]
+    rows = [[json.dumps(cell, ensure_ascii=False) if isinstance(cell, list) else cell for cell in row] for row in rows]
     return ["why", *names, *(f"reward/{function}" for function in functions)], rows
 
 
-def _cell(value: Any) -> Any:
-    """Chat messages as text; tables take one type a column."""
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
+def as_row(step: TrackedStep, library: Any) -> dict[str, Any]:
+    """A step as one row, with the histograms and tables of wandb or trackio."""
+    row: dict[str, Any] = dict(step.values)
+    row |= {name: library.Histogram(values) for name, values in step.distributions.items()}
+    if step.samples:
+        columns, cells = table(step.samples)
+        row["samples"] = library.Table(columns=columns, data=cells)
+    return row

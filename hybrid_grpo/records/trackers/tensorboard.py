@@ -30,16 +30,16 @@ class TensorboardTracker:
         self._add(0, [self._text("config", "\n".join(f"    {line}" for line in text.splitlines()))])
         self.greeting = f"tensorboard: tensorboard --logdir {folder.parent}"
 
-    def write(self, entry: TrackedStep) -> None:
-        """Write the scalars of a step, its histograms, and its samples and alarms as text."""
-        if self._resumes:  # what an earlier attempt wrote from this step on is hidden
+    def write(self, step: TrackedStep) -> None:
+        """Write the scalars and histograms of a step, and its samples and alarms as text."""
+        if self._resumes:  # hides what an earlier attempt wrote from this step on
             self._resumes, start = False, self._event.SessionLog(status=self._event.SessionLog.START)
-            self._writer.add_event(self._event.Event(step=entry.step, session_log=start))
-        values = [self._summary.Summary.Value(tag=name, simple_value=value) for name, value in entry.values.items()]
-        values += [self._histogram(name, numbers) for name, numbers in entry.distributions.items()]
-        values += [self._text("samples", "\n\n".join(_sample(*sample) for sample in entry.samples))]
-        values += [self._text("alarms", message) for message in entry.alarms]
-        self._add(entry.step, [value for value in values if value is not None])
+            self._writer.add_event(self._event.Event(step=step.step, session_log=start))
+        values = [self._summary.Summary.Value(tag=name, simple_value=value) for name, value in step.values.items()]
+        values += [self._histogram(name, numbers) for name, numbers in step.distributions.items()]
+        values += [self._text("samples", "\n\n".join(_sample(*sample) for sample in step.samples))]
+        values += [self._text("alarms", message) for message in step.alarms]
+        self._add(step.step, [value for value in values if value is not None])
         self._writer.flush()
 
     def _add(self, step: int, values: list[Any]) -> None:
@@ -71,7 +71,6 @@ class TensorboardTracker:
         return self._summary.Summary.Value(tag=tag, histo=histogram)
 
     def close(self, files: list[Path], failed: bool) -> None:
-        """Finish; the files of the run lie beside those of TensorBoard."""
         self._writer.close()
 
 

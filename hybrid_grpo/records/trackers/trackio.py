@@ -5,7 +5,7 @@ from typing import Any
 
 from hybrid_grpo.config import LogConfig
 from hybrid_grpo.records.files import json_safe
-from hybrid_grpo.records.trackers.steps import TrackedStep, table
+from hybrid_grpo.records.trackers.steps import TrackedStep, as_row
 
 
 class TrackioTracker:
@@ -26,17 +26,11 @@ class TrackioTracker:
         )
         self.greeting = f"trackio: trackio show --project {project}"
 
-    def write(self, entry: TrackedStep) -> None:
-        """Log a step: its numbers, histograms and samples, and an alert for each alarm."""
-        for message in entry.alarms:
-            self._trackio.alert(f"Alarm at step {entry.step}", message)
-        row: dict[str, Any] = dict(entry.values)
-        row |= {name: self._trackio.Histogram(values) for name, values in entry.distributions.items()}
-        if entry.samples:
-            columns, cells = table(entry.samples)
-            row["samples"] = self._trackio.Table(columns=columns, data=cells)
-        self._trackio.log(row, step=entry.step)
+    def write(self, step: TrackedStep) -> None:
+        """Log a step as one row, and an alert for each alarm."""
+        for message in step.alarms:
+            self._trackio.alert(f"Alarm at step {step.step}", message)
+        self._trackio.log(as_row(step, self._trackio), step=step.step)
 
     def close(self, files: list[Path], failed: bool) -> None:
-        """Finish; the report stays in the run's folder."""
         self._trackio.finish()

@@ -1,4 +1,4 @@
-"""A run on wandb: curves over step, tokens or hours with their best values, histograms, samples, alerts, the report."""
+"""A run on wandb: curves over steps, tokens or hours with their best values, histograms, samples, alerts, report."""
 
 import netrc
 import os
@@ -10,14 +10,14 @@ from typing import Any, Literal
 from hybrid_grpo.config import LogConfig
 from hybrid_grpo.records.files import json_safe
 from hybrid_grpo.records.metrics.catalogue import find
-from hybrid_grpo.records.trackers.steps import AXES, STEP, TrackedStep, table
+from hybrid_grpo.records.trackers.steps import AXES, STEP, TrackedStep, as_row
 from hybrid_grpo.records.trackers.view import save_view
 
 WandbMode = Literal["online", "offline", "disabled"]
 
 
 def resolve_wandb_mode(mode: Literal["auto"] | WandbMode) -> WandbMode:
-    """`auto` becomes what WANDB_MODE says, else online where an account is configured, else offline."""
+    """`auto` becomes the value of WANDB_MODE, else online where an account is configured, else offline."""
     if mode != "auto":
         return mode
     known: WandbMode
@@ -28,7 +28,7 @@ def resolve_wandb_mode(mode: Literal["auto"] | WandbMode) -> WandbMode:
 
 
 def _logged_in() -> bool:
-    """Whether `wandb login` has left a key, which it does in the netrc file."""
+    """Whether `wandb login` has left a key in the netrc file."""
     host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].strip("/")
     try:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
@@ -37,7 +37,7 @@ def _logged_in() -> bool:
 
 
 def run_id(folder: Path, resumes: bool) -> str:
-    """The id of the run on a tracker, kept in a file of `folder`, so that a run that is resumed goes on there."""
+    """The id of the run on wandb, kept in a file of `folder`, so that a resumed run goes on there."""
     file = folder / "id"
     if not (resumes and file.exists()):
         folder.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ class WandbTracker:
 
         self._wandb, self._defined = wandb, set(AXES)
         mode = resolve_wandb_mode(config.wandb)
-        # wandb makes a folder for each table, by default in the user's home, and leaves it there, emptied.
+        # wandb creates a folder for each table, by default in the user's home, and leaves it there empty.
         self._staging = folder / "wandb" / "staging"
         os.environ["WANDB_DATA_DIR"] = str(self._staging)
         self._run = wandb.init(
@@ -69,7 +69,7 @@ class WandbTracker:
             config=json_safe(settings),
             mode=mode,
             dir=str(folder),
-            # Processor time and memory are those of rank 0, which has started this process.
+            # CPU time and memory are those of rank 0, which started this process.
             settings=wandb.Settings(
                 init_timeout=60, console="off", silent=True, program="hybrid_grpo", x_stats_pid=os.getppid()
             ),
@@ -78,30 +78,24 @@ class WandbTracker:
             self._run.define_metric(axis, hidden=True)
         offline = f"offline, upload with: wandb sync {folder}/wandb/latest-run"
         self.greeting = f"wandb: {self._run.url if mode == 'online' else offline}"
-        if config.wandb_view and not resumes:  # a resumed run has its view
+        if config.wandb_view and not resumes:  # a resumed run has its view already
             self.greeting += self._saved_view() if mode == "online" else "; no view is saved offline"
 
     def _saved_view(self) -> str:
-        """The end of the greeting that says where the view is, or why there is none."""
         try:
             run = self._run
             return f"; view: {save_view(run.entity, run.project, run.name, run.id)}"
         except Exception as error:
             return f"; no view was saved: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
-    def write(self, entry: TrackedStep) -> None:
-        """Log a step as one row; every curve is drawn over the step, or over another of AXES."""
-        for name in entry.values.keys() | entry.distributions.keys():
+    def write(self, step: TrackedStep) -> None:
+        """Log a step as one row, whose curves are drawn over the step or another of AXES."""
+        for name in step.values.keys() | step.distributions.keys():
             self._define(name)
-        for message in entry.alarms:
-            self._run.alert(f"Alarm at step {entry.step}", message, level="WARN", wait_duration=0.001)
-        row: dict[str, Any] = dict(entry.values)
-        row |= {name: self._wandb.Histogram(values) for name, values in entry.distributions.items()}
-        if entry.samples:
-            columns, cells = table(entry.samples)
-            row["samples"] = self._wandb.Table(columns=columns, data=cells)
-        # wandb drops rows after its own count, which a run that went back to a checkpoint has passed.
-        self._run.log(row, step=max(entry.step, self._run.step), commit=True)
+        for message in step.alarms:
+            self._run.alert(f"Alarm at step {step.step}", message, level="WARN", wait_duration=0.001)
+        # wandb drops rows below its own count, which a run that rolled back to a checkpoint has passed.
+        self._run.log(as_row(step, self._wandb), step=max(step.step, self._run.step), commit=True)
 
     def _define(self, name: str) -> None:
         if name in self._defined:
@@ -112,7 +106,7 @@ class WandbTracker:
         self._run.define_metric(name, step_metric=STEP, summary=best)
 
     def close(self, files: list[Path], failed: bool) -> None:
-        """Keep files of the run beside it, and finish."""
+        """Upload files of the run, and finish."""
         if files:
             artifact = self._wandb.Artifact(f"run-{self._run.id}", type="run")
             for file in files:

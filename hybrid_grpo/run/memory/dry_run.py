@@ -31,7 +31,7 @@ HeadOf = Callable[[int, int], HeadFunction | None]
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes that one micro-batch takes beside the weights and the gradients that are already complete."""
+    """Bytes that one micro-batch takes, beside the weights and the gradients that are already complete."""
 
     kept: int
     """What the layers keep for backward, at the moment the LM head begins."""
@@ -47,11 +47,8 @@ class NeedsData(Exception):
 
 
 class DryRun:
-    """A model of a transformers configuration on fake tensors, as the policy trains it.
-
-    `heads` give what the head computes in addition when the model is trained. Methods raise NeedsData where the model
-    cannot run without data.
-    """
+    """A model of a transformers configuration on fake tensors, as the policy trains it; `heads` give what its head
+    computes in addition then. Methods raise NeedsData where the model cannot run without data."""
 
     def __init__(self, model_config: Any, policy: PolicyConfig, lora: LoraConfig, heads: Sequence[HeadOf] = ()) -> None:
         self._heads = heads
@@ -85,7 +82,6 @@ class DryRun:
             parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
 
     def training(self, micro: MicroBatch) -> Footprint:
-        """Forward and backward of a micro-batch."""
         with self._forward(micro, self._heads) as (tracker, marks, found):
             torch.stack([value_N.sum() for value_N in found]).sum().backward()
             kept, forward, head = (self._scale * mark for mark in marks)
@@ -124,11 +120,9 @@ class DryRun:
     def _forward(
         self, micro: MicroBatch, heads: Sequence[HeadOf] = ()
     ) -> Iterator[tuple[MemoryTracker, list[int], tuple[Tensor, ...]]]:
-        """A forward, with what `heads` add to it, and what follows in the block.
-
-        Gives the tracker, marks in bytes, and the model's outputs. The marks are what is alive when the LM head begins;
-        the most that was alive until then; and, once there was a backward, the most from there to its end in the head.
-        """
+        """A forward, with what `heads` add to it, and what follows in the block: gives the tracker, marks in bytes,
+        and the model's outputs. The marks are what is alive when the LM head begins; the most that was alive until
+        then; and, once there was a backward, the most from there to its end in the head."""
         marks: list[int] = []
 
         def at_head(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -148,7 +142,6 @@ class DryRun:
                 raise NeedsData(str(error)) from error
 
     def _more(self, micro: MicroBatch, heads: Sequence[HeadOf]) -> HeadFunction | None:
-        """What the head computes in addition for a micro-batch, or None."""
         vocabulary = self.model.config.get_text_config().vocab_size
         found = [more for head in heads if (more := head(len(micro.target_N), vocabulary)) is not None]
         if not found:
@@ -158,7 +151,7 @@ class DryRun:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What has to be known of a model."""
+    """The sizes of a model that a plan needs."""
 
     parameters: int
     trained: int
@@ -186,7 +179,7 @@ def measure(
     *,
     on_gpu: bool,
 ) -> Sizes:
-    """The sizes of a model, without its weights, from its transformers configuration; `heads`: see `DryRun`."""
+    """The sizes of a model, computed without its weights; `heads`: see `DryRun`."""
     dry = DryRun(model_config, config.policy, config.lora, heads)
     parameters = list(dry.model.parameters())
     micro = largest_micro_batch(config, batch, prompt, packs=dry.packs, on_gpu=on_gpu)

@@ -50,8 +50,6 @@ _STATES = f"{_SHARDS}, engine.offload_optimizer"
 
 @dataclass(frozen=True)
 class Part:
-    """Memory that one thing takes."""
-
     name: str
     bytes: int
     remedy: str = ""
@@ -62,7 +60,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Phase:
-    """The parts that exist at the same time."""
+    """Parts that are in memory at the same time."""
 
     name: str
     parts: tuple[Part, ...]
@@ -82,6 +80,8 @@ class FeatureMemory:
 
     name = ""
 
+    def __init__(self, config: TrainConfig) -> None: ...
+
     def part(self, plan: Plan, on_host: bool) -> Part:
         """What it holds from step to step, on the host or on the device."""
         raise NotImplementedError
@@ -89,7 +89,7 @@ class FeatureMemory:
     def seconds(self, plan: Plan, forward: float, passes: int) -> float:
         """What it adds to a step, where a forward of the policy over a whole rollout takes `forward` seconds, and
         training on it `passes` forwards."""
-        raise NotImplementedError
+        return 0.0
 
     def head(self, places: int, vocabulary: int) -> HeadFunction | None:
         """What the policy's head computes in addition at this many places when it is trained, or None."""
@@ -201,10 +201,8 @@ class Plan:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """The phases of a step after the first, when all optimizer states exist, and the export.
-
-        The reference's and the sampler's scoring passes keep nothing for backward: they need less than the loss.
-        """
+        """The phases of a step after the first, when all optimizer states exist, and the export. The scoring passes of
+        the reference and the sampler keep nothing for backward: they need less than the loss."""
         kept = [self.gathered(), self.graphs(), self.cache()] if self.keeps else []
         fixed, micro = [*self.fixed(), *kept], self.sizes.training
         gradients, reduction = self.gradients(), self.reduction()
@@ -236,7 +234,7 @@ class Plan:
     def host(self) -> Phase:
         """Host memory of a rank with a GPU."""
         states = self.states() if self.offloads else []
-        parts = [self.process, self.reward_models(on_host=True), self.reference(), self.average(), *states]
+        parts = [self.process, self.reward_models(on_host=True), self.reference(), *states]
         parts += [*self.feature_parts(on_host=True), self.export]
         return Phase("its host", tuple(part for part in parts if part.bytes and self.gpu))
 
@@ -250,7 +248,7 @@ class Plan:
             runtime = [Part("runtime", CUDA_CONTEXT_BYTES), Part("NCCL", NCCL_BYTES if self.ranks > 1 else 0)]
             return [*runtime, *parts, *([] if self.offloads else self.states())]
         on_host = [self.reward_models(on_host=True), *self.feature_parts(on_host=True)]
-        return [self.process, *parts, *on_host, *self.states(), self.reference(), self.average()]
+        return [self.process, *parts, *on_host, *self.states(), self.reference()]
 
     def held(self, parts: list[Part]) -> list[Part]:
         """The parts, and on a GPU what torch's allocator holds beside them."""
@@ -263,7 +261,6 @@ class Plan:
         return sum(part.bytes for part in self.held([part for part in parts if part.name != "keys and values"]))
 
     def reward_models(self, on_host: bool) -> Part:
-        """Weights of the reward models that are to be on the host, or on the device."""
         weights = sum(model.bytes_of(self.ranks) for model in self.models if model.on_host == on_host)
         return Part("reward models", weights, "rewards: kwargs zero_stage 3 or dtype")
 
@@ -306,13 +303,7 @@ class Plan:
         return Part("reference", self.dtype * self.n // self.ranks if loaded else 0, "grpo.beta 0, more ranks")
 
     def feature_parts(self, on_host: bool) -> list[Part]:
-        """What features hold on the host, or on the device."""
         return [feature.part(self, on_host) for feature in self.features]
-
-    def average(self) -> Part:
-        """The moving average of the weights in host memory."""
-        decay = self.config.policy.ema_decay
-        return Part("moving average", 0 if decay is None else 4 * self.owned, "policy.ema_decay null, more ranks")
 
     @property
     def laid_out(self) -> int:
@@ -392,5 +383,4 @@ def shortage(plan: Plan) -> str | None:
 
 
 def gib(bytes_: int) -> str:
-    """Bytes in GiB, with three digits."""
     return f"{bytes_ / 2**30:.1f}" if bytes_ >= 2**30 else f"{bytes_ / 2**30:.2f}"

@@ -19,10 +19,8 @@ FOLDER = "model_best"
 
 
 class Best:
-    """The best evaluation by `eval.best` in the folder of a run; without that setting there is none. Collective.
-
-    `lines` are those of metrics.jsonl up to where the run goes on.
-    """
+    """The best evaluation by `eval.best` in the folder of a run; without that setting there is none. `lines` are those
+    of metrics.jsonl up to where the run goes on. Collective."""
 
     def __init__(self, config: EvalConfig | None, folder: Path, lines: Iterable[str] = ()) -> None:
         self._metric, self._patience = (config.best, config.patience) if config else (None, None)
@@ -36,12 +34,11 @@ class Best:
 
     @property
     def exhausted(self) -> bool:
-        """Whether `eval.patience` evaluations were not better."""
+        """Whether the last `eval.patience` evaluations were not better."""
         return self._patience is not None and self._since >= self._patience
 
     @property
     def models(self) -> int:
-        """How many models the run writes."""
         return 1 if self._metric is None else 2
 
     def remember(self, lines: Iterable[str]) -> None:
@@ -50,8 +47,8 @@ class Best:
         self._since = sum(line.get(self._metric) is not None for line in later)
 
     def take(self, policy: TrainedModel, step: int, values: dict[str, float]) -> str:
-        """Look at the numbers of a step, and keep the weights where they are the best so far; returns a warning where
-        they cannot be written. Collective."""
+        """Keep the weights of a step where its numbers are the best so far; returns a warning where they cannot be
+        written. Collective."""
         value = values.get(self._metric or "", math.nan)
         if self._metric is None or math.isnan(value):
             return ""

@@ -12,25 +12,18 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hybrid_grpo.engine import Engine
 from hybrid_grpo.model.ranks import all_gather_objects, barrier, rank, world_size
 from hybrid_grpo.model.tensor_files import foreign_types
 from hybrid_grpo.records.files import replace_text, sync
 from hybrid_grpo.records.write_failures import WriteFailed, write_together
+from hybrid_grpo.run.parts import Shards
 from hybrid_grpo.run.saving.manifest import Damaged, Manifest, measure, owner
 
 _TAG = re.compile(r"step_\d{6,}")
 _DRAFT = ".draft_"
-
-
-class Shards(Protocol):
-    """Tensors that are not the engine's; every rank writes and reads its own part of them."""
-
-    def save(self, folder: Path) -> None: ...
-
-    def load(self, folder: Path) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -42,24 +35,14 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The folder `checkpoints/` of a run.
-
-    Args:
-        folder: that folder.
-        keep: how many of the newest checkpoints are kept.
-        settings: what the run is, by dotted names; for the manifests.
-
-    Attributes:
-        inputs: fingerprints of what the run reads.
-        rollbacks: how often the run has gone back to one of them.
-    """
+    """The folder `checkpoints/` of a run. `keep` is how many of the newest are kept, `settings` are those of the run
+    for the manifests, `inputs` the fingerprints of what it reads, and `rollbacks` counts how often it has gone back to
+    one of them."""
 
     def __init__(self, folder: Path, keep: int, settings: dict[str, Any] | None = None) -> None:
-        self.folder = folder
-        self.keep = keep
+        self.folder, self._keep, self._settings = folder, keep, settings or {}
         self.inputs: dict[str, str] = {}
         self.rollbacks = 0
-        self._settings = settings or {}
         self._verified_run = ""
         """Identity of the run by its own checkpoints, should the file be gone."""
 
@@ -69,7 +52,7 @@ class Checkpoints:
         return sorted(found, key=_step, reverse=True)
 
     def newest_whole(self, before: float = math.inf) -> tuple[Checkpoint | None, list[str]]:
-        """The newest checkpoint of a step before `before` that is whole, if there is one, and what is wrong with newer
+        """The newest checkpoint before step `before` that is whole, if there is one, and what is wrong with newer
         ones. Collective."""
         passed_over: list[str] = []
         for tag in all_gather_objects([tag for tag in self.tags() if _step(tag) < before])[0]:
@@ -82,7 +65,7 @@ class Checkpoints:
     def verify(self, folder: Path) -> Checkpoint:
         """The checkpoint in `folder`; raises Damaged on all ranks where it is not whole. Nothing in it is loaded.
         Collective; every rank reads the files that it wrote."""
-        manifest, verdict, is_own = None, None, folder.parent == self.folder
+        manifest, verdict, is_own = None, "", folder.parent == self.folder
         try:
             manifest = Manifest.read(folder)
             if is_own and manifest.run != (self._run() or manifest.run):
@@ -91,31 +74,19 @@ class Checkpoints:
                 _refuse_code(path)
         except Damaged as damage:
             verdict = str(damage)
-        for said in all_gather_objects(verdict):
-            if said is not None:
-                raise Damaged(said)
+        for of_rank in all_gather_objects(verdict):
+            if of_rank:
+                raise Damaged(of_rank)
         assert manifest is not None
         if is_own:
             self._verified_run = manifest.run
         return Checkpoint(folder, manifest)
 
     def save(self, engine: Engine, step: int, state: dict[str, Any], shards: Sequence[Shards] = ()) -> None:
-        """Write the checkpoint of `step`; `state` and `shards` are this rank's own.
-
-        Raises WriteFailed on all ranks where it cannot be written; the checkpoints before it then are as they were.
-        Collective.
-        """
+        """Write the checkpoint of `step`; `state` and `shards` are this rank's own. Raises WriteFailed on all ranks
+        where it cannot be written; earlier checkpoints then are as they were. Collective."""
         tag = f"step_{step:06d}"
         draft = self.folder / f"{_DRAFT}{tag}"
-
-        def begin() -> str:
-            if rank() != 0:
-                return ""
-            self._clear_drafts()
-            draft.mkdir(parents=True)
-            if not self._run():
-                replace_text(self.folder / "run_id", self._verified_run or secrets.token_hex(8))
-            return self._run()
 
         def write() -> None:
             # One key for our state: the engine stores its own keys beside it.
@@ -123,32 +94,14 @@ class Checkpoints:
             for part in shards:
                 part.save(draft)
 
-        def measured() -> dict[str, list[int]]:
-            names = (str(path.relative_to(draft)) for path in sorted(draft.rglob("*")) if path.is_file())
-            own = [name for name in names if owner(name) % world_size() == rank()]
-            for name in own:
-                sync(draft / name)
-            return {name: measure(draft / name) for name in own}
-
-        def publish() -> None:
-            if rank() == 0:
-                files = {name: facts for part in written for name, facts in part.items()}
-                what = run, step, world_size(), engine.stage, self._settings, files
-                Manifest(*what, self.inputs, self.rollbacks).write(draft)
-                # Every rank has synced its files; what is left are their names.
-                for path in [*draft.rglob("*"), draft]:
-                    if path.is_dir():
-                        sync(path)
-                self._remove(tag)
-                draft.rename(self.folder / tag)
-                sync(self.folder)
-
         try:
-            run = write_together(begin, self.folder)[0]
+            run = write_together(lambda: self._begin(draft), self.folder)[0]
             write_together(write, self.folder)
             # Every rank has written, so that all names are there.
-            written = write_together(measured, self.folder)
-            write_together(publish, self.folder)
+            written = write_together(lambda: _synced(draft), self.folder)
+            files = {name: facts for of_rank in written for name, facts in of_rank.items()}
+            what = run, step, world_size(), engine.stage, self._settings, files, self.inputs, self.rollbacks
+            write_together(lambda: self._publish(Manifest(*what), draft, tag), self.folder)
         except WriteFailed as failure:
             if rank() == 0:
                 self._clear_drafts()
@@ -156,11 +109,31 @@ class Checkpoints:
             raise WriteFailed(f"checkpoint {self.folder / tag} could not be written: {failure}") from failure
         if rank() == 0:
             # Later ones are of a run that this one has left behind.
-            kept = [old for old in self.tags() if _step(old) <= step][: self.keep]
+            kept = [old for old in self.tags() if _step(old) <= step][: self._keep]
             for old in set(self.tags()) - set(kept):
                 self._remove(old)
             self._clear_drafts()
         barrier()
+
+    def _begin(self, draft: Path) -> str:
+        if rank() != 0:
+            return ""
+        self._clear_drafts()
+        draft.mkdir(parents=True)
+        if not self._run():
+            replace_text(self.folder / "run_id", self._verified_run or secrets.token_hex(8))
+        return self._run()
+
+    def _publish(self, manifest: Manifest, draft: Path, tag: str) -> None:
+        if rank() == 0:
+            manifest.write(draft)
+            # Every rank has synced its files; what is left are their names.
+            for path in [*draft.rglob("*"), draft]:
+                if path.is_dir():
+                    sync(path)
+            self._remove(tag)
+            draft.rename(self.folder / tag)
+            sync(self.folder)
 
     def load(self, engine: Engine, checkpoint: Checkpoint, shards: Sequence[Shards] = ()) -> dict[str, Any]:
         """Restore a checkpoint that was found whole; returns this rank's state. Collective."""
@@ -171,7 +144,7 @@ class Checkpoints:
         return state
 
     def roll_back(self, checkpoint: Checkpoint, lr_scale: float, note: str) -> Checkpoint:
-        """Give up what came after a checkpoint; the factor of learning rates from there on, and the reason, are written
+        """Give up what came after a checkpoint, and write the factor of learning rates from there on, and the reason,
         into its manifest. Returns the checkpoint as it is now. Raises WriteFailed on all ranks. Collective."""
         self.rollbacks += 1
         manifest = replace(checkpoint.manifest, rollbacks=self.rollbacks, lr_scale=lr_scale, note=note)
@@ -181,7 +154,6 @@ class Checkpoints:
         return Checkpoint(checkpoint.folder, manifest)
 
     def forget_after(self, step: int) -> None:
-        """Remove the checkpoints of later steps. Collective."""
         if rank() == 0:
             for tag in self.tags():
                 if _step(tag) > step:
@@ -190,13 +162,13 @@ class Checkpoints:
         barrier()
 
     def _run(self) -> str:
-        """Identity of the run; empty where there is none yet, or its file is damaged."""
+        """The identity of the run; empty where there is none yet, or its file is damaged."""
         path = self.folder / "run_id"
         text = path.read_text(errors="replace") if path.is_file() else ""
         return text if re.fullmatch("[0-9a-f]{16}", text) else ""
 
     def _remove(self, tag: str) -> None:
-        """Take a checkpoint away at once: a folder that a crash leaves half removed must not look like one."""
+        """Remove a checkpoint at once: a folder that a crash leaves half removed must not look like one."""
         if (self.folder / tag).exists():
             (self.folder / tag).rename(self.folder / f"{_DRAFT}removed_{tag}")
 
@@ -209,8 +181,17 @@ def _step(tag: str) -> int:
     return int(tag.removeprefix("step_"))
 
 
+def _synced(draft: Path) -> dict[str, list[int]]:
+    """Size and CRC-32 of the files of this rank, once they are on the disk."""
+    names = (str(path.relative_to(draft)) for path in sorted(draft.rglob("*")) if path.is_file())
+    own = [name for name in names if owner(name) % world_size() == rank()]
+    for name in own:
+        sync(draft / name)
+    return {name: measure(draft / name) for name in own}
+
+
 def _refuse_code(path: Path) -> None:
-    """Raise Damaged where a file holds more than data, which could run code when it is loaded."""
+    """Raises Damaged where a file holds more than data, which could run code when it is loaded."""
     if path.suffix != ".pt":
         return
     try:

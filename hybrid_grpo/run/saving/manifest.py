@@ -17,7 +17,7 @@ _OF_RANK = re.compile(r"_(\d+)_of_\d+\.")
 
 
 class Damaged(Exception):
-    """What is wrong with a checkpoint, in words that begin with the name of the file."""
+    """What is wrong with a checkpoint; the message begins with the name of the file."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,6 @@ class Manifest:
     """Why it went back."""
 
     def write(self, folder: Path) -> None:
-        """Write it into the checkpoint's folder, and onto the disk."""
         content = asdict(self)
         replace_text(folder / NAME, json.dumps({"crc32": _checksum(content), "checkpoint": content}, indent=1) + "\n")
 
@@ -88,13 +87,12 @@ class Manifest:
 
 
 def owner(name: str) -> int:
-    """The rank that wrote a file of a checkpoint, as its name says; rank 0 where it names none."""
+    """The rank that wrote a file, as its name says; rank 0 where it names none."""
     found = _OF_RANK.search(name)
     return int(found[1]) if found else 0
 
 
 def measure(path: Path) -> list[int]:
-    """Size in bytes and CRC-32 of a file."""
     size = crc32 = 0
     with path.open("rb") as file:
         while block := file.read(1 << 22):

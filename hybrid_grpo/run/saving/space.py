@@ -1,41 +1,29 @@
 """Room on the disk for what a run will keep, checked before its first step."""
 
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.run import CheckpointConfig
 from hybrid_grpo.policy import TrainedModel
-from hybrid_grpo.run.stage import SavedModel
+from hybrid_grpo.run.parts import SavedModel
+from hybrid_grpo.run.stage import Stage
 
 _STATE_BYTES = 12
 """Of a trained weight in a checkpoint: its float32 value and the two moments of Adam."""
-_AVERAGE_BYTES = 4
-"""Of a trained weight in a checkpoint: its moving average, where there is one."""
 
 
-def check_space(
-    folder: Path,
-    config: CheckpointConfig,
-    policy: TrainedModel,
-    shards: Any,
-    models: int = 1,
-    others: Sequence[SavedModel] = (),
-) -> int:
-    """The bytes of a checkpoint, of all ranks. Raise UserError where the checkpoints that are kept, one more while it
-    is written, and the models do not fit.
-
-    `shards` are tensors as large as the policy that checkpoints hold beside it, or None; `models` is 2 where the best
-    model is kept as well; `others` are trained beside the policy. A moving average of the weights adds to both.
-    Rollouts and metrics, which are small beside these, are not counted.
-    """
-    model = sum(size * p.element_size() for p, size in _sizes(policy))
-    trained, beside = _trained(policy), sum(map(_trained, others))
-    checkpoint = _STATE_BYTES * (trained + beside) + (model if shards is not None else 0)
-    if policy.average is not None:
-        checkpoint, models = checkpoint + _AVERAGE_BYTES * trained, models + 1
+def check_space(folder: Path, config: CheckpointConfig, stage: Stage, models: int = 1) -> int:
+    """The bytes of a checkpoint, over all ranks. Raises UserError where the checkpoints that are kept, one more while
+    it is written, and the exported models do not fit: `models` of the run's own, and those of features. Rollouts and
+    metrics are small beside these."""
+    model = sum(size * p.element_size() for p, size in _sizes(stage.policy))
+    trained = _trained(stage.policy)
+    checkpoint = _STATE_BYTES * (trained + sum(map(_trained, stage.features.models)))
+    checkpoint += model if stage.shards is not None else 0
+    for feature in stage.features:
+        checkpoint, models = checkpoint + feature.checkpoint_bytes(trained), models + len(feature.exports)
     count = config.keep + 1 if config.every or config.every_minutes else 0
     # What a run that goes on has written already is replaced, not added.
     here = sum(path.stat().st_size for path in (folder / "checkpoints").rglob("*") if path.is_file())
@@ -44,17 +32,16 @@ def check_space(
         free < needed,
         f"run.dir: the disk of {folder} has {free / 1e9:.3g} GB free, and the run needs {needed / 1e9:.3g}:"
         f" {count} checkpoints of {checkpoint / 1e9:.3g} GB (checkpoint.keep {config.keep}, and one while it is"
-        f" written) and {('the model', 'two models', 'three models')[models - 1]} of {model / 1e9:.3g} GB: make room,"
+        f" written) and {'the model' if models == 1 else f'{models} models'} of {model / 1e9:.3g} GB: make room,"
         " lower checkpoint.keep, or take another run.dir",
     )
     return checkpoint
 
 
 def _trained(model: TrainedModel | SavedModel) -> int:
-    """Weights that are trained."""
     return sum(size for p, size in _sizes(model) if p.requires_grad)
 
 
 def _sizes(model: TrainedModel | SavedModel) -> list[tuple[Any, int]]:
-    """The parameters of a model, each with its elements over all ranks."""
+    """The parameters of a model, each with its number of elements over all ranks."""
     return [(p, getattr(p, "ds_numel", p.numel())) for p in model.engine.engine.module.parameters()]

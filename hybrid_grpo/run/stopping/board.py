@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 STAGES = ("starting", "sampling", "scoring", "old_logp", "update", "evaluation", "saving", "export")
 RUNNING = -1
@@ -22,49 +23,32 @@ LAUNCHER_GONE, TIME_OVER = 101, 102
 
 
 class Entry(ctypes.Structure):
-    """One rank. Numbers are 0 until they are known."""
+    """The state of one rank. Numbers are 0 until they are known."""
 
-    _fields_ = [
-        ("watcher", ctypes.c_int64),  # process id of the watcher
-        ("started", ctypes.c_double),  # when the watcher began
-        ("tick", ctypes.c_double),  # when the watcher last looked after its rank
-        ("status", ctypes.c_int64),  # exit status of the rank, or RUNNING
-        ("stage", ctypes.c_int64),  # index into STAGES
-        ("entered", ctypes.c_double),  # when that stage began
-        ("step", ctypes.c_int64),  # step of the run
-        ("beat", ctypes.c_double),  # the last sign of life in the stage
-        ("beats", ctypes.c_int64),  # signs of life in the stage: decode steps, micro-batches
-        ("asked", ctypes.c_double),  # when the rank was asked to stop
-        ("cause", ctypes.c_int64),  # the signal that asked; or LAUNCHER_GONE, TIME_OVER
-        ("grace_s", ctypes.c_double),  # time to stop in
-        ("stall_s", ctypes.c_double),  # time without a sign of life that is a stall; 0: it is none
-        ("stalled", ctypes.c_double),  # when this rank's watcher noticed a stall
-        ("behind", ctypes.c_int64),  # how likely the others wait for this rank: 0 (it waits itself) to 4
-    ]
-    watcher: int
-    started: float
-    tick: float
-    status: int
-    stage: int
-    entered: float
-    step: int
-    beat: float
-    beats: int
-    asked: float
-    cause: int
-    grace_s: float
-    stall_s: float
-    stalled: float
-    behind: int
+    watcher: int  # process id of the watcher
+    started: float  # when the watcher began
+    tick: float  # when the watcher last looked after its rank
+    status: int  # exit status of the rank, or RUNNING
+    stage: int  # index into STAGES
+    entered: float  # when that stage began
+    step: int  # step of the run
+    beat: float  # the last sign of life in the stage
+    beats: int  # signs of life in the stage: decode steps, micro-batches
+    asked: float  # when the rank was asked to stop
+    cause: int  # the signal that asked; or LAUNCHER_GONE, TIME_OVER
+    grace_s: float  # time to stop in
+    stall_s: float  # time without a sign of life that is a stall; 0: it is none
+    stalled: float  # when this rank's watcher noticed a stall
+    behind: int  # how likely the others wait for this rank: 0 (it waits itself) to 4
+
+
+_TYPES: dict[object, Any] = {int: ctypes.c_int64, float: ctypes.c_double}
+Entry._fields_ = [(name, _TYPES[kind]) for name, kind in Entry.__annotations__.items()]
 
 
 class Board:
-    """The entries of a run's ranks; those of other machines stay empty.
-
-    Args:
-        rank, world: this rank, and how many there are.
-        path: the file in memory that the processes share; None: a board of this process and its forks.
-    """
+    """The entries of a run's ranks; those of other machines stay empty. `path` is the file in memory that the processes
+    share; without one the board is that of this process and its forks."""
 
     def __init__(self, rank: int = 0, world: int = 1, path: Path | None = None) -> None:
         size = world * ctypes.sizeof(Entry)
@@ -90,23 +74,21 @@ class Board:
             self.path.unlink(missing_ok=True)
 
     def enter(self, stage: str, step: int) -> None:
-        """Note the stage that begins."""
         now = time.monotonic()
         self.mine.stage, self.mine.step, self.mine.entered = STAGES.index(stage), step, now
         self.mine.beat, self.mine.beats = now, 0
 
     def beat(self) -> None:
-        """Note a sign of life."""
         self.mine.beat = time.monotonic()
         self.mine.beats += 1
 
     def ask(self, cause: int) -> None:
-        """Ask this rank to stop. The first one who asks is remembered."""
+        """Ask this rank to stop. The first request is remembered."""
         if not self.mine.asked:
             self.mine.cause, self.mine.asked = cause, time.monotonic()
 
     def listen(self, stops: Iterable[signal.Signals]) -> None:
-        """From now on the signals `stops` ask this process to stop, and a second SIGINT ends it at once."""
+        """From now on the signals `stops` ask this process to stop; a second SIGINT ends it at once."""
         interrupts = [0]
 
         def hear(number: int, _: object) -> None:
@@ -146,5 +128,4 @@ def this_board() -> Board:
 
 
 def set_board(board: Board) -> None:
-    """Make a board that of this process."""
     _of_this_process[:] = [board]

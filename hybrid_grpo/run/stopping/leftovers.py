@@ -18,7 +18,7 @@ the moment in which ranks meet, a board (see board.py) until the models are load
 
 
 def unlink_buffers(*, all_ranks: bool) -> None:
-    """Unlink what this rank has left, or all ranks of a run that cannot go on."""
+    """Unlink the buffers of this rank, or those of all ranks of a run that cannot go on."""
     address, port, rank = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
     if address and port and rank:
         for path in _MEMORY.glob(f"{_BUFFER}{address}_{port}_{'*' if all_ranks else rank}"):
@@ -26,7 +26,7 @@ def unlink_buffers(*, all_ranks: bool) -> None:
 
 
 def unlink_leftovers() -> None:
-    """Unlink what runs have left of which no process lives."""
+    """Unlink what runs have left whose processes are all gone."""
     found = []
     for prefix, seconds in _STALE_SECONDS.items():
         for path in _MEMORY.glob(f"{prefix}*"):
@@ -41,7 +41,6 @@ def unlink_leftovers() -> None:
 
 
 def _mapped() -> str:
-    """Memory maps of all processes of this user, as text."""
     maps = []
     for entry in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):

@@ -25,12 +25,8 @@ _GRACE_S = 20.0
 
 
 class Progress:
-    """Where this rank is in its run, and whether it shall stop.
-
-    Args:
-        config: when the run stops by itself, and its limits; None: nobody watches and nobody asks.
-        device: where ranks exchange a number.
-    """
+    """Where this rank is in its run, and whether it must stop. Without a `config` nobody watches and nobody asks; ranks
+    exchange numbers on `device`."""
 
     def __init__(self, config: RunConfig | None = None, device: torch.device | None = None) -> None:
         self._board = Board() if config is None else this_board()
@@ -55,7 +51,7 @@ class Progress:
             self._board.listen([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 
     def expect_saving(self, seconds: float) -> None:
-        """Give a stop the time that saving is expected to take, unless a setting says how much."""
+        """Give a stop the time that saving is expected to take, unless `run.grace_s` is set."""
         if self._derives_grace:
             self._board.mine.grace_s = _GRACE_S + seconds
 
@@ -68,7 +64,6 @@ class Progress:
             raise RunInterrupted("stopped")
 
     def beat(self) -> None:
-        """Note a sign of life."""
         self._board.beat()
 
     def look(self) -> None:
@@ -83,13 +78,11 @@ class Progress:
         return self._watched and bool(all_reduce(asked, "max"))
 
     def why(self) -> str:
-        """Why the run stops. Collective."""
         cause = int(all_reduce(torch.tensor(self._board.mine.cause, device=self._device), "max"))
         named = {LAUNCHER_GONE: "the launcher has ended", TIME_OVER: "run.stop_after is over"}
         return named.get(cause) or signal.Signals(cause).name
 
     def asked(self) -> bool:
-        """Whether this rank was asked to stop."""
         if time.monotonic() > self._start + self._limit_s:
             self._board.ask(TIME_OVER)
         return bool(self._board.mine.asked)

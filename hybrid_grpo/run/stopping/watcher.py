@@ -12,7 +12,6 @@ everything that the rank leaves behind. It
 It needs Linux, and imports nothing that is slow.
 """
 
-import ctypes
 import os
 import re
 import signal
@@ -36,6 +35,7 @@ from hybrid_grpo.run.stopping.board import (
     shared_board,
 )
 from hybrid_grpo.run.stopping.leftovers import unlink_buffers, unlink_leftovers
+from hybrid_grpo.workers.family import adopt_orphans, die_with_parent
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _LOOK_SECONDS, _LONG_SECONDS = 0.5, 5.0
@@ -62,7 +62,6 @@ _OF_LAUNCHERS = ("CROSS_SIZE", "TORCHELASTIC_RUN_ID")
 """Variables that the launchers of DeepSpeed and torch set for their ranks."""
 _COLLECTIVE = re.compile(r"torch/distributed/|deepspeed/comm/|/gloo/|NCCL")
 """In the files of a stack, or in what an exchange that was waited for elsewhere says when it fails."""
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def watched(work: Callable[[], int]) -> NoReturn:
@@ -75,7 +74,7 @@ def watched(work: Callable[[], int]) -> NoReturn:
     stops = {number for number in _STOPS if signal.getsignal(number) != signal.SIG_IGN}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*stops, signal.SIGCHLD})
     launchers = _launchers() if "RANK" in os.environ else []
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     stacks = os.memfd_create("stacks")
     watcher = os.getpid()
     if board.rank == 0:
@@ -99,7 +98,7 @@ def watched(work: Callable[[], int]) -> NoReturn:
 def _be_watched(board: Board, stops: set[signal.Signals], stacks: int, watcher: int) -> None:
     import faulthandler
 
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != watcher:
         os._exit(128 + signal.SIGKILL)
     board.listen(stops)
@@ -108,7 +107,7 @@ def _be_watched(board: Board, stops: set[signal.Signals], stacks: int, watcher: 
 
 
 def _outcome(work: Callable[[], int], board: Board) -> int:
-    """Do the work. Where it fails because another rank has died, that rank has told why."""
+    """Do the work. Where it fails because another rank has died, that rank has printed the reason."""
     try:
         return work()
     except Exception as error:
@@ -183,7 +182,6 @@ class _Watcher:
         return None
 
     def look(self, now: float) -> None:
-        """End the rank if it must not go on."""
         mine = self.mine
         if mine.behind == _STOPPED_WITH_WATCHER:
             self.end(RESUME_STATUS, "was stopped for longer than run.stall_minutes: ended")
@@ -265,7 +263,6 @@ class _Watcher:
         return []
 
     def end(self, status: int, why: str) -> NoReturn:
-        """Kill the rank."""
         if why:
             _say(self.board, why)
         with suppress(ProcessLookupError):
@@ -297,7 +294,7 @@ def _tell(status: str) -> None:
 
 
 def _end_descendants(patience: float) -> None:
-    """Kill all processes below this one, after `patience` (a moment) has passed."""
+    """Kill all processes below this one, once the time `patience` has come."""
     deadline = max(time.monotonic(), patience) + 10.0
     while (pids := _descendants(os.getpid())) and time.monotonic() < deadline:
         for pid in pids if time.monotonic() >= patience else ():
@@ -338,8 +335,8 @@ def _lives(pid: int, start: str | None = None) -> bool:
 
 
 def _launchers() -> list[tuple[int, str]]:
-    """The processes above this one that have started it as a rank, each with the time of its start; one that does not
-    live stands for those that have ended already."""
+    """The processes above this one that started it as a rank, each with its start time; one that is not alive stands
+    for those that have ended already."""
     found, child, pid = [], os.getpid(), os.getppid()
     was_started = any(name in os.environ for name in _OF_LAUNCHERS)
     while stat := _stat(pid):
@@ -359,7 +356,3 @@ def _is_orphan(pid: int) -> bool:
     _, parent, _, session, *_ = _stat(pid) or ["", "0", "", ""]
     of_parent = _stat(int(parent))
     return bool(of_parent) and (parent == "1" or (session != str(pid) and session != of_parent[3]))
-
-
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

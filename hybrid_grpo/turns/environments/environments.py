@@ -16,12 +16,12 @@ from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.data.batch import Message, Numbers, Prompt, Rollout
 from hybrid_grpo.data.episodes import Episode, Opening
 from hybrid_grpo.turns.calls import ToolCall, Turn
-from hybrid_grpo.turns.conversation import Answer, Conversation, Finish, Seconds
 from hybrid_grpo.turns.environments.instances import EnvironmentEntry
 from hybrid_grpo.turns.template import user_message
+from hybrid_grpo.turns.trajectory import Answer, Finish, Seconds, Trajectory
 from hybrid_grpo.workers.calls import Failure, Reply
+from hybrid_grpo.workers.leases import Lease
 from hybrid_grpo.workers.pool import Pool
-from hybrid_grpo.workers.seats import Seat
 
 _COLUMN = "environment"
 """Column that chooses among several."""
@@ -53,11 +53,11 @@ class Kind:
 
 
 @dataclass(eq=False)
-class Play:
+class Instance:
     """The environment of a completion under way."""
 
     kind: Kind
-    seat: Seat
+    lease: Lease
     steps: list[tuple[int, float]] = field(default_factory=list)
     """Rewards of turns, each with the number of tokens sampled up to its end."""
     total: float | None = None
@@ -96,13 +96,13 @@ class Environments:
         pool = self._pool = Pool(entries, 1, scoring)
         self._most = _most_processes(config)
         # Decoding with generate() goes on once all completions are answered: none may wait for the end of another.
-        self._seats = pool.seats(config.tool_timeout_s, self._most if config.decoder == "paged" else None)
+        self._leases = pool.leases(config.tool_timeout_s, self._most if config.decoder == "paged" else None)
         self.kinds: dict[str, Kind] = {}
         for index, (name, interface) in enumerate(zip(named, pool.interfaces, strict=True)):
             schema, reward = interface.schema, environment_rewards(config)[name]
             facts = schema["steps"], schema["silent"], schema["tools"]
             self.kinds[name] = Kind(reward, *facts, interface.required, index, schema["shares"])
-        self._plays: dict[int, Play] = {}
+        self._instances: dict[int, Instance] = {}
         self.seconds = Seconds()
 
     def kind(self, prompt: Prompt) -> Kind:
@@ -136,10 +136,10 @@ class Environments:
                 asked.append(None)
                 continue
             free.acquire()
-            seat, future = self._seat(self.kind(prompt)), Future[Reply]()
+            lease, future = self._lease(self.kind(prompt)), Future[Reply]()
             future.add_done_callback(lambda _: free.release())
-            seat.ask(self._begin(prompt, Opening(seed, prompt.text), is_first=True), future.set_result)
-            seat.leave()
+            lease.ask(self._begin(prompt, Opening(seed, prompt.text), is_first=True), future.set_result)
+            lease.release()
             asked.append(future)
         openings, failed = [], []
         for prompt, seed, begun in zip(prompts, seeds, asked, strict=True):
@@ -160,8 +160,8 @@ class Environments:
             )
         return openings
 
-    def _seat(self, kind: Kind) -> Seat:
-        return self._seats.seat(kind.index, kind.shares)
+    def _lease(self, kind: Kind) -> Lease:
+        return self._leases.lease(kind.index, kind.shares)
 
     def _begin(self, prompt: Prompt, opening: Opening, *, is_first: bool) -> dict[str, Any]:
         columns = {name: v for name, v in prompt.columns.items() if name != _COLUMN or "" in self.kinds}
@@ -169,21 +169,21 @@ class Environments:
         told = {"columns": columns, "seed": opening.seed, "observation": opening.observation, "is_first": is_first}
         return {"do": "begin", **told}
 
-    def _play(self, conversation: Conversation) -> Play:
+    def _instance(self, trajectory: Trajectory) -> Instance:
         """The environment of a completion, which is reset when it is needed first."""
-        if conversation.key not in self._plays:
-            prompt = conversation.prompt
+        if trajectory.key not in self._instances:
+            prompt = trajectory.prompt
             assert prompt is not None and prompt.opening is not None, "prompts are opened before they are completed"
             kind, why = self.kind(prompt), prompt.opening.failure
-            play = self._plays[conversation.key] = Play(kind, self._seat(kind), failure=why)
+            instance = self._instances[trajectory.key] = Instance(kind, self._lease(kind), failure=why)
             if why is not None:
-                return play
-            self._ask(play, self._begin(prompt, prompt.opening, is_first=False), lambda _: None)
-        return self._plays[conversation.key]
+                return instance
+            self._ask(instance, self._begin(prompt, prompt.opening, is_first=False), lambda _: None)
+        return self._instances[trajectory.key]
 
-    def _ask(self, play: Play, order: Mapping[str, Any], done: Callable[[Any], None]) -> None:
+    def _ask(self, instance: Instance, order: Mapping[str, Any], done: Callable[[Any], None]) -> None:
         """Give an order. `done` is told what came of it, None where it failed, and with it the environment."""
-        if play.failure is not None:
+        if instance.failure is not None:
             return done(None)
         start_s = time.perf_counter()
 
@@ -191,87 +191,85 @@ class Environments:
             self.seconds.add("environment", time.perf_counter() - start_s)
             failure = reply.failures[0]
             if failure is not None:
-                play.fail(failure)
+                instance.fail(failure)
             done(reply.values[0] if failure is None else None)
 
-        play.seat.ask(dict(order), finish)
+        instance.lease.ask(dict(order), finish)
 
-    def tools(self, conversation: Conversation) -> list[str]:
+    def tools(self, trajectory: Trajectory) -> list[str]:
         """Names of the methods that a completion may call."""
-        return self.kind(conversation.prompt).tool_names if conversation.prompt is not None else []
+        return self.kind(trajectory.prompt).tool_names if trajectory.prompt is not None else []
 
-    def call(
-        self, conversation: Conversation, call: ToolCall, done: Callable[[str | None, Failure | None], None]
-    ) -> None:
+    def call(self, trajectory: Trajectory, call: ToolCall, done: Callable[[str | None, Failure | None], None]) -> None:
         """Call a method. `done` is told what it returned, or why it failed; the environment has failed only where its
         process is lost."""
-        play = self._play(conversation)
-        if play.failure is not None:
-            return done(None, Failure("died", f"the environment has failed: it {play.failure}"))
+        instance = self._instance(trajectory)
+        if instance.failure is not None:
+            return done(None, Failure("died", f"the environment has failed: it {instance.failure}"))
 
         def finish(reply: Reply) -> None:
             failure = reply.failures[0]
             if failure is not None and failure.kind in ("timeout", "died"):
-                play.fail(failure)
+                instance.fail(failure)
             done(reply.values[0]["text"] if failure is None else None, failure)
 
-        play.seat.ask({"do": "call", "tool": call.name, "arguments": call.arguments}, finish)
+        instance.lease.ask({"do": "call", "tool": call.name, "arguments": call.arguments}, finish)
 
-    def has_failed(self, conversation: Conversation) -> bool:
+    def has_failed(self, trajectory: Trajectory) -> bool:
         """Whether the environment of a completion has failed."""
-        return conversation.key in self._plays and self._plays[conversation.key].failure is not None
+        return trajectory.key in self._instances and self._instances[trajectory.key].failure is not None
 
     def example(self, content: str) -> Message:
         """See `Partner`."""
         return user_message(content)
 
-    def takes(self, conversation: Conversation, turn: Turn) -> bool:
+    def takes(self, trajectory: Trajectory, turn: Turn) -> bool:
         """Whether a turn is a step."""
-        return conversation.prompt is not None and self.kind(conversation.prompt).steps
+        return trajectory.prompt is not None and self.kind(trajectory.prompt).steps
 
-    def answer(self, conversation: Conversation, turn: Turn, done: Callable[[Answer], None]) -> None:
+    def answer(self, trajectory: Trajectory, turn: Turn, done: Callable[[Answer], None]) -> None:
         """Answer a turn with what the step gives to see; the completion ends where the environment is done."""
-        play, end = self._play(conversation), conversation.sampled
+        instance, end = self._instance(trajectory), trajectory.sampled
 
         def finish(found: dict[str, Any] | None) -> None:
             if found is None:
                 return done(Answer(finish="stop"))
             if found["reward"] is not None:
-                play.steps.append((end, found["reward"]))
+                instance.steps.append((end, found["reward"]))
             if "end" not in found:
                 return done(Answer([user_message(found["text"])]))
-            self._take_end(play, found["end"])
+            self._take_end(instance, found["end"])
             done(Answer(finish="stop" if found["done"] else "length"))
 
-        self._ask(play, {"do": "step", "text": turn.content, "is_last": conversation.is_last}, finish)
+        self._ask(instance, {"do": "step", "text": turn.content, "is_last": trajectory.is_last}, finish)
 
-    def end(self, conversation: Conversation, finish: Finish, done: Callable[[Answer], None]) -> None:
+    def end(self, trajectory: Trajectory, finish: Finish, done: Callable[[Answer], None]) -> None:
         """End the environment of a completion that ends; `done` is told so."""
-        play = self._play(conversation)
+        instance = self._instance(trajectory)
 
         def ended(found: dict[str, Any] | None) -> None:
             if found is not None:
-                self._take_end(play, found)
+                self._take_end(instance, found)
             done(Answer(finish=finish))
 
-        self._ask(play, {"do": "end"}, ended)
+        self._ask(instance, {"do": "end"}, ended)
 
-    def _take_end(self, play: Play, found: dict[str, Any]) -> None:
-        play.total, play.state = found["reward"], found["state"]
+    def _take_end(self, instance: Instance, found: dict[str, Any]) -> None:
+        instance.total, instance.state = found["reward"], found["state"]
 
     def episode(self, key: int) -> Episode | None:
         """What came of the environment of a completion, whose process is left to others."""
-        play = self._plays.pop(key, None)
-        if play is None:
+        instance = self._instances.pop(key, None)
+        if instance is None:
             return None
-        play.seat.leave()
-        return play.episode
+        instance.lease.release()
+        return instance.episode
 
     def give_up(self) -> None:
         """Leave the environments of completions under way, which are given up."""
-        for play in self._plays.values():
-            play.seat.leave()
-        self._plays = {}
+        for instance in self._instances.values():
+            instance.lease.release()
+        self._instances = {}
 
     def numbers(self, rollout: Rollout) -> Numbers:
         """See `Partner`."""

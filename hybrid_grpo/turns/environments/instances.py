@@ -40,7 +40,7 @@ from hybrid_grpo.turns.environments.verifiers import (
 )
 from hybrid_grpo.turns.tools.functions import WrongArguments, as_text, check_arguments, described
 from hybrid_grpo.workers.calls import Call, Failure, Interface, Reply, failed
-from hybrid_grpo.workers.replies import LONGEST_TRACEBACK, checked_text
+from hybrid_grpo.workers.messages import LONGEST_TRACEBACK, checked_text
 from hybrid_grpo.workers.snapshots import state_of
 
 _SHARES = "objects_per_process"
@@ -65,7 +65,7 @@ class EnvironmentEntry:
         return load_environment(self, name)
 
     def checked(self, value: Any, expected: str) -> dict[str, Any]:
-        """What came of an order, whose `do` is `expected`."""
+        """What came of a request, whose `do` is `expected`."""
         event = {name: _FIELDS[name](value[name]) for name in _EVENTS[expected]}
         if expected == "step" and "end" in value:
             event["end"] = self.checked(value["end"], "end")
@@ -112,13 +112,13 @@ _EVENTS = {
     "end": ["reward", "state"],
     "close": [],
 }
-"""What comes of each order; of a step also the `end` where it is the last."""
+"""What comes of each request; of a step also the `end` where it is the last."""
 
 
 class EnvironmentProcess:
     """The objects of an entry in a process; a `Callee`.
 
-    A call has one row, an order: a mapping with the `number` of the object, whose `do` is `begin`, `call`, `step`,
+    A call has one row, a request: a mapping with the `number` of the object, whose `do` is `begin`, `call`, `step`,
     `end` or `close`, with the arguments of the method below that carries it out. The value of the reply is what came of
     it.
     """
@@ -129,26 +129,26 @@ class EnvironmentProcess:
         self._shares = interface.schema["shares"] > 1
         self._instances: dict[int, Any] = {}
         self._instance: Any = None
-        """The object that the order under way is for."""
+        """The object that the request under way is for."""
         self._random: dict[int, tuple[Any, Any]] = {}
         """Random states of objects, where there may be several: what one draws does not depend on the others."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def reply(self, call: Call) -> Reply:
-        """Carry out an order."""
-        order = dict(call.inputs["order"][0])
-        do, number = order.pop("do"), order.pop("number")
+        """Carry out a request."""
+        request = dict(call.inputs["request"][0])
+        do, number = request.pop("do"), request.pop("number")
         self._instance = self._instances.pop(number, None)
         try:
             if self._shares and number in self._random:
                 _restore_random(self._random.pop(number))
             if do not in ("begin", "close") and self._instance is None:
                 raise _Refused("was not reset")
-            return Reply([getattr(self, f"_{do}")(**order)], [None])
+            return Reply([getattr(self, f"_{do}")(**request)], [None])
         except _Refused as refusal:
             return failed(Failure("invalid", str(refusal)), 1)
         except WrongArguments as error:
-            return failed(Failure("invalid", f"wrong arguments for {order['tool']}: {error}"), 1)
+            return failed(Failure("invalid", f"wrong arguments for {request['tool']}: {error}"), 1)
         except BaseException as error:  # a SystemExit of the class is no reason to end the process
             trace = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
             # The model reads of a tool what it reads of other tools.

@@ -19,7 +19,7 @@ from typing import Any
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.config.importing import describe, functions_of, import_place
 from hybrid_grpo.workers.calls import Call, Failure, Interface, Reply, failed
-from hybrid_grpo.workers.replies import LONGEST_TEXT, LONGEST_TRACEBACK, checked_text
+from hybrid_grpo.workers.messages import LONGEST_TEXT, LONGEST_TRACEBACK, checked_text
 
 BUILTINS = ("calculator", "python", "search")
 """Tools that a configuration names without a path; they are defined in builtins.py and search.py."""

@@ -16,10 +16,10 @@ from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.data.batch import Message, Numbers, Rollout
 from hybrid_grpo.rewards.loader import worker_count
 from hybrid_grpo.turns.calls import ToolCall, Turn
-from hybrid_grpo.turns.conversation import Answer, Conversation, Seconds, call_numbers
 from hybrid_grpo.turns.environments.environments import Environments, Kind
 from hybrid_grpo.turns.template import tool_message
 from hybrid_grpo.turns.tools.functions import ToolEntry
+from hybrid_grpo.turns.trajectory import Answer, Seconds, Trajectory, call_numbers
 from hybrid_grpo.workers.calls import Call, Failure, Reply
 from hybrid_grpo.workers.pool import Caller, Pool
 
@@ -70,29 +70,29 @@ class Tools:
         """See `Partner`."""
         return tool_message(0, self.names[0], content)
 
-    def takes(self, conversation: Conversation, turn: Turn) -> bool:
+    def takes(self, trajectory: Trajectory, turn: Turn) -> bool:
         """Whether a turn calls tools, or tries to."""
         return bool(turn.calls) or turn.fault is not None
 
-    def answer(self, conversation: Conversation, turn: Turn, done: Callable[[Answer], None]) -> None:
+    def answer(self, trajectory: Trajectory, turn: Turn, done: Callable[[Answer], None]) -> None:
         """Answer a turn with the results of all of its calls, once they are there."""
         if turn.fault is not None:
-            self._count(conversation, UNKNOWN, has_failed=True)
-        _TurnCalls(self, conversation, turn, done).go_on()
+            self._count(trajectory, UNKNOWN, has_failed=True)
+        _TurnCalls(self, trajectory, turn, done).go_on()
 
     def schemas_of(self, kind: Kind) -> list[dict[str, Any]]:
         """What the model is told where its environment is of this kind."""
         return [*self._functions, *kind.schemas]
 
-    def call(self, conversation: Conversation, call: ToolCall, done: Callable[[str, Failure | None], None]) -> None:
+    def call(self, trajectory: Trajectory, call: ToolCall, done: Callable[[str, Failure | None], None]) -> None:
         """Call a tool, or a method of the conversation's environment. `done` is called with what the model reads of it,
         and with the failure, if the call failed, on any thread."""
         caller, start_s = self._callers.get(call.name), time.perf_counter()
         environments = self._environments
-        methods = environments.tools(conversation) if environments else []
+        methods = environments.tools(trajectory) if environments else []
 
         def told(text: str | None, failure: Failure | None) -> None:
-            self._count(conversation, call.name, text is None, time.perf_counter() - start_s)
+            self._count(trajectory, call.name, text is None, time.perf_counter() - start_s)
             done(text if text is not None else f"error: {failure.message if failure else 'no answer'}", failure)
 
         def finish(future: Future[Reply]) -> None:
@@ -101,21 +101,21 @@ class Tools:
             told(reply.values[0] if reply and failure is None else None, failure)
 
         if call.name in methods and environments:
-            environments.call(conversation, call, told)
+            environments.call(trajectory, call, told)
         elif caller is not None:
             caller(Call({"arguments": [call.arguments]}, [None])).add_done_callback(finish)
         else:
-            self._count(conversation, UNKNOWN, has_failed=True)
+            self._count(trajectory, UNKNOWN, has_failed=True)
             known = [*self._callers, *methods]
             done(f"error: there is no tool {call.name}: {did_you_mean(call.name, known)}", None)
 
-    def give_up(self, conversation: Conversation, call: ToolCall) -> str:
+    def give_up(self, trajectory: Trajectory, call: ToolCall) -> str:
         """What the model reads of a call that is not made, since another one of its turn has taken too long."""
-        self._count(conversation, call.name if call.name in self.names else UNKNOWN, has_failed=True)
+        self._count(trajectory, call.name if call.name in self.names else UNKNOWN, has_failed=True)
         return "error: not called: another call of the turn took too long"
 
-    def _count(self, conversation: Conversation, name: str, has_failed: bool, seconds: float = 0.0) -> None:
-        conversation.calls.append((f"tool/{name}", has_failed))
+    def _count(self, trajectory: Trajectory, name: str, has_failed: bool, seconds: float = 0.0) -> None:
+        trajectory.calls.append((f"tool/{name}", has_failed))
         self.seconds.add(f"tool/{name}", seconds)
 
     def numbers(self, rollout: Rollout) -> Numbers:
@@ -130,8 +130,8 @@ class Tools:
 class _TurnCalls:
     """The calls of one turn while they are made."""
 
-    def __init__(self, tools: Tools, conversation: Conversation, turn: Turn, done: Callable[[Answer], None]) -> None:
-        self._tools, self._conversation, self._fault, self._done = tools, conversation, turn.fault, done
+    def __init__(self, tools: Tools, trajectory: Trajectory, turn: Turn, done: Callable[[Answer], None]) -> None:
+        self._tools, self._trajectory, self._fault, self._done = tools, trajectory, turn.fault, done
         self._calls = turn.calls
         self._waiting = deque(range(len(turn.calls)))
         self._results: dict[int, str] = {}
@@ -151,7 +151,7 @@ class _TurnCalls:
                     return
                 self._is_starting, number = True, self._waiting.popleft()
                 self._running += 1
-            self._tools.call(self._conversation, self._calls[number], partial(self._take, number))
+            self._tools.call(self._trajectory, self._calls[number], partial(self._take, number))
             with self._lock:
                 self._is_starting = False
         self._done(Answer(self._messages()))
@@ -161,7 +161,7 @@ class _TurnCalls:
             self._running -= 1
             self._results[number] = text
             if failure is not None and failure.kind == "timeout":
-                self._results |= {k: self._tools.give_up(self._conversation, self._calls[k]) for k in self._waiting}
+                self._results |= {k: self._tools.give_up(self._trajectory, self._calls[k]) for k in self._waiting}
                 self._waiting.clear()
         self.go_on()
 

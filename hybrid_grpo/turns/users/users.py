@@ -26,8 +26,8 @@ from hybrid_grpo.model.files import check_files
 from hybrid_grpo.model.loading import load_config, load_model, load_tokenizer, stop_ids
 from hybrid_grpo.rewards.loader import worker_count
 from hybrid_grpo.turns.calls import Turn
-from hybrid_grpo.turns.conversation import Answer, Conversation, Seconds, call_numbers
 from hybrid_grpo.turns.template import user_message
+from hybrid_grpo.turns.trajectory import Answer, Seconds, Trajectory, call_numbers
 from hybrid_grpo.turns.users.functions import MESSAGES, UserEntry
 from hybrid_grpo.workers.calls import Call, Failure, Reply, failed
 from hybrid_grpo.workers.pool import Pool
@@ -39,7 +39,7 @@ _COLUMN = re.compile(r"\{(\w+)\}")
 class _Heard:
     """A turn that the user answers."""
 
-    conversation: Conversation
+    trajectory: Trajectory
     done: Callable[[Answer], None]
     start_s: float = field(default_factory=time.perf_counter)
 
@@ -64,13 +64,13 @@ class User(ABC):
         """See `Partner`."""
         return user_message(content)
 
-    def takes(self, conversation: Conversation, turn: Turn) -> bool:
+    def takes(self, trajectory: Trajectory, turn: Turn) -> bool:
         """Every turn that another may follow. After the last one the conversation is over, and cut only where tokens
         run out."""
-        return not conversation.is_last or conversation.is_full
+        return not trajectory.is_last or trajectory.is_full
 
     @abstractmethod
-    def answer(self, conversation: Conversation, turn: Turn, done: Callable[[Answer], None]) -> None:
+    def answer(self, trajectory: Trajectory, turn: Turn, done: Callable[[Answer], None]) -> None:
         """See `Partner`."""
 
     @abstractmethod
@@ -96,7 +96,7 @@ class User(ABC):
         turn.done(Answer())
 
     def _count(self, turn: _Heard, *, has_failed: bool) -> None:
-        turn.conversation.calls.append(("user", has_failed))
+        turn.trajectory.calls.append(("user", has_failed))
         self.seconds.add("user", time.perf_counter() - turn.start_s)
 
     def numbers(self, rollout: Rollout) -> Numbers:
@@ -124,9 +124,9 @@ class ScriptedUser(User):
                 f" {did_you_mean(name, columns)}",
             )
 
-    def answer(self, conversation: Conversation, turn: Turn, done: Callable[[Answer], None]) -> None:
+    def answer(self, trajectory: Trajectory, turn: Turn, done: Callable[[Answer], None]) -> None:
         """See `Partner`."""
-        heard = _Heard(conversation, done)
+        heard = _Heard(trajectory, done)
 
         def finish(future: Future[Reply]) -> None:
             reply = failed(Failure("died", "did not answer"), 1) if future.cancelled() else future.result()
@@ -136,7 +136,7 @@ class ScriptedUser(User):
             else:
                 self._said(heard, reply.values[0])
 
-        given = {**_columns(conversation), MESSAGES: _messages(conversation)}
+        given = {**_columns(trajectory), MESSAGES: _messages(trajectory)}
         self._call(Call({"arguments": [given]}, [None])).add_done_callback(finish)
 
 
@@ -193,21 +193,21 @@ class ModelUser(User):
         attention = attention_of(self._config.decoder)
         self._model = load_model(self._policy, attention, self.setting).to(device).eval()
 
-    def answer(self, conversation: Conversation, turn: Turn, done: Callable[[Answer], None]) -> None:
+    def answer(self, trajectory: Trajectory, turn: Turn, done: Callable[[Answer], None]) -> None:
         """See `Partner`. It waits until `speak`."""
-        self._waiting.append(_Heard(conversation, done))
+        self._waiting.append(_Heard(trajectory, done))
 
-    def speak(self, under_way: Mapping[int, Conversation]) -> None:
+    def speak(self, under_way: Mapping[int, Trajectory]) -> None:
         """Answer all turns that wait, in one batch: those of conversations that are still under way."""
-        waiting = [row for row in self._waiting if under_way.get(row.conversation.key) is row.conversation]
+        waiting = [row for row in self._waiting if under_way.get(row.trajectory.key) is row.trajectory]
         self._waiting = []
         requests, asked = [], []
         for heard in waiting:
-            ids = self._read(heard.conversation)
+            ids = self._read(heard.trajectory)
             if isinstance(ids, Failure):
                 self._failed(heard, ids)
                 continue
-            key = stream_key(heard.conversation.key, "user", heard.conversation.turns)
+            key = stream_key(heard.trajectory.key, "user", heard.trajectory.turns)
             requests.append(Request(ids, [key]))
             asked.append(heard)
         if not requests:
@@ -217,12 +217,12 @@ class ModelUser(User):
         for heard, [completion] in zip(asked, said, strict=True):
             self._said(heard, completion.text.strip())
 
-    def _read(self, conversation: Conversation) -> list[int] | Failure:
+    def _read(self, trajectory: Trajectory) -> list[int] | Failure:
         """The tokens that the model reads, or why it cannot read them."""
-        columns = _columns(conversation)
+        columns = _columns(trajectory)
         told = _COLUMN.sub(lambda found: str(columns.get(found[1], found[0])), self._told)
         try:
-            ids = self._ids([{"role": "system", "content": told}, *exchanged(_messages(conversation))])
+            ids = self._ids([{"role": "system", "content": told}, *exchanged(_messages(trajectory))])
         except Exception as error:  # a template is a program of the model's authors
             return Failure("raised", f"its chat template refuses a conversation: {describe(error, None)}")
         longest = len(ids) + self._sampling.max_tokens
@@ -244,15 +244,15 @@ def exchanged(messages: list[Message]) -> list[Message]:
     return [{"role": roles[message["role"]], "content": message["content"]} for message in read]
 
 
-def _messages(conversation: Conversation) -> list[Message]:
+def _messages(trajectory: Trajectory) -> list[Message]:
     """The conversation from its prompt on."""
-    prompt: Prompt | None = conversation.prompt
+    prompt: Prompt | None = trajectory.prompt
     text = [] if prompt is None else prompt.text
-    return [*([user_message(text)] if isinstance(text, str) else text), *conversation.messages]
+    return [*([user_message(text)] if isinstance(text, str) else text), *trajectory.messages]
 
 
-def _columns(conversation: Conversation) -> dict[str, Any]:
-    return {} if conversation.prompt is None else conversation.prompt.columns
+def _columns(trajectory: Trajectory) -> dict[str, Any]:
+    return {} if trajectory.prompt is None else trajectory.prompt.columns
 
 
 def user_of(rollout: RolloutConfig, scoring: ScoringConfig, policy: PolicyConfig) -> User | None:

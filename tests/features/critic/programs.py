@@ -70,7 +70,7 @@ def steps(trainer: Trainer, numbers: range) -> list[dict[str, Any]]:
         trainer.step(step)
         metrics = trainer.meter.reduce()
         seen.append({name: metrics[name] for name in METRICS if name in metrics})
-        for model in (trainer.policy, *trainer.others):
+        for model in (trainer.policy, *trainer.features.models):
             named = {p: name for name, p in model.engine.engine.module.named_parameters() if p.requires_grad}
             whole = model.engine.whole(list(named))
             seen[-1][type(model).__name__] = {named[p]: weight.flatten()[::50].tolist() for p, weight in whole.items()}

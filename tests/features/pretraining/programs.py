@@ -67,10 +67,10 @@ def gradients(folder: Path) -> dict[str, Any]:
         return StepResult(0.0, True)
 
     policy.step = step  # type: ignore[method-assign]
-    assert trainer.parts["ptx"] is pretraining.state
-    start = trainer.parts["ptx"].state_dict()
+    assert trainer.all_parts["ptx"] is pretraining.state
+    start = trainer.all_parts["ptx"].state_dict()
     batches = [[row for row, _ in pretraining.state.next_batch()] for _ in range(2)]
-    trainer.parts["ptx"].load_state_dict(start)
+    trainer.all_parts["ptx"].load_state_dict(start)
     signals = Signals(rollout.logp_BT, None, None, advantages_BT)
     trainer.improve(rollout, signals)
     loss = trainer.meter.reduce()["ptx/loss"]

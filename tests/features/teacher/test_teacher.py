@@ -106,7 +106,7 @@ def test_it_tells_what_it_expects_after_its_own_prompt(
         teacher=TeacherConfig(prompt_column="solved", into="loss", top_k=top_k, coef=0.5),
     )
     policy: Any = SimpleNamespace(engine=LogprobModel(model), micro_batches=micro_batches)
-    inputs: Any = SimpleNamespace(tokenizer=tokenizer, conversations=None)
+    inputs: Any = SimpleNamespace(tokenizer=tokenizer, partners=None)
     scores: Any = None
     scored = Scored(rollout, scores, rollout.logp_BT, None, 0.0)
     teacher = loaded(config, policy, inputs, monkeypatch)
@@ -157,7 +157,7 @@ def test_a_teacher_of_another_size_speaks_of_the_tokens_that_both_know(
         return pad(prompts, completions, range(len(prompts)), 20, torch.device("cpu"), places)
 
     policy: Any = SimpleNamespace(engine=None, micro_batches=micro_batches)
-    inputs: Any = SimpleNamespace(tokenizer=tokenizer, conversations=None)
+    inputs: Any = SimpleNamespace(tokenizer=tokenizer, partners=None)
     rollout = Rollout([Prompt(0, "", [5, 6], {})], [Completion([7, 8, 9], [-1.0] * 3, "stop")], 1)
     _, next_tokens = loaded(config, policy, inputs, monkeypatch).read(rollout, rollout.logp_BT)
     assert kept == ["cpu" if offload else "none"]

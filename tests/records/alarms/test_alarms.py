@@ -12,10 +12,10 @@ from hybrid_grpo.config.errors import RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.records.alarms.alarms import Alarms, RollBack
 from hybrid_grpo.records.alarms.symptoms import Symptoms
-from hybrid_grpo.run.run import Run
 from hybrid_grpo.run.saving.checkpoint import Checkpoint
 from hybrid_grpo.run.saving.manifest import Manifest
 from hybrid_grpo.run.stage import Stage
+from hybrid_grpo.run.training import TrainingRun
 
 
 def played(steps: list[dict[str, float]]) -> list[str | None]:
@@ -239,7 +239,7 @@ def test_patience_goes_on_where_it_was_and_begins_anew_after_a_stop():
 
 
 def test_a_resumed_run_knows_its_best_evaluation(tmp_path, capsys):
-    run = Run(Parsed(TrainConfig(run=RunConfig(name="run", dir=str(tmp_path))), ""), {})
+    run = TrainingRun(Parsed(TrainConfig(run=RunConfig(name="run", dir=str(tmp_path))), ""), {})
     lines = [{"step": step, **numbers} for step, numbers in enumerate([line(None, 0.5), line(0.2), line(0.4, 0.9)])]
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(of | {"policy/loss": None}) + "\n" for of in lines))
     # Its checkpoint is of the step before the last line.
@@ -247,7 +247,7 @@ def test_a_resumed_run_knows_its_best_evaluation(tmp_path, capsys):
     run.start = SimpleNamespace(checkpoint=Checkpoint(tmp_path, manifest), step=1)
     run.checkpoints = SimpleNamespace(load=lambda engine, checkpoint, shards: {"policy": {}, "step": 1})
     stage = Stage()
-    stage.policy, stage.parts = SimpleNamespace(engine=None, average=None, load_state_dict=lambda state: None), {}
+    stage.policy, stage.parts = SimpleNamespace(engine=None, load_state_dict=lambda state: None), {}
     assert run.restore(stage) == 1
     assert run.watched(2, line(0.6, 0.4))["health/alarm"] == 1.0
     assert "held-out accuracy is 0.400 after 0.500 at step 0" in capsys.readouterr().out

@@ -145,7 +145,7 @@ def test_the_card_says_what_the_run_measured(run: Path) -> None:
         ["2", "0.750", ""],
         ["4", "0.625", "0.250"],
     ]
-    assert "after 4 steps of GRPO with hybrid_grpo, of 5 that were asked for." in card.text
+    assert "after 4 steps of GRPO with hybrid_grpo, of 5 planned." in card.text
     assert "deepspeed --num_gpus 2 --no_local_rank --module hybrid_grpo train --config config.yaml" in card.text
     settings = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", card.text, re.DOTALL)[0])
     assert settings["grpo"] == {"beta": 0.01} and settings["eval"]["threshold"] == 0.5
@@ -261,7 +261,7 @@ def test_an_earlier_publication_is_replaced_whole_or_stays(run: Path, monkeypatc
     # What a person has changed since is theirs.
     with Path("deep/out/README.md").open("a") as card:
         card.write("\nWritten by hand.\n")
-    with pytest.raises(hg.UserError, match=r"publish.folder deep/out holds something else"):
+    with pytest.raises(hg.UserError, match=r"publish.folder deep/out holds something other"):
         hg.publish(run, folder="deep/out")
 
 
@@ -273,7 +273,7 @@ REFUSED: dict[str, tuple[str, list[str], str]] = {
     "unknown model": ("runs/run", ["--publish.folder=out", "--publish.model=modl"], "did you mean model?"),
     "not finished": ("runs/new", ["--publish.folder=out"], "runs/new: the run has no trained model yet"),
     "of no stage": ("runs/odd", ["--publish.folder=out"], "runs/odd/config.yaml is of no stage of training"),
-    "a folder with files": ("runs/run", ["--publish.folder=runs"], "publish.folder runs holds something else"),
+    "a folder with files": ("runs/run", ["--publish.folder=runs"], "publish.folder runs holds something other"),
     "another model's numbers": (
         "runs/run", ["--publish.folder=out", "--publish.evaluation=eval.json"], "eval.json is of some/base, not of",
     ),
@@ -385,11 +385,11 @@ def test_a_folder_that_cannot_be_put_in_place_leaves_the_earlier_one(
 
 def test_the_hub_says_no(run: Path, hub: Hub) -> None:
     hub.names = ["README.md"]
-    with pytest.raises(hg.UserError, match=r"publish.hub me/x has files that are no publication"):
+    with pytest.raises(hg.UserError, match=r"publish.hub me/x has files that are not a publication"):
         hg.publish(run, hub="me/x")
     hub.refuses = True
     with pytest.raises(
-        hg.UserError, match=r"publish.hub me/x cannot be written: 403 Forbidden: see that .* publish.folder"
+        hg.UserError, match=r"publish.hub me/x cannot be written: 403 Forbidden: check that .* publish.folder"
     ) as told:
         hg.publish(run, hub="me/x")
     assert TOKEN not in str(told.value)

@@ -147,17 +147,6 @@ def test_offloaded_states_and_the_reference_are_in_host_memory():
     assert "reference" not in {part.name for part in Plan(adapted, SIZES, batch_plan(adapted, 8), 512, GPU).host.parts}
 
 
-@pytest.mark.parametrize(("stage", "owned"), [(0, N), (2, N // 8), (3, N // 8)])
-def test_the_moving_average_is_in_host_memory_as_the_optimizer_is_spread(stage, owned):
-    config = recipe(stage, "float32")
-    config = replace(config, policy=replace(config.policy, ema_decay=0.99))
-    made = Plan(config, SIZES, batch_plan(config, 8), 512, GPU)
-    assert {part.name: part.bytes for part in made.host.parts}["moving average"] == 4 * owned
-    assert "moving average" not in {part.name for phase in made.phases for part in phase.parts}
-    on_cpu = parts(config, 8, CPU)
-    assert all(held["moving average"] == 4 * owned for held in on_cpu.values())
-
-
 def test_activations_take_half_as_much_again_on_a_cpu_and_stay_when_freed():
     cpu, gpu = parts(recipe(), 1, CPU), parts(recipe(), 1)
     assert {cpu[phase]["activations"] for phase in cpu} == {1200}, "freed memory stays with the process"

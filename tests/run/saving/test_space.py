@@ -7,44 +7,77 @@ import torch
 
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.run import CheckpointConfig
+from hybrid_grpo.run.feature import Feature, Features
 from hybrid_grpo.run.saving import space
+from hybrid_grpo.run.stage import Stage
+
+
+class Copy(Feature):
+    """Keeps a float32 copy of the weights, and exports it too."""
+
+    name = "copy"
+
+    @property
+    def exports(self):
+        return {"model_copy": None}
+
+    def checkpoint_bytes(self, weights):
+        return 4 * weights
+
+
+class Critic(Feature):
+    """Trains a model beside the policy."""
+
+    name = "critic"
+    model = None
+
+
+def stage_of(module, shards=None, features=()):
+    stage = Stage()
+    stage.policy = trained(module)
+    stage.shards, stage.features = shards, Features(features)
+    return stage
+
+
+def trained(module):
+    return SimpleNamespace(engine=SimpleNamespace(engine=SimpleNamespace(module=module)))
 
 
 @pytest.mark.parametrize(
-    ("config", "shards", "average", "needed"),
+    ("config", "shards", "copies", "needed"),
     [
         # Weights of 4 bytes: 1000 that are trained, 200 that are not; two kept and one that is written.
-        (CheckpointConfig(keep=2), None, None, 3 * 12_000 + 4_800),
-        (CheckpointConfig(keep=1), object(), None, 2 * (12_000 + 4_800) + 4_800),
-        (CheckpointConfig(keep=1), object(), object(), 2 * (16_000 + 4_800) + 2 * 4_800),
-        (CheckpointConfig(every=0, every_minutes=0), None, None, 4_800),
+        (CheckpointConfig(keep=2), None, 0, 3 * 12_000 + 4_800),
+        (CheckpointConfig(keep=1), object(), 0, 2 * (12_000 + 4_800) + 4_800),
+        (CheckpointConfig(keep=1), object(), 1, 2 * (16_000 + 4_800) + 2 * 4_800),
+        (CheckpointConfig(every=0, every_minutes=0), None, 0, 4_800),
     ],
 )
-def test_what_is_kept_must_fit(tmp_path, monkeypatch, config, shards, average, needed):
+def test_what_is_kept_must_fit(tmp_path, monkeypatch, config, shards, copies, needed):
     module = torch.nn.ParameterList([torch.zeros(10, 100), torch.zeros(200)])
     module[1].requires_grad_(False)
-    policy = SimpleNamespace(engine=SimpleNamespace(engine=SimpleNamespace(module=module)), average=average)
+    stage = stage_of(module, shards, [Copy(None, None, None)] * copies)
     step = tmp_path / "checkpoints" / "step_000001"
     step.mkdir(parents=True)
     (step / "policy_00000_of_00001.pt").write_bytes(bytes(500))
     free = needed - 500
     monkeypatch.setattr(space.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-    space.check_space(tmp_path, config, policy, shards)
+    space.check_space(tmp_path, config, stage)
     free -= 1
     with pytest.raises(UserError, match="make room, lower checkpoint") as error:
-        space.check_space(tmp_path, config, policy, shards)
+        space.check_space(tmp_path, config, stage)
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
 
 
 def test_a_model_that_is_trained_too_is_kept_with_the_policy(tmp_path, monkeypatch):
     """Its weights and moments are in every checkpoint, and no model of it is written."""
-    policy, critic = (
-        SimpleNamespace(engine=SimpleNamespace(engine=SimpleNamespace(module=module)), average=None)
-        for module in (torch.nn.ParameterList([torch.zeros(n)]) for n in (1000, 500))
-    )
+    policy, critic = (torch.nn.ParameterList([torch.zeros(n)]) for n in (1000, 500))
+    feature = Critic(None, None, None)
+    feature.model = trained(critic)
+    stage = stage_of(policy, features=[feature])
     free = SimpleNamespace(free=2 * 12 * 1500 + 4000)
     monkeypatch.setattr(space.shutil, "disk_usage", lambda folder: free)
-    assert space.check_space(tmp_path, CheckpointConfig(keep=1), policy, None, others=[critic]) == 12 * 1500
+    assert space.check_space(tmp_path, CheckpointConfig(keep=1), stage) == 12 * 1500
     free.free -= 1
     with pytest.raises(UserError, match="make room"):
-        space.check_space(tmp_path, CheckpointConfig(keep=1), policy, None, others=[critic])
+        space.check_space(tmp_path, CheckpointConfig(keep=1), stage)

@@ -18,8 +18,8 @@ from hybrid_grpo.generation import Request
 from hybrid_grpo.generation.journal import Journal
 from hybrid_grpo.rewards.loader import load_rewards
 from hybrid_grpo.rewards.scorer import Rewards
-from hybrid_grpo.turns.conversations import conversations_of
 from hybrid_grpo.turns.environments.instances import EnvironmentEntry, load_environment
+from hybrid_grpo.turns.partners import partners_of
 from hybrid_grpo.turns.rewards import rewards_of
 
 FILE = SUPPORT / "environments.py"
@@ -38,9 +38,9 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def conversations(tokenizer):
+def partners(tokenizer):
     config = settings({name.lower(): f"{FILE}:{name}" for name in NAMES})
-    return conversations_of(config, tokenizer, (tokenizer.eos_token_id,))
+    return partners_of(config, tokenizer, (tokenizer.eos_token_id,))
 
 
 def prompt_of(tokenizer, number=0, **columns):
@@ -52,28 +52,28 @@ def call(name, **arguments):
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def play(conversations, tokenizer, prompt, turns, *, key=1, cut=False):
+def play(partners, tokenizer, prompt, turns, *, key=1, cut=False):
     """The completion that these turns make, which is cut within the last where `cut` is set."""
-    conversations.begin([Request(prompt.token_ids, [key], most=9999, prompt=prompt)])
+    partners.begin([Request(prompt.token_ids, [key], most=9999, prompt=prompt)])
     sampled, given, finish = [], [], None
     for number, text in enumerate(turns, 1):
         ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         sampled += ids
         last = cut and number == len(turns)
-        finish = conversations.cut(key) if last else conversations.ended(key, ids, room=1000)
+        finish = partners.cut(key) if last else partners.ended(key, ids, room=1000)
         assert finish is None, "the environment ends first"
-        finish = answer(conversations, key)
+        finish = answer(partners, key)
         if isinstance(finish, str):
             break
         given.append((len(sampled), finish))
     assert number == len(turns), "it ends with the last turn"
-    return conversations.finished(key, Completion(sampled, [0.0] * len(sampled), finish, text, tuple(given)))
+    return partners.finished(key, Completion(sampled, [0.0] * len(sampled), finish, text, tuple(given)))
 
 
-def answer(conversations, key):
+def answer(partners, key):
     until = time.monotonic() + 120
     while time.monotonic() < until:
-        if found := conversations.answers(0.2):
+        if found := partners.answers(0.2):
             [(of, said)] = found
             assert of == key
             return said
@@ -126,10 +126,10 @@ CASES = [
 @pytest.mark.process
 @pytest.mark.parametrize(("name", "columns", "turns", "read", "finish", "function", "reward"), CASES)
 def test_environments_answer_turns_and_give_rewards(
-    conversations, tokenizer, name, columns, turns, read, finish, function, reward
+    partners, tokenizer, name, columns, turns, read, finish, function, reward
 ):
-    [prompt] = conversations.opened([prompt_of(tokenizer, environment=name, **columns)], 7)
-    completion = play(conversations, tokenizer, prompt, turns)
+    [prompt] = partners.opened([prompt_of(tokenizer, environment=name, **columns)], 7)
+    completion = play(partners, tokenizer, prompt, turns)
     assert (said(completion), completion.finish) == (read, finish)
     found = scores([completion], function)
     assert found.reward_B.tolist() == [reward]
@@ -138,20 +138,20 @@ def test_environments_answer_turns_and_give_rewards(
 
 
 @pytest.mark.process
-def test_rewards_of_turns_are_rewards_of_steps_at_their_ends(conversations, tokenizer):
-    [prompt] = conversations.opened([prompt_of(tokenizer, environment="steps")], 7)
-    completions = [play(conversations, tokenizer, prompt, turns) for turns in (["one", "bye"], ["bye"])]
+def test_rewards_of_turns_are_rewards_of_steps_at_their_ends(partners, tokenizer):
+    [prompt] = partners.opened([prompt_of(tokenizer, environment="steps")], 7)
+    completions = [play(partners, tokenizer, prompt, turns) for turns in (["one", "bye"], ["bye"])]
     assert scores(completions).steps == [[(4, 3.0), (8, 3.0)], [(4, 3.0)]]
     # A turn that is cut was no step, and the rewards before it remain.
-    completion = play(conversations, tokenizer, prompt, ["one", "tw"], cut=True)
+    completion = play(partners, tokenizer, prompt, ["one", "tw"], cut=True)
     assert (completion.finish, completion.episode.steps) == ("length", ((4, 3.0),))
     assert [message["content"] for message in completion.messages] == ["one", "1!", "tw"]
 
 
 @pytest.mark.process
-def test_the_beginning_is_the_groups_and_depends_on_seed_step_and_prompt(conversations, tokenizer):
+def test_the_beginning_is_the_groups_and_depends_on_seed_step_and_prompt(partners, tokenizer):
     rows = [prompt_of(tokenizer, number, environment="gymnasium") for number in range(6)]
-    first, again, other = (conversations.opened(rows, step) for step in (7, 7, 8))
+    first, again, other = (partners.opened(rows, step) for step in (7, 7, 8))
     texts = [prompt.text[-1]["content"] for prompt in first]
     assert texts == [prompt.text[-1]["content"] for prompt in again]
     assert len(set(texts)) > 2, "prompts begin differently"
@@ -160,14 +160,14 @@ def test_the_beginning_is_the_groups_and_depends_on_seed_step_and_prompt(convers
         written = tokenizer.apply_chat_template(prompt.text, tokenize=False, add_generation_prompt=True)
         assert tokenizer.decode(prompt.token_ids) == written
         for key in (1, 2):
-            assert play(conversations, tokenizer, prompt, ["stop"], key=key).episode.failure is None
+            assert play(partners, tokenizer, prompt, ["stop"], key=key).episode.failure is None
     # Of several environments, a prompt is told the tools of its own.
-    [prompt] = conversations.opened([prompt_of(tokenizer, environment="owner", goal=1)], 7)
+    [prompt] = partners.opened([prompt_of(tokenizer, environment="owner", goal=1)], 7)
     written = tokenizer.decode(prompt.token_ids)
     assert '"step"' in written and '"increment"' not in written
     assert (
         "error: there is no tool increment"
-        in said(play(conversations, tokenizer, prompt, [call("increment", step=1), "."]))[0]
+        in said(play(partners, tokenizer, prompt, [call("increment", step=1), "."]))[0]
     )
 
 
@@ -183,14 +183,14 @@ BAD = [
 
 @pytest.mark.process
 @pytest.mark.parametrize(("columns", "turn", "why"), BAD)
-def test_an_environment_that_fails_ends_its_completion_without_a_reward(conversations, tokenizer, columns, turn, why):
-    [prompt] = conversations.opened([prompt_of(tokenizer, environment="bad", **columns)], 7)
-    completion = play(conversations, tokenizer, prompt, [turn])
+def test_an_environment_that_fails_ends_its_completion_without_a_reward(partners, tokenizer, columns, turn, why):
+    [prompt] = partners.opened([prompt_of(tokenizer, environment="bad", **columns)], 7)
+    completion = play(partners, tokenizer, prompt, [turn])
     assert completion.finish == "stop"
     assert why in completion.episode.failure
     # Counted also where it comes from a journal, so that this process has seen nothing of it.
-    conversations.begin([])
-    numbers = conversations.numbers(Rollout([prompt], [completion], 1))
+    partners.begin([])
+    numbers = partners.numbers(Rollout([prompt], [completion], 1))
     assert numbers["environment/failed_frac"] == (1.0, 1) and numbers["environment/seconds"][1] == 0
     assert numbers["environment/resets"] == (int(prompt.opening.failure is None), 1)
     # A function that looks at environments is not called, and not blamed.
@@ -199,14 +199,14 @@ def test_an_environment_that_fails_ends_its_completion_without_a_reward(conversa
     assert why in found.failures.pop("Bad")[0]
     assert not found.failures
     # The next completion has nothing of it.
-    [prompt] = conversations.opened([prompt_of(tokenizer, environment="bad")], 7)
-    assert play(conversations, tokenizer, prompt, ["fine"], cut=True).episode.failure is None
+    [prompt] = partners.opened([prompt_of(tokenizer, environment="bad")], 7)
+    assert play(partners, tokenizer, prompt, ["fine"], cut=True).episode.failure is None
 
 
 def opened_alone(tokenizer, name, rows, **rollout):
     config = settings(f"{FILE}:{name}", **rollout)
-    conversations = conversations_of(config, tokenizer, (tokenizer.eos_token_id,))
-    return conversations, conversations.opened(rows, 7)
+    partners = partners_of(config, tokenizer, (tokenizer.eos_token_id,))
+    return partners, partners.opened(rows, 7)
 
 
 @pytest.mark.process
@@ -214,29 +214,29 @@ def test_processes_have_a_bound_that_changes_nothing_of_what_environments_say_an
     """A process was started for each prompt at once, and kept: 1,200 prompts, 1,201 processes."""
     rows = [prompt_of(tokenizer, number) for number in range(40)]
     many, first = opened_alone(tokenizer, "Shares", rows, environment_processes=40)
-    conversations, opened = opened_alone(tokenizer, "Shares", rows, environment_processes=2)
+    partners, opened = opened_alone(tokenizer, "Shares", rows, environment_processes=2)
     assert [prompt.text for prompt in opened] == [prompt.text for prompt in first]
     assert opened[0].text != opened[1].text
 
     # Five completions under way at once, of which two processes hold four: the fifth waits until one ends.
     keys = range(5)
 
-    def turn(conversations, of, text):
+    def turn(partners, of, text):
         for key in of:
             ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-            assert conversations.ended(key, ids, room=1000) is None
+            assert partners.ended(key, ids, room=1000) is None
 
-    def collected(conversations, count):
+    def collected(partners, count):
         found, until = {}, time.monotonic() + 120
         while len(found) < count and time.monotonic() < until:
-            found |= dict(conversations.answers(0.2))
+            found |= dict(partners.answers(0.2))
         return found
 
     draws = []
-    for which, prompts in ((conversations, opened), (many, first)):
+    for which, prompts in ((partners, opened), (many, first)):
         which.begin([Request(prompts[key].token_ids, [key], most=9999, prompt=prompts[key]) for key in keys])
         turn(which, keys, "go")
-        waits = which is conversations
+        waits = which is partners
         answered = collected(which, 4 if waits else 5)
         assert sorted(answered) == list(keys)[: 4 if waits else 5]
         said = {key: tokenizer.decode(ids) for key, ids in answered.items()}
@@ -258,14 +258,14 @@ def test_processes_have_a_bound_that_changes_nothing_of_what_environments_say_an
 def test_an_opening_that_fails_is_counted_and_its_reason_is_printed(tokenizer, capfd):
     """Prompts whose environment could not be reset had no observation, and nobody was told."""
     rows = [prompt_of(tokenizer, number, how="reset" if number == 1 else "") for number in range(4)]
-    conversations, opened = opened_alone(tokenizer, "Shares", rows)
+    partners, opened = opened_alone(tokenizer, "Shares", rows)
     assert "1 of 4 prompts could not be opened; of row 1 (from 0) Shares raised ValueError: no reset" in (
         capfd.readouterr().err
     )
     assert [prompt.opening.failure is None for prompt in opened] == [True, False, True, True]
-    completion = play(conversations, tokenizer, opened[1], ["fine"])
+    completion = play(partners, tokenizer, opened[1], ["fine"])
     assert "raised ValueError: no reset" in completion.episode.failure
-    numbers = conversations.numbers(Rollout(opened, [completion] * 4, 1))
+    numbers = partners.numbers(Rollout(opened, [completion] * 4, 1))
     assert numbers["environment/openings_failed_frac"] == (0.25, 4) and numbers["environment/resets"] == (3, 1)
 
 
@@ -273,9 +273,9 @@ def test_an_opening_that_fails_is_counted_and_its_reason_is_printed(tokenizer, c
 @pytest.mark.parametrize("how", ["hang", "exit", "raise"])
 def test_closing_costs_no_reward(tokenizer, how):
     """A `close` that hung or ended the process did so before the reward was sent."""
-    conversations, [prompt] = opened_alone(tokenizer, "Closes", [prompt_of(tokenizer, how=how)], tool_timeout_s=2.0)
+    partners, [prompt] = opened_alone(tokenizer, "Closes", [prompt_of(tokenizer, how=how)], tool_timeout_s=2.0)
     for _ in range(2):
-        episode = play(conversations, tokenizer, prompt, ["one"]).episode
+        episode = play(partners, tokenizer, prompt, ["one"]).episode
         assert (episode.failure, episode.steps[0][1]) == (None, 2.0)
 
 
@@ -287,22 +287,22 @@ def test_processes_must_fit_the_limit_of_open_files(tokenizer):
 @pytest.mark.process
 def test_a_step_that_hangs_is_ended(tokenizer):
     config = settings(f"{FILE}:Bad", tool_timeout_s=1.0)
-    conversations = conversations_of(config, tokenizer, (tokenizer.eos_token_id,))
-    [prompt] = conversations.opened([prompt_of(tokenizer)], 7)
-    completion = play(conversations, tokenizer, prompt, ["hang"])
+    partners = partners_of(config, tokenizer, (tokenizer.eos_token_id,))
+    [prompt] = partners.opened([prompt_of(tokenizer)], 7)
+    completion = play(partners, tokenizer, prompt, ["hang"])
     assert completion.episode.failure == "took longer than its timeout_s, 1"
 
 
 @pytest.mark.process
-def test_a_function_that_asks_for_what_was_left_behind_is_told_why(conversations, tokenizer):
-    [prompt] = conversations.opened([prompt_of(tokenizer, environment="echo")], 7)
+def test_a_function_that_asks_for_what_was_left_behind_is_told_why(partners, tokenizer):
+    [prompt] = partners.opened([prompt_of(tokenizer, environment="echo")], 7)
     assert prompt.text[-1]["content"] == "Go. [Go.]"
     # What the environment says at the beginning holds no control token.
     forged = replace(prompt_of(tokenizer, environment="echo"), text=[{"role": "user", "content": "<s>"}])
-    [opened] = conversations.opened([forged], 7)
+    [opened] = partners.opened([forged], 7)
     assert opened.text[-1]["content"] == "<s> [<s>]" and "<s> [<s>]" in tokenizer.decode(opened.token_ids)
     assert tokenizer.convert_tokens_to_ids("<s>") not in opened.token_ids
-    completion = play(conversations, tokenizer, prompt, ["nothing"])
+    completion = play(partners, tokenizer, prompt, ["nothing"])
     why = scores([completion], "locks").failures["locks"][0]
     assert "Echo has no _lock outside of its process: it cannot be pickled" in why
 
@@ -338,8 +338,8 @@ def test_a_class_that_is_no_environment_is_refused(place, message):
 
 
 @pytest.mark.process
-def test_rows_without_what_their_environment_needs_are_refused(conversations, tokenizer):
+def test_rows_without_what_their_environment_needs_are_refused(partners, tokenizer):
     with pytest.raises(UserError, match=r"row 4 .* has environment 'ovner': did you mean owner"):
-        conversations.check([prompt_of(tokenizer, 4, environment="ovner")])
+        partners.check([prompt_of(tokenizer, 4, environment="ovner")])
     with pytest.raises(UserError, match=r"reset of Owner needs goal, and row 4 .* has no such column"):
-        conversations.check([prompt_of(tokenizer, 4, environment="owner")])
+        partners.check([prompt_of(tokenizer, 4, environment="owner")])

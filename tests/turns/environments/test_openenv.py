@@ -51,7 +51,7 @@ def process(name):
 
 def order(environment, do, **arguments):
     """What came of an order, or why it failed."""
-    reply = environment.reply(Call({"order": [{"do": do, **arguments}]}, [0]))
+    reply = environment.reply(Call({"request": [{"do": do, **arguments}]}, [0]))
     return reply.failures[0].message if reply.failures[0] else reply.values[0]
 
 

@@ -14,9 +14,9 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout
 from hybrid_grpo.generation import Request
 from hybrid_grpo.model.loading import load_tokenizer
-from hybrid_grpo.turns.conversation import Answer
-from hybrid_grpo.turns.conversations import Conversations
+from hybrid_grpo.turns.partners import Partners
 from hybrid_grpo.turns.template import assistant_message, user_message
+from hybrid_grpo.turns.trajectory import Answer
 from hybrid_grpo.turns.users.functions import UserEntry, load_user
 from hybrid_grpo.turns.users.users import ModelUser, ScriptedUser, exchanged
 
@@ -32,21 +32,21 @@ def began(config, user, family, *rows, **more):
     """Conversations of rows, by the keys 0, 1, ..., whose prompts are their columns' `asked`."""
     tokenizer = tool_tokenizer(family)
     ends = (tokenizer.eos_token_id,)
-    conversations = Conversations([user], None, config, tokenizer, {}, ends, user=user, **more)
+    partners = Partners([user], None, config, tokenizer, {}, ends, user=user, **more)
     prompts = [Prompt(key, [user_message(columns["asked"])], [1], columns) for key, columns in enumerate(rows)]
-    conversations.begin([Request([1], [key], prompt=prompt) for key, prompt in enumerate(prompts)])
-    return tokenizer, conversations
+    partners.begin([Request([1], [key], prompt=prompt) for key, prompt in enumerate(prompts)])
+    return tokenizer, partners
 
 
 def tokens(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def answers(conversations, count):
+def answers(partners, count):
     """As many answers, by key."""
     found, until = {}, time.monotonic() + 60
     while len(found) < count and time.monotonic() < until:
-        found.update(conversations.answers(0.2))
+        found.update(partners.answers(0.2))
     return found
 
 
@@ -57,9 +57,7 @@ def reader():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_scripted_dialogue_has_the_tokens_of_the_template(reader, family):
-    tokenizer, conversations = began(
-        played("reads_out"), reader, family, {"asked": "begin", "words": ["Bern", "Basel"]}
-    )
+    tokenizer, partners = began(played("reads_out"), reader, family, {"asked": "begin", "words": ["Bern", "Basel"]})
 
     def written(generation):
         return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=generation)
@@ -68,20 +66,20 @@ def test_a_scripted_dialogue_has_the_tokens_of_the_template(reader, family):
     read, given = tokens(tokenizer, written(True)), []
     for said, heard in (("yes", "1: Bern after yes"), ("no", "2: Basel after no")):
         turn = [*tokens(tokenizer, said), tokenizer.eos_token_id]
-        assert conversations.ended(0, turn, room=50) is None
-        given.append((len(given), answers(conversations, 1)[0]))
+        assert partners.ended(0, turn, room=50) is None
+        given.append((len(given), answers(partners, 1)[0]))
         read += turn + given[-1][1]
         chat += [assistant_message(said, []), user_message(heard)]
         assert tokenizer.decode(read) == written(True)
-    assert conversations.ended(0, [*tokens(tokenizer, "bye"), tokenizer.eos_token_id], room=50) is None
-    assert answers(conversations, 1) == {0: "stop"}
-    completion = conversations.finished(0, Completion([], [], "stop", "bye", tuple(given)))
+    assert partners.ended(0, [*tokens(tokenizer, "bye"), tokenizer.eos_token_id], room=50) is None
+    assert answers(partners, 1) == {0: "stop"}
+    completion = partners.finished(0, Completion([], [], "stop", "bye", tuple(given)))
     assert [chat[0], *completion.messages] == [*chat, assistant_message("bye", [])]
 
 
-def numbers_of(conversations, count):
-    completions = [conversations.finished(key, Completion([], [], "stop")) for key in range(count)]
-    return conversations.numbers(Rollout([], completions, 1))
+def numbers_of(partners, count):
+    completions = [partners.finished(key, Completion([], [], "stop")) for key in range(count)]
+    return partners.numbers(Rollout([], completions, 1))
 
 
 ENDS = ["raise", "exit", "number", "hang", "nothing", "empty", "stop"]
@@ -93,14 +91,14 @@ def test_a_user_that_fails_or_has_enough_ends_its_conversation_alone(capfd):
     config = played("behaves", tool_timeout_s=2, user_stop=["BYE"])
     user = ScriptedUser(config, SCORING)
     rows = [{"asked": "?", "how": how} for how in [*ENDS, "hello", "long"]]
-    tokenizer, conversations = began(config, user, "hermes", *rows)
+    tokenizer, partners = began(config, user, "hermes", *rows)
     turn = [*tokens(tokenizer, "well"), tokenizer.eos_token_id]
-    assert {conversations.ended(key, turn, room=9) for key in range(len(rows))} == {None}
-    found = answers(conversations, len(rows))
+    assert {partners.ended(key, turn, room=9) for key in range(len(rows))} == {None}
+    found = answers(partners, len(rows))
     assert [found[key] for key in range(len(ENDS))] == ["stop"] * len(ENDS)
     assert "hello" in tokenizer.decode(found[len(ENDS)])
     assert len(found[len(ENDS) + 1]) <= config.max_tool_tokens and "long long" in tokenizer.decode(found[len(ENDS) + 1])
-    numbers = numbers_of(conversations, len(rows))
+    numbers = numbers_of(partners, len(rows))
     assert numbers["user/calls"] == (len(rows), 1)
     assert numbers["user/failed_frac"] == (FAILED / len(rows), len(rows))
     told = capfd.readouterr().err
@@ -118,10 +116,10 @@ class Episodes:
     def give_up(self):
         pass
 
-    def has_failed(self, conversation):
+    def has_failed(self, trajectory):
         return False
 
-    def end(self, conversation, finish, done):
+    def end(self, trajectory, finish, done):
         self.ended += (finish,)
         done(Answer(finish=finish))
 
@@ -129,29 +127,29 @@ class Episodes:
 def test_an_environment_ends_with_the_conversation_that_the_user_ends(reader):
     episodes = Episodes()
     row = {"asked": "a", "words": ["b"]}
-    tokenizer, conversations = began(played("reads_out"), reader, "hermes", row, environments=episodes)
+    tokenizer, partners = began(played("reads_out"), reader, "hermes", row, environments=episodes)
     turn = [*tokens(tokenizer, "c"), tokenizer.eos_token_id]
     for found, ended in ((list, ()), (str, ("stop",))):
-        assert conversations.ended(0, turn, room=50) is None
-        assert isinstance(answers(conversations, 1)[0], found) and episodes.ended == ended
+        assert partners.ended(0, turn, room=50) is None
+        assert isinstance(answers(partners, 1)[0], found) and episodes.ended == ended
 
 
 def test_without_room_for_another_turn_the_conversation_is_cut(reader):
     """It was said to have ended by itself, where the page promises `length`; after the last turn it has."""
     for turns, finish in ((6, "length"), (1, "stop")):
         config = played("reads_out", max_turns=turns)
-        tokenizer, conversations = began(config, reader, "hermes", {"asked": "a", "words": ["b"] * 9})
-        assert conversations.ended(0, [*tokens(tokenizer, "c"), tokenizer.eos_token_id], room=0) == finish
+        tokenizer, partners = began(config, reader, "hermes", {"asked": "a", "words": ["b"] * 9})
+        assert partners.ended(0, [*tokens(tokenizer, "c"), tokenizer.eos_token_id], room=0) == finish
 
 
 def test_behind_the_last_turn_the_conversation_is_over_and_not_cut(reader):
     config = played("reads_out")
-    tokenizer, conversations = began(config, reader, "hermes", {"asked": "a", "words": ["b"] * 9})
+    tokenizer, partners = began(config, reader, "hermes", {"asked": "a", "words": ["b"] * 9})
     turn = [*tokens(tokenizer, "c"), tokenizer.eos_token_id]
     for _ in range(config.max_turns - 1):
-        assert conversations.ended(0, turn, room=50) is None
-        assert isinstance(answers(conversations, 1)[0], list)
-    assert conversations.ended(0, turn, room=50) == "stop"
+        assert partners.ended(0, turn, room=50) is None
+        assert isinstance(answers(partners, 1)[0], list)
+    assert partners.ended(0, turn, room=50) == "stop"
 
 
 @pytest.mark.parametrize(
@@ -200,15 +198,15 @@ def spoken_by(folder, together, **settings):
     """What the model says in two turns of each conversation, asked together or one after the other."""
     user = model_user(folder, **settings)
     user.load(torch.device("cpu"))
-    tokenizer, conversations = began(model_config(folder, **settings), user, "llama3", *ROWS)
+    tokenizer, partners = began(model_config(folder, **settings), user, "llama3", *ROWS)
     turn = [*tokens(tokenizer, "what?"), tokenizer.eos_token_id]
     said = []
     for _ in range(2):
         found = {}
         for keys in [range(5)] if together else [[4], [1, 2], [0, 3]]:
             for key in keys:
-                assert conversations.ended(key, turn, room=50) is None
-            found |= answers(conversations, len(keys))
+                assert partners.ended(key, turn, room=50) is None
+            found |= answers(partners, len(keys))
         said.append([found[key] for key in range(5)])
     return said
 
@@ -232,10 +230,10 @@ def test_a_model_reads_the_conversation_from_the_other_side(model_folder, monkey
     monkeypatch.setattr("hybrid_grpo.turns.users.users.complete", complete)
     user = model_user(model_folder)
     user.load(torch.device("cpu"))
-    tokenizer, conversations = began(model_config(model_folder), user, "llama3", *ROWS[:1])
+    tokenizer, partners = began(model_config(model_folder), user, "llama3", *ROWS[:1])
     for said in ("what?", "milk?"):
-        assert conversations.ended(0, [*tokens(tokenizer, said), tokenizer.eos_token_id], room=50) is None
-        assert "\n\ntea!<" in tokenizer.decode(answers(conversations, 1)[0])
+        assert partners.ended(0, [*tokens(tokenizer, said), tokenizer.eos_token_id], room=50) is None
+        assert "\n\ntea!<" in tokenizer.decode(answers(partners, 1)[0])
     chat = [
         {"role": "system", "content": "You want tea. {unknown} stays"},
         assistant_message("a", []),
@@ -245,7 +243,7 @@ def test_a_model_reads_the_conversation_from_the_other_side(model_folder, monkey
     ]
     theirs = load_tokenizer(str(model_folder))
     assert asked[1] == tokens(theirs, theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-    numbers = numbers_of(conversations, 1)
+    numbers = numbers_of(partners, 1)
     assert (numbers["user/calls"], numbers["user/failed_frac"]) == ((2, 1), (0.0, 2))
 
 
@@ -259,10 +257,10 @@ def test_calls_of_tools_and_the_system_text_are_not_the_user_s_to_read():
 def test_a_conversation_that_is_too_long_for_the_model_is_counted_as_a_failure(model_folder, asked, fails):
     user = model_user(model_folder)
     user.load(torch.device("cpu"))
-    _, conversations = began(model_config(model_folder), user, "llama3", {"asked": "a" * asked, "goal": "tea"})
-    assert conversations.ended(0, [3, 6], room=50) is None
-    assert (answers(conversations, 1) == {0: "stop"}) is bool(fails)
-    assert numbers_of(conversations, 1)["user/failed_frac"] == (fails, 1)
+    _, partners = began(model_config(model_folder), user, "llama3", {"asked": "a" * asked, "goal": "tea"})
+    assert partners.ended(0, [3, 6], room=50) is None
+    assert (answers(partners, 1) == {0: "stop"}) is bool(fails)
+    assert numbers_of(partners, 1)["user/failed_frac"] == (fails, 1)
 
 
 @pytest.mark.parametrize(

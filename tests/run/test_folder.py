@@ -6,9 +6,9 @@ from hybrid_grpo.config import LogConfig, RunConfig, TrainConfig
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.records.json_lines import read_jsonl
 from hybrid_grpo.records.sinks import Log
-from hybrid_grpo.run.resuming import settings_of
-from hybrid_grpo.run.run import Run
 from hybrid_grpo.run.saving.manifest import Manifest
+from hybrid_grpo.run.settings import settings_of
+from hybrid_grpo.run.training import TrainingRun
 
 
 def test_whatever_is_damaged_is_set_aside_and_named(tmp_path, capsys):
@@ -27,7 +27,7 @@ def test_whatever_is_damaged_is_set_aside_and_named(tmp_path, capsys):
     (folder / "journal" / "step_000003.rank_0").mkdir(parents=True)
     (folder / "prompts.jsonl").mkdir()
     (folder / "rollouts").write_text("")
-    run = Run(Parsed(config, ""), {})
+    run = TrainingRun(Parsed(config, ""), {})
     Log(LogConfig(wandb="disabled"), folder, 9, run.start.step).close()
     said = [line.replace(f"{folder}/", "") for line in capsys.readouterr().out.splitlines() if "WARNING" in line]
     assert said == [
@@ -46,6 +46,6 @@ def test_whatever_is_damaged_is_set_aside_and_named(tmp_path, capsys):
     assert (folder / "details.jsonl").read_bytes() == b'{"step":1}\n'
     assert b"\x00" in (folder / "damaged_1.details.jsonl").read_bytes()
     # Nothing is damaged any more.
-    run._lock.release()
-    Run(Parsed(config, ""), {})
+    run._run_folder.release()
+    TrainingRun(Parsed(config, ""), {})
     assert "WARNING" not in capsys.readouterr().out

@@ -21,12 +21,12 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout
 from hybrid_grpo.generation import Journal, Request
 from hybrid_grpo.turns.calls import ToolCall
-from hybrid_grpo.turns.conversation import Answer, Conversation, Seconds
-from hybrid_grpo.turns.conversations import Conversations
 from hybrid_grpo.turns.formats import FORMATS
+from hybrid_grpo.turns.partners import Partners
 from hybrid_grpo.turns.reading import format_reader, reader_of
 from hybrid_grpo.turns.template import Between, assistant_message, tool_message, user_message
 from hybrid_grpo.turns.tools.tools import Tools
+from hybrid_grpo.turns.trajectory import Answer, Seconds, Trajectory
 
 TABLE = {"a": "q", "b": "x", "c": "m", "d": "z"}
 NAMES = ("look_up", "add", "slowly", "misbehave")
@@ -40,26 +40,26 @@ def tools():
     return Tools(ROLLOUT, ScoringConfig(workers=2))
 
 
-def conversations_of(tools, family, config=ROLLOUT):
+def partners_of(tools, family, config=ROLLOUT):
     tokenizer = tool_tokenizer(family)
-    return tokenizer, Conversations([tools], tools, config, tokenizer, {}, (tokenizer.eos_token_id,))
+    return tokenizer, Partners([tools], tools, config, tokenizer, {}, (tokenizer.eos_token_id,))
 
 
-def answer(conversations, key, patience_s=60.0):
+def answer(partners, key, patience_s=60.0):
     """The one answer that is to come."""
     until = time.monotonic() + patience_s
     while time.monotonic() < until:
-        if found := conversations.answers(0.2):
+        if found := partners.answers(0.2):
             [(of, ids)] = found
             assert of == key
             return ids
     raise AssertionError("no answer")
 
 
-def finished(conversations, *keys):
+def finished(partners, *keys):
     """The numbers of completions that end now."""
-    completions = [conversations.finished(key, Completion([], [], "stop")) for key in keys]
-    return conversations.numbers(Rollout([], completions, 1))
+    completions = [partners.finished(key, Completion([], [], "stop")) for key in keys]
+    return partners.numbers(Rollout([], completions, 1))
 
 
 def written(tokenizer, chat, schemas, generation=False):
@@ -80,7 +80,7 @@ def spoken(tokenizer, chat, turn, schemas):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_read_is_what_the_template_makes_of_the_whole_conversation(tools, family):
-    tokenizer, conversations = conversations_of(tools, family)
+    tokenizer, partners = partners_of(tools, family)
     rng = random.Random(family)
 
     def word():
@@ -88,7 +88,7 @@ def test_what_is_read_is_what_the_template_makes_of_the_whole_conversation(tools
 
     for key in range(40):
         chat = [{"role": "user", "content": word()}]
-        conversations.begin([])
+        partners.begin([])
         prompt = tokenizer(written(tokenizer, chat, tools.schemas, True), add_special_tokens=False)["input_ids"]
         sampled, given = [], []
         for _ in range(rng.randint(0, 3)):
@@ -98,9 +98,9 @@ def test_what_is_read_is_what_the_template_makes_of_the_whole_conversation(tools
             ]
             turn = assistant_message(word().strip() if family == "hermes" else "", calls)
             ids = spoken(tokenizer, chat, turn, tools.schemas)
-            assert conversations.ended(key, ids, room=100) is None
+            assert partners.ended(key, ids, room=100) is None
             sampled += ids
-            given.append((len(sampled), answer(conversations, key)))
+            given.append((len(sampled), answer(partners, key)))
             chat.append(turn)
             results = [
                 str(c.arguments["a"] + 2)
@@ -114,9 +114,9 @@ def test_what_is_read_is_what_the_template_makes_of_the_whole_conversation(tools
             ]
         last = word().strip()
         ids = spoken(tokenizer, chat, {"role": "assistant", "content": last}, tools.schemas)
-        assert conversations.ended(key, ids, room=50) == "stop"
+        assert partners.ended(key, ids, room=50) == "stop"
         sampled += ids
-        completion = conversations.finished(key, Completion(sampled, [], "stop", last, tuple(given)))
+        completion = partners.finished(key, Completion(sampled, [], "stop", last, tuple(given)))
         chat.append({"role": "assistant", "content": last})
         whole = written(tokenizer, chat, tools.schemas)
         assert (
@@ -135,10 +135,10 @@ class Echo:
     def example(self, content):
         return user_message(content)
 
-    def takes(self, conversation, turn):
-        return not turn.calls and conversation.turns < 3
+    def takes(self, trajectory, turn):
+        return not turn.calls and trajectory.turns < 3
 
-    def answer(self, conversation, turn, done):
+    def answer(self, trajectory, turn, done):
         done(Answer([user_message(turn.content[::-1])]))
 
     def numbers(self, rollout):
@@ -153,19 +153,19 @@ def test_an_answer_of_a_user_is_read_as_the_template_writes_it(tools, family, wi
     ends, schemas = (tokenizer.eos_token_id,), tools.schemas if with_tools else None
     # One of the templates writes the tools before every message of the user.
     config = RolloutConfig(max_turns=6, max_tool_tokens=4000)
-    conversations = Conversations(among, tools if with_tools else None, config, tokenizer, {}, ends)
+    partners = Partners(among, tools if with_tools else None, config, tokenizer, {}, ends)
     chat = [{"role": "user", "content": "begin"}]
     prompt = tokenizer(written(tokenizer, chat, schemas, True), add_special_tokens=False)["input_ids"]
     key, read = 7, list(prompt)
-    conversations.begin([Request(prompt, [key], prompt=Prompt(0, "begin", prompt, {}))])
+    partners.begin([Request(prompt, [key], prompt=Prompt(0, "begin", prompt, {}))])
     for said in ("one", "two", "three"):
         ids = spoken(tokenizer, chat, assistant_message(said, []), schemas)
-        assert conversations.ended(key, ids, room=100) is None
-        read += ids + answer(conversations, key)
+        assert partners.ended(key, ids, room=100) is None
+        read += ids + answer(partners, key)
         chat += [assistant_message(said, []), user_message(said[::-1])]
     assert tokenizer.decode(read) == written(tokenizer, chat, schemas, True)
-    assert conversations.ended(key, spoken(tokenizer, chat, assistant_message("four", []), schemas), room=9) == "stop"
-    completion = conversations.finished(key, Completion([], [], "stop", "four"))
+    assert partners.ended(key, spoken(tokenizer, chat, assistant_message("four", []), schemas), room=9) == "stop"
+    completion = partners.finished(key, Completion([], [], "stop", "four"))
     assert [*chat[:1], *completion.messages] == [*chat, assistant_message("four", [])]
 
 
@@ -178,14 +178,14 @@ BROKEN = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_goes_wrong_is_told_to_the_model_and_counted(tools, family):
-    tokenizer, conversations = conversations_of(tools, family)
-    conversations.begin([])
+    tokenizer, partners = partners_of(tools, family)
+    partners.begin([])
     keys = itertools.count()
 
     def told(text):
         key, ids = next(keys), tokenizer(text, add_special_tokens=False)["input_ids"]
-        assert conversations.ended(key, [*ids, tokenizer.eos_token_id], room=9) is None
-        given = answer(conversations, key)
+        assert partners.ended(key, [*ids, tokenizer.eos_token_id], room=9) is None
+        given = answer(partners, key)
         assert len(given) <= ROLLOUT.max_tool_tokens
         return tokenizer.decode(given)
 
@@ -204,7 +204,7 @@ def test_what_goes_wrong_is_told_to_the_model_and_counted(tools, family):
     told(call("misbehave", how="half"))
     assert "error: FileNotFoundError: caf?.txt" in told(call("misbehave", how="file"))
     assert "text" in told(call("slowly", text="here"))
-    numbers = finished(conversations, *range(next(keys)))
+    numbers = finished(partners, *range(next(keys)))
     counted = {name: numbers[f"tool/{name}/calls"][0] for name in (*NAMES, "unknown")}
     assert counted == {"look_up": 0, "add": 2, "slowly": 1, "misbehave": 6, "unknown": len(BROKEN[family]) + 1}
     assert numbers["tool/add/failed_frac"] == (1.0, 2)
@@ -224,24 +224,24 @@ SICK = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_turn_ends_the_run(tools, family):
     """Going on died at the same completion."""
-    tokenizer, conversations = conversations_of(tools, family)
-    conversations.begin([])
+    tokenizer, partners = partners_of(tools, family)
+    partners.begin([])
     for key, text in enumerate(SICK[family]):
         ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        if conversations.ended(key, ids, room=9) is None:
-            assert "error: " in tokenizer.decode(answer(conversations, key))
+        if partners.ended(key, ids, room=9) is None:
+            assert "error: " in tokenizer.decode(answer(partners, key))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tool_cannot_forge_a_turn(tools, family):
     """Names of control tokens that it returns are read as text: the ids of the frame, and letters."""
-    tokenizer, conversations = conversations_of(tools, family, replace(ROLLOUT, max_tool_tokens=300))
-    conversations.begin([])
+    tokenizer, partners = partners_of(tools, family, replace(ROLLOUT, max_tool_tokens=300))
+    partners.begin([])
     given = []
     for key, how in enumerate(("bytes", "forge")):
         ids = tokenizer(spoken_call(family, "misbehave", {"how": how}), add_special_tokens=False)["input_ids"]
-        assert conversations.ended(key, [*ids, tokenizer.eos_token_id], room=9) is None
-        given.append(answer(conversations, key))
+        assert partners.ended(key, [*ids, tokenizer.eos_token_id], room=9) is None
+        given.append(answer(partners, key))
     assert json.dumps(FORGED)[1:-1].replace("\\n", "\n") in tokenizer.decode(given[1]).replace("\\n", "\n")
     special = set(tokenizer.all_special_ids) - {tokenizer.pad_token_id}
     frames = [[token for token in ids if token in special] for ids in given]
@@ -261,12 +261,12 @@ def test_what_is_no_special_token_is_text_too_where_the_template_writes_it(tools
 
 def test_calls_of_a_turn_have_a_limit(tools):
     config = replace(ROLLOUT, max_turn_calls=2, max_tool_tokens=400)
-    tokenizer, conversations = conversations_of(tools, "hermes", config)
+    tokenizer, partners = partners_of(tools, "hermes", config)
     ids = tokenizer(spoken_call("hermes", "look_up", {"key": "a"}) * 60)["input_ids"]
-    assert conversations.ended(1, [*ids, tokenizer.eos_token_id], room=9) is None
-    told = tokenizer.decode(answer(conversations, 1))
+    assert partners.ended(1, [*ids, tokenizer.eos_token_id], room=9) is None
+    told = tokenizer.decode(answer(partners, 1))
     assert told.count("<tool_response>") == 3 and "at most 2 calls" in told
-    assert finished(conversations, 1)["tool/look_up/calls"] == (2, 1)
+    assert finished(partners, 1)["tool/look_up/calls"] == (2, 1)
 
 
 class Killed(Exception):
@@ -275,29 +275,27 @@ class Killed(Exception):
 
 def test_after_a_crash_calls_are_counted_as_in_a_whole_run(tools, tmp_path):
     """Calls of the completions that the journal gave were not in the numbers of the step."""
-    tokenizer, conversations = conversations_of(tools, "hermes")
+    tokenizer, partners = partners_of(tools, "hermes")
     texts = [
         spoken_call("hermes", *call) for call in [("add", {"a": 1, "b": "x"}), ("look_up", {"key": "a"}), ("ad", {})]
     ]
     requests, sampled = [Request([1], [0, 1], most=99), Request([2], [2, 3], most=99)], []
 
     def sample(requests, on_finish):
-        conversations.begin(requests)
+        partners.begin(requests)
         groups = [[] for _ in requests]
         for index, number, key in [(i, n, key) for i, of in enumerate(requests) for n, key in enumerate(of.keys)]:
             ids = [*tokenizer("".join(texts[: key + 1]))["input_ids"], tokenizer.eos_token_id]
-            assert conversations.ended(key, ids, room=9) is None
-            answer(conversations, key)
+            assert partners.ended(key, ids, room=9) is None
+            answer(partners, key)
             sampled.append(key)
-            groups[index].append(
-                conversations.finished(key, Completion(ids, [0.0] * len(ids), "stop", "", ((1, [2]),)))
-            )
+            groups[index].append(partners.finished(key, Completion(ids, [0.0] * len(ids), "stop", "", ((1, [2]),))))
             on_finish(index, number, groups[index][-1])
         return groups, None
 
     def numbers(journal, on_finish=None):
         groups, _ = journal.complete(1, requests, on_finish, sample)
-        found = conversations.numbers(Rollout([], [c for group in groups for c in group], 2))
+        found = partners.numbers(Rollout([], [c for group in groups for c in group], 2))
         return {name: value for name, value in found.items() if "seconds" not in name and "time" not in name}
 
     def dies(*_):
@@ -325,39 +323,39 @@ def spoken_call(family, name, arguments):
 def test_a_tool_that_takes_too_long_is_told_and_ended():
     config = RolloutConfig(tools=ROLLOUT.tools[3:], tool_timeout_s=0.5)
     tools = Tools(config, ScoringConfig(workers=1))
-    tokenizer, conversations = conversations_of(tools, "hermes", config)
+    tokenizer, partners = partners_of(tools, "hermes", config)
     ids = tokenizer(spoken_call("hermes", "misbehave", {"how": "hang"}))["input_ids"]
-    assert conversations.ended(1, [*ids, tokenizer.eos_token_id], room=9) is None
-    assert "error: took longer than" in tokenizer.decode(answer(conversations, 1))
+    assert partners.ended(1, [*ids, tokenizer.eos_token_id], room=9) is None
+    assert "error: took longer than" in tokenizer.decode(answer(partners, 1))
     # Of 60 that hang, the first eight begin: the others would have taken half a minute with one process.
     config = replace(config, max_turn_calls=60, max_tool_tokens=8000)
-    tokenizer, conversations = conversations_of(tools, "hermes", config)
+    tokenizer, partners = partners_of(tools, "hermes", config)
     start_s = time.monotonic()
-    assert conversations.ended(2, [*(ids * 60), tokenizer.eos_token_id], room=9) is None
-    told = tokenizer.decode(answer(conversations, 2))
+    assert partners.ended(2, [*(ids * 60), tokenizer.eos_token_id], room=9) is None
+    told = tokenizer.decode(answer(partners, 2))
     assert time.monotonic() - start_s < 25
     assert (told.count("error: took longer"), told.count("error: not called")) == (8, 52)
-    assert finished(conversations, 2)["tool/misbehave/calls"] == (60, 1)
+    assert finished(partners, 2)["tool/misbehave/calls"] == (60, 1)
 
 
 def test_turns_and_room_have_a_limit(tools):
-    tokenizer, conversations = conversations_of(tools, "hermes", RolloutConfig(tools=ROLLOUT.tools, max_turns=2))
+    tokenizer, partners = partners_of(tools, "hermes", RolloutConfig(tools=ROLLOUT.tools, max_turns=2))
     ids = tokenizer(spoken_call("hermes", "look_up", {"key": "a"}))["input_ids"] + [tokenizer.eos_token_id]
-    assert conversations.ended(1, ids, room=0) == "length"
-    assert conversations.ended(2, ids, room=5) is None
-    assert "q" in tokenizer.decode(answer(conversations, 2))
-    assert conversations.ended(2, ids, room=5) == "length"
+    assert partners.ended(1, ids, room=0) == "length"
+    assert partners.ended(2, ids, room=5) is None
+    assert "q" in tokenizer.decode(answer(partners, 2))
+    assert partners.ended(2, ids, room=5) == "length"
 
 
 def test_answers_of_a_rollout_that_was_given_up_are_dropped(tools):
-    tokenizer, conversations = conversations_of(tools, "hermes")
+    tokenizer, partners = partners_of(tools, "hermes")
     ids = tokenizer(spoken_call("hermes", "look_up", {"key": "a"}))["input_ids"] + [tokenizer.eos_token_id]
-    assert conversations.ended(1, ids, room=5) is None
-    conversations.begin([])
+    assert partners.ended(1, ids, room=5) is None
+    partners.begin([])
     other = tokenizer(spoken_call("hermes", "look_up", {"key": "b"}))["input_ids"] + [tokenizer.eos_token_id]
-    assert conversations.ended(1, other, room=5) is None
-    assert "x" in tokenizer.decode(answer(conversations, 1)).replace("<tool", "")
-    assert conversations.answers(0.0) == []
+    assert partners.ended(1, other, room=5) is None
+    assert "x" in tokenizer.decode(answer(partners, 1)).replace("<tool", "")
+    assert partners.answers(0.0) == []
 
 
 @pytest.mark.parametrize("text", ["no call", "{ braces }", "a [list]"])
@@ -380,7 +378,7 @@ def test_a_template_without_tools_is_refused(tools, template, message):
     tokenizer.chat_template = template
     config = RolloutConfig(tools=ROLLOUT.tools, tool_format="hermes")
     with pytest.raises(UserError, match=rf"rollout\.tools: the chat template of policy\.model .*({message})"):
-        Conversations([tools], tools, config, tokenizer, {}, (tokenizer.eos_token_id,))
+        Partners([tools], tools, config, tokenizer, {}, (tokenizer.eos_token_id,))
 
 
 RESPONSE = {"open": "<tool_call>", "close_pattern": r"</tool_call>\s*", "repeats": True, "content": "json"}
@@ -432,12 +430,12 @@ def test_keep_history_reads_what_the_model_wrote(tools):
     tokenizer.chat_template = THINKERS["never"]
     ends = (tokenizer.eos_token_id,)
     with pytest.raises(UserError, match=r"rollout\.tools: .* drops the thinking"):
-        Conversations([tools], tools, ROLLOUT, tokenizer, {}, ends)
-    conversations = Conversations([tools], tools, replace(ROLLOUT, keep_history=True), tokenizer, {}, ends)
-    conversations.begin([])
+        Partners([tools], tools, ROLLOUT, tokenizer, {}, ends)
+    partners = Partners([tools], tools, replace(ROLLOUT, keep_history=True), tokenizer, {}, ends)
+    partners.begin([])
     ids = tokenizer(f"<think>\nhm\n</think>\n\n{spoken_call('hermes', 'look_up', {'key': 'a'})}")["input_ids"]
-    assert conversations.ended(1, [*ids, *ends], room=9) is None
-    given = tokenizer.decode(answer(conversations, 1))
+    assert partners.ended(1, [*ids, *ends], room=9) is None
+    given = tokenizer.decode(answer(partners, 1))
     assert given == "\n<|im_start|>user\n<tool_response>\nq\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -467,7 +465,7 @@ def ready_made():
 @pytest.mark.parametrize(("name", "arguments", "result"), READY_MADE)
 def test_the_tools_that_are_there_already_and_those_written_for_trl(ready_made, name, arguments, result):
     told = queue.SimpleQueue()
-    ready_made.call(Conversation(1), ToolCall(name, arguments), lambda text, _: told.put(text))
+    ready_made.call(Trajectory(1), ToolCall(name, arguments), lambda text, _: told.put(text))
     assert told.get(timeout=60).strip().startswith(result)
 
 
@@ -488,11 +486,11 @@ def test_a_function_that_is_no_tool_is_refused(name, message):
 
 def test_the_time_that_decoding_waits_is_counted_once():
     tokenizer = tool_tokenizer(next(iter(FAMILIES)))
-    conversations = Conversations([], None, ROLLOUT, tokenizer, {}, (tokenizer.eos_token_id,))
+    partners = Partners([], None, ROLLOUT, tokenizer, {}, (tokenizer.eos_token_id,))
     nothing = Rollout([], [], 1)
-    assert conversations.answers(0.0) == [] and conversations.numbers(nothing)["time/tool_wait_s"] == (0.0, 1)
+    assert partners.answers(0.0) == [] and partners.numbers(nothing)["time/tool_wait_s"] == (0.0, 1)
     start = time.perf_counter()
-    assert conversations.answers(0.1) == conversations.answers(0.1) == []
-    waited, count = conversations.numbers(nothing)["time/tool_wait_s"]
+    assert partners.answers(0.1) == partners.answers(0.1) == []
+    waited, count = partners.numbers(nothing)["time/tool_wait_s"]
     assert 0.19 <= waited <= time.perf_counter() - start and count == 1
-    assert conversations.numbers(nothing)["time/tool_wait_s"] == (0.0, 1)
+    assert partners.numbers(nothing)["time/tool_wait_s"] == (0.0, 1)

@@ -33,16 +33,16 @@ def pool():
     pool.close()
 
 
-def give(seat, order):
+def give(lease, request):
     future = Future[Reply]()
-    seat.ask(order, future.set_result)
+    lease.ask(request, future.set_result)
     return future
 
 
-def play(seat, *texts):
+def play(lease, *texts):
     """The replies to these turns, all of which are given at once."""
-    give(seat, BEGIN)
-    return [give(seat, {"do": "step", "text": text, "is_last": False}) for text in texts]
+    give(lease, BEGIN)
+    return [give(lease, {"do": "step", "text": text, "is_last": False}) for text in texts]
 
 
 def said(future):
@@ -52,10 +52,10 @@ def said(future):
 
 
 def test_objects_that_end_their_processes_are_lost_and_all_others_are_answered_in_order(pool):
-    seats = pool.seats(120.0)
+    leases = pool.leases(120.0)
     texts = [*LOST, "long", "y" * 1_000_000, *map(str, range(6))] * 2
-    held = [seats.seat(0) for _ in texts]
-    answers = [play(seat, "first", text, "last") for seat, text in zip(held, texts, strict=True)]
+    held = [leases.lease(0) for _ in texts]
+    answers = [play(lease, "first", text, "last") for lease, text in zip(held, texts, strict=True)]
     processes, lost = set(), set()
     for text, (first, second, third) in zip(texts, answers, strict=True):
         process, number, length = said(first).split()
@@ -71,21 +71,21 @@ def test_objects_that_end_their_processes_are_lost_and_all_others_are_answered_i
     assert not any(map(psutil.pid_exists, lost))
 
     # Processes that were left are used again, those that ended meanwhile are not.
-    for seat in held:
-        seat.leave()
+    for lease in held:
+        lease.release()
     dead = processes.pop()
     os.kill(dead, signal.SIGKILL)
     assert in_time(lambda: not psutil.pid_exists(dead))
-    again = {int(said(play(seats.seat(0), "again")[0]).split()[0]) for _ in range(len(processes) + 1)}
+    again = {int(said(play(leases.lease(0), "again")[0]).split()[0]) for _ in range(len(processes) + 1)}
     assert again > processes and dead not in again
 
 
 def test_an_order_that_takes_too_long_fails_those_behind_it_and_no_others(pool):
-    seats = pool.seats(1.0)
-    hangs, patient = play(seats.seat(0), "hang", "more"), play(pool.seats(120.0).seat(0), "fine")
+    leases = pool.leases(1.0)
+    hangs, patient = play(leases.lease(0), "hang", "more"), play(pool.leases(120.0).lease(0), "fine")
     assert [said(answer) for answer in hangs] == [FAR, FAR]
     assert said(patient[0]).endswith(" 1 4")
     # What cannot be sent has failed, and what follows has not.
-    seat = seats.seat(0)
-    unsent = give(seat, {**BEGIN, "columns": {"a": lambda: None}})
+    lease = leases.lease(0)
+    unsent = give(lease, {**BEGIN, "columns": {"a": lambda: None}})
     assert said(unsent).startswith("could not be called: ")

@@ -1,4 +1,4 @@
-"""A completion under way as a conversation, and what those who answer the model's turns have in common."""
+"""A completion under way: the trajectory of its turns so far, and what answers a turn."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Finish = Literal["stop", "length"]
 
 
 @dataclass(eq=False)
-class Conversation:
-    """A completion under way."""
+class Trajectory:
+    """The turns of a completion under way, and the answers to them."""
 
     key: int
     """Key of the completion's random stream, by which the decoder names it."""
@@ -27,47 +27,47 @@ class Conversation:
     """Turns that were answered, or are being answered."""
     sampled: int = 0
     """Tokens of all turns that have ended."""
-    given: int = 0
-    """Tokens of all answers that the model has read."""
+    observed: int = 0
+    """Observation tokens: those of all answers that the model has read."""
     last: int = -1
-    """The token that ended the turn."""
+    """The token that ended the last turn."""
     is_last: bool = False
-    """No turn may follow the one that has ended: what answers it is not read."""
+    """No turn may follow the last one: what answers it is not read."""
     is_full: bool = False
-    """Only a limit of tokens lets no turn follow, and not the limit of turns."""
+    """No turn may follow only because of a limit of tokens, not because of the limit of turns."""
     calls: list[Called] = field(default_factory=list)
     """Calls that have ended, in any order; see `Completion.calls`."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What is said to a turn of the model."""
+    """The answer to a turn of the model."""
 
     messages: list[Message] = field(default_factory=list)
-    """What the model reads before its next turn; none end the conversation."""
+    """What the model reads before its next turn; without any the completion ends."""
     finish: Finish | None = None
-    """How the completion ends with the turn; None where it goes on."""
+    """How the completion ends with the turn; None where it continues."""
 
 
 class Seconds:
-    """Seconds that calls took since the last look; calls may end on any thread."""
+    """Seconds that calls took since they were last read; calls may end on any thread."""
 
     def __init__(self) -> None:
         self._ended: list[tuple[str, float]] = []
 
     def add(self, name: str, seconds: float) -> None:
-        """Add a call of what `name` stands for."""
+        """Add a call."""
         self._ended.append((name, seconds))
 
     def numbers(self, names: Sequence[str] = ()) -> Numbers:
-        """Seconds of a call on average, by metric. Begins anew."""
+        """Seconds of a call on average, by metric, for each of these names of calls. Begins anew."""
         ended, self._ended = self._ended, []
         took = {name: [seconds for of, seconds in ended if of == name] for name in names}
         return {f"{name}/seconds": (sum(of) / max(len(of), 1), len(of)) for name, of in took.items()}
 
 
 def call_numbers(name: str, completions: Sequence[Completion]) -> Numbers:
-    """How often it was called in completions, whoever sampled them, and how often the call failed, by metric."""
+    """The number of calls in completions, whoever sampled them, and the share that failed, by metric."""
     failed = [has_failed for c in completions for called, has_failed in c.calls if called == name]
     calls = len(failed)
     return {f"{name}/calls": (calls, 1), f"{name}/failed_frac": (sum(failed) / max(calls, 1), calls)}
@@ -79,19 +79,19 @@ class Partner(Protocol):
     setting: str
     """The setting that names it, for messages."""
     reads_last: bool
-    """Whether it is to hear of turns after which there is no other; else these end the completion unheard."""
+    """Whether it also receives the last turn that is allowed; otherwise that turn ends the completion unanswered."""
     seconds: Seconds
     """What its answers took."""
 
     def example(self, content: str) -> Message:
-        """A message such as it gives, with this content: shows whether a chat template has a place for it."""
+        """A message such as its answers have, with this content: shows whether a chat template has a place for it."""
 
-    def takes(self, conversation: Conversation, turn: Turn) -> bool:
-        """Whether a turn is for it."""
+    def takes(self, trajectory: Trajectory, turn: Turn) -> bool:
+        """Whether it answers a turn."""
 
-    def answer(self, conversation: Conversation, turn: Turn, done: Callable[[Answer], None]) -> None:
-        """Begin to answer a turn that it takes. `done` is told the answer once, in whatever thread."""
+    def answer(self, trajectory: Trajectory, turn: Turn, done: Callable[[Answer], None]) -> None:
+        """Begin to answer a turn that it takes. `done` is called once with the answer, on any thread."""
 
     def numbers(self, rollout: Rollout) -> Numbers:
-        """What happened in the completions of a rollout, and what answers took since the last call of this, by
-        metric. Counts are those of the completions: a journal gives some that were sampled before a crash."""
+        """What happened in the completions of a rollout, and what answers took since the last call of this, by metric.
+        Counts are those of the completions, some of which a journal may hold from before a crash."""

@@ -1,4 +1,4 @@
-"""Conversations of a model with those who answer its turns, as the decoder asks for them between the turns."""
+"""The partners of the model together, as the decoder asks them for answers between turns."""
 
 from __future__ import annotations
 
@@ -19,32 +19,31 @@ from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import Completion, Message, Numbers, Prompt, Rollout
 from hybrid_grpo.generation import Request, stream_key
 from hybrid_grpo.turns.calls import Turn
-from hybrid_grpo.turns.conversation import Answer, Conversation, Finish, Partner
 from hybrid_grpo.turns.environments.environments import Environments
 from hybrid_grpo.turns.openings import Openings
 from hybrid_grpo.turns.reading import reader_of
 from hybrid_grpo.turns.template import Between, assistant_message
 from hybrid_grpo.turns.tools.tools import Tools
+from hybrid_grpo.turns.trajectory import Answer, Finish, Partner, Trajectory
 from hybrid_grpo.turns.users.users import ModelUser, User, user_of
 
 _ANSWERS_KEPT = 1024
 """Answers whose tokens are remembered."""
 
 
-class Conversations:
-    """Answers the turns of completions with what the partners of the model say; has the form of `Turns`.
+class Partners:
+    """Answers the turns of completions; implements the decoder's `Turns`.
 
-    A turn that no partner takes ends its completion, and with it its environment, if it has one. The answers to
-    different completions come as they are ready, without any influence on what the completions become.
+    The first partner that takes a turn answers it. A turn that none takes ends its completion, and the environment of
+    the completion, if it has one. The order in which answers are ready has no influence on what completions become.
 
     Args:
-        partners: who answers; the first that takes a turn.
-        tools: the partner that the model calls by name; None where the model has no tools.
-        openings: of prompts that have environments; None where they have none.
-        user: the one of the partners that plays the user; None where nobody does.
+        partners: in the order in which they are asked.
+        openings: of prompts that have environments.
+        user: the partner that plays the user.
         tokenizer, variables, stop_ids: see `Between`.
 
-    Raises UserError where the tokenizer cannot express what partners say, or the calls of tools.
+    Raises UserError where the chat template has no place for what partners say, or for calls of tools.
     """
 
     def __init__(
@@ -64,30 +63,29 @@ class Conversations:
         self.environments, self._openings, self._seed = environments, openings, seed
         self.user = user
         self._between = Between(tokenizer, variables, self.schemas, stop_ids)
-        for speaker in partners:
-            self._between.check(speaker.setting, speaker.example)
+        for partner in partners:
+            self._between.check(partner.setting, partner.example)
             if not config.keep_history:
-                self._between.check_history(speaker.setting, speaker.example)
+                self._between.check_history(partner.setting, partner.example)
         self._end_texts = {token: tokenizer.convert_ids_to_tokens(token) for token in stop_ids}
         self._read = None
         if tools is not None:
             ends = self._end_texts.values()
             self._read = reader_of(config.tool_format, tokenizer, variables, self.schemas, ends, config.max_turn_calls)
         self._requests: dict[int, Request] = {}
-        self._under_way: dict[int, Conversation] = {}
-        self._answers: queue.SimpleQueue[tuple[Conversation, int, Answer]] = queue.SimpleQueue()
+        self._under_way: dict[int, Trajectory] = {}
+        self._answers: queue.SimpleQueue[tuple[Trajectory, int, Answer]] = queue.SimpleQueue()
         self._frames: dict[tuple[Any, ...], int] = {}
-        self._given: dict[bytes, tuple[list[Message], list[int]]] = {}
+        self._tokenized: dict[bytes, tuple[list[Message], list[int]]] = {}
         self._waited_s = 0.0
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """What the model is told of its tools."""
+        """JSON schemas of the tools."""
         return self.tools.schemas if self.tools is not None else []
 
     @property
     def tool_names(self) -> list[str]:
-        """Names of the tools."""
         return self.tools.names if self.tools is not None else []
 
     def load(self, device: torch.device) -> None:
@@ -103,8 +101,8 @@ class Conversations:
             self.environments.check(prompts)
 
     def opened(self, prompts: list[Prompt], step: int | str) -> list[Prompt]:
-        """The prompts as they are completed in a step, or in a held-out set: with what their environments say at the
-        beginning, which depends on (run seed, step, prompt)."""
+        """Prompts with the initial observations of their environments, which are functions of (run seed, step, prompt);
+        `step` may also name a held-out set."""
         if self._openings is None:
             return prompts
         # numpy and Gymnasium take seeds of 32 bits.
@@ -116,49 +114,49 @@ class Conversations:
         self._under_way = {}
         self._requests = {key: request for request in requests for key in request.keys}
         self._waited_s = 0.0
-        for speaker in self._partners:
-            speaker.seconds.numbers()
+        for partner in self._partners:
+            partner.seconds.numbers()
         if self.environments is not None:
             self.environments.give_up()
 
     def ended(self, key: int, turn_ids: list[int], room: int) -> Finish | None:
-        """See `Turns`. A completion whose last turn calls a tool, or would be answered by a user, without room for
-        another turn is cut."""
-        conversation = self._conversation(key)
-        conversation.sampled += len(turn_ids)
-        has_turns = conversation.turns + 1 < self._config.max_turns
-        conversation.is_last, conversation.is_full = room <= 0 or not has_turns, room <= 0 and has_turns
+        """See `Turns`. A completion is cut where its last turn calls a tool, or would be answered by a user, and there
+        is no room for another turn."""
+        trajectory = self._trajectory(key)
+        trajectory.sampled += len(turn_ids)
+        has_turns = trajectory.turns + 1 < self._config.max_turns
+        trajectory.is_last, trajectory.is_full = room <= 0 or not has_turns, room <= 0 and has_turns
         turn = self._turn(turn_ids)
-        speaker = next((p for p in self._partners if p.takes(conversation, turn)), None)
-        if speaker is None:
-            return self._ends(conversation, "stop")
-        if conversation.is_last and not speaker.reads_last:
-            return self._ends(conversation, "length")
-        conversation.turns += 1
-        conversation.last = turn_ids[-1]
-        conversation.messages.append(assistant_message(turn.content, turn.calls))
-        speaker.answer(conversation, turn, partial(self._take, conversation, conversation.turns))
+        partner = next((p for p in self._partners if p.takes(trajectory, turn)), None)
+        if partner is None:
+            return self._ends(trajectory, "stop")
+        if trajectory.is_last and not partner.reads_last:
+            return self._ends(trajectory, "length")
+        trajectory.turns += 1
+        trajectory.last = turn_ids[-1]
+        trajectory.messages.append(assistant_message(turn.content, turn.calls))
+        partner.answer(trajectory, turn, partial(self._take, trajectory, trajectory.turns))
         return None
 
     def cut(self, key: int) -> Finish | None:
         """See `Turns`."""
-        return self._ends(self._conversation(key), "length")
+        return self._ends(self._trajectory(key), "length")
 
-    def _ends(self, conversation: Conversation, finish: Finish) -> Finish | None:
-        """How a completion ends; None where its environment ends before."""
+    def _ends(self, trajectory: Trajectory, finish: Finish) -> Finish | None:
+        """How a completion ends; None where its environment has to end first."""
         if self.environments is None:
             return finish
-        self.environments.end(conversation, finish, partial(self._take, conversation, conversation.turns))
+        self.environments.end(trajectory, finish, partial(self._take, trajectory, trajectory.turns))
         return None
 
-    def _conversation(self, key: int) -> Conversation:
+    def _trajectory(self, key: int) -> Trajectory:
         if key not in self._under_way:
             request = self._requests.get(key)
-            self._under_way[key] = Conversation(key, request.prompt if request else None)
+            self._under_way[key] = Trajectory(key, request.prompt if request else None)
         return self._under_way[key]
 
-    def _take(self, conversation: Conversation, turn: int, answer: Answer) -> None:
-        self._answers.put((conversation, turn, answer))
+    def _take(self, trajectory: Trajectory, turn: int, answer: Answer) -> None:
+        self._answers.put((trajectory, turn, answer))
 
     def _turn(self, turn_ids: list[int]) -> Turn:
         end = self._end_texts.get(turn_ids[-1])
@@ -178,57 +176,57 @@ class Conversations:
                 if patience_s and not ready:
                     start_s = time.perf_counter()
                     try:
-                        # The decoder is idle, so every conversation that waits for a model is in one batch.
+                        # The decoder is idle: every trajectory that waits for a model is in one batch.
                         if isinstance(self.user, ModelUser):
                             self.user.speak(self._under_way)
-                        conversation, turn, answer = self._answers.get(timeout=patience_s)
+                        trajectory, turn, answer = self._answers.get(timeout=patience_s)
                     finally:
                         self._waited_s += time.perf_counter() - start_s
                 else:
-                    conversation, turn, answer = self._answers.get_nowait()
+                    trajectory, turn, answer = self._answers.get_nowait()
             except queue.Empty:
                 return ready
-            if self._under_way.get(conversation.key) is not conversation or conversation.turns != turn:
+            if self._under_way.get(trajectory.key) is not trajectory or trajectory.turns != turn:
                 continue  # of a rollout that was given up
             if answer.finish is not None:
-                ready.append((conversation.key, answer.finish))
+                ready.append((trajectory.key, answer.finish))
                 continue
             if not answer.messages:
-                if finish := self._ends(conversation, "stop"):
-                    ready.append((conversation.key, finish))
+                if finish := self._ends(trajectory, "stop"):
+                    ready.append((trajectory.key, finish))
                 continue
-            given = self._written(conversation, answer.messages)
+            observation = self._written(trajectory, answer.messages)
             if self.environments is None:
-                ready.append((conversation.key, given))
-            elif self.environments.has_failed(conversation):
-                self._ends(conversation, "stop")
-            elif not self._fits(conversation, given):
+                ready.append((trajectory.key, observation))
+            elif self.environments.has_failed(trajectory):
+                self._ends(trajectory, "stop")
+            elif not self._fits(trajectory, observation):
                 # The decoder would end the completion without its environment.
-                self._ends(conversation, "length")
+                self._ends(trajectory, "length")
             else:
-                conversation.given += len(given)
-                ready.append((conversation.key, given))
+                trajectory.observed += len(observation)
+                ready.append((trajectory.key, observation))
 
-    def _fits(self, conversation: Conversation, given: list[int]) -> bool:
+    def _fits(self, trajectory: Trajectory, observation: list[int]) -> bool:
         """Whether an answer leaves room to sample after it."""
-        request = self._requests[conversation.key]
-        read = len(request.prompt_ids) + conversation.sampled + conversation.given
-        return request.most is None or read + len(given) < request.most
+        request = self._requests[trajectory.key]
+        read = len(request.prompt_ids) + trajectory.sampled + trajectory.observed
+        return request.most is None or read + len(observation) < request.most
 
-    def _written(self, conversation: Conversation, messages: list[Message]) -> list[int]:
+    def _written(self, trajectory: Trajectory, messages: list[Message]) -> list[int]:
         """The tokens of messages that answer a turn, each cut to its share of `max_tool_tokens`."""
-        # Completions of a group often hear the same, and a template takes longer than a decode step.
-        said = sha256(json.dumps([conversation.last, messages]).encode()).digest()  # answers may have a megabyte
-        if said not in self._given:
-            if len(self._given) >= _ANSWERS_KEPT:
-                self._given.clear()
-            room = self._config.max_tool_tokens - self._frame(conversation.last, messages)
+        # Completions of a group often get the same answer, and a template takes longer than a decode step.
+        digest = sha256(json.dumps([trajectory.last, messages]).encode()).digest()  # answers may have a megabyte
+        if digest not in self._tokenized:
+            if len(self._tokenized) >= _ANSWERS_KEPT:
+                self._tokenized.clear()
+            room = self._config.max_tool_tokens - self._frame(trajectory.last, messages)
             share = max(0, room // len(messages))
             shortened = [{**m, "content": self._between.cut(m["content"], share)} for m in messages]
-            self._given[said] = shortened, self._between.ids(conversation.last, shortened)
-        shortened, given = self._given[said]
-        conversation.messages += map(dict, shortened)
-        return list(given)
+            self._tokenized[digest] = shortened, self._between.ids(trajectory.last, shortened)
+        shortened, ids = self._tokenized[digest]
+        trajectory.messages += map(dict, shortened)
+        return list(ids)
 
     def _frame(self, last: int, messages: list[Message]) -> int:
         """Tokens of the template around the contents of these messages."""
@@ -239,13 +237,13 @@ class Conversations:
 
     def finished(self, key: int, completion: Completion) -> Completion:
         """See `Turns`."""
-        conversation = self._under_way.pop(key, None)
-        before = conversation.messages if conversation is not None else []
+        trajectory = self._under_way.pop(key, None)
+        before = trajectory.messages if trajectory is not None else []
         if completion.turns == sum(message["role"] == "assistant" for message in before):
-            # The last turn was heard by a partner, and the completion ended with it.
+            # A partner answered the last turn by ending the completion.
             before = before[: max(k for k, message in enumerate(before) if message["role"] == "assistant")]
         episode = self.environments.episode(key) if self.environments is not None else None
-        calls = tuple(sorted(conversation.calls)) if conversation is not None else ()
+        calls = tuple(sorted(trajectory.calls)) if trajectory is not None else ()
         messages = *before, assistant_message(completion.text, [])
         return replace(completion, messages=messages, episode=episode, calls=calls)
 
@@ -254,14 +252,14 @@ class Conversations:
         metric."""
         waited_s, self._waited_s = self._waited_s, 0.0
         numbers: Numbers = {"time/tool_wait_s": (waited_s, 1)}
-        for speaker in self._partners:
-            numbers |= speaker.numbers(rollout)
+        for partner in self._partners:
+            numbers |= partner.numbers(rollout)
         return numbers
 
 
-def conversations_of(config: SamplingConfig, tokenizer: Any, ends: tuple[int, ...]) -> Conversations | None:
-    """What answers the turns of completions that `ends` end; None where a completion is one turn. Raises UserError
-    where those who answer, or the tokenizer, cannot be used."""
+def partners_of(config: SamplingConfig, tokenizer: Any, ends: tuple[int, ...]) -> Partners | None:
+    """The partners that the settings name; None where a completion is one turn. Raises UserError where one of them, or
+    the tokenizer, cannot be used. `ends` are the tokens that end a turn."""
     rollout, data = config.rollout, config.data
     if not rollout.has_turns:
         return None
@@ -294,14 +292,14 @@ def conversations_of(config: SamplingConfig, tokenizer: Any, ends: tuple[int, ..
         )
         partners.append(user)
     variables, seed = data.chat_template_kwargs, config.run.seed
-    return Conversations(partners, tools, rollout, tokenizer, variables, ends, environments, openings, seed, user)
+    return Partners(partners, tools, rollout, tokenizer, variables, ends, environments, openings, seed, user)
 
 
-def with_tools(data: DataConfig, conversations: Conversations | None) -> DataConfig:
-    """The settings of data whose prompts tell the model of its tools, and are all chats."""
-    if conversations is None:
+def with_tools(data: DataConfig, partners: Partners | None) -> DataConfig:
+    """The settings of data whose prompts, all of them chats, describe the tools to the model."""
+    if partners is None:
         return data
     variables = dict(data.chat_template_kwargs)
-    if conversations.schemas:
-        variables["tools"] = conversations.schemas
+    if partners.schemas:
+        variables["tools"] = partners.schemas
     return replace(data, chat_template="always", chat_template_kwargs=variables)

@@ -1,15 +1,12 @@
-"""The processes that call reward callees. processes.py starts them, and talks to them over sockets.
+"""The processes that call other people's code; processes.py is the rank's side of them.
 
-A *fork server* imports the callees of a run once, says what their signatures are, and forks a *worker* whenever it
-is asked to: a new worker is there in milliseconds, whatever the callees import. A worker calls callees with the
-arguments that come over its socket until the socket closes, or until it is killed with all that it has started. It
-does not outlive the fork server, and the fork server does not outlive the rank. Neither needs torch.
-
-Calls are pickled; replies are JSON, so that nothing that a worker sends is run in the rank.
+A *fork server* loads the entries of a run once, reports their interfaces, and forks a *worker* whenever it is asked to:
+a new worker is there in milliseconds, whatever the entries import. A worker carries out the calls that come over its
+socket until the socket closes, or until it is killed with all that it has started. It does not outlive the fork server,
+and the fork server does not outlive the rank. Neither needs torch.
 """
 
 import asyncio
-import ctypes
 import gc
 import io
 import json
@@ -19,7 +16,6 @@ import random
 import resource
 import signal
 import socket
-import struct
 import sys
 import warnings
 from collections.abc import Sequence
@@ -28,46 +24,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.importing import describe
-from hybrid_grpo.workers.calls import Call, Callee, Failure, Reply, failed
-from hybrid_grpo.workers.replies import encode_reply
-
-_HEADER = struct.Struct(">I")
-"""Length of the message that follows; the frames of multiprocessing's Connection, up to 2 GiB."""
-_LARGEST_REPLY = 1 << 28
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-
-
-def framed(message: bytes) -> bytes:
-    """A message as it is sent."""
-    return _HEADER.pack(len(message)) + message
-
-
-def unframed(received: bytearray) -> bytes | None:
-    """Take the first message out of what was received; None where it is not complete. Raises EOFError where it is
-    longer than a reply may be."""
-    if len(received) < _HEADER.size:
-        return None
-    (size,) = _HEADER.unpack_from(received)
-    if size > _LARGEST_REPLY:
-        raise EOFError(f"a message of {size} bytes")
-    end = _HEADER.size + size
-    if len(received) < end:
-        return None
-    message = bytes(received[_HEADER.size : end])
-    del received[:end]
-    return message
-
-
-async def read_frame(reader: asyncio.StreamReader, largest: int = _LARGEST_REPLY) -> bytes:
-    """The next message, of at most `largest` bytes; raises EOFError or OSError where the other side sends none."""
-    (size,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
-    if size > largest:
-        raise EOFError(f"a message of {size} bytes")
-    return await reader.readexactly(size)
+from hybrid_grpo.workers.calls import Call, Callee, timed_out
+from hybrid_grpo.workers.family import adopt_orphans, children, descendants, die_with_parent, kill
+from hybrid_grpo.workers.messages import encode_reply, framed, read_frame
 
 
 def serve_forks(descriptor: int, rank: int) -> None:
@@ -78,7 +39,7 @@ def serve_forks(descriptor: int, rank: int) -> None:
     control = socket.socket(fileno=descriptor)
     control.set_inheritable(False)
     # While the process imports it does not look at the socket, and so does not see that the rank is gone.
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != rank:  # it ended before that
         return
     path, entries, memory_bytes = pickle.load(sys.stdin.buffer)
@@ -86,20 +47,21 @@ def serve_forks(descriptor: int, rank: int) -> None:
     sys.path[:] = path
     if isinstance(sys.stdout, io.TextIOWrapper):  # workers end without emptying buffers
         sys.stdout.reconfigure(line_buffering=True)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
+    names = ", ".join(name for name, _ in entries)
     try:
         callees = [entry.load(name) for name, entry in entries]
     except UserError as error:
         return _tell(control, {"error": str(error)})
     except BaseException as error:  # above all a module that ends the process while it is imported
-        return _tell(control, {"error": f"rewards: importing them raised {describe(error, None)}"})
-    _prctl(_PR_SET_PDEATHSIG, 0)
+        return _tell(control, {"error": f"{names}: importing them raised {describe(error, None)}"})
+    die_with_parent(False)
     _tell(control, {"interfaces": [vars(callee.interface) for callee in callees]})
     # All objects of this moment are shared with every worker.
     gc.collect()
     gc.freeze()
     workers: set[int] = set()
-    helpers = set(_children(os.getpid()))  # processes that a module has started
+    helpers = set(children(os.getpid()))  # processes that a module has started
     try:
         while True:
             command, descriptors, _, _ = socket.recv_fds(control, 64, 1)
@@ -119,7 +81,7 @@ def serve_forks(descriptor: int, rank: int) -> None:
                 _end_orphans(workers | helpers)
                 _tell(control, status)
     finally:
-        _kill(_descendants(os.getpid()))
+        kill(descendants(os.getpid()))
 
 
 def _tell(control: socket.socket, answer: Any) -> None:
@@ -156,50 +118,28 @@ def _fork(
 
 def _end(pid: int) -> int:
     """Kill a worker and what it has started; its exit status, negative for the signal that ended it."""
-    family = [pid, *_descendants(pid)]
+    family = [pid, *descendants(pid)]
     with suppress(OSError):
         os.killpg(pid, signal.SIGKILL)
-    _kill(family)
+    kill(family)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def _end_orphans(ours: set[int]) -> None:
     """Kill the processes that dead workers have left: they are children of the fork server now."""
-    while orphans := [child for child in _children(os.getpid()) if child not in ours]:
-        _kill(orphans)
+    while orphans := [child for child in children(os.getpid()) if child not in ours]:
+        kill(orphans)
         for orphan in orphans:
             with suppress(ChildProcessError):
                 os.waitpid(orphan, 0)
-
-
-def _kill(processes: list[int]) -> None:
-    for process in processes:
-        with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-
-
-def _children(pid: int) -> list[int]:
-    """Children of a process, by the kernel's own list where it has one: psutil takes milliseconds."""
-    try:
-        lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-        if lists:
-            return [int(child) for children in lists for child in children.split()]
-        return [child.pid for child in psutil.Process(pid).children()]
-    except (OSError, psutil.NoSuchProcess):
-        return []
-
-
-def _descendants(pid: int) -> list[int]:
-    children = _children(pid)
-    return children + [descendant for child in children for descendant in _descendants(child)]
 
 
 def _settle(memory_bytes: int) -> None:
     """Set up a new worker: it dies with its parent, has a process group of its own, becomes the parent of processes
     that the programs it starts leave behind, and has its limits."""
     os.setpgid(0, 0)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    die_with_parent()
+    adopt_orphans()
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -210,10 +150,6 @@ def _settle(memory_bytes: int) -> None:
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
-
-
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _work(connection: socket.socket, callees: Sequence[Callee]) -> None:
@@ -240,22 +176,6 @@ async def _work_async(connection: socket.socket, callees: Sequence[Callee]) -> N
 
     with suppress(asyncio.IncompleteReadError):
         while True:
-            task = asyncio.create_task(answer(*pickle.loads(await read_frame(reader, sys.maxsize))))
+            task = asyncio.create_task(answer(*pickle.loads(await read_frame(reader))))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
-
-
-def timed_out(timeout_s: float, rows: int) -> Reply:
-    """The reply for a call that took too long."""
-    return failed(Failure("timeout", f"took longer than its timeout_s, {timeout_s:g}"), rows)
-
-
-def died(status: int | None, rows: int) -> Reply:
-    """The reply for a call whose process has ended, with this exit status where it is known."""
-    if status is None:
-        how = ""
-    elif status == -9:
-        how = " (killed: by the system for its memory, by itself, or for closing its socket)"
-    else:
-        how = f" (exit status {status})" if status >= 0 else f" (signal {-status})"
-    return failed(Failure("died", f"ended its process{how}"), rows)

@@ -13,6 +13,8 @@ from workshop import Workshop
 
 from hybrid_grpo.records.exports import exported
 
+PROGRAMS = str(Path(__file__).with_name("programs.py"))
+
 
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
@@ -24,7 +26,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
 @pytest.mark.ranks
 def test_on_two_ranks_it_is_what_the_definition_says(shop: Workshop) -> None:
     folder = shop.folder
-    for of_rank in ranks(2, "averages", folder, programs="average_programs.py"):
+    for of_rank in ranks(2, "averages", folder, programs=PROGRAMS):
         for name, found in of_rank.items():
             # The definition is computed from the weights of the model, which in bfloat16 are rounded.
             assert found["error"] < (4e-3 if name == "bfloat16" else 1e-6), name
@@ -56,7 +58,7 @@ def test_a_run_writes_it_beside_the_model_and_goes_on_with_it(shop: Workshop) ->
 
     before = weights(shop.folder / "model")
     for steps in (1, 2):
-        command = ["sft", "--config=sft.yaml", "--policy.ema_decay=0.75", "--run.name=averaged"]
+        command = ["sft", "--config=sft.yaml", "--average.decay=0.75", "--run.name=averaged"]
         done = shop.run(*command, f"--run.steps={steps}", "--run.resume=auto")
         assert done.status == 0, done.out + done.err
         model, average = weights(run / "model"), weights(run / "model_ema")

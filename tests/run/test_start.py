@@ -14,10 +14,12 @@ from hybrid_grpo.config.building import build
 from hybrid_grpo.config.composition import setting_names
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.records.json_lines import read_jsonl
-from hybrid_grpo.run.resuming import FREE as FREE_SETTINGS
-from hybrid_grpo.run.resuming import find_start, settings_of
+from hybrid_grpo.run import start as starts
 from hybrid_grpo.run.saving.checkpoint import Checkpoints
 from hybrid_grpo.run.saving.manifest import Manifest
+from hybrid_grpo.run.settings import FREE as FREE_SETTINGS
+from hybrid_grpo.run.settings import settings_of
+from hybrid_grpo.run.start import find_start
 
 SETTINGS = {"policy": {"model": "model"}, "run": {"name": "run", "steps": 8}, "rewards": [{"function": "exact_match"}]}
 
@@ -56,7 +58,7 @@ class Place:
         folder = self.folder / config.run.name
         checkpoints = Checkpoints(folder / "checkpoints", 2)
         checkpoints.inputs = inputs or {}
-        return find_start(config, folder, checkpoints, self.said.append)
+        return find_start(config, folder, checkpoints)
 
     def refusal(self, inputs=None, **changes):
         with pytest.raises(UserError) as caught:
@@ -66,8 +68,10 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path):
-    return Place(tmp_path)
+def place(tmp_path, monkeypatch):
+    place = Place(tmp_path)
+    monkeypatch.setattr(starts, "say", place.said.append)
+    return place
 
 
 def test_an_empty_folder_is_a_new_run(place):
@@ -132,7 +136,8 @@ def test_numbers_that_are_damaged_are_named_and_the_run_goes_on(place, content, 
     if content is not None:
         (place.folder / "run" / "metrics.jsonl").write_bytes(content)
     start = place.start()
-    assert (start.step, start.damaged) == (3, bool(says)) and [json.loads(line)["step"] for line in start.lines] == kept
+    assert (start.step, start.is_damaged) == (3, bool(says))
+    assert [json.loads(line)["step"] for line in start.lines] == kept
     path = place.folder / "run" / "metrics.jsonl"
     assert place.said == ([f"WARNING: {path}: {says}; the run goes on without them"] if says else [])
 

@@ -1,17 +1,22 @@
-"""Replies of worker processes as messages. What a worker sends is the data of a stranger: the code of a user, or of a
-model, may have written it. So everything is checked here, and made anew from plain values, before the rank looks at it.
+"""The messages between a rank and its worker processes, each with its length before it.
+
+Calls are pickled; replies are JSON. What a worker sends is the data of a stranger: the code of a user, or of a model,
+may have written it. So everything is checked here, and made anew from plain values, before the rank looks at it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import pickle
 import secrets
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from hybrid_grpo.workers.calls import Entry, Failure, Kind, Reply
+from hybrid_grpo.workers.calls import Call, Entry, Failure, Kind, Reply
 
 LONGEST_TEXT = 1 << 20
 """Characters of a message, and of a text that is a value."""
@@ -21,27 +26,63 @@ _MOST_COLUMNS, _LONGEST_NAME, _LONGEST_STORED = 64, 100, 10_000
 _LARGEST_WHOLE = 2**63
 
 
+_HEADER = struct.Struct(">I")
+"""Length of the message that follows; the frames of multiprocessing's Connection, up to 2 GiB."""
+_LARGEST_REPLY = 1 << 28
+
+
 @dataclass(frozen=True)
-class Expected:
-    """What the reply to a call must fit."""
+class PendingCall:
+    """A call that is sent to a worker and waits for its reply."""
 
     entry: Entry
-    rows: Sequence[Any]
-    """What the value of each row is held against; see `Call.expected`."""
+    expected: Sequence[Any]
+    """For each row, what its value is held against; see `Entry.checked`."""
+    number: int
+    message: bytes
+    """As it is sent."""
+
+    @classmethod
+    def of(cls, entry: Entry, index: int, call: Call, timeout_s: float) -> PendingCall:
+        """A call of the entry with this index. Raises what pickling it raises."""
+        number = secrets.randbits(52)  # drawn by chance, so that a function can answer no call but its own
+        return cls(entry, call.expected, number, framed(pickle.dumps((number, index, call, timeout_s))))
+
+
+def framed(message: bytes) -> bytes:
+    """A message with its length before it."""
+    return _HEADER.pack(len(message)) + message
+
+
+def unframed(received: bytearray) -> bytes | None:
+    """Take the first message out of what a worker sent; None where it is not complete. Raises ValueError where it is
+    longer than a reply may be."""
+    if len(received) < _HEADER.size:
+        return None
+    (size,) = _HEADER.unpack_from(received)
+    if size > _LARGEST_REPLY:
+        raise ValueError(f"a message of {size} bytes")
+    end = _HEADER.size + size
+    if len(received) < end:
+        return None
+    message = bytes(received[_HEADER.size : end])
+    del received[:end]
+    return message
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes:
+    """The next message of the rank. Raises IncompleteReadError where the rank sends no more."""
+    (size,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
+    return await reader.readexactly(size)
 
 
 def encode_reply(number: int, reply: Reply) -> bytes:
-    """A reply as a message."""
+    """A reply as a message, without its length."""
     failures = {row: vars(failure) for row, failure in enumerate(reply.failures) if failure is not None}
     return json.dumps([number, reply.values, failures, reply.extra, reply.spent, reply.whole]).encode()
 
 
-def new_number() -> int:
-    """The number of a call. It is drawn by chance, so that a function can answer no call but its own."""
-    return secrets.randbits(52)
-
-
-def decode_reply(message: bytes, calls: Mapping[int, Expected]) -> tuple[int, Reply] | None:
+def decode_reply(message: bytes, calls: Mapping[int, PendingCall]) -> tuple[int, Reply] | None:
     """The number of a call under way, and the reply to it; None where the message is about another call. Raises
     ValueError where it is not a reply.
 
@@ -52,7 +93,7 @@ def decode_reply(message: bytes, calls: Mapping[int, Expected]) -> tuple[int, Re
         number, values, failures, extra, spent, whole = json.loads(message)
         if type(number) is not int or number not in calls:
             return None
-        entry, rows = calls[number].entry, calls[number].rows
+        entry, rows = calls[number].entry, calls[number].expected
         reasons = {int(row): _failure(**reason) for row, reason in failures.items()}
         reply = Reply(
             [

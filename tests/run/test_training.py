@@ -9,13 +9,13 @@ from hybrid_grpo.config.errors import RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.config.run import CheckpointConfig
 from hybrid_grpo.records.write_failures import WriteFailed
-from hybrid_grpo.run import run as runs
-from hybrid_grpo.run.resuming import settings_of
-from hybrid_grpo.run.run import Run
+from hybrid_grpo.run.saving import saver as savers
 from hybrid_grpo.run.saving.manifest import Manifest
+from hybrid_grpo.run.settings import settings_of
 from hybrid_grpo.run.stage import Stage
 from hybrid_grpo.run.stopping import board
 from hybrid_grpo.run.stopping.stopping import Progress
+from hybrid_grpo.run.training import TrainingRun
 
 
 class Clock:
@@ -28,16 +28,16 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(runs, "time", clock)
+    monkeypatch.setattr(savers, "time", clock)
     return clock
 
 
 def make(tmp_path, **checkpoint):
     """A run of nine steps whose checkpoints are only counted, and a stage for it."""
     config = TrainConfig(run=RunConfig(dir=str(tmp_path), steps=9), checkpoint=CheckpointConfig(**checkpoint))
-    run, stage = Run(Parsed(config, ""), {}), Stage()
-    stage.policy = SimpleNamespace(engine=SimpleNamespace(device="cpu"), state_dict=dict, average=None)
-    run.checkpoints = SimpleNamespace(save=lambda *_: None)
+    run, stage = TrainingRun(Parsed(config, ""), {}), Stage()
+    stage.policy = SimpleNamespace(engine=SimpleNamespace(device="cpu"), state_dict=dict)
+    run.checkpoints = run.saver.checkpoints = SimpleNamespace(save=lambda *_: None)
     return run, stage
 
 
@@ -46,8 +46,8 @@ def saved(run, stage, clock, steps, minutes):
     found = []
     for step in steps:
         clock.seconds += 60 * minutes
-        if run._saves_after(step, stage):
-            run._save(stage, step, {})
+        if run.saver.is_due(step, stage):
+            run.saver.save(stage, step, {})
             found.append(step)
     return found
 
@@ -92,13 +92,13 @@ def test_a_checkpoint_by_its_path_branches_off_or_goes_back(tmp_path):
     lines = [f'{{"step": {step}}}\n' for step in range(7)]
     (folder / "metrics.jsonl").write_text("".join(lines))
     path = str(folder / "checkpoints" / "step_000004")
-    fork = Run(Parsed(config("fork", path), ""), {})
+    fork = TrainingRun(Parsed(config("fork", path), ""), {})
     assert (tmp_path / "fork" / "metrics.jsonl").read_text() == "".join(lines[:5])
     # It saves itself first of all: its folder has no checkpoint.
-    assert (fork.start.step, fork._saved) == (4, None) and not fork.checkpoints.tags()
+    assert (fork.start.step, fork.saver.step) == (4, None) and not fork.checkpoints.tags()
     assert (folder / "metrics.jsonl").read_text() == "".join(lines)
-    back = Run(Parsed(config("run", path), ""), {})
-    assert (back.start.step, back._saved) == (4, 4) and back.checkpoints.tags() == ["step_000004", "step_000002"]
+    back = TrainingRun(Parsed(config("run", path), ""), {})
+    assert (back.start.step, back.saver.step) == (4, 4) and back.checkpoints.tags() == ["step_000004", "step_000002"]
     assert (folder / "metrics.jsonl").read_text() == "".join(lines[:5])
 
 
@@ -107,9 +107,9 @@ def test_a_save_that_fails_is_said_or_stops_the_run(tmp_path, clock, capsys):
         raise WriteFailed("checkpoint step_000003 could not be written: Disk quota exceeded")
 
     run, stage = make(tmp_path)
-    run._save(stage, 2, {})
+    run.saver.save(stage, 2, {})
     run.checkpoints.save = fails
-    run._save(stage, 3, {})
+    run.saver.save(stage, 3, {})
     says = "checkpoint step_000003 could not be written: Disk quota exceeded; the newest is that of step 2"
     assert f"WARNING: {says}, and the run goes on (checkpoint.on_failure say)" in capsys.readouterr().out
     # The next one is tried when it is due, and not after every step.
@@ -117,7 +117,7 @@ def test_a_save_that_fails_is_said_or_stops_the_run(tmp_path, clock, capsys):
     run, stage = make(tmp_path / "other", on_failure="stop")
     run.checkpoints.save = fails
     with pytest.raises(RunStopped, match=r"Disk quota exceeded; there is none before it: make room or mend it"):
-        run._save(stage, 0, {})
+        run.saver.save(stage, 0, {})
 
 
 @pytest.mark.parametrize(("setting", "seconds"), [(None, 20 + 2 * 40), (5.0, 5)])
@@ -133,7 +133,7 @@ def test_a_stop_has_the_time_that_saving_takes(tmp_path, clock, monkeypatch, set
         clock.seconds += 40
 
     run.checkpoints.save = save
-    run._save(stage, 1, {})
+    run.saver.save(stage, 1, {})
     assert board.this_board().mine.grace_s == seconds
 
 
@@ -161,7 +161,7 @@ def test_numbers_are_on_the_disk_before_the_checkpoint_that_follows_them(tmp_pat
     run, stage = make(tmp_path)
     order = []
     (run.folder / "rollouts").mkdir()
-    monkeypatch.setattr(runs, "sync", lambda path: order.append(path.name))
+    monkeypatch.setattr(savers, "sync", lambda path: order.append(path.name))
     run.checkpoints.save = lambda *_: order.append("checkpoint")
-    run._save(stage, 1, {})
+    run.saver.save(stage, 1, {})
     assert order == ["metrics.jsonl", "rollouts", "run", "checkpoint"]

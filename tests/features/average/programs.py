@@ -1,4 +1,4 @@
-"""Programs of tests/model/test_average.py; see rank_programs.py."""
+"""Programs of the average's tests; see tests/support/rank_programs.py."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ import torch
 from rank_programs import build, main
 from torch import Tensor
 
-from hybrid_grpo.config import EngineConfig, LoraConfig, PolicyConfig
+from hybrid_grpo.config import EngineConfig, LoraConfig, PolicyConfig, SftConfig
 from hybrid_grpo.data.batch import MicroBatch
+from hybrid_grpo.features.average.average import Average, MovingAverage
+from hybrid_grpo.features.average.settings import AverageConfig
 from hybrid_grpo.model.ranks import barrier
 from hybrid_grpo.policy import Policy
+from hybrid_grpo.records.metrics.metrics import Meter
+from hybrid_grpo.run.feature import Features
+from hybrid_grpo.run.stage import Stage
 
 DECAY = 0.7
 
@@ -26,52 +31,65 @@ def averages(folder: Path) -> dict[str, Any]:
         ("stage 3", 3, "float32"),
         ("bfloat16", 3, "bfloat16"),
     ):
-        policy = build(folder, stage=stage, dtype=dtype, ema_decay=DECAY).policy
-        seen[name] = followed(policy, folder / name)
-        assert policy.average is not None
-        policy.average.load(folder / "stage 0")
-        seen[name]["of stage 0"] = sums(policy)
-    config = PolicyConfig(model=str(folder / "model"), dtype="float32", lr=1e-3, ema_decay=DECAY)
+        policy = build(folder, stage=stage, dtype=dtype).policy
+        seen[name], average = followed(policy, folder / name)
+        average.load(folder / "stage 0")
+        seen[name]["of stage 0"] = sums(policy, average)
+    config = PolicyConfig(model=str(folder / "model"), dtype="float32", lr=1e-3)
     settings: dict[str, Any] = {"total_steps": 100, "lora": LoraConfig(rank=2, alpha=4), "seed": 1}
     adapted = Policy(config, EngineConfig(zero_stage=3), policy.tokenizer, **settings)
-    seen["adapters"] = followed(adapted, folder / "adapters")
+    seen["adapters"], _ = followed(adapted, folder / "adapters")
     return seen
 
 
-def followed(policy: Policy, folder: Path) -> dict[str, Any]:
+class Steps(Stage):
+    """Steps of a policy with an average of its weights."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy, self.meter = policy, Meter(device=policy.engine.device)
+        self.average = Average(SftConfig(average=AverageConfig(decay=DECAY)), None, None)
+        self.average.load(policy)
+        self.features = Features([self.average])
+
+
+def followed(policy: Policy, folder: Path) -> tuple[dict[str, Any], MovingAverage]:
     """Four steps, of which the second is skipped, and the average after them; it is saved before the last."""
-    assert policy.average is not None
+    steps = Steps(policy)
+    average = steps.average.shards
     folder.mkdir(exist_ok=True)
     texts = [policy.tokenizer(text)["input_ids"] for text in ("dcab=abcd", "tac=act", "god=dgo", "zxy=xyz")]
     batches = policy.micro_batches([ids[:4] for ids in texts], [ids[4:] for ids in texts])
     defined = weights(policy)
     for number in range(4):
         if number == 3:
-            policy.average.save(folder)
+            average.save(folder)
         for micro in batches:
             logp_bT, _ = policy.forward(micro, 1.0)
             policy.engine.backward(-logp_bT.sum() * (float("inf") if number == 1 else 1.0))
-        assert policy.step().applied == (number != 1)
+        before = policy.skipped_steps
+        steps.step_optimizer()
+        assert policy.skipped_steps - before == (number == 1)
         if number != 1:
             now = weights(policy)
             defined = {name: DECAY * was + (1 - DECAY) * now[name] for name, was in defined.items()}
     before = weights(policy)
-    with policy.average.used():
+    with average.used():
         used, inside = weights(policy), said(policy, batches)
         policy.export(folder / "model")
     outside = said(policy, batches)
-    after, total = weights(policy), sums(policy)
+    after, total = weights(policy), sums(policy, average)
     barrier()
     # The last update again, from the files.
-    policy.average.load(folder)
-    policy.average.update()
-    return {
+    average.load(folder)
+    average.update()
+    found = {
         "error": max(float((used[name] - defined[name]).abs().max()) for name in defined),
         "moved": min(float((before[name] - defined[name]).abs().max()) for name in defined),
         "restored": all(torch.equal(after[name], before[name]) for name in before),
-        "resumed": sums(policy) == total,
+        "resumed": sums(policy, average) == total,
         "said": [inside, outside],
     }
+    return found, average
 
 
 @torch.no_grad()
@@ -87,10 +105,9 @@ def weights(policy: Policy) -> dict[str, Tensor]:
     return {names[parameter]: weight.to(torch.float64, copy=True) for parameter, weight in whole.items()}
 
 
-def sums(policy: Policy) -> list[float]:
-    """A number of every weight of the average."""
-    assert policy.average is not None
-    with policy.average.used():
+def sums(policy: Policy, average: MovingAverage) -> list[float]:
+    """The sum of every weight of the average."""
+    with average.used():
         return [float(weight.sum()) for weight in weights(policy).values()]
 
 

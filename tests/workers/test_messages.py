@@ -11,11 +11,14 @@ from hybrid_grpo.rewards.functions import RewardEntry
 from hybrid_grpo.turns.environments.instances import EnvironmentEntry
 from hybrid_grpo.turns.tools.functions import ToolEntry
 from hybrid_grpo.workers.calls import Failure, Reply
-from hybrid_grpo.workers.replies import Expected, decode_reply, encode_reply
+from hybrid_grpo.workers.messages import PendingCall, decode_reply, encode_reply
 
 EVENTS = EnvironmentEntry("a:B")
-CALLS = {7: Expected(RewardEntry(RewardConfig("exact_match")), [3, 5]), 8: Expected(ToolEntry("calculator"), [None])}
-CALLS |= {9 + k: Expected(EVENTS, [do]) for k, do in enumerate(("begin", "call", "step", "end", "close"))}
+CALLS = {
+    7: PendingCall(RewardEntry(RewardConfig("exact_match")), [3, 5], 7, b""),
+    8: PendingCall(ToolEntry("calculator"), [None], 8, b""),
+    **{9 + k: PendingCall(EVENTS, [do], 9 + k, b"") for k, do in enumerate(("begin", "call", "step", "end", "close"))},
+}
 WRONG = [None, True, -1, 0.5, 1e400, -1e400, math.nan, 10**30, "1.0", "\udce9", [], [1], [[9, 1.0]], {}, {"a": 1}]
 FAILURE = {"kind": "raised", "message": "raised", "traceback": ""}
 STATE = {"place": "a", "class": "b", "attributes": {"x": "y"}, "missing": {}}
@@ -85,7 +88,7 @@ def test_forged_parts_in_all_places_become_plain_values_or_no_reply():
             continue
         accepted += 1
         number, found = decoded
-        rows = len(CALLS[number].rows)
+        rows = len(CALLS[number].expected)
         assert len(found.values) == len(found.failures) == rows
         for value, failure in zip(found.values, found.failures, strict=True):
             assert value is None or failure is None

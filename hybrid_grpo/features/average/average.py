@@ -1,0 +1,101 @@
+"""The exponential moving average of the weights that are trained, which is often better than the last of them.
+
+It is float32 in host memory, whatever the type of the model, and sharded over the ranks as the optimizer's state is: at
+ZeRO stage 0 every rank has all of it. With LoRA it is the average of the adapters.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybrid_grpo.config import BatchPlan, ModelRunConfig
+from hybrid_grpo.features.average.settings import AverageConfig
+from hybrid_grpo.model import shards
+from hybrid_grpo.policy import TrainedModel
+from hybrid_grpo.run.feature import Feature
+from hybrid_grpo.run.inputs import RunInputs
+
+_NAME = "average"
+"""Name of its files in a checkpoint."""
+
+
+class MovingAverage:
+    """Average of the weights of `module`, which DeepSpeed's `optimizer` trains at ZeRO `stage`. It starts as these
+    weights: after n updates they have the coefficient `decay`^n, those of k updates ago (1 - `decay`) * `decay`^k."""
+
+    def __init__(self, module: nn.Module, optimizer: Any, stage: int, decay: float) -> None:
+        self._layout = module, optimizer, stage
+        self._decay = decay
+        self._average = [flat.to("cpu", torch.float32, copy=True) for flat in shards.trained_tensors(*self._layout)]
+        self._is_used = False
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Update it to `decay` times the average plus (1 - `decay`) times the current weights."""
+        assert not self._is_used, "the weights are the average itself"
+        for average, flat in zip(self._average, shards.trained_tensors(*self._layout), strict=True):
+            average.lerp_(flat.to("cpu", torch.float32), 1 - self._decay)
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Inside, the module has the average as its weights; afterwards they are restored to the bit. Needs host memory
+        for the largest flat tensor. Collective."""
+        assert not self._is_used, "it does not nest"
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        _, optimizer, stage = self._layout
+        with shards.changing(optimizer, stage):
+            for average, flat in zip(self._average, shards.trained_tensors(*self._layout), strict=True):
+                weights = flat.to("cpu", copy=True)
+                flat.copy_(average)
+                average.copy_(weights)
+        self._is_used = not self._is_used
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's shards into a checkpoint's folder."""
+        shards.save_copies(folder, _NAME, self._average, *self._layout)
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote, on any number of ranks and at any ZeRO stage; raises UserError where the checkpoint
+        has no average."""
+        shards.load_copies(folder, _NAME, self._average, *self._layout)
+
+
+class Average(Feature):
+    """Keeps the average of a run of any stage, and exports it as `model_ema/`."""
+
+    name = "average"
+    average: MovingAverage
+
+    def __init__(self, config: ModelRunConfig, plan: BatchPlan | None, inputs: RunInputs | None) -> None:
+        self._decay = config.of(AverageConfig).decay
+
+    def load(self, policy: TrainedModel) -> None:
+        """Start the average as the policy's weights."""
+        assert self._decay is not None
+        trained = policy.engine.engine
+        self.average = MovingAverage(trained.module, trained.optimizer, policy.engine.stage, self._decay)
+
+    def stepped(self) -> None:
+        self.average.update()
+
+    @property
+    def shards(self) -> MovingAverage:
+        return self.average
+
+    def checkpoint_bytes(self, weights: int) -> int:
+        return 4 * weights
+
+    @property
+    def exports(self) -> Mapping[str, Callable[[], AbstractContextManager[None]]]:
+        return {"model_ema": self.average.used}

@@ -1,0 +1,13 @@
+"""The moving average's share of the memory plan."""
+
+from hybrid_grpo.run.memory.plan import FeatureMemory, Part, Plan
+
+
+class AverageMemory(FeatureMemory):
+    """A float32 copy in host memory of the weights that this rank's optimizer steps."""
+
+    name = "average"
+
+    def part(self, plan: Plan, on_host: bool) -> Part:
+        """See `FeatureMemory`."""
+        return Part("moving average", 4 * plan.owned if on_host else 0, "average.decay null, more ranks")

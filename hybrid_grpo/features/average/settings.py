@@ -1,0 +1,31 @@
+"""Settings of the moving average of the weights."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from annotated_types import Gt, Lt
+from pydantic.dataclasses import dataclass
+
+from hybrid_grpo.config.features import FeatureConfig
+from hybrid_grpo.config.fields import SECTION, Number
+
+
+@dataclass(frozen=True, config=SECTION)
+class AverageConfig(FeatureConfig):
+    """The exponential moving average of the weights, which is often better than the last of them. It is written to
+    `model_ema/` beside `model/`."""
+
+    decay: Annotated[Number, Gt(0), Lt(1)] | None = None
+    """After each optimizer step the average is `decay` times itself plus (1 - `decay`) times the weights: 0.99 averages
+    over about 100 optimizer steps. It takes 4 bytes of host memory for each weight that is trained, shared among the
+    ranks at ZeRO stages 1 to 3. Default: no average is kept."""
+
+    section = "average"
+    feature, planned = "average:Average", "memory:AverageMemory"
+    needs_rollouts = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether an average is kept."""
+        return self.decay is not None

@@ -1,0 +1,127 @@
+"""The folder of a run: who may write to it, what in it is damaged, and what the head of its config.yaml says."""
+
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.secrets import masked_text
+from hybrid_grpo.model.ranks import from_first_rank, rank, world_size
+from hybrid_grpo.records.alarm_records import ALARMS_FILE
+from hybrid_grpo.records.files import replace_text, set_aside
+from hybrid_grpo.records.json_lines import parse_step
+from hybrid_grpo.records.lock import FolderLock
+from hybrid_grpo.records.write_failures import one_line
+
+_FILES = (
+    *("config.yaml", "deepspeed.json", "metrics.jsonl", "details.jsonl", ALARMS_FILE, "prompts.jsonl"),
+    *("report.html", "checkpoints/run_id"),
+)
+_FOLDERS_OF_FILES = ("rollouts", "journal")
+_PACKAGES = ("hybrid-grpo", "torch", "deepspeed", "transformers", "datasets")
+
+
+def say(message: str) -> None:
+    """Print on rank 0. A run goes on where nobody reads its output any more."""
+    if rank() == 0:
+        with suppress(OSError):
+            print(message, flush=True)
+
+
+class RunFolder:
+    """The folder `path`, which is made where it is absent and belongs to this run until `release`. Raises UserError on
+    all ranks where another run has it. Collective."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: FolderLock | None = None
+        self._is_new, refusal = not path.exists(), ""
+        if rank() == 0:
+            try:
+                with one_line(path):
+                    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._lock = FolderLock(path)
+            except UserError as error:
+                refusal = str(error)
+        if refusal := from_first_rank(refusal):
+            raise UserError(refusal)
+
+    def release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+    def discard(self) -> None:
+        """Release the folder, and remove it where it was made for this run."""
+        self.release()
+        if self._lock is not None and self._is_new:
+            shutil.rmtree(self.path)
+
+    def begin(self, config_yaml: str, facts: Mapping[str, str], lines: Iterable[str], *, is_damaged: bool) -> None:
+        """On rank 0: set aside what is damaged, and write config.yaml with `facts` at its head and metrics.jsonl with
+        the lines so far; `is_damaged` is whether those of an earlier part of the run are not whole."""
+        if rank() != 0:
+            return
+        with one_line(self.path):
+            for damage in set_aside_damaged(self.path, metrics=is_damaged):
+                say(damage)
+            head = "".join(f"# {name}: {masked_text(fact)}\n" for name, fact in {**_provenance(), **facts}.items())
+            replace_text(self.path / "config.yaml", head + config_yaml)
+            replace_text(self.path / "metrics.jsonl", "".join(lines))
+
+
+def set_aside_damaged(folder: Path, *, metrics: bool = False) -> list[str]:
+    """Rename what is not a file or folder where one should be, alarms that cannot be read, and with `metrics` the file
+    metrics.jsonl; returns a line for each. The run goes on without them."""
+    folders = [folder / name for name in (*_FOLDERS_OF_FILES, "profile", "model")] + sorted(folder.glob("model_*"))
+    wrong = [folder / name for name in _FILES if not (folder / name).is_file()]
+    wrong += [path for path in folders if not path.is_dir()]
+    for name in _FOLDERS_OF_FILES:
+        inside = sorted((folder / name).iterdir()) if (folder / name).is_dir() else ()
+        wrong += [path for path in inside if not path.is_file() and not path.name.startswith((".", "damaged_"))]
+    found = [_set_aside(path, "it is not a file or folder of a run") for path in wrong if os.path.lexists(path)]
+    if metrics and (folder / "metrics.jsonl").is_file():
+        found.append(_set_aside(folder / "metrics.jsonl", "it is damaged"))
+    alarms = folder / ALARMS_FILE
+    if alarms.is_file():
+        # The last line may have been cut by a crash.
+        lines = alarms.read_bytes().split(b"\n")[:-1]
+        whole = [line for line in lines if parse_step(line)]
+        if len(whole) < len(lines):
+            found.append(
+                _set_aside(alarms, f"{len(lines) - len(whole)} of its lines cannot be read, the others are kept")
+            )
+            replace_text(alarms, "".join(line.decode() + "\n" for line in whole))
+    return found
+
+
+def _set_aside(path: Path, why: str) -> str:
+    return f"WARNING: {path}: {why}; it is kept as {set_aside(path).name}"
+
+
+def _provenance() -> dict[str, str]:
+    return {
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": ", ".join([f"python {platform.python_version()}", *(f"{p} {version(p)}" for p in _PACKAGES)]),
+        "git commit": _git_commit(),
+        "ranks": str(world_size()),
+    }
+
+
+def _git_commit() -> str:
+    """The commit that the package runs from; "none" outside a git checkout."""
+    here = Path(__file__).parent
+    commands = (["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"])
+    try:
+        commit, changes = (
+            subprocess.run(c, cwd=here, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+            for c in commands
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "none"
+    return f"{commit} with uncommitted changes" if changes else commit

@@ -1,0 +1,29 @@
+"""What a checkpoint is made of, beside the policy."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from hybrid_grpo.engine import Engine
+
+
+class Stateful(Protocol):
+    """Something whose state is saved."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+class Shards(Protocol):
+    """Tensors that are not the engine's; every rank writes and reads its own part of them."""
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path) -> None: ...
+
+
+class SavedModel(Shards, Protocol):
+    """A model that is trained beside the policy."""
+
+    lr_scale: float
+    engine: Engine

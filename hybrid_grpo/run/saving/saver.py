@@ -1,0 +1,90 @@
+"""When a run saves itself, what becomes of it when that fails, and how a stage is brought back to a checkpoint."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybrid_grpo.config.errors import RunStopped, refuse
+from hybrid_grpo.config.run import CheckpointConfig
+from hybrid_grpo.generation import Journal
+from hybrid_grpo.model.ranks import all_reduce, rank
+from hybrid_grpo.records.files import sync
+from hybrid_grpo.records.write_failures import WriteFailed, write_together
+from hybrid_grpo.run.folder import say
+from hybrid_grpo.run.saving.checkpoint import Checkpoint, Checkpoints
+from hybrid_grpo.run.stage import Stage
+
+
+class Saver:
+    """Writes the checkpoints of a run of `steps` steps, as `config` asks for them; `step` is that of the newest, None
+    without one."""
+
+    def __init__(
+        self, config: CheckpointConfig, steps: int, folder: Path, settings: dict[str, Any], journal: Journal
+    ) -> None:
+        self.checkpoints = Checkpoints(folder / "checkpoints", config.keep, settings)
+        self.step: int | None = None
+        self._config, self._steps, self._folder, self._journal = config, steps, folder, journal
+        self._saved_at = time.monotonic()
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self._config.every or self._config.every_minutes)
+
+    @property
+    def newest(self) -> str:
+        return "there is none before it" if self.step is None else f"the newest is that of step {self.step}"
+
+    def is_due(self, step: int, stage: Stage) -> bool:
+        """Whether a checkpoint follows a step: by its number, or by the clock of rank 0. Collective."""
+        every, limit = self._config.every, self._config.every_minutes
+        if not self.is_on or step == self._steps or (every and step % every == 0):
+            return self.is_on
+        late = rank() == 0 and limit > 0 and time.monotonic() - self._saved_at >= 60 * limit
+        return bool(all_reduce(torch.tensor(float(late), device=stage.policy.engine.device), "max"))
+
+    def save(self, stage: Stage, step: int, states: dict[str, Any]) -> None:
+        """Write the checkpoint of a step; `states` are those of all but the policy. Raises RunStopped where that fails
+        and `checkpoint.on_failure` is stop, or the step is 0: without the first one there is nothing to go on from.
+        Collective."""
+        start = time.monotonic()
+        try:
+            # A checkpoint is useless without the numbers before it.
+            write_together(self._sync_numbers, self._folder)
+            states = {"policy": stage.policy.state_dict(), **states}
+            self.checkpoints.save(stage.policy.engine, step, states, stage.all_shards)
+            self.step = step
+            if rank() == 0:
+                self._journal.forget(step)
+        except WriteFailed as failure:
+            if self._config.on_failure == "stop" or step == 0:
+                raise RunStopped(
+                    f"{failure}; {self.newest}: make room or mend it, and go on with --run.resume auto"
+                ) from None
+            say(f"WARNING: {failure}; {self.newest}, and the run goes on (checkpoint.on_failure say)")
+        self._saved_at = time.monotonic()
+        stage.progress.expect_saving(2 * (self._saved_at - start))
+
+    def _sync_numbers(self) -> None:
+        paths = (self._folder / "metrics.jsonl", self._folder / "rollouts", self._folder)
+        for path in paths if rank() == 0 else ():
+            if path.exists():
+                sync(path)
+
+
+def load_stage(stage: Stage, checkpoints: Checkpoints, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Bring a stage to where it was when a checkpoint was written, or when the run went back to it; returns everything
+    that the checkpoint holds of this rank. Raises UserError where it lacks a part. Collective."""
+    state = checkpoints.load(stage.policy.engine, checkpoint, stage.all_shards)
+    stage.policy.load_state_dict(state["policy"])
+    for name, part in stage.all_parts.items():
+        # Settings that were added with run.allow_changes may need what the checkpoint does not have.
+        refuse(name not in state, f"run.resume: {checkpoint.folder} was made without {name}: take its settings out")
+        part.load_state_dict(state[name])
+    if (lr_scale := checkpoint.manifest.lr_scale) is not None:
+        stage.policy.lr_scale = lr_scale
+        for model in stage.features.models:
+            model.lr_scale = lr_scale
+    return state

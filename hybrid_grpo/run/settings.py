@@ -1,0 +1,99 @@
+"""The settings of a run beside those of a checkpoint: which may differ where the run goes on from it, and what decides
+what is sampled."""
+
+import json
+from fnmatch import fnmatch
+from typing import Any
+
+from hybrid_grpo.config import ModelRunConfig, to_dict
+from hybrid_grpo.config.features import feature_sections
+from hybrid_grpo.run.fingerprints import REWARDS
+
+FREE = (
+    *("run.name", "run.dir", "run.steps", "run.resume", "run.allow_changes"),
+    *("run.stop_after", "run.grace_s", "run.stall_minutes"),
+    *("guard.*", "alarms.*", "log.*", "checkpoint.*", "scoring.*"),
+    *("eval.every", "eval.name", "eval.num_generations", "eval.temperature", "eval.top_p"),
+    *("eval.max_completion_tokens", "eval.sets", "eval.best", "eval.patience"),
+    *("data.eval_path", "data.eval_split", "data.eval_limit"),
+    *("engine.zero_stage", "engine.offload_optimizer", "engine.adam", "engine.timeout_minutes", "engine.deepspeed.*"),
+    *("policy.attn_implementation", "policy.shared_prefix", "policy.gradient_checkpointing"),
+    *("policy.micro_batch_tokens", "policy.pickled_weights"),
+    *("rollout.max_slots", "rollout.prefill_tokens", "rollout.cache_gb", "rollout.keep_cache"),
+)
+"""Settings that may change between a checkpoint and the run that goes on from it: they decide how the run is computed,
+kept and shown. All others decide what is learned from which data; they may change only with run.allow_changes."""
+_OF_ROLL_BACKS = ("guard.non_finite", "guard.patience", "guard.lr_factor")
+"""Settings of the guard that decide what is learned where a run may go back; so do alarms that skip or go back."""
+_FREE_OF_REWARD = ("timeout_s", "batch_size", "isolation")
+"""Settings of a reward function that may change too."""
+
+
+def settings_of(config: ModelRunConfig) -> dict[str, Any]:
+    """The settings by their dotted names, as a manifest holds them."""
+    settings: dict[str, Any] = {}
+    for section, values in to_dict(config).items():
+        if section == "rewards":
+            settings[section] = [
+                {name: value for name, value in reward.items() if name not in _FREE_OF_REWARD} for reward in values
+            ]
+        elif isinstance(values, list):
+            settings[section] = values
+        else:
+            settings |= {f"{section}.{name}": value for name, value in values.items()}
+    sections = settings.pop("engine.deepspeed")
+    settings |= {f"engine.deepspeed.{name}": value for name, value in sections.items()}
+    # As JSON gives them back.
+    return dict(json.loads(json.dumps(settings, default=str)))
+
+
+def identity(config: ModelRunConfig, inputs: dict[str, str], rollbacks: int) -> str:
+    """Everything that decides what is sampled in a step: the settings and the fingerprints of inputs that may not
+    change, and how often the run has gone back to a checkpoint. What was sampled before a reward function was mended
+    remains valid."""
+    bound = {name: value for name, value in settings_of(config).items() if not is_free(name, config)}
+    inputs = {name: value for name, value in inputs.items() if not name.startswith(REWARDS)}
+    return json.dumps([bound, inputs, rollbacks], sort_keys=True)
+
+
+def changes(saved: dict[str, Any], config: ModelRunConfig) -> dict[str, str]:
+    """Settings that differ from a checkpoint's, by name, with both values. One that the checkpoint does not know had
+    its default."""
+    before, now = {**settings_of(type(config)()), **saved}, settings_of(config)
+    return {
+        name: f"{name} {_short(before.get(name))} -> {_short(now.get(name))}"
+        for name in {**now, **before}
+        if before.get(name) != now.get(name) and name not in ("run.resume", "run.allow_changes", "run.dir", "run.name")
+    }
+
+
+def is_free(setting: str, config: ModelRunConfig, saved: dict[str, Any] | None = None) -> bool:
+    """Whether a setting may differ from that of a checkpoint, whose settings are `saved`; see `FREE`."""
+    each = [settings_of(config), saved or {}]
+    if setting.startswith("alarms.") and any(_acts(settings.get(setting)) for settings in each):
+        return False
+    if setting in _OF_ROLL_BACKS and any(_rolls_back(settings) for settings in each):
+        return False
+    if setting == "run.steps" and config.policy.lr_schedule != "constant":
+        # The schedule ends with the last step.
+        return False
+    if setting == "engine.deepspeed.optimizer":
+        return False
+    of_features = [pattern for feature in feature_sections().values() for pattern in feature.free]
+    return any(fnmatch(setting, pattern) for pattern in (*FREE, *of_features))
+
+
+def _acts(alarm: Any, actions: tuple[str, ...] = ("skip", "roll_back")) -> bool:
+    if not isinstance(alarm, dict):
+        return False
+    return alarm.get("action") in actions or any(_acts(one, actions) for one in alarm.values())
+
+
+def _rolls_back(settings: dict[str, Any]) -> bool:
+    alarms = (value for name, value in settings.items() if name.startswith("alarms."))
+    return settings.get("guard.non_finite") == "roll_back" or any(_acts(alarm, ("roll_back",)) for alarm in alarms)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 200 else text[:200] + "..."

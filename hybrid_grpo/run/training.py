@@ -1,0 +1,336 @@
+"""The life of a run around its steps: resuming, checkpoints, alarms, stopping, and what it leaves behind."""
+
+import copy
+import gc
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from hybrid_grpo.config import ModelRunConfig, TrainConfig, to_dict
+from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
+from hybrid_grpo.config.parsing import Parsed
+from hybrid_grpo.generation import Journal
+from hybrid_grpo.model.ranks import barrier, from_first_rank, rank, world_size
+from hybrid_grpo.policy import Policy
+from hybrid_grpo.records.alarm_records import write_alarm
+from hybrid_grpo.records.alarms.alarms import Alarms, RollBack
+from hybrid_grpo.records.exports import export, exported
+from hybrid_grpo.records.files import replace_text
+from hybrid_grpo.records.profiler import Profiler
+from hybrid_grpo.records.sinks import Log
+from hybrid_grpo.records.step_trace import StepTrace
+from hybrid_grpo.records.write_failures import WriteFailed, one_line, why, write_prompts
+from hybrid_grpo.run.fingerprints import CODE, Fingerprints
+from hybrid_grpo.run.folder import RunFolder, say
+from hybrid_grpo.run.saving.best import Best
+from hybrid_grpo.run.saving.checkpoint import Checkpoint
+from hybrid_grpo.run.saving.saver import Saver, load_stage
+from hybrid_grpo.run.saving.space import check_space
+from hybrid_grpo.run.settings import identity, settings_of
+from hybrid_grpo.run.stage import Stage
+from hybrid_grpo.run.start import find_start, lines_before
+from hybrid_grpo.run.stopping.stopping import Progress
+
+_SAVING_S_PER_GB = 10.0
+"""Assumed for what a rank writes to slow storage that ranks share."""
+WriteReport = Callable[[Path], object]
+"""Writes report.html into the folder that it is given."""
+
+
+class TrainingRun:
+    """A run and its folder; raises UserError where the folder holds a run that must not be resumed. `facts` are lines
+    for the head of config.yaml, as the batch equation; `inputs` takes the fingerprints of what the run reads, for its
+    checkpoints."""
+
+    def __init__(self, parsed: Parsed[ModelRunConfig], facts: dict[str, str], inputs: Fingerprints = dict) -> None:
+        self.config = parsed.config
+        run = parsed.config.run
+        self._steps, self._inputs = run.steps, inputs
+        self._alarms = Alarms.of(self.config)
+        self._back_to = -1
+        """Step of the checkpoint that the run went back to, while there is no newer one."""
+        self._run_folder = RunFolder(Path(run.dir) / run.name)
+        self.folder = self._run_folder.path
+        self.journal = Journal(self.folder / "journal", rank())
+        settings = settings_of(parsed.config)
+        self.saver = Saver(parsed.config.checkpoint, run.steps, self.folder, settings, self.journal)
+        self.checkpoints = self.saver.checkpoints
+        self._fingerprint()
+        try:
+            self.start = find_start(parsed.config, self.folder, self.checkpoints)
+        except UserError:
+            self._run_folder.discard()
+            raise
+        evaluation = self.config.eval if isinstance(self.config, TrainConfig) else None
+        self._best = Best(evaluation, self.folder, self.start.lines)
+        # Every rank has looked into the folder before rank 0 changes it.
+        barrier()
+        if not self.finished:
+            code = {name: of for name, of in self.checkpoints.inputs.items() if name.startswith(CODE)}
+            self._run_folder.begin(parsed.yaml, {**facts, **code}, self.start.lines, is_damaged=self.start.is_damaged)
+        if self.start.checkpoint is not None and not self.start.forks:
+            self.saver.step = self.start.step
+            if run.resume != "auto":
+                # The user has named a checkpoint: what came after it is given up.
+                self.checkpoints.forget_after(self.start.step)
+            self.checkpoints.rollbacks = self.start.checkpoint.manifest.rollbacks
+        for name, fact in facts.items():
+            say(f"{name}: {fact}")
+        if self.finished:
+            setting = "run.steps" if self.start.step == run.steps else "eval.patience"
+            say(f"{self.folder} is finished after {self.start.step} steps: raise {setting} to go on")
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has made all its steps, or lost its patience, and its model is written."""
+        step, ended = self.start.step, self.start.step == self._steps or self._best.exhausted
+        return self.start.checkpoint is not None and exported(self.folder / "model").get("step") == step and ended
+
+    def train(self, stage: Stage, write_report: WriteReport) -> None:
+        """Take a stage from its start or the newest checkpoint to the last step; then export the model and write the
+        report. Raises RunStopped where a step could not be finished (the run is saved as it was before it) and
+        RunInterrupted where the run was asked to stop (it is saved)."""
+        stage.progress = Progress(self.config.run, stage.policy.engine.device)
+        stage.trace = StepTrace(self.config.log, self._steps)
+        try:
+            done = self._prepare(stage)
+            with loaded_objects_kept():
+                while True:
+                    try:
+                        self._advance(stage, done, write_report)
+                        break
+                    except RollBack as diverged:
+                        done = self._roll_back(stage, diverged)
+            if rank() == 0:
+                self.journal.clear()
+        except RunInterrupted:
+            # A launcher kills the other ranks once one has ended, and rank 0 is the last to close its outputs.
+            barrier()
+            raise
+        finally:
+            self._run_folder.release()
+
+    def _prepare(self, stage: Stage) -> int:
+        """Check the disk space and bring the stage to where the run starts; returns the number of steps done."""
+        if rank() == 0:
+            with one_line(self.folder):
+                replace_text(self.folder / "deepspeed.json", json.dumps(stage.policy.deepspeed_config, indent=2) + "\n")
+        if stage.policy.adapters is not None:
+            say(f"lora: {stage.policy.adapters}")
+        size = check_space(self.folder, self.config.checkpoint, stage, self._best.models)
+        stage.progress.expect_saving(_SAVING_S_PER_GB * size / 1e9 / world_size())
+        done = self.restore(stage)
+        # Models of the hub have all of their files only now.
+        self._fingerprint()
+        self._bind_journal()
+        if isinstance(stage.policy, Policy):
+            stage.policy.journal = self.journal
+        return done
+
+    def _advance(self, stage: Stage, done: int, write_report: WriteReport) -> None:
+        profiler = Profiler(self.config.log.profiled, self.folder / "profile")
+        settings = {**to_dict(self.config), "deepspeed": stage.policy.deepspeed_config}
+        log_of = self.config.log, self.folder, self._steps, done or -1, settings, stage.policy.tokenizer
+        with Log(*log_of) as log, self._reported(write_report):
+            if self.saver.is_on and self.saver.step is None:
+                self._save(stage, done)
+            if stage.eval_sets and done == 0:
+                stage.progress.enter("evaluation", 0)
+                stage.evaluate(0, stage.eval_sets)
+                log.write(0, values := self.watched(0, stage.meter.reduce()))
+                self._keep_best(stage, 0, values)
+            step = done
+            stage.alarms = self._alarms
+            while step < self._steps and not self._best.exhausted:
+                step += 1
+                self._make_step(stage, step, profiler, log)
+                self._finish_step(stage, step, log)
+            if step < self._steps and step > done:
+                write_prompts(self.folder, stage.tried_prompts())
+                say(f"stopped after step {step}: eval.patience evaluations without a better {self._best}")
+            stage.progress.enter("export")
+            self._export(stage, step)
+            stage.policy.engine.print_communication()
+
+    def _make_step(self, stage: Stage, step: int, profiler: Profiler, log: Log) -> None:
+        """Make a step. If it cannot be finished, the run is saved as it was before it."""
+        before = copy.deepcopy(self._states(stage))
+        stage.trace.begin(step)
+        try:
+            with profiler.step(step, stage.meter):
+                stage.step(step)
+        except RunInterrupted:
+            if self.saver.step != step - 1:
+                stage.progress.enter("saving")
+                self.saver.save(stage, step - 1, before)
+            raise self._interrupted(stage) from None
+        except RunStopped as stop:
+            if stage.last_rollout is not None:
+                log.write_rollouts(step, *stage.last_rollout, always=True)
+            if self.saver.step != step - 1:
+                self.saver.save(stage, step - 1, before)
+            if self.saver.step is None:
+                raise
+            raise RunStopped(f"{stop}; the run is saved as it was after step {self.saver.step}") from stop
+
+    def _finish_step(self, stage: Stage, step: int, log: Log) -> None:
+        """Evaluate the policy, log the numbers of a step, and save the run where that is due."""
+        is_last = step == self._steps
+        if stage.last_rollout is not None:
+            log.write_rollouts(step, *stage.last_rollout, stage.last_advantages_BT)
+        saves = self.saver.is_due(step, stage)
+        if saves or is_last:
+            write_prompts(self.folder, stage.tried_prompts())
+        if due := [of for of in stage.eval_sets if is_last or (of.every and step % of.every == 0)]:
+            stage.progress.enter("evaluation")
+            stage.evaluate(step, due)
+        log.write_trace(step, stage.trace.own(stage.meter.spans, stage.last_rollout))
+        # Numbers before the checkpoint: a checkpoint without them would resume after a gap, while lines without a
+        # checkpoint are cut again.
+        log.write(step, values := self.watched(step, stage.meter.reduce()))
+        self._act(stage, step)
+        self._keep_best(stage, step, values)
+        ends = not is_last and self._best.exhausted
+        # After the last step the model is exported, which a resumed run would have to do too.
+        stops = not is_last and not ends and stage.progress.stops()
+        saves = saves and (is_last or not self._alarms.doubts)
+        if (saves or stops or (ends and self.saver.is_on)) and not self._alarms.diverged:
+            self._save(stage, step)
+        if stops:
+            raise self._interrupted(stage)
+
+    @contextmanager
+    def _reported(self, write_report: WriteReport) -> Iterator[None]:
+        """Write report.html after the block, also where the run is stopped. A run does not fail by it."""
+        stop: RunStopped | None = None
+        try:
+            yield
+        except RunStopped as error:
+            stop = error
+        metrics = self.folder / "metrics.jsonl"
+        # A run that could not write its first checkpoint has nothing to report, and has said why it ends.
+        if rank() == 0 and metrics.exists() and metrics.stat().st_size:
+            try:
+                write_report(self.folder)
+            except Exception as error:  # whatever it is, the run is whole without its report
+                again = f"hybrid-grpo report {self.folder} writes it again"
+                say(f"WARNING: report.html could not be written: {why(error, self.folder)}: {again}")
+        if stop is not None:
+            raise stop
+
+    def _act(self, stage: Stage, step: int) -> None:
+        """Do what the alarms of a step ask for. Raises RunStopped or RollBack."""
+        try:
+            if self._alarms.stops and self.saver.is_on and not self._alarms.diverged:
+                self.saver.save(stage, step, self._states(stage))
+            self._alarms.act(f"the newest checkpoint is of step {self.saver.step}")
+        except (RunStopped, RollBack):
+            # A step that is made again must not learn from what a policy that has diverged sampled.
+            if rank() == 0:
+                self.journal.clear()
+            raise
+
+    def _roll_back(self, stage: Stage, diverged: RollBack) -> int:
+        """Go back to the newest checkpoint before the run diverged, and lower the learning rate; returns its step."""
+        config, before = self.config.guard, diverged.since
+        if self.saver.step == self._back_to and before == self._back_to + 1:
+            # Bad weights show in the step after them: those of the checkpoint that the run went back to were bad.
+            before = min(before, self.saver.step)
+        checkpoint, _ = self.checkpoints.newest_whole(before)
+        if checkpoint is None or self.checkpoints.rollbacks >= config.max_rollbacks:
+            why = "there is no checkpoint to go back to" if checkpoint is None else "guard.max_rollbacks is reached"
+            raise RunStopped(f"{diverged}: {why}: no model was exported: lower policy.lr or policy.max_grad_norm")
+        lr_scale, step = config.lr_factor * stage.policy.lr_scale, checkpoint.manifest.step
+        note = f"{diverged}: back to step {step}, the learning rate times {lr_scale:g}"
+        checkpoint = self.checkpoints.roll_back(checkpoint, lr_scale, note)
+        self._bind_journal()
+        self.saver.step = step
+        self._best.remember(lines_before(self.folder / "metrics.jsonl", step))
+        self._load(stage, checkpoint)
+        say(f"ROLLBACK: {note}")
+        return step
+
+    def _bind_journal(self) -> None:
+        """Completions that other weights have sampled must not be taken for those of this run."""
+        self.journal.bind(identity(self.config, self.checkpoints.inputs, self.checkpoints.rollbacks))
+
+    def _fingerprint(self) -> None:
+        self.checkpoints.inputs = from_first_rank(self._inputs() if rank() == 0 else {})
+
+    def _interrupted(self, stage: Stage) -> RunInterrupted:
+        asked, step = f"stopped ({stage.progress.why()})", self.saver.step
+        if step is None:
+            return RunInterrupted(f"{asked}; nothing could be saved")
+        return RunInterrupted(f"{asked}, saved after step {step} in {self.folder}: go on with --run.resume auto")
+
+    def _save(self, stage: Stage, step: int) -> None:
+        """Save the run after a step, as a timed phase of it."""
+        stage.progress.enter("saving", step)
+        with stage.meter.time("time/checkpoint_s"):
+            self.saver.save(stage, step, self._states(stage))
+
+    def _keep_best(self, stage: Stage, step: int, values: dict[str, float]) -> None:
+        if not self._alarms.diverged and (warning := self._best.take(stage.policy, step, values)):
+            say(warning)
+
+    def _export(self, stage: Stage, step: int) -> None:
+        """Write the models of features, and then `model/`, whose presence means that the run is finished; each whole or
+        not at all. Raises UserError where that fails."""
+        modes = [mode for feature in stage.features for mode in feature.exports.items()]
+        model = self.folder
+        try:
+            for name, mode in [*modes, ("model", nullcontext)]:
+                model = self.folder / name
+                with mode():
+                    export(stage.policy, model, {"step": step})
+        except WriteFailed as failure:
+            if self.saver.step != step:
+                self.saver.save(stage, step, self._states(stage))
+            raise UserError(
+                f"{model} could not be written: {failure}; the newest checkpoint, of step {self.saver.step}, has the"
+                " weights: make room or mend it, and --run.resume auto writes the model again"
+            ) from failure
+
+    def watched(self, step: int, values: dict[str, float]) -> dict[str, float]:
+        """The numbers of a step with its alarms; those that go off are also printed and recorded."""
+        for alarm in self._alarms.watch(step, values):
+            say(f"ALARM: {alarm.message}")
+            if rank() == 0:
+                with one_line(self.folder):
+                    write_alarm(self.folder, alarm)
+        return values
+
+    def restore(self, stage: Stage) -> int:
+        """Bring a stage to the checkpoint that the run starts from, if any; returns the number of steps done."""
+        if self.start.checkpoint is None:
+            return 0
+        self._load(stage, self.start.checkpoint)
+        say(f"resumed {self.folder} after step {self.start.step}")
+        return self.start.step
+
+    def _load(self, stage: Stage, checkpoint: Checkpoint) -> None:
+        """Bring a stage and the alarms to where they were when a checkpoint was written."""
+        manifest, state = checkpoint.manifest, load_stage(stage, self.checkpoints, checkpoint)
+        self._alarms = Alarms.of(self.config)
+        self._alarms.recall(self.folder, manifest.step)
+        if "alarms" in state:
+            self._alarms.load_state_dict(state["alarms"])
+        self._alarms.note, self._back_to = manifest.note, manifest.step if manifest.note else -1
+
+    def _states(self, stage: Stage) -> dict[str, Any]:
+        parts = {**stage.all_parts, "alarms": self._alarms}
+        return {name: part.state_dict() for name, part in parts.items()}
+
+
+@contextmanager
+def loaded_objects_kept() -> Iterator[None]:
+    """Exclude the objects of libraries and models, which stay for the whole run, from garbage collection. They are
+    half a million: each full collection, of which 80 steps of the quickstart make 7, would take 0.3 s."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -1,0 +1,253 @@
+"""Workers that hold objects of other people's for a while: one object each, or as many as its class allows.
+
+Requests are sent by the thread that makes them, and replies are read as they come by the loop of the Pool. A game makes
+hundreds of requests in a second of decoding, whose thread they must not hold up: so no request has a task or a timer. A
+process carries out one request at a time, in the order in which they were made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid_grpo.config.importing import describe
+from hybrid_grpo.workers.calls import Call, Failure, Reply, died, failed, timed_out
+from hybrid_grpo.workers.messages import PendingCall
+from hybrid_grpo.workers.processes import ForkServer, Worker
+
+Done = Callable[[Reply], None]
+"""Called with the reply to a request, on any thread."""
+
+
+class Lease:
+    """The lease of a process for one object, from its first request until it is released. Where a request takes too
+    long, or ends the process, it and all later ones have failed.
+
+    Args:
+        index: of the object's entry, in its fork server.
+        shares: most objects in one process.
+    """
+
+    def __init__(self, leases: Leases, index: int, shares: int) -> None:
+        self._leases, self._number = leases, next(leases.numbers)
+        self.index, self.shares = index, shares
+        self.process: _Process | None = None
+        self.lost: Reply | None = None
+        """The reply to all requests once the process is lost."""
+        self.waiting: list[_Request] = []
+        """Requests made before there is a process."""
+
+    def ask(self, request: dict[str, Any], done: Done) -> None:
+        """Make a request; `done` is called with the reply once."""
+        call = Call({"request": [{**request, "number": self._number}]}, [request["do"]])
+        leases = self._leases
+        try:
+            pending = PendingCall.of(leases.fork_server.entries[self.index], self.index, call, leases.timeout_s)
+        except Exception as error:  # such as columns that cannot be pickled
+            return done(failed(Failure("invalid", f"could not be called: {describe(error, None)}"), 1))
+        made = _Request(self, pending, done)
+        with leases.lock:
+            if self.lost is None:
+                if self.process is not None:
+                    return self.process.give(made)
+                self.waiting.append(made)
+                if len(self.waiting) == 1:
+                    leases.place(self)
+                return
+        done(self.lost)
+
+    def release(self) -> None:
+        """Close the object, and leave its place to others, once all requests are carried out. What closing does to the
+        process, or how long it takes, changes no earlier reply."""
+        with self._leases.lock:
+            if self.lost is not None or (self.process is None and not self.waiting):
+                return
+        self.ask({"do": "close"}, lambda _: self._leases.take_back(self))
+
+
+@dataclass(frozen=True)
+class _Request:
+    lease: Lease
+    call: PendingCall
+    done: Done
+
+
+class _Process:
+    """A worker and the requests it was given; `leases` are those of the objects that it holds."""
+
+    def __init__(self, all_leases: Leases) -> None:
+        self._all = all_leases
+        self.leases: set[Lease] = set()
+        self.is_ending = False
+        self.requests: deque[_Request] = deque()
+        """The first is under way."""
+        self.worker = Worker(all_leases.fork_server, all_leases.loop, "sync", lambda: all_leases.lose(self))
+
+    def give(self, request: _Request) -> None:
+        """Take a request, on any thread, with the lock held."""
+        self.requests.append(request)
+        if len(self.requests) == 1 and not self.is_ending:
+            self._send_first()
+
+    def _send_first(self) -> None:
+        self._all.deadlines_s[self] = time.monotonic() + self._all.timeout_s
+        self.worker.send(self.requests[0].call, self._take)
+
+    def _take(self, reply: Reply | None) -> None:
+        """Pass on the reply to the first request, in the loop's thread."""
+        if reply is None:
+            return  # the process is lost: `lose` replies
+        if reply.spent:
+            return self._all.lose(self, reply)
+        with self._all.lock:
+            request = self.requests.popleft()
+            del self._all.deadlines_s[self]
+            if self.requests:
+                self._send_first()
+        request.done(reply)
+
+
+class Leases:
+    """The processes for objects. They are started when they are needed, and used again and again; an object for which
+    there is no process waits until another is released.
+
+    Args:
+        loop: reads replies, and starts and ends processes.
+        timeout_s: seconds of one request, from when its process begins with it.
+        most: most processes; None for as many as there are objects.
+
+    Attributes:
+        deadlines_s: when the requests under way have taken too long, by `time.monotonic`.
+        lock: of all that is changed by the threads of requests and by the loop's.
+    """
+
+    def __init__(
+        self, fork_server: ForkServer, loop: asyncio.AbstractEventLoop, timeout_s: float, most: int | None
+    ) -> None:
+        self.fork_server, self.loop = fork_server, loop
+        self.timeout_s, self._most = timeout_s, most
+        self.deadlines_s: dict[_Process, float] = {}
+        self.lock, self.numbers = threading.Lock(), itertools.count()
+        self._count = 0
+        """Processes that are there, or being started."""
+        self._starting = 0
+        self._idle: list[_Process] = []
+        self._with_room: defaultdict[int, dict[_Process, None]] = defaultdict(dict)
+        """Processes that hold objects of an entry, and may hold more."""
+        self._queue: deque[Lease] = deque()
+        loop.call_soon_threadsafe(self._watch)
+
+    def lease(self, index: int, shares: int = 1) -> Lease:
+        """A lease for an object of the entry with this index, of which a process may hold `shares`."""
+        return Lease(self, index, shares)
+
+    def place(self, lease: Lease) -> None:
+        """Find a process for an object, with the lock held; it may have to wait for one."""
+        self._queue.append(lease)
+        self._place_waiting()
+
+    def _place_waiting(self) -> None:
+        """Place the objects that wait, with the lock held, in the order in which they came."""
+        while self._queue:
+            process = self._process_for(self._queue[0])
+            if process is None:
+                break
+            lease = self._queue.popleft()
+            process.leases.add(lease)
+            self._sort(process, lease)
+            lease.process = process
+            for request in lease.waiting:
+                process.give(request)
+            lease.waiting = []
+        while self._starting < len(self._queue) and (self._most is None or self._count < self._most):
+            self._starting += 1
+            self._count += 1
+            self.loop.call_soon_threadsafe(self._start)
+
+    def _process_for(self, lease: Lease) -> _Process | None:
+        if with_room := self._with_room[lease.index]:
+            return next(reversed(with_room))
+        return self._idle.pop() if self._idle else None
+
+    def _sort(self, process: _Process, lease: Lease) -> None:
+        """Note whether a process has room, with the lock held, after `lease` came or went."""
+        self._with_room[lease.index].pop(process, None)
+        if not process.leases:
+            self._idle.append(process)
+        elif len(process.leases) < lease.shares:
+            self._with_room[lease.index][process] = None
+
+    def _start(self) -> None:
+        """Start a process, in the loop's thread, unless none is needed any longer."""
+        process, reply = None, None
+        if self._queue:
+            try:
+                process = _Process(self)
+            except Exception as error:  # such as a fork server that cannot be started again
+                reply = failed(Failure("died", f"could not be started: {describe(error, None)}"), 1)
+        with self.lock:
+            self._starting -= 1
+            if process is not None:
+                self._idle.append(process)
+                return self._place_waiting()
+            self._count -= 1
+            if reply is None or self._count > self._starting or not self._queue:
+                return  # where there are other processes, the object waits for one of them
+            lease = self._queue.popleft()
+            lease.lost, waiting, lease.waiting = reply, lease.waiting, []
+            self._place_waiting()
+        for request in waiting:
+            request.done(reply)
+
+    def take_back(self, lease: Lease) -> None:
+        """Give the place of an object that is closed to others."""
+        with self.lock:
+            if lease.process is not None:
+                lease.process.leases.discard(lease)
+                self._sort(lease.process, lease)
+                lease.process = None
+                self._place_waiting()
+
+    def lose(self, process: _Process, reply: Reply | None = None) -> None:
+        """End a process, in the loop's thread. The request under way and all later ones of its object get this reply,
+        by default that the process has died; objects that shared the process are lost as well."""
+        with self.lock:
+            self.deadlines_s.pop(process, None)
+            process.is_ending = True
+            for lease in process.leases:
+                self._with_room[lease.index].pop(process, None)
+            if process in self._idle:
+                self._idle.remove(process)
+        status = process.worker.end()
+        reply = reply or died(status, 1)
+        with self.lock:
+            guilty = process.requests[0].lease if process.requests else None
+            for lease in process.leases:
+                lease.process, lease.lost = None, reply if guilty in (lease, None) else _shared(reply)
+            requests, process.requests = process.requests, deque()
+            self._count -= 1
+            self._place_waiting()
+        for request in requests:
+            request.done(request.lease.lost or reply)
+
+    def _watch(self) -> None:
+        """End the processes whose requests take too long; then look again when the next one may."""
+        now_s, deadlines_s = time.monotonic(), self.deadlines_s.copy()
+        late = [process for process, deadline_s in deadlines_s.items() if deadline_s <= now_s]
+        # A request that is made from now on has a later deadline.
+        next_s = min((d for d in deadlines_s.values() if d > now_s), default=now_s + self.timeout_s)
+        self.loop.call_later(next_s - now_s, self._watch)
+        for process in late:
+            self.lose(process, timed_out(self.timeout_s, 1))
+
+
+def _shared(reply: Reply) -> Reply:
+    failure = reply.failures[0]
+    assert failure is not None
+    return failed(Failure("died", f"shared its process with another, which {failure.message}"), 1)
