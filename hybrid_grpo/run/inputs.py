@@ -14,7 +14,7 @@ from hybrid_grpo.config.composition import EvaluationConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.config.held_out import HeldOut, held_out_sets
-from hybrid_grpo.config.importing import import_object
+from hybrid_grpo.config.user_code import import_object
 from hybrid_grpo.data.batch import Numbers, Prompt, Rollout
 from hybrid_grpo.data.overlap import count_equal
 from hybrid_grpo.data.prompts import read_prompts
