@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.config import GrpoConfig
-from hybrid_grpo.config.importing import import_object
+from hybrid_grpo.config.user_code import import_object
 from hybrid_grpo.data.batch import Numbers, TrainBatch
 
 LOG_RATIO_LIMIT = 20.0

@@ -35,3 +35,14 @@ def check_compatible(own: PolicyConfig, model_config: Any, policy: PolicyConfig,
         f"{setting} {own.model} cannot be given rows as policy.model is, with and without padding: set"
         " policy.attn_implementation to sdpa",
     )
+
+
+def check_positions(model: str, config: Any, longest: int) -> None:
+    """Refuse a model without positions for `longest` tokens, the longest prompt with its completion; `model` begins the
+    message."""
+    limit = getattr(config, "max_position_embeddings", None) or longest
+    refuse(
+        longest > limit,
+        f"{model} has {limit} positions, and the longest prompt with its completion is {longest} tokens: lower"
+        f" data.max_prompt_tokens or rollout.max_completion_tokens by {longest - limit}",
+    )

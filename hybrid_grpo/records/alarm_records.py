@@ -4,9 +4,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybrid_grpo.records.files import replace_text
-from hybrid_grpo.records.json_lines import read_jsonl
-
 ALARMS_FILE = "alarms.jsonl"
 """One JSON object per alarm that went off: the fields of `AlarmRecord`."""
 
@@ -28,11 +25,3 @@ def write_alarm(folder: Path, record: AlarmRecord) -> None:
     """Append an alarm to those of a run's folder."""
     with (folder / ALARMS_FILE).open("a", encoding="utf-8") as file:
         print(json.dumps(vars(record), ensure_ascii=False), file=file)
-
-
-def forget_alarms(folder: Path, done: int) -> None:
-    """Keep only the alarms up to step `done`."""
-    if (folder / ALARMS_FILE).exists():
-        alarms = read_jsonl(folder / ALARMS_FILE)
-        kept = (json.dumps(alarm, ensure_ascii=False) + "\n" for alarm in alarms if alarm["step"] <= done)
-        replace_text(folder / ALARMS_FILE, "".join(kept))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybrid_grpo.model.ranks import rank
-from hybrid_grpo.records.files import replace_text, sync, sync_tree
+from hybrid_grpo.records.files import replace_folder, replace_text, sync_tree
 from hybrid_grpo.records.write_failures import WriteFailed, write_together
 
 if TYPE_CHECKING:
@@ -32,10 +32,7 @@ def export(policy: TrainedModel, model: Path, facts: dict[str, float]) -> None:
         if rank() == 0:
             replace_text(draft / FACTS, json.dumps(facts) + "\n")
             sync_tree(draft)
-            if model.exists():
-                model.rename(old)
-            draft.rename(model)
-            sync(folder)
+            replace_folder(model, draft, old)
             clear()
 
     try:

@@ -81,12 +81,35 @@ def cut_lines(path: Path, step: int) -> Path | None:
     return kept
 
 
+def replace_folder(target: Path, draft: Path, old: Path) -> None:
+    """Put the folder `draft` in the place of `target`, which becomes `old`; `target` stays where that fails."""
+    replaces = target.exists()
+    if replaces:
+        target.rename(old)
+    try:
+        draft.rename(target)
+    except OSError:
+        if replaces:
+            old.rename(target)
+        raise
+    sync(target.absolute().parent)
+
+
 def rollout_files(folder: Path, kind: str = "jsonl") -> dict[int, Path]:
     """The rollouts saved in a folder, by step, in their order: their texts (`jsonl`) or their tokens (`parquet`). Other
     files, such as copies, are left out."""
     found = {path.stem.removeprefix("step_"): path for path in folder.glob(f"step_*.{kind}")}
     steps = sorted((int(n), path) for n, path in found.items() if n.isdecimal())
     return {step: path for step, path in steps if step < 2**53}
+
+
+def flattened(settings: dict[str, Any], levels: int = 99) -> Iterator[tuple[str, Any]]:
+    """Nested settings as pairs of a dotted name and a value; what lies deeper than `levels` stays nested."""
+    for name, value in settings.items():
+        if isinstance(value, dict) and value and levels:
+            yield from ((f"{name}.{below}", of) for below, of in flattened(value, levels - 1))
+        else:
+            yield str(name), value
 
 
 def json_safe(value: Any) -> Any:

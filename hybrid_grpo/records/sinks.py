@@ -6,7 +6,6 @@ decides how the numbers are reduced.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -25,10 +24,9 @@ from hybrid_grpo.config import LogConfig
 from hybrid_grpo.config.errors import RunInterrupted
 from hybrid_grpo.data.batch import Rollout, Scores
 from hybrid_grpo.model import ranks
-from hybrid_grpo.records.alarm_records import forget_alarms
+from hybrid_grpo.records.alarm_records import ALARMS_FILE
 from hybrid_grpo.records.alarms.alarms import RollBack
 from hybrid_grpo.records.files import TRACE_FILE, as_json, cut_lines, replace_text, rollout_files
-from hybrid_grpo.records.json_lines import read_jsonl
 from hybrid_grpo.records.metrics.catalogue import describe
 from hybrid_grpo.records.step_trace import trace_line
 from hybrid_grpo.records.tokens import TokenText, joined, token_table, write_table
@@ -60,7 +58,7 @@ class Log:
         """
         self._every, self._steps, self._rollouts = config.rollouts_every, steps, run_dir / "rollouts"
         self._text = TokenText(tokenizer) if tokenizer is not None and config.tokens else None
-        self._details = run_dir / TRACE_FILE
+        self._trace = run_dir / TRACE_FILE
         self._sinks: list[JsonlSink | ConsoleSink] = []
         self._trackers: list[TrackerProcess] = []
         if ranks.rank() != 0:
@@ -71,10 +69,10 @@ class Log:
                 for step, path in rollout_files(self._rollouts, kind).items():
                     if step > done:
                         path.unlink()
-            forget_alarms(run_dir, done)
+            for name in (ALARMS_FILE, TRACE_FILE):
+                if kept := cut_lines(run_dir / name, done):
+                    print(f"WARNING: {run_dir / name}: a line cannot be read; the original is kept as {kept.name}")
             self._sinks = [JsonlSink(run_dir / "metrics.jsonl", done)]
-            if kept := cut_lines(self._details, done):
-                print(f"WARNING: {self._details}: a line cannot be read; the file as it was is kept as {kept.name}")
         self._trackers = start_trackers(config, run_dir, settings or {}, done)
         self._sinks += [ConsoleSink(steps, done)]
 
@@ -129,7 +127,7 @@ class Log:
         parts = None if own is None else ranks.gather_objects(own)
         if parts is not None:
             line = as_json(trace_line(step, parts), separators=(",", ":"))
-            with one_line(self._details.parent), self._details.open("a", encoding="utf-8") as file:
+            with one_line(self._trace.parent), self._trace.open("a", encoding="utf-8") as file:
                 print(line, file=file)
 
     def close(self, patience_s: float = _FINISH_SECONDS, failed: bool = False) -> None:
@@ -150,10 +148,8 @@ class JsonlSink:
 
     def __init__(self, path: Path, done: int = -1) -> None:
         """Lines of steps after `done`, and a line that a crash left incomplete, are removed."""
-        kept = [line for line in read_jsonl(path) if line["step"] <= done] if done >= 0 else []
-        replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
-        self._last = max((line["step"] for line in kept), default=-1)
-        self._file = path.open("a", encoding="utf-8")
+        cut_lines(path, done)
+        self._last, self._file = done, path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: dict[str, float]) -> None:
         assert step > self._last, f"step {step} is written after step {self._last}"

@@ -5,10 +5,11 @@ per row, or None where the function does not apply. Columns come first in a sign
 configuration) are keyword-only and are checked before any row (ValueError).
 """
 
+import operator
 import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import accumulate, pairwise, zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 PromptText = str | list[dict[str, Any]]
 """Text or chat messages."""
@@ -17,10 +18,27 @@ Completions = list[str] | list[list[dict[str, Any]]]
 LogExtra = Callable[[str, list[Any]], None]
 """Stores a list with an element per completion, under a name; `answer` is what evaluation compares."""
 
+T = TypeVar("T")
+
 
 def completion_texts(completions: Completions) -> list[str]:
     """The text of every completion; for chats, that of the last message."""
     return [c if isinstance(c, str) else str(c[-1]["content"]) for c in completions]
+
+
+def compared(
+    stated: Sequence[T | None],
+    references: Sequence[T | None],
+    log_extra: LogExtra | None = None,
+    same: Callable[[T, T], bool] = operator.eq,
+) -> list[float | None]:
+    """1.0 where a completion states the same as the reference, else 0.0; None where there is no reference."""
+    if log_extra is not None:
+        log_extra("answer", [None if answer is None else str(answer) for answer in stated])
+    return [
+        None if reference is None else float(answer is not None and same(answer, reference))
+        for answer, reference in zip(stated, references, strict=True)
+    ]
 
 
 def exact_match(completions: Completions, answer: list[Any]) -> list[float | None]:
@@ -28,10 +46,8 @@ def exact_match(completions: Completions, answer: list[Any]) -> list[float | Non
 
     None where `answer` is None. An answer that is not text is converted by `str`.
     """
-    return [
-        None if gold is None else float(text.strip() == str(gold).strip())
-        for text, gold in zip(completion_texts(completions), answer, strict=True)
-    ]
+    texts = [text.strip() for text in completion_texts(completions)]
+    return compared(texts, [None if gold is None else str(gold).strip() for gold in answer])
 
 
 def letters_in_place(

@@ -10,7 +10,7 @@ from typing import Any
 
 import regex  # type: ignore[import-untyped]
 
-from hybrid_grpo.rewards.rules import Completions, LogExtra, completion_texts
+from hybrid_grpo.rewards.rules import Completions, LogExtra, compared, completion_texts
 
 _LETTERS = string.ascii_uppercase
 
@@ -64,9 +64,7 @@ def multiple_choice(
     rows = [None] * len(texts) if choices is None else choices
     golds = [None if gold is None else choice_letter(gold, row) for gold, row in zip(answer, rows, strict=True)]
     chosen = [chosen_letter(text, row) for text, row in zip(texts, rows, strict=True)]
-    if log_extra is not None:
-        log_extra("answer", chosen)
-    return [None if gold is None else float(letter == gold) for letter, gold in zip(chosen, golds, strict=True)]
+    return compared(chosen, golds, log_extra)
 
 
 def choice_letter(answer: Any, choices: Sequence[Any] | None = None) -> str:

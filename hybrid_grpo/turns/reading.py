@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.config.importing import describe
+from hybrid_grpo.config.user_code import describe
 from hybrid_grpo.data.chat_text import clean
 from hybrid_grpo.turns.calls import ToolCall, Turn, checked
 from hybrid_grpo.turns.formats import FORMATS

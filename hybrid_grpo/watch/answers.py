@@ -5,6 +5,7 @@ An answer reads for a fraction of a second at most, and the page asks again for 
 
 import math
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,8 @@ class Answers:
                 **run.summary(),
                 "version": run.version,
                 "details": run.changed_ms(TRACE_FILE),
-                "read": run.share_read,
-                "damaged": run.damaged,
+                "read": run.numbers.share_read,
+                "damaged": run.numbers.damaged,
             }
             for run in opened
         ]
@@ -248,12 +249,10 @@ def _lone_chart(name: str) -> Chart:
 
 
 def _chart(chart: Chart) -> dict[str, Any]:
-    curves = [{"name": curve.name, "label": curve.label, "meaning": curve.meaning} for curve in chart.curves]
-    band = {"name": chart.band, "meaning": describe(chart.band).meaning} if chart.band else None
     return {
-        "section": chart.section, "title": chart.title, "unit": chart.unit, "top": chart.top, "curves": curves,
-        "band": band, "compared": chart.compared,
-    }  # fmt: skip
+        **asdict(chart),
+        "band": {"name": chart.band, "meaning": describe(chart.band).meaning} if chart.band else None,
+    }
 
 
 def _alarms(run: WatchedRun) -> list[dict[str, Any]]:

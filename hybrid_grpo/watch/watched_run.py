@@ -16,7 +16,7 @@ import yaml
 
 from hybrid_grpo.config.recipes import load_yaml
 from hybrid_grpo.records.alarm_records import ALARMS_FILE, AlarmRecord
-from hybrid_grpo.records.files import TRACE_FILE, as_json, rollout_files
+from hybrid_grpo.records.files import TRACE_FILE, as_json, flattened, rollout_files
 from hybrid_grpo.records.json_lines import last_lines, open_file, parse_step
 from hybrid_grpo.records.metrics.catalogue import TIME_METRICS, TOKEN_METRICS, find
 from hybrid_grpo.records.metrics.charts import is_noisy
@@ -54,7 +54,7 @@ class WatchedRun:
         """Held while numbers or traces are read."""
         self._cached: dict[str, tuple[int, Any]] = {}
         """What was read from a path of the folder, with the time of its last change."""
-        self._file = MetricsFile(folder / "metrics.jsonl")
+        self.numbers = MetricsFile(folder / "metrics.jsonl")
         self.trace = TraceFile(folder / TRACE_FILE)
         self.version = next(_VERSIONS)
         """Changes whenever the numbers have changed."""
@@ -62,23 +62,13 @@ class WatchedRun:
 
     def refresh(self, seconds: float) -> None:
         """Read the numbers that were written since, for about `seconds` at most."""
-        if self._file.read(seconds):
+        if self.numbers.read(seconds):
             self.version = next(_VERSIONS)
 
     @property
     def table(self) -> Table:
         """The numbers; while a large file is being read, lines from all over it."""
-        return self._file.shown
-
-    @property
-    def share_read(self) -> float:
-        """Share of the numbers that was read."""
-        return self._file.share_read
-
-    @property
-    def damaged(self) -> int:
-        """Lines of metrics.jsonl that could not be read."""
-        return self._file.damaged
+        return self.numbers.shown
 
     def changed_ms(self, name: str) -> int:
         """When a file of the folder was last written, in milliseconds; 0 where there is none."""
@@ -184,22 +174,18 @@ def _alarm(line: bytes) -> AlarmRecord | None:
     return AlarmRecord(step, name[:_LONGEST_NAME], since, message[:_LONGEST_VALUE])
 
 
-def flat(settings: dict[str, Any], prefix: str = "", levels: int = _DEEPEST) -> dict[str, str]:
-    """Settings by their dotted names, each value as JSON, text without quotes; long values are cut."""
-    found: dict[str, str] = {}
-    for name, value in settings.items():
-        dotted = f"{prefix}{name}"[:_LONGEST_NAME]
-        if isinstance(value, dict) and value and levels:
-            found |= flat(value, f"{dotted}.", levels - 1)
-        else:
-            found[dotted] = (value if isinstance(value, str) else as_json(value))[:_LONGEST_VALUE]
-    return found
+def _compared(settings: dict[str, Any]) -> dict[str, str]:
+    """Settings by their dotted names, each value as JSON, text without quotes; long ones are cut."""
+    return {
+        name[:_LONGEST_NAME]: (value if isinstance(value, str) else as_json(value))[:_LONGEST_VALUE]
+        for name, value in flattened(settings, _DEEPEST)
+    }
 
 
 def differing(runs: list[WatchedRun]) -> list[dict[str, Any]]:
     """The settings that differ between runs, except for the run's own name and folder: name, and the values by run.
     Where there are far too many, the last entry says how many are left out."""
-    settings = {run.name: flat(run.settings) for run in runs}
+    settings = {run.name: _compared(run.settings) for run in runs}
     known = dict.fromkeys(name for values in settings.values() for name in values)
     # Those that all runs have come first.
     names = sorted(known, key=lambda name: any(name not in values for values in settings.values()))

@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 from hybrid_grpo.config import ScoringConfig
-from hybrid_grpo.config.importing import describe
+from hybrid_grpo.config.user_code import describe
 from hybrid_grpo.workers.calls import Call, Callee, Entry, Failure, Reply, died, failed, timed_out
 from hybrid_grpo.workers.leases import Leases
 from hybrid_grpo.workers.processes import ForkServer, Worker

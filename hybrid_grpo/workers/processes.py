@@ -6,11 +6,12 @@ import asyncio
 import json
 import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -19,10 +20,13 @@ import psutil
 
 from hybrid_grpo.config import ScoringConfig
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.config.secrets import named_variables, public_environment
 from hybrid_grpo.workers.calls import Call, Entry, Interface, Reply
 from hybrid_grpo.workers.messages import PendingCall, decode_reply, unframed
 
+_VARIABLE = re.compile(
+    r"(^|_)(TOKENS?|KEY|KEYS|KEY_ID|AUTH|CREDENTIALS?)$|SECRET|PASSWORD|PASSWD|PASSPHRASE|_TOKEN_|API_?KEY",
+    re.IGNORECASE,
+)
 _MOST_PRINTED = 4 << 20
 """Bytes that the processes of a fork server may print, to each stream."""
 _PART = 1 << 15
@@ -301,3 +305,13 @@ class Worker:
         status = self._fork_server.end(self._pid)
         self._socket.close()  # only now: the process would end by itself, with another status
         return status
+
+
+def public_environment(environment: Mapping[str, str], named: set[str]) -> dict[str, str]:
+    """The variables whose names do not look like those of secrets, and those that settings name."""
+    return {name: value for name, value in environment.items() if name in named or not _VARIABLE.search(name)}
+
+
+def named_variables(kwargs: Mapping[str, Any]) -> set[str]:
+    """Variables of the environment that the arguments of a function name, as in `token_env: MY_TOKEN`."""
+    return {value for name, value in kwargs.items() if name.endswith("_env") and isinstance(value, str)}

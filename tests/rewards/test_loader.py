@@ -14,7 +14,7 @@ from reward_helpers import command_lines, in_time, isolated, rows, statuses
 
 from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.config.importing import describe
+from hybrid_grpo.config.user_code import describe
 from hybrid_grpo.rewards.functions import BUILTINS, RewardFunction, load_function
 from hybrid_grpo.rewards.loader import load_rewards, worker_count
 from hybrid_grpo.rewards.rules import exact_match
@@ -155,7 +155,7 @@ def test_kwargs_that_the_function_does_not_take(rules: Path) -> None:
     assert "answers: strict has no such parameter: did you mean answer?" in refusal(
         f"{rules}:strict", kwargs={"answers": 1}
     )
-    assert "completions of the rollout: leave it out" in refusal(f"{rules}:bonus", kwargs={"completions": []})
+    assert "completions from the rollout: leave it out" in refusal(f"{rules}:bonus", kwargs={"completions": []})
     # Of a built-in everything else is a mistake, though this one takes columns by any name.
     assert "retrys: remote has no such parameter: did you mean retries?" in refusal(
         "remote", kwargs={"url": "https://127.0.0.1/", "retrys": 1}

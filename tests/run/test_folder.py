@@ -39,7 +39,7 @@ def test_whatever_is_damaged_is_set_aside_and_named(tmp_path, capsys):
         "WARNING: metrics.jsonl: it is damaged; it is kept as damaged_1.metrics.jsonl",
         "WARNING: alarms.jsonl: 2 of its lines cannot be read, the others are kept; it is kept as"
         " damaged_1.alarms.jsonl",
-        "WARNING: details.jsonl: a line cannot be read; the file as it was is kept as damaged_1.details.jsonl",
+        "WARNING: details.jsonl: a line cannot be read; the original is kept as damaged_1.details.jsonl",
     ]
     assert read_jsonl(folder / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
     assert read_jsonl(folder / "alarms.jsonl") == [alarm]

@@ -187,7 +187,6 @@ BOUND = {
     "data.path": "other.jsonl",
     "run.seed": 1,
     "engine.deepspeed": {"optimizer": {"params": {"eps": 1e-5}}},
-    "curriculum.sampling": "difficulty",
     "eval.threshold": 0.5,
     "rewards": [{"function": "exact_match", "weight": 2.0}],
     "alarms.truncated": {"action": "skip"},

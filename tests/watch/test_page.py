@@ -180,7 +180,7 @@ def test_a_frozen_page_opens_from_its_file(runs: list[Path]) -> None:
                 tab.locator("#axis").select_option("hours")
                 watch_page.until(tab, "document.querySelector('.u-over') && location.hash.includes('hours')")
         tab.locator("[data-view=step]").click()
-        assert "Where the time of all steps went" in tab.locator("#step").inner_text()
+        assert "Where the time of the steps went" in tab.locator("#step").inner_text()
         tab.locator("[data-view=samples]").click()
         watch_page.open_tokens(tab, 20)
         assert watch_page.compare_tokens(tab, runs[0], 20) == (6, [])

@@ -62,7 +62,7 @@ def test_axes_are_steps_tokens_and_hours_of_work(make_run, monkeypatch):
     monkeypatch.setattr(json_lines, "_CHUNK", 1_000)
     run = WatchedRun("run", folder)
     run.refresh(0)
-    assert run.share_read < 1
+    assert run.numbers.share_read < 1
     assert run.axis("tokens")[-1] == pytest.approx(2_000_000)
 
 

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from hybrid_grpo import engine as engines
 from hybrid_grpo.config import BatchPlan, TrainConfig
-from hybrid_grpo.config.errors import refuse
-from hybrid_grpo.data.batch import MicroBatch, Numbers, Rollout, Scores, TrainBatch
+from hybrid_grpo.data.batch import MicroBatch, Numbers, TrainBatch
 from hybrid_grpo.features.critic.gae import ValueTargets, critic_advantages, value_loss
 from hybrid_grpo.features.critic.settings import CriticConfig
-from hybrid_grpo.model.compatibility import check_compatible
+from hybrid_grpo.model.compatibility import check_compatible, check_positions
 from hybrid_grpo.model.scalar_model import check_scalar
 from hybrid_grpo.policy import Policy, Scorer
 from hybrid_grpo.run.feature import Feature, Scored
@@ -53,14 +52,13 @@ class Critic(Scorer):
         """Whether the policy does not learn yet."""
         return self.optimizer_steps < self._settings.warmup_steps * self._plan.optimizer_steps
 
-    def advantages(
-        self, rollout: Rollout, scores: Scores, batches: list[MicroBatch], kl_BT: Tensor | None, beta: float
-    ) -> tuple[Tensor, Numbers]:
+    def advantages(self, scored: Scored, batches: list[MicroBatch]) -> tuple[Tensor, Numbers]:
         """Advantages of all tokens, and the critic's numbers; see `critic_advantages`. The targets are kept for
         `learn`. `batches` are all rows of the rollout. Collective."""
+        rollout = scored.rollout
         value_BT = self.values(batches, (len(rollout.completions), max(rollout.lengths)))
         advantages_BT, self._targets, numbers = critic_advantages(
-            rollout, scores, self._run, value_BT, kl_BT, beta, self.engine.device
+            rollout, scored.scores, self._run, value_BT, scored.kl_BT, scored.beta, self.engine.device
         )
         return advantages_BT, numbers
 
@@ -105,7 +103,7 @@ class CriticFeature(Feature):
 
     def __init__(self, config: TrainConfig, plan: BatchPlan, inputs: RunInputs) -> None:
         super().__init__(config, plan, inputs)
-        check_critic(config, inputs.tokenizer, config.rollout.longest(inputs.longest_prompt))
+        check_critic(config, inputs)
 
     @property
     def model(self) -> Critic:
@@ -119,32 +117,22 @@ class CriticFeature(Feature):
         self.critic = Critic(self.config, self.plan, self.inputs.tokenizer)
 
     def advantages(self, scored: Scored, micro_batches: list[MicroBatch]) -> tuple[Tensor, Numbers]:
-        return self.critic.advantages(scored.rollout, scored.scores, micro_batches, scored.kl_BT, scored.beta)
+        return self.critic.advantages(scored, micro_batches)
 
     def update(self, batches: Sequence[TrainBatch], beat: Callable[[], None]) -> Iterator[Numbers]:
         yield from self.critic.learn(batches, beat)
 
 
-def check_critic(config: TrainConfig, tokenizer: Any, longest: int) -> None:
-    """Refuse a model that cannot become a critic, or cannot read what the policy reads, before weights load.
-
-    Args:
-        tokenizer: the policy's.
-        longest: tokens of the longest prompt and completion.
-    """
+def check_critic(config: TrainConfig, inputs: RunInputs) -> None:
+    """Refuse a model that cannot become a critic, or cannot read what the policy reads, before weights load."""
     settings = config.of(CriticConfig)
     policy, setting = settings.as_policy(config.policy), _setting(config)
     engines.check_config(policy, settings.as_engine(config.engine))
-    name, model_config = policy.model, check_scalar(policy.model, setting)
+    model_config = check_scalar(policy.model, setting)
     if settings.model is None:
         return
-    check_compatible(policy, model_config, config.policy, tokenizer, "critic")
-    limit = getattr(model_config, "max_position_embeddings", None)
-    refuse(
-        limit is not None and longest > limit,
-        f"{setting} {name} has {limit} positions, and the longest prompt with its completion is {longest} tokens: lower"
-        f" data.max_prompt_tokens or rollout.max_completion_tokens by {longest - (limit or 0)}",
-    )
+    check_compatible(policy, model_config, config.policy, inputs.tokenizer, "critic")
+    check_positions(f"{setting} {policy.model}", model_config, config.rollout.longest(inputs.longest_prompt))
 
 
 def _setting(config: TrainConfig) -> str:

@@ -16,6 +16,7 @@ from hybrid_grpo.features.guests.settings import GuestConfig
 from hybrid_grpo.generation import Request, stream_key
 from hybrid_grpo.generation.rollout import attention_of, complete, sampling_of
 from hybrid_grpo.model.architectures import check_architecture
+from hybrid_grpo.model.compatibility import check_positions
 from hybrid_grpo.model.files import check_files
 from hybrid_grpo.model.loading import load_config, load_model, load_tokenizer, stop_ids
 
@@ -104,12 +105,7 @@ class GuestModel:
             f" policy.model: set rollout.stop_ids to {others}",
         )
         longest = max(len(prompt.token_ids) for prompt in learner.prompts) + rollout.max_completion_tokens
-        positions = getattr(config, "max_position_embeddings", None)
-        refuse(
-            positions is not None and longest > positions,
-            f"{start} has {positions} positions, and the longest prompt with its completion is {longest} tokens: lower"
-            f" data.max_prompt_tokens or rollout.max_completion_tokens by {longest - (positions or 0)}",
-        )
+        check_positions(start, config, longest)
         highest = max(
             *(max(prompt.token_ids) for prompt in learner.prompts), *learner.ends, *map(int, rollout.logit_bias), 0
         )

@@ -7,7 +7,7 @@ happens then, is decided in alarms.py.
 import itertools
 import math
 import re
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -30,6 +30,8 @@ _ENTROPY = 5.0
 """Entropy of a completion, in nats, above which equal completions should be rare."""
 _FINITE = re.compile(r"policy/(kl|ratio_max|entropy)|parity/logp_abs_diff_mean|.*/(loss|grad_norm)")
 """Metrics that are never NaN or infinite in a healthy run."""
+_KEPT = {"reward/mean", "completion/length_mean", "completion/clipped_frac", "throughput/generated_tokens_per_s"}
+"""Metrics of a step that later steps are compared with."""
 _OTHERS = re.compile(r"reward/[^/]+/(mean|failed_frac)|eval/[^/]+/(accuracy|reward_mean|stderr)")
 
 
@@ -43,34 +45,6 @@ class Sign:
     """What is wrong, with the numbers."""
     since: int | None = None
     """The first step of what is seen; None: that of the first bad value."""
-
-
-class _Series:
-    """One number of the steps so far."""
-
-    def __init__(self) -> None:
-        self._first: list[float] = []
-        self._recent: deque[float] = deque(maxlen=_RECENT)
-
-    def add(self, value: float) -> None:
-        if len(self._first) < _FIRST:
-            self._first.append(value)
-        self._recent.append(value)
-
-    @property
-    def start(self) -> float:
-        """Mean over the first steps; NaN while there are few."""
-        return fmean(self._first) if len(self._first) >= _FEWEST else math.nan
-
-    @property
-    def usual(self) -> float:
-        """Median over earlier steps; NaN while there are few."""
-        values = list(self._recent)
-        return median(values[: max(_FEWEST, len(values) - _BEFORE)]) if len(values) >= _FEWEST else math.nan
-
-    def last(self, count: int) -> list[float]:
-        """The newest `count` values; none while there are fewer."""
-        return list(self._recent)[-count:] if len(self._recent) >= count else []
 
 
 @dataclass(frozen=True)
@@ -93,9 +67,8 @@ class Symptoms:
 
     def __init__(self, outcome: str = "", *, groups: bool = True, rewarded: bool = True) -> None:
         self._outcome, self._groups, self._rewarded = outcome, groups, rewarded
-        self._series: dict[str, _Series] = defaultdict(_Series)
-        self._trained: list[float] = []
-        """Training rewards since the run began."""
+        self._past: dict[str, list[float]] = defaultdict(list)
+        """Values of the steps so far, by metric; under `outcome` those of the function `outcome`."""
         self._best: _Best | None = None
         """The best smoothed outcome in training."""
         self._held_out: dict[str, _Best] = {}
@@ -123,30 +96,27 @@ class Symptoms:
 
     def remember(self, step: int, values: dict[str, float]) -> None:
         """Take the numbers of a step as the past of later ones."""
-        for name in ("completion/length_mean", "completion/clipped_frac", "throughput/generated_tokens_per_s"):
-            if name in values:
-                self._series[name].add(values[name])
+        for name in _KEPT & values.keys():
+            self._past[name].append(values[name])
         reward, outcome = values.get("reward/mean"), values.get(f"reward/{self._outcome}/mean")
         if reward is not None:
-            self._trained.append(reward)
-            self._series["reward/mean"].add(reward)
             for stage, best in self._held_out.items():
                 if math.isnan(best.reward):
                     self._held_out[stage] = _Best(best.step, best.value, reward)
         if reward is not None and outcome is not None:
-            self._series["outcome"].add(outcome)
-            rewards, outcomes = self._series["reward/mean"].last(_SMOOTH), self._series["outcome"].last(_SMOOTH)
-            if rewards and outcomes and (self._best is None or fmean(outcomes) >= self._best.value):
+            self._past["outcome"].append(outcome)
+            rewards, outcomes = self._past["reward/mean"][-_SMOOTH:], self._past["outcome"][-_SMOOTH:]
+            if len(outcomes) == _SMOOTH and (self._best is None or fmean(outcomes) >= self._best.value):
                 self._best = _Best(step, fmean(outcomes), fmean(rewards))
         for stage in evaluated_sets(values):
             accuracy, trained = values[f"{stage}/accuracy"], self._reward_since_evaluation(stage)
-            self._rewards_seen[stage] = len(self._trained)
+            self._rewards_seen[stage] = len(self._past["reward/mean"])
             if stage not in self._held_out or accuracy >= self._held_out[stage].value:
                 self._held_out[stage] = _Best(step, accuracy, trained)
 
     def _reward_since_evaluation(self, stage: str, *newest: float) -> float:
         """Mean training reward since the last evaluation of a set; NaN where there was none."""
-        rewards = [*self._trained[self._rewards_seen.get(stage, 0) :], *newest]
+        rewards = [*self._past["reward/mean"][self._rewards_seen.get(stage, 0) :], *newest]
         return fmean(rewards) if rewards else math.nan
 
     def _non_finite(self, values: dict[str, float]) -> Sign:
@@ -172,12 +142,12 @@ class Symptoms:
 
     def _compared(self, name: str, values: dict[str, float], words: str) -> Sign:
         """A number divided by its usual value."""
-        usual = self._series[name].usual
+        usual = _usual(self._past[name])
         share = values[name] / usual if usual else math.nan
         return Sign(share, words.format(values[name], share))
 
     def _truncated(self, values: dict[str, float]) -> Sign:
-        share, start = values["completion/clipped_frac"], self._series["completion/clipped_frac"].start
+        share, start = values["completion/clipped_frac"], _start(self._past["completion/clipped_frac"])
         return Sign(share - start, f"{share:.0%} of completions are cut at the length limit, {start:.0%} at the start")
 
     def _dead_groups(self, values: dict[str, float]) -> Sign | None:
@@ -186,7 +156,7 @@ class Symptoms:
         return Sign(dead - right, words) if self._groups else None
 
     def _constant(self, values: dict[str, float]) -> Sign | None:
-        spread, start = values["reward/max"] - values["reward/min"], self._series["reward/mean"].start
+        spread, start = values["reward/max"] - values["reward/min"], _start(self._past["reward/mean"])
         learned = values.get("group/all_right_frac", 0.0) > 0.99 and values["reward/mean"] > start
         words = f"all completions have the reward {values['reward/max']:g}: there is no gradient"
         return Sign(math.nan if learned else spread, words) if self._rewarded else None
@@ -196,8 +166,8 @@ class Symptoms:
         outcome, best = values.get(f"reward/{self._outcome}/mean"), self._best
         if functions < 2 or outcome is None or best is None:
             return None
-        outcomes = [*self._series["outcome"].last(_SMOOTH)[1:], outcome]
-        rewards = [*self._series["reward/mean"].last(_SMOOTH)[1:], values["reward/mean"]]
+        outcomes = [*self._past["outcome"][1 - _SMOOTH :], outcome]
+        rewards = [*self._past["reward/mean"][1 - _SMOOTH :], values["reward/mean"]]
         now, reward, fall = fmean(outcomes), fmean(rewards), best.value - fmean(outcomes)
         differences = [one - other for one, other in itertools.pairwise(outcomes)]
         # Successive differences have twice the variance of a value, whatever the trend.
@@ -245,6 +215,17 @@ class Symptoms:
         return Sign(
             shares[worst], f"reward function {worst.split('/')[1]} failed on {shares[worst]:.0%} of completions"
         )
+
+
+def _start(values: list[float]) -> float:
+    """Mean over the first steps; NaN while there are few."""
+    return fmean(values[:_FIRST]) if len(values) >= _FEWEST else math.nan
+
+
+def _usual(values: list[float]) -> float:
+    """Median over earlier steps; NaN while there are few."""
+    recent = values[-_RECENT:]
+    return median(recent[: max(_FEWEST, len(recent) - _BEFORE)]) if len(recent) >= _FEWEST else math.nan
 
 
 def _plain(name: str, words: str) -> tuple[Callable[[Symptoms, dict[str, float]], Sign], tuple[str]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_grpo.config import LogConfig
+from hybrid_grpo.records.files import flattened
 from hybrid_grpo.records.trackers.steps import TrackedStep, table
 
 _LONGEST_PARAMETER = 6000
@@ -25,7 +26,11 @@ class MlflowTracker:
         run = mlflow.start_run(run_id=known, run_name=None if known else folder.name, description=config.notes)
         if known is None:
             id_file.write_text(run.info.run_id)
-            parameters = [(name, str(value)[:_LONGEST_PARAMETER]) for name, value in flat(settings)]
+            # MLflow refuses other characters in names.
+            parameters = [
+                (re.sub(r"[^\w.\- /]", "_", name), str(value)[:_LONGEST_PARAMETER])
+                for name, value in flattened(settings)
+            ]
             for start in range(0, len(parameters), 100):
                 mlflow.log_params(dict(parameters[start : start + 100]))
             kinds = {"group": config.group, "job_type": config.job_type}
@@ -50,12 +55,3 @@ class MlflowTracker:
         for file in files:
             self._mlflow.log_artifact(str(file))
         self._mlflow.end_run("FAILED" if failed else "FINISHED")
-
-
-def flat(settings: dict[str, Any], above: str = "") -> list[tuple[str, Any]]:
-    """Nested settings as pairs of a dotted name that MLflow accepts and a value."""
-    found = []
-    for name, value in settings.items():
-        name = above + re.sub(r"[^\w.\- /]", "_", name)
-        found += flat(value, f"{name}.") if isinstance(value, dict) and value else [(name, value)]
-    return found

@@ -42,16 +42,11 @@ def code_tests(
     """Share of tests that the program in a completion passes; 0.0 without a program, None where `tests` is None.
 
     Args:
-        tests: [B], in one of the forms of docs/rewards/code.md. Tests in Python take the names that they do not define
-            from the program, which is also importable as `solution`.
+        tests: [B], in one of the forms of docs/rewards/code.md, which also has the settings. Tests in Python take the
+            names that they do not define from the program, which is also importable as `solution`.
         entry_point: [B], name of the tested function, if the tests need it.
-        score: `share`, or `all`: 1.0 if all tests are passed, else 0.0.
-        fence: `optional` takes the whole completion if nothing is fenced.
-        timeout_s: seconds for all tests of a completion; tests that are not reached have failed.
-        memory_mb: MiB of address space, including Python's own 30.
-        disk_mb: MiB of the program's files; 0: it cannot write any.
         tolerance: absolute or relative difference allowed between numbers on standard output.
-        require: protections without which nothing is run; see `containment.PROTECTIONS`.
+        require: the `containment.PROTECTIONS` without which nothing is run.
 
     Raises:
         ValueError: a setting is invalid or not possible here, or the data set's tests test nothing.

@@ -12,7 +12,7 @@ from typing import Any
 
 from hybrid_grpo.rewards.maths.grader import is_mathematical, same_answer
 from hybrid_grpo.rewards.maths.notation import LONGEST, bare, clean
-from hybrid_grpo.rewards.rules import Completions, LogExtra, completion_texts
+from hybrid_grpo.rewards.rules import Completions, LogExtra, compared, completion_texts
 
 _HAS_MATH_VERIFY = find_spec("math_verify") is not None
 
@@ -28,22 +28,15 @@ def math_answer(
     "Answer:", else it is whatever follows the last `####`. With `boxed_only` nothing but a box counts. An unclosed last
     box states no answer, nor does a number that merely occurs.
 
-    **What it must equal.** The reference answer is bare, or a worked solution that ends in `####` or contains
-    `\boxed{}`. Values are compared, not notations (2/4 is 0.5), and exactly (0.333 is not 1/3); docs/rewards/maths.md
-    has the conventions. math-verify evaluates reference answers with a sum, an integral or a limit, within seconds;
-    everything else is compared here. None where `answer` is None. Raises ValueError where math-verify is not installed
-    or an answer of the data set is empty.
+    **What it must equal.** The column holds a bare answer, or a worked solution that ends in `####` or contains
+    `\boxed{}`. Values are compared by the conventions of docs/rewards/maths.md. None where `answer` is None. Raises
+    ValueError if math-verify is not installed or an answer of the data set is empty.
     """
     if not _HAS_MATH_VERIFY:
         raise ValueError("math_answer needs math-verify: pip install 'hybrid_grpo[math]'")
     references = [None if gold is None else _reference(gold) for gold in answer]
     stated = [stated_answer(text, boxed_only) for text in completion_texts(completions)]
-    if log_extra is not None:
-        log_extra("answer", stated)
-    return [
-        None if reference is None else float(text is not None and same_answer(text, reference))
-        for text, reference in zip(stated, references, strict=True)
-    ]
+    return compared(stated, references, log_extra, same_answer)
 
 
 def _reference(gold: Any) -> str:
@@ -74,13 +67,7 @@ def numeric_answer(
     where it is None; ValueError is raised where it is not a number.
     """
     references = [None if gold is None else _reference_number(gold) for gold in answer]
-    stated = [stated_number(text, last_number) for text in completion_texts(completions)]
-    if log_extra is not None:
-        log_extra("answer", [None if number is None else str(number) for number in stated])
-    return [
-        None if reference is None else float(number == reference)
-        for number, reference in zip(stated, references, strict=True)
-    ]
+    return compared([stated_number(text, last_number) for text in completion_texts(completions)], references, log_extra)
 
 
 def stated_number(text: str, last_number: bool = False) -> Fraction | None:

@@ -23,10 +23,10 @@ from hybrid_grpo.rewards.maths.parser import (
     Unevaluated,
     Unordered,
     Words,
-    holds_words,
+    contains,
     read_answer,
 )
-from hybrid_grpo.rewards.maths.sets import has_operation, real_set, same_set
+from hybrid_grpo.rewards.maths.sets import real_set, same_set
 
 _CHOICE = re.compile(r"(?:[Oo]ption|[Cc]hoice)?\s*\(?([A-J])(?:$|[).:])")
 _LETTER = re.compile(r"(?<![A-Za-z\\])[A-J](?![A-Za-z])")
@@ -58,7 +58,7 @@ def is_mathematical(text: str) -> bool:
     text = clean(text)
     if len(text) > LONGEST or re.fullmatch("[A-Za-z ]*", text):
         return False
-    return not holds_words(read_answer(text))
+    return not contains(read_answer(text), Words)
 
 
 _ORDER = (Either, Chain, Unordered, Ordered, Ratio, Quantity, Relation, Operation, Unevaluated, Words)
@@ -66,7 +66,7 @@ _ORDER = (Either, Chain, Unordered, Ordered, Ratio, Quantity, Relation, Operatio
 
 def _same(first: Answer, second: Answer) -> bool:
     a, b = sorted((first, second), key=lambda answer: _ORDER.index(type(answer)))
-    if has_operation(a) or has_operation(b):
+    if contains(a, Operation) or contains(b, Operation):
         sets = real_set(a), real_set(b)
         if sets[0] is not None and sets[1] is not None:
             return same_set(sets[0], sets[1])

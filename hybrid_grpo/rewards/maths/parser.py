@@ -125,9 +125,9 @@ def read_answer(text: str) -> Answer:
     return Words(text)
 
 
-def holds_words(answer: Answer) -> bool:
-    """Whether the answer, or a part of it, is words."""
-    return isinstance(answer, Words) or any(map(holds_words, getattr(answer, "parts", ())))
+def contains(answer: Answer, kind: type) -> bool:
+    """Whether the answer, or a part of it, is of this kind."""
+    return isinstance(answer, kind) or any(contains(part, kind) for part in getattr(answer, "parts", ()))
 
 
 def expression_of(text: str) -> Expression | None:

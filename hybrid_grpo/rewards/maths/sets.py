@@ -27,13 +27,6 @@ class RealSet:
     """Variables of the inequalities that describe it: x > 2 and y > 2 are not the same set."""
 
 
-def has_operation(answer: Answer) -> bool:
-    """Whether the answer, or a part of it, is an operation on sets."""
-    return isinstance(answer, Operation) or any(
-        has_operation(part) for part in getattr(answer, "parts", ()) if not isinstance(part, Quantity)
-    )
-
-
 def real_set(answer: Answer) -> RealSet | None:
     """The answer as a set, or None if it is not a set of real numbers."""
     match answer:

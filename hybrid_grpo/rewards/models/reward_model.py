@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from hybrid_grpo.config.fields import Count, Switch, Text, checked_settings
-from hybrid_grpo.config.importing import describe
+from hybrid_grpo.config.user_code import describe
 from hybrid_grpo.data.reward_text import chat_tokens, text_tokens
 from hybrid_grpo.rewards.rules import Completions, LogExtra, PromptText, completion_texts
 from hybrid_grpo.workers.calls import Call, Failure, Reply
@@ -230,19 +230,7 @@ def reward_model(
     A score is the logit of a model with one label, and the second logit minus the first of a model with two, the
     log-odds of the second label. It does not depend on what else is in the batch.
 
-    Args:
-        model: folder or hub name.
-        device: `auto` is the rank's own; else cpu, cuda or cuda:NUMBER.
-        dtype: type of weights and activations; `auto` is the checkpoint's.
-        batch_tokens: tokens of one forward, including padding. Default: 16,384 on a GPU and 2,048 on a CPU.
-        max_tokens: longest text; longer ones lose their beginning. Default: the number of positions of the model.
-        template: `chat` uses the model's chat template, with a text prompt as the user's message; `text` joins prompt
-            and completion, each message on a line; `auto` is `chat` for chat prompts and `text` for others.
-        sigmoid: return the sigmoid of the score, for two labels the probability of the second.
-        zero_stage: 3 shards the weights over all ranks, in host memory.
-
-    Raises:
-        ValueError: see `RewardModel` and `RewardModel.tokens`.
+    The settings are those of docs/rewards/models.md. Raises ValueError like `RewardModel` and `RewardModel.tokens`.
     """
     values = (model, device, dtype, batch_tokens, max_tokens, template, sigmoid, zero_stage)
     held_model = _held(checked_settings(RewardModelSettings, *values))

@@ -27,7 +27,7 @@ from types import MethodType
 from typing import Any
 
 from hybrid_grpo.config.errors import UserError, did_you_mean
-from hybrid_grpo.config.importing import describe, functions_of, import_place
+from hybrid_grpo.config.user_code import describe, functions_of, import_place
 from hybrid_grpo.rewards.functions import finite_reward
 from hybrid_grpo.turns.environments import openenv
 from hybrid_grpo.turns.environments.verifiers import (

@@ -19,7 +19,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.config.importing import describe
+from hybrid_grpo.config.user_code import describe
 
 PACKAGE = "openenv"
 _NOT_TOLD = ("done", "reward", "metadata")

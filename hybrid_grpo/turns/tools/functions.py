@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
-from hybrid_grpo.config.importing import describe, functions_of, import_place
+from hybrid_grpo.config.user_code import describe, functions_of, import_place
 from hybrid_grpo.workers.calls import Call, Failure, Interface, Reply, failed
 from hybrid_grpo.workers.messages import LONGEST_TEXT, LONGEST_TRACEBACK, checked_text
 

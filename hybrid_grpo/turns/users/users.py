@@ -16,7 +16,7 @@ import torch
 from hybrid_grpo.config import PolicyConfig, RolloutConfig, ScoringConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.fields import function_text
-from hybrid_grpo.config.importing import describe
+from hybrid_grpo.config.user_code import describe
 from hybrid_grpo.data.batch import Message, Numbers, Prompt, Rollout
 from hybrid_grpo.data.chat_text import ChatText
 from hybrid_grpo.generation import Request, Sampling, stream_key

@@ -1,4 +1,4 @@
-// Where the time of all steps went: the parts of a step, one on top of the other, from the first step to the last.
+// Where the time of the steps went: the parts of a step, one on top of the other, from the first step to the last.
 import { duration, el, number, seconds, whole } from "./dom.js";
 import { drawing, outline } from "./drawing.js";
 import { Frame } from "./frame.js";
@@ -12,8 +12,8 @@ export class Layers {
   constructor(open) {
     this.open = open;
     this.frame = new Frame({
-      title: "Where the time of all steps went",
-      unit: "s a step",
+      title: "Where the time of the steps went",
+      unit: "s per step",
       tall: 170,
       hint: "The arrow keys read steps, enter opens one.",
     });

@@ -50,8 +50,8 @@ export function startPrompts(openSamples) {
     el(
       "p",
       { class: "hint" },
-      "Each row is a prompt, or several where there are more than fit; a click looks closer, " +
-        "and at last opens the completions. Cells without a colour: no prompt of the row was drawn in these steps.",
+      "Each row is a prompt, or several where not all of them fit. A click zooms in, " +
+        "and finally opens the completions. Cells without a colour: no prompt of the row was drawn in these steps.",
     ),
   );
 }
@@ -97,7 +97,7 @@ async function draw() {
   const reading = answer.read < 1 ? `, ${Math.floor(100 * answer.read)} % read` : "";
   map.card.hidden = !answer.prompts;
   if (!answer.prompts) {
-    status.textContent = reading ? `Reading${reading} …` : "This run has noted no rewards of prompts (log.details).";
+    status.textContent = reading ? `Reading${reading} …` : "This run has no rewards by prompt (log.details).";
   } else {
     const count = part ? `${whole(answer.high - answer.low)} of ${whole(answer.prompts)}` : whole(answer.prompts);
     status.textContent = `${count} prompts by ${ORDERS[answer.order]}, steps ${whole(answer.first)} to ${whole(answer.last)}${reading}.`;

@@ -17,7 +17,7 @@ export function completion(run, all, tokens, rival, wanted, close) {
     ["prompt", String(all.prompt_id)],
     ["group", `${all.group}, completion ${all.sample}`],
     ...(all.source ? [["source", all.source]] : []),
-    ...(all.guest ? [["written by", all.guest]] : []),
+    ...(all.writer ? [["written by", all.writer]] : []),
   ];
   return [
     el(
@@ -39,11 +39,11 @@ export function completion(run, all, tokens, rival, wanted, close) {
       ]),
     ),
     ...part(
-      "Columns of the data",
+      "Data columns",
       Object.entries(all.columns ?? {}).map(([name, value]) => [name, plain(value)]),
     ),
     ...part(
-      "Stored by reward functions",
+      "Logged by reward functions",
       Object.entries(all.extra ?? {})
         .filter(([, value]) => value !== null)
         .map(([name, value]) => [name, plain(value)]),
@@ -81,7 +81,7 @@ function beside(all, { kind, row }) {
   const rewards = `rewards ${number(all.reward)} and ${number(row.reward)}`;
   const sides = differing(whole(all), whole(row));
   return [
-    el("h3", {}, `Beside the ${kind} of its group: ${rewards}`),
+    el("h3", {}, `Compared with the ${kind} of its group: ${rewards}`),
     ...sides.map((pieces, side) =>
       el(
         "pre",

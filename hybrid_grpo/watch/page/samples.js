@@ -31,7 +31,7 @@ const form = el(
     },
   },
   el("label", {}, "Run", el("select", { name: "run", onchange: () => open(form.elements.run.value) })),
-  field("text", "Says", { type: "search", placeholder: "words of the prompt or completion" }),
+  field("text", "Contains", { type: "search", placeholder: "words of the prompt or completion" }),
   bounds("Step from", "first", "last", { min: 0 }),
   field("prompt", "Prompt", { type: "number", min: 0, placeholder: "row" }),
   bounds("Reward from", "least", "most", { step: "any" }),
@@ -149,7 +149,7 @@ async function search(from = null) {
     if (!known.has(reason)) reasons.append(el("option", { value: reason }, reason));
   const reach = next ? `, down to step ${next[0]}` : "",
     without = leftOut ? `, without ${whole(leftOut)} of more than 8 MiB` : "";
-  const saved = steps && `Saved: steps ${steps[0]} to ${steps[1]}.${kept ? ` In this file: ${kept.join(", ")}, first the groups whose rewards differ most.` : ""}`;
+  const saved = steps && `Saved: steps ${steps[0]} to ${steps[1]}.${kept ? ` In this file: ${kept.join(", ")}, starting with the groups whose rewards differ most.` : ""}`;
   status.textContent = steps
     ? !read && !leftOut
       ? `${kept ? "No completions of these steps are in this file." : "No completions of these steps were saved (log.rollouts_every)."} ${saved}`

@@ -91,7 +91,7 @@ async function draw() {
   decoder.card.hidden = !details?.decoder?.some(Boolean);
   if (!details) {
     rest.replaceChildren();
-    status.textContent = run ? "This run has noted nothing of its steps (log.details)." : "Choose a run on the left.";
+    status.textContent = run ? "This run has no traces of its steps (log.details)." : "Choose a run on the left.";
     return;
   }
   const [first, last] = answer.steps;

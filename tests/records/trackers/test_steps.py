@@ -3,7 +3,8 @@ import math
 import pytest
 from run_folder import rows, write_lines
 
-from hybrid_grpo.records.alarm_records import AlarmRecord, forget_alarms, write_alarm
+from hybrid_grpo.records.alarm_records import AlarmRecord, write_alarm
+from hybrid_grpo.records.files import cut_lines
 from hybrid_grpo.records.trackers.steps import TrackedSteps, chosen, table
 
 
@@ -37,10 +38,10 @@ def test_a_resumed_run_counts_tokens_and_hours_from_its_beginning_but_shows_only
     write_alarm(folder, AlarmRecord(3, "parity", 3, "once more"))
     (entry,) = TrackedSteps(folder, 1, histograms_every=1).new()
     assert (entry.step, entry.values["progress/tokens"], entry.values["progress/hours"]) == (2, 36.0, 1.0)
-    forget_alarms(folder, done=2)
+    cut_lines(folder / "alarms.jsonl", 2)
     (entry,) = TrackedSteps(folder, 1, histograms_every=1).new()
     assert entry.alarms == ["the gap is wide"]
-    forget_alarms(folder, done=1)
+    cut_lines(folder / "alarms.jsonl", 1)
     assert (folder / "alarms.jsonl").read_text() == ""
 
 
