@@ -73,4 +73,3 @@ def test_a_run_goes_on_to_the_bit_on_any_number_of_ranks_and_after_a_row_that_co
     assert done.status == 0, done.err[-3000:]
     assert sampled(runs / "mended") == sampled(runs / "whole")
     assert "\ndata: streamed, first block 5 rows of which 5 were looked at: train.jsonl" in done.out
-    assert '"eval/heldout/accuracy"' in done.out
