@@ -13,7 +13,7 @@ from typing import NoReturn
 from hybrid_grpo import __version__
 from hybrid_grpo.config.errors import RESUME_STATUS, RunInterrupted, UserError, refuse
 from hybrid_grpo.config.features import feature_commands
-from hybrid_grpo.config.launching import adopt_rank
+from hybrid_grpo.run.launchers import adopt_rank
 from hybrid_grpo.run.stopping.watcher import watched
 
 COMMANDS = {

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from hybrid_grpo.config import EvaluateConfig, GenerateConfig, PublishConfig, RewardStageConfig, SftConfig, TrainConfig
 from hybrid_grpo.config.building import refuse_unused
 from hybrid_grpo.config.errors import UserError, refuse
-from hybrid_grpo.config.launching import adopt_rank
 from hybrid_grpo.config.parsing import ConfigT, Parsed, configure
 from hybrid_grpo.config.recipes import overlay, read_recipe
 from hybrid_grpo.records.json_lines import read_jsonl
+from hybrid_grpo.run.launchers import adopt_rank
 
 if TYPE_CHECKING:
     import pandas

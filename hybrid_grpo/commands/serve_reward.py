@@ -2,12 +2,13 @@
 
 import ssl
 import sys
+from pathlib import Path
 
 from hybrid_grpo.config import ServeOptionsConfig, ServeRewardConfig
-from hybrid_grpo.config.checks import check_serve
-from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.config.network import bearer_token, is_loopback
+from hybrid_grpo.config.checks import check_rewards
+from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.parsing import parse
+from hybrid_grpo.rewards.remote.access import bearer_token, is_loopback
 
 PATH = "/get_reward"
 """Where OpenRLHF's reward models are asked."""
@@ -16,7 +17,7 @@ PATH = "/get_reward"
 def run(arguments: list[str]) -> None:
     """Parse, load the functions, and serve until SIGINT or SIGTERM."""
     config = parse(ServeRewardConfig, arguments, "serve-reward").config
-    check_serve(config)
+    _check_place(config)
     serve = config.serve
     tls = _tls(serve)
 
@@ -45,6 +46,25 @@ def run(arguments: list[str]) -> None:
             print("without serve.certificate the token can be read on the way", file=sys.stderr, flush=True)
 
     server.serve(app, listener, serve, tls, announce)
+
+
+def _check_place(config: ServeRewardConfig) -> None:
+    """Refuse to serve rewards where it cannot work."""
+    check_rewards(config.rewards)
+    serve = config.serve
+    refuse(
+        serve.token_env is None and not is_loopback(serve.host),
+        f"serve.host {serve.host} can be reached from other machines: name the environment variable with a token in"
+        " serve.token_env",
+    )
+    if serve.token_env is not None:
+        try:
+            bearer_token("serve.token_env", serve.token_env)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+    for name in ("certificate", "key"):
+        path = getattr(serve, name)
+        refuse(path is not None and not Path(path).is_file(), f"serve.{name} {path}: there is no such file")
 
 
 def _tls(serve: ServeOptionsConfig) -> ssl.SSLContext | None:

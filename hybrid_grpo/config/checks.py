@@ -19,18 +19,16 @@ from hybrid_grpo.config.commands import (
     GenerateConfig,
     RewardStageConfig,
     ScoreConfig,
-    ServeRewardConfig,
     SftConfig,
 )
 from hybrid_grpo.config.composition import EvaluationConfig
 from hybrid_grpo.config.data import DataConfig
-from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.config.errors import UserError, refuse, refuse_indivisible
 from hybrid_grpo.config.held_out import HeldOut, check_best, held_out_sets
 from hybrid_grpo.config.model import PolicyConfig
-from hybrid_grpo.config.network import bearer_token, is_loopback
-from hybrid_grpo.config.places import check_model_folder, check_source, refuse_indivisible
 from hybrid_grpo.config.publishing import PublishOptionsConfig
 from hybrid_grpo.config.rewards import RewardConfig
+from hybrid_grpo.config.sources import check_model_folder, check_source
 from hybrid_grpo.config.train import ModelRunConfig, TrainConfig
 
 _MOST_ROWS = 2**16
@@ -133,7 +131,7 @@ def check_eval(config: EvaluateConfig) -> None:
 def _check_held_out(config: EvaluationConfig) -> list[HeldOut]:
     """The held-out sets, which have rewards and rows."""
     if not config.rollout.environment:
-        _check_rewards(config.rewards)
+        check_rewards(config.rewards)
     sets = held_out_sets(config)
     for held_out in sets:
         if held_out.rows is not None and (held_out.rows.path != "" or held_out.data.task is None):
@@ -180,7 +178,7 @@ def check_chat(config: ChatConfig, world_size: int) -> None:
 
 def check_score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
     """Refuse to score `source`, a file of completions or the folder of a run, where it cannot work."""
-    _check_rewards(config.rewards)
+    check_rewards(config.rewards)
     score = config.score
     refuse(
         score.steps is not None and not re.fullmatch(r"\d+|\d+-\d*|-\d+", score.steps),
@@ -209,25 +207,6 @@ def check_publish(options: PublishOptionsConfig) -> None:
         options.folder is not None and options.folder.startswith("~"),
         f"publish.folder {options.folder}: ~ is only known to shells: write the whole path",
     )
-
-
-def check_serve(config: ServeRewardConfig) -> None:
-    """Refuse to serve rewards where it cannot work."""
-    _check_rewards(config.rewards)
-    serve = config.serve
-    refuse(
-        serve.token_env is None and not is_loopback(serve.host),
-        f"serve.host {serve.host} can be reached from other machines: name the environment variable with a token in"
-        " serve.token_env",
-    )
-    if serve.token_env is not None:
-        try:
-            bearer_token("serve.token_env", serve.token_env)
-        except ValueError as error:
-            raise UserError(str(error)) from None
-    for name in ("certificate", "key"):
-        path = getattr(serve, name)
-        refuse(path is not None and not Path(path).is_file(), f"serve.{name} {path}: there is no such file")
 
 
 def _check_training(config: ModelRunConfig, world_size: int) -> None:
@@ -305,7 +284,8 @@ def check_output(setting: str, output: str, what: str, source: Any) -> None:
     )
 
 
-def _check_rewards(rewards: list[RewardConfig]) -> None:
+def check_rewards(rewards: list[RewardConfig]) -> None:
+    """Refuse to score without rewards."""
     refuse(
         not rewards,
         "rewards is empty: give at least one, as in --rewards exact_match, or a data.task, which has its own",

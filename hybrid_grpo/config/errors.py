@@ -34,3 +34,9 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     known = list(names)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean {close[0]}?" if close else f"known are {', '.join(known) or 'none'}"
+
+
+def refuse_indivisible(name: str, value: int, divisor: int, why: str) -> None:
+    """Refuse a number that does not divide evenly, with the nearest one that does."""
+    nearest = max(divisor, round(value / divisor) * divisor)
+    refuse(value % divisor != 0, f"{name} {value} does not divide by {why} = {divisor}: the nearest value is {nearest}")

@@ -45,7 +45,7 @@ class RunConfig:
     """Seconds in which a run that is asked to stop saves itself; a rank that takes longer is killed. Default: 20, and
     twice what the last checkpoint took, or before the first 10 s for each GB that a rank writes."""
     stall_minutes: NotNegative = 30.0
-    """A run in which no rank goes on for so long is ended, and says which rank is behind; 0 waits for ever."""
+    """A run in which no rank makes progress for this long is ended, and says which rank is behind; 0 waits forever."""
 
     @model_validator(mode="after")
     def _check(self) -> RunConfig:

@@ -1,5 +1,4 @@
-"""Secrets: which names have some, the environment without them, settings that may be shown, and those that may be
-published."""
+"""Secrets in settings and text: how they are recognized, and masked wherever settings are shown."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -8,10 +7,6 @@ from typing import Any
 from hybrid_grpo.config.errors import refuse
 
 MASK = "***"
-_VARIABLE = re.compile(
-    r"(^|_)(TOKENS?|KEY|KEYS|KEY_ID|AUTH|CREDENTIALS?)$|SECRET|PASSWORD|PASSWD|PASSPHRASE|_TOKEN_|API_?KEY",
-    re.IGNORECASE,
-)
 _IN_TEXT = (
     # Tokens of services, known by how they begin: Hugging Face, GitHub, GitLab, OpenAI and others like it, Stripe,
     # Slack, npm, PyPI, wandb, AWS, Google; JSON web tokens; private keys.
@@ -33,24 +28,12 @@ _IN_TEXT = (
     ),
 )
 """Secrets as they stand in text, and what is written in their place."""
-_LOCAL_PATH = re.compile(r"~?/[^/\n]+/[^\n]*")
-_LOCAL_FOLDERS = re.compile(r"(?<![^\s'\"(\[=,:])~?/(?:[^/\s'\"]+/)+")
 # `key` or `end_token` are arguments that no one needs to hide.
 _ARGUMENT = re.compile(
     r"(api|access|secret|private|auth)_?key$|^(x_)?token$|(api|access|auth|bearer|hf|hub|session|service|wandb)_?token$"
     r"|secret|password|passwd|passphrase|credential|^(proxy_)?authorization$|^(set_)?cookie$",
     re.IGNORECASE,
 )
-
-
-def public_environment(environment: Mapping[str, str], named: set[str]) -> dict[str, str]:
-    """The variables whose names do not look like those of secrets, and those that settings name."""
-    return {name: value for name, value in environment.items() if name in named or not _VARIABLE.search(name)}
-
-
-def named_variables(kwargs: Mapping[str, Any]) -> set[str]:
-    """Variables of the environment that the arguments of a function name, as in `token_env: MY_TOKEN`."""
-    return {value for name, value in kwargs.items() if name.endswith("_env") and isinstance(value, str)}
 
 
 def masked(value: Any, name: str = "") -> Any:
@@ -100,26 +83,6 @@ def _leaves(value: Any, path: str = "", is_secret: bool = False) -> Iterator[tup
 def _holds_mask(value: Any) -> bool:
     found = (match.group() for pattern, _ in _IN_TEXT for match in pattern.finditer(str(value)))
     return any(MASK in secret for secret in found)
-
-
-def publishable(value: Any, name: str = "") -> Any:
-    """Settings as strangers may read them: masked, and of absolute paths only the last name is left."""
-    return _without_paths(masked(value, name))
-
-
-def publishable_text(text: str) -> str:
-    """Text as strangers may read it: masked, and of paths in it the folders are left out."""
-    return _LOCAL_FOLDERS.sub("", masked_text(text))
-
-
-def _without_paths(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_paths(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_paths(item) for item in value]
-    if not isinstance(value, str):
-        return value
-    return value.rstrip("/").rpartition("/")[2] if _LOCAL_PATH.fullmatch(value) else _LOCAL_FOLDERS.sub("", value)
 
 
 def _is_secret(name: str) -> bool:

@@ -11,9 +11,9 @@ from typing import Any
 from hybrid_grpo.config.building import used_part
 from hybrid_grpo.config.composition import setting_names
 from hybrid_grpo.config.errors import did_you_mean, refuse
-from hybrid_grpo.config.importing import functions_of, import_place
 from hybrid_grpo.config.recipes import Settings, overlay, read_recipe
 from hybrid_grpo.config.types import fields_of
+from hybrid_grpo.config.user_code import functions_of, import_place
 
 Row = dict[str, Any]
 

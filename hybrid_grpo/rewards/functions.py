@@ -34,7 +34,7 @@ from typing import Any, Literal
 
 from hybrid_grpo.config import RewardConfig, reward_name
 from hybrid_grpo.config.errors import UserError, did_you_mean
-from hybrid_grpo.config.importing import describe, functions_of, import_place
+from hybrid_grpo.config.user_code import describe, functions_of, import_place
 from hybrid_grpo.rewards.rules import completion_texts
 from hybrid_grpo.workers.calls import Call, Failure, Inputs, Interface, Reply, failed
 from hybrid_grpo.workers.messages import LONGEST_TRACEBACK, finite, stored

@@ -171,20 +171,20 @@ class EvalResults:
 
     def numbers(self) -> Numbers:
         """The metrics of the set. Collective."""
-        stage, by_prompt = f"eval/{self.settings.name}", self.by_prompt()
+        prefix, by_prompt = f"eval/{self.settings.name}", self.by_prompt()
         right_B, reward_P = self.right_PG.flatten(), by_prompt["reward_mean"]
         reward_P = reward_P[~np.isnan(reward_P)]
         failed_B = torch.stack([status_B >= RewardStatus.FAILED for status_B in self.scores.status.values()]).any(0)
         numbers: Numbers = {
-            f"{stage}/accuracy": (right_B.double().mean(), len(right_B)),
-            f"{stage}/reward_mean": (reward_P.mean() if len(reward_P) else 0.0, len(reward_P)),
-            f"{stage}/failed_frac": (failed_B.double().mean(), len(failed_B)),
-            **measure_lengths(stage, self.completions),
+            f"{prefix}/accuracy": (right_B.double().mean(), len(right_B)),
+            f"{prefix}/reward_mean": (reward_P.mean() if len(reward_P) else 0.0, len(reward_P)),
+            f"{prefix}/failed_frac": (failed_B.double().mean(), len(failed_B)),
+            **measure_lengths(prefix, self.completions),
         }
         for name, value_P in by_prompt.items():
             if "@" in name:
-                numbers[f"{stage}/{name}"] = (value_P.mean() if len(value_P) else 0.0), len(value_P)
+                numbers[f"{prefix}/{name}"] = (value_P.mean() if len(value_P) else 0.0), len(value_P)
         accuracy_P = np.concatenate(all_gather_objects(by_prompt["accuracy"]))
         if len(accuracy_P) > 1:
-            numbers[f"{stage}/stderr"] = standard_error(accuracy_P), 1
+            numbers[f"{prefix}/stderr"] = standard_error(accuracy_P), 1
         return numbers

@@ -18,7 +18,7 @@ from torch import Tensor
 from hybrid_grpo.config import BatchPlan, ModelRunConfig, TrainConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.fields import function_text
-from hybrid_grpo.config.importing import import_object
+from hybrid_grpo.config.user_code import import_object
 from hybrid_grpo.data.batch import Completion, MicroBatch, Numbers, Prompt, Rollout, Scores, TrainBatch
 from hybrid_grpo.model.logprobs import HeadFunction
 from hybrid_grpo.policy import Policy

@@ -12,7 +12,7 @@ from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.records.step_trace import StepTrace
 from hybrid_grpo.run.feature import Features
 from hybrid_grpo.run.parts import Shards, Stateful
-from hybrid_grpo.run.stopping.stopping import Progress
+from hybrid_grpo.run.stopping.progress import Progress
 
 
 class HeldOutSet(Protocol):

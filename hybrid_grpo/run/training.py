@@ -31,7 +31,7 @@ from hybrid_grpo.run.saving.space import check_space
 from hybrid_grpo.run.settings import identity, settings_of
 from hybrid_grpo.run.stage import Stage
 from hybrid_grpo.run.start import find_start, lines_before
-from hybrid_grpo.run.stopping.stopping import Progress
+from hybrid_grpo.run.stopping.progress import Progress
 
 _SAVING_S_PER_GB = 10.0
 """Assumed for what a rank writes to slow storage that ranks share."""

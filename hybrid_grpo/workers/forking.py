@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.config.importing import describe
+from hybrid_grpo.config.user_code import describe
 from hybrid_grpo.workers.calls import Call, Callee, timed_out
 from hybrid_grpo.workers.family import adopt_orphans, children, descendants, die_with_parent, kill
 from hybrid_grpo.workers.messages import encode_reply, framed, read_frame

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid_grpo.config.importing import describe
+from hybrid_grpo.config.user_code import describe
 from hybrid_grpo.workers.calls import Call, Failure, Reply, died, failed, timed_out
 from hybrid_grpo.workers.messages import PendingCall
 from hybrid_grpo.workers.processes import ForkServer, Worker

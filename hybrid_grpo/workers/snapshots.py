@@ -11,7 +11,7 @@ from base64 import b64decode, b64encode
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid_grpo.config.importing import describe, import_place
+from hybrid_grpo.config.user_code import describe, import_place
 
 _LARGEST = 1 << 20
 """Bytes of a pickled attribute; larger ones are left out."""

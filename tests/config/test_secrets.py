@@ -6,7 +6,8 @@ from reward_helpers import isolated, rows
 
 from hybrid_grpo.config import RewardConfig, TrainConfig, build, dump, to_dict
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.config.secrets import public_environment, publishable, publishable_text
+from hybrid_grpo.records.publishing.redaction import publishable, publishable_text
+from hybrid_grpo.workers.processes import public_environment
 
 
 @pytest.mark.parametrize("name, seen", [

@@ -9,7 +9,7 @@ import torch
 from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.config.building import build, dump, to_dict
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.config.importing import import_object
+from hybrid_grpo.config.user_code import import_object
 from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.run.feature import Feature, Features, make_features
 from hybrid_grpo.run.settings import changes, settings_of

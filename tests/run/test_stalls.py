@@ -1,4 +1,4 @@
-"""A rank that does not go on, in whatever way, ends the run resumably, and is named."""
+"""A rank that makes no progress, in whatever way, ends the run resumably, and is named."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +13,8 @@ from hybrid_grpo.model.kernels import build
 TRAIN = ("train", "--config", "train.yaml", "--run.stall_minutes", "0.25")
 STALLS = {
     "SIGSTOP": ("sampling", 1, "is stopped (SIGSTOP) in sampling (step 2)"),
-    "loop in Python": ("update", 0, "does not go on in update (step 2)"),
-    "loop in C": ("scoring", 1, "does not go on in scoring (step 2)"),
+    "loop in Python": ("update", 0, "makes no progress in update (step 2)"),
+    "loop in C": ("scoring", 1, "makes no progress in scoring (step 2)"),
     "SIGSTOP of the watcher": ("old_logp", 1, None),
 }
 ALONE = "loop in Python, alone"
@@ -49,11 +49,11 @@ def test_a_rank_that_stands_still_is_named(ended, name):
     assert f"[rank {1 - rank}]: waits for other ranks in " in done.err, done.err
     # The stack of the waiting rank, and that of the other one if it runs.
     assert "in all_reduce" in done.err and (" in loop\n" in done.err) is name.startswith("loop"), done.err
-    assert done.err.count("no rank goes on") == 1
-    assert f"no rank goes on; rank {rank} is behind, in {stage} (step 2" in done.err, done.err
+    assert done.err.count("no rank makes progress") == 1
+    assert f"no rank makes progress; rank {rank} is behind, in {stage} (step 2" in done.err, done.err
 
 
 @pytest.mark.ranks
 def test_one_process_has_a_watcher_too(ended):
     assert ended[ALONE].status == 75, ended[ALONE].err
-    assert "no rank goes on; rank 0 is behind, in saving (step 2)" in ended[ALONE].err
+    assert "no rank makes progress; rank 0 is behind, in saving (step 2)" in ended[ALONE].err

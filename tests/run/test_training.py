@@ -13,8 +13,8 @@ from hybrid_grpo.run.saving import saver as savers
 from hybrid_grpo.run.saving.manifest import Manifest
 from hybrid_grpo.run.settings import settings_of
 from hybrid_grpo.run.stage import Stage
-from hybrid_grpo.run.stopping import board
-from hybrid_grpo.run.stopping.stopping import Progress
+from hybrid_grpo.run.stopping import status
+from hybrid_grpo.run.stopping.progress import Progress
 from hybrid_grpo.run.training import TrainingRun
 
 
@@ -124,17 +124,17 @@ def test_a_save_that_fails_is_said_or_stops_the_run(tmp_path, clock, capsys):
 def test_a_stop_has_the_time_that_saving_takes(tmp_path, clock, monkeypatch, setting, seconds):
     """A rank that wrote 11 GB to a network disk was killed after 20 s."""
     run, stage = make(tmp_path)
-    monkeypatch.setattr(board, "_of_this_process", [board.Board()])
-    monkeypatch.setattr(board.Board, "listen", lambda *_: None)
+    monkeypatch.setattr(status, "_of_this_process", [status.SharedStatus()])
+    monkeypatch.setattr(status.SharedStatus, "listen", lambda *_: None)
     stage.progress = Progress(RunConfig(grace_s=setting))
-    assert board.this_board().mine.grace_s == (setting or 20)
+    assert status.own_status().mine.grace_s == (setting or 20)
 
     def save(*_):
         clock.seconds += 40
 
     run.checkpoints.save = save
     run.saver.save(stage, 1, {})
-    assert board.this_board().mine.grace_s == seconds
+    assert status.own_status().mine.grace_s == seconds
 
 
 def test_a_report_that_cannot_be_written_is_said_and_changes_nothing(tmp_path, capsys):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from hybrid_grpo import __main__ as command_line
-from hybrid_grpo.run.stopping import stopping
+from hybrid_grpo.run.stopping import progress as progresses
 
 BUSY = "import time\nwhile True: time.sleep(1)"
 
@@ -52,21 +52,21 @@ ACCIDENTS = {
 
 def main() -> None:
     stage, step, rank, accident, *arguments = sys.argv[1:]
-    enter = stopping.Progress.enter
+    enter = progresses.Progress.enter
     left = [lambda: None] * (int(os.environ.get("NTH", "1")) - 1) + [ACCIDENTS[accident]]
     if os.environ.get("RANK", "0") != rank:
         left = []
 
-    def entered(self: stopping.Progress, name: str, number: int | None = None) -> None:
+    def entered(self: progresses.Progress, name: str, number: int | None = None) -> None:
         before = self._step if number is None else number
         if left and (name, str(before)) == (stage, step):
-            self._board.enter(name, before)
+            self._shared.enter(name, before)
             if "MARK" in os.environ and len(left) == 1:
                 leave_a_session()
             left.pop(0)()
         enter(self, name, number)
 
-    stopping.Progress.enter = entered
+    progresses.Progress.enter = entered
     sys.argv = ["hybrid_grpo", *arguments]
     command_line.entry()
 

@@ -58,7 +58,7 @@ def acting(function: str, **fields: Any) -> RewardConfig:
 
 def told(rewards: Rewards, scores: Callable[[], Scores], capfd: pytest.CaptureFixture[str]) -> tuple[Scores, str]:
     """The scores, and what was printed of failures."""
-    rewards._told.clear()
+    rewards._reported.clear()
     capfd.readouterr()
     return scores(), "\n".join(line for line in capfd.readouterr().err.splitlines() if line.startswith("rewards: "))
 
@@ -99,7 +99,7 @@ def test_a_bad_call_costs_its_own_completion_only(act: Rewards, capfd, what: str
     value = {"does not apply": 0.0, **SCORED}.get(what, -99.0)
     assert scores.reward_B.nan_to_num(-99.0).tolist() == [1.0, 2.0, value, *map(float, range(3, 10))]
     if what in FAILED:
-        assert message.startswith("rewards: act ") and FAILED[what] in message and "counted as failed" in message
+        assert message.startswith("rewards: act ") and FAILED[what] in message and "counts as failed" in message
     elif what in HANGS:
         assert "rewards: act took longer than its timeout_s, 1" in message and 1.0 <= seconds < 20
     else:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 
 from hybrid_grpo.config.errors import UserError, refuse
-from hybrid_grpo.config.importing import describe
 from hybrid_grpo.config.tasks import Row, TaskRecipe, own_task, ready_made_settings
+from hybrid_grpo.config.user_code import describe
 from hybrid_grpo.data.tasks import datasets, puzzles
 
 _MADE = {"countdown": puzzles.make_countdown, "letters": puzzles.make_letters}

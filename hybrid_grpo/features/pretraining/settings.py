@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from pydantic.dataclasses import dataclass
 
-from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.config.errors import refuse, refuse_indivisible
 from hybrid_grpo.config.features import FeatureConfig
 from hybrid_grpo.config.fields import SECTION, Count, NotNegative, Source, Text
-from hybrid_grpo.config.places import check_source, refuse_indivisible
+from hybrid_grpo.config.sources import check_source
 
 if TYPE_CHECKING:
     from hybrid_grpo.config.train import TrainConfig

@@ -1,7 +1,7 @@
 """The model card of a published model, from the folder of its run.
 
 `card.md.j2` is its text, and huggingface_hub writes its head for the hub. It contains neither secrets nor local
-folders: see `config/secrets.py`.
+folders: see `redaction.py`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from hybrid_grpo.config import RewardStageConfig, SftConfig, TrainConfig, to_dict
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.features import feature_sections
-from hybrid_grpo.config.places import looks_like_path
 from hybrid_grpo.config.recipes import Dumper, read_recipe
-from hybrid_grpo.config.secrets import publishable, publishable_text
+from hybrid_grpo.config.sources import looks_like_path
 from hybrid_grpo.config.tasks import READY_MADE, ready_made_settings
 from hybrid_grpo.records.exports import exported
 from hybrid_grpo.records.json_lines import read_jsonl
+from hybrid_grpo.records.publishing.redaction import publishable, publishable_text
 
 _STAGES: dict[str, tuple[str, str, Any]] = {
     "grpo": ("train", "GRPO", TrainConfig),

@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from hybrid_grpo.config.fields import Count, Switch, Text, checked_settings
-from hybrid_grpo.config.importing import describe
+from hybrid_grpo.config.user_code import describe
 from hybrid_grpo.data.reward_text import chat_tokens, text_tokens
 from hybrid_grpo.rewards.rules import Completions, LogExtra, PromptText, completion_texts
 from hybrid_grpo.workers.calls import Call, Failure, Reply

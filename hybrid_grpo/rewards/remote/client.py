@@ -23,7 +23,7 @@ from pydantic import AllowInfNan, Strict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.fields import Count, NotNegative, Positive, Switch, Whole, checked_settings
-from hybrid_grpo.config.network import bearer_token, is_loopback
+from hybrid_grpo.rewards.remote.access import bearer_token, is_loopback
 from hybrid_grpo.rewards.remote.request import request_body
 from hybrid_grpo.rewards.rules import Completions, LogExtra, PromptText
 

@@ -28,7 +28,7 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hybrid_grpo.config import ServeOptionsConfig
-from hybrid_grpo.config.network import is_loopback
+from hybrid_grpo.rewards.remote.access import is_loopback
 
 _MOST_CONNECTIONS = 1024
 _LONGEST_HEAD = 16 * 2**10

@@ -1,8 +1,8 @@
-"""Files in shared memory that ranks leave which are killed while they start: 66 MiB each, until the next boot.
+"""Files in shared memory that ranks leave when they are killed while they start: 66 MiB each, until the next boot.
 
-A rank that has met the others unlinks its buffer (`model.ranks.release_shared_memory`). One that is killed before is
-cleaned up after by its watcher, or by that of another rank; where all are killed at once, by the next run that starts.
-Needs nothing that is slow to import.
+A rank that has met the others unlinks its buffer (`model.ranks.release_shared_memory`). For one that is killed before,
+its watcher does, or that of another rank; where all are killed at once, the next run that starts. Needs nothing that is
+slow to import.
 """
 
 import os
@@ -11,10 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 
 _MEMORY = Path("/dev/shm")
-_BUFFER, _BOARD = f"deepspeed_allreduce_buffer_{os.getuid()}_", f"hybrid_grpo_{os.getuid()}_"
-_STALE_SECONDS = {_BUFFER: 60.0, _BOARD: 3600.0}
-"""Files of this age that no process uses are left over. Those of other containers may be in use unseen: a buffer for
-the moment in which ranks meet, a board (see board.py) until the models are loaded."""
+_BUFFER, _STATUS = f"deepspeed_allreduce_buffer_{os.getuid()}_", f"hybrid_grpo_{os.getuid()}_"
+_STALE_SECONDS = {_BUFFER: 60.0, _STATUS: 3600.0}
+"""Files of this age that no process uses are left over. Files of other containers may be in use unseen: a buffer while
+ranks meet, a shared status (see status.py) until the models are loaded."""
 
 
 def unlink_buffers(*, all_ranks: bool) -> None:

@@ -6,7 +6,7 @@ everything that the rank leaves behind. It
 - passes on requests to stop (SIGINT, SIGTERM, SIGUSR1, SIGHUP), and ends a rank that takes longer than `run.grace_s`;
 - asks the rank to stop when the launcher that started it is gone;
 - ends the rank when another rank of the machine has died;
-- notices when no rank of the machine shows a sign of life, and prints where each stands;
+- notices when no rank of the machine shows a sign of life, and prints where each one stands;
 - kills what the rank has started once the rank has ended, and ends with the rank's status.
 
 It needs Linux, and imports nothing that is slow.
@@ -24,89 +24,89 @@ from pathlib import Path
 from typing import NoReturn
 
 from hybrid_grpo.config.errors import RESUME_STATUS
-from hybrid_grpo.run.stopping.board import (
-    LAUNCHER_GONE,
-    RUNNING,
-    STAGES,
-    TIME_OVER,
-    Board,
-    Entry,
-    set_board,
-    shared_board,
-)
 from hybrid_grpo.run.stopping.leftovers import unlink_buffers, unlink_leftovers
-from hybrid_grpo.workers.family import adopt_orphans, die_with_parent
+from hybrid_grpo.run.stopping.status import (
+    LAUNCHER_GONE,
+    PHASES,
+    RUNNING,
+    TIME_OVER,
+    RankStatus,
+    SharedStatus,
+    set_own_status,
+    shared_status,
+)
+from hybrid_grpo.workers.family import adopt_orphans, descendants, die_with_parent, kill
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _LOOK_SECONDS, _LONG_SECONDS = 0.5, 5.0
-"""Between two looks at a rank, and what is so long that this process was suspended."""
+"""Between two looks at a rank; and a time after which this process must have been suspended."""
 _STOPPED_WITH_WATCHER = 4
-"""`Entry.behind` of a rank that is stopped together with its watcher."""
+"""`RankStatus.behind` of a rank that is stopped together with its watcher."""
 _GRACE_SECONDS = 20.0
 _LAUNCHER_GRACE_SECONDS = 10.0
 _FOLLOW_SECONDS = 5.0
-"""A rank whose exchange with others fails waits for so long for one of them to die, and is ended after twice that."""
+"""How long a rank whose exchange with others fails waits for one of them to die; after twice that it is ended."""
 _INNERMOST = 8
 """Frames of a stack that are searched for a collective."""
 _STACK_SECONDS, _VERDICT_SECONDS = 2.0, 4.0
-"""After a stall is noticed: when a stack must be there, and when the verdict is spoken and ranks are killed."""
+"""After a stall is noticed: until a stack must be there; until the verdict is printed and the ranks are killed."""
 _LEFTOVER_SECONDS = 3.0
-"""For processes of a rank that ended well to end by themselves."""
+"""In which processes that a successful rank leaves behind may end by themselves."""
 _LAUNCHERS = re.compile(
     r"(^|/)(deepspeed|torchrun|mpirun|mpiexec|prterun|orted|prted|hydra_pmi_proxy|slurmstepd)(:|$)"
     r"|^(deepspeed\.launcher|torch\.distributed)\.|deepspeed/launcher/\w+\.py$"
 )
 _HELPER = re.compile(r"^deepspeed\.launcher\.launch$|deepspeed/launcher/launch\.py$")
-"""The part of DeepSpeed's launcher that another part has started."""
+"""The part of DeepSpeed's launcher that another part of it starts."""
 _OF_LAUNCHERS = ("CROSS_SIZE", "TORCHELASTIC_RUN_ID")
 """Variables that the launchers of DeepSpeed and torch set for their ranks."""
 _COLLECTIVE = re.compile(r"torch/distributed/|deepspeed/comm/|/gloo/|NCCL")
-"""In the files of a stack, or in what an exchange that was waited for elsewhere says when it fails."""
+"""In the files of a stack, or in the error of an exchange that fails."""
 
 
 def watched(work: Callable[[], int]) -> NoReturn:
     """Run `work` in a watched rank, and end this process with its status, or 128 and the signal that ended it."""
-    board = shared_board()
-    mine = board.mine
+    shared = shared_status()
+    mine = shared.mine
     mine.watcher, mine.grace_s = os.getpid(), _GRACE_SECONDS
     mine.started = mine.tick = time.monotonic()
-    set_board(board)
+    set_own_status(shared)
     stops = {number for number in _STOPS if signal.getsignal(number) != signal.SIG_IGN}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*stops, signal.SIGCHLD})
     launchers = _launchers() if "RANK" in os.environ else []
     adopt_orphans()
     stacks = os.memfd_create("stacks")
     watcher = os.getpid()
-    if board.rank == 0:
-        _tell("running")
+    if shared.rank == 0:
+        _write_status("running")
     if os.environ.get("LOCAL_RANK", "0") == "0":
         unlink_leftovers()
     pid = os.fork()
     if not pid:
-        _be_watched(board, stops, stacks, watcher)
+        _be_watched(shared, stops, stacks, watcher)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        status = _outcome(work, board)
+        status = _outcome(work, shared)
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):
                 stream.flush()
         # Without the interpreter's shutdown: threads of the process groups that DeepSpeed keeps abort it now and then
         # ("terminate called without an active exception"), which would turn a finished run into a failed one.
         os._exit(status)
-    _Watcher(board, pid, launchers, stacks).watch(stops)
+    _Watcher(shared, pid, launchers, stacks).watch(stops)
 
 
-def _be_watched(board: Board, stops: set[signal.Signals], stacks: int, watcher: int) -> None:
+def _be_watched(shared: SharedStatus, stops: set[signal.Signals], stacks: int, watcher: int) -> None:
     import faulthandler
 
     die_with_parent()
     if os.getppid() != watcher:
         os._exit(128 + signal.SIGKILL)
-    board.listen(stops)
+    shared.listen(stops)
     # Prints the stacks even where the interpreter is stuck.
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
 
 
-def _outcome(work: Callable[[], int], board: Board) -> int:
+def _outcome(work: Callable[[], int], shared: SharedStatus) -> int:
     """Do the work. Where it fails because another rank has died, that rank has printed the reason."""
     try:
         return work()
@@ -116,17 +116,17 @@ def _outcome(work: Callable[[], int], board: Board) -> int:
             raise
         deadline = time.monotonic() + _FOLLOW_SECONDS
         while time.monotonic() < deadline:
-            if (dead := _dead_rank(board)) is not None:
-                _say(board, _blame(board, dead))
+            if (dead := _dead_rank(shared)) is not None:
+                _say(shared, _blame(shared, dead))
                 return dead[1]
             time.sleep(0.05)
         raise
 
 
-def _dead_rank(board: Board) -> tuple[int, int] | None:
+def _dead_rank(shared: SharedStatus) -> tuple[int, int] | None:
     """Another rank of this machine that has ended badly, or whose watcher was killed; and its status."""
-    for rank, entry in enumerate(board.entries):
-        if rank != board.rank and entry.tick > board.mine.started:
+    for rank, entry in enumerate(shared.entries):
+        if rank != shared.rank and entry.tick > shared.mine.started:
             if entry.status > 0:
                 return rank, entry.status
             if entry.status == RUNNING and not _lives(entry.watcher):
@@ -134,31 +134,31 @@ def _dead_rank(board: Board) -> tuple[int, int] | None:
     return None
 
 
-def _blame(board: Board, dead: tuple[int, int]) -> str:
-    return f"ended in {STAGES[board.mine.stage]}, because rank {dead[0]} has ended with status {dead[1]}"
+def _blame(shared: SharedStatus, dead: tuple[int, int]) -> str:
+    return f"ended in {PHASES[shared.mine.phase]}, because rank {dead[0]} has ended with status {dead[1]}"
 
 
-def _say(board: Board, message: str) -> None:
+def _say(shared: SharedStatus, message: str) -> None:
     with suppress(OSError):
-        print(f"hybrid-grpo [rank {board.rank}]: {message}", file=sys.stderr, flush=True)
+        print(f"hybrid-grpo [rank {shared.rank}]: {message}", file=sys.stderr, flush=True)
 
 
 class _Watcher:
-    def __init__(self, board: Board, pid: int, launchers: list[tuple[int, str]], stacks: int) -> None:
-        self.board, self.mine, self.pid, self.launchers, self.stacks = board, board.mine, pid, launchers, stacks
+    def __init__(self, shared: SharedStatus, pid: int, launchers: list[tuple[int, str]], stacks: int) -> None:
+        self.shared, self.mine, self.pid, self.launchers, self.stacks = shared, shared.mine, pid, launchers, stacks
         self.interrupts = 0
         self.dead: tuple[int, int] | None = None
         self.dead_since = 0.0
         self.awake = self.mine.started
-        """When this process went on after the whole run, or the machine, had been suspended."""
+        """When this process was resumed after the whole run, or the machine, had been suspended."""
 
     def watch(self, stops: set[signal.Signals]) -> NoReturn:
         while True:
-            told = signal.sigtimedwait({*stops, signal.SIGCHLD}, _LOOK_SECONDS)
+            received = signal.sigtimedwait({*stops, signal.SIGCHLD}, _LOOK_SECONDS)
             # A wait that SIGSTOP and SIGCONT interrupt until its time is over returns data that nothing has set.
-            if told and told.si_signo in stops:
-                self.board.ask(told.si_signo)
-                self.interrupts += told.si_signo == signal.SIGINT
+            if received and received.si_signo in stops:
+                self.shared.ask(received.si_signo)
+                self.interrupts += received.si_signo == signal.SIGINT
                 if self.interrupts == 2:
                     self.end(128 + signal.SIGINT, "interrupted twice: stopped at once")
             status = self.rank_status()
@@ -186,48 +186,48 @@ class _Watcher:
         if mine.behind == _STOPPED_WITH_WATCHER:
             self.end(RESUME_STATUS, "was stopped for longer than run.stall_minutes: ended")
         if any(not _lives(*launcher) for launcher in self.launchers):
-            self.board.ask(LAUNCHER_GONE)
+            self.shared.ask(LAUNCHER_GONE)
         if mine.asked:
             grace_s = mine.grace_s if mine.cause != LAUNCHER_GONE else min(mine.grace_s, _LAUNCHER_GRACE_SECONDS)
-            if mine.stage == 0:
+            if mine.phase == 0:
                 self.end(RESUME_STATUS, "stopped before there was anything to save")
             if now - mine.asked > grace_s and mine.cause != TIME_OVER:
                 self.end(
                     RESUME_STATUS,
-                    f"{STAGES[mine.stage]} did not end within {grace_s:g} s of the request to stop: ended; --run.resume"
-                    " auto goes on from the last checkpoint",
+                    f"{PHASES[mine.phase]} did not end within {grace_s:g} s of the request to stop: ended; --run.resume"
+                    " auto continues from the last checkpoint",
                 )
         if self.dead is None:
-            self.dead, self.dead_since = _dead_rank(self.board), now
+            self.dead, self.dead_since = _dead_rank(self.shared), now
         elif now - self.dead_since > 2 * _FOLLOW_SECONDS:
-            self.end(self.dead[1], _blame(self.board, self.dead))
-        entries = [self.board.entries[rank] for rank in self.running()]
+            self.end(self.dead[1], _blame(self.shared, self.dead))
+        entries = [self.shared.entries[rank] for rank in self.running()]
         stalled = [entry.stalled for entry in entries if entry.stalled]
         # Ranks wait for each other: one that is alive keeps the others from being stalled.
         signs = min(max(entry.beat for entry in entries), min(entry.tick for entry in entries))
-        if mine.stage and mine.stall_s and now - max(signs, self.awake) > mine.stall_s and not stalled:
+        if mine.phase and mine.stall_s and now - max(signs, self.awake) > mine.stall_s and not stalled:
             mine.stalled = now
             stalled = [now]
         if stalled:
-            self.tell_stall(min(stalled))
+            self.report_stall(min(stalled))
 
     def running(self) -> list[int]:
-        """The ranks of this machine that have not ended, this one among them. An older entry is of a run that met at
-        the same port, and one that runs there now may have written to this rank's."""
-        entries = enumerate(self.board.entries)
-        mine = self.board.rank
+        """The ranks of this machine that have not ended, this one included. An older entry belongs to an earlier run at
+        the same port; one that runs there now may have written to this rank's entry."""
+        entries = enumerate(self.shared.entries)
+        mine = self.shared.rank
         return [r for r, e in entries if r == mine or (e.status == RUNNING and e.tick > self.mine.started)]
 
-    def tell_stall(self, since: float) -> NoReturn:
-        """Print where this rank stands, and on one rank of the machine which is behind; then end resumably."""
-        mine, entries, minutes = self.mine, self.board.entries, (since - self.mine.beat) / 60
+    def report_stall(self, since: float) -> NoReturn:
+        """Print where this rank stands, and on one rank of the machine which rank is behind; then end resumably."""
+        mine, entries, minutes = self.mine, self.shared.entries, (since - self.mine.beat) / 60
         stopped = _state(self.pid) in "tT"
         stack = [] if stopped else self.stack(since + _STACK_SECONDS)
         waits = any(_COLLECTIVE.search(line) for line in stack[:_INNERMOST])
         mine.behind = 3 if stopped else 2 if not stack else 0 if waits else 1
-        doing = "is stopped (SIGSTOP)" if stopped else "waits for other ranks" if waits else "does not go on"
+        doing = "is stopped (SIGSTOP)" if stopped else "waits for other ranks" if waits else "makes no progress"
         place = f"{doing} in {_where(mine)}, {minutes:.1f} minutes without a sign of life"
-        _say(self.board, "\n".join([place, *stack]))
+        _say(self.shared, "\n".join([place, *stack]))
         ranks = self.running()
         time.sleep(max(0.0, since + _VERDICT_SECONDS - time.monotonic()))
         mine.tick = time.monotonic()
@@ -235,14 +235,14 @@ class _Watcher:
             if entries[rank].tick < since:  # its watcher is stopped as well
                 entries[rank].behind = _STOPPED_WITH_WATCHER
         worst = max(ranks, key=lambda rank: (entries[rank].behind, -entries[rank].beat))
-        if self.board.rank == min(rank for rank in ranks if entries[rank].behind < _STOPPED_WITH_WATCHER):
+        if self.shared.rank == min(rank for rank in ranks if entries[rank].behind < _STOPPED_WITH_WATCHER):
             _say(
-                self.board,
-                f"run.stall_minutes {mine.stall_s / 60:g}: no rank goes on; rank {worst} is behind, in"
-                f" {_where(entries[worst])}: the run is ended, --run.resume auto goes on from the last checkpoint",
+                self.shared,
+                f"run.stall_minutes {mine.stall_s / 60:g}: no rank makes progress; rank {worst} is behind, in"
+                f" {_where(entries[worst])}: the run is ended, --run.resume auto continues from the last checkpoint",
             )
         else:
-            time.sleep(_LOOK_SECONDS)  # so that the verdict is spoken before a launcher sees a rank end
+            time.sleep(_LOOK_SECONDS)  # so that the verdict is printed before a launcher sees a rank end
         for rank in ranks:
             if entries[rank].behind == _STOPPED_WITH_WATCHER:
                 with suppress(OSError):
@@ -257,16 +257,15 @@ class _Watcher:
             self.mine.tick = time.monotonic()
             time.sleep(0.1)
             text = os.pread(self.stacks, 1 << 20, 0).decode(errors="replace")
-            # That thread, which has received the signal, comes last.
+            # The thread that received the signal comes last.
             if found := text.partition("Current thread")[2]:
                 return found.splitlines()[1:]
         return []
 
     def end(self, status: int, why: str) -> NoReturn:
         if why:
-            _say(self.board, why)
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+            _say(self.shared, why)
+        kill([self.pid])
         self.leave(status)
 
     def leave(self, status: int) -> NoReturn:
@@ -274,19 +273,19 @@ class _Watcher:
         # The first look may have been before another rank began; see `_dead_rank`.
         self.mine.tick, self.mine.status = time.monotonic(), status
         _end_descendants(time.monotonic() + (_LEFTOVER_SECONDS if status == 0 else 0.0))
-        self.board.forget_file()
+        self.shared.forget_file()
         unlink_buffers(all_ranks=status != 0)
-        if self.board.rank == 0:
-            _tell(str(status))
+        if self.shared.rank == 0:
+            _write_status(str(status))
         os._exit(status)
 
 
-def _where(entry: Entry) -> str:
+def _where(entry: RankStatus) -> str:
     beats = f", after {entry.beats} decode steps or micro-batches" if entry.beats else ""
-    return f"{STAGES[entry.stage]} (step {entry.step}{beats})"
+    return f"{PHASES[entry.phase]} (step {entry.step}{beats})"
 
 
-def _tell(status: str) -> None:
+def _write_status(status: str) -> None:
     """Write to the file that training_scripts/launch.sh asks for: launchers do not end with the status of a run."""
     if path := os.environ.get("HYBRID_GRPO_STATUS"):
         with suppress(OSError):
@@ -294,28 +293,15 @@ def _tell(status: str) -> None:
 
 
 def _end_descendants(patience: float) -> None:
-    """Kill all processes below this one, once the time `patience` has come."""
+    """Kill all descendants of this process, once the time `patience` has come."""
     deadline = max(time.monotonic(), patience) + 10.0
-    while (pids := _descendants(os.getpid())) and time.monotonic() < deadline:
-        for pid in pids if time.monotonic() >= patience else ():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    while (pids := descendants(os.getpid())) and time.monotonic() < deadline:
+        if time.monotonic() >= patience:
+            kill(pids)
         time.sleep(0.02)
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-
-
-def _descendants(pid: int) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and (stat := _stat(int(entry))):
-            children.setdefault(int(stat[1]), []).append(int(entry))
-    found, below = [], [pid]
-    while below:
-        below = [child for parent in below for child in children.get(parent, ())]
-        found += below
-    return found
 
 
 def _stat(pid: int) -> list[str]:

@@ -20,8 +20,8 @@ import pytest
 from reward_helpers import in_time
 from warm_python import programs
 
+from hybrid_grpo.commands.serve_reward import _check_place
 from hybrid_grpo.config import RewardConfig, ServeOptionsConfig, ServeRewardConfig, build
-from hybrid_grpo.config.checks import check_serve
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.rewards.loader import load_rewards
@@ -371,7 +371,7 @@ MISTAKES = {
 def test_mistakes_are_refused(name):
     serve, functions, says = MISTAKES[name]
     with pytest.raises(UserError, match=says):
-        check_serve(build(ServeRewardConfig, {"rewards": functions, "serve": serve}))
+        _check_place(build(ServeRewardConfig, {"rewards": functions, "serve": serve}))
 
 
 def test_a_port_in_use_is_one_line_and_status_2(folder, server):

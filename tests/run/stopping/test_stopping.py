@@ -18,8 +18,9 @@ from hybrid_grpo.config import RunConfig
 from hybrid_grpo.config.errors import RunInterrupted
 from hybrid_grpo.config.fields import duration_seconds
 from hybrid_grpo.records.json_lines import read_jsonl
-from hybrid_grpo.run.stopping import leftovers, stopping, watcher
-from hybrid_grpo.run.stopping.board import TIME_OVER, Board
+from hybrid_grpo.run.stopping import leftovers, watcher
+from hybrid_grpo.run.stopping import progress as progresses
+from hybrid_grpo.run.stopping.status import TIME_OVER, SharedStatus
 
 TRAIN = ("train", "--config", "train.yaml", "--run.resume", "auto")
 LIMIT_S = 120.0
@@ -168,8 +169,8 @@ def test_the_recipes_pass_signals_on_and_end_with_the_status_of_the_run(tmp_path
 ])  # fmt: skip
 def test_an_exchange_that_a_dead_rank_breaks_is_not_a_fault_of_this_one(says, status, capfd):
     """Outside of the collectives' own code: where a gather that was begun before is waited for."""
-    board = Board(0, 2)
-    other = board.entries[1]
+    shared = SharedStatus(0, 2)
+    other = shared.entries[1]
     other.status, other.tick = 75, time.monotonic()
 
     def work():
@@ -177,23 +178,23 @@ def test_an_exchange_that_a_dead_rank_breaks_is_not_a_fault_of_this_one(says, st
 
     if status is None:
         with pytest.raises(RuntimeError, match=says):
-            watcher._outcome(work, board)
+            watcher._outcome(work, shared)
     else:
-        assert watcher._outcome(work, board) == status
+        assert watcher._outcome(work, shared) == status
         assert "ended in starting, because rank 1 has ended with status 75" in capfd.readouterr().err
 
 
 def test_a_rank_that_dies_before_its_watcher_has_looked_twice_is_noticed():
     """It began before this one did, and both have met since."""
-    board = Board(0, 2)
-    other = board.entries[1]
-    other.tick, board.mine.started = time.monotonic(), time.monotonic()
+    shared = SharedStatus(0, 2)
+    other = shared.entries[1]
+    other.tick, shared.mine.started = time.monotonic(), time.monotonic()
     pid = os.fork()
     if not pid:
-        board.rank, board.mine = 1, other
-        watcher._Watcher(board, 0, [], 0).leave(137)
+        shared.rank, shared.mine = 1, other
+        watcher._Watcher(shared, 0, [], 0).leave(137)
     os.waitpid(pid, 0)
-    assert watcher._dead_rank(board) == (1, 137)
+    assert watcher._dead_rank(shared) == (1, 137)
 
 
 STARTING = """
@@ -252,13 +253,13 @@ def test_what_killed_runs_left_in_shared_memory_goes_with_the_next_start(monkeyp
 
 SUSPENDED = """
 import os, signal, sys, time
-from hybrid_grpo.run.stopping.board import this_board
+from hybrid_grpo.run.stopping.status import own_status
 from hybrid_grpo.run.stopping.watcher import watched
 
 def work():
     print(os.getpid(), flush=True)
     sys.stdin.readline()
-    return 3 if this_board().mine.asked else 0
+    return 3 if own_status().mine.asked else 0
 
 watched(work)
 """
@@ -293,29 +294,29 @@ def test_what_is_no_time(text):
 
 
 def test_progress_stops_at_its_time_and_at_stop_points_and_without_a_run_never(monkeypatch):
-    now, board = [1000.0], Board()
-    monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(stopping, "this_board", lambda: board)
-    monkeypatch.setattr(Board, "listen", lambda self, stops: None)
-    progress = stopping.Progress(RunConfig(stop_after="1h", stall_minutes=2.0))
+    now, shared = [1000.0], SharedStatus()
+    monkeypatch.setattr(progresses.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progresses, "own_status", lambda: shared)
+    monkeypatch.setattr(SharedStatus, "listen", lambda self, stops: None)
+    progress = progresses.Progress(RunConfig(stop_after="1h", stall_minutes=2.0))
     progress.expect_saving(100.0)
-    assert (board.mine.grace_s, board.mine.stall_s) == (120.0, 120.0)
+    assert (shared.mine.grace_s, shared.mine.stall_s) == (120.0, 120.0)
     now[0] += 3600.0
     progress.enter("scoring", 7)
     progress.look()
-    assert (board.mine.step, board.mine.beats, progress.asked(), progress.stops()) == (7, 1, False, False)
+    assert (shared.mine.step, shared.mine.beats, progress.asked(), progress.stops()) == (7, 1, False, False)
     now[0] += 1.0
     progress.enter("sampling")
-    assert board.mine.step == 7, "a stage that names no step belongs to that of the one before"
+    assert shared.mine.step == 7, "a stage that names no step belongs to that of the one before"
     for at_stop_point in (progress.look, lambda: progress.enter("update", 8)):
         with pytest.raises(RunInterrupted):
             at_stop_point()
-    assert progress.stops() and board.mine.cause == TIME_OVER and progress.why() == "run.stop_after is over"
+    assert progress.stops() and shared.mine.cause == TIME_OVER and progress.why() == "run.stop_after is over"
     # What the user says is not changed by what saving is expected to take, and what was asked before is forgotten.
-    stopping.Progress(RunConfig(grace_s=5.0)).expect_saving(100.0)
-    assert (board.mine.grace_s, board.mine.asked, board.mine.cause) == (5.0, 0.0, 0)
-    unwatched = stopping.Progress()
-    unwatched._board.ask(signal.SIGTERM)
+    progresses.Progress(RunConfig(grace_s=5.0)).expect_saving(100.0)
+    assert (shared.mine.grace_s, shared.mine.asked, shared.mine.cause) == (5.0, 0.0, 0)
+    unwatched = progresses.Progress()
+    unwatched._shared.ask(signal.SIGTERM)
     unwatched.enter("update", 1)
     assert unwatched.asked() and not unwatched.stops() and unwatched.why() == "SIGTERM"
 
@@ -328,8 +329,8 @@ def test_progress_stops_at_its_time_and_at_stop_points_and_without_a_run_never(m
 ])  # fmt: skip
 def test_a_rank_is_dead_that_ended_badly_or_whose_watcher_is_gone(monkeypatch, status, lives, found):
     monkeypatch.setattr(watcher, "_lives", lambda pid: lives)
-    board = Board(0, 2)
-    board.mine.started, board.entries[1].status = 5.0, status
-    assert watcher._dead_rank(board) is None, "what it says is of an earlier run"
-    board.entries[1].tick = 6.0
-    assert watcher._dead_rank(board) == found
+    shared = SharedStatus(0, 2)
+    shared.mine.started, shared.entries[1].status = 5.0, status
+    assert watcher._dead_rank(shared) is None, "what it says is of an earlier run"
+    shared.entries[1].tick = 6.0
+    assert watcher._dead_rank(shared) == found

@@ -1,6 +1,6 @@
 """Stopping a run so that nothing is lost: who asks for it, and where all ranks agree on it.
 
-Signals and the watcher (watcher.py) only ask one rank. Ranks ask each other at stop points, between the stages of a
+Signals and the watcher (watcher.py) only ask one rank. Ranks ask each other at stop points, between the phases of a
 step, and while they sample each one looks for itself after every decode step. So all leave at the same place, and none
 waits for another that has left.
 """
@@ -15,10 +15,10 @@ from hybrid_grpo.config import RunConfig
 from hybrid_grpo.config.errors import RunInterrupted
 from hybrid_grpo.config.fields import duration_seconds
 from hybrid_grpo.model.ranks import all_reduce
-from hybrid_grpo.run.stopping.board import LAUNCHER_GONE, TIME_OVER, Board, this_board
+from hybrid_grpo.run.stopping.status import LAUNCHER_GONE, TIME_OVER, SharedStatus, own_status
 
 _ABANDONED_AT = ("scoring", "old_logp", "update")
-"""Stages before which a step can be abandoned: until then it has changed nothing but what is saved before it."""
+"""Phases before which a step can be abandoned: until then it has changed nothing but what is saved before it."""
 
 _GRACE_S = 20.0
 """To reach a point where a run can stop, and to save a small model."""
@@ -29,7 +29,7 @@ class Progress:
     exchange numbers on `device`."""
 
     def __init__(self, config: RunConfig | None = None, device: torch.device | None = None) -> None:
-        self._board = Board() if config is None else this_board()
+        self._shared = SharedStatus() if config is None else own_status()
         self._device = device
         self._step = 0
         self._limit_s = self._start = float("inf")
@@ -37,38 +37,38 @@ class Progress:
         self._derives_grace = False
         if config is None:
             return
-        mine = self._board.mine
+        mine = self._shared.mine
         self._derives_grace = config.grace_s is None
         mine.grace_s, mine.stall_s = config.grace_s or _GRACE_S, config.stall_minutes * 60
         self._limit_s = duration_seconds(config.stop_after) if config.stop_after else float("inf")
         self._start = mine.started or time.monotonic()
         if mine.watcher:
             # All ranks of the machine share the memory by now; the file would outlive watchers that are killed.
-            self._board.forget_file()
+            self._shared.forget_file()
             return
         mine.asked = mine.cause = 0
         if threading.current_thread() is threading.main_thread():
-            self._board.listen([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+            self._shared.listen([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 
     def expect_saving(self, seconds: float) -> None:
         """Give a stop the time that saving is expected to take, unless `run.grace_s` is set."""
         if self._derives_grace:
-            self._board.mine.grace_s = _GRACE_S + seconds
+            self._shared.mine.grace_s = _GRACE_S + seconds
 
-    def enter(self, stage: str, step: int | None = None) -> None:
-        """Note the stage that begins, and the step (default: as before). Before scoring and training this is a stop
+    def enter(self, phase: str, step: int | None = None) -> None:
+        """Note the phase that begins, and the step (default: as before). Before scoring and training this is a stop
         point: collective, raises RunInterrupted on all ranks alike."""
         self._step = self._step if step is None else step
-        self._board.enter(stage, self._step)
-        if stage in _ABANDONED_AT and self.stops():
+        self._shared.enter(phase, self._step)
+        if phase in _ABANDONED_AT and self.stops():
             raise RunInterrupted("stopped")
 
     def beat(self) -> None:
-        self._board.beat()
+        self._shared.beat()
 
     def look(self) -> None:
         """Note a sign of life; raises RunInterrupted on this rank alone if it was asked to stop."""
-        self._board.beat()
+        self._shared.beat()
         if self.asked():
             raise RunInterrupted("stopped")
 
@@ -78,11 +78,11 @@ class Progress:
         return self._watched and bool(all_reduce(asked, "max"))
 
     def why(self) -> str:
-        cause = int(all_reduce(torch.tensor(self._board.mine.cause, device=self._device), "max"))
+        cause = int(all_reduce(torch.tensor(self._shared.mine.cause, device=self._device), "max"))
         named = {LAUNCHER_GONE: "the launcher has ended", TIME_OVER: "run.stop_after is over"}
         return named.get(cause) or signal.Signals(cause).name
 
     def asked(self) -> bool:
         if time.monotonic() > self._start + self._limit_s:
-            self._board.ask(TIME_OVER)
-        return bool(self._board.mine.asked)
+            self._shared.ask(TIME_OVER)
+        return bool(self._shared.mine.asked)

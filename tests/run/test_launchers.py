@@ -15,7 +15,7 @@ from paths import ROOT
 from warm_python import programs
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.config.launching import adopt_rank
+from hybrid_grpo.run.launchers import adopt_rank
 
 SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
 MPIRUN = {

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from hybrid_grpo.run.stopping import watcher
-from hybrid_grpo.run.stopping.board import Board, shared_board
+from hybrid_grpo.run.stopping.status import SharedStatus, shared_status
 
 
 @pytest.mark.parametrize(
@@ -14,15 +14,15 @@ from hybrid_grpo.run.stopping.board import Board, shared_board
 def test_the_board_is_of_the_ranks_that_the_environment_describes(monkeypatch, rank, world, ranks):
     for name, value in {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "here", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    board = shared_board()
-    assert (len(board.entries), board.rank) == (ranks, int(rank) if ranks > 1 else 0)
+    shared = shared_status()
+    assert (len(shared.entries), shared.rank) == (ranks, int(rank) if ranks > 1 else 0)
 
 
 @pytest.mark.parametrize("depth", [0, 20])
 @pytest.mark.parametrize("file, blames", [("lib/torch/distributed/c10d.py", True), ("lib/torch/nn/linear.py", False)])
 def test_an_exchange_that_fails_is_blamed_on_the_rank_that_is_dead(monkeypatch, capsys, depth, file, blames):
     """However deep in the program it was begun."""
-    monkeypatch.setattr(watcher, "_dead_rank", lambda board: (1, 137))
+    monkeypatch.setattr(watcher, "_dead_rank", lambda shared: (1, 137))
     inner = {}
     exec(compile("def fail():\n    raise RuntimeError('no answer')", file, "exec"), inner)
 
@@ -31,9 +31,9 @@ def test_an_exchange_that_fails_is_blamed_on_the_rank_that_is_dead(monkeypatch, 
 
     if not blames:
         with pytest.raises(RuntimeError, match="no answer"):
-            watcher._outcome(work, Board())
+            watcher._outcome(work, SharedStatus())
         return
-    assert watcher._outcome(work, Board()) == 137
+    assert watcher._outcome(work, SharedStatus()) == 137
     assert "because rank 1 has ended with status 137" in capsys.readouterr().err
 
 
@@ -45,5 +45,5 @@ def test_a_run_at_the_same_port_that_ends_this_rank_s_entry_ends_no_watcher():
         for status, tick in ((1, 12.0), (watcher.RUNNING, 11.0), (watcher.RUNNING, 9.0))
     )
     watching = watcher._Watcher.__new__(watcher._Watcher)
-    watching.board, watching.mine = SimpleNamespace(rank=0, entries=[mine, other, older]), mine
+    watching.shared, watching.mine = SimpleNamespace(rank=0, entries=[mine, other, older]), mine
     assert watching.running() == [0, 1]

@@ -1,4 +1,4 @@
-"""Where settings point: files and folders on this machine, names on the hub, and shares of several ranks."""
+"""Sources that settings name: files and folders on this machine, or names on the hub."""
 
 import os
 import re
@@ -38,9 +38,3 @@ def check_model_folder(setting: str, model: str) -> None:
             not (Path(model) / "config.json").is_file(),
             f"{setting} {model} is not a model folder: it has no config.json",
         )
-
-
-def refuse_indivisible(name: str, value: int, divisor: int, why: str) -> None:
-    """Refuse a number that does not divide evenly, with the nearest one that does."""
-    nearest = max(divisor, round(value / divisor) * divisor)
-    refuse(value % divisor != 0, f"{name} {value} does not divide by {why} = {divisor}: the nearest value is {nearest}")

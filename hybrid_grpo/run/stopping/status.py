@@ -15,25 +15,25 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-STAGES = ("starting", "sampling", "scoring", "old_logp", "update", "evaluation", "saving", "export")
+PHASES = ("starting", "sampling", "scoring", "old_logp", "update", "evaluation", "saving", "export")
 RUNNING = -1
-"""`Entry.status` of a rank that has not ended."""
+"""`RankStatus.status` of a rank that has not ended."""
 LAUNCHER_GONE, TIME_OVER = 101, 102
-"""`Entry.cause` where no signal has asked: the launcher has ended, `run.stop_after` is over."""
+"""`RankStatus.cause` where no signal has asked: the launcher has ended, `run.stop_after` is over."""
 
 
-class Entry(ctypes.Structure):
+class RankStatus(ctypes.Structure):
     """The state of one rank. Numbers are 0 until they are known."""
 
     watcher: int  # process id of the watcher
     started: float  # when the watcher began
     tick: float  # when the watcher last looked after its rank
     status: int  # exit status of the rank, or RUNNING
-    stage: int  # index into STAGES
-    entered: float  # when that stage began
+    phase: int  # index into PHASES
+    entered: float  # when that phase began
     step: int  # step of the run
-    beat: float  # the last sign of life in the stage
-    beats: int  # signs of life in the stage: decode steps, micro-batches
+    beat: float  # the last sign of life in the phase
+    beats: int  # signs of life in the phase: decode steps, micro-batches
     asked: float  # when the rank was asked to stop
     cause: int  # the signal that asked; or LAUNCHER_GONE, TIME_OVER
     grace_s: float  # time to stop in
@@ -43,15 +43,15 @@ class Entry(ctypes.Structure):
 
 
 _TYPES: dict[object, Any] = {int: ctypes.c_int64, float: ctypes.c_double}
-Entry._fields_ = [(name, _TYPES[kind]) for name, kind in Entry.__annotations__.items()]
+RankStatus._fields_ = [(name, _TYPES[kind]) for name, kind in RankStatus.__annotations__.items()]
 
 
-class Board:
+class SharedStatus:
     """The entries of a run's ranks; those of other machines stay empty. `path` is the file in memory that the processes
-    share; without one the board is that of this process and its forks."""
+    share; without one it is that of this process and its forks."""
 
     def __init__(self, rank: int = 0, world: int = 1, path: Path | None = None) -> None:
-        size = world * ctypes.sizeof(Entry)
+        size = world * ctypes.sizeof(RankStatus)
         if path is None:
             memory = mmap.mmap(-1, size)
         else:
@@ -63,9 +63,9 @@ class Board:
             finally:
                 os.close(file)
         self.path, self.rank = path, rank
-        self.entries = (Entry * world).from_buffer(memory)
-        self.mine: Entry = self.entries[rank]
-        ctypes.memset(ctypes.byref(self.mine), 0, ctypes.sizeof(Entry))
+        self.entries = (RankStatus * world).from_buffer(memory)
+        self.mine: RankStatus = self.entries[rank]
+        ctypes.memset(ctypes.byref(self.mine), 0, ctypes.sizeof(RankStatus))
         self.mine.status = RUNNING
 
     def forget_file(self) -> None:
@@ -73,9 +73,9 @@ class Board:
         if self.path is not None:
             self.path.unlink(missing_ok=True)
 
-    def enter(self, stage: str, step: int) -> None:
+    def enter(self, phase: str, step: int) -> None:
         now = time.monotonic()
-        self.mine.stage, self.mine.step, self.mine.entered = STAGES.index(stage), step, now
+        self.mine.phase, self.mine.step, self.mine.entered = PHASES.index(phase), step, now
         self.mine.beat, self.mine.beats = now, 0
 
     def beat(self) -> None:
@@ -101,31 +101,31 @@ class Board:
             signal.signal(number, hear)
 
 
-def shared_board() -> Board:
-    """The board of the ranks that the environment describes."""
+def shared_status() -> SharedStatus:
+    """The status of the ranks that the environment describes."""
     rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "1")
     if world == "1" or not rank.isdecimal() or not world.isdecimal() or not int(rank) < int(world) <= 1 << 16:
-        return Board()
+        return SharedStatus()
     # Containers may share memory without seeing each other's processes.
     meeting = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
     name = repr((os.getuid(), os.readlink("/proc/self/ns/pid"), *meeting))
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
     path = Path(folder, f"hybrid_grpo_{os.getuid()}_{hashlib.sha256(name.encode()).hexdigest()[:16]}")
     try:
-        return Board(int(rank), int(world), path)
+        return SharedStatus(int(rank), int(world), path)
     except OSError:  # no memory, or not ours: each rank is watched alone
-        return Board()
+        return SharedStatus()
 
 
-_of_this_process: list[Board] = []
+_of_this_process: list[SharedStatus] = []
 
 
-def this_board() -> Board:
-    """The board of this process: its watcher's, or one of its own where it has no watcher."""
+def own_status() -> SharedStatus:
+    """The status that this process shares with its watcher, or its own where it has no watcher."""
     if not _of_this_process:
-        _of_this_process.append(Board())
+        _of_this_process.append(SharedStatus())
     return _of_this_process[0]
 
 
-def set_board(board: Board) -> None:
-    _of_this_process[:] = [board]
+def set_own_status(shared: SharedStatus) -> None:
+    _of_this_process[:] = [shared]
