@@ -2,8 +2,8 @@
 
 No other module imports deepspeed. Three hazards decide how it is used here:
 
-- The inference kernels that the hybrid engine injects do not run on transformers 5. The engine is told that it has
-  none, and decoding reads the weights through a view (model/view.py).
+- The inference kernels that the hybrid engine injects do not run on transformers 5. They are turned off, and decoding
+  reads the weights through a view (model/view.py).
 - `memory_efficient_linear` would replace `torch.nn.functional.linear` in the whole process, make decoding several times
   slower and round differently. It is off.
 - The engine averages gradients over ranks. Losses here are already divided by global counts, so `backward` multiplies
@@ -75,7 +75,7 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
     if "RANK" not in os.environ:
         form_group_of_one()
     # Compile kernels with this environment's ninja even if the environment is not activated: two versions of ninja
-    # disagree on what is up to date, and would each compile everything again.
+    # disagree on what is up to date, and each would compile everything again.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     OpBuilder.jit_load = one_at_a_time(OpBuilder.jit_load)
     accelerator = get_accelerator()
@@ -92,7 +92,7 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
         backend, timeout = accelerator.communication_backend_name(), timedelta(minutes=timeout_minutes)
         deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=timeout)
         if not on_cpu:
-            # NCCL starts with the first collective: what it lacks is said here.
+            # NCCL starts with the first collective: what it lacks is reported here.
             all_reduce(torch.zeros(1, device=accelerator.current_device_name()))
     if on_cpu:
         release_shared_memory()
@@ -123,7 +123,7 @@ def policy_config(policy: PolicyConfig, engine: EngineConfig) -> dict[str, Any]:
 
 
 def check_config(policy: PolicyConfig, engine: EngineConfig) -> None:
-    """Raise `UserError` where DeepSpeed refuses the configuration of the policy."""
+    """Raise UserError where DeepSpeed refuses the configuration of the policy."""
     config = policy_config(policy, engine)
     name = str(config["optimizer"].get("type"))
     if name.lower() not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, name):
@@ -173,12 +173,11 @@ def sharded_loading(config: dict[str, Any]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The outcome of an optimizer step."""
+    """The outcome of an optimizer step: the global gradient norm before clipping, and whether the weights changed; if
+    the norm is not finite, all ranks skip the step."""
 
     grad_norm: float
-    """Global gradient norm before clipping; not finite if the step was skipped."""
     applied: bool
-    """False if the gradient was not finite: then no rank stepped."""
 
 
 class Engine:
@@ -228,7 +227,7 @@ class Engine:
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of `loss`, which is this rank's part of a sum over all ranks."""
-        # The factor undoes the engine's averaging over ranks; see the module's docstring.
+        # The factor undoes the engine's averaging over ranks.
         self.engine.backward(loss * world_size(), scale_wrt_gas=False)
 
     def step(self, lr: float) -> StepResult:
@@ -240,7 +239,7 @@ class Engine:
         return StepResult(float("nan") if norm is None else float(norm), self.engine.was_step_applied())
 
     def _clip_gradients(self) -> None:
-        """Clips and checks gradients: without ZeRO, in float32, the engine neither reports the norm nor checks it."""
+        # Without ZeRO, in float32, the engine neither reports the norm nor checks it.
         parameters = [p for p in self.engine.module.parameters() if p.grad is not None]
         norm = nn.utils.clip_grad_norm_(parameters, self.engine.gradient_clipping())
         self.engine._global_grad_norm = norm
@@ -253,15 +252,15 @@ class Engine:
     def generation(self) -> Iterator[Any]:
         """Yields the policy for decoding: a plain module with whole weights, without hooks, in eval mode.
 
-        All ranks enter and leave together; nothing in between waits for another rank. An error on one rank becomes an
-        error on all ranks at the end, and so do RunInterrupted and RunStopped.
+        All ranks enter and leave together; nothing in between waits for another rank. At the end, an error on one rank
+        becomes an error on all, and so do RunInterrupted and RunStopped.
         """
         if self._generating:
             raise RuntimeError("generation() is already open: it does not nest")
         start = time.perf_counter()
         if self.stage == 3:
-            # Free parameters that prefetching left gathered: the cache can use the memory. (The engine's own method of
-            # this name also collects garbage, which costs more than a whole rollout of a small model.)
+            # Free parameters that prefetching left gathered, for the cache. (The engine's own method of this name also
+            # collects garbage, which takes longer than a whole rollout of a small model.)
             self.engine.optimizer.empty_partition_cache()
             get_accelerator().empty_cache()
         self._generating = True
@@ -282,9 +281,9 @@ class Engine:
             anywhere = int(all_reduce(outcome, "max"))
             self.release_s, self.wait_s = end - start, time.perf_counter() - end
             if anywhere >= _FAILED and here < _FAILED:
-                raise RuntimeError(f"generation failed on rank {anywhere - _FAILED}; its own message says why")
+                raise RuntimeError(f"generation failed on rank {anywhere - _FAILED}; see that rank's message")
             if anywhere == _STOPPED and here < _STOPPED:
-                raise RunStopped("generation was stopped on another rank; its own message says why")
+                raise RunStopped("generation was stopped on another rank; see that rank's message")
             if anywhere == _INTERRUPTED and here == _DONE:
                 raise RunInterrupted("stopped")
 
@@ -306,8 +305,8 @@ class Engine:
         )
 
     def load(self, folder: Path, tag: str) -> dict[str, Any]:
-        """Read the checkpoint `folder/tag`, of any number of ranks and ZeRO stage, and return this rank's state: rank
-        0's where another number of ranks wrote it. Raises UserError where it cannot be read. Collective."""
+        """Read the checkpoint `folder/tag`, written by any number of ranks at any ZeRO stage, and return this rank's
+        state, or rank 0's if the number of ranks has changed. Raises UserError if it is unreadable. Collective."""
         saved = shards.load_state(folder / tag)
         shards.load_optimizer(folder / tag, self.engine.module, self.engine.optimizer, self.stage)
         for name, count in saved["counts"].items():
@@ -318,13 +317,8 @@ class Engine:
 class Frozen:
     """A model under ZeRO-3 that is only run forward, with its parameters in host memory. Creating one is collective.
 
-    From the second forward on, the weights of the next layers are on their way while a layer computes: the first one
-    records the order of the layers, by which DeepSpeed prefetches.
-
-    Args:
-        read: loads the model, straight into shards.
-        dtype: the type of its weights.
-        fetching: see `EngineConfig.fetching`.
+    The first forward records the order of the layers; from the second on, DeepSpeed prefetches the next layers while
+    one computes. `read` loads the model, straight into shards; for `fetching` see `EngineConfig.fetching`.
     """
 
     def __init__(self, read: Callable[[], nn.Module], dtype: str, fetching: Mapping[str, Any] | None = None) -> None:
@@ -344,10 +338,9 @@ class Frozen:
 
     @torch.no_grad()
     def blend(self, source: Engine, mix: float) -> None:
-        """Set the weights to `mix` times those of `source` plus (1 - `mix`) times their own.
+        """Set the weights to `mix` times those of `source` plus (1 - `mix`) times their own, rounded to their type.
 
-        Each rank updates its own shards, without communication. `source` is a module of the same class, at any ZeRO
-        stage; the sum is rounded to the type of the weights.
+        `source` holds a module of the same class, at any ZeRO stage. Nothing is communicated.
         """
         sources: dict[str, Any] = dict(source.engine.module.named_parameters())
         self._release()
@@ -366,10 +359,10 @@ class Frozen:
         shards.save_module(folder, _REFERENCE, self.engine.module)
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote, on any number of ranks; raises `UserError` where there is nothing."""
+        """Read what `save` wrote, on any number of ranks; raises UserError where there is nothing."""
         self._release()
         shards.load_module(folder, _REFERENCE, self.engine.module)
 
     def _release(self) -> None:
-        """Drop small weights that stay gathered between forwards, and would not follow a change of their shards."""
+        # Small weights stay gathered between forwards, and would not follow a change of their shards.
         self.engine.optimizer.empty_partition_cache()

@@ -1,5 +1,5 @@
-"""The models of a run: the policy, one set of weights that samples, scores and is trained; the frozen reference beside
-it; and the scorer, which gives one number a token and is trained alike."""
+"""The models of a run: the policy, which samples, scores and is trained; its frozen reference; and the scorer, which
+gives one number a token and is trained too."""
 
 import functools
 import math
@@ -44,14 +44,14 @@ def learning_rate(config: PolicyConfig, step: int, total: int) -> float:
 class TrainedModel:
     """A transformers model inside one DeepSpeed engine: its optimizer steps, their counts, and its export.
 
-    `load` reads the weights for a training forward with the attention that it is given; `wrap` puts around them what is
-    trained. `total_steps` are the optimizer steps of the whole run, for the learning-rate schedule. With a `lora` of
-    rank above 0, adapters are trained instead of the weights, and `seed` initialises them. The engine's view has the
-    attention `view_attention` (default: transformers' own); `keep_view`: see `View`.
+    `load` reads the weights, given the attention of the training forward; `wrap` makes of them the module to train.
+    `total_steps` are the optimizer steps of the whole run. With a `lora` of rank above 0, adapters are trained instead
+    of the weights, and `seed` initialises them. The engine's view has the attention `view_attention` (default:
+    transformers' own); for `keep_view` see `View`.
 
     Attributes:
-        lr_scale: what the schedule's learning rate is multiplied with; lower after the guard has rolled back.
-        cost: what a token costs the model in floating-point operations.
+        lr_scale: a factor of the schedule's learning rate; lower after the guard has rolled back.
+        cost: floating-point operations of a token.
     """
 
     lr_scale = 1.0
@@ -88,8 +88,7 @@ class TrainedModel:
         return token_budget(self.config, on_gpu=self.engine.device.type != "cpu", gradients=gradients)
 
     def step(self) -> StepResult:
-        """One optimizer step with the gradients of `engine.backward`. If they are not finite, all ranks skip the step
-        and count it."""
+        """One optimizer step; if the gradients are not finite, all ranks skip it and count it."""
         with record_function("stage/optimizer"):
             result = self.engine.step(self.lr)
         self.optimizer_steps += 1
@@ -102,17 +101,16 @@ class TrainedModel:
         return self.lr_scale * learning_rate(self.config, self.optimizer_steps, self.total_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that the engine's checkpoint does not contain."""
+        """The state that the engine's checkpoint lacks."""
         return {name: getattr(self, name) for name in _COUNTERS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state."""
         for name in _COUNTERS:
             setattr(self, name, state[name])
 
     def export(self, folder: Path) -> None:
         """Write weights, configuration and tokenizer in Hugging Face format. Adapters are merged into the weights, and
-        also written separately, in peft's format, to the folder `adapter/`. Collective."""
+        also written to the folder `adapter/`, in peft's format. Collective."""
         with self.engine.generation() as view:
             if rank() == 0:
                 view.save_pretrained(folder, state_dict=_untangled(view.state_dict()))
@@ -134,11 +132,11 @@ class Policy(TrainedModel):
     """A causal language model inside one DeepSpeed engine, which samples and is trained.
 
     `decoder` will sample from it (see `RolloutConfig`). With a `workspace` the memory of decoding and of gathered
-    weights is kept from rollout to rollout. The other arguments are those of `TrainedModel`.
+    weights is kept from rollout to rollout. For the other arguments see `TrainedModel`.
 
     Attributes:
         journal: keeps finished completions; set by the run.
-        turns: answers the turns of completions; None where a completion is one turn.
+        turns: answers the turns of completions; None: a completion is one turn.
     """
 
     journal: Journal | None = None
@@ -157,12 +155,7 @@ class Policy(TrainedModel):
     ) -> None:
         self.workspace = workspace
         super().__init__(
-            policy,
-            engine,
-            tokenizer,
-            total_steps,
-            lora,
-            seed,
+            *(policy, engine, tokenizer, total_steps, lora, seed),
             load=functools.partial(load_model, policy),
             wrap=LogprobModel,
             view_attention=attention_of(decoder),
@@ -181,16 +174,13 @@ class Policy(TrainedModel):
         on_step: OnStep | None = None,
         given: Mapping[int, Completion] | None = None,
     ) -> tuple[Rollout, Stats]:
-        """Sample `num_generations` completions of every prompt, but for those that are in the journal, if there is one,
-        and those `given` by the keys of their random streams (see `requests_of`). Ranks enter and leave together."""
+        """Sample `num_generations` completions of every prompt, except for those in the journal, and those `given`, by
+        the keys of their random streams (see `requests_of`). Ranks enter and leave together."""
         requests, sampling = requests_of(prompts, config, seed, step), sampling_of(config, stop_ids)
         with record_function("stage/generate"), self.engine.generation() as view:
 
             def sample(requests: list[Request], on_finish: OnFinish | None) -> Any:
-                called = on_finish, on_step
-                return complete(
-                    view, self.tokenizer, requests, sampling, config, *called, self.workspace, turns=self.turns
-                )
+                return self._complete(view, requests, sampling, config, on_finish, on_step)
 
             if self.journal is None:
                 groups, stats = complete_rest(requests, given or {}, on_finish, sample)
@@ -201,19 +191,22 @@ class Policy(TrainedModel):
     def complete(
         self, requests: list[Request], sampling: Sampling, config: RolloutConfig, on_step: OnStep | None = None
     ) -> list[list[Completion]]:
-        """Completions of requests by the policy as it is, which no journal keeps. Ranks enter and leave together."""
+        """Complete requests without the journal. Ranks enter and leave together."""
         with self.engine.generation() as view:
-            groups, _ = complete(
-                view,
-                self.tokenizer,
-                requests,
-                sampling,
-                config,
-                on_step=on_step,
-                workspace=self.workspace,
-                turns=self.turns,
-            )
+            groups, _ = self._complete(view, requests, sampling, config, None, on_step)
         return groups
+
+    def _complete(
+        self,
+        view: Any,
+        requests: list[Request],
+        sampling: Sampling,
+        config: RolloutConfig,
+        on_finish: OnFinish | None,
+        on_step: OnStep | None,
+    ) -> tuple[list[list[Completion]], Stats]:
+        task = requests, sampling, config
+        return complete(view, self.tokenizer, *task, on_finish, on_step, self.workspace, turns=self.turns)
 
     def micro_batches(
         self,
@@ -224,8 +217,8 @@ class Policy(TrainedModel):
         gradients: bool = True,
         places: Places | None = None,
     ) -> list[MicroBatch]:
-        """Rows (default: all) in micro-batches within `token_budget`, equally many on every rank; targets are the
-        completion tokens at `places` (default: all). Collective."""
+        """Rows (default: all) in micro-batches within `token_budget`, as many on every rank; targets are the completion
+        tokens at `places` (default: all). Collective."""
         rows = range(len(prompt_ids)) if rows is None else rows
         budget = self.budget(gradients)
         if self.packs:
@@ -234,8 +227,8 @@ class Policy(TrainedModel):
         return pad(prompt_ids, completion_ids, rows, budget, self.engine.device, places)
 
     def forward(self, micro: MicroBatch, temperature: float, more: HeadFunction | None = None) -> tuple[Tensor, ...]:
-        """Log-probability (differentiable) and entropy of the completion tokens, and what `more` computes of them,
-        float32 [b, T]; see `LogprobModel`. Collective."""
+        """Log-probability and entropy of the completion tokens, and what `more` computes of them, float32 [b, T]; see
+        `LogprobModel`. Collective."""
         return tuple(micro.unflatten(value_N) for value_N in self.engine(*micro.inputs, temperature, more))
 
     def learn(
@@ -245,7 +238,7 @@ class Policy(TrainedModel):
         beat: Callable[[], None],
         weight: float = 1.0,
     ) -> Iterator[tuple[Tensor, int]]:
-        """Add the gradient of `weight` times the mean cross-entropy of all completion tokens, over all ranks, a
+        """Add the gradient of `weight` times the mean cross-entropy of the completion tokens of all ranks, one
         micro-batch at a time; `beat` is called before each. Yields the mean of each that has rows, in nats, and its
         number of tokens. Collective."""
         tokens = sum(map(len, completion_ids))
@@ -266,11 +259,10 @@ class Policy(TrainedModel):
 
 
 class Scorer(TrainedModel):
-    """A model of one number a token (`ScalarModel`) inside one DeepSpeed engine, which only scores and is trained.
+    """A model of one number a token (`ScalarModel`) inside one DeepSpeed engine, which scores and is trained.
 
-    `padding` is the token that the exported classifier takes for padding, and `seed` starts a head that is new, with
-    `head_std` (see `load_scalar_model`). `setting` is the one that names the model. The other arguments are those of
-    `TrainedModel`.
+    `padding` is the token that the exported classifier takes for padding; `seed` and `head_std` initialise a head that
+    is new (see `load_scalar_model`); `setting` names the model. For the other arguments see `TrainedModel`.
     """
 
     def __init__(
@@ -309,8 +301,8 @@ class Scorer(TrainedModel):
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Write a tokenizer with the very files it was loaded from, where they can be found.
 
-    transformers 5 chooses a tokenizer's class by the model's, and the class rebuilds the tokenizer: beside a Qwen2
-    model a WordLevel vocabulary is loaded, and would be saved, as BPE.
+    transformers 5 chooses the tokenizer's class by the model's, and the class rebuilds the tokenizer: a WordLevel
+    vocabulary beside a Qwen2 model would be saved as BPE.
     """
     tokenizer.save_pretrained(folder)
     names = {*tokenizer.vocab_files_names.values(), *_TOKENIZER_FILES}
@@ -325,7 +317,7 @@ _TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_t
 
 
 def _untangled(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in separate memory, since gathered weights are slices of one buffer; tied weights stay tied."""
+    # Gathered weights are slices of one buffer; tied weights stay tied.
     copies: dict[int, Tensor] = {}
     return {
         name: copies.setdefault(tensor.data_ptr(), tensor.detach().to("cpu", copy=True))
@@ -335,10 +327,8 @@ def _untangled(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def scored(engine: Callable[..., Any], batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
-    """Log-probability of every completion token, float32 [B, T] (`shape`), 0 on padding. Collective.
-
-    `engine` runs `LogprobModel`; `batches` cover all rows, as many on every rank; `temperature` is that of sampling.
-    """
+    """Log-probability of every completion token, float32 [B, T] (`shape`), 0 on padding, by an `engine` that runs
+    `LogprobModel`; `batches` cover all rows, as many on every rank. Collective."""
     logp_BT = torch.zeros(shape, device=batches[0].input_ids_bS.device)
     for micro in batches:
         logp_N, _ = engine(*micro.inputs, temperature)
@@ -348,8 +338,8 @@ def scored(engine: Callable[..., Any], batches: list[MicroBatch], shape: tuple[i
 
 
 class Reference:
-    """The reference policy: the starting weights, or later ones of the policy, scored once per rollout. A frozen copy,
-    sharded over the ranks and kept in host memory (ZeRO-3)."""
+    """The reference policy, a frozen copy of the starting or of later weights, sharded over the ranks in host memory
+    (ZeRO-3)."""
 
     def __init__(self, policy: PolicyConfig, engine: EngineConfig) -> None:
         def read() -> LogprobModel:
@@ -362,8 +352,8 @@ class Reference:
         return scored(self.engine, batches, shape, temperature)
 
     def refresh(self, policy: engines.Engine, mix: float) -> None:
-        """Move the weights towards the policy's: to `mix` times the policy's plus (1 - `mix`) times their own (mix 1 is
-        iterative GRPO: DeepSeekMath, arXiv:2402.03300, algorithm 1)."""
+        """Set the weights to `mix` times the policy's plus (1 - `mix`) times their own (1 is iterative GRPO:
+        DeepSeekMath, arXiv:2402.03300, algorithm 1)."""
         self.engine.blend(policy, mix)
 
     def save(self, folder: Path) -> None:
@@ -372,18 +362,17 @@ class Reference:
         self.engine.save(folder)
 
     def load(self, folder: Path) -> None:
-        """Read this rank's shards from a checkpoint's folder, of any number of ranks; raises `UserError` if it has
-        none, which is so with grpo.ref_every 0."""
+        """Read what `save` wrote, on any number of ranks; raises UserError where there is nothing, as with
+        grpo.ref_every 0."""
         self.engine.load(folder)
 
 
 class UnadaptedReference(Reference):
-    """The model under a policy's adapters: the policy's own engine with the adapters off, without a second copy of the
-    weights. It never changes, so it is never refreshed, saved or loaded."""
+    """The model under a policy's adapters: the policy's own engine with the adapters off. It never changes, so it is
+    never refreshed, saved or loaded."""
 
     def __init__(self, policy: engines.Engine, adapters: Adapters) -> None:
-        self._policy = policy
-        self._adapters = adapters
+        self._policy, self._adapters = policy, adapters
 
     def logprobs(self, batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
         """See `Reference.logprobs`."""

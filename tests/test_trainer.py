@@ -20,7 +20,7 @@ from hybrid_grpo.data.packing import pack, pad
 from hybrid_grpo.data.training_prompts import TrainingPrompts
 from hybrid_grpo.engine import StepResult
 from hybrid_grpo.generation import Stats
-from hybrid_grpo.grpo.loss import load_objective, micro_batch_loss
+from hybrid_grpo.grpo.loss import micro_batch_loss
 from hybrid_grpo.grpo.minibatches import Signals
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.logprobs import LogprobModel
@@ -29,6 +29,7 @@ from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.records.step_trace import StepTrace
 from hybrid_grpo.rewards.scorer import Rewards
+from hybrid_grpo.run.inputs import load_objective
 from hybrid_grpo.trainer import Trainer
 
 P, G = 8, 2

@@ -21,7 +21,7 @@ class ToolConfig:
     """`calculator` or another built-in, `path/to/file.py:function`, or `package.module:function`; from Python also the
     function itself."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments that are the same in every call; the model is not told of them. One that holds a secret by its name is
+    """Arguments that are the same in every call; the model does not see them. One whose name is that of a secret is
     written as *** wherever the settings are."""
 
     @model_validator(mode="before")

@@ -1,8 +1,8 @@
 """Decoding on a plain module: no engine, no collective, every rank at its own pace.
 
-Here live the decode loop with its scheduler, paged cache, sampler and CUDA graphs, and the fallback through
-transformers' `generate()`. Rewards, and how weights get into the module, are the matter of other rooms, which import
-the names below, rollout.py (the configuration's `rollout` section) and, to estimate memory, cache.py and loop.py.
+The decode loop with its scheduler, paged cache, sampler and CUDA graphs, and the fallback through transformers'
+`generate()`. Other rooms import the names below, rollout.py (the configuration's `rollout` section), and modules whose
+memory they estimate.
 """
 
 from hybrid_grpo.generation.journal import Journal, complete_rest

@@ -34,15 +34,15 @@ _PROBE_TOKENS = 64
 
 @dataclass(frozen=True)
 class Geometry:
-    """Shapes and type of one token's keys and values."""
+    """Shapes and type of one token's keys and values, and how layers attend."""
 
     shapes: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
     """(heads, head_dim) of the keys and of the values of each layer."""
     dtype: torch.dtype
-    asked: tuple[tuple[float, int, float], ...] = ()
-    """(scale, window, softcap) that each layer asks of attention; see `Batch.attend`."""
+    attention: tuple[tuple[float, int, float], ...] = ()
+    """(scale, window, softcap) of each layer's attention; see `Batch.attend`."""
     reading: int = 0
-    """Bytes that a prefill takes for each token, beside the cache."""
+    """Bytes that a prefill takes for each token, in addition to the cache."""
 
     @property
     def token_bytes(self) -> int:
@@ -52,18 +52,18 @@ class Geometry:
 
     @classmethod
     def of(cls, model: Any) -> Geometry:
-        """Measured by a forward of a few tokens, since architectures name these sizes differently; raises UserError
-        where a layer attends to other keys and values than it caches."""
+        """Measured by a forward of a few tokens, since architectures name these sizes differently; raises UserError if
+        a layer attends to other keys and values than it caches."""
         seen = _Seen(type(model).__name__)
         ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=next(model.parameters()).device)
         with torch.no_grad(), MemoryTracker((*model.parameters(), *model.buffers(), ids)) as tracker:
             cached_forward(model.base_model, ids, ids, seen)
-        return cls(tuple(seen.shapes), seen.dtype, tuple(seen.asked), -(-tracker.peak // _PROBE_TOKENS))
+        return cls(tuple(seen.shapes), seen.dtype, tuple(seen.attention), -(-tracker.peak // _PROBE_TOKENS))
 
 
 def cached_forward(model: Any, ids: Tensor, positions: Tensor, batch: Any) -> Any:
-    """The output of a transformers model for new tokens (int64 [rows, n], like their positions), whose keys and values
-    go to `batch`: the cache of this forward, and the `Batch` of `routed_attention`."""
+    """The output of a transformers model for new tokens (int64 [rows, n], like their positions). `batch` is both the
+    cache of this forward and the `Batch` of `routed_attention`."""
     kind: Any = type(model)
     given = {"batch": batch, cache_keyword(kind): batch}
     return model(input_ids=ids, position_ids=positions, use_cache=True, **given)
@@ -81,7 +81,7 @@ class _Seen:
     def __init__(self, name: str) -> None:
         self.name = name
         self.shapes: list[tuple[tuple[int, int], tuple[int, int]]] = []
-        self.asked: list[tuple[float, int, float]] = []
+        self.attention: list[tuple[float, int, float]] = []
         self.dtype = torch.float32
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ class _Seen:
         return 0
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-        self.asked.append((scale, window, softcap))
+        self.attention.append((scale, window, softcap))
         attended = (key.shape[1], key.shape[3]), (value.shape[1], value.shape[3])
         if not self.shapes or attended != self.shapes[-1]:
             raise UserError(
@@ -105,12 +105,12 @@ class _Seen:
 
 
 class PagedCache:
-    """The pages of all layers, and how many sequences own each: `pages` pages, page 0 included, of `page` entries."""
+    """The pages of all layers, and how many sequences own each: `pages` of them, page 0 included, of `page` entries."""
 
     def __init__(self, geometry: Geometry, pages: int, page: int, device: torch.device) -> None:
         self.geometry, self.pages, self.page, self.device = geometry, pages, page, device
         self.prefill_tokens = PREFILL_TOKENS["cpu"]
-        """Tokens of one prefill forward that there is memory for beside the cache."""
+        """Tokens of one prefill forward that fit beside the cache."""
         self.keys = [_zeros((pages, page, *key), geometry.dtype, device) for key, _ in geometry.shapes]
         self.values = [_zeros((pages, page, *value), geometry.dtype, device) for _, value in geometry.shapes]
         self._free_all()
@@ -130,11 +130,9 @@ class PagedCache:
 
     @property
     def free(self) -> int:
-        """Number of pages without an owner."""
         return len(self._free)
 
     def pages_for(self, entries: int) -> int:
-        """Pages that so many entries need."""
         return -(-entries // self.page)
 
     def take(self, count: int) -> list[int]:
@@ -147,13 +145,13 @@ class PagedCache:
         return taken
 
     def share(self, pages: list[int]) -> None:
-        """Add an owner to pages."""
+        """Add an owner."""
         for page in pages:
             assert self._owners[page], "a page without an owner cannot be shared"
             self._owners[page] += 1
 
     def give_back(self, pages: list[int]) -> None:
-        """Remove an owner from pages; a page without owners is free again."""
+        """Remove an owner; a page without owners is free again."""
         for page in reversed(pages):
             assert self._owners[page], "a page is given back once"
             self._owners[page] -= 1
@@ -161,7 +159,6 @@ class PagedCache:
                 self._free.append(page)
 
     def copy(self, source: list[int], target: list[int]) -> None:
-        """Copy whole pages."""
         if source:
             from_, to = upload([source, target], self.device)
             for pool in self.keys + self.values:
@@ -169,10 +166,8 @@ class PagedCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, since a masked entry still enters the product with the values as 0 * entry, and may not be NaN.
-
-    In host memory numpy gets them from the system unwritten: pages that are never used take no memory.
-    """
+    # Zeros, since a masked entry still enters the product with the values as 0 * entry, and may not be NaN. In host
+    # memory numpy gets them from the system unwritten: pages that are never used take no memory.
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = int(np.prod(shape)) * torch.empty(0, dtype=dtype).element_size()
@@ -180,7 +175,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def prefill_that_fits(wish: int | None, on_gpu: bool, token_bytes: int, free: int) -> int:
-    """Tokens of one prefill: the `wish`, else the default, less on a GPU where it would take too much of `free`."""
+    """Tokens of one prefill: the `wish`, else the default, reduced on a GPU where it would take too much of `free`."""
     least = PREFILL_TOKENS["cpu"]
     tokens = wish or PREFILL_TOKENS["cuda" if on_gpu else "cpu"]
     while not wish and tokens > least and tokens * token_bytes > _PREFILL_SHARE * free:
@@ -189,7 +184,7 @@ def prefill_that_fits(wish: int | None, on_gpu: bool, token_bytes: int, free: in
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that the cache and what decodes beside it may take on the device now."""
+    """Memory that decoding may take on the device now."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         # Blocks that torch holds and no tensor uses are free too, but not those of CUDA graphs, which have pools of
@@ -206,20 +201,20 @@ def cache_for(
     cache_gb: float | None,
     device: torch.device,
     prefill_tokens: int | None,
-    beside: Callable[[int, int], int],
+    reserved: Callable[[int, int], int],
     longest: list[int],
     slots: int,
 ) -> PagedCache:
-    """Pages for `slots` sequences and their prompts at the longest, or as many as memory allows.
+    """Pages for `slots` sequences and their prompts at their longest, or as many as memory allows.
 
-    `longest` are the most tokens of each sequence, prompt included, in falling order. On a GPU what a prefill takes
-    stays free, and `beside` of the slots and the pages of the longest. Raises UserError where no sequence fits.
+    `longest` are the most tokens of each sequence, prompt included, in falling order. On a GPU, memory for a prefill
+    and what is `reserved` for the slots and the pages of the longest stay free. Raises UserError if no sequence fits.
     """
     needs = [-(-tokens // page) + 1 for tokens in longest]
     on_gpu, page_bytes = device.type == "cuda", page * geometry.token_bytes
     free = free_bytes(device)
     prefill = prefill_that_fits(prefill_tokens, on_gpu, geometry.reading, free)
-    reserve = min(prefill, sum(longest)) * geometry.reading + beside(slots, needs[0] - 1) if on_gpu else 0
+    reserve = min(prefill, sum(longest)) * geometry.reading + reserved(slots, needs[0] - 1) if on_gpu else 0
     bytes_ = int(GPU_SHARE * max(0, free - reserve) if on_gpu else free) if cache_gb is None else int(cache_gb * 2**30)
     allowed = int(bytes_ / page_bytes)
     # Two more: page 0, and the shared page in which the prompt ends.

@@ -1,9 +1,8 @@
-"""Drawing one token of each row of logits, from a random stream of the row's own.
+"""Draws one token of each row of logits, by the row's own random stream.
 
-Probabilities are integers in units of 2^-40 of the most probable token's, since the sum of integers is the same in any
-order: no draw and no filter's edge depends on how a sum was rounded. So torch and the GPU's kernel draw the same token,
-except where their exponentials differ in the last bit at the very edge of a draw. Filters keep or drop equal logits
-together.
+Probabilities are integers in units of 2^-40 of the most probable token's, since a sum of integers is the same in any
+order: no draw and no filter's edge depends on rounding. So torch and the GPU's kernel draw the same token, unless their
+exponentials differ in the last bit at the very edge of a draw. Filters keep or drop equal logits together.
 """
 
 from dataclasses import astuple, dataclass

@@ -40,9 +40,9 @@ class CpuStep:
     def __init__(self, model: Any, cache: PagedCache) -> None:
         base, head = model.base_model, model.get_output_embeddings()
         self._rotary, self._cache = base.rotary_emb, cache
-        asked = cache.geometry.asked
-        layers = zip(base.layers, cache.keys, cache.values, asked, strict=True)
-        self._layers = (_Layer * len(asked))(
+        attended = cache.geometry.attention
+        layers = zip(base.layers, cache.keys, cache.values, attended, strict=True)
+        self._layers = (_Layer * len(attended))(
             *(
                 _Layer(*_addresses(*weights(layer), keys, values), window, scale, softcap)
                 for layer, keys, values, (scale, window, softcap) in layers
@@ -55,7 +55,7 @@ class CpuStep:
         self._model = _Model(
             *_addresses(base.embed_tokens.weight, base.norm.weight, head.weight, head.bias),
             ctypes.addressof(self._layers),
-            *(len(asked), self._vocabulary, hidden, heads, kv, d, inner, cache.page),
+            *(len(attended), self._vocabulary, hidden, heads, kv, d, inner, cache.page),
             base.norm.variance_epsilon,
         )
         self._row = 2 * hidden + 2 * heads * d + 2 * kv * d + 2 * inner
@@ -63,13 +63,7 @@ class CpuStep:
         self._rope = torch.empty(0, 2 * d)
 
     def __call__(self, token_n: Tensor, table_nw: Tensor, position_n: Tensor, read: int) -> Tensor:
-        """logits_nV after each sequence was fed its token, in memory that the next call overwrites.
-
-        Args:
-            token_n, position_n: int64 [n].
-            table_nw: int32 [n, width], pages of each sequence.
-            read: pages of the longest sequence.
-        """
+        """logits_nV after each sequence's token, in memory that the next call overwrites; see `DecodeStep`."""
         entries = read * self._cache.page
         if len(self._rope) < entries:
             position = torch.arange(max(entries, 2 * len(self._rope)))

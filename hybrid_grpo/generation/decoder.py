@@ -20,8 +20,8 @@ _TOKEN, _POSITION, _COUNT, _KEY = range(4)
 class Decoder:
     """`slots` slots of sequences on the device, of at most `width` pages each; slots 0 to n - 1 are active.
 
-    `capture` captures the forwards of steps as CUDA graphs; without it they run without graphs. What chooses tokens is
-    not captured: it is a few kernels, and so the graphs serve any `sampling`.
+    `capture`, if given, captures forwards as CUDA graphs. Sampling is not captured: it is a few kernels, and so the
+    graphs serve any `sampling`.
     """
 
     lag = 0
@@ -40,7 +40,7 @@ class Decoder:
         self.begin(sampling)
 
     def begin(self, sampling: Sampling) -> None:
-        """Choose tokens as `sampling` says from now on; all slots must be free."""
+        """Sample by `sampling` from now on; all slots must be free."""
         self._captured_before = len(self._graphs or ())
         self._sampler = Sampler(sampling, self._device)
         self._seen_nV: Tensor | None = None
@@ -50,7 +50,6 @@ class Decoder:
 
     @property
     def slots(self) -> int:
-        """Most sequences that are decoded at the same time."""
         return self._state_4n.shape[1]
 
     @property
@@ -64,11 +63,8 @@ class Decoder:
         return len(self._graphs or ()) - self._captured_before
 
     def capture_all(self) -> None:
-        """Capture the forward of every number of rows, so that nothing is left to be captured later.
-
-        The largest comes first: the others then find their memory in the pool. All slots must be free, since a forward
-        runs once before its capture: its rows are padding, which writes to page 0.
-        """
+        """Capture the forward of every number of rows. All slots must be free: a forward runs once before its capture,
+        on padding, which writes to page 0. The largest comes first: the others find their memory in the pool."""
         slots, width = self._table_nw.shape
         for size in sizes_up_to(slots):
             for read in reads_up_to(width, self._follows):
@@ -114,10 +110,7 @@ class Decoder:
         return _to_host(torch.stack([row_n.double() for row_n in chosen]))
 
     def _advance(self, n: int, read: int) -> tuple[Tensor, Tensor]:
-        """Advance slots 0 to n - 1 by a token: tokens int64 [n], and their log-probabilities [n].
-
-        No sequence has more than `read` pages.
-        """
+        """Advance slots 0 to n - 1, of at most `read` pages each, by a token: int64 [n], and log-probabilities [n]."""
         logits_nV = self._forward(n, read) if self._graphs is None else self._replayed(self._graphs, n, read)
         state_4n = self._state_4n[:, :n]
         seen_nV = None if self._seen_nV is None else self._seen_nV[:n]
@@ -129,14 +122,14 @@ class Decoder:
         return token_n, logp_n
 
     def _forward(self, n: int, read: int) -> Tensor:
-        """logits_nV of slots 0 to n - 1. Changes no state but the cache, at each slot's position."""
+        """logits_nV of slots 0 to n - 1. Changes the cache alone, at each slot's position."""
         token_n, position_n, table_nw = self._state_4n[_TOKEN, :n], self._state_4n[_POSITION, :n], self._table_nw[:n]
         if self._fused is not None:
             return self._fused(token_n, table_nw, position_n, read)
         return decode_step(self._model, self.cache, token_n, table_nw, position_n, read)
 
     def _replayed(self, graphs: Graphs, n: int, read: int) -> Tensor:
-        """As `_forward`, by a graph; in memory that the next call overwrites."""
+        """`_forward` by a graph, in memory that the next call overwrites."""
         size = size_for(n, self.slots)
         # Rows that pad the graph's size write to page 0.
         self._state_4n[:, n:size] = 0
@@ -145,7 +138,7 @@ class Decoder:
         return graphs.run((size, read), partial(self._forward, size, read))[:n]
 
     def _read_for(self, pages: int) -> int:
-        """Pages that a captured forward reads where the longest sequence has `pages`: one of a few numbers."""
+        """Pages that a captured forward reads if the longest sequence has `pages`."""
         width = self._table_nw.shape[1]
         return width if self._follows else read_for(pages, width)
 
@@ -155,7 +148,7 @@ class Decoder:
 
     @staticmethod
     def read(outcome: Any) -> tuple[list[int], list[float]]:
-        """Tokens and log-probabilities of a step, by slot. Waits for the step."""
+        """Tokens and log-probabilities of a step, by slot, once it has run."""
         rows, copied = outcome
         if copied is not None:
             copied.synchronize()

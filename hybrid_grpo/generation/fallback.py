@@ -1,8 +1,8 @@
 """The fallback: completions by transformers' `generate()`, slower, for architectures that the decode loop refuses.
 
-Only the forwards and the cache are transformers'. Tokens, log-probabilities and endings come from the same sampler and
-the same random streams as in loop.py. Only texts of the same length are decoded together, without padding, which
-some recurrent layers do not ignore. A turn that has been answered is read again from the beginning.
+Only the forwards and the cache are transformers'. Tokens, log-probabilities and endings come from the sampler and the
+random streams of loop.py. Only texts of equal length are decoded together, since some recurrent layers do not ignore
+padding. After an answer the whole text is read again.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,8 +23,7 @@ from hybrid_grpo.generation.scheduler import Callbacks, Decode, OnFinish, OnStep
 
 @contextmanager
 def _no_defaults(model: Any) -> Iterator[None]:
-    """Inside, the model has an empty generation config: its own would add stop tokens, penalties and forbidden tokens
-    that nobody asked for."""
+    # The model's own generation config would add stop tokens, penalties and forbidden tokens.
     own = model.generation_config
     model.generation_config = GenerationConfig()
     try:

@@ -1,7 +1,7 @@
-"""Decode steps of our own for models that compute what Llama does: one C call on a CPU, Triton kernels on a GPU.
+"""Fused decode steps for models that compute what Llama does: one C call on a CPU, Triton kernels on a GPU.
 
-Models are tested rather than listed: a model must have exactly the parts of a Llama model, and then decodes a few
-tokens both ways; the fused step is used only if the results agree. Prefills go through the model's own forward.
+Models are tested rather than listed: one with exactly the parts of a Llama model decodes a few tokens both ways, and
+the fused step is used only if the results agree. Prefills go through the model's own forward.
 """
 
 from typing import Any
@@ -38,7 +38,7 @@ _agreed: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def fused_step(model: Any, cache: PagedCache) -> CpuStep | GpuStep | None:
-    """The fused decode step of a model whose weights are whole; None: use the model's own forward."""
+    """The fused decode step of a model whose weights are whole; None if there is none."""
     parameters = list(model.parameters())
     on_gpu = gpu.usable(*parameters)
     if not (on_gpu or usable(*parameters)) or not _looks_right(model, cache):

@@ -21,11 +21,10 @@ class GpuStep:
     def __init__(self, model: Any, cache: PagedCache) -> None:
         self._model, self._cache = model, cache
         self._ropes: dict[int, Tensor] = {}
-        """Cosines and sines of every position, [positions, 2 * d], by number of positions. CUDA graphs read them, so
-        they stay where they are."""
+        """Cosines and sines, [positions, 2 * d], by number of positions. CUDA graphs read them in place."""
 
     def __call__(self, token_n: Tensor, table_nw: Tensor, position_n: Tensor, read: int) -> Tensor:
-        """logits_nV after each sequence was fed its token; see `CpuStep`."""
+        """logits_nV after each sequence's token; see `DecodeStep`."""
         base, head, cache = self._model.base_model, self._model.get_output_embeddings(), self._cache
         step = DecodeStep(cache, table_nw, position_n, read)
         x_nD, delta_nD = embedding(token_n, base.embed_tokens.weight), None
@@ -38,7 +37,7 @@ class GpuStep:
             norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
             pools = cache.keys[index], cache.values[index]
             gpu.rotation.rotate_and_store(q, k, v, norms, epsilon, rope, position_n, table_nw, *pools)
-            scale, window, softcap = cache.geometry.asked[index]
+            scale, window, softcap = cache.geometry.attention[index]
             query = q.view(len(q), -1, 1, attention.head_dim)
             attended = step.attend_to(*pools, query, scale, window, softcap)
             delta_nD = _linear(attended.view(len(q), -1), attention.o_proj)

@@ -1,8 +1,8 @@
-"""Forwards of decode steps as CUDA graphs: one launch for a whole forward, since launching from Python would take
-longer than the GPU computes.
+"""Forwards of decode steps as CUDA graphs: one launch for a whole forward, since Python takes longer to launch its
+kernels than the GPU to run them.
 
-A graph replays with the addresses and the number of rows it was captured with. So rows are rounded up to a few sizes,
-and what a graph reads and writes must stay at the same address.
+A graph replays with the addresses and the number of rows of its capture. So rows are rounded up to a few sizes, and
+what a graph reads and writes must stay at the same address.
 """
 
 import warnings
@@ -18,10 +18,10 @@ from hybrid_grpo.config.errors import RunStopped
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 _SIZE_STEP = 64
 _ROOM = 256 << 20
-"""Bytes to be free before a capture: its parameters, the logits, and the temporaries of the largest forward."""
+"""Bytes that must be free before a capture: its parameters, the logits, and the temporaries of the largest forward."""
 SURVIVES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-"""Whether a process goes on after a capture that failed. Before torch 2.13 the allocator takes it for under way for
-good, and fails where it next gives memory back (pytorch issues 159594, 180395, 190348)."""
+"""Whether a process survives a failed capture. Before torch 2.13 the allocator believes that it is still under way, and
+fails when it next frees memory (pytorch issues 159594, 180395, 190348)."""
 
 GRAPH_BYTES = 16 << 20
 """What a captured decode step takes beside its tensors, for the parameters of its kernels. Assumed, not measured: vLLM
@@ -39,12 +39,12 @@ def size_for(rows: int, most: int) -> int:
 
 
 def sizes_up_to(most: int) -> list[int]:
-    """All sizes that `size_for` returns for up to `most` rows, the largest first."""
+    """All sizes of `size_for` for up to `most` rows, the largest first."""
     return sorted({size_for(rows, most) for rows in range(1, most + 1)}, reverse=True)
 
 
 def read_for(pages: int, most: int) -> int:
-    """Pages that a graph reads of every sequence where the longest has `pages`, if it cannot follow each."""
+    """Pages that a graph which cannot follow each length reads of every sequence, if the longest has `pages`."""
     return min(1 << (pages - 1).bit_length(), most)
 
 
@@ -60,7 +60,7 @@ def bytes_of(slots: int, reads: int, row_bytes: int) -> int:
 
 
 def capture_on(device: torch.device) -> Capture | None:
-    """What captures steps on a device, all into one new pool of memory; None where steps run as they are."""
+    """What captures steps on a device, into one new pool of memory; None where steps are not captured."""
     # A pool whose graphs are gone cannot always be opened again (vLLM issue 53682), so each decoder has its own.
     return partial(on_cuda, pool=torch.cuda.graph_pool_handle()) if device.type == "cuda" else None
 
@@ -71,7 +71,7 @@ class NoRoom(Exception):
 
 def on_cuda(step: Callable[[], Tensor], pool: Any = None) -> tuple[Replay, Tensor]:
     """Capture a step on the current device; graphs of one `pool` share their memory, since they run one at a time.
-    Raises NoRoom where it would not fit."""
+    Raises NoRoom if it would not fit."""
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
     if free < _ROOM:
@@ -82,7 +82,7 @@ def on_cuda(step: Callable[[], Tensor], pool: Any = None) -> tuple[Replay, Tenso
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = step()
     finally:
-        # Where a capture cannot begin or end, torch leaves its own stream current, and all later work would run there.
+        # After a capture that cannot begin or end, torch leaves its own stream current.
         torch.cuda.set_stream(stream)
     return graph.replay, result
 
@@ -94,7 +94,7 @@ class Graphs:
         self._capture = capture
         self._captured: dict[tuple[int, int], tuple[Replay, Tensor]] = {}
         self.usable = True
-        """False once a capture has failed: then steps run as they are, until the next call that captures anew."""
+        """False once a capture has failed: from then on steps are not captured."""
 
     def __len__(self) -> int:
         return len(self._captured)
@@ -102,8 +102,8 @@ class Graphs:
     def run(self, key: tuple[int, int], step: Callable[[], Tensor]) -> Tensor:
         """The result of `step`, in memory that the next run of the same key overwrites.
 
-        The first time for a key `step` runs as it is and is then captured; later its graph is replayed. Raises
-        RunStopped where a capture fails and the process cannot go on.
+        The first run of a key is not a graph, which is captured after it. Raises RunStopped if a capture fails and the
+        process cannot continue.
         """
         if key in self._captured:
             replay, result = self._captured[key]

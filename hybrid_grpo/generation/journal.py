@@ -1,7 +1,7 @@
-"""Finished completions of the steps that no checkpoint holds yet, so that a crash does not throw them away.
+"""Finished completions of the steps that no checkpoint covers yet, so that a crash does not lose them.
 
-A step that is made again after a crash asks for the same random streams, by which completions are known. What had been
-finished is taken from the journal; only the rest is sampled.
+A step that is repeated after a crash requests the same random streams, which identify completions: those in the journal
+are taken from there, and only the rest is sampled.
 """
 
 import json
@@ -28,12 +28,11 @@ Sample = Callable[[list[Request], OnFinish], tuple[list[list[Completion]], Stats
 
 
 class Journal:
-    """A folder with one file for each step and rank; `rank` is whose completions are written here.
+    """A folder with one file for each step and rank; this process writes the completions of `rank`.
 
-    Every rank reads the files of all, as a run may go on with another number of ranks. Where the folder cannot be
-    written, one warning says so, and nothing is kept from there on.
-
-    Completions belong to the weights that sampled them: those that were written under another `identity` are not known.
+    Every rank reads the files of all, since a run may resume on another number of ranks. If the folder cannot be
+    written, a warning is given once, and nothing more is kept. Completions belong to the weights that sampled them:
+    those of another identity (see `bind`) are ignored.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -44,7 +43,7 @@ class Journal:
         self._identity = 0
 
     def bind(self, identity: str) -> None:
-        """Keep and know from now on the completions of one `identity`: all that decides what the weights are."""
+        """Write and read the completions of one `identity` from now on: all that determines the weights."""
         self._identity, self._step = zlib.crc32(identity.encode()), None
 
     def complete(
@@ -55,25 +54,24 @@ class Journal:
         sample: Sample,
         given: Mapping[int, Completion] | None = None,
     ) -> tuple[list[list[Completion]], Stats]:
-        """As `complete_rest`, with those that are written down beside the `given` ones; what is sampled is written down
-        when it is finished."""
+        """`complete_rest`, where the completions in the journal are known too, and new ones are written to it."""
         self._turn_to(step)
         return complete_rest(requests, {**self._known, **(given or {})}, on_finish, sample, self._write)
 
     def steps(self) -> list[int]:
-        """The steps that have a file, in order."""
+        """The steps that have a file, ascending."""
         names = (_FILE.fullmatch(path.name) for path in self.folder.glob("step_*"))
         return sorted({int(name[1]) for name in names if name})
 
     def forget(self, step: int) -> None:
-        """Remove the files of all steps up to this one. For one rank, while no other samples."""
+        """Remove the files of all steps up to this one. Called on one rank, while no other samples."""
         for path in self.folder.glob("step_*"):
             name = _FILE.fullmatch(path.name)
             if name and int(name[1]) <= step:
                 path.unlink()
 
     def clear(self) -> None:
-        """Remove the folder. For one rank, while no other samples."""
+        """Remove the folder. Called on one rank, while no other samples."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _turn_to(self, step: int) -> None:
@@ -90,19 +88,15 @@ class Journal:
         self._append("\n")
 
     def _write(self, key: int, completion: Completion) -> None:
-        line = json.dumps(
-            {
-                "key": key,
-                "tokens": b64encode(np.array(completion.token_ids, "<i4").tobytes()).decode(),
-                "logp": b64encode(np.array(completion.logp, "<f8").tobytes()).decode(),
-                "finish": completion.finish,
-                "text": completion.text,
-                **({"given": completion.given} if completion.given else {}),
-                **({"messages": completion.messages} if completion.messages else {}),
-                **({"calls": completion.calls} if completion.calls else {}),
-                **({} if completion.episode is None else {"episode": asdict(completion.episode)}),
-            }
-        )
+        row = {
+            "key": key,
+            "tokens": b64encode(np.array(completion.token_ids, "<i4").tobytes()).decode(),
+            "logp": b64encode(np.array(completion.logp, "<f8").tobytes()).decode(),
+            "finish": completion.finish,
+            "text": completion.text,
+        }
+        row |= {name: value for name in ("given", "messages", "calls") if (value := getattr(completion, name))}
+        line = json.dumps(row | ({} if completion.episode is None else {"episode": asdict(completion.episode)}))
         self._append(f"{self._checksum(line)} {line}\n")
 
     def _checksum(self, text: str) -> str:
@@ -137,9 +131,9 @@ def complete_rest(
     sample: Sample,
     keep: Callable[[int, Completion], None] | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
-    """The completions of every request, in order: those that are known by the keys of their random streams, of which
-    `on_finish` hears first, and those that `sample` makes of the rest. `keep` is called with the key and the completion
-    of each that is made, when it is finished."""
+    """The completions of every request, in order: those that are `known`, by the keys of their random streams, for
+    which `on_finish` is called first, and those that `sample` adds. `keep` is called with the key and the completion of
+    each new one when it is finished."""
     groups = [[known.get(key) for key in request.keys] for request in requests]
     for index, group in enumerate(groups):
         for k, completion in enumerate(group):
@@ -169,7 +163,7 @@ def _part(request: Request, chosen: list[int]) -> Request:
 
 
 def _completion(row: dict[str, Any]) -> tuple[int, Completion]:
-    """The key and completion of a record. Raises ValueError, KeyError or TypeError where it is none."""
+    """The key and completion of a record; raises ValueError, KeyError or TypeError if it is malformed."""
     token_ids: list[int] = np.frombuffer(b64decode(row["tokens"]), "<i4").tolist()
     logp: list[float] = np.frombuffer(b64decode(row["logp"]), "<f8").tolist()
     given = tuple((place, ids) for place, ids in row.get("given", ()))

@@ -1,4 +1,4 @@
-"""The decode loop: a prompt is read (prefilled) once for its whole group, and finished sequences leave at once.
+"""The decode loop: a prompt is prefilled once for its whole group, and finished sequences leave at once.
 
 The last prompt token is not part of the prefill: it is the first token that each completion feeds to the decode step.
 So all sampling happens in one place, and a group shares its prefill without sharing any state.
@@ -43,7 +43,7 @@ PAGE = {"cpu": 32, "cuda": 256}
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and how many completions it wants."""
+    """A prompt, and the completions to sample."""
 
     prompt_ids: list[int]
     """At least one token."""
@@ -52,10 +52,9 @@ class Request:
     limits: list[int] | None = None
     """Most sampled tokens of each completion. Default: `Sampling.max_tokens` for all."""
     most: int | None = None
-    """Most tokens in all, of the prompt, sampled and given between turns; more than those of the prompt. Needed where
-    there are turns."""
+    """Most tokens in all: of the prompt, sampled and given between turns. Required where there are turns."""
     prompt: Prompt | None = None
-    """What `prompt_ids` are the tokens of, for those who answer turns."""
+    """What `prompt_ids` encode, for `Turns`."""
 
 
 @dataclass
@@ -69,21 +68,20 @@ class Stats:
     context: int = 0
     """Cache entries that these rows attended to."""
     prefills: int = 0
-    """Prompts read, again for each sequence that had been put back."""
+    """Prompts read, again for each sequence that was preempted."""
     answers: int = 0
-    """Answers between turns that were read after what was in the cache."""
+    """Answers between turns that were read on top of the cache."""
     preempted: int = 0
-    """Sequences put back because pages had run out, in decoding or while they waited."""
+    """Sequences that lost their pages, in decoding or while they waited."""
     peak_cache_bytes: int = 0
-    """Keys and values in use at the fullest moment."""
     captures: int = 0
     """Forwards captured as CUDA graphs."""
     timeline: Timeline | None = None
-    """What the decoder did from moment to moment; None where nothing was decoded, and of the fallback."""
+    """None where nothing was decoded, and from the fallback."""
 
 
 PATIENCE_S = 0.2
-"""Longest wait for the answers of turns without a look at whether the call is to end."""
+"""Longest wait for the answers of turns between two calls of `on_step`."""
 
 _geometries: WeakKeyDictionary[Any, Geometry] = WeakKeyDictionary()
 
@@ -96,7 +94,7 @@ def _prepared(model: Any) -> Geometry:
     return _geometries[model]
 
 
-def _beside(model: Any, geometry: Geometry, device: torch.device, captured: bool, slots: int, pages: int) -> int:
+def _reserved(model: Any, geometry: Geometry, device: torch.device, captured: bool, slots: int, pages: int) -> int:
     """Bytes that decoding `slots` sequences of `pages` pages takes beside the cache: logits, and graphs."""
     row_bytes = model.get_output_embeddings().weight.shape[0] * geometry.dtype.itemsize
     reads = len(reads_up_to(pages, all_follow(geometry, device)))
@@ -141,7 +139,7 @@ class _Loop:
         return self.stats
 
     def _take_answers(self) -> None:
-        """Begin the turns whose answers have come; wait for one where there is nothing else to do."""
+        """Begin the turns whose answers have come; wait for one if there is nothing else to do."""
         schedule, turns = self.schedule, self.callbacks.turns
         if turns is None or not schedule.waiting:
             return
@@ -155,7 +153,7 @@ class _Loop:
         """Fill the free slots, reading as many answers and prompts as needed."""
         schedule = self.schedule
         while True:
-            if going_on := schedule.go_on(self.prefill_tokens):
+            if going_on := schedule.resume(self.prefill_tokens):
                 self.stats.answers += len(going_on)
                 self._read([s.pages for s in going_on], [s.tokens for s in going_on], [s.position for s in going_on])
                 for sequence in going_on:
@@ -170,12 +168,12 @@ class _Loop:
             if admitted:
                 schedule.cache.copy(source, target)
                 self.decoder.insert(len(schedule.active) - len(admitted), admitted)
-            elif schedule.active or self.in_flight or not (schedule.can_start and schedule.relieve()):
+            elif schedule.active or self.in_flight or not (schedule.can_start and schedule.reclaim()):
                 return
 
     def _read(self, pages: list[list[int]], tokens: list[list[int]], starts: list[int]) -> None:
-        """Put the entries of sequences from `starts` up to all tokens but the last into the cache; those of a single
-        sequence beyond the budget in several parts."""
+        """Prefill the tokens of sequences from `starts` up to all but the last; a single sequence beyond the budget is
+        read in several parts."""
         rows = [row for row in zip(pages, tokens, starts, strict=True) if len(row[1]) - 1 > row[2]]
         longest = max((len(ids) - 1 - start for _, ids, start in rows), default=0)
         for done in range(0, longest, self.prefill_tokens):
@@ -191,10 +189,10 @@ class _Loop:
         # A sequence that reaches a limit ends with a step that is still running: wait for it.
         if any(len(s.tokens) < s.until <= s.position + 1 for s in schedule.active):
             self._drain()
-        while not schedule.make_room():
+        while not schedule.reserve():
             self._drain()
-            if not schedule.make_room():
-                schedule.put_back()
+            if not schedule.reserve():
+                schedule.preempt()
         active = schedule.active
         if not active:
             return
@@ -221,7 +219,7 @@ class _Loop:
 
 
 def sequences_of(requests: Iterable[Request], sampling: Sampling) -> list[list[Sequence]]:
-    """The sequences that each request wants, with nothing sampled yet."""
+    """The sequences of each request, with nothing sampled yet."""
     groups = []
     for index, request in enumerate(requests):
         assert request.prompt_ids and request.keys, "a prompt has tokens, a request keys"
@@ -249,8 +247,8 @@ def _decoder(
     if capture is not None:
         # Whether a fused step is right is found out here, while there is memory for it.
         fused_step(model, PagedCache(geometry, 2, page, device))
-    beside = partial(_beside, model, geometry, device, capture is not None)
-    new_cache = partial(cache_for, geometry, page, cache_gb, device, prefill_tokens, beside)
+    reserved = partial(_reserved, model, geometry, device, capture is not None)
+    new_cache = partial(cache_for, geometry, page, cache_gb, device, prefill_tokens, reserved)
     if workspace is not None and capture is not None:
         return workspace.decoder(model, sampling, longest[0], new_cache, capture)
     cache = new_cache(longest, slots)
@@ -281,16 +279,16 @@ def generate(
         model: a transformers causal language model in eval mode whose attention is `ATTENTION`, without hooks that
             communicate: nothing in here waits for another rank.
         max_slots: most completions decoded at the same time.
-        prefill_tokens: prompt tokens of one prefill forward; a longer prompt takes several. Default: `PREFILL_TOKENS`,
-            or less where memory is short.
-        cache_gb: GiB of keys and values. Default: a fraction of the free memory. When too small for `max_slots`
-            sequences, fewer are decoded at a time, or some are put back and decoded again later.
+        prefill_tokens: tokens of one prefill forward; a longer prompt takes several. Default: `PREFILL_TOKENS`, or less
+            where memory is short.
+        cache_gb: GiB of keys and values. Default: a fraction of the free memory. If it is too small for `max_slots`
+            sequences, fewer are decoded at a time, or some are preempted and read again later.
         workspace: keeps the memory for further calls with the same model; `cache_gb` is that of the first call.
-            Default: all memory is given back.
+            Default: all memory is freed.
         on_finish: called as soon as a completion is finished.
         on_step: called before every decode step; what it raises ends the call.
         on_token: called with every token as soon as it is known.
-        decode: tokens to text; without it texts are empty. Required for `Sampling.stop_strings`.
+        decode: without it texts are empty. Required for `Sampling.stop_strings`.
         turns: answers the turns of a completion. Default: a completion is one turn.
     """
     if not requests:

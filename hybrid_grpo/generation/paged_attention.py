@@ -1,7 +1,7 @@
 """Attention over the paged cache: `Prefill` for the tokens of prompts, `DecodeStep` for one token of every sequence.
 
-Both are a `Batch` of `routed_attention` and the cache of their forward: a layer passes its new keys and
-values to `update`, then its queries to `attend`.
+Both are a `Batch` of `routed_attention` and the cache of their forward: a layer passes its new keys and values to
+`update`, then its queries to `attend`.
 """
 
 from functools import cached_property
@@ -36,11 +36,11 @@ from hybrid_grpo.model.upload import upload
 
 
 class Prefill:
-    """A prefill without padding: the tokens of several sequences one after the other, after what is in the cache.
+    """A prefill without padding: new tokens of several sequences in one row, after what each has in the cache.
 
     Args:
         pages: pages of each sequence, enough for its tokens up to the end of this forward.
-        starts: entries of each that are in the cache already: 0 for a prompt.
+        starts: entries of each in the cache: 0 for a prompt.
         lengths: new tokens of each, at least one.
     """
 
@@ -61,7 +61,7 @@ class Prefill:
             query_begins, key_begins = upload(begins_2S, device)
             self._begins = query_begins, key_begins
             return
-        # Behind the keys of the new tokens stand those that each sequence has in the cache.
+        # The keys of the new tokens are followed by those that each sequence has in the cache.
         own, places = list(zip(begins, lengths, strict=False)), accumulate(starts, initial=sum(lengths))
         self._segments = Segments(own, list(zip(places, starts, strict=False)), device)
         if any(starts):
@@ -89,7 +89,7 @@ class Prefill:
         return torch.cat([key, keys_K], dim=2), torch.cat([value, values_K], dim=2)
 
     def get_seq_length(self, layer: int = 0) -> int:
-        """Asked for by transformers; positions are always given explicitly."""
+        # transformers asks for it; positions are always given explicitly.
         return max(self._starts)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
@@ -140,11 +140,11 @@ class DecodeStep:
         return key, value
 
     def get_seq_length(self, layer: int = 0) -> int:
-        """Asked for by transformers; positions are always given explicitly."""
+        # transformers asks for it; positions are always given explicitly.
         return self._read * self._cache.page
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-        """See `routed_attention`. The kernels follow the real lengths; without one, `read` pages of all are read."""
+        """See `routed_attention`."""
         keys, values = self._cache.keys[self._layer], self._cache.values[self._layer]
         if decoding.can_attend(query, keys, values):
             return decoding.decode_attention(
@@ -208,13 +208,13 @@ def follows_lengths(keys: Tensor, values: Tensor, softcap: float) -> bool:
 
 
 def might_follow(half: bool, softcap: float) -> bool:
-    """What `follows_lengths` is to find on a GPU, by what is installed here."""
+    """Whether `follows_lengths` should hold on a GPU, by what is installed here."""
     return half and (flash_attn_with_kvcache is not None or (PAGED_OPTIONS <= VARLEN_OPTIONS and not softcap))
 
 
 def all_follow(geometry: Geometry, device: torch.device) -> bool:
-    """`follows_lengths`, of every layer."""
-    for pair, (_, _, softcap) in zip(geometry.shapes, geometry.asked, strict=True):
+    """`follows_lengths` for every layer."""
+    for pair, (_, _, softcap) in zip(geometry.shapes, geometry.attention, strict=True):
         keys, values = (torch.empty(1, 1, *shape, dtype=geometry.dtype, device=device) for shape in pair)
         if not follows_lengths(keys, values, softcap):
             return False
@@ -222,8 +222,8 @@ def all_follow(geometry: Geometry, device: torch.device) -> bool:
 
 
 def describe(policy: PolicyConfig, device: torch.device, *, paged: bool = False) -> str:
-    """Which attention trains a model, and, by this package's decoder with its `paged` cache, which decodes; on a GPU
-    with what to do where there is no kernel for one of them."""
+    """One line: which attention trains a model, and which decodes it with the `paged` cache; on a GPU also what to do
+    if there is no kernel."""
     config, dtype = load_config(policy.model), getattr(torch, policy.dtype)
     training, text = training_attention(policy, config), config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // (getattr(text, "num_attention_heads", 0) or 1)
@@ -235,18 +235,18 @@ def describe(policy: PolicyConfig, device: torch.device, *, paged: bool = False)
     ways = {"training": trains if training == ATTENTION else f"transformers' {training}"}
     if paged:
         ways["decoding"] = kernel if in_c or follows_lengths(like, like, softcap) else "torch, on copies of all pages"
-    said = ", ".join(f"{what} by {way}" for what, way in ways.items())
-    if on_gpu(device) and "torch," in said:
+    line = ", ".join(f"{what} by {way}" for what, way in ways.items())
+    if on_gpu(device) and "torch," in line:
         half = dtype in (torch.bfloat16, torch.float16)
         cure = "install flash-attn (the extra flash) or torch 2.12" if half else "set policy.dtype: bfloat16"
-        said += f"; WARNING: slow, as no kernel for GPUs takes it here: {cure}"
-    return said
+        line += f"; WARNING: slow, as no kernel for GPUs takes it here: {cure}"
+    return line
 
 
 def decode_step(
     model: Any, cache: PagedCache, token_n: Tensor, table_nw: Tensor, position_n: Tensor, read: int
 ) -> Tensor:
-    """logits_nV of a model after each sequence was fed its token (int64 [n]); see `DecodeStep`."""
+    """logits_nV of a model after each sequence's token (int64 [n]); see `DecodeStep`."""
     batch = DecodeStep(cache, table_nw, position_n, read)
     logits_nV: Tensor = cached_forward(model, token_n[:, None], position_n[:, None], batch).logits[:, -1]
     return logits_nV

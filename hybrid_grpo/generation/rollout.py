@@ -1,4 +1,4 @@
-"""Sampling as the configuration's `rollout` section says: its settings as `Sampling` and requests, texts decoded."""
+"""Generation by the configuration's `rollout` section: its settings as `Sampling`, requests, and the chosen decoder."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,13 +24,10 @@ from hybrid_grpo.model.attention import ATTENTION
 
 
 def sampling_of(config: RolloutConfig, stop_ids: tuple[int, ...], *, greedy: bool = False) -> Sampling:
-    """How tokens are chosen and completions end.
+    """How tokens are chosen and completions end; `stop_ids` include those of `config`.
 
     Greedy completions end by the same rules but ignore all other settings, since they measure the model: filters would
     have no effect, and with a penalty or a bias they would measure the settings.
-
-    Args:
-        stop_ids: all tokens that end a completion, including those of `config`.
     """
     ends = Sampling(
         max_tokens=config.max_completion_tokens,
@@ -84,28 +81,17 @@ def complete(
     on_token: OnToken | None = None,
     turns: Turns | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
-    """Complete every request with the decoder that `config` names; see `generation.generate`.
-
-    The model needs the attention that `attention_of` returns.
-    """
+    """Complete every request with the decoder that `config` names, by a model with the attention of `attention_of`; see
+    `generation.generate`."""
     decoder: Callable[..., Any] = fallback.generate
     if config.decoder == "paged":
-        decoder = partial(
-            generation.generate,
-            prefill_tokens=config.prefill_tokens,
-            cache_gb=config.cache_gb,
-            workspace=workspace,
-        )
-    decode = partial(tokenizer.decode, skip_special_tokens=True)
-    groups, stats = decoder(
-        model,
-        requests,
-        sampling,
-        max_slots=config.max_slots,
-        on_finish=on_finish,
-        on_step=on_step,
-        on_token=on_token,
-        decode=decode,
-        turns=turns,
-    )
+        memory: dict[str, Any] = {
+            "prefill_tokens": config.prefill_tokens,
+            "cache_gb": config.cache_gb,
+            "workspace": workspace,
+        }
+        decoder = partial(generation.generate, **memory)
+    called: dict[str, Any] = {"on_finish": on_finish, "on_step": on_step, "on_token": on_token, "turns": turns}
+    called["decode"] = partial(tokenizer.decode, skip_special_tokens=True)
+    groups, stats = decoder(model, requests, sampling, max_slots=config.max_slots, **called)
     return groups, stats

@@ -1,7 +1,7 @@
-"""From logits to tokens as the settings say: penalties, filters, a random stream for every completion, stop strings.
+"""From logits to tokens: penalties, filters, a random stream for every completion, stop strings.
 
-A completion's randomness is a pure function of its stream key and of the number of its tokens. Keys are made from
-(run seed, step, prompt, sample), so a rollout is the same for any number of ranks or slots and any order of prompts.
+A completion's randomness is a pure function of its stream key and the number of its tokens. Keys are made from (run
+seed, step, prompt, sample), so a rollout is the same for any number of ranks or slots and any order of prompts.
 """
 
 import functools
@@ -37,9 +37,9 @@ class Sampling:
     stop_ids: tuple[int, ...] = ()
     """Tokens that end a completion; the completion includes them."""
     max_turn_tokens: int = sys.maxsize
-    """Most tokens of a turn; one that is cut there is the last."""
+    """Most tokens of a turn; a turn that is cut there is the last."""
     min_tokens: int = 0
-    """Until a completion has so many tokens, stop tokens cannot be drawn and stop strings are ignored."""
+    """Stop tokens cannot be drawn, and stop strings are ignored, before this many tokens."""
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
@@ -48,7 +48,7 @@ class Sampling:
     """A completion ends with the token that completes one of these in its text."""
     logprobs: Literal["softmax", "sampling"] = "softmax"
     """The distribution whose log-probabilities are recorded: the softmax at the temperature (1 when greedy) over the
-    whole vocabulary, which the training forward computes too, or the one that the token was drawn from."""
+    whole vocabulary, as in the training forward, or the one that the token was drawn from."""
 
 
 GREEDY = 0.0
@@ -62,7 +62,7 @@ def stream_key(*parts: int | str) -> int:
 
 
 class Sampler:
-    """Chooses tokens as `sampling` says; `device` is where the logits are."""
+    """Chooses tokens by `sampling`; `device` is where the logits are."""
 
     def __init__(self, sampling: Sampling, device: torch.device | str = "cpu") -> None:
         self.sampling = sampling
@@ -81,15 +81,11 @@ class Sampler:
     def __call__(
         self, logits_nV: Tensor, key_n: Tensor, counter_n: Tensor, seen_nV: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Choose one token of each row; see `categorical.sample`. It can be part of a CUDA graph.
+        """One token of each row, int64 [n], and its log-probability, float32 [n]; see `Sampling.logprobs`. For the
+        other arguments see `categorical.sample`. It can be part of a CUDA graph.
 
         Args:
-            logits_nV: any float type.
-            key_n, counter_n: int64, key of each stream and number of tokens already drawn from it.
             seen_nV: bool, tokens of the prompt and the completion so far; required for a repetition penalty.
-
-        Returns:
-            token_n (int64) and logp_n (float32); see `Sampling.logprobs`.
         """
         sampling = self.sampling
         if self._is_plain and usable(logits_nV):
@@ -143,11 +139,7 @@ def text_ends(
     """Whether the last token of a turn completes a stop string.
 
     Only the end of the text is decoded: a character takes at most four tokens, one for each of its UTF-8 bytes.
-
-    Args:
-        token_ids: the turn so far; a completion of one turn is that turn.
-        decode: tokens to text; required if there are stop strings.
-        earlier: tokens that were sampled in the completion's earlier turns.
+    `token_ids` are the turn so far, after `earlier` tokens sampled in previous turns; stop strings require `decode`.
     """
     if not sampling.stop_strings or earlier + len(token_ids) < sampling.min_tokens:
         return False

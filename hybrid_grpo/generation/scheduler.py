@@ -2,8 +2,8 @@
 
 A prompt is read once for its group. Its full pages then belong to all of its completions; the page in which it ends is
 copied for each. When pages run out, prompts that were read ahead give up theirs first, then sequences that wait for an
-answer between two turns, which else keep them; then the sequence admitted last is put back among the pending ones, to
-be read again with all its tokens so far.
+answer between two turns. Finally the sequence admitted last is preempted: it goes back among the pending ones, to be
+read again with all its tokens so far.
 """
 
 import sys
@@ -32,21 +32,21 @@ class Turns(Protocol):
     """What happens between the turns of completions. A completion is named by the key of its random stream."""
 
     def begin(self, requests: Any) -> None:
-        """New completions begin, those of a list of `Request`; completions under way are given up."""
+        """The completions of a list of `Request` begin; those under way are given up."""
 
     def ended(self, key: int, turn_ids: list[int], room: int) -> Finish | None:
-        """A turn has ended by itself, with these tokens, and `room` more tokens may be sampled. None: it is answered
-        later, and the sequence waits; else how the completion ends."""
+        """A turn has ended by itself, with these tokens, and `room` more tokens may be sampled. Returns how the
+        completion ends, or None: the sequence waits for an answer."""
 
     def cut(self, key: int) -> Finish | None:
-        """A turn has reached the limit of tokens. Returns as `ended` does."""
+        """A turn has reached the limit of tokens; see `ended`."""
 
     def answers(self, patience_s: float) -> list[tuple[int, list[int] | Finish]]:
-        """The keys and tokens of answers that have come since the last call; in place of tokens it may say how the
-        completion ends. Waits so long for the first, and none where it is 0."""
+        """The keys and tokens of answers since the last call, or how the completion ends in place of tokens. Waits up
+        to `patience_s` for the first."""
 
     def finished(self, key: int, completion: Completion) -> Completion:
-        """The completion, which has ended, with its messages."""
+        """A completion that has ended, with its messages."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class Sequence:
     request: int
     sample: int
     key: int
-    """Key of the sequence's random stream."""
+    """Of the random stream."""
     tokens: list[int]
-    """The prompt and the tokens sampled so far. The last one is not in the cache yet: the next step feeds it."""
+    """The prompt and the tokens so far. The last one is not in the cache yet: the next step feeds it."""
     prompt: int
     """How many of `tokens` are the prompt."""
     limit: int
@@ -83,7 +83,6 @@ class Sequence:
     position: int = 0
     """Entry that the next step writes; ahead of `tokens` by the steps whose outcome was not read yet."""
     completion: Completion | None = None
-    """Set with the last token."""
     most: int = sys.maxsize
     """Most tokens in all: of the prompt, sampled and given."""
     turn_limit: int = sys.maxsize
@@ -95,7 +94,7 @@ class Sequence:
     until: int = field(init=False)
     """Length of `tokens` at which a limit ends the turn."""
     waits: bool = False
-    """The turn has ended, and its answer is not there yet."""
+    """The turn has ended and is not yet answered."""
 
     def __post_init__(self) -> None:
         self._begin_turn()
@@ -106,12 +105,11 @@ class Sequence:
 
     @property
     def turn(self) -> int:
-        """Number of the turn, from 0."""
         return len(self.given)
 
     @property
     def room(self) -> int:
-        """How many tokens may still be sampled."""
+        """Tokens that may still be sampled."""
         return min(self.limit - len(self.logp), self.most - len(self.tokens))
 
     def add(self, token: int, logp: float, sampling: Sampling, callbacks: Callbacks) -> None:
@@ -138,8 +136,8 @@ class Sequence:
             self.end(finish, callbacks)
 
     def answer(self, given: list[int] | Finish) -> Finish | None:
-        """Begin the next turn after the tokens that answer the last; or return how the completion ends, because the
-        answer says so, or leaves no room."""
+        """Begin the next turn after the answer's tokens, or return how the completion ends: because the answer says so,
+        or leaves no room."""
         if isinstance(given, str):
             return given
         if len(self.tokens) + len(given) >= self.most:
@@ -172,30 +170,28 @@ class Group:
 
 
 class Scheduler:
-    """Queues and pages of one call of `generate`; at most `slots` sequences are decoded at the same time."""
+    """Queues and pages of one call of `generate`; at most `slots` sequences are decoded at a time."""
 
     def __init__(self, cache: PagedCache, groups: Iterable[Group], slots: int) -> None:
-        self.cache = cache
-        self.slots = slots
+        self.cache, self.slots = cache, slots
         self.pending = deque(groups)
         self.ready: deque[Group] = deque()
-        """Groups whose tokens were read and have pages, with sequences that still wait for a slot."""
+        """Groups that were read, with sequences that still wait for a slot."""
         self.active: list[Sequence] = []
         """Sequences in decoding, by slot."""
         self.waiting: dict[int, Sequence] = {}
-        """Sequences that wait for an answer, by their keys; without pages where these have run short."""
+        """Sequences that wait for an answer, by their keys; they may have lost their pages."""
         self.answered: deque[Sequence] = deque()
-        """Sequences whose answer has come, and is to be read on top of their pages."""
+        """Sequences that have kept their pages, and whose answer is still to be read."""
         self.preempted = 0
 
     @property
     def busy(self) -> bool:
-        """Whether any sequence is unfinished."""
         return bool(self.active or self.can_start or self.waiting)
 
     @property
     def can_start(self) -> bool:
-        """Whether there are sequences that want a slot."""
+        """Whether any sequence is ready for a slot."""
         return bool(self.pending or self.ready or self.answered)
 
     @property
@@ -204,13 +200,11 @@ class Scheduler:
         return self.cache.free - len(self.active)
 
     def to_read(self, budget: int) -> list[Group]:
-        """The next groups to read in one forward, with pages taken for them; none when slots, pages or groups lack.
+        """The next groups to read in one forward of `budget` tokens, with pages taken for them; a longer group goes
+        alone.
 
         Few slots become free at a time, and a forward for one group costs nearly as much as one for several. So groups
         are read ahead for a quarter of all slots.
-
-        Args:
-            budget: tokens of the forward; a longer group goes alone.
         """
         batch: list[Group] = []
         if self.answered:
@@ -235,11 +229,8 @@ class Scheduler:
         return batch
 
     def admit(self) -> tuple[list[Sequence], list[int], list[int]]:
-        """Move as many ready sequences as slots and pages allow to the end of `active`.
-
-        Returns:
-            These sequences, and the pages to copy: sources and targets.
-        """
+        """Move as many ready sequences as slots and pages allow to the end of `active`. Returns these sequences, and
+        the pages to copy: sources and targets."""
         admitted: list[Sequence] = []
         source: list[int] = []
         target: list[int] = []
@@ -262,10 +253,10 @@ class Scheduler:
                 self.cache.give_back(group.pages)
         return admitted, source, target
 
-    def go_on(self, budget: int) -> list[Sequence]:
-        """Move answered sequences to the end of `active`, those first that were answered first, as slots and pages
-        allow. Their tokens from `position` up to the last one are to be read in one forward of `budget` tokens; a
-        longer answer goes alone."""
+    def resume(self, budget: int) -> list[Sequence]:
+        """Move answered sequences to the end of `active`, in the order of their answers, as slots and pages allow.
+        Their tokens from `position` up to the last one are to be read in one forward of `budget` tokens; a longer
+        answer goes alone."""
         moved: list[Sequence] = []
         tokens = 0
         while self.answered and len(self.active) < self.slots:
@@ -282,7 +273,7 @@ class Scheduler:
         return moved
 
     def answer(self, key: int, given: list[int] | Finish) -> tuple[Sequence, Finish | None]:
-        """Take the answer to a sequence that waits. Returns the sequence, and how it ends where that ends it."""
+        """Take the answer to a sequence that waits. Returns the sequence, and how it ends, if it does."""
         sequence = self.waiting.pop(key)
         finish = sequence.answer(given)
         if finish is not None:
@@ -294,9 +285,9 @@ class Scheduler:
             self.pending.appendleft(Group(list(sequence.tokens), deque([sequence])))
         return sequence, finish
 
-    def relieve(self) -> bool:
-        """Take pages from somebody who does not decode: a group that was read ahead, else the sequence that waits
-        since the shortest time, else the one answered last. What they lose is read again. False where none has any."""
+    def reclaim(self) -> bool:
+        """Take pages from what is not being decoded: a group that was read ahead, else the sequence that began to wait
+        last, else the one answered last. Their tokens are read again. Returns False where none has pages."""
         if self.ready:
             group = self.ready.pop()
             self.cache.give_back(group.pages)
@@ -314,14 +305,12 @@ class Scheduler:
         self.preempted += 1
         return True
 
-    def make_room(self) -> bool:
-        """Give every active sequence a page to write to; False, with none given, if too few pages are free.
-
-        Who does not decode loses pages first. A sequence that got a page is at the first entry of it.
-        """
+    def reserve(self) -> bool:
+        """Give every active sequence a page to write to; False, with none given, if too few pages can be freed. A
+        sequence that got a page is at the first entry of it."""
         page = self.cache.page
         short = [sequence for sequence in self.active if sequence.position == len(sequence.pages) * page]
-        while len(short) > self.cache.free and self.relieve():
+        while len(short) > self.cache.free and self.reclaim():
             pass
         if len(short) > self.cache.free:
             return False
@@ -329,8 +318,8 @@ class Scheduler:
             sequence.pages += self.cache.take(1)
         return True
 
-    def put_back(self) -> None:
-        """Put the sequence admitted last back among the pending ones; its tokens so far will be read again."""
+    def preempt(self) -> None:
+        """Return the sequence admitted last to the pending ones; its tokens so far will be read again."""
         sequence = self.active[-1]
         self.retire([len(self.active) - 1])
         self.pending.appendleft(Group(list(sequence.tokens), deque([sequence])))
@@ -338,11 +327,7 @@ class Scheduler:
 
     def retire(self, slots: list[int]) -> tuple[list[int], list[int]]:
         """Remove the sequences of `slots` (ascending) from decoding, and fill the gaps from the end. Those that wait
-        for an answer keep their pages.
-
-        Returns:
-            Slots whose sequences moved: sources and targets.
-        """
+        for an answer keep their pages. Returns the slots whose sequences moved: sources and targets."""
         left = len(self.active) - len(slots)
         gone = set(slots)
         holes = [slot for slot in slots if slot < left]

@@ -1,27 +1,23 @@
-"""Text of an answer while its tokens come. A character may take several tokens, and is given out when it is whole."""
+"""The text of an answer while its tokens arrive; a character of several tokens is returned when it is complete."""
 
 from collections.abc import Callable
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-"""What tokenizers write for bytes that are no character, or not yet."""
+"""What tokenizers write for an incomplete character."""
 
 
 class TextStream:
-    """The text of tokens that are added one by one; `decode` turns tokens into text.
-
-    Attributes:
-        tokens: all that were added.
-    """
+    """The text of `tokens`, which are added one by one; `decode` turns tokens into text."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
         self.tokens: list[int] = []
         # Tokens from `_start` on are decoded together, since some tokenizers drop a space at the start of a text; the
-        # text of those before `_given` was given out.
+        # text of those before `_given` has been returned.
         self._start = self._given = 0
 
     def add(self, token: int) -> str:
-        """Add a token; returns the characters that are whole with it."""
+        """Add a token; returns the characters that it completes."""
         self.tokens.append(token)
         text = self._text()
         if not text or text.endswith(_BROKEN):
@@ -30,7 +26,7 @@ class TextStream:
         return text
 
     def rest(self) -> str:
-        """What was not given out when no more tokens come: bytes that are no character."""
+        """The incomplete characters after the last token."""
         text = self._text()
         self._start = self._given = len(self.tokens)
         return text

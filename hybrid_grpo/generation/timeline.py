@@ -1,6 +1,6 @@
-"""The timeline of decoding: how many sequences were decoded, waited and stood in line, from moment to moment.
+"""The timeline of decoding: how many sequences were decoded, waited or were queued, from moment to moment.
 
-Only the host's own lists are looked at, so nothing waits for a GPU.
+It reads the host's own lists, so nothing waits for a GPU.
 """
 
 import time
@@ -9,22 +9,22 @@ from collections.abc import Callable
 from hybrid_grpo.generation.scheduler import Scheduler
 
 POINTS = 64
-"""Most moments that are kept, however long it takes."""
+"""Most moments that are kept."""
 
 
 class Timeline:
-    """What a scheduler was seen to do, at moments that are equally far from each other but for the length of a step.
+    """The state of a scheduler at moments that are equally far apart, to within a step.
 
-    Every step is a moment at first. Whenever there are `POINTS` of them, every other one is dropped, and from there on
-    they are twice as far apart.
+    Every step is a moment at first. Whenever there are `POINTS` of them, every other one is dropped, and the distance
+    doubles.
 
     Attributes:
-        at: [points], when each was, as `clock` has it, in seconds.
-        decoding: [points], sequences in decoding.
-        waiting: [points], sequences between two turns, whose answers are awaited or not yet read.
-        queued: [points], sequences that have no slot yet, or were put back.
-        slots: most sequences that could be decoded at the same time.
-        pages_used_max: share of the cache's pages that were in use at the fullest moment.
+        at: seconds of `clock`, one entry for each moment, as in the next three.
+        decoding: sequences in decoding.
+        waiting: sequences between two turns, whose answers are awaited or not yet read.
+        queued: sequences that have no slot yet, or were preempted.
+        slots: most sequences that could be decoded at a time.
+        pages_used_max: share of the cache's pages in use at the fullest moment.
     """
 
     def __init__(self, schedule: Scheduler, clock: Callable[[], float] = time.perf_counter) -> None:

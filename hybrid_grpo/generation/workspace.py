@@ -1,4 +1,4 @@
-"""What decoding a model keeps from call to call."""
+"""Memory that decoding keeps from call to call."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +12,9 @@ from hybrid_grpo.generation.sampler import Sampling
 class Workspace:
     """The cache, slots and CUDA graphs of one model, kept from call to call of `generate`.
 
-    They are laid out in the first call, for `slots` completions at a time of at most `tokens` tokens each, prompts
-    included, so they depend on no batch; all graphs are captured then. Only a longer sequence lays them out again, and
-    only weights at other addresses are captured again, and what could not be captured in the call before. Where
-    forwards are not captured, on a CPU, nothing is kept.
+    The first call allocates them, for `slots` completions at a time of at most `tokens` tokens each, prompts included,
+    and captures all graphs. Only a longer sequence allocates again, and graphs are captured again only if weights have
+    moved or the last capture failed. On a CPU, where nothing is captured, nothing is kept.
     """
 
     def __init__(self, slots: int, tokens: int) -> None:
@@ -32,9 +31,7 @@ class Workspace:
         capture: Capture,
     ) -> Decoder:
         """The decoder for a call whose longest sequence has `longest` tokens, with all pages and slots free.
-
-        `new_cache` makes a cache for so many tokens of each sequence, and so many slots.
-        """
+        `new_cache` makes a cache from the tokens of each sequence and the number of slots."""
         if longest > self.tokens:
             # The memory is given back first: the new cache may need it.
             self.tokens, self._decoder = longest, None

@@ -1,4 +1,4 @@
-"""The mathematics of the policy loss: tensors in, tensors and numbers out. No ranks, no devices.
+"""The mathematics of the policy loss: tensors in, tensors and numbers out.
 
 `micro_batch_loss` is the loss of one micro-batch, `policy_loss` its formula. Every choice of `GrpoConfig` is one entry
 of a table: AVERAGES, LOG_RATIOS, SURROGATES, KL, CORRECTIONS.
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.config import GrpoConfig
-from hybrid_grpo.config.user_code import import_object
 from hybrid_grpo.data.batch import Numbers, TrainBatch
 
 LOG_RATIO_LIMIT = 20.0
@@ -25,7 +24,7 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True)
 class LossStats:
-    """Sums over real tokens, to be divided by the token count after reduction over micro-batches and ranks."""
+    """Sums over real tokens, but for the maximum `ratio_max`."""
 
     tokens: Tensor
     kl: Tensor
@@ -34,10 +33,9 @@ class LossStats:
     clipped_high: Tensor
     ratio: Tensor
     ratio_max: Tensor
-    """A maximum, not a sum."""
 
     def numbers(self) -> Numbers:
-        """The statistics as they are logged, the KL included; they count for nothing where there are no tokens."""
+        """The statistics as they are logged, with their weights: the tokens."""
         divisor = self.tokens.clamp(min=1)
         return {
             "policy/clip_frac_low": (self.clipped_low / divisor, self.tokens),
@@ -52,7 +50,6 @@ class CorrectionStats:
     """How far the sampler is from the training forward, over real tokens; scalars."""
 
     tokens: Tensor
-    """Real tokens: the weight of `mean` and `fraction` in an average over micro-batches and ranks."""
     mean: Tensor
     """Mean ratio before it is truncated: of tokens for `truncate`, of the token's completion for `mask`."""
     max: Tensor
@@ -60,7 +57,7 @@ class CorrectionStats:
     """Share of tokens whose weight was truncated, or whose completion is dropped."""
 
     def numbers(self) -> Numbers:
-        """The statistics as they are logged; they count for nothing where there are no tokens."""
+        """The statistics as they are logged, with their weights: the tokens."""
         return {
             "parity/ratio_mean": (self.mean, self.tokens),
             "parity/ratio_max": (self.max, self.tokens.clamp(max=1)),
@@ -70,14 +67,6 @@ class CorrectionStats:
 
 Objective = Callable[..., Tensor]
 """A loss of the user's, `grpo.objective`: called with the arguments of `policy_loss`, returns the scalar loss."""
-
-
-def load_objective(given: str | Objective | None) -> Objective | None:
-    """The loss that `grpo.objective` names or is, None for the built-in one; raises UserError for a wrong name."""
-    if not isinstance(given, str):
-        return given
-    found: Objective = import_object(given, f"grpo.objective {given}")
-    return found
 
 
 def micro_batch_loss(
@@ -91,10 +80,10 @@ def micro_batch_loss(
     """This micro-batch's share of the loss of its optimizer step, and its numbers.
 
     Before the first optimizer step on a rollout the policy is the one that sampled, so its ratio is 1 by construction;
-    recorded log-probabilities would add their rounding and nothing else (`old_logp_bT` of the batch is None there).
+    recorded log-probabilities would only add their rounding (`old_logp_bT` of the batch is None there).
 
-    Tokens that another writer gave have no part in it. The KL, the entropy, the sampler's correction and all `policy/`
-    statistics are expectations under the policy, and of its own tokens.
+    Tokens of other writers have no part in it: the KL, the entropy, the sampler's correction and all `policy/`
+    statistics are expectations under the policy.
 
     Args:
         logp_bT, entropy_bT: float32, of the policy now; they carry the gradient.
@@ -111,14 +100,11 @@ def micro_batch_loss(
         numbers |= correction.numbers()
 
     tensors = logp_bT, old_logp_bT, batch.advantages_bT, weight_bT
-    others: dict[str, Any] = {
-        "ref_logp_bT": batch.ref_logp_bT,
-        "entropy_bT": entropy_bT,
-        "correction_bT": correction_bT,
-    }
-    loss, stats = policy_loss(*tensors, grpo, beta=beta, **others)
+    others: dict[str, Any] = {"ref_logp_bT": batch.ref_logp_bT, "entropy_bT": entropy_bT}
+    others |= {"correction_bT": correction_bT, "beta": beta}
+    loss, stats = policy_loss(*tensors, grpo, **others)
     if objective is not None:
-        loss = objective(*tensors, grpo, beta=beta, **others)
+        loss = objective(*tensors, grpo, **others)
     numbers |= stats.numbers()
     if batch.ref_logp_bT is None:
         numbers.pop("policy/kl", None)
@@ -150,12 +136,10 @@ def token_weights(
 
     Args:
         mask_bT: bool, True on the tokens that take part.
-        total_tokens, total_rows: counts over the whole minibatch and all ranks, not of this micro-batch. 0 where
-            nothing takes part.
-        max_completion_tokens: the constant of dr_grpo.
+        total_tokens, total_rows: counts that take part over the whole minibatch and all ranks.
 
     Returns:
-        float32 [b, T], 0 where the mask is False, also for rows that it leaves nothing of.
+        float32 [b, T], 0 where the mask is False.
     """
     mask = mask_bT.float()
     # Where nothing takes part every weight is 0, not 0 / 0.
@@ -211,7 +195,7 @@ SURROGATES: dict[str, Callable[[Tensor, Tensor, Tensor, GrpoConfig], Surrogate]]
 def surrogate(
     token_log_ratio_bT: Tensor, logp_bT: Tensor, advantages_bT: Tensor, real_bT: Tensor, grpo: GrpoConfig
 ) -> tuple[Tensor, Surrogate]:
-    """The ratio of every token, [b, T], and its surrogate. The tensors are 0 outside the mask."""
+    """The ratio of every token, [b, T], and its surrogate; the tensors are 0 outside the mask."""
     ratio_bT = _exp(LOG_RATIOS[grpo.importance](token_log_ratio_bT, real_bT))
     return ratio_bT, SURROGATES[grpo.surrogate](ratio_bT, logp_bT, advantages_bT, grpo)
 
@@ -253,11 +237,7 @@ def _mask(log_ratio_bT: Tensor, real_bT: Tensor, grpo: GrpoConfig) -> tuple[Tens
 
 
 CORRECTIONS: dict[str, Callable[[Tensor, Tensor, GrpoConfig], tuple[Tensor, Tensor, Tensor]]] = {
-    "none": lambda log_ratio_bT, real_bT, grpo: (
-        _exp(log_ratio_bT),
-        torch.ones_like(log_ratio_bT),
-        torch.zeros_like(real_bT),
-    ),
+    "none": lambda log_bT, real_bT, _: (_exp(log_bT), torch.ones_like(log_bT), torch.zeros_like(real_bT)),
     "truncate": _truncate,
     "mask": _mask,
 }
@@ -273,13 +253,8 @@ def sampler_correction(
     "Your efficient RL framework secretly brings you off-policy RL training"). `mask`: 0 for completions whose
     exp(mean over tokens of log(old / sampler)) is outside [1 / sampler_ratio_max, sampler_ratio_max], else 1.
 
-    Args:
-        old_logp_bT: float, of the training forward with the weights that sampled.
-        sampler_logp_bT: float, recorded while sampling.
-        mask_bT: bool, True on real tokens.
-
-    Returns:
-        Factors without gradient, [b, T], 0 on padding; and what the ratios look like.
+    `old_logp_bT` is that of the training forward with the weights that sampled. Returns factors without gradient,
+    [b, T], 0 on padding, and statistics of the ratios.
     """
     log_ratio_bT = (_real(old_logp_bT, mask_bT) - _real(sampler_logp_bT, mask_bT)).detach()
     ratio_bT, factor_bT, cut_bT = CORRECTIONS[grpo.sampler_correction](log_ratio_bT, mask_bT, grpo)

@@ -1,4 +1,4 @@
-"""Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): which groups of a step are sampled anew, and which are kept.
+"""Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): which groups of a step are kept, and which are replaced.
 
 Every group of a step has a slot, counted over all ranks. A group that teaches nothing gives its slot to the first of
 its candidates that teaches something. Candidates belong to slots rather than to ranks, and are drawn from the common

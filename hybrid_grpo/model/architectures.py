@@ -1,9 +1,8 @@
 """Which architectures can be packed and decoded exactly, judged from a configuration before any weights are read.
 
 Packed training and the paged decoder store the keys and values of attention layers, and derive masks from positions
-and windows. An architecture that keeps other state, or whose attention needs more, is refused with the reason. Not all
-of this shows in a configuration: the rest is read from the source of the model's class, and what cannot be found there
-is refused too.
+and windows. An architecture that keeps other state, or whose attention needs more, is refused with the reason. What a
+configuration does not show is read from the source of the model's class; what cannot be found there is refused too.
 """
 
 import ast
@@ -42,8 +41,7 @@ _CROSS_ATTENTION_METHODS = {"cross_attention_cache", "is_updated", "layers", "se
 
 
 def check_architecture(config: Any, decoder: Literal["paged", "transformers"], setting: str = "policy.model") -> None:
-    """Raise `UserError` if a model, given its transformers configuration, cannot be decoded by `decoder`: `paged` is
-    the decode loop, `transformers` is the fallback `generate()`."""
+    """Raise UserError if a model, given its transformers configuration, cannot be decoded by `decoder`."""
     model = _causal_lm(config)
     name = f"{setting} {config.name_or_path}: {model.__name__ if model else type(config).__name__}"
     if reason := undecodable(config):
@@ -67,7 +65,6 @@ def unsupported(config: Any) -> str | None:
 
 
 def _causal_lm(config: Any) -> Any:
-    """The class that `AutoModelForCausalLM` selects, or None."""
     return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
 
 
@@ -90,7 +87,6 @@ def _reasons(config: Any) -> Iterator[str]:
 
 
 def _reasons_in_source(text: str, has_windows: bool) -> Iterator[str]:
-    """See `unsupported`: what the source of a model's module does around its attention."""
     nodes = list(ast.walk(ast.parse(text)))
     # Attention without a cache belongs to encoders of images or sound, which do not run on text.
     attentions = [
@@ -107,7 +103,9 @@ def _reasons_in_source(text: str, has_windows: bool) -> Iterator[str]:
     keeps_keywords = any(
         isinstance(node, ast.Call)
         and ast.unparse(node.func) == "self.self_attn"
-        and _hands_over_the_cache_alone({word.arg for word in node.keywords})
+        # The cache is among the keywords, and there is no **kwargs.
+        and (words := {word.arg for word in node.keywords}) & _CACHE_NAMES
+        and None not in words
         for node in nodes
     )
     if has_windows and "sliding_window" not in options:
@@ -126,11 +124,6 @@ def _reasons_in_source(text: str, has_windows: bool) -> Iterator[str]:
         yield "its attention is over other keys and values than it caches"
     if keeps_keywords:
         yield "its layers pass no keywords to their attention"
-
-
-def _hands_over_the_cache_alone(keywords: set[str | None]) -> bool:
-    """Whether a call has the cache among its keywords, and no `**kwargs`."""
-    return bool(keywords & _CACHE_NAMES) and None not in keywords
 
 
 class _Attention:

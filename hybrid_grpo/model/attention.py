@@ -1,7 +1,7 @@
 """The attention implementation that this package registers with transformers, under the name `ATTENTION`.
 
-Each forward is given a `Batch` as its keyword argument `batch`, which decides which tokens attend to which:
-transformers builds no masks for an implementation that it does not know.
+Each forward takes a `Batch` as its keyword argument `batch`, which decides which tokens attend to which: transformers
+builds no masks for an implementation that it does not know.
 
 `Segments` is the batch of training. Sequences stand one after the other in a single row of tokens, so that no padding
 is computed. A segment is a run of tokens that attend causally to each other and to all tokens of a prefix elsewhere in
@@ -39,7 +39,7 @@ PAGED_OPTIONS = {"block_table", "seqused_k", "enable_gqa"}
 
 ATTENTION = "hybrid"
 Kernel = Callable[[tuple[Any, ...], float, int, float], Tensor]
-"""Computes `ragged_attention`: of its tensors and longest lengths, scale, window and soft cap."""
+"""Computes `ragged_attention` from its tensors and longest lengths, scale, window and soft cap."""
 _ROUNDING = 0.03
 """How far a kernel in bfloat16 may be from torch in float32, relative: about 0.004 is right, a wrong head is 1."""
 
@@ -64,16 +64,12 @@ def routed_attention(
     batch: Batch | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention, called by transformers.
+    """Causal attention [n, q, heads, head_dim], called by transformers, and None in place of the attention weights.
 
     Args:
-        query: [n, heads, q, head_dim].
-        key, value: [n, key_value_heads, q, head_dim], of the same tokens.
+        query: [n, heads, q, head_dim]; key, value: [n, key_value_heads, q, head_dim], of the same tokens.
         sliding_window: a query attends to itself and the `sliding_window - 1` positions before it.
         softcap: see `attend`.
-
-    Returns:
-        [n, q, heads, head_dim], and None in place of the attention weights.
     """
     assert batch is not None, "a forward with this attention is given `batch`"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -107,26 +103,21 @@ def attend(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, sc
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Whether the kernels of GPUs run there."""
     return device.type == "cuda"
 
 
-def _half_on_gpu(x: Tensor) -> bool:
-    return on_gpu(x.device) and x.dtype in (torch.bfloat16, torch.float16)
-
-
 def has_paged_kernel(keys: Tensor) -> bool:
-    """Whether a GPU kernel is there that reads only the real entries of each sequence from the cache."""
+    """Whether a GPU kernel reads only the real entries of each sequence from the cache."""
     return has_flash(keys) or (PAGED_OPTIONS <= VARLEN_OPTIONS and _has_varlen(keys))
 
 
 def has_ragged_kernel(query: Tensor, softcap: float) -> bool:
-    """Whether a GPU kernel is there for `ragged_attention`."""
+    """Whether there is a GPU kernel for `ragged_attention`."""
     return has_flash(query) or (not softcap and _has_varlen(query))
 
 
 def has_flash(x: Tensor) -> bool:
-    """Whether flash-attn is there and right, for tensors like `x` [..., head_dim]; it wins over torch's kernel."""
+    """Whether flash-attn is installed and right for tensors like `x` [..., head_dim]; it wins over torch's kernel."""
     return flash_attn_varlen_func is not None and _is_right(_flash, x, "flash-attn")
 
 
@@ -135,8 +126,9 @@ def _has_varlen(x: Tensor) -> bool:
 
 
 def _is_right(kernel: Kernel, x: Tensor, name: str) -> bool:
+    is_half = x.dtype in (torch.bfloat16, torch.float16)
     case = x.device, x.dtype, x.shape[-1]
-    return _half_on_gpu(x) and gpu.proven("attention", _agrees, kernel, *case, kernel=name)
+    return on_gpu(x.device) and is_half and gpu.proven("attention", _agrees, kernel, *case, kernel=name)
 
 
 def ragged_attention(
@@ -149,9 +141,9 @@ def ragged_attention(
     window: int,
     softcap: float,
 ) -> Tensor:
-    """Causal attention [N, heads, d] of sequences that follow each other, by a GPU kernel.
+    """Causal attention [N, heads, d] of consecutive sequences, by a GPU kernel.
 
-    The last query of a sequence stands at its last key; a sequence may have more keys than queries.
+    The last query of a sequence is at its last key; a sequence may have more keys than queries.
 
     Args:
         query: [N, heads, d]; key, value: [K, key_value_heads, d].
@@ -238,7 +230,7 @@ class Segments:
     Args:
         own: (start, length) of every segment; together they fill the row, in order.
         prefix: (start, length) of each segment's prefix, which is another whole segment, or keys and values without
-            queries, which stand after those of the row in the order of the segments; length 0: none.
+            queries, which follow those of the row in the order of the segments; length 0: none.
     """
 
     def __init__(self, own: Sequence[tuple[int, int]], prefix: Sequence[tuple[int, int]], device: torch.device) -> None:
@@ -248,7 +240,7 @@ class Segments:
             _ = self._lengths
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-        """See `routed_attention`, with n = 1. Takes the fastest way that the device and the types allow."""
+        """See `routed_attention`, with n = 1. Takes the fastest kernel for the device and the types."""
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         if k.shape == v.shape and usable(q, k, v):
             out = SegmentAttention.apply(q, k, v, *self._table, scale, window, softcap)
@@ -272,7 +264,6 @@ class Segments:
     def _one_by_one(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float
     ) -> Tensor:
-        """One segment after the other, in torch."""
         # Split rather than sliced: the gradient of a slice is as large as the whole row.
         q = query.split([length for _, length in self._own])
         pieces = list(dict.fromkeys([*self._own, *(prefix for prefix in self._prefix if prefix[1])]))

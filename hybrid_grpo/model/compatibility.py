@@ -12,12 +12,10 @@ from hybrid_grpo.model.loading import load_config, load_tokenizer, training_atte
 
 
 def check_compatible(own: PolicyConfig, model_config: Any, policy: PolicyConfig, tokenizer: Any, role: str) -> None:
-    """Refuse a model whose files, tokenizer or attention do not go with the policy's, before weights load.
+    """Refuse a model whose files, tokenizer or attention do not match the policy's, before weights load.
 
-    Args:
-        own, model_config: the model beside the policy, and its configuration.
-        policy, tokenizer: the policy, and its tokenizer.
-        role: what the model is; the setting ROLE.model names it.
+    `own` and `model_config` are those of the model, which the setting ROLE.model names, `policy` and `tokenizer` those
+    of the policy.
     """
     setting = f"{role}.model"
     check_files(own.model, model_config, pickled=own.pickled_weights, setting=setting)

@@ -1,22 +1,21 @@
-"""The files of a model in a folder, looked at before anything is built: their headers against the configuration.
+"""Checks of a model folder's weights against its configuration, by the headers of its files, before anything is built.
 
-Only headers are read. Models that are still on the hub are checked when they load.
+Models that are still on the hub are checked when they load.
 """
 
 import json
 import re
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM
 
 from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.model.loading import first_line
 
-_LARGEST_HEADER = 100_000_000
-"""Bytes; the safetensors library's own limit."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 SAFE, PICKLED = (
     ("model.safetensors", "model.safetensors.index.json"),
@@ -35,7 +34,7 @@ def check_files(name: str, config: Any, *, pickled: bool = False, setting: str =
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # whatever the code of an architecture does with numbers that it cannot take
-        raise UserError(f"{start}: config.json describes no model: {_one_line(error)}: repair it") from error
+        raise UserError(f"{start}: config.json describes no model: {first_line(error)}: repair it") from error
     if not any((folder / file).exists() for file in SAFE):
         check_pickled(name, allowed=pickled, setting=setting)
         return
@@ -64,8 +63,8 @@ def check_pickled(name: str, *, allowed: bool, setting: str = "policy.model") ->
 
 
 def _check_layers(shapes: dict[str, list[int]], model: Any, start: str) -> None:
-    """Refuse layers of the files that the configuration leaves out, which would be cut off without a word, and layers
-    that it asks for and the files do not have."""
+    """Refuse layers that the files have and the configuration leaves out, which would be dropped silently, and layers
+    that it asks for and the files lack."""
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
     numbers = {
@@ -74,10 +73,10 @@ def _check_layers(shapes: dict[str, list[int]], model: Any, start: str) -> None:
         if (found := _LAYER.search(weight)) and not any(re.search(pattern, weight) for pattern in ignored)
     }
     # Layers that predict further tokens are numbered after the model's own, and are not trained.
-    behind = layers + (getattr(model.config, "num_nextn_predict_layers", 0) or 0)
+    end = layers + (getattr(model.config, "num_nextn_predict_layers", 0) or 0)
     for number, weight in numbers.items():
         refuse(
-            number >= behind,
+            number >= end,
             f"{start}: its files have {weight}, and config.json has num_hidden_layers {layers}, so that layers would be"
             " cut off: take the config.json that belongs to the weights",
         )
@@ -97,7 +96,7 @@ def _files(folder: Path, start: str) -> Iterator[Path]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{start}: {index.name} cannot be read: {_one_line(error)}: copy it anew") from error
+        raise UserError(f"{start}: {index.name} cannot be read: {first_line(error)}: copy it again") from error
     for name in names:
         refuse(not (folder / name).exists(), f"{start}: {index.name} names {name}, which is missing: copy it as well")
         yield folder / name
@@ -105,26 +104,10 @@ def _files(folder: Path, start: str) -> Iterator[Path]:
 
 def _shapes(file: Path, start: str) -> dict[str, list[int]]:
     """Shapes by name, from the header of a safetensors file."""
-    size = file.stat().st_size
     try:
-        with file.open("rb") as opened:
-            (length,) = struct.unpack("<Q", opened.read(8))
-            refuse(length > min(size, _LARGEST_HEADER), f"{start}: {file.name} is not a safetensors file, or cut short")
-            header = json.loads(opened.read(length))
-        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        shapes = {name: list(entry["shape"]) for name, entry in entries.items()}
-    except UserError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
-        raise UserError(f"{start}: {file.name} is not a safetensors file: {_one_line(error)}: copy it anew") from error
-    refuse(
-        8 + length + end != size,
-        f"{start}: {file.name} has {size} bytes, and its header describes {8 + length + end}: it is cut short, copy it"
-        " anew",
-    )
-    return shapes
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300].removesuffix(": ")
+        with safe_open(file, framework="pt") as opened:
+            return {name: list(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{start}: {file.name} is not a safetensors file, or is cut short: {first_line(error)}: copy it again"
+        ) from error

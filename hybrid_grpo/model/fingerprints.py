@@ -1,8 +1,8 @@
-"""Fingerprints of files, and of the models in them: whether they are what they were.
+"""Fingerprints of files, and of the models in them, which show whether they have changed.
 
-A file of up to 64 MiB is read whole. Of a larger one the size is taken, the header of a safetensors file, and a block
-of 4 KiB from the middle of every tensor in it; of other files, 1,024 blocks at equal distances. Other weights of the
-same shapes differ there, and large models take seconds; what differs outside of the blocks alone goes unnoticed.
+A file of up to 64 MiB is read whole. Of a larger one, the size is taken, and the header of a safetensors file with a
+block of 4 KiB from the middle of every tensor; of other files, 1,024 blocks at equal distances. Other weights of the
+same shapes differ there, and large models take seconds; a change outside these blocks goes unnoticed.
 """
 
 import json
@@ -25,8 +25,7 @@ _PARTS = {
 
 
 def of_model(name: str) -> dict[str, str]:
-    """Fingerprints of weights, configuration and tokenizer of a model in a folder, or of what there is of it in the
-    cache of the hub."""
+    """Fingerprints of weights, configuration and tokenizer of a model in a folder or in the hub's cache."""
     try:
         config = cached_file(name, "config.json", local_files_only=True)
     except OSError:
@@ -37,7 +36,7 @@ def of_model(name: str) -> dict[str, str]:
 
 
 def of_file(path: Path) -> str:
-    """The name of a file, and what it holds."""
+    """Name, size and digest of a file."""
     size = path.stat().st_size
     seen = blake2b(digest_size=16)
     with path.open("rb") as file:
@@ -47,8 +46,8 @@ def of_file(path: Path) -> str:
             start = _header(file.read(8), size) if path.suffix == ".safetensors" else 0
             header = file.read(start - 8) if start else b""
             seen.update(header)
-            for place in _places(header, start, size):
-                file.seek(place)
+            for offset in _offsets(header, start, size):
+                file.seek(offset)
                 seen.update(file.read(_BLOCK_BYTES))
     return f"{path.name} {size} {seen.hexdigest()}"
 
@@ -63,19 +62,16 @@ def of_texts(texts: Iterable[str]) -> str:
 
 
 def _header(beginning: bytes, size: int) -> int:
-    """Where the tensors of a safetensors file begin; 0 where it is none."""
+    """Where the tensors of a safetensors file begin; 0 if it is not one."""
     start = 8 + struct.unpack("<Q", beginning)[0]
     return start if start < size else 0
 
 
-def _places(header: bytes, start: int, size: int) -> list[int]:
+def _offsets(header: bytes, start: int, size: int) -> list[int]:
     """Where blocks are read."""
     try:
-        entries = (entry for name, entry in json.loads(header).items() if name != "__metadata__")
-        return sorted(start + max(first, (first + end - _BLOCK_BYTES) // 2) for first, end in _offsets(entries))
+        tensors = (entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__")
+        ranges = [(int(first), int(end)) for first, end in tensors]
+        return sorted(start + max(first, (first + end - _BLOCK_BYTES) // 2) for first, end in ranges)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return [size * block // _BLOCKS for block in range(_BLOCKS)]
-
-
-def _offsets(entries: Iterable[dict[str, list[int]]]) -> list[tuple[int, int]]:
-    return [(int(entry["data_offsets"][0]), int(entry["data_offsets"][1])) for entry in entries]

@@ -24,23 +24,23 @@ _EXPERTS = re.compile(r"(^|\.)experts\.")
 
 @dataclass(frozen=True)
 class Cost:
-    """What a token costs a model, in parameters of matrix products.
+    """The cost of a token, in parameters of matrix products.
 
     Arguments of the methods, numbers or arrays of one shape: `tokens` are read, each attends to `context` entries on
-    average, and the head gives the distribution after `scored` of them.
+    average, and the head computes the distribution after `scored` of them.
     """
 
     body: float
-    """Parameters that a token meets in the layers; of a mixture of experts only those that it is sent to."""
+    """Parameters of the layers that a token passes; in a mixture of experts, those of its experts."""
     body_trained: float
     """Those of them that have a gradient."""
     head: float
     """Parameters of the output head. Looking up an embedding is not a product."""
     head_trained: float
     width: int
-    """Numbers of a query and of a value, over all heads of a layer."""
+    """Elements of a query and of a value, over all heads of a layer."""
     layers: dict[float, int]
-    """Layers by the most entries that a token attends to in them: infinity without a window, 0 without attention."""
+    """Layers by the most entries that a token attends to: infinity without a window, 0 without attention."""
 
     @classmethod
     def of(cls, model: Any) -> Cost:
@@ -68,14 +68,13 @@ class Cost:
         return tokens * (2 * self.body + self._attention(context)) + 2 * self.head * np.asarray(scored, float)
 
     def training(self, tokens: ArrayLike, context: ArrayLike, scored: ArrayLike) -> Floats:
-        """Operations of a forward and its backward. A weight that is not trained has no gradient, but the gradient of
-        what it was given passes through it."""
+        """Operations of a forward and its backward. A frozen weight passes on the gradient of its input."""
         tokens = np.asarray(tokens, float)
         of_body = tokens * (4 * self.body + 2 * self.body_trained + 3 * self._attention(context))
         return of_body + np.asarray(scored, float) * (4 * self.head + 2 * self.head_trained)
 
     def _attention(self, context: ArrayLike) -> Floats:
-        """Operations of a token's attention: its query with the keys, and its weights with the values."""
+        """Operations of a token's attention: query times keys, and weights times values."""
         entries = sum(count * np.minimum(np.asarray(context, float), most) for most, count in self.layers.items())
         return 2.0 * self.width * np.asarray(entries, float)
 
@@ -98,5 +97,4 @@ def _layers(config: Any) -> dict[float, int]:
 
 
 def _first(config: Any, *names: str) -> Any:
-    """The first of these settings that a configuration has."""
     return next((value for name in names if (value := getattr(config, name, None))), None)

@@ -29,12 +29,11 @@ class Hardware:
     name: str
     on_gpu: bool
     device_bytes: int
-    """Free on the device, with what CUDA itself takes in this process; on a CPU, this rank's share of the host, with
-    what its process already has."""
+    """Free on the device, including what CUDA itself takes in this process; on a CPU, `host_bytes`."""
     host_bytes: int
-    """This rank's share of the host's free memory, with what its process already has."""
+    """This rank's share of the host's free memory, and `process_bytes`."""
     process_bytes: int
-    """Host memory that the process already has."""
+    """Host memory that the process has."""
     flops: float
     """Floating-point operations a second, of large matrix products in the type of the weights."""
     bandwidth: float
@@ -60,7 +59,7 @@ _CALLED = {
     r"\bH200\b(?!.*NVL)": "h200",
     r"\bB200\b": "b200",
 }
-"""The GPUs by what CUDA calls them."""
+"""The GPUs by their names in CUDA."""
 
 
 def take_gpu(accelerator: Any) -> None:
@@ -73,16 +72,16 @@ def take_gpu(accelerator: Any) -> None:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
     if "OMP_NUM_THREADS" not in os.environ or by_torchrun:
-        # Cores that this rank alone was bound to, or its share of those that all ranks of the machine have.
+        # The cores that this rank is bound to, or its share of those that all ranks of the machine have.
         cores = os.sched_getaffinity(0)
         shared = cores == os.sched_getaffinity(os.getppid())
         threads = max(1, len(cores) // (local_ranks() if shared else 1))
-        # Adam's kernel comes with an OpenMP of its own, which reads the variable.
+        # Adam's kernel has its own OpenMP, which reads the variable.
         os.environ["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)
     count, local = accelerator.device_count(), int(os.environ["LOCAL_RANK"])
     if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
-        # Whoever started the ranks showed each its own, as Slurm does with --gpus-per-task.
+        # The launcher shows each rank its own GPU alone, as Slurm does with --gpus-per-task.
         local = 0
     if local >= count:
         raise UserError(
@@ -94,7 +93,7 @@ def take_gpu(accelerator: Any) -> None:
 
 
 def refuse_idle_gpus() -> None:
-    """Refuse to train on the CPU beside GPUs that torch cannot use, unless that is asked for."""
+    """Raise UserError if torch cannot use this machine's GPUs, unless the CPU was chosen."""
     gpus = list(Path("/dev").glob("nvidia[0-9]*"))
     if gpus and "DS_ACCELERATOR" not in os.environ and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
         built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is a build for the CPU"
@@ -106,7 +105,7 @@ def refuse_idle_gpus() -> None:
 
 
 def peak_flops(name: str) -> float | None:
-    """Dense bfloat16 operations a second of a whole GPU that CUDA calls by this name; None where the table lacks it."""
+    """Dense bfloat16 operations a second of a whole GPU of this name; None if it is not in the table."""
     kind = next((kind for called, kind in _CALLED.items() if re.search(called, name)), None)
     return None if kind is None or "MIG" in name else GPUS[kind][1]
 
@@ -119,13 +118,13 @@ def of_table(name: str) -> Hardware:
 
 
 def of_device(device: torch.device, dtype: Literal["bfloat16", "float32"]) -> Hardware:
-    """The device as it is now; takes a fraction of a second to measure how fast it is."""
+    """The device as it is now; takes a fraction of a second to measure its speed."""
     process = psutil.Process().memory_info().rss
     host = process + host_free_bytes() // local_ranks()
     flops, bandwidth = _speed(device, getattr(torch, dtype))
     if device.type == "cpu":
         return Hardware("cpu", False, host, host, process, flops, bandwidth)
-    # What measuring took is free again; what CUDA took when it started is a part of the plan.
+    # Free what measuring took; what CUDA took when it started is a part of the plan.
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info(device)[0] + CUDA_CONTEXT_BYTES
     return Hardware(torch.cuda.get_device_name(device), True, free, host, process, flops, bandwidth)
@@ -136,13 +135,13 @@ def host_free_bytes() -> int:
     free = int(psutil.virtual_memory().available)
     for limit, used in _CGROUPS:
         if limit.is_file() and (most := limit.read_text().strip()) != "max":
-            # The cache of files read counts as used in a container, although the system could drop it.
+            # Cached files count as used in a container, although the system can drop them.
             free = min(free, max(0, int(most) - int(used.read_text()) + _file_cache(limit.parent)))
     return free
 
 
 def _file_cache(cgroup: Path) -> int:
-    """Bytes of cached files that the system can drop: nobody maps them or has written to them."""
+    """Bytes of cached files that the system can drop: they are neither mapped nor modified."""
     statistics = cgroup / "memory.stat"
     lines = (line.split() for line in statistics.read_text().splitlines()) if statistics.is_file() else ()
     return sum(int(value) for name, value in lines if name in ("inactive_file", "total_inactive_file"))

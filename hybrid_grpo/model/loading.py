@@ -32,7 +32,7 @@ Start = Callable[[Any], None]
 
 
 def load_tokenizer(name: str, setting: str = "policy.model") -> Any:
-    """The tokenizer of a model folder or hub name; raises UserError if it has none that loads."""
+    """The tokenizer of a model folder or hub name; raises UserError if none loads."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # transformers raises anything for files that it did not write
@@ -45,8 +45,8 @@ def load_tokenizer(name: str, setting: str = "policy.model") -> Any:
 
 
 def load_config(name: str, setting: str = "policy.model") -> Any:
-    """The unchanged configuration of a model folder or hub name; raises UserError if it has none or transformers
-    does not know the architecture. `setting` begins error messages, here and in the other functions."""
+    """The unchanged configuration of a model folder or hub name; raises UserError if it has none, or transformers does
+    not know the architecture. `setting` begins error messages, here and in the other functions."""
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # transformers raises anything for files that it did not write
@@ -55,8 +55,8 @@ def load_config(name: str, setting: str = "policy.model") -> Any:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message, with the next where it ends in a colon; its type when it is empty."""
-    text = repr(error) if isinstance(error, KeyError) else str(error).strip()
+    """The first line of an error's message, with the next if it ends in a colon; the error's type if it is empty."""
+    text = f"KeyError: {error}" if isinstance(error, KeyError) else str(error).strip()
     lines = text.splitlines() or [type(error).__name__]
     return " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])[:500]
 
@@ -70,7 +70,7 @@ def _refuse_custom_code(error: Exception, name: str, setting: str) -> None:
 
 
 def check_lengths(config: Any, longest: int) -> None:
-    """Raise `UserError` if sequences of `longest` tokens exceed the model's `max_position_embeddings`."""
+    """Raise UserError if sequences of `longest` tokens exceed the model's `max_position_embeddings`."""
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and longest > limit:
         raise UserError(
@@ -80,7 +80,7 @@ def check_lengths(config: Any, longest: int) -> None:
 
 
 def check_token_ids(rollout: RolloutConfig, config: Any) -> None:
-    """Raise `UserError` if a token id in the settings is not below the model's `vocab_size`."""
+    """Raise UserError if a token id in the settings is not below the model's `vocab_size`."""
     size = config.get_text_config().vocab_size
     for setting, ids in (("stop_ids", rollout.stop_ids), ("logit_bias", map(int, rollout.logit_bias))):
         for token in ids:
@@ -89,7 +89,7 @@ def check_token_ids(rollout: RolloutConfig, config: Any) -> None:
 
 
 def check_prompt_ids(longest: Sequence[list[int]], config: Any) -> None:
-    """Raise `UserError` if a prompt has a token id that is not below the model's `vocab_size`."""
+    """Raise UserError if a prompt has a token id that is not below the model's `vocab_size`."""
     size = config.get_text_config().vocab_size
     highest = max(map(max, longest))
     if highest >= size:
@@ -100,8 +100,8 @@ def check_prompt_ids(longest: Sequence[list[int]], config: Any) -> None:
 
 
 def plain_attention(config: Any, attn_implementation: str) -> str:
-    """Which of transformers' own attention implementations a setting selects for an architecture; raises UserError
-    where the architecture does not have it."""
+    """Which of transformers' own attention implementations a setting selects for an architecture; raises UserError if
+    the architecture lacks it."""
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     has_sdpa = model is None or model._supports_sdpa
     if attn_implementation in ("auto", "packed"):
@@ -114,8 +114,8 @@ def plain_attention(config: Any, attn_implementation: str) -> str:
 
 
 def training_attention(policy: PolicyConfig, config: Any = None) -> str:
-    """The attention implementation of the training forward; raises UserError where the settings ask for packed rows,
-    which the architecture does not allow. `config` is the model's own, loaded from `policy.model` by default."""
+    """The attention implementation of the training forward; raises UserError if the settings require packed rows, and
+    the architecture does not allow them. `config` is by default that of `policy.model`."""
     config = load_config(policy.model) if config is None else config
     if policy.attn_implementation in ("auto", "packed"):
         reason = unsupported(config)
@@ -141,11 +141,10 @@ def without_dropout(config: Any) -> Any:
 
 
 def load_model(policy: PolicyConfig, attn_implementation: str | None = None, setting: str = "policy.model") -> Any:
-    """The causal language model that `policy` names, without dropout.
+    """The causal language model that `policy` names.
 
-    With dropout the trained policy would differ from the one that sampled (a ratio other than 1 before the first
-    update), so it is off in training too. `attn_implementation` overrides the one of `policy`. Raises UserError where
-    the weights do not load or are incomplete, or the architecture does not have this attention.
+    Dropout is off in training too: with it, the trained policy would differ from the one that sampled.
+    `attn_implementation` overrides the one of `policy`. Raises UserError as `load_weights` and `plain_attention` do.
     """
     config = load_config(policy.model, setting)
     attention = attn_implementation or plain_attention(config, policy.attn_implementation)
@@ -153,7 +152,7 @@ def load_model(policy: PolicyConfig, attn_implementation: str | None = None, set
 
 
 def parameters_of(name: str, setting: str = "policy.model") -> int:
-    """Number of parameters of a causal language model, by its configuration alone."""
+    """Number of parameters of a causal language model, from its configuration."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_config(name, setting), trust_remote_code=False)
     return sum(parameter.numel() for parameter in model.parameters())
@@ -167,8 +166,8 @@ def load_for_training(
     fresh: Mapping[str, Start] | None = None,
     setting: str = "policy.model",
 ) -> Any:
-    """A model of one of transformers' AutoModel classes by the settings of `policy`, without dropout; `config` is
-    changed. For `fresh` and errors see `load_weights`."""
+    """A model of one of transformers' AutoModel classes with the settings of `policy`, without dropout; changes
+    `config`. For `fresh` and errors see `load_weights`."""
     model = load_weights(
         auto,
         policy.model,
@@ -187,19 +186,12 @@ def load_for_training(
 def load_weights(
     auto: Any, name: str, config: Any, setting: str, fresh: Mapping[str, Start] | None = None, **options: Any
 ) -> Any:
-    """A model of one of transformers' AutoModel classes, with all of its weights; raises UserError where
-    weights do not load or are missing. `fresh` starts weights that may be missing, by their names."""
+    """A model of one of transformers' AutoModel classes, with all of its weights; raises UserError if weights do not
+    load or are missing. `fresh` initialises weights that may be missing, by name."""
     try:
         # Mismatched weights are reported below, by name.
-        model, loaded = auto.from_pretrained(
-            name,
-            config=config,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            trust_remote_code=False,
-            weights_only=True,
-            **options,
-        )
+        safe = {"ignore_mismatched_sizes": True, "trust_remote_code": False, "weights_only": True}
+        model, loaded = auto.from_pretrained(name, config=config, output_loading_info=True, **safe, **options)
     except (OSError, ValueError, KeyError, ImportError, SafetensorError, UnpicklingError) as error:
         raise UserError(f"{setting} {name} does not load: {first_line(error)}") from error
     fresh = fresh or {}
@@ -223,7 +215,6 @@ def load_weights(
 
 @torch.no_grad()
 def _refuse_broken_weights(model: Any, start: str) -> None:
-    """Raise `UserError`, on all ranks, where weights are not finite. Under ZeRO-3 every rank looks at its shards."""
     broken = [name for name, parameter in model.named_parameters() if not bool(torch.isfinite(_held(parameter)).all())]
     # As objects: the weights are in host memory, where NCCL reduces nothing.
     count = max(all_gather_objects(len(broken)))
@@ -233,7 +224,7 @@ def _refuse_broken_weights(model: Any, start: str) -> None:
 
 
 def _refuse_changed_buffers(model: Any, start: str) -> None:
-    """Raise `UserError` where a computed buffer is another than the class computes by itself.
+    """Raise UserError if a computed buffer differs from what the class computes.
 
     `zero.Init` casts what constructors of tensors return. Rotary frequencies in bfloat16 are off by a radian at
     position 1,000, and no metric shows it: sampling and training share them, but the exported model has exact ones.
@@ -262,17 +253,17 @@ def _refuse_changed_buffers(model: Any, start: str) -> None:
 
 @contextmanager
 def _outside_deepspeed() -> Iterator[None]:
-    """Classes that build another model, such as those with a head of one number, do not shard it inside the block."""
-    known = integration._hf_deepspeed_config_weak_ref
+    # Classes that build another model, such as those with a head of one number, would shard it.
+    outer = integration._hf_deepspeed_config_weak_ref
     integration.unset_hf_deepspeed_config()
     try:
         yield
     finally:
-        integration._hf_deepspeed_config_weak_ref = known
+        integration._hf_deepspeed_config_weak_ref = outer
 
 
 def _held(parameter: Any) -> Tensor:
-    """What this rank holds of a weight, without the end of a shard that is padding and may hold anything."""
+    """What this rank holds of a weight, without the padding at the end of a shard."""
     if not hasattr(parameter, "ds_tensor"):
         return cast(Tensor, parameter)
     shard: Tensor = parameter.ds_tensor.view(-1)
@@ -281,7 +272,7 @@ def _held(parameter: Any) -> Tensor:
 
 @torch.no_grad()
 def draw_normal(parameter: Any, std: float, seed: int) -> None:
-    """Give a weight normal numbers of this standard deviation, the same on any number of ranks."""
+    """Draw a weight from a normal distribution of this standard deviation, the same on any number of ranks."""
     count = getattr(parameter, "ds_numel", parameter.numel())
     whole = torch.empty(count).normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
     held = _held(parameter).view(-1)
@@ -290,8 +281,8 @@ def draw_normal(parameter: Any, std: float, seed: int) -> None:
 
 
 def stop_ids(name: str, tokenizer: Any, more: list[int], config: Any, setting: str = "policy.model") -> tuple[int, ...]:
-    """All tokens that end a completion: the tokenizer's EOS, those in the model's generation config, and `more`. Raises
-    UserError where one is not a token of the model."""
+    """All tokens that end a completion: the tokenizer's EOS, those of the model's generation config, and `more`. Raises
+    UserError if one is not a token of the model."""
     ids = {*more, tokenizer.eos_token_id}
     generation = Path(name) / "generation_config.json"
     if generation.is_file() or not Path(name).exists():

@@ -139,8 +139,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def slices(n: int, most: int) -> list[slice]:
-    """Split 0 to n into as few slices of about equal length, at most `most`, as possible. Long ones begin at multiples
-    of 64, which matrix products on a GPU ask for."""
+    """Split 0 to n into the fewest slices of about equal length, at most `most`; long ones begin at multiples of 64, as
+    matrix products on a GPU need."""
     count = max(1, -(-n // most))
     unit = 64 if n // count >= 1024 else 1
     bounds = [n * i // count // unit * unit for i in range(count)] + [n]
@@ -169,8 +169,6 @@ def token_logprobs(
     Args:
         hidden_ND: the hidden state before each target.
         weight_VD, bias_V: the output head.
-        target_N: int64.
-        shape: scale and soft cap of the logits. Default: neither.
         temperature: the softmax is over logits / temperature.
         tile_bytes, tile_columns: bounds of one tile of logits. Default: `TILE_BYTES` and `TILE_COLUMNS`, or the GPU's.
     """
@@ -185,14 +183,14 @@ def token_logprobs(
 
 
 HeadFunction = Callable[[Tensor, Tensor, Tensor | None, LogitShape, float], tuple[Tensor, ...]]
-"""Something else to compute from hidden states and the output head; see `LogprobModel.forward`."""
+"""Computes something else from hidden states and the output head; see `LogprobModel.forward`."""
 
 
 class LogprobModel(nn.Module):
     """A causal language model whose forward returns log-probabilities and entropies of given tokens.
 
-    The model's output head computes them. Only its forward is replaced, on this instance, so that an engine's hooks
-    around the head, which gather its weight under ZeRO-3, still run.
+    The output head computes them. Only the forward of this instance's head is replaced, so that an engine's hooks
+    around it, which gather its weight under ZeRO-3, still run.
     """
 
     def __init__(self, model: Any) -> None:
@@ -227,8 +225,8 @@ class LogprobModel(nn.Module):
                 one packed row that `segments` divides, for a model whose attention is `ATTENTION`.
             source: picks, among all b * S tokens, the one before each token to score.
             target_N: int64, the tokens to score.
-            more: is given the hidden states of these places, weight and bias of the head, its `LogitShape` and the
-                temperature. It runs while the weight is there, which is sharded otherwise.
+            more: called with the hidden states that `source` picks, weight and bias of the head, its `LogitShape` and
+                the temperature, while the weight is gathered.
         """
         packed = {} if segments is None else {"batch": segments}
         out = self.model.base_model(input_ids=input_ids_bS, position_ids=position_ids_bS, use_cache=False, **packed)

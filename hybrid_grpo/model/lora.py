@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA): small matrices trained beside the linear layers of a model whose weights are frozen.
 
-peft puts them into the model in place: the model keeps its class, and each adapted layer is wrapped in one of peft's.
-Decoding and export use weights with the adapters merged in; the adapters are also exported in peft's own format.
+peft injects them in place: the model keeps its class, and each adapted layer is wrapped in one of peft's. Decoding and
+export merge the adapters into the weights; the adapters are also exported in peft's own format.
 """
 
 from __future__ import annotations
@@ -41,21 +41,19 @@ class Adapter:
     linear: Any
     """The layer without the adapter."""
     down: nn.Parameter
-    """A, [rank, in]; empty while it is sharded."""
+    """A, [rank, in]; empty while it is sharded, as B is."""
     up: nn.Parameter
-    """B, [out, rank]; empty while it is sharded."""
+    """B, [out, rank]."""
     scale: float
     """alpha / rank."""
 
     @classmethod
     def of(cls, layer: Any) -> Adapter:
-        """The adapter that peft put into a layer."""
         up, down = layer.lora_B[_NAME].weight, layer.lora_A[_NAME].weight
         return cls(layer, layer.base_layer, down, up, layer.scaling[_NAME])
 
     def merged(self, weight: Tensor, down: Tensor, up: Tensor, out: Tensor) -> Tensor:
-        """`weight` plus the adapter, all given whole (not sharded), in `out`, which may be `weight` itself; rounded to
-        the weight's type once."""
+        """`weight` plus the adapter, all unsharded, in `out`, which may be `weight` itself; rounded once."""
         if self.layer.fan_in_fan_out:
             # GPT-2's layers keep W transposed, and (B A)^T = A^T B^T.
             up, down = down.T, up.T
@@ -63,10 +61,10 @@ class Adapter:
 
 
 class Adapters:
-    """Puts adapters into a transformers causal language model, sharded or not, and freezes everything else. The head of
-    a sequence classifier, which is new, is trained whole.
+    """Injects adapters into a transformers model, sharded or not, and freezes everything else but the head of a
+    sequence classifier, which is new.
 
-    `seed` initialises the matrices A, the same on every rank. Raises UserError where a layer that `lora` names does not
+    `seed` initialises the matrices A, the same on every rank. Raises UserError if a layer that `lora` names does not
     exist or cannot have an adapter.
     """
 
@@ -121,11 +119,8 @@ class Adapters:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Inside, the model computes what it would without adapters: they add exactly 0.
-
-        Their forwards still run, since ZeRO-3 prefetches in the order of the last forward and would have to record a
-        new order at each change.
-        """
+        """Inside, the adapters add exactly 0. Their forwards still run: ZeRO-3 prefetches in the order of the last
+        forward, and would have to record a new order at each change."""
         for adapter in self.by_layer.values():
             adapter.layer.scaling[_NAME] = 0.0
         try:
@@ -135,8 +130,7 @@ class Adapters:
                 adapter.layer.scaling[_NAME] = adapter.scale
 
     def save(self, folder: Path, whole: Mapping[nn.Parameter, Tensor]) -> None:
-        """Write adapter_config.json and adapter_model.safetensors, as `PeftModel.from_pretrained` reads them; `whole`
-        maps each of `parameters` to its unsharded weight."""
+        """Write a folder for `PeftModel.from_pretrained`; `whole` maps each of `parameters` to its unsharded weight."""
         folder.mkdir(parents=True, exist_ok=True)
         state = {
             f"base_model.model.{path}.{name}.weight": whole[parameter].detach().to("cpu", copy=True)
@@ -154,7 +148,7 @@ class Adapters:
 
 def read_adapter(folder: str, setting: str) -> dict[str, Any]:
     """The configuration of an adapter of a causal language model in peft's format. Raises UserError, which `setting`
-    begins, where the folder has none."""
+    begins, if the folder has none."""
     path = Path(folder) / "adapter_config.json"
     try:
         config = json.loads(path.read_bytes())
@@ -168,8 +162,8 @@ def read_adapter(folder: str, setting: str) -> dict[str, Any]:
 
 
 def with_adapter(model: Any, folder: str, setting: str) -> Any:
-    """The model with an adapter in peft's format merged into its weights. Raises UserError, which `setting` begins,
-    where the adapter does not belong to the model."""
+    """The model with an adapter in peft's format merged into its weights. Raises UserError, which `setting` begins, if
+    the adapter does not belong to the model."""
     import peft
 
     read_adapter(folder, setting)
@@ -194,7 +188,6 @@ def check_lora(lora: LoraConfig, config: Any) -> None:
 
 
 def _targets(model: Any, lora: LoraConfig) -> list[str]:
-    """Names of the layers to adapt, each of which matches linear layers only."""
     head = model.get_output_embeddings() or model.score
     layers = dict(model.named_modules())
     linear = [path for path, layer in layers.items() if isinstance(layer, _LINEAR) and layer is not head]

@@ -1,4 +1,4 @@
-"""How many bytes of tensors are alive while something runs."""
+"""Counts the bytes of live tensors."""
 
 import weakref
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Bytes of all storages that are alive but those of `known` tensors, and the most there were since `mark`."""
+    """Bytes of all live storages except those of `known` tensors, and their peak since `mark`."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()
@@ -33,6 +33,6 @@ class MemoryTracker(TorchDispatchMode):
         self.live -= size
 
     def mark(self) -> int:
-        """The most that was alive since the last mark."""
+        """The peak since the last mark."""
         peak, self.peak = self.peak, self.live
         return peak

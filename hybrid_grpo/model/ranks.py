@@ -1,4 +1,4 @@
-"""Ranks, the few collectives that DeepSpeed does not do itself, and the shared memory of DeepSpeed's collectives.
+"""Ranks, the collectives that this package uses beside DeepSpeed's, and the shared memory of those.
 
 On one process the collectives are the identity, whether or not a process group exists.
 """
@@ -23,11 +23,11 @@ T = TypeVar("T")
 
 _SHARED_MEMORY = Path("/dev/shm")
 _SILENT_SECONDS = 20.0
-"""For the ranks to meet; then one that still waits says so."""
+"""A rank that has waited this long for the others prints a line."""
 _BUFFER_BYTES = 66 * 2**20 + 4096
 """Shared memory that DeepSpeed's CPU backend uses for each rank."""
 _NCCL_BYTES = 64 << 20
-"""Shared memory of a rank below which that may be what NCCL lacks: Docker's 64 MiB do not do for two."""
+"""With less shared memory for each rank, NCCL may fail: Docker's 64 MiB are too little for two."""
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -37,7 +37,6 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """Number of processes."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -56,17 +55,15 @@ def form_group_of_one() -> None:
 
 @contextmanager
 def meeting() -> Iterator[None]:
-    """Around the start of the process group: says whom this rank waits for, which nothing else would where the others
-    were never started. Raises UserError where the ranks do not meet, or NCCL does not start."""
+    """Around the start of the process group: prints for which ranks this one waits, in case the others were never
+    started. Raises UserError if the ranks do not meet, or NCCL does not start."""
     facts = ", ".join(f"{name} {os.environ[name]}" for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
-    def tell() -> None:
-        print(f"hybrid-grpo: waiting for the other ranks ({facts})", file=sys.stderr, flush=True)
-
-    told = threading.Timer(_SILENT_SECONDS, tell)
-    told.daemon = True
+    line = f"hybrid-grpo: waiting for the other ranks ({facts})"
+    notice = threading.Timer(_SILENT_SECONDS, print, [line], {"file": sys.stderr, "flush": True})
+    notice.daemon = True
     if os.environ["WORLD_SIZE"] != "1":
-        told.start()
+        notice.start()
     try:
         yield
     except dist.DistBackendError as error:
@@ -77,13 +74,13 @@ def meeting() -> Iterator[None]:
             " engine.timeout_minutes, with the same MASTER_ADDR and a MASTER_PORT that is free"
         ) from error
     finally:
-        told.cancel()
+        notice.cancel()
 
 
 def _cause(message: str) -> str:
-    """What NCCL says last, in one line, with the way out."""
-    said, _, last = message.partition("Last error:")
-    cause = " ".join((last.strip() or said).split())
+    """NCCL's last error in one line, with the way out."""
+    first, _, last = message.partition("Last error:")
+    cause = " ".join((last.strip() or first).split())
     free = shutil.disk_usage(_SHARED_MEMORY).free
     if "/dev/shm" in cause or free < local_ranks() * _NCCL_BYTES:
         return f"{cause}: {_SHARED_MEMORY} has {free >> 20} MiB free: make it larger (docker run --ipc host)"
@@ -91,7 +88,7 @@ def _cause(message: str) -> str:
 
 
 def check_shared_memory() -> None:
-    """Raise `UserError` if the ranks' buffers do not fit: DeepSpeed would map more than there is, and ranks crash."""
+    """Raise UserError if the ranks' buffers do not fit: DeepSpeed would map more than there is, and ranks crash."""
     # Only DeepSpeed's launcher, with all ranks on one machine, uses these buffers.
     if os.environ.get("LOCAL_SIZE") != os.environ["WORLD_SIZE"]:
         return
@@ -107,7 +104,7 @@ def check_shared_memory() -> None:
 
 
 def release_shared_memory() -> None:
-    """Unlink this rank's buffer once all ranks have mapped it, since it would outlive them until the next boot."""
+    """Unlink this rank's buffer once all ranks have mapped it, since it would remain until the next boot."""
     barrier()
     for path in _buffers(str(rank())):
         path.unlink(missing_ok=True)
@@ -119,7 +116,7 @@ def _buffers(of_rank: str) -> list[Path]:
 
 
 def all_reduce(tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
-    """Reduce `tensor` over ranks, in place, and return it. All ranks must call it with equal shapes."""
+    """Reduce `tensor` over ranks, in place, and return it. Collective, with equal shapes."""
     if world_size() > 1:
         dist.all_reduce(tensor, op=_OPS[op])
     return tensor
@@ -149,7 +146,7 @@ def all_gather_objects(value: T) -> list[T]:
 
 
 def from_first_rank(value: T) -> T:
-    """The value of rank 0, on every rank; what the others give is not looked at."""
+    """Rank 0's value, on every rank."""
     if world_size() == 1:
         return value
     values = [value]
@@ -158,6 +155,5 @@ def from_first_rank(value: T) -> T:
 
 
 def barrier() -> None:
-    """Wait for all ranks."""
     if world_size() > 1:
         dist.barrier()

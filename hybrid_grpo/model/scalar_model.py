@@ -1,7 +1,7 @@
-"""A causal language model whose head gives one number for a token: what a reward model and a value model are.
+"""A causal language model whose head gives one number for a token, such as a reward model or a value model.
 
 It is a sequence classifier of transformers with one label (`AutoModelForSequenceClassification`), whose head is called
-at chosen tokens only. Nothing here knows what the numbers mean, or how they are trained.
+at chosen tokens. Nothing here knows what the numbers mean, or how they are trained.
 """
 
 from __future__ import annotations
@@ -21,16 +21,13 @@ from hybrid_grpo.model.attention import Segments, Selection
 from hybrid_grpo.model.loading import draw_normal, load_config, load_for_training
 
 _HEAD = "score"
-"""transformers' name for the head of a decoder that classifies."""
-
+"""transformers' name for the head of a classifier."""
 _NO_CLASSIFIER = "transformers has no sequence classifier of this kind that reads its last token"
 
 
 class ScalarModel(nn.Module):
-    """A sequence classifier whose forward returns one number for each selected token.
-
-    As in `LogprobModel`, only the forward of the head is replaced, so that an engine's hooks around it still run.
-    """
+    """A sequence classifier whose forward returns one number for each selected token. As in `LogprobModel`, only the
+    forward of the head is replaced, so that an engine's hooks around it still run."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -58,8 +55,8 @@ def scalar_config(name: str, padding: int | None = None, setting: str = "policy.
     """The configuration of a model folder or hub name as a classifier of one label, with a `padding` token. `setting`
     begins error messages, here and in the other functions.
 
-    Raises UserError where transformers has no such classifier for a causal language model of this kind, or where it is
-    a classifier of several labels already.
+    Raises UserError if transformers has no such classifier for a causal language model of this kind, or if it is
+    already a classifier of several labels.
     """
     config = load_config(name, setting)
     kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
@@ -79,7 +76,7 @@ def scalar_config(name: str, padding: int | None = None, setting: str = "policy.
 
 
 def check_scalar(name: str, setting: str = "policy.model") -> Any:
-    """`scalar_config`, for a classifier that reads its last token by a linear head; raises UserError for another."""
+    """`scalar_config`; raises UserError unless the classifier reads its last token by a linear head."""
     config = scalar_config(name, setting=setting)
     is_linear = isinstance(getattr(_without_weights(config), _HEAD, None), nn.Linear)
     refuse(not is_linear, f"{setting} {name}: {config.model_type}: {_NO_CLASSIFIER}: take another model")
@@ -87,7 +84,7 @@ def check_scalar(name: str, setting: str = "policy.model") -> Any:
 
 
 def count_parameters(name: str) -> int:
-    """Parameters of the classifier of one label that a model folder or hub name gives."""
+    """Parameters of a model folder or hub name as a classifier of one label."""
     return sum(parameter.numel() for parameter in _without_weights(scalar_config(name)).parameters())
 
 
@@ -106,9 +103,8 @@ def load_scalar_model(
 ) -> Any:
     """The classifier of one label that `policy` names, without dropout.
 
-    From a causal language model the trunk is taken, and the head is new: normal with `head_std`, by default the model's
-    `initializer_range`, as transformers starts it, drawn with `seed`. Raises UserError as `load_model` and
-    `scalar_config` do.
+    A causal language model gets a new head: normal with `head_std`, by default the model's `initializer_range`, as in
+    transformers, drawn with `seed`. Raises UserError as `load_model` and `scalar_config` do.
     """
     config = scalar_config(policy.model, setting=setting)
     std = getattr(config.get_text_config(), "initializer_range", 0.02) if head_std is None else head_std
@@ -117,10 +113,10 @@ def load_scalar_model(
 
 
 def padding_token(tokenizer: Any, ends: Collection[int]) -> int:
-    """The token that a classifier is told to take for padding: the tokenizer's, if no text ends with it.
+    """The padding token of a classifier: the tokenizer's, unless a text ends with it.
 
-    transformers reads the score at the last token that is not padding. So where `ends`, the last tokens of the texts,
-    have the tokenizer's padding, it is another special token; texts are then read at their end all the same.
+    transformers reads the score at the last token that is not padding. So if the tokenizer's padding is among `ends`,
+    the last tokens of the texts, another special token is taken.
     """
-    asked = [tokenizer.pad_token_id, tokenizer.eos_token_id, *tokenizer.all_special_ids, *range(len(ends) + 1)]
-    return next(token for token in asked if token is not None and token not in ends)
+    candidates = [tokenizer.pad_token_id, tokenizer.eos_token_id, *tokenizer.all_special_ids, *range(len(ends) + 1)]
+    return next(token for token in candidates if token is not None and token not in ends)

@@ -1,10 +1,10 @@
-"""Weights and optimizer states that are spread over ranks, in files that any number of ranks can read.
+"""Weights and optimizer states that are sharded over ranks, in files that any number of ranks can read.
 
-Every rank writes one file: the flat tensors that it holds, and an index of which elements of which weight lie where in
-them. A reader takes what it needs from the files of all ranks. So a checkpoint is not bound to the number of ranks, the
-ZeRO stage or the offloading it was written with, and the padding of one layout never reaches another.
+Every rank writes one file: its flat tensors, and an index of which elements of which weight lie where in them. A reader
+takes what it needs from the files of all ranks. So a checkpoint does not depend on the number of ranks, the ZeRO stage
+or the offloading it was written with, and the padding of one layout never reaches another.
 
-This module knows the attributes of DeepSpeed's optimizers and parameters. When to read and write is the engine's part.
+This module knows the attributes of DeepSpeed's optimizers and parameters; the engine decides when to read and write.
 """
 
 import pickle
@@ -26,34 +26,31 @@ from hybrid_grpo.model.ranks import rank, world_size
 _POLICY, _STATE = "policy", "state"
 _WEIGHT = "weight"
 _STEP = "step"
-"""Optimizer steps that a flat tensor has seen; everything else in an optimizer's state is as long as the weights."""
+"""Optimizer steps of a flat tensor; everything else in an optimizer's state is as long as the weights."""
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Consecutive elements of a weight, which is seen as one row of numbers, inside a flat tensor."""
+    """Consecutive elements of a flattened weight inside a flat tensor."""
 
     name: str
     start: int
-    """Number of the first element within the weight."""
+    """Index of the first element within the weight."""
     count: int
     at: int
-    """Place of the first element within the flat tensor."""
+    """Index of the first element within the flat tensor."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Flat:
-    """A flat tensor of this rank, its own key in the state of the optimizer, and the pieces of weights in it."""
+    """A flat tensor of this rank, which is its own key in the optimizer's state, and the pieces of weights in it."""
 
     tensor: Any
     pieces: list[_Piece]
 
 
 def save_optimizer(folder: Path, module: nn.Module, optimizer: Any, stage: int) -> None:
-    """Write what this rank holds of the weights that are trained, and of the states of their optimizer.
-
-    `optimizer` is DeepSpeed's, of this ZeRO `stage`.
-    """
+    """Write what this rank holds of the trained weights and of the state of DeepSpeed's `optimizer` at this `stage`."""
     # At stage 0 every rank has the same.
     held = _optimizer_flats(module, optimizer, stage) if stage > 0 or rank() == 0 else []
     _write(folder, _POLICY, _shapes(module), held, _inner(optimizer, stage).state)
@@ -61,7 +58,7 @@ def save_optimizer(folder: Path, module: nn.Module, optimizer: Any, stage: int) 
 
 @torch.no_grad()
 def load_optimizer(folder: Path, module: nn.Module, optimizer: Any, stage: int) -> None:
-    """Read what `save_optimizer` wrote, on any number of ranks and at any stage. Raises `UserError` where something is
+    """Read what `save_optimizer` wrote, on any number of ranks and at any stage. Raises UserError if something is
     missing, or belongs to another model. Collective."""
     saved = _Saved(folder, _POLICY, _shapes(module))
     with changing(optimizer, stage):
@@ -70,14 +67,14 @@ def load_optimizer(folder: Path, module: nn.Module, optimizer: Any, stage: int) 
 
 
 def trained_tensors(module: nn.Module, optimizer: Any, stage: int) -> list[Tensor]:
-    """The float32 weights that DeepSpeed's `optimizer` updates on this rank: flat tensors, in which each weight or a
-    part of it is somewhere, with padding between them."""
+    """The float32 weights that DeepSpeed's `optimizer` updates on this rank: flat tensors of weights, or parts of them,
+    with padding."""
     return [flat.tensor.detach() for flat in _optimizer_flats(module, optimizer, stage)]
 
 
 @contextmanager
 def changing(optimizer: Any, stage: int) -> Iterator[None]:
-    """Inside, `trained_tensors` may be written to; at its end the module's weights follow them. Collective."""
+    """Inside, `trained_tensors` may be written to; at the end the module's weights follow them. Collective."""
     if stage == 3:
         # No weight may stay gathered while its shards change.
         optimizer.checkpoint_event_prologue()
@@ -104,21 +101,20 @@ def save_copies(
 def load_copies(
     folder: Path, name: str, copies: Sequence[Tensor], module: nn.Module, optimizer: Any, stage: int
 ) -> None:
-    """Read what `save_copies` wrote, on any number of ranks and at any stage; raises `UserError` as `load_optimizer`
-    does."""
+    """Read what `save_copies` wrote; see `load_optimizer`."""
     saved = _Saved(folder, name, _shapes(module))
     for flat in _copies(copies, module, optimizer, stage):
         saved.restore(flat)
 
 
 def save_module(folder: Path, name: str, module: nn.Module) -> None:
-    """Write this rank's shards of a module under ZeRO-3 that is not trained."""
+    """Write this rank's shards of a frozen module under ZeRO-3."""
     _write(folder, name, _shapes(module, trained=False), _module_flats(module), {})
 
 
 @torch.no_grad()
 def load_module(folder: Path, name: str, module: nn.Module) -> None:
-    """Read what `save_module` wrote, on any number of ranks; raises `UserError` as `load_optimizer` does."""
+    """Read what `save_module` wrote; see `load_optimizer`."""
     saved = _Saved(folder, name, _shapes(module, trained=False))
     for flat in _module_flats(module):
         saved.restore(flat)
@@ -130,27 +126,22 @@ def save_state(folder: Path, state: dict[str, Any]) -> None:
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """What `save_state` wrote on this rank; on rank 0 where there was another number of ranks."""
+    """What `save_state` wrote on this rank, or on rank 0 if the number of ranks has changed."""
     count = _ranks(folder, _STATE)
     return _read(_path(folder, _STATE, rank() if count == world_size() else 0, count))
 
 
 def _inner(optimizer: Any, stage: int) -> Any:
-    """The optimizer that ZeRO's wraps, whose states are by flat tensor."""
     return optimizer if stage == 0 else optimizer.optimizer
 
 
 def _shapes(module: nn.Module, trained: bool = True) -> dict[str, tuple[int, ...]]:
-    """Shapes of weights, by name, whole whether or not they are sharded; all of them, or those that are trained."""
-    return {name: _shape(p) for name, p in module.named_parameters() if p.requires_grad or not trained}
-
-
-def _shape(parameter: Any) -> tuple[int, ...]:
-    return tuple(parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape)
+    """Unsharded shapes of the weights, or of the `trained` ones, by name."""
+    named: Iterable[tuple[str, Any]] = module.named_parameters()
+    return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in named if p.requires_grad or not trained}
 
 
 def _optimizer_flats(module: nn.Module, optimizer: Any, stage: int) -> list[_Flat]:
-    """The tensors that DeepSpeed's `optimizer` updates on this rank, in the order of its groups."""
     names: dict[Any, str] = {p: name for name, p in module.named_parameters() if p.requires_grad}
     if stage == 0:
         return [_Flat(p, [_Piece(name, 0, p.numel(), 0)]) for p, name in names.items()]
@@ -171,13 +162,11 @@ def _optimizer_flats(module: nn.Module, optimizer: Any, stage: int) -> list[_Fla
 
 
 def _copies(copies: Sequence[Tensor], module: nn.Module, optimizer: Any, stage: int) -> list[_Flat]:
-    """Tensors with the layout of `trained_tensors`, each with the pieces of weights in it."""
     flats = _optimizer_flats(module, optimizer, stage)
     return [_Flat(copy, flat.pieces) for copy, flat in zip(copies, flats, strict=True)]
 
 
 def _module_flats(module: Any) -> list[_Flat]:
-    """This rank's shards of all weights of a module under ZeRO-3."""
     flats = []
     for name, parameter in module.named_parameters():
         (piece,) = _sharded_pieces([parameter], {parameter: name})
@@ -186,8 +175,7 @@ def _module_flats(module: Any) -> list[_Flat]:
 
 
 def _sharded_pieces(group: Iterable[Any], names: Mapping[Any, str]) -> Iterator[_Piece]:
-    """Shards of the same size on all ranks, one after the other; the last ranks' may end in padding, or be nothing
-    else."""
+    """Consecutive shards, of the same size on all ranks; those of the last ranks may end in padding, or be padding."""
     at = 0
     for parameter in group:
         size = parameter.ds_tensor.ds_numel
@@ -197,7 +185,7 @@ def _sharded_pieces(group: Iterable[Any], names: Mapping[Any, str]) -> Iterator[
 
 
 def _row_pieces(row: Sequence[Any], starts: Sequence[int], size: int, names: Mapping[Any, str]) -> Iterator[_Piece]:
-    """Weights in a row, each with its start there, of which every rank holds `size` elements."""
+    """Weights in a row, each with its start, of which every rank holds `size` elements."""
     first = rank() * size
     for parameter, start in zip(row, starts, strict=True):
         begin, end = max(start, first), min(start + parameter.numel(), first + size)
@@ -206,12 +194,11 @@ def _row_pieces(row: Sequence[Any], starts: Sequence[int], size: int, names: Map
 
 
 def _path(folder: Path, name: str, number: int, count: int) -> Path:
-    """File of rank `number` of `count` ranks."""
     return folder / f"{name}_{number:05d}_of_{count:05d}.pt"
 
 
 def _ranks(folder: Path, name: str) -> int:
-    """Number of ranks that wrote the files `name` in a folder; raises `UserError` where it has none, or not all."""
+    """Number of ranks that wrote the files `name` in a folder; raises UserError if any is missing."""
     files = [re.fullmatch(rf"{name}_(\d+)_of_(\d+)\.pt", path.name) for path in folder.glob(f"{name}_*.pt")]
     found = {(int(match[1]), int(match[2])) for match in files if match}
     count = max((count for _, count in found), default=1)
@@ -240,7 +227,6 @@ def _write(
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The content of a file, whose tensors are read when they are used; raises `UserError`."""
     try:
         content: dict[str, Any] = tensor_files.read(path)
     except OSError as error:
@@ -257,8 +243,7 @@ def _is_moment(key: str, value: Any, flat: _Flat) -> bool:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """The tensor's numbers without the attributes that DeepSpeed adds and without the rest of the memory it is in, both
-    of which would be written too."""
+    # The attributes that DeepSpeed adds, and the rest of the memory that the tensor is in, would be written too.
     tensor = tensor.detach()
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if whole else tensor.to("cpu", copy=True)
@@ -266,8 +251,6 @@ def _alone(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _SavedPiece:
-    """A piece in a file."""
-
     piece: _Piece
     step: int | None
     tensors: dict[str, Tensor]
@@ -276,7 +259,7 @@ class _SavedPiece:
 class _Saved:
     """What all ranks have written under a name; tensors are read from the files when they are copied.
 
-    Raises `UserError` where files are missing, or do not hold all weights of `shapes`, or hold others: on every rank.
+    Raises UserError, on every rank, if files are missing, or do not hold exactly the weights of `shapes`.
     """
 
     def __init__(self, folder: Path, name: str, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -307,7 +290,7 @@ class _Saved:
                 )
 
     def restore(self, flat: _Flat, optimizer: Any = None) -> None:
-        """Copy the numbers of a flat tensor, and with an `optimizer` their moments, into place. Padding stays."""
+        """Copy the numbers of a flat tensor, and with an `optimizer` their moments, into place; padding stays."""
         parts = [(piece, saved) for piece in flat.pieces for saved in self._pieces[piece.name]]
         moments = {key: saved.tensors[key].dtype for _, saved in parts for key in saved.tensors if key != _WEIGHT}
         steps = [saved.step for _, saved in parts if saved.step is not None]

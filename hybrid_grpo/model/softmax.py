@@ -1,8 +1,8 @@
 """Log-softmax, entropy and their gradient over logits that come tile by tile, never all at once.
 
 The running sums are those of the online softmax (Milakov and Gimelshein, arXiv:1805.02867, algorithm 3), plus one for
-the entropy. In float32 on a CPU the kernel kernels/softmax.c reads each tile once, on a GPU kernels/gpu/softmax.py;
-elsewhere torch takes a few passes.
+the entropy. kernels/softmax.c (float32 on a CPU) and kernels/gpu/softmax.py read each tile once; elsewhere torch takes
+a few passes.
 """
 
 import torch
@@ -13,17 +13,13 @@ from hybrid_grpo.model.kernels.build import run, usable
 
 
 def on_gpu_kernel(logits: Tensor) -> bool:
-    """Whether tiles like `logits` are read by the GPU's kernel, in their own type and once."""
+    """Whether the GPU's kernel reads tiles like `logits`, once and in their own type."""
     return gpu.usable(logits) and gpu.proven("the log-probability head", _kernel_agrees, logits.device, logits.dtype)
 
 
 class TiledSoftmax:
-    """Running log-probability of each row's target (NaN until its tile was added), and entropy of the row.
-
-    Args:
-        target_N: int64, the column of each row's target.
-        temperature: the softmax is over x = logits / temperature.
-    """
+    """Running log-probability of each row's target, and entropy of the row, of x = logits / temperature; `target_N` are
+    the targets' columns."""
 
     def __init__(self, target_N: Tensor, temperature: float) -> None:
         self._target_N = target_N
@@ -35,10 +31,10 @@ class TiledSoftmax:
         self._below_N = torch.zeros_like(self._peak_N)
         """Sum of exp(x - peak) (peak - x). No term is negative, so nothing cancels where the entropy is small."""
         self._chosen_N = torch.full_like(self._peak_N, torch.nan, dtype=torch.float32)
-        """The target's x, once its tile was added."""
+        """The target's x; NaN until its tile is added."""
 
     def sums(self, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Running sums of some rows, in place: peak, total, below and chosen."""
+        """Views of the running sums of some rows: peak, total, below and chosen."""
         return self._peak_N[rows], self._total_N[rows], self._below_N[rows], self._chosen_N[rows]
 
     def add(self, rows: slice, first: int, logits: Tensor) -> None:
@@ -62,15 +58,13 @@ class TiledSoftmax:
         peak.copy_(higher)
 
     def logp_N(self) -> Tensor:
-        """Log-probability of the targets, float32."""
         return (self._chosen_N - self._peak_N - self._total_N.log()).clamp(max=0.0).float()
 
     def entropy_N(self) -> Tensor:
-        """Entropy of each row in nats, float32."""
         return (self._total_N.log() + self._below_N / self._total_N).clamp(min=0.0).float()
 
     def normalizer_N(self) -> Tensor:
-        """Log-sum-exp of each row: log p = x - normalizer; float32."""
+        """Log-sum-exp of each row: log p = x - normalizer."""
         return (self._peak_N + self._total_N.log()).float()
 
 

@@ -1,4 +1,4 @@
-"""Files of `torch.save`: a failed write gives its reason, and reading one never runs code, whatever the file holds."""
+"""Files of `torch.save`: a failed write gives its reason, and reading never runs code from the file."""
 
 from pathlib import Path
 from typing import Any
@@ -7,18 +7,18 @@ import torch
 
 
 def write(value: Any, path: Path) -> None:
-    """Write a file; raises an OSError, or a RuntimeError with one in its chain, where that fails."""
+    """Write a file; a failure raises an OSError, or a RuntimeError with one in its chain."""
     # Given a path, torch would hide the reason of a failure.
     with open(path, "wb") as file:
         torch.save(value, file)
 
 
 def read(path: Path) -> Any:
-    """The value in a file; tensors are read when they are used. Raises `pickle.UnpicklingError` where it holds more
-    than tensors and plain values."""
+    """The value in a file; tensors are read when they are used. Raises `pickle.UnpicklingError` if it holds more than
+    tensors and plain values."""
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 def foreign_types(path: Path) -> list[str]:
-    """Names in a file that `read` would refuse. Raises ValueError or RuntimeError where it is not a file of torch."""
+    """Names in a file that `read` would refuse. Raises ValueError or RuntimeError if it is not a file of torch."""
     return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))

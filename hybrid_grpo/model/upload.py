@@ -1,4 +1,4 @@
-"""Numbers of the host as a tensor on the device."""
+"""Copies numbers from the host to the device."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from torch import Tensor
 def upload(numbers: Any, device: torch.device) -> Tensor:
     """An array, a tensor of the host or nested lists, on the device.
 
-    A GPU copies them from pinned memory after the work that it was given before, and the host goes on. From ordinary
-    memory the host would wait until all of that work is done.
+    A GPU copies them from pinned memory when it reaches the copy, while the host continues; from pageable memory the
+    host would wait until then.
     """
     host = torch.as_tensor(numbers)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

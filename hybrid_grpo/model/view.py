@@ -3,9 +3,8 @@
 A view is a second module of the same class with its own attention, but without hooks, gradients or storage. While it
 is gathered, its parameters are the unsharded ("whole") weights. Below ZeRO stage 3, and on one rank, they are the
 engine's own memory; otherwise slices of one buffer that the shards are gathered into. Adapters are merged into that
-buffer, or into copies where the memory is the engine's own. A view may keep this memory while nothing is gathered, so
-that weights are at the same addresses every time. The module in training is never touched, so there is nothing to
-restore after generation.
+buffer, or into copies of the engine's memory. A view may keep this memory, so that weights are at the same addresses
+every time. The module in training is never touched, so there is nothing to restore after generation.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -35,9 +34,9 @@ class View:
     Args:
         source: the module in training. If it is `sharded`, under ZeRO-3, its parameters may be empty.
         module: on the meta device; of the same class and structure as `source` without adapters.
-        device: where whole weights go.
+        device: of the whole weights.
         adapters: the adapters in `source`, by the path of their layer in `module`.
-        keep: keep the memory of gathered and merged weights after `release`, for the next `gather`.
+        keep: keep the memory of gathered and merged weights for the next `gather`.
     """
 
     def __init__(
@@ -84,11 +83,10 @@ class View:
 
     @torch.no_grad()
     def whole(self, parameters: Iterable[Any]) -> dict[Any, Tensor]:
-        """Whole weights of parameters in training, not to be written to. Collective when sharded over ranks."""
+        """Whole weights of parameters in training, read-only. Collective when sharded over ranks."""
         return self._whole(list(parameters), self._new)
 
     def release(self) -> None:
-        """Drop the weights."""
         for parameter, homes in self._homes.items():
             self._bind(homes, torch.empty(0, dtype=parameter.dtype))
 
@@ -99,12 +97,12 @@ class View:
             module._parameters[name] = bound
 
     def _copies(self, every: list[Any]) -> bool:
-        """Whether whole weights are copies and not the engine's own memory."""
+        """Whether whole weights are copies of the engine's memory."""
         # Parameters that are offloaded are on the host.
         return self._sharded and (world_size() > 1 or any(p.ds_tensor.device != self._device for p in every))
 
     def _whole(self, every: list[Any], memory: Callable[[Any, int, torch.dtype], Tensor]) -> dict[Any, Tensor]:
-        """Whole weights; those of each dtype in one buffer from `memory` where they are copies."""
+        """Whole weights; copies are in one buffer from `memory` for each dtype."""
         if not self._sharded:
             return {p: p.data for p in every}
         if not self._copies(every):
@@ -127,7 +125,7 @@ class View:
         return torch.empty(size, dtype=dtype, device=self._device)
 
     def _memory(self, what: Any, size: int, dtype: torch.dtype) -> Tensor:
-        """Memory of `size` elements for `what`: where it is kept, the same one every time."""
+        """Memory of `size` elements for `what`; the same every time if it is kept."""
         if not self._keep:
             return self._new(what, size, dtype)
         if what not in self._kept:
@@ -136,5 +134,5 @@ class View:
 
 
 def _unpadded(parameter: Any, flat: Tensor) -> Tensor:
-    """The whole weight of a sharded parameter in its gathered shards: the last ranks' may end in padding."""
+    """The whole weight of a sharded parameter, from its gathered shards, which may end in padding."""
     return flat.view(-1)[: parameter.ds_numel].view(parameter.ds_shape)

@@ -14,12 +14,13 @@ from hybrid_grpo.config.composition import EvaluationConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.config.held_out import HeldOut, held_out_sets
+from hybrid_grpo.config.user_code import import_object
 from hybrid_grpo.data.batch import Numbers, Prompt, Rollout
 from hybrid_grpo.data.overlap import count_equal
 from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.data.sources import held_out_source
 from hybrid_grpo.data.training_prompts import TrainingPrompts
-from hybrid_grpo.grpo.loss import Objective, load_objective
+from hybrid_grpo.grpo.loss import Objective
 from hybrid_grpo.model.lora import check_lora
 from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.rewards.models.reward_model import RewardModel, Shard
@@ -219,3 +220,11 @@ def read_eval_set(
     if partners is not None:
         opened = partial(partners.opened, step=f"eval {held_out.name}")
     return EvalSet(held_out, prompts, rewards, sampler.stop_ids, config.run.seed, opened), fact
+
+
+def load_objective(given: str | Objective | None) -> Objective | None:
+    """The loss that `grpo.objective` names or is, None for the built-in one; raises UserError for a wrong name."""
+    if not isinstance(given, str):
+        return given
+    found: Objective = import_object(given, f"grpo.objective {given}")
+    return found

@@ -1,4 +1,4 @@
-"""A turn of the model as its reader finds it: text, calls of tools, and what is wrong with them."""
+"""A turn of the model as it was read: text, calls of tools, and what is wrong with them."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ class ToolCall:
     name: str
     arguments: dict[str, Any]
     id: str | None = None
-    """By which the model names the call, in formats that have ids."""
+    """The model's own id of the call, in formats that have ids."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What a turn says."""
+    """A turn that was read."""
 
     content: str
     """Its text without the calls."""
     calls: list[ToolCall] = field(default_factory=list)
     fault: str | None = None
-    """Why a call cannot be read, in words for the model."""
+    """Why a call cannot be read, as a message to the model."""
 
 
 def checked(call: ToolCall) -> ToolCall:
-    """A call as anything may handle it: text that can be encoded, finite numbers, and lists and dictionaries that are
-    not nested too deeply. Raises ValueError where it is not a call, or holds something else."""
+    """A call that is safe to handle: its text can be encoded, its numbers are finite, and its lists and dictionaries
+    are not nested too deeply. Raises ValueError where it is not a call, or holds something else."""
     if not isinstance(call.name, str) or not call.name or len(call.name) > _LONGEST_NAME:
         raise ValueError(f"a call has a name of 1 to {_LONGEST_NAME} characters")
     if not isinstance(call.arguments, dict):

@@ -1,4 +1,4 @@
-"""Prompts at whose end stands what their environments say when they are reset."""
+"""Prompts that end with the initial observations of their environments."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from hybrid_grpo.turns.template import cut
 from hybrid_grpo.turns.tools.tools import Tools
 
 _LONGEST_PROMPT = 2**40
-"""How long prompts may be was decided when they were read."""
+"""No limit: prompts that are too long were left out when they were read."""
 
 
 class Openings:
-    """Resets the environments of prompts, once for all completions of a prompt, and writes what they say.
+    """Resets the environments of prompts, once for all completions of a prompt, and appends their initial observations.
 
     Args:
         data: how prompts become tokens.
-        tokens: most tokens of what an environment says; the rest is cut.
+        tokens: most tokens of an observation; the rest is cut.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Openings:
         )
 
     def opened(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Prompt]:
-        """The prompts with their openings. Waits for the environments."""
+        """The prompts with their openings. Waits for all environments."""
         openings = self._environments.openings(prompts, seeds)
         return [self._written(prompt, opening) for prompt, opening in zip(prompts, openings, strict=True)]
 
@@ -54,10 +54,10 @@ class Openings:
                 text, cut(self._tokenizer, prompt_text_of(self._tokenizer), clean(opening.observation), self._tokens)
             )
         variables = dict(self._data.chat_template_kwargs)
-        # Of several environments, a prompt tells the model of its own.
+        # Of several environments, a prompt describes its own.
         schemas = self._tools.schemas_of(self._environments.kind(prompt)) if self._tools is not None else []
         data = replace(self._data, chat_template_kwargs=variables | ({"tools": schemas} if schemas else {}))
-        where = f"the prompt of row {prompt.id} (from 0) with what its environment says"
+        where = f"the prompt of row {prompt.id} (from 0) with the initial observation of its environment"
         return replace(
             prompt, text=text, token_ids=read_prompt(0, {"prompt": text}, where, data, self._tokenizer).token_ids
         )

@@ -276,7 +276,7 @@ def partners_of(config: SamplingConfig, tokenizer: Any, ends: tuple[int, ...]) -
         " data.chat_template auto or always",
     )
     environments = Environments(rollout, config.scoring) if rollout.environments else None
-    has_methods = environments is not None and any(kind.schemas for kind in environments.kinds.values())
+    has_methods = environments is not None and any(kind.tools for kind in environments.kinds.values())
     tools = Tools(rollout, config.scoring, environments) if rollout.tools or has_methods else None
     partners: list[Partner] = [tools] if tools is not None else []
     openings = None

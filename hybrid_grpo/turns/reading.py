@@ -1,4 +1,4 @@
-"""Which format a model's calls are in, and from the text of a turn to what it says. No text makes a reader raise."""
+"""Readers of turns: which format a model's calls are in, and what a turn says. No text makes a reader raise."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from hybrid_grpo.turns.formats.parts import Format, Part
 from hybrid_grpo.turns.template import assistant_message, user_message, written
 
 Reader = Callable[[str, str], Turn]
-"""From the text of a turn, special tokens included, and the token that ended it, to what the turn says."""
+"""Reads the text of a turn, special tokens included, given the token that ended it."""
 
 _THOUGHT = re.compile(r"<(?P<tag>[\w:]{0,20}think\w{0,20})>|\[THINK\]|<\|channel>thought")
-"""How a thought begins. A turn that begins with one which does not end is nothing but thinking."""
+"""How a thought begins. A turn that begins with an endless one is nothing but thinking."""
 _ENDS = {"[THINK]": "[/THINK]", "<|channel>thought": "<channel|>"}
-"""How it ends, where that is not with the same tag."""
+"""How it ends, where that is not the same tag."""
 _BEGUN = re.compile(r"(?:<[\w:]*think\w*>|\[THINK\])\s*\Z")
-"""How a prompt ends that begins the model's thinking."""
+"""The end of a prompt that begins the model's thinking."""
 _HIDDEN = "\U000f0002"
 """A character for private use, which stands for a thought."""
 
 _EXAMPLE = ToolCall("look_up", {"key": "qzx7k", "count": 3})
-"""A call that a chat template writes, and a reader is to read."""
+"""A call that a chat template writes, and a reader has to read."""
 _TYPES = {"key": {"type": "string", "description": "a key"}, "count": {"type": "integer", "description": "a number"}}
 _PARAMETERS = {"type": "object", "properties": _TYPES, "required": [*_TYPES]}
 _SCHEMA = {
@@ -51,18 +51,17 @@ def reader_of(
     ends: Iterable[str],
     most_calls: int,
 ) -> Reader:
-    """The reader of a format. `auto` takes the first that reads a call as the chat template writes it, beginning with
-    the parser that the tokenizer brings along; a format that is named and does not is warned of.
+    """The reader of a format. `auto` takes the first that can read a call as the chat template writes it, beginning
+    with the parser that the tokenizer brings along. A warning is printed where a format that is named cannot.
 
     Args:
         variables: `data.chat_template_kwargs`.
-        schemas: the tools.
+        schemas: of the tools.
         ends: texts of the tokens that end turns.
-        most_calls: calls of a turn; those beyond are a fault.
+        most_calls: calls of a turn; further ones are a fault.
 
     Raises UserError where `auto` finds none.
     """
-
     prompt = written(tokenizer, [user_message(_ASKED)], schemas, variables)
 
     def made(name: str, tools: Sequence[dict[str, Any]], prompt: str) -> Reader:
@@ -99,8 +98,8 @@ def _reads(reader: Reader, text: str, end: str) -> bool:
 
 
 def _examples(tokenizer: Any, variables: dict[str, Any], ends: tuple[str, ...]) -> list[tuple[str, str, str]]:
-    """Prompts, the turn with the example's call that the chat template writes after each, and the token that ends it.
-    Where prompts begin the model's thinking, the template may write a turn with that beginning, or without."""
+    """Prompts, the turn with the example's call that the chat template writes after each of them, and the token that
+    ends it. Where prompts begin the model's thinking, the template may write a turn with or without that beginning."""
     examples = []
     # Templates of Kimi K2 write a call's id in place of its name.
     for call in (_EXAMPLE, replace(_EXAMPLE, id=f"functions.{_EXAMPLE.name}:0")):
@@ -118,7 +117,7 @@ def _examples(tokenizer: Any, variables: dict[str, Any], ends: tuple[str, ...]) 
 
 
 def _by_template(tokenizer: Any, prompt: str, schemas: Sequence[dict[str, Any]], most_calls: int) -> Reader:
-    """By transformers' own parsing, which the tokenizer's `response_template` directs."""
+    """A reader by transformers' own parser, which the tokenizer's `response_template` configures."""
 
     def parts(text: str) -> Iterator[Part]:
         message = tokenizer.parse_response(text, prefix=prompt, tools=list(schemas))
@@ -132,7 +131,8 @@ def _by_template(tokenizer: Any, prompt: str, schemas: Sequence[dict[str, Any]],
 
 
 def format_reader(parts: Format, schemas: Sequence[dict[str, Any]], most_calls: int, begun: str) -> Reader:
-    """In a format; `begun` is what prompts begin of the model's thinking. A call within a thought is not made."""
+    """The reader of a format; `begun` is the part of the model's thinking that prompts begin. Calls within a thought
+    are ignored."""
     functions = [schema["function"] for schema in schemas]
     tools = {function["name"]: function.get("parameters", {}).get("properties", {}) for function in functions}
 
@@ -148,7 +148,7 @@ def format_reader(parts: Format, schemas: Sequence[dict[str, Any]], most_calls: 
 
 
 def _without_thoughts(text: str) -> tuple[str, list[str]]:
-    """A text with a mark in the place of each thought, and the thoughts."""
+    """A text with a mark in place of each thought, and the thoughts."""
     spoken, thoughts, place = [], [], 0
     endless: set[str] = set()
     for begin in _THOUGHT.finditer(text):
@@ -166,7 +166,7 @@ def _without_thoughts(text: str) -> tuple[str, list[str]]:
 
 
 def _turn(text: str, parts: Iterator[Part], most_calls: int) -> Turn:
-    """What the parts of a turn say together; whatever they raise is a fault of the turn."""
+    """The turn that its parts make up; whatever they raise is a fault of the turn."""
     content: list[str] = []
     calls: list[ToolCall] = []
     faults: list[Exception] = []
@@ -192,7 +192,7 @@ def _turn(text: str, parts: Iterator[Part], most_calls: int) -> Turn:
 
 
 def _spoken(call: ToolCall) -> ToolCall:
-    """A call without thoughts in it; raises ValueError where there are some."""
+    """The call; raises ValueError where it has a thought in it."""
     if _HIDDEN in json.dumps([call.name, call.arguments, call.id], ensure_ascii=False):
         raise ValueError("a thought stands in a call")
     return call

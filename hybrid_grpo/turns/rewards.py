@@ -1,4 +1,4 @@
-"""What environments give, as rewards beside those of functions."""
+"""The rewards of environments, beside those of functions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hybrid_grpo.workers.pool import call_inline
 
 
 def rewards_of(names: list[str], *, by_turn: bool) -> list[Reward]:
-    """A reward of weight 1 for each of these names of environments' rewards. It does not apply to completions of other
-    environments, nor to those whose environment gave none; it has failed where the environment has.
+    """A reward of weight 1 for each of these names. It does not apply to completions of other environments, nor where
+    the environment gave no reward; it fails where the environment failed.
 
     Args:
-        by_turn: rewards of turns are rewards of steps; else they are added up.
+        by_turn: the rewards of turns stay rewards of steps; otherwise they are added up.
     """
     interface = Interface([], [EPISODES], False, "group")
     return [

@@ -1,5 +1,5 @@
-"""The tokens that stand between two turns: what the chat template writes after a turn of the model, up to where the
-next one begins."""
+"""The tokens between two turns: what the chat template writes after a turn of the model, up to where the next
+begins."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tool_message(number: int, name: str, content: str, id: str | None = None) ->
 
 
 def user_message(content: str) -> Message:
-    """An answer to a turn that is not a result of a call."""
+    """An answer to a turn other than the result of a call."""
     return {"role": "user", "content": clean(content)}
 
 
@@ -75,11 +75,11 @@ def _with_json(message: Message) -> Message:
 
 
 _LETTERS_OF_A_TOKEN = 32
-"""What is answered beyond so many letters for each token that is kept is not tokenized at all."""
+"""Letters of an answer that are tokenized for each token that is kept; the rest is dropped unread."""
 
 
 def cut(tokenizer: Any, chat_text: ChatText, text: str, tokens: int) -> str:
-    """The beginning of a text that has at most so many tokens."""
+    """The beginning of a text, of at most this number of tokens."""
     short = text[: tokens * _LETTERS_OF_A_TOKEN]
     ids = chat_text.ids(chat_text.marked(short))
     if len(ids) <= tokens and len(short) == len(text):
@@ -105,36 +105,36 @@ class Between:
         self._text = ChatText(tokenizer, str(tokenizer.get_chat_template()))
 
     def cut(self, text: str, tokens: int) -> str:
-        """The beginning of a text that has at most so many tokens."""
+        """See `cut`."""
         return cut(self._tokenizer, self._text, text, tokens)
 
     def check(self, setting: str, example: Callable[[str], Message]) -> None:
         """Raise UserError, which names a setting, where the template has no place for messages such as `example` makes
-        of a content, or writes no end after the turn that they answer."""
+        of a content, or does not end the turn that they answer."""
         message = example(f"{_MARK} {_MARK}")
         of_tool = message["role"] == "tool"
         turn, said = ("a call of a tool", "its result") if of_tool else ("a turn", "the user's answer to it")
         try:
-            found, behind = self._behind([message])
+            found, after = self._after([message])
         except Exception as error:  # a template is a program of the model's authors
-            found, behind = False, ""
+            found, after = False, ""
             why = f"refuses {turn} and {said}: {error}"
         else:
             unended = "a turn that calls a tool" if of_tool else "a turn"
             why = f"leaves out {turn}, or {said}" if found else f"does not end {unended}"
         refuse(
-            not found or _MARK not in behind,
+            not found or _MARK not in after,
             f"{setting}: the chat template of policy.model {why}: take a model whose template has"
             f" {'tools' if of_tool else 'several turns'}, or give the tokenizer another template",
         )
 
     def check_history(self, setting: str, example: Callable[[str], Message]) -> None:
-        """Raise UserError, which names a setting, where the template does not keep earlier turns as the model wrote
-        them: a model that goes on reading what it wrote would read something else than the template has.
+        """Raise UserError, which names a setting, where the template rewrites earlier turns: a trained model reads its
+        turns as it wrote them, and would read something else when the template writes the chat.
 
-        Two turns are answered by messages such as `example` makes of a content. What the template writes has to begin
-        with what it wrote one turn before and that turn, its thinking included, but for white space. Thinking may be
-        part of the content, or have a place of its own (`reasoning_content`).
+        Two turns are answered by messages such as `example` makes of a content. What the template writes must begin
+        with what it wrote one turn before and with that turn, its thinking included, apart from white space. Thinking
+        may be part of the content, or have a place of its own (`reasoning_content`).
         """
         found = [self._rewriting(example, separate=separate) for separate in (False, True)]
         refuse(
@@ -145,7 +145,7 @@ class Between:
         )
 
     def _rewriting(self, example: Callable[[str], Message], *, separate: bool) -> str | None:
-        """What becomes of earlier turns, in words; None where they are kept."""
+        """What the template does to earlier turns, as a message; None where it keeps them."""
         found = re.search(r"<([\w:]*think\w*)>", str(self._tokenizer.get_chat_template()))
         begin, end = (found[0], f"</{found[1]}>") if found else ("", "")
         chat: list[Message] = [{"role": "user", "content": "."}]
@@ -174,20 +174,21 @@ class Between:
 
     def ids(self, last: int, messages: list[Message]) -> list[int]:
         """The tokens of messages that answer a turn, whose last sampled token is `last`."""
-        _, behind = self._behind(messages)
-        end = next((text for text in self._ends.values() if behind.startswith(text)), "")
+        _, after = self._after(messages)
+        end = next((text for text in self._ends.values() if after.startswith(text)), "")
         # The template's own end of the turn is there already where it was sampled.
-        text = behind.removeprefix(end) if self._ends.get(last) == end else behind
+        text = after.removeprefix(end) if self._ends.get(last) == end else after
         return self._text.ids(text)
 
-    def _behind(self, messages: list[Message]) -> tuple[bool, str]:
-        """Whether the end of a turn stands in a chat that ends with `messages`, and what is written from there on."""
+    def _after(self, messages: list[Message]) -> tuple[bool, str]:
+        """Whether a chat that ends with `messages` contains the end of the turn before them, and its text from
+        there."""
         answered = [message for message in messages if message["role"] == "tool"]
         calls = [ToolCall(message["name"], {"about": _MARK}, message["tool_call_id"]) for message in answered]
         marked = self._text.marked(messages)
         chat = [{"role": "user", "content": "."}, assistant_message("" if calls else _MARK, calls), *marked]
         text = self._written(chat)
-        # Behind the turn's content, or the arguments of its last call, comes its end.
+        # The end of the turn follows its content, or the arguments of its last call.
         first = text.find(_MARK)
         for _ in calls[1:]:
             first = text.find(_MARK, first + 1)

@@ -1,4 +1,4 @@
-"""How reward functions are called: inline, in threads, in worker processes; with time limits, and replaced if they die.
+"""Isolated processes for other people's code, with time limits; they are replaced when they die.
 
-What a function may be and return is in `rewards/functions.py`; programs that a model wrote run in `rewards/code/`.
+What runs in them is an `Entry` (calls.py); this room knows no kind of entry. `pool` is what others use.
 """

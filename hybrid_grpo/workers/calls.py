@@ -6,6 +6,7 @@ what came back. Needs no torch.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -14,6 +15,8 @@ Inputs = dict[str, list[Any]]
 """Arguments of a call by name, each with one element per row."""
 Kind = Literal["raised", "invalid", "timeout", "died"]
 """What went wrong."""
+LONGEST_TRACEBACK = 20_000
+"""Characters."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,12 @@ class Reply:
 def failed(failure: Failure, rows: int, *, spent: bool = False) -> Reply:
     """The reply of a call that failed as a whole."""
     return Reply([None] * rows, [failure] * rows, spent=spent, whole=rows > 1)
+
+
+def raised(error: BaseException, message: str, rows: int) -> Reply:
+    """The reply of a call that raised as a whole; `message` says what."""
+    trace = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
+    return failed(Failure("raised", message, trace), rows, spent=isinstance(error, MemoryError))
 
 
 def timed_out(timeout_s: float, rows: int) -> Reply:

@@ -16,11 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from hybrid_grpo.workers.calls import Call, Entry, Failure, Kind, Reply
+from hybrid_grpo.workers.calls import LONGEST_TRACEBACK, Call, Entry, Failure, Kind, Reply
 
 LONGEST_TEXT = 1 << 20
 """Characters of a message, and of a text that is a value."""
-LONGEST_TRACEBACK = 20_000
 _MOST_COLUMNS, _LONGEST_NAME, _LONGEST_STORED = 64, 100, 10_000
 """Of what is stored beside values: columns, and characters of a name and of a value."""
 _LARGEST_WHOLE = 2**63

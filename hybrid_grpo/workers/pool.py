@@ -1,13 +1,12 @@
-"""Calling reward functions without ever waiting for them longer than they may take.
+"""Calling other people's code with time limits.
 
-    call_inline    at once, in the thread that asks: built-ins that are fast and cannot hang, and models that are
-                   sharded over the ranks, which all ranks call at the same time
+    call_inline    at once, in the calling thread: what is fast and cannot hang, and what all ranks call together
     Threads        in a thread of the rank, one call at a time: functions that hold a GPU
     Workers        in worker processes, as many calls at the same time as there are processes
     Tasks          `async def` functions: many calls at the same time in one worker process
 
-A call that takes too long is given up: its worker is replaced and killed with all that it has started, its thread is
-left to itself. An event loop in a thread of its own, the Pool's, drives all of this; a rank only waits for results.
+A call that takes too long is given up: its worker is killed, with all that it has started, and replaced; its thread is
+left to itself. The Pool's event loop drives all of this in a thread of its own; a rank only waits for results.
 """
 
 import asyncio
@@ -33,27 +32,27 @@ _ASYNC_CALLS = 64
 _ASYNC_GRACE_SECONDS = 2.0  # a worker cancels slow coroutines itself, unless one of them blocks its event loop
 
 Caller = Callable[[Call], "Future[Reply]"]
-"""One way to call a function. It returns at once and never raises; only `call_inline` waits, and lets `score` raise."""
-Score = Callable[[Call], Coroutine[Any, Any, Reply]]
+"""One way to call a callee. It returns at once and never raises; only `call_inline` waits, and lets `ask` raise."""
+Ask = Callable[[Call], Coroutine[Any, Any, Reply]]
 
 
-def call_inline(score: Callable[[Call], Reply], call: Call) -> Future[Reply]:
-    """Call at once, in the thread that asks, without a time limit; what `score` raises ends the run."""
+def call_inline(ask: Callable[[Call], Reply], call: Call) -> Future[Reply]:
+    """Call at once, in this thread, without a time limit; what `ask` raises ends the run."""
     start_s = time.perf_counter()
-    reply = score(call)
+    reply = ask(call)
     if reply.whole:
-        reply = joined([score(row) for row in _single_rows(call)])
+        reply = joined([ask(row) for row in _single_rows(call)])
     done: Future[Reply] = Future()
     done.set_result(replace(reply, spans=[(start_s, time.perf_counter())]))
     return done
 
 
 class Pool:
-    """The event loop, and the processes of the functions that are isolated; raises UserError as `ForkServer` does.
+    """The event loop, and the worker processes of entries; raises UserError as `ForkServer` does.
 
     Args:
-        entries: the isolated entries of `rewards`, or of `rollout.tools`, each with its name in messages.
-        workers: processes for functions that are not `async def`.
+        entries: what runs in processes, each with its name in messages.
+        workers: processes for callees that are not async.
         scoring: limits of a process.
     """
 
@@ -66,34 +65,34 @@ class Pool:
         self._fork_server = ForkServer(entries, scoring) if entries else None
         self.interfaces = self._fork_server.interfaces if self._fork_server else []
         self._loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=_serve, args=(self._loop, self._fork_server), name="rewards", daemon=True)
+        thread = threading.Thread(target=_serve, args=(self._loop, self._fork_server), name="workers", daemon=True)
         thread.start()
         self._workers = Workers(self._fork_server, workers) if self._fork_server else None
         self._finalizer = weakref.finalize(self, _close, self._loop, thread)
 
     def isolated(self, index: int, timeout_s: float) -> Caller:
-        """The caller of the isolated function with this index."""
+        """The caller of the entry with this index."""
         assert self._fork_server is not None and self._workers is not None
         interface = self.interfaces[index]
         workers: Workers | Tasks = Tasks(self._fork_server, self._workers) if interface.is_async else self._workers
-        return partial(self._start, partial(workers.score, index, timeout_s), interface.batch_size != "group")
+        return partial(self._start, partial(workers.ask, index, timeout_s), interface.batch_size != "group")
 
     def leases(self, timeout_s: float, most: int | None = None) -> Leases:
-        """Processes for objects of the isolated entries; see `Leases`."""
+        """Processes for objects of the entries; see `Leases`."""
         assert self._fork_server is not None
         return Leases(self._fork_server, self._loop, timeout_s, most)
 
     def threaded(self, function: Callee, timeout_s: float, enter: Callable[[], None]) -> Caller:
-        """The caller of a function of this process; every thread begins with `enter`."""
-        score = partial(Threads(enter).score, function, timeout_s)
-        return partial(self._start, score, function.interface.batch_size != "group")
+        """The caller of a callee in this process; every thread begins with `enter`."""
+        ask = partial(Threads(enter).ask, function, timeout_s)
+        return partial(self._start, ask, function.interface.batch_size != "group")
 
-    def _start(self, score: Score, splits: bool, call: Call) -> Future[Reply]:
-        # The coroutine does not hold the pool, which ends when nothing but calls under way would need it.
-        return asyncio.run_coroutine_threadsafe(_replied(score, splits, call), self._loop)
+    def _start(self, ask: Ask, splits: bool, call: Call) -> Future[Reply]:
+        # The coroutine does not hold the pool, which ends when only calls under way would need it.
+        return asyncio.run_coroutine_threadsafe(_replied(ask, splits, call), self._loop)
 
     def close(self) -> None:
-        """End the loop and all processes. This also happens by itself when the pool is no longer used."""
+        """End the loop and all processes. This also happens when the pool is garbage."""
         self._finalizer()
 
 
@@ -124,14 +123,14 @@ def _single_rows(call: Call) -> list[Call]:
     return [call.rows([row]) for row in range(len(call.expected))]
 
 
-async def _replied(score: Score, splits: bool, call: Call) -> Reply:
+async def _replied(ask: Ask, splits: bool, call: Call) -> Reply:
     """The reply to a call. If `splits`, a call of several rows that fails as a whole is repeated row by row."""
 
     async def timed(part: Call) -> Reply:
         start_s = time.perf_counter()
         try:
-            reply = await score(part)
-        except Exception as error:  # such as inputs that cannot be pickled: no reason to end the rank
+            reply = await ask(part)
+        except Exception as error:  # such as inputs that cannot be pickled
             reply = failed(Failure("invalid", f"could not be called: {describe(error, None)}"), len(part.expected))
         return replace(reply, spans=[(start_s, time.perf_counter())])
 
@@ -143,8 +142,8 @@ async def _replied(score: Score, splits: bool, call: Call) -> Reply:
 
 
 class Workers:
-    """Processes that take one call at a time. They are started by the first calls, and each calls one function only:
-    whatever a function does to its process, others have their own."""
+    """Processes that take one call at a time. They are started by the first calls. Each of them calls one function
+    only: what a function does to its process does not affect others."""
 
     def __init__(self, fork_server: ForkServer, count: int) -> None:
         self._fork_server = fork_server
@@ -154,12 +153,12 @@ class Workers:
         self._idle: defaultdict[int, list[Worker]] = defaultdict(list)
         """By the index of their function."""
 
-    async def score(self, index: int, timeout_s: float, call: Call) -> Reply:
-        """Call the isolated function of this index; `timeout_s` counts from when a process is free."""
+    async def ask(self, index: int, timeout_s: float, call: Call) -> Reply:
+        """Call the entry with this index; `timeout_s` counts from when a process is free."""
         async with self._slots:
             reply = await self._ask(index, timeout_s, call)
         if reply is None:
-            # The fork server was killed, and every worker with it. Run one by one, to find the call that did it.
+            # The fork server was killed, and every worker with it. Repeat calls one by one, to find the cause.
             async with self._alone, AsyncExitStack() as slots:
                 for _ in range(self._count):
                     await slots.enter_async_context(self._slots)
@@ -198,7 +197,7 @@ class Workers:
 
 class Tasks:
     """One process for the many calls of an `async def` function. If it dies or its event loop is blocked, each call
-    under way is repeated by a process that runs nothing else meanwhile, so that one call cannot spoil the others."""
+    under way is repeated in a process of its own, so that one call cannot spoil the others."""
 
     def __init__(self, fork_server: ForkServer, workers: Workers) -> None:
         self._fork_server = fork_server
@@ -206,11 +205,11 @@ class Tasks:
         self._slots = asyncio.Semaphore(_ASYNC_CALLS)
         self._worker: Worker | None = None
 
-    async def score(self, index: int, timeout_s: float, call: Call) -> Reply:
+    async def ask(self, index: int, timeout_s: float, call: Call) -> Reply:
         """Call the function; `timeout_s` counts from when fewer than 64 calls are under way."""
         async with self._slots:
             reply = await self._ask(index, timeout_s, call)
-        return reply or await self._workers.score(index, timeout_s, call)
+        return reply or await self._workers.ask(index, timeout_s, call)
 
     async def _ask(self, index: int, timeout_s: float, call: Call) -> Reply | None:
         """The reply; None where the process is lost, and other calls with it."""
@@ -237,11 +236,11 @@ class Threads:
         self._enter = enter
         self._turn = asyncio.Lock()
 
-    async def score(self, function: Callee, timeout_s: float, call: Call) -> Reply:
+    async def ask(self, function: Callee, timeout_s: float, call: Call) -> Reply:
         """Call the function; `timeout_s` counts from the call's turn."""
         async with self._turn:
             answer: Future[Reply] = Future()
-            threading.Thread(target=self._run, args=(answer, function, call), name="reward", daemon=True).start()
+            threading.Thread(target=self._run, args=(answer, function, call), name="callee", daemon=True).start()
             try:
                 return await asyncio.wait_for(asyncio.wrap_future(answer), timeout_s)
             except asyncio.TimeoutError:

@@ -1,4 +1,4 @@
-"""The rank's side of the worker processes (forking.py): the fork server, its workers, the connections to them."""
+"""The rank's side of the worker processes (forking.py): the fork server, and its workers with their sockets."""
 
 from __future__ import annotations
 
@@ -32,28 +32,27 @@ _MOST_PRINTED = 4 << 20
 _PART = 1 << 15
 """Most bytes read at once."""
 _END_SECONDS = 2.0
-"""For a fork server to end its workers and itself."""
+"""In which a fork server ends its workers and itself."""
 
 
 class ForkServer:
     """The process that workers are forked from; see forking.py. Used by one thread at a time.
 
-    Creating it raises UserError where a function cannot be imported, or where its settings do not fit.
+    Creating it raises UserError where an entry cannot be loaded.
     """
 
     def __init__(self, entries: Sequence[tuple[str, Entry]], scoring: ScoringConfig) -> None:
-        self._orders = pickle.dumps((sys.path, entries, int(scoring.memory_gb * 2**30)))
+        self._loaded = pickle.dumps((sys.path, entries, int(scoring.memory_gb * 2**30)))
         self._scoring = scoring
         self._names = ", ".join(name for name, _ in entries)
         self.entries = [entry for _, entry in entries]
         self._named = set(scoring.secrets).union(*(named_variables(entry.kwargs) for _, entry in entries))
         self.workers: set[Worker] = set()
-        """Those that were not ended."""
         self.interfaces = self._start()
 
     def _start(self) -> list[Interface]:
         self._control, theirs = socket.socketpair()
-        package = str(Path(__file__).parents[3])
+        package = str(Path(__file__).parents[2])
         code = (
             f"import sys; sys.path.insert(0, {package!r});"
             " from hybrid_grpo.workers.forking import serve_forks;"
@@ -79,7 +78,7 @@ class ForkServer:
         for printer in self._printers:
             printer.start()
         with suppress(BrokenPipeError), process.stdin:
-            process.stdin.write(self._orders)
+            process.stdin.write(self._loaded)
         self._process = process
         # Reaps the process whenever it ends.
         threading.Thread(target=process.wait, daemon=True).start()
@@ -135,13 +134,13 @@ class ForkServer:
         return json.loads(line)
 
     def close(self) -> None:
-        """End the fork server and all workers, with all that they have started."""
-        # Both, or the socket stays open, and the fork server does not see its end.
+        """End the fork server, all workers and all processes that they have started."""
+        # Both: otherwise the socket stays open, and the fork server does not notice.
         self._answers.close()
         self._control.close()
         try:
             self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:  # a function has stopped it: it does not see that the socket is closed
+        except subprocess.TimeoutExpired:  # other people's code has stopped it: it does not notice the closed socket
             with suppress(psutil.NoSuchProcess):
                 family = psutil.Process(self._process.pid).children(recursive=True)
                 self._process.kill()
@@ -156,7 +155,7 @@ class ForkServer:
 
 
 def _forward(stream: IO[bytes], descriptor: int) -> None:
-    """Print what comes from a stream until it ends, and of more than `_MOST_PRINTED` bytes no more than a notice."""
+    """Print what comes from a stream until it ends: `_MOST_PRINTED` bytes, and a notice where there are more."""
     left = _MOST_PRINTED
     with stream, suppress(OSError):
         while text := os.read(stream.fileno(), 1 << 16):

@@ -88,9 +88,9 @@ class Decoding:
 
     def step(self):
         schedule = self.schedule
-        while not schedule.make_room():
+        while not schedule.reserve():
             self.check()
-            schedule.put_back()
+            schedule.preempt()
             self.device.pop()
         self.check()
         assert schedule.active, "work that is left goes on"
@@ -160,7 +160,7 @@ def test_a_prompt_that_ends_with_its_page_needs_no_copy(entries):
     assert (source, target) == ([], [])
     assert schedule.cache.free == 29 - entries // 4 - 3
     # The step writes to a page of their own right away.
-    assert schedule.make_room()
+    assert schedule.reserve()
     assert [len(s.pages) for s in admitted] == [entries // 4 + 1] * 3
 
 
@@ -235,7 +235,7 @@ def filled(ahead):
 
 def test_prompts_read_ahead_give_up_their_pages_first_the_last_one_before_the_others():
     schedule, active, groups, _ = filled(ahead=2)
-    assert schedule.make_room()
+    assert schedule.reserve()
     assert [len(s.pages) for s in active] == [2, 2] and schedule.active == active
     # Two pages of one prompt suffice.
     assert list(schedule.ready) == groups[:1] and list(schedule.pending) == groups[1:]
@@ -245,16 +245,16 @@ def test_prompts_read_ahead_give_up_their_pages_first_the_last_one_before_the_ot
 
 def test_then_the_youngest_sequence_goes_back_with_all_it_has():
     schedule, (older, younger), groups, others = filled(ahead=0)
-    assert not schedule.make_room()
-    assert schedule.active == [older, younger], "who goes back is said by put_back"
+    assert not schedule.reserve()
+    assert schedule.active == [older, younger], "who is preempted is decided by preempt"
     assert [len(s.pages) for s in schedule.active] == [1, 1], "all get a page or none"
-    schedule.put_back()
+    schedule.preempt()
     assert schedule.active == [older] and younger.pages == [] and schedule.preempted == 1
     back, *rest = schedule.pending
     assert rest == groups
     assert list(back.sequences) == [younger] and back.tokens == [100, 101, 102, 7, 8]
     # Its page is now the second of the other.
-    assert schedule.make_room() and len(older.pages) == 2
+    assert schedule.reserve() and len(older.pages) == 2
     assert schedule.to_read(1) == []
 
     # When there is room again it is the first to be read, and goes on where it was.
@@ -268,12 +268,12 @@ def test_prompts_that_gave_up_their_pages_are_read_before_those_behind_them_and_
     schedule, active, groups, _ = filled(ahead=2)
     # Of the four pages of the prompts read ahead the sequences need two now, and two when these are full.
     for _ in range(2):
-        assert schedule.make_room()
+        assert schedule.reserve()
         for sequence in active:
             sequence.position += 4
     assert list(schedule.pending) == groups and not schedule.ready
-    assert not schedule.make_room()
-    schedule.put_back()
+    assert not schedule.reserve()
+    schedule.preempt()
     assert [group.tokens for group in schedule.pending] == [active[1].tokens, *(group.tokens for group in groups)]
 
 
@@ -310,4 +310,4 @@ def test_answers_are_read_together_as_far_as_the_budget_goes_and_a_long_one_alon
         sequence.tokens += [7, 7, 7]
         schedule.active.remove(sequence)
         schedule.answered.append(sequence)
-    assert len(schedule.go_on(budget)) == moved
+    assert len(schedule.resume(budget)) == moved

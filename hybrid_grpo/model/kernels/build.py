@@ -43,7 +43,7 @@ _ARGUMENTS = {
 
 @functools.cache
 def load() -> Any | None:
-    """The compiled kernels, or None, with one warning, where they cannot be compiled."""
+    """The compiled kernels, or None, with one warning, if they cannot be compiled."""
     compiler = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
     if compiler is None:
         warnings.warn("no C compiler (cc, gcc, clang) found: computing on the CPU is slower", stacklevel=2)
@@ -63,7 +63,7 @@ def load() -> Any | None:
 
 
 def _compiled(compiler: str) -> Path:
-    """Path of the shared library, which is compiled if it is not cached."""
+    """Path of the shared library, compiled if it is not cached."""
     folder = Path(os.environ.get("HYBRID_GRPO_CACHE") or Path.home() / ".cache" / "hybrid_grpo")
     # Link the OpenMP library that torch has loaded: two of them would keep two pools of threads spinning.
     openmp = sorted(map(str, (Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))) or ["-fopenmp"]

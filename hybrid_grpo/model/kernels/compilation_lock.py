@@ -1,4 +1,4 @@
-"""One process at a time compiles a kernel of DeepSpeed, and one that was killed is not waited for."""
+"""A lock around the compilation of DeepSpeed's kernels, which a killed process does not keep."""
 
 import contextlib
 import errno
@@ -22,12 +22,10 @@ _COMPILE_SECONDS = 600
 
 @contextlib.contextmanager
 def compilation_lock(kernel: str) -> Iterator[None]:
-    """Inside, no other process of hybrid_grpo compiles this kernel.
+    """Inside, no other process of hybrid_grpo compiles this kernel. Raises UserError if it cannot be compiled.
 
-    torch compiles under a lock that is the existence of a file: a process that is killed leaves it behind, and torch
-    would wait for it for ever. Who has this lock, and finds that the one before it did not get to the end, removes it.
-
-    A kernel that cannot be compiled is a mistake in the installation: raises UserError.
+    torch's own lock is a file that exists: a killed process leaves it behind, and torch would wait for ever. The owner
+    of this lock removes it if the previous owner did not finish.
     """
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", get_default_build_root()))
     root.mkdir(parents=True, exist_ok=True)
@@ -56,7 +54,7 @@ def compilation_lock(kernel: str) -> Iterator[None]:
 
 
 def one_at_a_time(compile_and_load: Callable[..., Any]) -> Callable[..., Any]:
-    """DeepSpeed's way of compiling a kernel, by one process at a time."""
+    """DeepSpeed's function that compiles a kernel, under `compilation_lock`."""
     if hasattr(compile_and_load, "__wrapped__"):
         return compile_and_load
 
@@ -69,7 +67,7 @@ def one_at_a_time(compile_and_load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _locked(file: TextIO) -> bool:
-    """Take the lock on a file unless another process has it; file systems without locks say yes."""
+    """Lock a file unless another process has it; succeeds on file systems without locks."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -86,10 +84,10 @@ def _age(path: Path) -> float:
 
 
 def _wait_while(busy: Callable[[], bool], kernel: str) -> None:
-    """Wait for another process that compiles a kernel; after a while, say so."""
-    start, said = time.monotonic(), False
+    """Wait for another process that compiles a kernel; after five seconds, print a line."""
+    start, printed = time.monotonic(), False
     while busy():
-        if not said and time.monotonic() - start > 5:
+        if not printed and time.monotonic() - start > 5:
             print(f"hybrid-grpo: another process compiles DeepSpeed's kernel {kernel}: waiting", flush=True)
-            said = True
+            printed = True
         time.sleep(0.1)

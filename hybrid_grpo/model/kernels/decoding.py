@@ -16,10 +16,8 @@ FEW_ROWS = 512
 
 
 def adopt(model: Any) -> None:
-    """Make the linear and RMS-norm modules of a model run on the kernels; its weights must be whole.
-
-    A norm is replaced only if one of the two known formulas (weight, or 1 + weight) gives what its own forward gives.
-    """
+    """Run the linear and RMS-norm modules of a model, whose weights must be whole, on the kernels. A norm is replaced
+    only if one of the two known formulas (weight, or 1 + weight) agrees with its own forward."""
     if not usable(*model.parameters()):
         return
     for module in model.modules():

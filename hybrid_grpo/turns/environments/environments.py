@@ -1,4 +1,4 @@
-"""A partner of the model: environments, an object of the user's for each completion, in worker processes."""
+"""The environments of a run as a partner: an object of the user's for each completion, in worker processes."""
 
 from __future__ import annotations
 
@@ -33,23 +33,22 @@ class Kind:
 
     reward: str
     """Name of its reward."""
+    index: int
+    """Of the entry, in its processes."""
+    needed: list[str]
+    """Columns that its reset needs."""
     steps: bool
     """Whether every turn is a step; else its methods are tools."""
     silent: bool
-    """Whether its reset is annotated with None, and says nothing."""
-    schemas: list[dict[str, Any]]
-    """What the model is told of its methods."""
-    needed: list[str]
-    """Columns that its reset needs."""
-    index: int
-    """Of the entry, in its processes."""
+    """Whether its reset is annotated with None, and so gives no initial observation."""
+    tools: list[dict[str, Any]]
+    """JSON schemas of its methods."""
     shares: int
     """Most objects in one process."""
 
     @property
     def tool_names(self) -> list[str]:
-        """Names of the methods that are tools."""
-        return [schema["function"]["name"] for schema in self.schemas]
+        return [schema["function"]["name"] for schema in self.tools]
 
 
 @dataclass(eq=False)
@@ -63,28 +62,23 @@ class Instance:
     total: float | None = None
     state: dict[str, Any] | None = None
     failure: str | None = None
-    """Why it failed: nothing more is asked of it."""
-
-    def fail(self, failure: Failure) -> None:
-        """Note the first failure."""
-        self.failure = self.failure or failure.message
+    """Why it failed. It gets no more requests."""
 
     @property
     def episode(self) -> Episode:
-        """What came of it."""
         if self.failure is not None:
             return Episode(self.kind.reward, failure=self.failure)
         return Episode(self.kind.reward, tuple(self.steps), self.total, self.state)
 
 
 class Environments:
-    """The classes of `rollout.environment`; has the form of `Partner`, and takes the turns that are steps. Methods that
-    are tools are called by `Tools`.
+    """The classes of `rollout.environment`: a `Partner` that takes the turns that are steps. Methods that are tools are
+    called by `Tools`.
 
-    Creating it raises UserError where one cannot be imported, or is not an environment.
+    Creating it raises UserError where a class cannot be imported, or is not an environment.
 
     Attributes:
-        kinds: by the name that the column `environment` has; one without a name where there is only one.
+        kinds: by their names in the column `environment`; the name is empty where there is only one.
     """
 
     setting, reads_last = "rollout.environment", True
@@ -97,11 +91,11 @@ class Environments:
         self._most = _most_processes(config)
         # Decoding with generate() goes on once all completions are answered: none may wait for the end of another.
         self._leases = pool.leases(config.tool_timeout_s, self._most if config.decoder == "paged" else None)
-        self.kinds: dict[str, Kind] = {}
-        for index, (name, interface) in enumerate(zip(named, pool.interfaces, strict=True)):
-            schema, reward = interface.schema, environment_rewards(config)[name]
-            facts = schema["steps"], schema["silent"], schema["tools"]
-            self.kinds[name] = Kind(reward, *facts, interface.required, index, schema["shares"])
+        rewards = environment_rewards(config)
+        self.kinds: dict[str, Kind] = {
+            name: Kind(rewards[name], index, interface.required, **interface.schema)
+            for index, (name, interface) in enumerate(zip(named, pool.interfaces, strict=True))
+        }
         self._instances: dict[int, Instance] = {}
         self.seconds = Seconds()
 
@@ -127,8 +121,8 @@ class Environments:
                     )
 
     def openings(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Opening]:
-        """How the environments of prompts begin. Waits until all are reset, no more at a time than there may be
-        processes; how many failed is printed, with the reason of the first."""
+        """Reset the environments of prompts, no more at a time than there may be processes, and wait for all of them.
+        The number of those that failed is printed, with the reason of the first."""
         free = threading.BoundedSemaphore(self._most)
         asked: list[Future[Reply] | None] = []
         for prompt, seed in zip(prompts, seeds, strict=True):
@@ -166,23 +160,22 @@ class Environments:
     def _begin(self, prompt: Prompt, opening: Opening, *, is_first: bool) -> dict[str, Any]:
         columns = {name: v for name, v in prompt.columns.items() if name != _COLUMN or "" in self.kinds}
         columns["prompt"] = opening.text
-        told = {"columns": columns, "seed": opening.seed, "observation": opening.observation, "is_first": is_first}
-        return {"do": "begin", **told}
+        observed = {"seed": opening.seed, "observation": opening.observation, "is_first": is_first}
+        return {"do": "begin", "columns": columns, **observed}
 
     def _instance(self, trajectory: Trajectory) -> Instance:
-        """The environment of a completion, which is reset when it is needed first."""
+        """The environment of a completion, which is reset when it is first needed."""
         if trajectory.key not in self._instances:
             prompt = trajectory.prompt
             assert prompt is not None and prompt.opening is not None, "prompts are opened before they are completed"
-            kind, why = self.kind(prompt), prompt.opening.failure
-            instance = self._instances[trajectory.key] = Instance(kind, self._lease(kind), failure=why)
-            if why is not None:
-                return instance
-            self._ask(instance, self._begin(prompt, prompt.opening, is_first=False), lambda _: None)
+            kind, failure = self.kind(prompt), prompt.opening.failure
+            instance = self._instances[trajectory.key] = Instance(kind, self._lease(kind), failure=failure)
+            if failure is None:
+                self._ask(instance, self._begin(prompt, prompt.opening, is_first=False), lambda _: None)
         return self._instances[trajectory.key]
 
-    def _ask(self, instance: Instance, order: Mapping[str, Any], done: Callable[[Any], None]) -> None:
-        """Give an order. `done` is told what came of it, None where it failed, and with it the environment."""
+    def _ask(self, instance: Instance, request: Mapping[str, Any], done: Callable[[Any], None]) -> None:
+        """Make a request. `done` is called with its result; with None where it failed, and with it the environment."""
         if instance.failure is not None:
             return done(None)
         start_s = time.perf_counter()
@@ -191,18 +184,18 @@ class Environments:
             self.seconds.add("environment", time.perf_counter() - start_s)
             failure = reply.failures[0]
             if failure is not None:
-                instance.fail(failure)
+                instance.failure = instance.failure or failure.message
             done(reply.values[0] if failure is None else None)
 
-        instance.lease.ask(dict(order), finish)
+        instance.lease.ask(dict(request), finish)
 
     def tools(self, trajectory: Trajectory) -> list[str]:
-        """Names of the methods that a completion may call."""
+        """Names of the methods that may be called in a completion."""
         return self.kind(trajectory.prompt).tool_names if trajectory.prompt is not None else []
 
     def call(self, trajectory: Trajectory, call: ToolCall, done: Callable[[str | None, Failure | None], None]) -> None:
-        """Call a method. `done` is told what it returned, or why it failed; the environment has failed only where its
-        process is lost."""
+        """Call a method. `done` is called with what it returned, or with why it failed. The environment fails only
+        where its process is lost."""
         instance = self._instance(trajectory)
         if instance.failure is not None:
             return done(None, Failure("died", f"the environment has failed: it {instance.failure}"))
@@ -210,25 +203,22 @@ class Environments:
         def finish(reply: Reply) -> None:
             failure = reply.failures[0]
             if failure is not None and failure.kind in ("timeout", "died"):
-                instance.fail(failure)
+                instance.failure = instance.failure or failure.message
             done(reply.values[0]["text"] if failure is None else None, failure)
 
         instance.lease.ask({"do": "call", "tool": call.name, "arguments": call.arguments}, finish)
 
     def has_failed(self, trajectory: Trajectory) -> bool:
-        """Whether the environment of a completion has failed."""
         return trajectory.key in self._instances and self._instances[trajectory.key].failure is not None
 
     def example(self, content: str) -> Message:
-        """See `Partner`."""
         return user_message(content)
 
     def takes(self, trajectory: Trajectory, turn: Turn) -> bool:
-        """Whether a turn is a step."""
         return trajectory.prompt is not None and self.kind(trajectory.prompt).steps
 
     def answer(self, trajectory: Trajectory, turn: Turn, done: Callable[[Answer], None]) -> None:
-        """Answer a turn with what the step gives to see; the completion ends where the environment is done."""
+        """Answer a turn with the observation of its step; the completion ends where the environment is done."""
         instance, end = self._instance(trajectory), trajectory.sampled
 
         def finish(found: dict[str, Any] | None) -> None:
@@ -244,7 +234,7 @@ class Environments:
         self._ask(instance, {"do": "step", "text": turn.content, "is_last": trajectory.is_last}, finish)
 
     def end(self, trajectory: Trajectory, finish: Finish, done: Callable[[Answer], None]) -> None:
-        """End the environment of a completion that ends; `done` is told so."""
+        """End the environment of a completion that ends; `done` is called after that."""
         instance = self._instance(trajectory)
 
         def ended(found: dict[str, Any] | None) -> None:
@@ -258,7 +248,7 @@ class Environments:
         instance.total, instance.state = found["reward"], found["state"]
 
     def episode(self, key: int) -> Episode | None:
-        """What came of the environment of a completion, whose process is left to others."""
+        """The outcome of a completion's environment, whose process is released."""
         instance = self._instances.pop(key, None)
         if instance is None:
             return None
@@ -266,13 +256,12 @@ class Environments:
         return instance.episode
 
     def give_up(self) -> None:
-        """Leave the environments of completions under way, which are given up."""
+        """Release the environments of completions under way, which are given up."""
         for instance in self._instances.values():
             instance.lease.release()
         self._instances = {}
 
     def numbers(self, rollout: Rollout) -> Numbers:
-        """See `Partner`."""
         unopened = [prompt for prompt in rollout.prompts if not _is_open(prompt)]
         rows = zip(rollout.row_prompts, rollout.completions, strict=True)
         ended = [(prompt, completion.episode) for prompt, completion in rows if completion.episode is not None]

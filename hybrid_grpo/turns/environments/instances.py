@@ -1,15 +1,15 @@
-"""Environments: objects of the user's that answer the turns of one completion, in the process that holds them.
+"""Environment instances: objects of the user's that answer the turns of one completion, in their worker process.
 
-Two kinds, told apart by the class. TRL's: its public methods but `reset`, `get_reward` and `close` are tools. Or its
-method `step` takes the text of a turn, and returns `(observation, reward, done)`, Gymnasium's five values, or an object
+A class is of one of two kinds. TRL's: its public methods other than `reset`, `get_reward` and `close` are tools. Or its
+method `step` takes the text of a turn and returns `(observation, reward, done)`, Gymnasium's five values, or an object
 with `observation`, `reward` and `done`. A `step` without arguments, or whose docstring has `Args:`, is a tool.
 
-Both have `reset`, which is given the columns of the row, and may return what the model reads at the end of the prompt.
-`get_reward` and `close` are called at the end where they are there. All methods may be `async def`.
+Both kinds have `reset`, which receives the columns of the row and may return an initial observation, which the model
+reads at the end of the prompt. `get_reward` and `close`, if defined, are called at the end. All methods may be async.
 
-An object has a process of its own, unless its class has an attribute `objects_per_process`. The objects of a process
-share modules and whatever they change in them; `random` and numpy's global generator continue for each as if it were
-alone.
+An object has a process of its own unless its class has an attribute `objects_per_process`. The objects of a process
+share modules and whatever they change in them; `random` and numpy's global generator continue for each object as if it
+were alone.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ import inspect
 import random
 import re
 import sys
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
-from hybrid_grpo.config.errors import UserError, did_you_mean
-from hybrid_grpo.config.user_code import describe, functions_of, import_place
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.user_code import describe, import_object, import_place
 from hybrid_grpo.rewards.functions import finite_reward
 from hybrid_grpo.turns.environments import openenv
 from hybrid_grpo.turns.environments.verifiers import (
@@ -39,8 +38,8 @@ from hybrid_grpo.turns.environments.verifiers import (
     rollouts_of,
 )
 from hybrid_grpo.turns.tools.functions import WrongArguments, as_text, check_arguments, described
-from hybrid_grpo.workers.calls import Call, Failure, Interface, Reply, failed
-from hybrid_grpo.workers.messages import LONGEST_TRACEBACK, checked_text
+from hybrid_grpo.workers.calls import Call, Failure, Interface, Reply, failed, raised
+from hybrid_grpo.workers.messages import checked_text
 from hybrid_grpo.workers.snapshots import state_of
 
 _SHARES = "objects_per_process"
@@ -65,22 +64,26 @@ class EnvironmentEntry:
         return load_environment(self, name)
 
     def checked(self, value: Any, expected: str) -> dict[str, Any]:
-        """What came of a request, whose `do` is `expected`."""
+        """The result of a request whose `do` is `expected`."""
         event = {name: _FIELDS[name](value[name]) for name in _EVENTS[expected]}
         if expected == "step" and "end" in value:
             event["end"] = self.checked(value["end"], "end")
         return event
 
 
-def _checked_text(text: Any) -> str | None:
-    return None if text is None else checked_text(text)
+class _Refused(ValueError):
+    """The object did something that is not allowed."""
 
 
-def _checked_reward(value: Any) -> float | None:
+def _reward(value: Any, method: str = "it") -> float | None:
     number = finite_reward(value)
     if number is None and value is not None:
-        raise ValueError(value)
+        raise _Refused(f"returned the reward {value!r:.100} from {method}: return a finite number or None")
     return number
+
+
+def _checked_text(text: Any) -> str | None:
+    return None if text is None else checked_text(text)
 
 
 def _checked_state(state: Any) -> dict[str, Any]:
@@ -101,7 +104,7 @@ def _checked_texts(texts: Any) -> dict[str, str]:
 
 _FIELDS: dict[str, Callable[[Any], Any]] = {
     "text": _checked_text,
-    "reward": _checked_reward,
+    "reward": _reward,
     "done": bool,
     "state": _checked_state,
 }
@@ -112,15 +115,15 @@ _EVENTS = {
     "end": ["reward", "state"],
     "close": [],
 }
-"""What comes of each request; of a step also the `end` where it is the last."""
+"""The result of each request; that of the last step also has an `end`."""
 
 
 class EnvironmentProcess:
     """The objects of an entry in a process; a `Callee`.
 
-    A call has one row, a request: a mapping with the `number` of the object, whose `do` is `begin`, `call`, `step`,
-    `end` or `close`, with the arguments of the method below that carries it out. The value of the reply is what came of
-    it.
+    A call has one row, a request: a mapping with the `number` of the object and `do`, which is `begin`, `call`, `step`,
+    `end` or `close`; the rest are arguments of the method below that carries it out. The value of the reply is the
+    result.
     """
 
     def __init__(self, place: str, factory: Callable[[], Any], interface: Interface, file: str | None) -> None:
@@ -135,7 +138,6 @@ class EnvironmentProcess:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def reply(self, call: Call) -> Reply:
-        """Carry out a request."""
         request = dict(call.inputs["request"][0])
         do, number = request.pop("do"), request.pop("number")
         self._instance = self._instances.pop(number, None)
@@ -150,10 +152,9 @@ class EnvironmentProcess:
         except WrongArguments as error:
             return failed(Failure("invalid", f"wrong arguments for {request['tool']}: {error}"), 1)
         except BaseException as error:  # a SystemExit of the class is no reason to end the process
-            trace = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
-            # The model reads of a tool what it reads of other tools.
-            told = describe(error, None) if do == "call" else f"raised {describe(error, self._file)}"
-            return failed(Failure("raised", told, trace), 1, spent=isinstance(error, MemoryError))
+            # The model reads the message of a method as it reads that of another tool.
+            message = describe(error, None) if do == "call" else f"raised {describe(error, self._file)}"
+            return raised(error, message, 1)
         finally:
             if self._instance is not None:
                 self._instances[number] = self._instance
@@ -161,11 +162,10 @@ class EnvironmentProcess:
                     self._random[number] = _random_state()
 
     async def reply_async(self, call: Call) -> Reply:
-        """`reply`: a process has nothing to do beside its one object."""
         return self.reply(call)
 
     def _begin(self, columns: dict[str, Any], seed: int, observation: str | None, is_first: bool) -> dict[str, Any]:
-        """Make an object and reset it: what it says, which must be the `observation` unless it is the first."""
+        """Make an object and reset it. Its initial observation must be the same as before unless this `is_first`."""
         random.seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed)
@@ -185,32 +185,25 @@ class EnvironmentProcess:
         return {"text": said}
 
     def _call(self, tool: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Call a method as a tool."""
         method = getattr(self._instance, tool)
         check_arguments(inspect.signature(method), arguments)
         return {"text": as_text(self._waited(method(**arguments)))}
 
     def _step(self, text: str, is_last: bool) -> dict[str, Any]:
-        """Give a turn to the object; with the outcome where it is done, or the turn is the last."""
+        """Step, and end the object where it is done or the turn is the last."""
         observation, reward, done = _stepped(self._waited(self._instance.step(text)))
-        if reward is not None and finite_reward(reward) is None:
-            raise _Refused(f"returned the reward {reward!r:.100} from step: return a finite number or None")
-        found = {"text": observation, "reward": None if reward is None else finite_reward(reward), "done": bool(done)}
+        found = {"text": observation, "reward": _reward(reward, "step"), "done": bool(done)}
         return {**found, "end": self._end()} if done or is_last else found
 
     def _end(self) -> dict[str, Any]:
-        """The outcome of the object."""
-        reward = None
-        if callable(getattr(self._instance, "get_reward", None)):
-            reward = self._waited(self._instance.get_reward())
-            if reward is not None and finite_reward(reward) is None:
-                raise _Refused(f"returned {reward!r:.100} from get_reward: return a finite number or None")
+        gives_reward = callable(getattr(self._instance, "get_reward", None))
+        reward = self._waited(self._instance.get_reward()) if gives_reward else None
         is_own = not isinstance(self._instance, VerifiersRollout | openenv.OpenenvRollout)
         state = state_of(self._instance if is_own else self._instance.carried(), self._place)
-        return {"reward": None if reward is None else finite_reward(reward), "state": state}
+        return {"reward": _reward(reward, "get_reward"), "state": state}
 
     def _close(self) -> None:
-        """Close the object, if there is one; what closing raises changes nothing anymore."""
+        """Close the object, if there is one. What closing raises is ignored."""
         instance, self._instance = self._instance, None
         close = getattr(instance, "close", None)
         if callable(close):
@@ -240,10 +233,6 @@ def _restore_random(state: tuple[Any, Any]) -> None:
         sys.modules["numpy"].random.set_state(state[1])
 
 
-class _Refused(Exception):
-    """The object did something that is not allowed."""
-
-
 def _observed(result: Any) -> str | None:
     """What `reset` returned as text: an observation, Gymnasium's pair with one, or an object that has one."""
     if isinstance(result, tuple) and len(result) == 2:
@@ -270,20 +259,15 @@ def _stepped(result: Any) -> tuple[str, Any, bool]:
 
 
 def load_environment(config: EnvironmentEntry, entry: str) -> EnvironmentProcess:
-    """Find the class of an entry, and which methods it has; `entry` names the entry in messages.
-
-    Raises UserError where there is no such class, or where it is not an environment.
-    """
-    place, colon, name = config.factory.rpartition(":")
+    """Find the class of an entry and its methods; `entry` names the entry in messages. Raises UserError where there is
+    no such class, or where it is not an environment."""
+    place, _, name = config.factory.rpartition(":")
     setting = f"{entry} {config.factory}"
-    if not colon:
-        raise UserError(f"{setting}: give a class, as path/to/file.py:Class or package.module:Class")
-    module = import_place(place, setting)
-    factory = installed(module, name, setting) if place == PACKAGE else getattr(module, name, None)
-    if not callable(factory):
-        known = [n for n, value in vars(module).items() if inspect.isclass(value)] + functions_of(module)
-        what = "is no class" if hasattr(module, name) else "does not exist"
-        raise UserError(f"{setting}: {name} {what} in {place}: {did_you_mean(name, known)}")
+    factory: Any
+    if place == PACKAGE:
+        factory = installed(import_place(place, setting), name, setting)
+    else:
+        factory = import_object(config.factory, setting)
     kind: Any = factory
     made, foreign = None, None
     if not inspect.isclass(factory):
@@ -307,7 +291,7 @@ def load_environment(config: EnvironmentEntry, entry: str) -> EnvironmentProcess
     parameters = list(inspect.signature(methods["reset"]).parameters.values())[1:]
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     interface = Interface([n for n in needed if n != "seed"], None, False, 1, schema=schema)
-    return EnvironmentProcess(place, factory, interface, getattr(module, "__file__", None))
+    return EnvironmentProcess(place, factory, interface, getattr(import_place(place, setting), "__file__", None))
 
 
 def _shares(kind: Any, setting: str) -> int:
@@ -319,7 +303,7 @@ def _shares(kind: Any, setting: str) -> int:
 
 
 def _tools(methods: dict[str, Any], setting: str) -> list[dict[str, Any]]:
-    """What the model is told of the methods that are tools; nothing where every turn is a step."""
+    """JSON schemas of the methods that are tools; none where every turn is a step."""
     if "step" in methods and _takes_turns(methods["step"]):
         return []
     tools = {n: f for n, f in methods.items() if n not in _OWN and not n.startswith("_")}

@@ -1,8 +1,8 @@
 """Environments of the package `openenv`: the class that its servers serve, run in this process without a server, or a
 client of a server.
 
-The text of a turn becomes an action, and what is observed becomes text. Where the actions are calls of tools (MCP), the
-tools are told to the model as tools.
+The text of a turn becomes an action, and the observation becomes text. Where the actions are calls of tools (MCP), they
+are tools for the model too.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.user_code import describe
 
 PACKAGE = "openenv"
-_NOT_TOLD = ("done", "reward", "metadata")
-"""Fields of all observations and actions, of which the model is not told."""
+_HIDDEN = ("done", "reward", "metadata")
+"""Fields of all observations and actions that the model does not see."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Adapted:
     factory: Callable[[], OpenenvActions | OpenenvTools]
     """Makes what runs one completion."""
     tools: list[dict[str, Any]]
-    """What the model is told of the tools; where there are none, every turn is an action."""
+    """Their JSON schemas; without tools, every turn is an action."""
 
 
 def is_foreign(kind: type) -> bool:
@@ -44,7 +44,7 @@ def is_foreign(kind: type) -> bool:
 def adapted(factory: Callable[[], Any], made: Any, setting: str) -> Adapted:
     """How an environment or client is run.
 
-    Raises UserError where it cannot be told what its actions are.
+    Raises UserError where the type of its actions is unknown.
 
     Args:
         factory: the class, or a function that returns an object.
@@ -80,7 +80,6 @@ class OpenenvRollout:
         self._environment = _synchronous(environment)
 
     def reset(self, seed: int | None = None, **columns: Any) -> Any:
-        """Begin: what is observed."""
         reset, given = _method(self._environment, "reset"), {"seed": seed, **columns}
         parameters = inspect.signature(reset).parameters
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -88,11 +87,10 @@ class OpenenvRollout:
         return _then(reset(**given), _begun)
 
     def close(self) -> Any:
-        """End it."""
         return self._environment.close()
 
     def carried(self) -> Any:
-        """The object that reward functions are given as the environment of the completion: of a client nothing."""
+        """The object that reward functions receive as the environment of the completion; a client is empty."""
         return object() if self._is_client else self._environment
 
 
@@ -104,7 +102,7 @@ class OpenenvActions(OpenenvRollout):
         self._read = read
 
     def step(self, text: str) -> Any:
-        """Carry out a turn. What is not an action earns 0, and the model is told."""
+        """Carry out a turn. What is not an action earns 0, and its observation is the error."""
         try:
             action = self._read(text)
         except ValueError as error:
@@ -113,7 +111,7 @@ class OpenenvActions(OpenenvRollout):
 
 
 class OpenenvTools(OpenenvRollout):
-    """A completion that calls tools. Rewards of its calls are added up."""
+    """A completion that calls tools. The rewards of its calls are added up."""
 
     def __init__(self, environment: Any, tools: list[str]) -> None:
         super().__init__(environment)
@@ -123,7 +121,6 @@ class OpenenvTools(OpenenvRollout):
             setattr(self, tool, partial(self._call, tool))
 
     def get_reward(self) -> float:
-        """What the calls have earned."""
         return self._earned
 
     def _call(self, tool: str, /, **arguments: Any) -> Any:
@@ -142,12 +139,12 @@ class OpenenvTools(OpenenvRollout):
 
 
 def _bases(kind: type) -> set[str]:
-    """Names of the classes of openenv from which a class is derived."""
+    """Names of openenv's classes that a class is derived from."""
     return {base.__name__ for base in inspect.getmro(kind) if base.__module__.startswith(f"{PACKAGE}.")}
 
 
 def _synchronous(environment: Any) -> Any:
-    """An environment, or the form of a client that waits; its own loop also answers the server between turns."""
+    """An environment, or the synchronous form of a client, whose own loop also answers the server between turns."""
     return environment.sync() if "EnvClient" in _bases(type(environment)) else environment
 
 
@@ -161,7 +158,7 @@ def _method(environment: Any, name: str) -> Callable[..., Any]:
 
 
 def _then(result: Any, use: Callable[[Any], Any]) -> Any:
-    """`use` of a result, or of what it is awaited for."""
+    """`use` of a result, awaited if it is awaitable."""
     if not inspect.isawaitable(result):
         return use(result)
 
@@ -172,7 +169,7 @@ def _then(result: Any, use: Callable[[Any], Any]) -> Any:
 
 
 def _listed(environment: Any) -> list[dict[str, Any]]:
-    """What the model is told of the tools of an environment, which is closed."""
+    """JSON schemas of the tools of an environment, which is closed."""
     from openenv.core.env_server.mcp_types import ListToolsAction
 
     asked = _synchronous(environment)
@@ -187,10 +184,8 @@ def _listed(environment: Any) -> list[dict[str, Any]]:
 
 
 def _reader(kind: type, setting: str) -> Callable[[str], Any]:
-    """What makes an action of a text: of its only required field the text is the value, else it is JSON of the fields.
-
-    Raises UserError where the types of its actions are not known.
-    """
+    """Makes actions of texts: the text is the value of the only required field; otherwise it is JSON of the fields.
+    Raises UserError where the type of the actions is unknown."""
     actions = [action for action in _actions(kind) if not action.__module__.endswith(".mcp_types")]
     known = [action for action in actions if get_origin(action) is dict or _fields(action)]
     if not known or len(known) < len(actions):
@@ -219,24 +214,24 @@ def _actions(kind: type) -> list[Any]:
     with suppress(Exception):  # names that are imported for type checkers only
         step: Any = kind.step  # type: ignore[attr-defined]
         found = get_type_hints(step).get(list(inspect.signature(step).parameters)[1])
-    if not _is_told(found):
+    if not _is_known(found):
         generic = [base for part in inspect.getmro(kind) for base in vars(part).get("__orig_bases__", ())]
-        found = next((args[0] for base in generic if (args := get_args(base)) and _is_told(args[0])), None)
+        found = next((args[0] for base in generic if (args := get_args(base)) and _is_known(args[0])), None)
     if get_origin(found) in (Union, UnionType):
         return list(get_args(found))
     return [] if found is None else [found]
 
 
-def _is_told(action: Any) -> bool:
-    """Whether a type says what the actions are."""
+def _is_known(action: Any) -> bool:
+    """Whether a type shows what the actions are."""
     return get_origin(action) in (Union, UnionType, dict) or bool(_fields(action))
 
 
 def _fields(action: Any) -> dict[str, Any]:
-    """The fields of a type of actions of which the model is told."""
+    """The fields of a type of actions that the model sees."""
     if not (inspect.isclass(action) and issubclass(action, BaseModel)):
         return {}
-    return {name: field for name, field in action.model_fields.items() if name not in _NOT_TOLD}
+    return {name: field for name, field in action.model_fields.items() if name not in _HIDDEN}
 
 
 def _what_is_wrong(error: ValueError) -> str:
@@ -248,11 +243,12 @@ def _what_is_wrong(error: ValueError) -> str:
 
 
 def _observed(result: Any) -> str | None:
-    """What the model reads of an observation: its only field where that is a text, else all; None where it has none."""
+    """An observation as the model reads it: its only field where that is text, otherwise JSON of all; None without
+    any."""
     seen = getattr(result, "observation", result)
     if isinstance(seen, BaseModel):
         seen = seen.model_dump(mode="json")
-    fields = {name: v for name, v in (seen if isinstance(seen, dict) else vars(seen)).items() if name not in _NOT_TOLD}
+    fields = {name: v for name, v in (seen if isinstance(seen, dict) else vars(seen)).items() if name not in _HIDDEN}
     if not fields:
         return None
     if len(fields) == 1 and isinstance(only := next(iter(fields.values())), str):
@@ -261,13 +257,13 @@ def _observed(result: Any) -> str | None:
 
 
 def _begun(result: Any) -> str | None:
-    """What is read after the prompt, of which environments of openenv know nothing."""
+    """The initial observation, which follows the prompt."""
     text = _observed(result)
     return f"\n\n{text}" if text else None
 
 
 def _content(result: Any) -> Any:
-    """What a tool has returned, of an object of FastMCP or of its JSON."""
+    """What a tool has returned, from an object of FastMCP or its JSON."""
     parts = result if isinstance(result, dict) else getattr(result, "__dict__", {})
     if not {"data", "content"} <= parts.keys():
         return result

@@ -1,8 +1,8 @@
 """Environments of the package `verifiers`, in its classic form: `load_environment` returns a `vf.Environment`.
 
-Such an environment runs a completion by itself and asks a model server for turns. Here its own loop runs in the process
-that holds it, and the turns are those of the policy: its stop conditions, its answers and its rubric are not repeated
-here. The environment's tools and conversations that rewrite their history are refused.
+Such an environment runs a completion by itself and requests turns from a model server. Here its own loop runs in the
+worker process, and the policy writes the turns; its stop conditions, answers and rubric are used as they are. Tools of
+the environment, and conversations that rewrite their history, are refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PACKAGE = "verifiers"
 
 
 def installed(package: Any, name: str, setting: str) -> Callable[[], Any]:
-    """What makes an installed environment. Raises UserError where the package is too new to have any."""
+    """A factory of an installed environment. Raises UserError where the package is too new for this form."""
     load = getattr(package, "load_environment", None)
     if load is None:
         raise UserError(
@@ -32,7 +32,7 @@ def installed(package: Any, name: str, setting: str) -> Callable[[], Any]:
 
 
 def quietly(make: Callable[[], Any]) -> Any:
-    """What `make` returns. Environments of verifiers take over signals, which belong to the process."""
+    """What `make` returns. Handlers of signals, which environments of verifiers replace, are restored."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     made = make()
     for number, handler in handlers.items():
@@ -49,7 +49,7 @@ def is_foreign(made: Any) -> bool:
 
 @dataclass(frozen=True)
 class Scores:
-    """What the rubric has found of one completion."""
+    """The metrics of the rubric for one completion."""
 
     metrics: dict[str, float]
     """By name of the rubric's functions."""
@@ -59,7 +59,7 @@ class VerifiersRollout:
     """One completion of an environment of verifiers, as an environment whose turns are steps.
 
     Args:
-        environment: is shared by the completions of a process; verifiers keeps what belongs to one in a state.
+        environment: is shared by the completions of a process; verifiers keeps the state of each completion apart.
     """
 
     def __init__(self, environment: Any) -> None:
@@ -114,25 +114,25 @@ class VerifiersRollout:
         return float(output["reward"])
 
     def carried(self) -> Scores:
-        """The object that reward functions are given as the environment of the completion."""
+        """The object that reward functions receive as the environment of the completion."""
         return Scores(self._metrics)
 
     async def close(self) -> None:
-        """Give up a rollout that is under way."""
+        """Cancel a rollout that is under way."""
         if self._rollout is not None:
             self._rollout.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await self._rollout
 
     async def _next_turn(self, messages: Sequence[Any]) -> Any:
-        """What the rollout asks in place of a model server: the next turn, for the conversation so far."""
+        """Answers the rollout in place of a model server: with the next turn of the conversation so far."""
         assert self._asked is not None
         self._turn = asyncio.get_running_loop().create_future()
         self._asked.set_result(list(messages))
         return await self._turn
 
     async def _wait(self) -> None:
-        """Wait until the rollout asks for a turn, or is complete."""
+        """Wait until the rollout requests a turn, or is complete."""
         assert self._rollout is not None
         self._asked = asyncio.get_running_loop().create_future()
         await asyncio.wait({self._asked, self._rollout}, return_when=asyncio.FIRST_COMPLETED)
@@ -143,7 +143,7 @@ class VerifiersRollout:
 
 
 def rollouts_of(environment: Any, setting: str) -> Callable[[], VerifiersRollout]:
-    """What makes the completions of an environment. Raises UserError where it has tools."""
+    """A factory of completions of an environment. Raises UserError where it has tools."""
     if getattr(environment, "tool_defs", None):
         raise UserError(
             f"{setting}: an environment of verifiers with tools cannot be run: give its tools as rollout.tools, and its"
@@ -153,7 +153,7 @@ def rollouts_of(environment: Any, setting: str) -> Callable[[], VerifiersRollout
 
 
 def _client(next_turn: Callable[[Sequence[Any]], Any]) -> Any:
-    """A client of verifiers, none of whose requests leaves the process."""
+    """A client of verifiers whose requests stay in the process."""
     from verifiers.clients import Client
 
     class Policy(Client):

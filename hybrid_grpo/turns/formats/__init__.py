@@ -3,10 +3,10 @@
     parts.py        what all formats have in common
     json_calls.py   calls that are JSON, or have JSON for arguments
     xml_calls.py    arguments in tags, typed by the tool's schema
-    literals.py     calls and values that are written otherwise: as in Python, and as Gemma does
+    literals.py     other calls and values: as in Python, and Gemma's
 
-Each reader was written for what its models generate; the facts are those of their chat templates, and of the tests of
-vLLM's parsers (github.com/vllm-project/vllm, tests/tool_parsers).
+Readers follow the chat templates of their models and the tests of vLLM's parsers (github.com/vllm-project/vllm,
+tests/tool_parsers).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hybrid_grpo.turns.formats.literals import gemma4, lfm2, olmo3, pythonic
 from hybrid_grpo.turns.formats.parts import Format
 from hybrid_grpo.turns.formats.xml_calls import glm45, minimax_m2, qwen3_coder
 
-# A call that several formats read is that of the first: the less a format looks for, the later it stands.
+# The first format that reads a call has it: the less specific a format is, the later it is listed.
 FORMATS: dict[str, Format] = {
     "hermes": hermes,
     "mistral": mistral,

@@ -12,14 +12,14 @@ from hybrid_grpo.turns.formats.parts import Format, Part, Properties
 
 _DECODER = json.JSONDecoder()
 _OBJECTS_TRIED = 64
-"""Objects of one turn that are looked at as calls."""
+"""Objects of one turn that are examined."""
 
 
 def json_format(begin: str, end: str, around: str = "(?!)") -> Format:
     """The format of calls between `begin` and `end`, which may be missing; expressions.
 
-    JSON follows `begin`: the arguments where it has a group `name`, and matched it; else a call, or a list of them.
-    Marks `around` all calls are no part of the text, and a fault where they stand around none.
+    JSON follows `begin`: the arguments where its group `name` matched; otherwise a call, or a list of calls. Marks
+    `around` all calls are not part of the text, and a fault where there is no call between them.
     """
     begins, ends, wrapped = re.compile(begin), re.compile(end), re.compile(around)
     spaces = re.compile(r"\s*")
@@ -61,7 +61,7 @@ def _whole(found: Any) -> Part:
 
 
 def _headed(groups: Mapping[str, str | None], arguments: Any) -> Part:
-    """A call whose name, and id, stand before its arguments; None stands for no arguments."""
+    """A call whose name and id come before its arguments; None means no arguments."""
     try:
         # Some models write the object once more as text.
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments

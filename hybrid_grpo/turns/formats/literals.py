@@ -1,7 +1,7 @@
 """Calls that are written as in Python, f(a=1, b=['c']), or with Gemma's own values.
 
-Python's parser recurses without a limit of its own and may end the process, so calls are read from tokens here, to a
-depth that is bounded; only single texts are evaluated.
+Python's parser recurses without a limit and may crash the process, so calls are parsed here, to a bounded depth; only
+single strings are evaluated.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PAIRS = {"[": "]", "(": ")", "{": "}"}
 
 
 class _Reader:
-    """Reads calls and values, token after token; raises ValueError where there is none."""
+    """Parses calls and values; raises ValueError where there is none."""
 
     def __init__(self, text: str) -> None:
         self._text, self.place = text, 0
@@ -41,12 +41,12 @@ class _Reader:
         found = _TOKEN.match(self._text, self.place)
         if found is None or found.lastgroup is None:
             rest = self._text[self.place : self.place + 20].strip()
-            raise ValueError(f"{rest!r} is no part of a call") if rest else unended("the call")
+            raise ValueError(f"{rest!r} is not part of a call") if rest else unended("the call")
         self.place = found.end()
         return found.lastgroup, found[found.lastgroup]
 
     def follows(self, sign: str) -> bool:
-        """Whether this sign follows, which is then passed."""
+        """Pass this sign if it is next; whether it was."""
         found = _TOKEN.match(self._text, self.place)
         if found is None or found["sign"] != sign:
             return False
@@ -63,7 +63,7 @@ class _Reader:
             raise ValueError(f"a call lacks {sign!r} before {self._text[self.place : self.place + 20]!r}")
 
     def call(self) -> ToolCall:
-        """The next call, whose arguments all have names."""
+        """The next call, with keyword arguments only."""
         kind, name = self._next()
         if kind != "name":
             raise ValueError(f"{name!r} is not a name of a tool")
@@ -79,7 +79,7 @@ class _Reader:
         return ToolCall(name, arguments)
 
     def value(self, depth: int = 0) -> Any:
-        """The next value. Sets and tuples are lists; what JSON does not have, such as bytes, is `...`."""
+        """The next value. Sets and tuples become lists; what JSON lacks, such as bytes, becomes `...`."""
         if depth > _DEEPEST:
             raise ValueError(f"arguments are nested more than {_DEEPEST} deep")
         kind, token = self._next()
@@ -110,7 +110,7 @@ class _Reader:
 
 
 _RAW = {"\\\n": "", "\n": "\\n", "\r": "\\r", "\x00": "\\x00"}
-"""What a text of a model may hold, and Python's source may not."""
+"""What a model's string may contain, and Python's source may not."""
 
 
 def _text(token: str) -> Any:
@@ -133,7 +133,7 @@ def _number(token: str) -> int | float:
 
 
 def literal(text: str) -> Any:
-    """A value as Python writes it; raises ValueError where it is none."""
+    """A value as Python writes it; raises ValueError where it is not one."""
     reader = _Reader(text)
     value = reader.value()
     if not reader.is_done():
@@ -216,7 +216,7 @@ def gemma4(text: str, _: Mapping[str, Properties]) -> Iterator[Part]:
 
 
 def _json(body: str) -> str:
-    """Gemma's values as JSON: every second piece between its quotes is a text, and keys have none."""
+    """Gemma's values as JSON: every second piece between its quotes is a string; keys have no quotes."""
     pieces = body.split('<|"|>')
     if len(pieces) % 2 == 0:
         raise ValueError("a text does not end")

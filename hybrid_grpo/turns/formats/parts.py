@@ -1,4 +1,4 @@
-"""What the readers of formats have in common: a turn falls into parts."""
+"""The parts into which the readers of formats divide a turn."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hybrid_grpo.turns.calls import ToolCall
 Part = str | ToolCall | Exception
 """A part of a turn: text outside of calls, a call, or why one cannot be read. After a fault, more may follow."""
 Properties = Mapping[str, Any]
-"""What a tool's JSON schema says of its arguments, by their names."""
+"""The JSON schemas of a tool's arguments, by their names."""
 Format = Callable[[str, Mapping[str, Properties]], Iterator[Part]]
-"""From the text of a turn to its parts; the tools' `Properties` by name type arguments that are written without types.
-Whatever it raises is a fault, too."""
+"""Divides the text of a turn into parts; the `Properties` of tools, by name, type arguments that are written without
+types. What it raises is a fault, too."""
 
 
 def unended(what: str) -> ValueError:

@@ -1,4 +1,4 @@
-"""Calls whose arguments stand in tags, as text: the tools' JSON schemas say of which type they are."""
+"""Calls whose arguments are text in tags: the tools' JSON schemas have their types."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hybrid_grpo.turns.formats.parts import Format, Part, Properties, unended
 
 
 def xml_format(call: str, argument: str, around: str) -> Format:
-    """The format of calls that `call` matches: with the groups `name`, `body` and `end`, which is empty where the text
-    ends before the call does. `argument` matches an argument in the body, with the groups `key` and `value`."""
+    """The format of calls that `call` matches, with the groups `name`, `body` and `end`, which is empty where the text
+    ends within the call. `argument` matches an argument in the body, with the groups `key` and `value`."""
     calls, arguments = re.compile(call, re.DOTALL), re.compile(argument, re.DOTALL)
     wrapped = re.compile(around)
 
@@ -40,12 +40,12 @@ def xml_format(call: str, argument: str, around: str) -> Format:
 
 
 def _line(value: str) -> str:
-    """A value that may stand on lines of its own."""
+    """A value that may be on lines of its own."""
     return value.removeprefix("\n").removesuffix("\n")
 
 
 def typed(text: str, schema: Any) -> Any:
-    """A value by the schema of its argument: of the first type that it can be, else as it is written."""
+    """A value by the schema of its argument: of the first type that fits, otherwise text."""
     types = types_of(schema) or {"string"}
     if "null" in types and text.strip().lower() in ("null", "none"):
         return None
@@ -62,7 +62,7 @@ def typed(text: str, schema: Any) -> Any:
 
 
 def _loaded(text: str) -> Any:
-    """A value of JSON or Python, which templates write of lists and dictionaries; else the text."""
+    """A value of JSON or Python, as templates write lists and dictionaries; otherwise the text."""
     for load in (json.loads, literal):
         try:
             return load(text)

@@ -1,8 +1,7 @@
-"""Tools: functions of the user's that a model calls between its turns, in the process that runs them.
+"""Tools in the process that calls them: functions of the user's that a model calls between its turns.
 
-A tool is a Python function with type hints and a docstring that describes its arguments, as TRL and transformers have
-it. It runs in the same kind of process as a reward function, with the same limits. What it returns becomes text; what
-goes wrong becomes a failure, which the model is told.
+A tool is a Python function with type hints and a docstring that describes its arguments, as in TRL and transformers.
+What it returns becomes text, which the model reads; so does the message of what it raises.
 """
 
 from __future__ import annotations
@@ -10,19 +9,19 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
-from hybrid_grpo.config.user_code import describe, functions_of, import_place
-from hybrid_grpo.workers.calls import Call, Failure, Interface, Reply, failed
-from hybrid_grpo.workers.messages import LONGEST_TEXT, LONGEST_TRACEBACK, checked_text
+from hybrid_grpo.config.user_code import describe, import_object
+from hybrid_grpo.turns.tools import builtins
+from hybrid_grpo.workers.calls import Call, Failure, Interface, Reply, failed, raised
+from hybrid_grpo.workers.messages import LONGEST_TEXT, checked_text
 
 BUILTINS = ("calculator", "python", "search")
-"""Tools that a configuration names without a path; they are defined in builtins.py and search.py."""
+"""Tools that a configuration names without a path."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class ToolEntry:
     function: str
     """`path/to/file.py:name`, `package.module:name` or the name of a built-in."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments that are the same in every call, of which the model is not told."""
+    """Arguments that are the same in every call; they are not in the description for the model."""
 
     def load(self, name: str) -> Tool:
         """See `load_tool`."""
@@ -45,18 +44,15 @@ class ToolEntry:
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool in the process that calls it; a `Callee`."""
+    """A `Callee` whose calls have one row: the arguments of the function."""
 
     name: str
     function: Callable[..., Any]
     signature: inspect.Signature
-    """What the model may give."""
+    """Parameters that the model may give."""
     interface: Interface
-    file: str | None
-    """File in which the function is written."""
 
     def reply(self, call: Call) -> Reply:
-        """Call the function with the arguments of the call's only row."""
         try:
             result = self._called(call)
             return self._reply(asyncio.run(result) if inspect.iscoroutine(result) else result)
@@ -64,7 +60,6 @@ class Tool:
             return self._failed(error)
 
     async def reply_async(self, call: Call) -> Reply:
-        """`reply` for an `async def` function."""
         try:
             return self._reply(await self._called(call))
         except asyncio.CancelledError:
@@ -78,14 +73,12 @@ class Tool:
         return self.function(**arguments)
 
     def _reply(self, result: Any) -> Reply:
-        return text_reply(as_text(result))
+        return Reply([as_text(result)], [None])
 
     def _failed(self, error: BaseException) -> Reply:
         if isinstance(error, WrongArguments):
             return failed(Failure("invalid", f"wrong arguments for {self.name}: {error}"), 1)
-        trace = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
-        spent = isinstance(error, MemoryError)
-        return failed(Failure("raised", describe(error, None)[:LONGEST_TEXT], trace), 1, spent=spent)
+        return raised(error, describe(error, None)[:LONGEST_TEXT], 1)
 
 
 class WrongArguments(Exception):
@@ -100,11 +93,6 @@ def check_arguments(signature: inspect.Signature, arguments: dict[str, Any]) -> 
         raise WrongArguments(str(error)) from None
 
 
-def text_reply(text: str | None) -> Reply:
-    """The reply with what is said to the model."""
-    return Reply([text], [None])
-
-
 def as_text(result: Any) -> str:
     """What a tool returned as the model reads it."""
     if isinstance(result, bytes | bytearray):
@@ -115,28 +103,24 @@ def as_text(result: Any) -> str:
 
 
 def load_tool(config: ToolEntry, entry: str) -> Tool:
-    """Find the function of an entry and describe it to the model; `entry` names the entry in messages.
-
-    Raises UserError where there is no such function, or where it lacks type hints or a docstring.
-    """
+    """Find the function of an entry and describe it for the model; `entry` names the entry in messages. Raises
+    UserError where there is no such function, or where it lacks type hints or a docstring."""
     setting = f"{entry} {config.function}"
     function, fixed = _function(config, setting)
     plain = inspect.unwrap(function)
     schema = described(plain, setting)
-    told = schema["function"]["parameters"]
-    told["properties"] = {name: told["properties"][name] for name in told["properties"] if name not in fixed}
-    if "required" in told:
-        told["required"] = [name for name in told["required"] if name not in fixed]
-    is_async = inspect.iscoroutinefunction(plain)
-    interface = Interface(["arguments"], ["arguments"], is_async, 1, schema=schema)
+    shown = schema["function"]["parameters"]
+    shown["properties"] = {name: shown["properties"][name] for name in shown["properties"] if name not in fixed}
+    if "required" in shown:
+        shown["required"] = [name for name in shown["required"] if name not in fixed]
+    interface = Interface(["arguments"], ["arguments"], inspect.iscoroutinefunction(plain), 1, schema=schema)
     parameters = inspect.signature(function).parameters
-    given = inspect.Signature([parameter for name, parameter in parameters.items() if name not in fixed])
-    file = getattr(plain.__code__, "co_filename", None)
-    return Tool(schema["function"]["name"], partial(function, **fixed), given, interface, file)
+    signature = inspect.Signature([parameter for name, parameter in parameters.items() if name not in fixed])
+    return Tool(schema["function"]["name"], partial(function, **fixed), signature, interface)
 
 
 def described(function: Callable[..., Any], setting: str) -> dict[str, Any]:
-    """What a model is told of a function. Raises UserError, which begins with `setting`, where it lacks type hints or a
+    """The JSON schema of a function. Raises UserError, which begins with `setting`, where it lacks type hints or a
     docstring."""
     # Late, since only processes with tools need it.
     from transformers.utils.chat_template_utils import get_json_schema
@@ -153,43 +137,28 @@ def described(function: Callable[..., Any], setting: str) -> dict[str, Any]:
 
 def _function(config: ToolEntry, setting: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function of an entry, and the arguments that are the same in every call of it."""
-    if config.function != "search":
-        function = find_function(config.function, setting)
-        _check_kwargs(function, config.kwargs, setting)
-        return function, config.kwargs
-    # Late, since only processes that search need numpy.
-    from hybrid_grpo.turns.tools.search import search_tool
+    name, function = config.function, None
+    if name == "search":
+        # Late, since only processes that search need numpy.
+        from hybrid_grpo.turns.tools.search import search_tool
 
-    _check_kwargs(search_tool, config.kwargs, setting)
-    try:
-        return search_tool(**config.kwargs), {}
-    except ValueError as error:
-        raise UserError(f"{setting}: {error}") from None
-
-
-def _check_kwargs(function: Callable[..., Any], kwargs: dict[str, Any], setting: str) -> None:
+        function = search_tool
+    elif name in BUILTINS:
+        function = getattr(builtins, name)
+    else:
+        hint = f"{did_you_mean(name, BUILTINS)}; one of your own is path/to/file.py:function or package.module:function"
+        refuse(":" not in name, f"{setting} is not a built-in: {hint}")
+        function = import_object(name, setting)
     parameters = inspect.signature(function).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    for name in kwargs:
+    for kwarg in config.kwargs:
         refuse(
-            name not in parameters and not takes_any,
-            f"{setting}: kwargs {name}: there is no such argument: {did_you_mean(name, parameters)}",
+            kwarg not in parameters and not takes_any,
+            f"{setting}: kwargs {kwarg}: there is no such argument: {did_you_mean(kwarg, parameters)}",
         )
-
-
-def find_function(spec: str, setting: str) -> Callable[..., Any]:
-    """The function that a configuration names; `setting` begins the messages."""
-    place, colon, name = spec.rpartition(":")
-    if not colon:
-        if spec not in BUILTINS:
-            raise UserError(
-                f"{setting} is not a built-in: {did_you_mean(spec, BUILTINS)}; one of your own is given as"
-                " path/to/file.py:function or package.module:function"
-            )
-        place, name = "hybrid_grpo.turns.tools.builtins", spec
-    module = import_place(place, setting)
-    function = getattr(module, name, None)
-    if not callable(function):
-        what = "is not a function" if hasattr(module, name) else "does not exist"
-        raise UserError(f"{setting}: {name} {what} in {place}: {did_you_mean(name, functions_of(module))}")
-    return function
+    if name != "search":
+        return function, config.kwargs
+    try:
+        return function(**config.kwargs), {}
+    except ValueError as error:
+        raise UserError(f"{setting}: {error}") from None

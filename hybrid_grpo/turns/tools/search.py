@@ -30,15 +30,15 @@ class _Settings:
 
 
 def search_tool(folder: str | None = None, results: int = 3, letters: int = 1000) -> Callable[[str], str]:
-    """The tool, which returns the passages that fit best, the best first, each behind the name of its file. Of equal
-    ones the first in the order of files and passages comes first, so that a query always has the same answer.
+    """The tool, which returns the best passages, the best first, each after the name of its file. Equal ones are in the
+    order of files and passages, so that a query always has the same answer.
 
     Raises ValueError where there is nothing to search, or bm25s is not installed.
 
     Args:
-        folder: of text files (.txt, .md), those in folders below it included.
+        folder: of text files (.txt, .md), including those in folders below it.
         results: most passages that a search returns.
-        letters: longest passage; see `passages_of`.
+        letters: most characters of a passage; see `passages_of`.
     """
     refuse(folder is None, "kwargs folder is not set: name the folder of the texts that are to be searched")
     settings = checked_settings(_Settings, folder, results, letters)
@@ -48,7 +48,7 @@ def search_tool(folder: str | None = None, results: int = 3, letters: int = 1000
         refuse(True, "search needs bm25s, which is not installed: pip install 'hybrid_grpo[search]'")
     passages = _read(settings)
     index: Any = bm25s.BM25()
-    # The words of a file's name, often the subject of its text, are looked for as well.
+    # The words of a file's name, often the subject of its text, are indexed as well.
     index.index([_words(f"{name} {text}") for name, text in passages], show_progress=False)
 
     def search(query: str) -> str:
@@ -74,7 +74,7 @@ def _words(text: str) -> list[str]:
 
 
 def _read(settings: _Settings) -> list[tuple[str, str]]:
-    """All passages, each with the name of its file below the folder."""
+    """All passages, each with the path of its file in the folder."""
     folder = Path(settings.folder).expanduser()
     refuse(not folder.is_dir(), f"kwargs folder {settings.folder}: there is no such folder")
     files = sorted(path for path in folder.rglob("*") if path.suffix in _ENDINGS and path.is_file())
@@ -94,8 +94,8 @@ def _read(settings: _Settings) -> list[tuple[str, str]]:
 
 
 def passages_of(text: str, letters: int) -> Iterator[str]:
-    """A text in passages of at most so many letters: paragraphs that follow each other and fit together, and the parts
-    of one that does not fit, cut between words where it can be."""
+    """A text in passages of at most `letters` characters: paragraphs that follow each other and fit together, and parts
+    of paragraphs that do not fit, cut between words where possible."""
     passage = ""
     for paragraph in re.split(r"\n\s*\n", text):
         for part in _parts(paragraph.strip(), letters):

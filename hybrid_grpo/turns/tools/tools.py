@@ -1,4 +1,4 @@
-"""The tools of a run: their functions in worker processes."""
+"""The tools of a run as a partner: functions in worker processes, and methods of environments."""
 
 from __future__ import annotations
 
@@ -30,17 +30,16 @@ _AT_ONCE = 8
 
 
 class Tools:
-    """The functions of `rollout.tools`, each in worker processes, as reward functions are; has the form of `Partner`.
+    """The functions of `rollout.tools`, and the methods of `environments`, of which a completion has those of its own:
+    a `Partner`.
 
-    Calls of a turn run at the same time, up to 8 of them. When one has taken too long, those of the turn that have not
-    begun are not made.
+    Up to 8 calls of a turn run at the same time. Once one of them has taken too long, no further ones are started.
 
-    Methods of `environments` are tools too: of each completion those of its own environment. Creating it raises
-    UserError where a function cannot be imported or described.
+    Creating it raises UserError where a function cannot be imported or described.
 
     Attributes:
         names: of all tools, functions first.
-        schemas: what the model is told of them.
+        schemas: their JSON schemas.
     """
 
     setting, reads_last = "rollout.tools", False
@@ -55,7 +54,7 @@ class Tools:
         names = [str(schema["function"]["name"]) for schema in self._functions]
         kinds = list(environments.kinds.values()) if environments is not None else []
         self.names = list(dict.fromkeys([*names, *(name for kind in kinds for name in kind.tool_names)]))
-        self.schemas = [*self._functions, *(schema for kind in kinds for schema in kind.schemas)]
+        self.schemas = [*self._functions, *(schema for kind in kinds for schema in kind.tools)]
         for together in [names, *([*names, *kind.tool_names] for kind in kinds)]:
             twice = [name for name in together if together.count(name) > 1]
             refuse(bool(twice), f"rollout.tools: two are named {', '.join(twice[:1])}: rename one of the functions")
@@ -67,7 +66,6 @@ class Tools:
         self._pool, self.seconds = pool, Seconds()
 
     def example(self, content: str) -> Message:
-        """See `Partner`."""
         return tool_message(0, self.names[0], content)
 
     def takes(self, trajectory: Trajectory, turn: Turn) -> bool:
@@ -75,33 +73,33 @@ class Tools:
         return bool(turn.calls) or turn.fault is not None
 
     def answer(self, trajectory: Trajectory, turn: Turn, done: Callable[[Answer], None]) -> None:
-        """Answer a turn with the results of all of its calls, once they are there."""
+        """Answer a turn with the results of all of its calls."""
         if turn.fault is not None:
             self._count(trajectory, UNKNOWN, has_failed=True)
         _TurnCalls(self, trajectory, turn, done).go_on()
 
     def schemas_of(self, kind: Kind) -> list[dict[str, Any]]:
-        """What the model is told where its environment is of this kind."""
-        return [*self._functions, *kind.schemas]
+        """JSON schemas for completions whose environment is of this kind."""
+        return [*self._functions, *kind.tools]
 
     def call(self, trajectory: Trajectory, call: ToolCall, done: Callable[[str, Failure | None], None]) -> None:
-        """Call a tool, or a method of the conversation's environment. `done` is called with what the model reads of it,
-        and with the failure, if the call failed, on any thread."""
+        """Call a tool, or a method of the completion's environment. `done` is called, on any thread, with the text that
+        the model reads, and with the failure, if the call failed."""
         caller, start_s = self._callers.get(call.name), time.perf_counter()
         environments = self._environments
         methods = environments.tools(trajectory) if environments else []
 
-        def told(text: str | None, failure: Failure | None) -> None:
+        def ended(text: str | None, failure: Failure | None) -> None:
             self._count(trajectory, call.name, text is None, time.perf_counter() - start_s)
             done(text if text is not None else f"error: {failure.message if failure else 'no answer'}", failure)
 
         def finish(future: Future[Reply]) -> None:
             reply = future.result() if not future.cancelled() else None
             failure = reply.failures[0] if reply else None
-            told(reply.values[0] if reply and failure is None else None, failure)
+            ended(reply.values[0] if reply and failure is None else None, failure)
 
         if call.name in methods and environments:
-            environments.call(trajectory, call, told)
+            environments.call(trajectory, call, ended)
         elif caller is not None:
             caller(Call({"arguments": [call.arguments]}, [None])).add_done_callback(finish)
         else:
@@ -110,7 +108,7 @@ class Tools:
             done(f"error: there is no tool {call.name}: {did_you_mean(call.name, known)}", None)
 
     def give_up(self, trajectory: Trajectory, call: ToolCall) -> str:
-        """What the model reads of a call that is not made, since another one of its turn has taken too long."""
+        """What the model reads in place of the result of a call that is not started, since another took too long."""
         self._count(trajectory, call.name if call.name in self.names else UNKNOWN, has_failed=True)
         return "error: not called: another call of the turn took too long"
 
@@ -119,7 +117,6 @@ class Tools:
         self.seconds.add(f"tool/{name}", seconds)
 
     def numbers(self, rollout: Rollout) -> Numbers:
-        """See `Partner`."""
         names = [f"tool/{name}" for name in tool_names(self.names)]
         numbers = self.seconds.numbers(names)
         for name in names:
@@ -128,7 +125,7 @@ class Tools:
 
 
 class _TurnCalls:
-    """The calls of one turn while they are made."""
+    """The calls of one turn while they run."""
 
     def __init__(self, tools: Tools, trajectory: Trajectory, turn: Turn, done: Callable[[Answer], None]) -> None:
         self._tools, self._trajectory, self._fault, self._done = tools, trajectory, turn.fault, done
@@ -139,7 +136,7 @@ class _TurnCalls:
         self._lock, self._is_starting = threading.Lock(), False
 
     def go_on(self) -> None:
-        """Make as many calls as may run, and answer the turn where none is left."""
+        """Start as many calls as may run, and answer the turn where none is left."""
         while True:
             with self._lock:
                 if self._is_starting:
@@ -178,5 +175,5 @@ class _TurnCalls:
 
 
 def tool_names(tools: Sequence[str]) -> list[str]:
-    """Names under which tools are counted."""
+    """Names under which calls are counted."""
     return [*tools, UNKNOWN] if tools else []

@@ -1,4 +1,4 @@
-"""Users that answer the model's turns: a function in the worker processes, or a frozen model in this process."""
+"""Users that answer the model's turns: a function in worker processes, or a frozen model in this process."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _COLUMN = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True)
-class _Heard:
-    """A turn that the user answers."""
+class _Pending:
+    """A turn that waits for the user's answer."""
 
     trajectory: Trajectory
     done: Callable[[Answer], None]
@@ -45,11 +45,7 @@ class _Heard:
 
 
 class User(ABC):
-    """Who plays the user; has the form of `Partner`. Where it fails, the conversation ends.
-
-    Attributes:
-        setting: the setting that names it.
-    """
+    """Who plays the user: a `Partner`. Where it fails, the conversation ends."""
 
     reads_last = False
 
@@ -57,15 +53,14 @@ class User(ABC):
         assert config.user_setting is not None
         self.setting, self._stops = config.user_setting, config.user_stop
         self.seconds = Seconds()
-        self._told_of: set[str] = set()
+        self._printed: set[str] = set()
         """Kinds of failures that were printed."""
 
     def example(self, content: str) -> Message:
-        """See `Partner`."""
         return user_message(content)
 
     def takes(self, trajectory: Trajectory, turn: Turn) -> bool:
-        """Every turn that another may follow. After the last one the conversation is over, and cut only where tokens
+        """Whether another turn may follow. After the last one the conversation is over, and it is cut only where tokens
         run out."""
         return not trajectory.is_last or trajectory.is_full
 
@@ -77,16 +72,16 @@ class User(ABC):
     def check_columns(self, columns: Mapping[str, Any]) -> None:
         """Raise UserError where the rows lack a column that is needed."""
 
-    def _said(self, turn: _Heard, text: str | None) -> None:
+    def _said(self, turn: _Pending, text: str | None) -> None:
         self._count(turn, has_failed=False)
         ends = text is None or not text.strip() or any(stop in text for stop in self._stops)
         turn.done(Answer() if ends else Answer([user_message(str(text))]))
 
-    def _failed(self, turn: _Heard, failure: Failure) -> None:
-        """End a conversation; the first failure of each kind is printed."""
+    def _failed(self, turn: _Pending, failure: Failure) -> None:
+        """End the conversation; the first failure of each kind is printed."""
         self._count(turn, has_failed=True)
-        if failure.kind not in self._told_of:
-            self._told_of.add(failure.kind)
+        if failure.kind not in self._printed:
+            self._printed.add(failure.kind)
             print(
                 f"{self.setting} failed: {failure.message}. The conversation ends there, which is counted\n"
                 f"{failure.traceback}",
@@ -95,12 +90,11 @@ class User(ABC):
             )
         turn.done(Answer())
 
-    def _count(self, turn: _Heard, *, has_failed: bool) -> None:
+    def _count(self, turn: _Pending, *, has_failed: bool) -> None:
         turn.trajectory.calls.append(("user", has_failed))
         self.seconds.add("user", time.perf_counter() - turn.start_s)
 
     def numbers(self, rollout: Rollout) -> Numbers:
-        """See `Partner`."""
         return self.seconds.numbers(["user"]) | call_numbers("user", rollout.completions)
 
 
@@ -116,7 +110,6 @@ class ScriptedUser(User):
         self._call = self._pool.isolated(0, config.tool_timeout_s)
 
     def check_columns(self, columns: Mapping[str, Any]) -> None:
-        """See `User`."""
         for name in self._pool.interfaces[0].required:
             refuse(
                 name not in columns,
@@ -125,34 +118,31 @@ class ScriptedUser(User):
             )
 
     def answer(self, trajectory: Trajectory, turn: Turn, done: Callable[[Answer], None]) -> None:
-        """See `Partner`."""
-        heard = _Heard(trajectory, done)
+        pending = _Pending(trajectory, done)
 
         def finish(future: Future[Reply]) -> None:
             reply = failed(Failure("died", "did not answer"), 1) if future.cancelled() else future.result()
             failure = reply.failures[0]
             if failure is not None:
-                self._failed(heard, failure)
+                self._failed(pending, failure)
             else:
-                self._said(heard, reply.values[0])
+                self._said(pending, reply.values[0])
 
         given = {**_columns(trajectory), MESSAGES: _messages(trajectory)}
         self._call(Call({"arguments": [given]}, [None])).add_done_callback(finish)
 
 
 class ModelUser(User):
-    """A frozen model, which reads the conversation with the roles exchanged, and anew for each of its turns.
+    """A frozen model. For each of its turns it reads the whole conversation anew, with the roles exchanged.
 
-    What it says is a function of the conversation and of the key of the completion's random stream: it depends neither
-    on the conversations that wait at the same time nor on the order in which they do.
-
-    Creating it raises UserError where the model cannot be one.
+    What it says depends on the conversation and the key of the completion's random stream alone, not on the other
+    conversations that wait for it. Creating it raises UserError where the model cannot play a user.
     """
 
     def __init__(self, config: RolloutConfig, policy: PolicyConfig) -> None:
         super().__init__(config)
         assert config.user_model is not None and config.user_prompt is not None
-        name, self._told = config.user_model, config.user_prompt
+        name, self._prompt = config.user_model, config.user_prompt
         # `cache_gb` is what the policy's cache may have.
         self._config = replace(config, cache_gb=None)
         self._policy = replace(policy, model=name, gradient_checkpointing=False)
@@ -163,7 +153,7 @@ class ModelUser(User):
         ends = stop_ids(name, self._tokenizer, [], model_config, self.setting)
         self._sampling = Sampling(config.max_tool_tokens, temperature=config.user_temperature, stop_ids=ends)
         self._positions: int | None = getattr(model_config, "max_position_embeddings", None)
-        self._waiting: list[_Heard] = []
+        self._waiting: list[_Pending] = []
         self._model: Any = None
         refuse(
             self._tokenizer.chat_template is None,
@@ -180,8 +170,7 @@ class ModelUser(User):
             )
 
     def check_columns(self, columns: Mapping[str, Any]) -> None:
-        """See `User`."""
-        for name in _COLUMN.findall(self._told):
+        for name in _COLUMN.findall(self._prompt):
             refuse(
                 name not in columns,
                 f"rollout.user_prompt names a column {name}, which the data does not have:"
@@ -194,35 +183,35 @@ class ModelUser(User):
         self._model = load_model(self._policy, attention, self.setting).to(device).eval()
 
     def answer(self, trajectory: Trajectory, turn: Turn, done: Callable[[Answer], None]) -> None:
-        """See `Partner`. It waits until `speak`."""
-        self._waiting.append(_Heard(trajectory, done))
+        """The turn waits for `speak`."""
+        self._waiting.append(_Pending(trajectory, done))
 
     def speak(self, under_way: Mapping[int, Trajectory]) -> None:
-        """Answer all turns that wait, in one batch: those of conversations that are still under way."""
+        """Answer the waiting turns of all trajectories that are still under way, in one batch."""
         waiting = [row for row in self._waiting if under_way.get(row.trajectory.key) is row.trajectory]
         self._waiting = []
         requests, asked = [], []
-        for heard in waiting:
-            ids = self._read(heard.trajectory)
+        for pending in waiting:
+            ids = self._read(pending.trajectory)
             if isinstance(ids, Failure):
-                self._failed(heard, ids)
+                self._failed(pending, ids)
                 continue
-            key = stream_key(heard.trajectory.key, "user", heard.trajectory.turns)
+            key = stream_key(pending.trajectory.key, "user", pending.trajectory.turns)
             requests.append(Request(ids, [key]))
-            asked.append(heard)
+            asked.append(pending)
         if not requests:
             return
         assert self._model is not None, "load() comes first"
         said, _ = complete(self._model, self._tokenizer, requests, self._sampling, self._config)
-        for heard, [completion] in zip(asked, said, strict=True):
-            self._said(heard, completion.text.strip())
+        for pending, [completion] in zip(asked, said, strict=True):
+            self._said(pending, completion.text.strip())
 
     def _read(self, trajectory: Trajectory) -> list[int] | Failure:
         """The tokens that the model reads, or why it cannot read them."""
         columns = _columns(trajectory)
-        told = _COLUMN.sub(lambda found: str(columns.get(found[1], found[0])), self._told)
+        system = _COLUMN.sub(lambda found: str(columns.get(found[1], found[0])), self._prompt)
         try:
-            ids = self._ids([{"role": "system", "content": told}, *exchanged(_messages(trajectory))])
+            ids = self._ids([{"role": "system", "content": system}, *exchanged(_messages(trajectory))])
         except Exception as error:  # a template is a program of the model's authors
             return Failure("raised", f"its chat template refuses a conversation: {describe(error, None)}")
         longest = len(ids) + self._sampling.max_tokens
@@ -237,8 +226,8 @@ class ModelUser(User):
 
 
 def exchanged(messages: list[Message]) -> list[Message]:
-    """A conversation as the user has it: what the user said is the assistant's, and the reverse. The system text, calls
-    of tools and their results are not the user's to read."""
+    """A conversation from the user's side, whose own messages are those of the assistant. The user does not read the
+    system prompt, calls of tools or their results."""
     roles = {"user": "assistant", "assistant": "user"}
     read = [message for message in messages if message["role"] in roles and not message.get("tool_calls")]
     return [{"role": roles[message["role"]], "content": message["content"]} for message in read]
@@ -256,7 +245,7 @@ def _columns(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def user_of(rollout: RolloutConfig, scoring: ScoringConfig, policy: PolicyConfig) -> User | None:
-    """Who plays the user; None where nobody does. Raises UserError where it cannot."""
+    """Who plays the user, if anyone does. Raises UserError where it cannot."""
     if rollout.user is not None:
         return ScriptedUser(rollout, scoring)
     return ModelUser(rollout, policy) if rollout.user_model is not None else None

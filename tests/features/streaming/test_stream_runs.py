@@ -69,7 +69,6 @@ def test_a_run_goes_on_to_the_bit_on_any_number_of_ranks_and_after_a_row_that_co
         workshop,
         "train --run.name=mended --data.path=bad.jsonl --run.resume=auto",
         "plan",
-        "eval --policy.model=runs/mended/model --data.eval_path=heldout.jsonl",
     )
     assert done.status == 0, done.err[-3000:]
     assert sampled(runs / "mended") == sampled(runs / "whole")

@@ -328,8 +328,8 @@ def test_what_came_of_an_environment_outlives_a_crash(tmp_path):
     [
         (f"{FILE}:NoReset", "has no method reset"),
         (f"{FILE}:NoMethods", "has no step, and no method that the model could call"),
-        (f"{FILE}:Steos", "Steos does not exist in .*did you mean Steps"),
-        ("Steps", "give a class, as path/to/file.py:Class"),
+        (f"{FILE}:Steos", "has no function Steos: did you mean Steps"),
+        ("Steps", "give path/to/file.py:name"),
     ],
 )
 def test_a_class_that_is_no_environment_is_refused(place, message):

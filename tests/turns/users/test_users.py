@@ -156,8 +156,8 @@ def test_behind_the_last_turn_the_conversation_is_over_and_not_cut(reader):
     ("function", "message"),
     [
         (f"{PLAYED}:forgets", "has no argument messages"),
-        (f"{PLAYED}:behave", "behave does not exist in .*did you mean behaves"),
-        ("behaves", r"give a function, as path/to/file\.py:function"),
+        (f"{PLAYED}:behave", "has no function behave: did you mean behaves"),
+        ("behaves", r"give path/to/file\.py:name"),
     ],
 )
 def test_a_function_that_is_no_user_is_refused(function, message):

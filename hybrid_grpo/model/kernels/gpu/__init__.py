@@ -1,7 +1,7 @@
 """Triton kernels for GPUs, each with a torch path in the module that calls it.
 
-Triton comes with torch's builds for GPUs; without it torch computes everything. A kernel is used where its caller's
-check, run once on the device, shows that it computes what torch does; see `tried`.
+Triton comes with torch's builds for GPUs; without it torch computes everything. A kernel is used if its caller's check,
+run once on the device, finds that it agrees with torch; see `tried`.
 """
 
 from hybrid_grpo.model.kernels.gpu.launcher import proven, tried, triton, usable

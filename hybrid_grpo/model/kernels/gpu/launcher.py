@@ -1,4 +1,4 @@
-"""When the Triton kernels are used, and their launch."""
+"""Launches Triton kernels, and decides where they are used."""
 
 import functools
 import warnings
@@ -15,7 +15,6 @@ except ImportError:
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether kernels can read a tensor where it is."""
     return x.is_cuda
 
 
@@ -25,7 +24,7 @@ def usable(*tensors: Tensor) -> bool:
 
 
 def tried(what: str, check: Callable[[], bool], kernel: str = "a Triton kernel") -> bool:
-    """What `check` finds; where it fails, a warning that `what` is slower, without `kernel`."""
+    """What `check` returns; if it fails, warns that `what` is slower, without `kernel`."""
     try:
         agrees, reason = check(), "its results differ from torch's"
     except Exception as error:  # a compiler that is missing or fails raises errors of many types
@@ -37,7 +36,7 @@ def tried(what: str, check: Callable[[], bool], kernel: str = "a Triton kernel")
 
 @functools.cache
 def proven(what: str, check: Callable[..., bool], *case: Any, kernel: str = "a Triton kernel") -> bool:
-    """Whether a kernel computes what torch does on a device, type and so on; `check` is asked once for each `case`."""
+    """Whether a kernel agrees with torch for a device, type and so on; `check` runs once for each `case`."""
     return tried(what, lambda: check(*case), kernel)
 
 

@@ -1,4 +1,4 @@
-"""Residual and RMS norm on a GPU: one program adds a row to its residual and norms the sum."""
+"""Residual and RMS norm on a GPU: one program adds a row to its residual and normalises the sum."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""Rotary position and cache write on a GPU: one program rotates, or stores, one head of one sequence's new token."""
+"""Rotary embedding and cache write on a GPU: one program rotates, or stores, one head of one sequence's new token."""
 
 import triton
 import triton.language as tl
@@ -95,8 +95,7 @@ def rotate_and_store(
 ) -> None:
     """Rotate the queries in place, and write the rotated keys and the values into the cache.
 
-    Rotary position embedding: Su et al., arXiv:2104.09864, in the layout of transformers' Llama, rounded where that
-    rounds.
+    Rotary position embedding: Su et al., arXiv:2104.09864, in the layout and with the roundings of transformers' Llama.
 
     Args:
         q: [n, heads * d]; k, v: [n, kv * d]; contiguous.

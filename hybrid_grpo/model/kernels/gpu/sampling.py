@@ -66,8 +66,7 @@ def _lowest_kept(
 ):
     """The smallest key above which the tokens' weights (or numbers) add up to less than `limit`.
 
-    A search in place of a sort: four bits of the key in each pass over the row. Only tokens whose key is at least
-    `least` count.
+    A search in place of a sort: four bits of the key in each pass over the row. Keys below `least` do not count.
     """
     digit = tl.arange(0, 16)
     lowest = tl.zeros([], tl.int64)
