@@ -14,8 +14,7 @@ real one starts them.
     signals      SIGTERM, SIGINT, SIGUSR1 at random moments: status 75 within 30 s, then as above
     corruptions  every kind of file of a checkpoint cut, with a flipped byte, a block of zeros, deleted, swapped with
                  another rank's, taken from another step: named in one line, and the checkpoint before is used
-    stalls       a rank that raises, exits, hangs or is stopped in each of six stages: all ranks end, and the reason is
-                 printed
+    stalls       a rank that raises, exits, hangs or is stopped in each of six stages: all end, and print why
     disk         a file system that is filled at points of a save, of rollouts and numbers, and of the export
     worlds       resumed on another number of ranks, or at another ZeRO stage: within 1e-5 of the whole one
     cost         a run that goes on samples its first token within 1.5 times the seconds of one that begins

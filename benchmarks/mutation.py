@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = ("grpo", "turns", "run", "model/average.py", "data/packing.py", "generation/scheduler.py")
+FILES = ("grpo", "turns", "run", "features/average/average.py", "data/packing.py", "generation/scheduler.py")
 TESTS = ("grpo", "turns", "run", "model", "data", "generation", "stages", "rewards", "config", "commands")
 """Folders of tests; top-level tests are included too, except those of pages and scripts."""
 TOP = ("distributed", "engine", "policy", "trainer")

@@ -24,7 +24,6 @@ BESIDE_THE_CORE = (
 """What a run can do without; everything else is the core, which trains GRPO."""
 LONG_FILES: set[str] = set()
 LONG_FUNCTIONS = {
-    "config/rollout.py:_check",
     "model/kernels/gpu/sampling.py:_sample",
 }
 FEATURES = re.compile("critic|teacher|guest|ptx|curriculum", re.IGNORECASE)

@@ -1,4 +1,4 @@
-"""`replay-step`: a step of a run, made again from the checkpoint before it and told token by token.
+"""`replay-step`: repeats a step of a run from the checkpoint before it, and shows it token by token.
 
 It is the trainer's own step, on the run's own data: nothing of the algorithm is here. The run's files are only read.
 """

@@ -1,4 +1,4 @@
-"""The configuration of every command beside `train`."""
+"""The configurations of all commands other than `train`, each composed of the sections that the command uses."""
 
 from __future__ import annotations
 
@@ -337,7 +337,7 @@ class ReplayOptionsConfig:
 @dataclass(frozen=True, config=SECTION)
 class ReplayConfig(TrainConfig):
     """Make step STEP of the run in the folder RUN again, from the checkpoint before it, compare it with what the run
-    has saved, and tell token by token what the loss saw. The settings are the run's own. Other ones of `grpo`,
+    has saved, and show token by token what the loss saw. The settings are the run's own. Other ones of `grpo`,
     `rewards` and `scoring`, which hold for this step alone, show what it would have been with them. The run's files
     are only read."""
 

@@ -1,10 +1,10 @@
-"""The one exception a user can cause, and the words for it."""
+"""`UserError`: the user's mistake, shown as one line."""
 
 import difflib
 from collections.abc import Iterable
 
 RESUME_STATUS = 75
-"""Exit status of a run that was stopped, or had to be ended, and goes on with `--run.resume auto` (EX_TEMPFAIL)."""
+"""Exit status of a run that stopped early and continues with `--run.resume auto` (EX_TEMPFAIL)."""
 
 
 class UserError(ValueError):
@@ -16,27 +16,27 @@ class UserError(ValueError):
 
 
 class RunStopped(UserError):
-    """A run that cannot go on, told on all ranks alike before the step under way has changed anything."""
+    """A run that cannot continue; raised on all ranks alike, before the current step has changed anything."""
 
 
 class RunInterrupted(RunStopped):
-    """A run that was asked to stop, told on all ranks alike; the command line exits with status RESUME_STATUS."""
+    """A run that was asked to stop; raised on all ranks alike. The command line exits with status RESUME_STATUS."""
 
 
 def refuse(condition: bool, message: str) -> None:
-    """Raise a `UserError` where the condition holds."""
+    """Raise a `UserError` if the condition holds."""
     if condition:
         raise UserError(message)
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """`did you mean X?` where a known name is near, else all the known ones."""
+    """`did you mean X?` if a known name is similar, else the list of known names."""
     known = list(names)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean {close[0]}?" if close else f"known are {', '.join(known) or 'none'}"
 
 
 def refuse_indivisible(name: str, value: int, divisor: int, why: str) -> None:
-    """Refuse a number that does not divide evenly, with the nearest one that does."""
+    """Refuse a number that is not a multiple of the divisor, and name the nearest one that is."""
     nearest = max(divisor, round(value / divisor) * divisor)
     refuse(value % divisor != 0, f"{name} {value} does not divide by {why} = {divisor}: the nearest value is {nearest}")

@@ -1,4 +1,4 @@
-"""What other frameworks call a setting, so that people who come from them are answered in our words."""
+"""Names of settings in other frameworks, so that people who come from them are shown the name used here."""
 
 import functools
 from collections.abc import Collection
@@ -11,7 +11,7 @@ from hybrid_grpo.config.features import feature_folders
 
 @functools.cache
 def foreign_names() -> dict[str, dict[str, str]]:
-    """By framework, from its name of a setting to ours, or to what to do instead (foreign_names.yaml)."""
+    """By framework: its name of a setting, and ours or what to do instead (foreign_names.yaml)."""
     folders = [Path(__file__).parent, *feature_folders()]
     found: dict[str, dict[str, str]] = {}
     for file in (folder / "foreign_names.yaml" for folder in folders):
@@ -22,8 +22,8 @@ def foreign_names() -> dict[str, dict[str, str]]:
 
 
 def foreign_name(name: str, known: Collection[str]) -> str | None:
-    """Whose name this is and what it is called here: `TRL's num_generations is rollout.num_generations`. None where no
-    framework has it, or the command has no such setting; `known` are the command's settings."""
+    """`TRL's num_generations is rollout.num_generations`. None if no framework has the name, or the command, whose
+    settings are `known`, has no such setting."""
     for spelled in dict.fromkeys([name, name.rpartition(".")[2]]):
         for framework, names in foreign_names().items():
             ours = names.get(spelled)

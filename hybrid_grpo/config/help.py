@@ -1,4 +1,4 @@
-"""The help of a command: its own options and the usual settings in a line each, and every section at length."""
+"""The help of a command: its own options and the usual settings in a line each; a section in full."""
 
 import dataclasses
 import re
@@ -18,7 +18,7 @@ _USUAL = """
     rollout.prompts_per_step rollout.num_generations rollout.max_completion_tokens rollout.temperature grpo.loss_type
     grpo.beta engine.zero_stage eval.every checkpoint.every_minutes log.wandb
 """
-"""Settings that most people touch first."""
+"""Settings that most people change first."""
 _OPTIONS = {
     "--config FILE": "YAML file of settings; of several files and options the later ones win",
     "--print_config": "print all settings as YAML, and end",
@@ -27,7 +27,7 @@ _OPTIONS = {
 
 
 def help_text(cls: Any, command: str, section: str | None) -> str:
-    """The help of a command, or of one section of its settings; raises UserError where there is no such section."""
+    """The help of a command, or of one of its sections. Raises UserError if there is no such section."""
     return "\n".join(_section(cls, section) if section else _overview(cls, command))
 
 
@@ -42,7 +42,7 @@ def _overview(cls: Any, command: str) -> Iterator[str]:
         yield f"{title}:"
         yield from (f"  {name:33} {text}" for name, text in lines.items())
         yield ""
-    yield "sections, each shown at length by --help SECTION:"
+    yield "sections, each shown in full by --help SECTION:"
     yield from (f"  {name:12} {_first_sentence(_meaning(cls, name))}" for name in fields_of(cls))
 
 

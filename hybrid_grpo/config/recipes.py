@@ -1,4 +1,4 @@
-"""Settings as nested mappings: read from YAML files, stacked upon each other."""
+"""Recipes: settings as nested mappings, read from YAML and overlaid."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -16,12 +16,12 @@ EXPONENT = re.compile(r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9_]+)[eE][-+]?[0
 """Numbers such as `1e-6`, which PyYAML takes for text."""
 
 _DEEPEST, _MOST_VALUES, _MOST_LETTERS, _LONGEST_NUMBER = 50, 100_000, 2**20, 300
-"""Beyond these, YAML is a mistake or a trap: aliases and merges make terabytes of a few lines."""
+"""Beyond these, YAML is a mistake or a trap: aliases and merges turn a few lines into terabytes."""
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 class GivenTwice(yaml.MarkedYAMLError):
-    """A mapping has a key twice, of which YAML would keep the last without a word."""
+    """A mapping has a key twice, of which YAML would silently keep the last."""
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
@@ -52,8 +52,8 @@ def check_text(text: str, what: str) -> None:
 
 
 def load_yaml(text: str) -> Any:
-    """What a YAML text from anywhere holds, read in bounded time and memory. Raises ValueError and yaml.YAMLError for
-    what is no YAML, has a key twice, contains itself, or is deeper or larger than settings are."""
+    """The content of a YAML text from anywhere, read in bounded time and memory. Raises ValueError or yaml.YAMLError if
+    it is not YAML, has a key twice, contains itself, or is deeper or larger than settings are."""
     if len(text) > _MOST_LETTERS:
         raise ValueError(f"it has more than {_MOST_LETTERS} letters: give data in a file")
     depth = 0
@@ -111,7 +111,7 @@ def _refuse_twice(keys: Iterable[yaml.ScalarNode]) -> None:
 
 
 def read_value(text: str) -> Any:
-    """The value that YAML reads; the text itself where it is no YAML. Raises GivenTwice."""
+    """The value that YAML reads; the text itself if it is not YAML. Raises GivenTwice."""
     try:
         return text if text == "" else load_yaml(text)
     except GivenTwice:
@@ -121,7 +121,7 @@ def read_value(text: str) -> Any:
 
 
 def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> Settings:
-    """Both, setting by setting; those above win. A list or a mapping that is the value of a setting is replaced."""
+    """Both, setting by setting; those above win. A list or mapping that is the value of a setting is replaced whole."""
     merged = dict(below)
     for section, values in above.items():
         both = isinstance(values, Mapping) and isinstance(merged.get(section), Mapping)
@@ -143,7 +143,7 @@ def read_recipe(path: Path) -> Settings:
 
 
 def _read_text(path: Path) -> str:
-    """A file's text, of a far too large one only as much as shows that it is."""
+    """A file's text; of one that is far too large only as much as shows that it is."""
     with path.open(encoding="utf-8") as file:
         return file.read(_MOST_LETTERS + 1)
 

@@ -1,4 +1,4 @@
-"""Settings of reward functions: which there are, how they are run, and how they are served to other machines."""
+"""Settings of reward functions: which ones, how they are run, and how they are served to other machines."""
 
 from __future__ import annotations
 
@@ -43,16 +43,15 @@ class RewardConfig:
     (a token, a login in an address), is written as *** wherever the settings are; better give the name of a variable of
     the environment, as in `token_env: MY_TOKEN`."""
     timeout_s: Seconds = 60.0
-    """Seconds of one call. A call that takes longer is given up: its completions have no reward of this function."""
+    """Seconds of one call. A call that takes longer is abandoned: its completions have no reward of this function."""
     batch_size: Count | Literal["auto", "group"] = "auto"
-    """Completions of one call; `group` is all of one prompt; `auto` is what the function asks for by an attribute
-    `batch_size`, else 1."""
+    """Completions of one call; `group` is all of one prompt; `auto` is the function's own `batch_size`, else 1."""
     sources: list[Name] = field(default_factory=list)
-    """Sources of `data.mixture` whose prompts the function is for; it is not called for those of others, and does not
-    apply to them. Held-out prompts are of no source: it is called for all of them. Default: all."""
+    """Sources of `data.mixture` to whose prompts the function applies; it is not called for others. Held-out prompts
+    belong to no source: it is called for all of them. Default: all."""
     isolation: Literal["auto", "process", "none"] = "auto"
     """`process` calls the function in worker processes. `none` calls it in a thread of the rank, for functions that
-    hold a GPU; a crash then ends the rank. `auto` is `process` but for simple built-ins."""
+    hold a GPU; a crash then ends the rank. `auto` is `process`, except for simple built-ins."""
 
     @model_validator(mode="after")
     def _check(self) -> RewardConfig:
@@ -103,11 +102,11 @@ class ScoringConfig:
     """How reward functions are run."""
 
     workers: Whole = 0
-    """Worker processes of a rank, which call functions at the same time; 0: one for each of its cores, 2 to 8."""
+    """Worker processes of a rank, which call functions concurrently; 0: one for each of its cores, 2 to 8."""
     memory_gb: Gibibytes = 4.0
     """GiB that a worker may allocate; beyond it a function gets a MemoryError."""
     max_failed_frac: NotNegative = 0.5
-    """Stop the run, with a checkpoint, where a function fails for more than this share of a step's completions."""
+    """Stop the run, with a checkpoint, if a function fails for more than this share of a step's completions."""
     secrets: list[Text] = field(default_factory=list)
     """Variables of the environment that functions in worker processes may see although their names look like those of
     secrets (WANDB_API_KEY, HF_TOKEN, *_TOKEN, *_KEY, *_SECRET, *PASSWORD*). Those that an argument `*_env` of a
@@ -115,7 +114,7 @@ class ScoringConfig:
     max_import_s: Seconds = 120.0
     """Seconds for the files of the functions to be imported."""
     max_wait_s: Seconds = 600.0
-    """Seconds to wait for rewards after the last completion of a step. Rewards that are not there then have failed."""
+    """Seconds to wait for rewards after the last completion of a step. Rewards still missing then count as failed."""
 
 
 def _check_identifier(name: str) -> str:
@@ -129,9 +128,9 @@ class ServeOptionsConfig:
     """Where rewards are served, and to whom."""
 
     host: Text = "127.0.0.1"
-    """Address to listen at. Any address but this machine's own needs `token_env`."""
+    """Address to listen on. Any address other than this machine's own needs `token_env`."""
     port: Annotated[Whole, Le(65535)] = 8000
-    """Port to listen at; 0 takes a free one."""
+    """Port to listen on; 0 takes a free one."""
     token_env: Text | None = None
     """Name of the environment variable with the bearer token that clients must send."""
     certificate: Text | None = None
@@ -141,7 +140,7 @@ class ServeOptionsConfig:
     max_body_mb: Positive = 16.0
     """Largest request, in MiB."""
     max_requests: Count = 256
-    """Requests that are answered at the same time; more are told to come back (503). A rank sends up to 32."""
+    """Requests that are answered at the same time; further ones get status 503. A rank sends up to 32."""
     timeout_s: Seconds = 30.0
     """Seconds for a request to arrive, and for its answer to be taken."""
     label_column: Annotated[str, AfterValidator(_check_identifier)] = "answer"

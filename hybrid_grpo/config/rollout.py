@@ -88,7 +88,7 @@ class RolloutConfig:
     max_completion_tokens: Count = 512
     """Longest completion."""
     min_completion_tokens: Whole = 0
-    """Shortest completion: until it has so many tokens, stop ids are not drawn and stop strings do not end it."""
+    """Shortest completion: before it has this many tokens, stop ids are not drawn and stop strings do not end it."""
     temperature: NotNegative = 1.0
     """Softmax temperature, of sampling and of every log-probability in the loss."""
     top_p: PositiveShare = 1.0
@@ -109,8 +109,8 @@ class RolloutConfig:
     ignore_eos: Switch = False
     """For benchmarks: nothing but a limit of tokens ends a completion."""
     logprobs: Literal["softmax", "sampling"] = "softmax"
-    """Distribution that `old_logp` is recorded under: `softmax` is that of the training forward, at the temperature;
-    `sampling` the filtered one that the tokens were really drawn from."""
+    """Distribution under which `old_logp` is recorded: `softmax` is that of the training forward, at the temperature;
+    `sampling` is the filtered one that the tokens were drawn from."""
     decoder: Literal["paged", "transformers"] = "paged"
     """`transformers` decodes with generate(), for architectures that the paged decoder cannot run."""
     max_slots: Count = 256
@@ -135,16 +135,15 @@ class RolloutConfig:
     """How the model writes calls; `auto` takes the first format that reads a call as the chat template writes it. See
     docs/tools.md."""
     max_turns: Count = 8
-    """Most turns of a completion with tools, an environment or a user; what it calls in the last one is not answered,
-    and the user does not answer it either."""
+    """Most turns of a completion with tools, an environment or a user. The last one is not answered."""
     max_tool_tokens: Count = 512
-    """Most tokens of the answer to a turn, with those of the chat template; what tools, environments and users say
-    beyond it is cut."""
+    """Most tokens of the answer to a turn, including those of the chat template; longer answers of tools, environments
+    and users are cut."""
     tool_timeout_s: Seconds = 30.0
-    """Seconds for a call of a tool; then the model is told that it took too long. Also for a step of an environment,
-    whose completion then has failed."""
+    """Seconds for a call of a tool, after which the model reads that it took too long; also for a step of an
+    environment, after which the completion has failed."""
     max_turn_calls: Count = 16
-    """Most calls of tools in one turn. Those beyond are not made, which the model is told."""
+    """Most calls of tools in one turn. Further calls are not made, and the model reads that they were not."""
     environment_processes: Count | None = None
     """Most worker processes of environments at the same time on one rank; further environments wait until one ends.
     Default: max_slots, at most half of the files that a process may open."""
@@ -165,8 +164,7 @@ class RolloutConfig:
     user_model: Text | None = None
     """Folder or hub name of a model that plays the user. Every rank holds it whole, beside the policy."""
     user_prompt: Text | None = None
-    """What `user_model` is told before the conversation: who it is and what it wants. `{name}` is replaced by that
-    column of the row."""
+    """System prompt of `user_model`: who it is and what it wants. `{name}` is replaced by that column of the row."""
     user_temperature: NotNegative = 1.0
     """Softmax temperature of `user_model`."""
     user_stop: list[Text] = field(default_factory=list)
@@ -199,18 +197,18 @@ class RolloutConfig:
 
     @property
     def max_read_tokens(self) -> int:
-        """Most tokens after a short prompt, those included that are given between turns, or at the prompt's end."""
+        """Most tokens after a short prompt, including those given between turns or at the end of the prompt."""
         answers = (self.max_turns - 1 if self.has_turns else 0) + bool(self.environment)
         return self.max_completion_tokens + answers * self.max_tool_tokens
 
     def longest(self, prompt: int, *, opened: bool = False) -> int:
-        """Most tokens of a prompt of so many, and of what is after it; `opened` where the prompt already has what its
-        environment says at the beginning."""
+        """Most tokens of a prompt of this length with all that follows it; `opened` where the prompt already has the
+        initial observation of its environment."""
         longest = prompt + self.max_read_tokens - (self.max_tool_tokens if opened else 0)
         return longest if self.max_total_tokens is None else min(longest, self.max_total_tokens)
 
     @model_validator(mode="after")
-    def _check(self) -> RolloutConfig:
+    def _check_turns(self) -> RolloutConfig:
         refuse(
             self.has_turns and self.ignore_eos,
             f"{self.turns_setting} speaks between turns, and rollout.ignore_eos lets no turn end: take out one of them",
@@ -222,25 +220,35 @@ class RolloutConfig:
         )
         refuse(
             self.user_model is not None and self.user_prompt is None,
-            "rollout.user_model is not told whom it plays: set rollout.user_prompt",
+            "rollout.user_model needs to know whom it plays: set rollout.user_prompt",
         )
         refuse(
             self.user_prompt is not None and self.user_model is None,
-            "rollout.user_prompt has no effect without rollout.user_model, who is told it: set it, or take this out",
+            "rollout.user_prompt has no effect without rollout.user_model, which reads it: set it, or take this out",
         )
         refuse(
             bool(self.user_stop) and self.user_setting is None,
             "rollout.user_stop has no effect without rollout.user or rollout.user_model: set one, or take this out",
         )
         refuse(
-            self.min_completion_tokens > self.max_completion_tokens,
-            f"rollout.min_completion_tokens {self.min_completion_tokens} is more than rollout.max_completion_tokens"
+            self.environment_processes is not None and not self.environment,
+            f"rollout.environment_processes {self.environment_processes} has no effect without rollout.environment:"
+            " take it out",
+        )
+        return self
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> RolloutConfig:
+        least = self.min_completion_tokens
+        refuse(
+            least > self.max_completion_tokens,
+            f"rollout.min_completion_tokens {least} is more than rollout.max_completion_tokens"
             f" {self.max_completion_tokens}: set it to that or lower",
         )
         refuse(
-            self.max_turn_tokens is not None and self.min_completion_tokens > self.max_turn_tokens,
-            f"rollout.min_completion_tokens {self.min_completion_tokens} lets no first turn end within"
-            f" rollout.max_turn_tokens {self.max_turn_tokens}: set it to that or lower",
+            self.max_turn_tokens is not None and least > self.max_turn_tokens,
+            f"rollout.min_completion_tokens {least} lets no first turn end within rollout.max_turn_tokens"
+            f" {self.max_turn_tokens}: set it to that or lower",
         )
         for token in self.logit_bias:
             refuse(
@@ -253,26 +261,23 @@ class RolloutConfig:
                 f"rollout.{name} ends completions, and rollout.ignore_eos lets only the length limit end them: set one"
                 " of the two",
             )
-        refuse(
-            self.environment_processes is not None and not self.environment,
-            f"rollout.environment_processes {self.environment_processes} has no effect without rollout.environment:"
-            " take it out",
-        )
-        refuse(
-            self.environment_processes is not None and self.decoder == "transformers",
-            f"rollout.environment_processes {self.environment_processes} cannot be kept by rollout.decoder"
-            " transformers, whose completions are all under way together: take it out",
-        )
-        refuse(
-            self.cache_gb is not None and self.decoder == "transformers",
-            f"rollout.cache_gb {self.cache_gb} has no effect on rollout.decoder transformers, whose caches have no"
-            " bound: take it out",
-        )
-        refuse(
-            self.keep_cache == "on" and self.decoder == "transformers",
-            "rollout.keep_cache on has no effect on rollout.decoder transformers, which makes its caches anew: take out"
-            " one of them",
-        )
+        return self
+
+    @model_validator(mode="after")
+    def _check_decoder(self) -> RolloutConfig:
+        """Refuse what only the paged decoder can do."""
+        if self.decoder == "paged":
+            return self
+        for name, is_set, why in (
+            ("environment_processes", self.environment_processes is not None, "completes all prompts at the same time"),
+            ("cache_gb", self.cache_gb is not None, "does not bound its caches"),
+            ("keep_cache", self.keep_cache == "on", "builds its caches anew"),
+        ):
+            refuse(
+                is_set,
+                f"rollout.{name} {getattr(self, name)} has no effect with rollout.decoder transformers, which {why}:"
+                " take out one of them",
+            )
         return self
 
 

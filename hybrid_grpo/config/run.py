@@ -1,4 +1,4 @@
-"""Settings of the run as a whole: its folder, its length, its checkpoints and logs."""
+"""Settings of the run as a whole: its folder, length, checkpoints and logs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hybrid_grpo.config.fields import (
 
 @dataclass(frozen=True, config=SECTION)
 class RunConfig:
-    """The run as a whole: where it writes, how long it lasts, how it repeats."""
+    """The run as a whole: where it writes, how long it lasts, how it resumes."""
 
     name: Name = "run"
     """Name of the run; its folder is DIR/NAME."""
@@ -35,15 +35,15 @@ class RunConfig:
     steps: Count = 100
     """Steps to train: rollouts for `train`, optimizer steps for `sft` and `reward`."""
     resume: Text = "never"
-    """`auto` goes on from the newest whole checkpoint of this run, or starts where the folder is empty; the folder of
-    a checkpoint, of this run or another, goes on from that one."""
+    """`auto` continues from the newest complete checkpoint of this run, or starts if the folder is empty. The folder of
+    a checkpoint, of this run or another, continues from that one."""
     allow_changes: Switch = False
-    """Go on from a checkpoint although settings that decide on learning, or what the run reads, have changed since."""
+    """Continue from a checkpoint although settings that affect learning, or the data, have changed since."""
     stop_after: Duration | None = None
-    """Time after which the run saves itself and ends with status 75: 90m, 11h30m, 1-00:00:00. Default: none."""
+    """Time after which the run saves a checkpoint and ends with status 75: 90m, 11h30m, 1-00:00:00. Default: none."""
     grace_s: Positive | None = None
-    """Seconds in which a run that is asked to stop saves itself; a rank that takes longer is killed. Default: 20, and
-    twice what the last checkpoint took, or before the first 10 s for each GB that a rank writes."""
+    """Seconds in which a run that is asked to stop saves a checkpoint; a rank that takes longer is killed. Default: 20,
+    and twice what the last checkpoint took, or before the first one 10 s for each GB that a rank writes."""
     stall_minutes: NotNegative = 30.0
     """A run in which no rank makes progress for this long is ended, and says which rank is behind; 0 waits forever."""
 
@@ -67,8 +67,8 @@ class CheckpointConfig:
     keep: Count = 2
     """How many of the newest checkpoints are kept."""
     on_failure: Literal["say", "stop"] = "say"
-    """What to do when a checkpoint cannot be written: say so and go on, or stop the run. The one before it stays. A run
-    that cannot write its first one stops."""
+    """What to do if a checkpoint cannot be written: print it and continue, or stop the run. The previous checkpoint is
+    kept. A run that cannot write its first one stops."""
 
 
 TRACKERS = ("wandb", "tensorboard", "trackio", "mlflow")
@@ -80,7 +80,7 @@ class LogConfig:
     """What is shown and written during the run."""
 
     trackers: list[Text] = field(default_factory=lambda: ["wandb"])
-    """Where the run is shown as it goes: any of wandb, tensorboard, trackio and mlflow. One that fails does not touch
+    """Where the run is shown as it goes: any of wandb, tensorboard, trackio and mlflow. One that fails does not affect
     the run."""
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
     """`auto` is online where an account is configured, else offline."""
@@ -91,9 +91,9 @@ class LogConfig:
     wandb_view: Switch = False
     """Save a view of the run on wandb when it begins: the charts of report.html by question. Needs wandb-workspaces."""
     group: Text | None = None
-    """Name that runs which belong together share, such as the seeds of one setting. Default: none."""
+    """Name shared by runs that belong together, such as the seeds of one setting. Default: none."""
     tags: list[Text] = field(default_factory=list)
-    """Words that runs are found by."""
+    """Words to find runs by."""
     notes: Text | None = None
     """What the run is for. Default: none."""
     job_type: Text | None = None
@@ -107,7 +107,7 @@ class LogConfig:
     """Steps between histograms of rewards, lengths and advantages: on the trackers, made of the rollouts that are
     written, and with those of tokens in details.jsonl; 0 makes none."""
     details: Switch = True
-    """Write details.jsonl: the groups of each step, its stages on every rank and the course of decoding."""
+    """Write details.jsonl: the groups of each step, its stages on every rank and the timeline of decoding."""
     profile: Count | list[Count] = field(default_factory=list)
     """Step, or list of steps, that torch's profiler traces: a trace of each rank, and a table of the operations of each
     stage that took longest, in profile/. Such a step takes longer. Default: none."""

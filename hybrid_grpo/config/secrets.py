@@ -59,7 +59,7 @@ def masked_text(text: str) -> str:
 
 
 def refuse_masked(setting: str, kwargs: Mapping[str, Any]) -> None:
-    """Refuse arguments of a stored configuration, which has no secrets; `setting` names whose they are."""
+    """Refuse arguments from a stored configuration, in which secrets are masked; `setting` names whose they are."""
     for name, is_secret, value in _leaves(kwargs):
         refuse(
             value == MASK if is_secret else _holds_mask(value),

@@ -212,7 +212,7 @@ class Answers:
         path = self._run(given).rollouts().get(-1 if step is None else step)
         row = read_row(path, offset) if path and offset is not None and offset >= 0 else None
         if step is None or path is None or offset is None or row is None:
-            raise HTTPException(404, "there is no such completion (any more)")
+            raise HTTPException(404, "there is no such completion (anymore)")
         return step, path, offset, row
 
     def _runs(self, given: QueryParams) -> list[WatchedRun]:

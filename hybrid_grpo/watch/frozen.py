@@ -69,8 +69,8 @@ def _frozen(run: WatchedRun, answers: Answers) -> dict[str, Any]:
     written = datetime.fromtimestamp((run.folder / "metrics.jsonl").stat().st_mtime)
     opened = {**runs["open"][0], "version": 0, "details": 0, "read": 1}
     newest = ask("step")
-    noted = [ask("step", step=step) for step in saved] + [newest]
-    steps = {one["details"]["step"]: one for one in noted if one["details"]}
+    traces = [ask("step", step=step) for step in saved] + [newest]
+    steps = {one["details"]["step"]: one for one in traces if one["details"]}
     return {
         "written": f"{written:%d %B %Y, %H:%M}",
         "runs": {"runs": [outline], "open": [opened]},

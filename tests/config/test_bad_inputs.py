@@ -71,7 +71,7 @@ SETTINGS = [
     ("--rollout.tools='[{kwargs: {folder: x}}]'", "rollout.tools[0].function is not set: give one"),
     *[(f"--rollout.{settings}", *says) for settings, *says in [
         ("user=f.py:g --rollout.user_model=model --rollout.user_prompt=x", "both play the user: take out one of them"),
-        ("user_model=model", "rollout.user_model is not told whom it plays: set rollout.user_prompt"),
+        ("user_model=model", "rollout.user_model needs to know whom it plays: set rollout.user_prompt"),
         ("user_prompt=x", "has no effect without rollout.user_model"),
         ("user_stop=[x]", "has no effect without rollout.user or rollout.user_model"),
         ("user=f.py:g --rollout.ignore_eos=true", "rollout.user speaks between turns", "take out one"),

@@ -1,4 +1,4 @@
-"""What samples of a model say about the model: pass@k, maj@k, and how sure a mean over prompts is.
+"""Statistics of a model's samples: pass@k, maj@k, and how certain a mean over prompts is.
 
 Plain functions of numpy arrays; the letters P and G are those of data/batch.py. A completion is right or wrong. Prompts
 are drawn independently of each other and the completions of one prompt are not, so errors and intervals are those of
@@ -22,9 +22,9 @@ Floats = NDArray[np.float64]
 RESAMPLES = 10_000
 """Resamples of a bootstrap or a test."""
 _EXACT_PROMPTS = 13
-"""Up to so many prompts all choices of signs are tried, no more than there would be resamples."""
+"""Up to this number of prompts all choices of signs are tried, which are fewer than RESAMPLES."""
 _DRAWN_AT_ONCE = 2**22
-"""Random numbers that are held in memory."""
+"""Random numbers in memory at a time."""
 
 
 def pass_at_k(right_PG: Any, k: int) -> Floats:
@@ -44,11 +44,11 @@ def pass_at_k(right_PG: Any, k: int) -> Floats:
 def majority_at_k(answers: Sequence[Any], right: Sequence[bool], k: int) -> float:
     """The probability that the answer most of k completions give is right.
 
-    It is the exact mean over all choices of k of the completions of one prompt; where several answers are given equally
-    often, one of them is taken at random. An answer is as right as the share of its completions that is right.
+    The exact mean over all choices of k of the completions of one prompt; ties between answers are broken at random. An
+    answer counts as right by the share of its completions that is right.
 
     Args:
-        answers: [G], what each completion answers; anything that can be compared. None is an answer of its own each
+        answers: [G], the answer of each completion, of any type that can be compared. None is a different answer each
             time.
         right: [G]
     """
@@ -63,7 +63,7 @@ def majority_at_k(answers: Sequence[Any], right: Sequence[bool], k: int) -> floa
 
 @lru_cache(maxsize=2**14)
 def _majority(counts: tuple[tuple[int, int], ...], k: int) -> float:
-    """`majority_at_k` from how often each answer is given, and how often it is right."""
+    """`majority_at_k` from how often each answer is given and how often it is right."""
     wins, given = Fraction(0), [count for count, _ in counts]
     for (own, rights), alike in Counter(counts).items():
         others = list(given)
@@ -76,15 +76,15 @@ def _majority(counts: tuple[tuple[int, int], ...], k: int) -> float:
 
 
 def _ways(counts: list[int], most: int, total: int) -> list[int]:
-    """In how many ways `total` completions are chosen so that no answer is chosen more than `most` times; by the number
-    of answers that are chosen exactly so often."""
+    """The number of ways to choose `total` completions so that no answer is chosen more than `most` times; by the
+    number of answers that are chosen exactly `most` times."""
     rare = sum(count for count in counts if count < most)
     ties = total // most
     # ways[t][s]: choices of s completions among the answers so far, with t answers chosen `most` times.
     ways = [[math.comb(rare, size) for size in range(total + 1)], *([0] * (total + 1) for _ in range(ties))]
     frequent = [count for count in counts if count >= most]
     for seen, count in enumerate(frequent, start=1):
-        # Beside those that are tied, all that the others have at most.
+        # The most that the answers which are not tied can contribute.
         loose = rare + seen * (most - 1)
         for tied in reversed(range(min(seen, ties) + 1)):
             for size in reversed(range(tied * most, min(total, tied * most + loose) + 1)):
@@ -97,16 +97,16 @@ def _ways(counts: list[int], most: int, total: int) -> list[int]:
 
 
 def standard_error(value_P: Any) -> float:
-    """Standard error of the mean over prompts; NaN of fewer than two."""
+    """Standard error of the mean over prompts; NaN for fewer than two."""
     value_P = np.asarray(value_P, dtype=np.float64)
     return float(value_P.std(ddof=1) / math.sqrt(len(value_P))) if len(value_P) > 1 else math.nan
 
 
 def interval(value_P: Any, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
-    """Bounds of the mean over prompts that hold with probability `level`; NaN where all values are equal.
+    """Confidence interval of the mean over prompts; NaN where all values are equal.
 
-    A bootstrap over prompts (Efron, 1979), by percentiles that are widened for few prompts (Hesterberg,
-    arXiv:1411.5279, section 3.3).
+    A bootstrap over prompts (Efron, 1979), with percentiles widened for few prompts (Hesterberg, arXiv:1411.5279,
+    section 3.3).
     """
     value_P = np.asarray(value_P, dtype=np.float64)
     if np.all(value_P == value_P[0]):
@@ -117,8 +117,8 @@ def interval(value_P: Any, level: float = 0.95, seed: int = 0) -> tuple[float, f
 
 
 def share_interval(value_P: Any, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
-    """`interval` of numbers from 0 to 1. Where all are 0 or all are 1, the exact bound of Clopper and Pearson (1934)
-    takes the place of an interval without width."""
+    """`interval` of numbers from 0 to 1. Where all are 0 or all are 1, its bound is the exact one of Clopper and
+    Pearson (1934) instead of an interval without width."""
     value_P = np.asarray(value_P, dtype=np.float64)
     if np.ptp(value_P) or value_P[0] not in (0.0, 1.0):
         return interval(value_P, level, seed)
@@ -136,7 +136,7 @@ def _widened(tail: float, count: int) -> float:
 
 
 def _resampled_means(value_P: Floats, seed: int) -> Floats:
-    """Means of RESAMPLES draws of as many prompts, with replacement: drawn is how often each value occurs."""
+    """Means of RESAMPLES bootstrap samples, drawn as counts of the distinct values."""
     random, count = np.random.default_rng(seed), len(value_P)
     value_u, occurs_u = np.unique(value_P, return_counts=True)
     draws = (random.multinomial(count, occurs_u / count, size) @ value_u for size in _portions(len(value_u)))
@@ -144,7 +144,7 @@ def _resampled_means(value_P: Floats, seed: int) -> Floats:
 
 
 def _portions(length: int) -> list[int]:
-    """RESAMPLES, cut into portions of rows of this length that fit in memory."""
+    """RESAMPLES, divided into portions whose rows of this length fit in memory."""
     at_once = max(1, _DRAWN_AT_ONCE // length)
     return [min(at_once, RESAMPLES - start) for start in range(0, RESAMPLES, at_once)]
 
@@ -157,18 +157,17 @@ class Comparison:
     """Mean over prompts, of the first model minus the second."""
     low: float
     high: float
-    """Its interval at 95 %; NaN where all prompts differ alike."""
+    """Its interval at 95 %; NaN where all prompts have the same difference."""
     prompts: int
-    """Prompts that both models have."""
     p: float
-    """Probability of a difference of this size or larger if both models were equally good."""
+    """Probability of a difference at least this large if both models were equally good."""
 
 
 def compare(one_P: Any, other_P: Any, seed: int = 0) -> Comparison:
-    """Two models on the same prompts, in the same order, by a number of each prompt.
+    """Two models on the same prompts, in the same order, by a number for each prompt.
 
-    The interval is a bootstrap over prompts; p is that of the two-sided permutation test that exchanges the models
-    prompt by prompt (Fisher, 1935): over all exchanges where there are few, else over RESAMPLES of them.
+    The interval is a bootstrap over prompts; p is that of the two-sided permutation test that swaps the models prompt
+    by prompt (Fisher, 1935): over all swaps where there are few, else over RESAMPLES of them.
     """
     gap_P = np.asarray(one_P, dtype=np.float64) - np.asarray(other_P, dtype=np.float64)
     return Comparison(
@@ -184,10 +183,10 @@ def _exchange_p(gap_P: Floats, seed: int) -> float:
     random = np.random.default_rng(seed)
     sums = (random.choice([-1.0, 1.0], (size, count)) @ gap_P for size in _portions(count))
     hits = sum(int(_as_large(sum_r, gap_P).sum()) for sum_r in sums)
-    # The exchange of nothing is one of the resamples, so that p is never 0.
+    # Swapping nothing is one of the resamples, so that p is never 0.
     return (hits + 1) / (RESAMPLES + 1)
 
 
 def _as_large(sum_r: Floats, gap_P: Floats) -> NDArray[np.bool_]:
-    """Whether sums are as far from 0 as that of the gaps, but for rounding."""
+    """Whether sums are at least as far from 0 as that of the gaps, up to rounding."""
     return np.abs(sum_r) >= abs(gap_P.sum()) - 1e-9 * np.abs(gap_P).sum()

@@ -44,7 +44,7 @@ Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Number:
+class Measurement:
     """A measurement of the published model."""
 
     name: str
@@ -59,11 +59,11 @@ class Number:
 class Evaluation:
     """How good the published model is."""
 
-    numbers: list[Number]
+    numbers: list[Measurement]
     how: str
     """How the numbers and their intervals were measured, in a sentence or two."""
     against: str = "starting model"
-    """The model of `Number.before`."""
+    """The model of `Measurement.before`."""
 
     def table(self) -> list[list[str]]:
         """The head, and a row for each number; without a column for the other model where there is none."""
@@ -75,7 +75,7 @@ class Evaluation:
         """From the output of `hybrid-grpo eval`; raises Python's errors where it is something else."""
         bounds, against = output["intervals"], output.get("against", {})
         numbers = [
-            Number(name, float(value), against.get(name), tuple(bounds[name]) if bounds.get(name) else None)
+            Measurement(name, float(value), against.get(name), tuple(bounds[name]) if bounds.get(name) else None)
             for name, value in output.items()
             if _MEASURED.fullmatch(name)
         ]
@@ -175,7 +175,7 @@ class TrainedRun:
             lines = [line for line in self.lines if line.get(name) is not None]
             if lines:
                 before = lines[0][name] if lines[0]["step"] == 0 < lines[-1]["step"] else None
-                numbers.append(Number(name, lines[-1][name], before, _interval(name, lines[-1])))
+                numbers.append(Measurement(name, lines[-1][name], before, _interval(name, lines[-1])))
         return Evaluation(
             numbers,
             "Means over the held-out data, measured by the run. The interval of an accuracy of completions is 1.96"
@@ -249,7 +249,7 @@ def _interval(name: str, line: Mapping[str, float]) -> Interval | None:
     return (max(0.0, line[name] - 1.96 * error), min(1.0, line[name] + 1.96 * error)) if error else None
 
 
-def _row(number: Number) -> list[str]:
+def _row(number: Measurement) -> list[str]:
     name = number.name.removeprefix("eval/").removeprefix("reward_model/")
     low_high = f"{number.interval[0]:.3f} to {number.interval[1]:.3f}" if number.interval else ""
     return [name, "" if number.before is None else f"{number.before:.3f}", f"{number.value:.3f}", low_high]
@@ -266,7 +266,7 @@ def _evaluations(run: TrainedRun) -> tuple[list[str], list[list[str]]]:
     return [name.removeprefix("eval/") for name in names], rows
 
 
-def _results(run: TrainedRun, numbers: list[Number]) -> list[EvalResult]:
+def _results(run: TrainedRun, numbers: list[Measurement]) -> list[EvalResult]:
     """The accuracies in the hub's format."""
     task = "text-classification" if run.stage[0] == "reward" else "text-generation"
     results = []

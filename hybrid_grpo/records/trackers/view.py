@@ -37,7 +37,7 @@ def plots() -> dict[str, list[Plot]]:
         question: [_plot(chart) for section in (*sections, *of_features.get(question, ())) for chart in CHARTS[section]]
         for question, sections in QUESTIONS.items()
     }
-    parts = Plot("Seconds of a step by part", [f"time/{part}_s" for part in STEP_PARTS], is_stacked=True)
+    parts = Plot("Seconds per step by part", [f"time/{part}_s" for part in STEP_PARTS], is_stacked=True)
     found["Where does time go?"].insert(0, parts)
     return found
 
