@@ -167,7 +167,9 @@ def test_saved_completions_take_the_place_of_sampling(tmp_path):
 @pytest.mark.parametrize("steps", [None, [[], [], [(1, 0.5), (2, 0.5)], []]])
 def test_saved_rewards_are_those_that_the_functions_gave(tmp_path, steps):
     rollout, scores, saved = make_saved(tmp_path / "rollouts", steps)
-    functions = Rewards([SimpleNamespace(name="named", interface=SimpleNamespace(required=("environments",)))])
+    functions = Rewards(
+        [SimpleNamespace(name="named", interface=SimpleNamespace(required=("environments",), instead={}))]
+    )
     functions.inputs = (*functions.inputs, "environments")
     rewards = SavedRewards(functions, saved)
     with rewards.stream(rollout.prompts, 2, 3) as stream:
