@@ -1,6 +1,6 @@
 """The command line: `python -m hybrid_grpo COMMAND ...`, `hybrid-grpo COMMAND ...`, or under the deepspeed launcher.
 
-Nothing heavy is imported before a command has read its settings.
+No slow import happens before a command has read its settings.
 """
 
 import importlib
@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """Run one command and end the process with its status; ranks of a run have a watcher (run/stopping/watcher.py)."""
+    """Run one command and exit with its status. The ranks of a run are watched (see run/stopping/watcher.py)."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started the process
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # until the process ends

@@ -123,7 +123,7 @@ def policy_config(policy: PolicyConfig, engine: EngineConfig) -> dict[str, Any]:
 
 
 def check_config(policy: PolicyConfig, engine: EngineConfig) -> None:
-    """Raise UserError where DeepSpeed refuses the configuration of the policy."""
+    """Raise UserError if DeepSpeed rejects the configuration of the policy."""
     config = policy_config(policy, engine)
     name = str(config["optimizer"].get("type"))
     if name.lower() not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, name):
@@ -359,7 +359,7 @@ class Frozen:
         shards.save_module(folder, _REFERENCE, self.engine.module)
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote, on any number of ranks; raises UserError where there is nothing."""
+        """Read what `save` wrote, on any number of ranks; raises UserError if nothing was saved."""
         self._release()
         shards.load_module(folder, _REFERENCE, self.engine.module)
 

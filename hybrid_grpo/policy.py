@@ -129,14 +129,14 @@ class TrainedModel:
 
 
 class Policy(TrainedModel):
-    """A causal language model inside one DeepSpeed engine, which samples and is trained.
+    """A causal language model inside one DeepSpeed engine, both for sampling and for training.
 
-    `decoder` will sample from it (see `RolloutConfig`). With a `workspace` the memory of decoding and of gathered
-    weights is kept from rollout to rollout. For the other arguments see `TrainedModel`.
+    `decoder` says how it will be sampled from (see `RolloutConfig`). With a `workspace`, the memory for decoding and
+    for gathered weights is kept between rollouts. For the other arguments see `TrainedModel`.
 
     Attributes:
         journal: keeps finished completions; set by the run.
-        turns: answers the turns of completions; None: a completion is one turn.
+        turns: answers the model's turns in a completion; None if every completion is a single turn.
     """
 
     journal: Journal | None = None
@@ -338,8 +338,8 @@ def scored(engine: Callable[..., Any], batches: list[MicroBatch], shape: tuple[i
 
 
 class Reference:
-    """The reference policy, a frozen copy of the starting or of later weights, sharded over the ranks in host memory
-    (ZeRO-3)."""
+    """The reference policy: a frozen copy of the starting weights, or of later ones, sharded over the ranks in host
+    memory (ZeRO-3)."""
 
     def __init__(self, policy: PolicyConfig, engine: EngineConfig) -> None:
         def read() -> LogprobModel:
@@ -362,7 +362,7 @@ class Reference:
         self.engine.save(folder)
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote, on any number of ranks; raises UserError where there is nothing, as with
+        """Read what `save` wrote, on any number of ranks. Raises UserError if nothing was saved, as with
         grpo.ref_every 0."""
         self.engine.load(folder)
 

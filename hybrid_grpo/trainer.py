@@ -38,7 +38,7 @@ class Trainer(Stage):
     Args:
         config, plan, inputs: the run's settings, its batch equation, its prompts and rewards.
         policy, device: what is trained, and the device of this rank.
-        reference: what the policy is held close to; None where beta is 0.
+        reference: the model that the policy is kept close to; None if beta is 0.
         features: what is added to GRPO; their models are loaded.
     """
 
@@ -150,7 +150,7 @@ class Trainer(Stage):
 
     def old_logprobs(self, rollout: Rollout) -> Tensor | None:
         """[B, T], of the policy that sampled, once per rollout: as the sampler recorded them, or by one pass of the
-        training forward before the first optimizer step; None where nothing asks for them."""
+        training forward before the first optimizer step; None if nothing asks for them."""
         if not self.config.recomputes_old_logp:
             return rollout.logp_BT.to(self.device)
         if self.plan.optimizer_steps == 1 and not (self.kl.in_reward or self.features.needs_old_logp):
@@ -166,7 +166,7 @@ class Trainer(Stage):
             return self.scored(rollout, self.reference)
 
     def scored(self, rollout: Rollout, model: Policy | Reference) -> Tensor:
-        """Log-probabilities [B, T] of all completions that are learned from, without gradients. Collective."""
+        """Log-probabilities [B, T] of all completions that take part in the loss, without gradients. Collective."""
         batches = self.micro_batches(rollout, rollout.learned, gradients=False)
         return model.logprobs(batches, (len(rollout.lengths), max(rollout.lengths)), self.config.rollout.temperature)
 

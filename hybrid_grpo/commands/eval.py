@@ -117,8 +117,8 @@ def measure(config: EvaluateConfig) -> Measured:
 
 
 def _model_of(name: str) -> str:
-    """The model that a run trained, by the run's folder or its config.yaml; any other name is that of a model. Raises
-    UserError where there is none, before the first model is measured."""
+    """The model to compare with. If `name` is the folder or the config.yaml of a run, this is the model that the run
+    trained; otherwise `name` itself. Raises UserError if it does not exist, before the first model is measured."""
     from hybrid_grpo.model.loading import load_config
 
     folder = Path(name).parent if Path(name).name == "config.yaml" else Path(name)
@@ -137,7 +137,7 @@ def _facts(measured: Measured) -> dict[str, Any]:
 
 
 def _intervals(measured: Measured) -> dict[str, list[float] | None]:
-    """Bounds at 95 % of the numbers that are means over prompts; None where no prompt has a number."""
+    """Bounds at 95 % of the numbers that are means over prompts; None if no prompt has a number."""
     from hybrid_grpo.records.metrics.statistics import interval, share_interval
 
     bounds: dict[str, list[float] | None] = {}
@@ -167,7 +167,7 @@ def _compared(one: Measured, other: Measured) -> dict[str, Comparison]:
 
 
 def _plain(low: float, high: float) -> list[float] | None:
-    """Bounds as JSON has them; None where there are none."""
+    """Bounds as JSON has them; None if there are none."""
     return None if math.isnan(low) else [low, high]
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def run(arguments: list[str]) -> None:
-    """Parse, load and complete; ends quietly when the reader of the output has closed it."""
+    """Parse the arguments, load the model and complete prompts; end quietly if the reader of the output closes it."""
     config = parse(GenerateConfig, arguments, "generate").config
     path = Path(config.generate.output)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -1,7 +1,7 @@
 """`score`: try reward functions on completions that exist already. It loads no policy and needs no launcher.
 
-The completions are those of a file, or the saved rollouts of a run. Each gives a JSON line: what every function said,
-why those failed that did and, for a run, what its own functions had said. Standard error gets a summary.
+The completions come from a file, or from the saved rollouts of a run. For each one a JSON line is written: the reward
+from every function, the reason for each failure and, for a run, its original rewards. Standard error gets a summary.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _FOREVER_S = 1e9
 """Replaces scoring.max_wait_s, since no model waits for the rewards; a call keeps its own time limit."""
 Line = dict[str, Any]
 Parts = tuple[int, "Iterator[tuple[int, list[Rollout], list[Line]]]"]
-"""What is scored, a part at a time: the number of parts; then for each its step, its groups and, if it is of a run, the
-rewards that the run's own functions gave each completion."""
+"""What is scored, a part at a time: the number of parts; then for each part its step, its groups and, if it comes from
+a run, the rewards that the run's own functions gave each completion."""
 
 
 def run(arguments: list[str]) -> None:
-    """Parse and score; ends quietly when the reader of the output has closed it."""
+    """Parse the arguments and score the completions; end quietly if the reader of the output closes it."""
     source, options = leading_argument(arguments, f"hybrid-grpo {COMMAND} [--rewards '[{{function: ...}}]'] [options]")
     folder = Path(source)
     is_run = bool(source) and ((folder / "config.yaml").is_file() or (folder / "rollouts").is_dir())
@@ -109,7 +109,7 @@ def _score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
 
 
 def _rows(config: ScoreConfig, source: str, tokenizer: Any) -> Parts:
-    """The rows of a file, which are of no step."""
+    """The rows of a file, which belong to no step."""
     from hybrid_grpo.data.completions import read_completions
 
     groups = read_completions(source, config.data, sys.stdin.buffer, tokenizer)
@@ -118,7 +118,7 @@ def _rows(config: ScoreConfig, source: str, tokenizer: Any) -> Parts:
 
 
 def _saved_steps(config: ScoreConfig, source: str, tokenizer: Any) -> Parts:
-    """The saved rollouts of a run, of the steps that were asked for."""
+    """The saved rollouts of a run, for the requested steps."""
     from hybrid_grpo.data.completions import read_step, saved_files
 
     files, steps = saved_files(Path(source)), config.score.steps
@@ -137,7 +137,7 @@ def _saved_steps(config: ScoreConfig, source: str, tokenizer: Any) -> Parts:
 
 
 class _RecordingCaller:
-    """Passes calls on to another caller and keeps them, to say later how long they took."""
+    """Passes calls on to another caller and keeps them, to report later how long they took."""
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
@@ -165,7 +165,7 @@ def _lines(rollout: Rollout, scores: Scores) -> list[Line]:
 
 
 def _summary(scores: Scores, name: str, calls: Sequence[Future[Reply]]) -> dict[str, float]:
-    """What one function said about all completions, and how fast, by the labels that are shown."""
+    """Statistics of one function's rewards for all completions and of its speed, by the labels that are shown."""
     from hybrid_grpo.data.batch import RewardStatus
     from hybrid_grpo.workers.pool import busy_seconds
 
@@ -191,7 +191,7 @@ def _summary(scores: Scores, name: str, calls: Sequence[Future[Reply]]) -> dict[
 
 
 def _compared(before: list[float | None], now: list[float], threshold: float) -> dict[str, float]:
-    """Old and new rewards of the completions that have both; from `threshold` on a completion is right."""
+    """Old and new rewards of the completions that have both; a reward of `threshold` or more counts as right."""
     import torch
 
     pairs = [(b, n) for b, n in zip(before, now, strict=True) if b is not None and not math.isnan(n)]
@@ -220,14 +220,14 @@ def _table(columns: dict[str, dict[str, Any]]) -> Table:
 
 
 def _shown(value: Any) -> str:
-    """Undefined numbers, such as a correlation with a constant, are left blank."""
+    """A value as the table shows it; undefined numbers, such as a correlation with a constant, are left blank."""
     if isinstance(value, float):
         return "" if math.isnan(value) else f"{value:.3f}"
     return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _tokenizer(rewards: Sequence[Reward], model: str) -> Any:
-    """The tokenizer of the model, where the model is a folder or a function names `completion_ids`; else None.
+    """The tokenizer of the model, if the model is a folder or a function names `completion_ids`; else None.
 
     Raises:
         UserError: a function names `completion_ids`, and there is no tokenizer.

@@ -1,4 +1,4 @@
-"""`watch`: a page in the browser over the folders of runs, also while they train. It reads files, and nothing else."""
+"""`watch`: a page in the browser that shows runs, also while they train. Files are only read, never changed."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ COMMAND = "watch RUNS..."
 
 
 def run(arguments: list[str]) -> None:
-    """Serve the page until SIGINT or SIGTERM; RUNS are run folders, or folders that hold some."""
+    """Serve the page until SIGINT or SIGTERM; RUNS are run folders, or folders that contain run folders."""
     count = next((at for at, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
     named, options = arguments[:count], arguments[count:]
     config = parse(WatchConfig, options, COMMAND).config

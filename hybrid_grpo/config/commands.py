@@ -329,17 +329,16 @@ class ReplayOptionsConfig:
     """`again` samples them, and tools are called; `saved` takes those that the run has saved, as for tools whose
     answers have changed."""
     rewards: Literal["again", "saved"] = "again"
-    """`again` calls the reward functions; `saved` takes what they said in the run."""
+    """`again` calls the reward functions; `saved` uses the rewards that they returned in the run."""
     out: Text | None = None
-    """Folder of the result, which replaces an earlier one of the step. Default: `replay` in the folder of the run."""
+    """Folder for the result, which replaces an earlier result of this step. Default: `replay` in the run's folder."""
 
 
 @dataclass(frozen=True, config=SECTION)
 class ReplayConfig(TrainConfig):
-    """Make step STEP of the run in the folder RUN again, from the checkpoint before it, compare it with what the run
-    has saved, and show token by token what the loss saw. The settings are the run's own. Other ones of `grpo`,
-    `rewards` and `scoring`, which hold for this step alone, show what it would have been with them. The run's files
-    are only read."""
+    """Repeat step STEP of the run in the folder RUN from the checkpoint before it, compare the result with what the run
+    saved, and show token by token what the loss saw. The settings are the run's own. Change those of `grpo`, `rewards`
+    and `scoring`, for this step alone, to see what difference they would have made. The run's files are only read."""
 
     replay: ReplayOptionsConfig = field(default_factory=ReplayOptionsConfig)
 
@@ -363,8 +362,8 @@ class PublishConfig:
 
 @dataclass(frozen=True, config=SECTION)
 class ServeRewardConfig(RecipeReader):
-    """Reward functions as a service for other machines, by OpenRLHF's convention. Takes the recipe of a training run,
-    and serves its rewards."""
+    """Serve reward functions to other machines, by OpenRLHF's convention. Takes the recipe of a training run and serves
+    its rewards."""
 
     rewards: RewardList = field(default_factory=list)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
@@ -375,7 +374,7 @@ class ServeRewardConfig(RecipeReader):
 
 @dataclass(frozen=True, config=SECTION)
 class WatchConfig:
-    """A page in the browser over the folders of runs, also while they train. RUNS are run folders, or folders that hold
-    some; what comes into those later is shown too. It reads their files, and changes nothing."""
+    """A page in the browser that shows runs, also while they train. RUNS are run folders, or folders that contain run
+    folders; runs added to these later are shown too. Files are only read, never changed."""
 
     watch: WatchOptionsConfig = field(default_factory=WatchOptionsConfig)

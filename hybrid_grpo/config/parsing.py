@@ -1,4 +1,4 @@
-"""From the command line, with its YAML files and dotted overrides, to a configuration."""
+"""Turns a command line, with YAML files and dotted overrides, into a configuration."""
 
 import dataclasses
 import os
@@ -72,7 +72,7 @@ def _recipe(cls: Any, file: str) -> Settings:
 
 
 def _print(text: str) -> None:
-    """Write to standard output; raises UserError where that is not possible."""
+    """Write to standard output; raises UserError if that is not possible."""
     try:
         print(text, end="", flush=True)
     except BrokenPipeError:
@@ -91,8 +91,8 @@ def configure(cls: type[ConfigT], given: Settings) -> Parsed[ConfigT]:
 
 
 def leading_argument(arguments: list[str], usage: str) -> tuple[str, list[str]]:
-    """The argument in front of the options, empty where help is asked for in its place, and the options. Raises
-    UserError where it is missing, or another stands after it."""
+    """The first argument, empty if help is asked for instead, and the options after it. Raises UserError if the first
+    argument is missing, or if another one follows it."""
     first, *options = arguments or [""]
     if first in ("-h", "--help"):
         return "", arguments

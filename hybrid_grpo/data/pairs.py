@@ -30,10 +30,10 @@ class Pair:
 def read_pairs(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, max_completion_tokens: int
 ) -> tuple[list[Pair], str]:
-    """The training pairs, and a line that says what was read and dropped.
+    """The training pairs, and a line that says what was read and what was dropped.
 
-    Completions of more than `max_completion_tokens`, including end-of-sequence, are dropped. Raises UserError as
-    `read_prompts` does, and if a completion is missing or all are too long.
+    Completions of more than `max_completion_tokens`, including end-of-sequence, are dropped. Raises UserError for the
+    same reasons as `read_prompts`, and if a completion is missing or all of them are too long.
     """
     refuse(
         tokenizer.eos_token_id is None,
@@ -62,7 +62,7 @@ def read_pairs(
 
 
 def _completion_ids(value: Any, number: int, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The target tokens of text, or of a chat of one assistant message, with one end-of-sequence token at the end."""
+    """The target tokens of a text or of a single assistant message, with one end-of-sequence token at the end."""
     match value:
         case str(text) | [{"role": "assistant", "content": str(text)}]:
             token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -51,7 +51,7 @@ class Source:
 
     @property
     def origin(self) -> str:
-        """The path, the type of the object, or the task that makes the rows, for messages."""
+        """Where the rows come from, for messages: the path, the type of the Python object, or the task."""
         if not isinstance(self.path, str):
             return f"a {type(self.path).__name__}"
         return self.path or f"task {self.task}"

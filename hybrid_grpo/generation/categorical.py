@@ -51,14 +51,15 @@ def draw(key_n: Tensor, counter_n: Tensor) -> Tensor:
 
 
 def sample(logits_nV: Tensor, key_n: Tensor, counter_n: Tensor, filters: Filters) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens (int64 [n]), their log-probabilities, and those among the tokens that are kept (both float32 [n]).
+    """Returns tokens (int64 [n]), their log-probabilities, and their log-probabilities among the tokens that the
+    filters keep (both float32 [n]).
 
-    The cumulative distribution is inverted at the stream's next draw. A row without a finite largest logit gets token 0
-    and NaN. Nothing waits for the device, and no shape depends on a value.
+    The cumulative distribution is inverted at the stream's next draw. A row whose largest logit is not finite gets
+    token 0 and NaN. Nothing waits for the device, and no shape depends on a value.
 
     Args:
         logits_nV: any float type.
-        key_n, counter_n: int64, key of each stream and number of tokens already drawn from it.
+        key_n, counter_n: int64, the key of each stream and the number of tokens already drawn from it.
     """
     case = (logits_nV.device, logits_nV.dtype, logits_nV.shape[1], filters)
     if gpu.usable(logits_nV) and gpu.proven("sampling", _kernel_agrees, *case):

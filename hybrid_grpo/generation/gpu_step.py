@@ -1,7 +1,8 @@
 """A decode step with Triton kernels between the matrix products, for models that `fused_step` recognises.
 
-A transformers layer launches about 40 kernels for one token of each sequence, most of them on vectors that a GPU reads
-in a microsecond. Here it is twelve: norms take the residual with them, and rotation writes the cache.
+To decode one token of each sequence, a layer in transformers launches about 40 kernels, most of them on vectors that a
+GPU reads in a microsecond. Here a layer launches twelve: the norm kernel also adds the residual, and the rotation
+kernel also writes to the cache.
 """
 
 from typing import Any

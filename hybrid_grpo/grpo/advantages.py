@@ -1,9 +1,9 @@
 """From the rewards of a group to the advantages of its tokens, and statistics of a step's groups.
 
-`token_advantages` is the whole way; the functions after it are its parts. A group never spans ranks; where a number is
-that of all ranks, the caller hands in `total`, which sums over them. Arithmetic is float64. A group whose rewards are
-all equal is recognised by equality: in floating point their mean can differ from them in the last digit, and divided
-by a standard deviation that is rounding noise too, this would become a gradient.
+`token_advantages` does the whole computation; the functions after it are its parts. A group never spans ranks; for a
+number over all ranks, the caller passes `total`, which sums over them. Arithmetic is float64. A group whose rewards are
+all equal is recognised by comparing them: in floating point their mean can differ from them in the last digit, and that
+difference, divided by a standard deviation that is also rounding noise, would become a gradient.
 """
 
 import math
@@ -42,19 +42,19 @@ def token_advantages(
     beta: float,
     total: Total,
 ) -> tuple[Tensor, Numbers]:
-    """Advantages of every token: those of its completion's reward, and of its steps where functions score steps.
+    """Advantages of every token, from its completion's reward and, if functions score steps, from its step rewards.
 
     The reward is reduced by the length penalty, and by the KL where the KL is part of the reward.
 
     Args:
         max_completion_tokens, weights: see `penalized_rewards`.
-        kl_BT: float32, the KL of each token in nats; None where the KL is not part of the reward.
-        beta: what a nat costs.
-        total: sums over ranks; every rank calls it equally often.
+        kl_BT: float32, the KL of each token in nats; None if the KL is not part of the reward.
+        beta: what the reward loses per nat of this KL.
+        total: sums over ranks; every rank calls it the same number of times.
 
     Returns:
         float32 [B, T] on the CPU, undefined after the end of a completion, and 0 in groups of one; and the mean length
-        penalty. Raises RunStopped where functions score steps and each is to be normalized.
+        penalty. Raises RunStopped if functions score steps and each is to be normalized.
     """
     group_size = rollout.num_generations
     if group_size == 1:
@@ -231,11 +231,12 @@ def normalized_rewards(by_function: dict[str, Tensor], weights: Mapping[str, flo
 def step_advantages(
     steps: Steps, lengths: list[int], num_generations: int, *, scale: Scale, total: Total = _on_one_rank
 ) -> Tensor:
-    """Advantages of tokens from rewards of steps: process supervision, DeepSeekMath, arXiv:2402.03300, section 4.1.3.
+    """Token advantages from step rewards: process supervision, DeepSeekMath, arXiv:2402.03300, section 4.1.3.
 
-    All step rewards of a group are centred by their mean and divided by `scale` (see `group_advantages`; `batch` is
-    over all steps of all ranks); the advantage of a token is the sum over the steps that end at or after it. `lengths`
-    are completion tokens. Returns float32 [B, T], 0 after a completion's last step.
+    The mean of all step rewards of a group is subtracted from each of them, and the result is divided by `scale` (see
+    `group_advantages`; `batch` takes the deviation over all steps on all ranks). A token's advantage is the sum over
+    the steps that end at or after it. `lengths` counts tokens of completions. Returns float32 [B, T], 0 after the
+    last step of a completion.
     """
     assert len(steps) % num_generations == 0
     groups = [
@@ -266,18 +267,18 @@ def reward_to_go_advantages(
     scale: Scale,
     total: Total = _on_one_rank,
 ) -> Tensor:
-    """Advantages of tokens from the rewards to go, relative to those of the group at the same token.
+    """Token advantages from rewards to go, relative to the group's rewards to go at the same token.
 
-    With o the reward of a completion as a whole, and g_t what its steps that end at token t or after it earn (0 after
-    the completion's end), the advantage of token t is (o - baseline of o + g_t - baseline of g_t) / scale. A token does
-    not change rewards before it, and a baseline that depends on the token's place leaves the gradient that of the
-    expected sum of all rewards: G(PO)MDP (Baxter and Bartlett 2001), with a baseline for every time step (Peters and
-    Schaal 2008, "Reinforcement learning of motor skills with policy gradients"). Without steps this is
+    Let o be the reward of the whole completion, and g_t the sum of the rewards of its steps that end at or after token
+    t (0 after the completion's end). The advantage of token t is (o - baseline of o + g_t - baseline of g_t) / scale.
+    A token cannot change earlier rewards, and a baseline may depend on the token's position, so the gradient is still
+    that of the expected sum of all rewards: G(PO)MDP (Baxter and Bartlett 2001), with a baseline for every time step
+    (Peters and Schaal 2008, "Reinforcement learning of motor skills with policy gradients"). Without steps this is
     `group_advantages`.
 
-    `scale` is as there, of the group's numbers at the token where they are spread widest: completions of one sum may
-    have earned it at different tokens. `whole_B` is o, NaN where a completion has no reward: it counts in no baseline.
-    Returns float32 [B, T], undefined after a completion's end.
+    `scale` has the same meaning there, but is computed at the token where the group's numbers vary most: completions
+    with equal sums may have earned them at different tokens. `whole_B` is o, NaN for a completion without a reward,
+    which no baseline includes. Returns float32 [B, T], undefined after a completion's end.
     """
     whole_PG = _groups(whole_B, num_generations)
     applies_PG = ~whole_PG.isnan()

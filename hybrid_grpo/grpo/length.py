@@ -10,5 +10,5 @@ def overlong_penalty(lengths: Sequence[int], max_completion_tokens: int, buffer:
 
 
 def linear_penalty(excess: int, span: int) -> float:
-    """0 where `excess` is 0 or less, falling linearly to -1 where it is `span` or more; 0 for all with `span` 0."""
+    """0 for an `excess` of 0 or less, falling linearly to -1 at `span`, and -1 beyond; always 0 if `span` is 0."""
     return min(0.0, max(-1.0, -excess / span)) if span else 0.0

@@ -16,7 +16,7 @@ from hybrid_grpo.grpo.advantages import Total, informative
 
 
 def group_slots(prompts_per_rank: int, num_minibatches: int, rank: int, ranks: int) -> list[int]:
-    """Slots of a rank's groups among those of all ranks, minibatch after minibatch."""
+    """The slots of a rank's groups: their numbers when all ranks' groups are counted by minibatch and then by rank."""
     share = prompts_per_rank // num_minibatches
     return [
         (minibatch * ranks + rank) * share + group for minibatch in range(num_minibatches) for group in range(share)
@@ -25,7 +25,7 @@ def group_slots(prompts_per_rank: int, num_minibatches: int, rank: int, ranks: i
 
 class GroupSlots:
     """The slots of a step's groups, and which are open: held by a group that teaches nothing. `mine` are those of this
-    rank's groups, `count` is that of all ranks, and `total` sums over ranks."""
+    rank's groups, `count` is the number over all ranks, and `total` sums over ranks."""
 
     def __init__(self, mine: list[int], count: int, total: Total) -> None:
         self._mine, self._count, self._total = mine, count, total
@@ -34,8 +34,8 @@ class GroupSlots:
         self.open: list[int] = list(range(count))
 
     def close(self, teaches_P: Tensor, informative: int) -> None:
-        """Record a round: whether what now holds the slot of each group of this rank teaches something, and how many
-        of the rank's groups of this round are `informative`."""
+        """Record a round: for each group of this rank, whether the one now in its slot teaches something, and how many
+        of the groups that the rank sampled in this round are `informative`."""
         closed = torch.zeros(self._count + 1, dtype=torch.int64)
         closed[self._mine] = teaches_P.to(torch.int64)
         closed[-1] = informative
@@ -46,9 +46,9 @@ class GroupSlots:
     def candidates(self) -> tuple[int, list[int], list[int]]:
         """Prompts to draw in place of groups that teach nothing.
 
-        Every open slot has as many as a slot needs on average, and together they are no more than a step has groups.
+        Every open slot gets as many as a slot needs on average, and in total no more are drawn than a step has groups.
         Returns how many candidates all ranks draw together; the indices of this rank's candidates among all that are
-        drawn; and for each of these the group on this rank that it may replace.
+        drawn; and, for each of these, the group on this rank that it may replace.
         """
         needed = math.ceil(self._sampled / self._informative) if self._informative else self._count
         each = min(self._count // len(self.open), needed)
@@ -72,15 +72,15 @@ def resample(
 ) -> tuple[Rollout, Scores, Numbers]:
     """Sample other prompts in place of groups that teach nothing, until none is left or `max_rounds` times.
 
-    What counts is the reward before penalties for length or KL (DAPO eq. 11). Every rank takes part in every round,
-    also one that lacks no group, and keeps its number of groups.
+    Groups are judged by the reward before penalties for length or KL (DAPO eq. 11). Every rank takes part in every
+    round, even if it needs no further group, and keeps its number of groups.
 
     Args:
-        rollout, scores: the first of the step on this rank.
+        rollout, scores: the step's first rollout on this rank, and its scores.
         mine, slots, total: see `GroupSlots`.
         draw: takes the number of prompts to draw over all ranks and the indices of those that are wanted here, and
             returns these prompts.
-        sample: a rollout of prompts, of which there may be none, and its scores. Collective.
+        sample: takes prompts, possibly none, and returns a rollout of them and its scores. Collective.
     """
     groups, group_size = len(rollout.prompts), rollout.num_generations
     held = GroupSlots(mine, slots, total)

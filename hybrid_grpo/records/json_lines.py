@@ -1,7 +1,7 @@
-"""Reading JSON lines: whole files of a run, files that are still being written, and files of strangers.
+"""Reading JSON lines: complete files of a run, files that are still being written, and untrusted files.
 
-`read_jsonl` refuses a damaged file. Everything else here is for watching: whatever a file holds, it is read within
-bounds, and lines that are not what they should be are passed over.
+`read_jsonl` refuses a damaged file. Everything else here is for watching: whatever a file contains, time and memory are
+bounded, and malformed lines are skipped.
 """
 
 import errno
@@ -21,15 +21,15 @@ _DEEPEST = 50
 _END = 2**20
 _CHUNK = 2**18
 _MARK = 512
-"""Bytes before the place that has been read to. Where they have changed, the file is another one."""
+"""Number of bytes to remember before the end of what was read. If they have changed, the file was replaced."""
 
 Record = dict[str, Any]
 
 
 def read_jsonl(path: Path) -> list[Record]:
-    """The objects of a file of a run; none where there is no file. An incomplete last line is left out.
+    """The objects in a run's file; none if there is no file. An incomplete last line is left out.
 
-    Raises UserError, which names the file and the line, where a line is not a JSON object.
+    Raises UserError, which names the file and the line, if a line is not a JSON object.
     """
     if not path.exists():
         return []
@@ -47,8 +47,8 @@ def read_jsonl(path: Path) -> list[Record]:
 
 
 def parse(line: bytes) -> Record | None:
-    """The object of a line; None where it is not one, or deeper than a run writes. NaN becomes None, and integers that
-    are too large for a browser become floats."""
+    """The object in a line; None if it is not an object, or is nested deeper than a run writes. NaN becomes None, and
+    integers that are too large for a browser become floats."""
     if line[:1] not in (b"{", b" "):
         return None
     try:
@@ -59,7 +59,7 @@ def parse(line: bytes) -> Record | None:
 
 
 def parse_step(line: bytes) -> Record | None:
-    """`parse` of a line that belongs to a step; None where it does not."""
+    """Like `parse`, but None also if the line does not belong to a step."""
     record = parse(line)
     step = record.get("step") if record else None
     return record if type(step) is int and 0 <= step < 2**31 else None
@@ -85,7 +85,7 @@ _DECODER = json.JSONDecoder(parse_int=_whole, parse_constant=lambda _: None)
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file to read it. Raises OSError also for what is not a plain file: a pipe would wait for its writer."""
+    """Open a file for reading. Raises OSError also for anything but a plain file: a pipe would wait for its writer."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -107,7 +107,7 @@ def read_lines(file: BinaryIO, begin: int) -> Iterator[tuple[int, bytes | None]]
 
 
 def last_lines(path: Path) -> list[bytes]:
-    """Whole lines from the last megabyte of a file; none where it cannot be read. The first may be a part of one."""
+    """Lines from the last megabyte of a file; none if it cannot be read. The first may be only part of a line."""
     try:
         with open_file(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _END))
@@ -119,9 +119,9 @@ def last_lines(path: Path) -> list[bytes]:
 class GrowingFile:
     """Reads a file line by line as it is written, each line once.
 
-    A resumed run cuts the file and goes on writing, and a folder may be replaced by another: `on_restart` is called
-    then, and the lines are read again from the first. A last line without its end is left until it is whole. A line
-    longer than `LONGEST` is read as an empty one.
+    A resumed run truncates the file and continues writing, and a folder may be replaced by another. Then `on_restart`
+    is called, and the file is read again from the first line. An incomplete last line waits until it is complete. A
+    line longer than `LONGEST` is read as an empty one.
     """
 
     def __init__(self, path: Path, on_line: Callable[[bytes], None], on_restart: Callable[[], None]) -> None:
@@ -140,11 +140,11 @@ class GrowingFile:
 
     @property
     def share_read(self) -> float:
-        """Share of the file that has been read; 1 where no whole line is left."""
+        """Share of the file that has been read; 1 once no complete line is left."""
         return 1.0 if self._caught_up else min(0.999, self.place / self.size)
 
     def check(self) -> bool:
-        """Look whether the file is another one than before, or gone, so that it is read again from the beginning."""
+        """Check whether the file has been replaced or is gone, in which case it is read again from the beginning."""
         try:
             with open_file(self.path) as file:
                 size = os.fstat(file.fileno()).st_size
@@ -170,7 +170,7 @@ class GrowingFile:
         self._caught_up = caught_up
 
     def _read_chunk(self, file: BinaryIO) -> bool:
-        """Read some whole lines, or a part of one that is too long; False where there are none."""
+        """Read some whole lines, or a part of one that is too long; False if there are none."""
         file.seek(self.place)
         chunk = file.read(_CHUNK)
         if b"\n" not in chunk:

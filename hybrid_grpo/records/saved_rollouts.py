@@ -16,9 +16,10 @@ from hybrid_grpo.records.tokens import read_tokens
 from hybrid_grpo.rewards.scorer import Rewards, Stream
 
 Key = tuple[int, int, int]
-"""A completion of a step, on any number of ranks: its prompt's row in the source, its epoch, and its sample."""
+"""Identifies a completion of a step, on any number of ranks: its prompt's row in the source, its epoch, and its sample
+index."""
 SavedRow = dict[str, Any]
-"""A row of the file of tokens; `line` is the same completion in the file of texts."""
+"""A row of the token file; `line` is the same completion in the file of texts."""
 
 
 class SavedRollouts:
@@ -33,7 +34,7 @@ class SavedRollouts:
         return self._files(step)[0].is_file()
 
     def rows(self, step: int) -> dict[Key, SavedRow]:
-        """The completions of a step. Raises UserError where they cannot be read."""
+        """The completions of a step. Raises UserError if they cannot be read."""
         if step != self._step:
             tokens, lines = self._files(step)
             rows, texts = read_tokens(tokens), read_jsonl(lines)
@@ -48,14 +49,14 @@ class SavedRollouts:
 
 
 def key_of(row: Mapping[str, Any]) -> Key:
-    """The completion that a row of a file of tokens belongs to."""
+    """The key of the completion that a row of a token file belongs to."""
     return row["prompt_id"], row["epoch"], row["sample"]
 
 
 class SavedCompletions(Journal):
     """Returns the completions that a run saved and samples the others; nothing is written.
 
-    `seed` is that of the run, which its random streams depend on.
+    `seed` is the seed of that run, on which its random streams depend.
     """
 
     def __init__(self, saved: SavedRollouts, seed: int) -> None:

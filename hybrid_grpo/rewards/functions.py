@@ -141,7 +141,7 @@ def _context(call: Call, extra: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 def _checked_reply(result: Any, call: Call, extra: dict[str, list[Any]]) -> Reply:
-    """The reply with a function's return value; a row whose value is not a reward has failed."""
+    """A function's return value as a reply; every row whose value is not a valid reward counts as failed."""
     rows = len(call.expected)
     result = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(result, list | tuple):
@@ -193,7 +193,7 @@ def _checked_steps(pairs: Any, length: int) -> list[TokenStep] | list[TextStep]:
 
 
 def finite_reward(value: Any) -> float | None:
-    """The value as a reward, or None if it is not one."""
+    """The value as a float, or None if it is not a valid reward."""
     return finite(value, _LARGEST)
 
 

@@ -37,23 +37,23 @@ class Scored:
     rollout: Rollout
     scores: Scores
     old_logp_BT: Tensor | None
-    """Of the policy that sampled; None where nothing asks for them (see `Feature.needs_old_logp`)."""
+    """Of the policy that sampled; None if nothing asks for them (see `Feature.needs_old_logp`)."""
     kl_BT: Tensor | None
     """KL to the reference where it is part of the reward, else None."""
     beta: float
-    """What a nat of it costs."""
+    """What the reward loses per nat of this KL."""
 
 
 class Feature:
-    """One feature of a run on this rank. Made before any model loads; raises UserError where its settings do not fit
-    the inputs.
+    """One feature of a run on this rank. It is created before any model loads, and raises UserError if its settings
+    do not fit the inputs.
 
     Args:
         config, plan: the run's settings and batch equation.
-        inputs: its prompts, tokenizer and rewards.
+        inputs: the run's prompts, tokenizer and rewards.
 
-    A feature that needs no rollouts (see `FeatureConfig.needs_rollouts`) is also a part of `sft` and `reward`, where
-    `plan` and `inputs` are None, and which only load it, call `stepped`, save and export.
+    A feature that needs no rollouts (see `FeatureConfig.needs_rollouts`) also takes part in `sft` and `reward`. There
+    `plan` and `inputs` are None, and the feature is only loaded, saved and exported, and its `stepped` called.
     """
 
     name = ""
@@ -63,13 +63,14 @@ class Feature:
     needs_old_logp = False
     """Whether it needs `Scored.old_logp_BT`."""
     numbers: Sequence[str] = ()
-    """Numbers that it returns which the catalogue of metrics does not have: `x` is logged as `feature/x`."""
+    """Its metrics that are not in the catalogue: `x` is logged as `feature/x`."""
 
     def __init__(self, config: TrainConfig, plan: BatchPlan, inputs: RunInputs) -> None:
         self.config, self.plan, self.inputs = config, plan, inputs
 
     def under(self, config: TrainConfig, inputs: RunInputs) -> Feature:
-        """The feature as it stands, with the settings and rewards by which one step is made anew; it shares models."""
+        """A copy of the feature in its current state, for replaying a step with other settings and rewards. It shares
+        the feature's models."""
         other = copy(self)
         other.config, other.inputs = config, inputs
         return other
@@ -86,7 +87,7 @@ class Feature:
 
     @property
     def rows(self) -> Mapping[str, Sequence[Any]]:
-        """The rows it learns from, by what they are: a run that resumes must find the same."""
+        """The rows it learns from, each list under a name for them: a resumed run must find the same rows."""
         return {}
 
     @property
@@ -105,29 +106,29 @@ class Feature:
         return None
 
     def checkpoint_bytes(self, weights: int) -> int:
-        """The size of `shards` over all ranks, where the policy trains this many weights."""
+        """The size of `shards` over all ranks, if the policy trains this many weights."""
         return 0
 
     @property
     def exports(self) -> Mapping[str, Callable[[], AbstractContextManager[None]]]:
-        """Further models to export: by their folder, `model_...`, a mode in which the policy has their weights."""
+        """More models to export: for each folder name, `model_...`, a context in which the policy has the weights."""
         return {}
 
     @property
     def policy_waits(self) -> bool:
-        """Whether the policy is not to learn yet."""
+        """Whether the policy must not learn yet."""
         return False
 
     def load(self, policy: Policy) -> None:
         """Load its models. Collective."""
 
     def write(self, prompts: Sequence[Prompt], step: int, beat: Callable[[], None]) -> dict[int, Completion]:
-        """Completions, `rows_per_group` of each group or fewer, in place of those that the policy would sample: by the
-        keys of the random streams that these would have. `beat` is called now and then."""
+        """Completions that replace some of those the policy would sample, at most `rows_per_group` in each group. Keys
+        are those of the random streams that the replaced ones would use. `beat` is called now and then."""
         return {}
 
     def measure(self, rollout: Rollout, scores: Scores) -> Numbers:
-        """Numbers of a rollout and its scores, beside the core's or in their place."""
+        """Metrics of a rollout and its scores, in addition to the core's or replacing them."""
         return {}
 
     def advantages(self, scored: Scored, micro_batches: list[MicroBatch]) -> tuple[Tensor, Numbers] | None:
@@ -164,7 +165,7 @@ class Feature:
 
 
 class Features:
-    """The features of a run, asked together. `meter` times those that want it; without features it may be None."""
+    """All features of a run, called together. `meter` times those that ask for it; without features it may be None."""
 
     def __init__(self, features: Sequence[Feature] = (), meter: Meter | None = None) -> None:
         self._features, self._meter = features, meter
@@ -179,7 +180,7 @@ class Features:
 
     @property
     def policy_waits(self) -> bool:
-        """Whether the policy is not to learn yet."""
+        """Whether the policy must not learn yet."""
         return any(feature.policy_waits for feature in self._features)
 
     @property
@@ -206,15 +207,15 @@ class Features:
         return given
 
     def measure(self, rollout: Rollout, scores: Scores) -> Numbers:
-        """What they say of a rollout and its scores."""
+        """Their metrics of a rollout and its scores."""
         numbers = Numbers()
         for feature in self._with("measure"):
             numbers |= feature.measure(rollout, scores)
         return numbers
 
     def advantages(self, scored: Scored, split: Callable[[], list[MicroBatch]]) -> tuple[Tensor, Numbers] | None:
-        """The advantages of the first feature that has some in place of those within groups; None without one. `split`
-        gives all rows in micro-batches. Collective."""
+        """The advantages of the first feature that replaces those within groups; None if no feature does. `split`
+        returns all rows in micro-batches. Collective."""
         for feature in self._with("advantages"):
             with self._timed(feature):
                 found = feature.advantages(scored, split())
@@ -303,7 +304,7 @@ class Term:
 def make_features(
     config: ModelRunConfig, plan: BatchPlan | None = None, inputs: RunInputs | None = None
 ) -> list[Feature]:
-    """The features of a run, the user's own last; raises UserError where one does not fit."""
+    """The features of a run, the user's own last; raises UserError if one does not fit."""
     given_here = config.features if isinstance(config, TrainConfig) else []
     own = [(f"features {function_text(given)}", _own(given)) for given in given_here]
     classes = [feature.load() for feature in config.active_features]

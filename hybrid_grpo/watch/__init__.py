@@ -1,4 +1,4 @@
-"""`watch`: a page in the browser over the folders of runs, also while they train.
+"""`watch`: a page in the browser that shows runs, also while they train.
 
 `watched_run` is one run and `folders` finds all that are watched. `metrics_file` has a run's numbers in columns
 (`table`), `trace_file` the traces of its steps (`prompt_rewards`, `histograms`), `rollouts` finds completions, `tokens`

@@ -1,6 +1,6 @@
-"""Answers to the page's questions about runs, from their folders, which are only read.
+"""Answers to the page's questions about runs, from their folders, to which nothing is written.
 
-An answer reads for a fraction of a second at most, and the page asks again for more.
+An answer spends a fraction of a second at most on reading, and the page asks again for the rest.
 """
 
 import math
@@ -30,7 +30,7 @@ QUESTIONS = (
 )
 """Each is a method of `Answers`."""
 _READ_S = 0.25
-"""Seconds that an answer reads numbers, for all of its runs together."""
+"""Seconds that an answer may spend reading numbers, for all of its runs together."""
 _WAIT_S = 10.0
 """Seconds that a question waits for another one about the same run."""
 _MOST_POINTS = 4000
@@ -84,7 +84,8 @@ class Answers:
         return [_chart(chart) for chart in charts]
 
     def curves(self, given: QueryParams) -> Any:
-        """Points of metrics (`name`, repeated), by run and name: in a range of an axis, thinned and smoothed."""
+        """The curves of metrics (`name`, repeated), by run and name: their points in a range of an axis, thinned, and
+        smoothed if the metric is noisy."""
         axis = given.get("axis", "step")
         if axis not in AXES:
             raise HTTPException(400, f"axis {axis} must be one of {', '.join(AXES)}")
@@ -112,7 +113,7 @@ class Answers:
         return answer
 
     def alarms(self, given: QueryParams) -> Any:
-        """The alarms of runs, with their places on all axes."""
+        """The alarms of runs, with their positions on all axes."""
         return [alarm for run in self._runs(given) for alarm in _alarms(run)]
 
     def settings(self, given: QueryParams) -> Any:
@@ -143,25 +144,25 @@ class Answers:
         }  # fmt: skip
 
     def sample(self, given: QueryParams) -> Any:
-        """One completion with everything that was saved of it."""
+        """One completion with everything that was saved about it."""
         return self._sample(given)[3]
 
     def rival(self, given: QueryParams) -> Any:
-        """What a completion is compared with: the best of its group, or the worst if it is the best itself; null where
-        all rewards of the group are equal."""
+        """The completion to compare another one with: the best of its group, or the worst if it is itself the best;
+        null if all rewards of the group are equal."""
         _, path, offset, _ = self._sample(given)
         kind, other = rivals(read_rows(path)).get(offset, ("", -1))
         return {"kind": kind, "row": read_row(path, other)} if kind else None
 
     def tokens(self, given: QueryParams) -> Any:
-        """What was recorded about each token of a completion; null where nothing was."""
+        """What was recorded about each token of a completion; null if nothing was."""
         step, path, offset, row = self._sample(given)
         number, sample = line_number(path, offset), row.get("sample")
         return read_tokens(self._run(given).folder, step, number, sample)
 
     def prompts(self, given: QueryParams) -> Any:
-        """A map of one run's mean rewards: of the prompts `low` to `high` (excluded) in an order, in the steps `first`
-        to `last`."""
+        """A heat map of one run's mean rewards, by prompt and step: prompts `low` to `high` (exclusive) in the given
+        `order`, steps `first` to `last`."""
         run, order = self._run(given), given.get("order", "")
         if order not in ("", *ORDERS):
             raise HTTPException(400, f"order {order} must be one of {', '.join(ORDERS)}")
@@ -181,7 +182,7 @@ class Answers:
         }  # fmt: skip
 
     def times(self, given: QueryParams) -> Any:
-        """Where the time of one run's steps went, in layers."""
+        """How one run's steps spent their time, as the layers of a stacked chart."""
         return time_layers(self._run(given).table, _TIME_COLUMNS)
 
     def step(self, given: QueryParams) -> Any:
@@ -207,7 +208,7 @@ class Answers:
         )  # fmt: skip
 
     def _sample(self, given: QueryParams) -> tuple[int, Path, int, dict[str, Any]]:
-        """The completion that is asked for: its step, its file, its offset there, and what was saved of it."""
+        """The requested completion: its step, its file, its offset there, and what was saved about it."""
         step, offset = _whole(given, "step"), _whole(given, "offset")
         path = self._run(given).rollouts().get(-1 if step is None else step)
         row = read_row(path, offset) if path and offset is not None and offset >= 0 else None
@@ -231,7 +232,7 @@ class Answers:
 
 
 def _range(given: QueryParams, low: str, high: str, start: int, end: int) -> tuple[int, int]:
-    """Two numbers of a question, within `start` and `end`, which are their defaults."""
+    """Two numbers of a question, clipped to `start` and `end`, which are also their defaults."""
     first, last = _whole(given, low), _whole(given, high)
     first = start if first is None else min(max(first, start), end)
     return first, end if last is None else min(max(last, first), end)

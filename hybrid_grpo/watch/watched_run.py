@@ -41,14 +41,14 @@ _DEEPEST, _LONGEST_NAME, _LONGEST_VALUE, _MOST_DIFFERING = 6, 300, 1000, 500
 _BEST: dict[str, Callable[[Column], Any]] = {"accuracy": np.argmax, "/loss": np.argmin}
 """Where the best value is, by the end of a metric's name."""
 _VERSIONS = itertools.count(time.time_ns() // 10**6)
-"""Never repeated, so that a page notices when a server or a folder was replaced."""
+"""Never repeated, so that a page notices when a server or a folder has been replaced."""
 
 
 class WatchedRun:
-    """A run's folder. Nothing is read before it is asked for, and numbers only as far as `refresh` has come."""
+    """A run's folder. Nothing is read before it is asked for, and numbers only as far as `refresh` has read them."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        """`name` is how the page calls the run: unique among those that are watched."""
+        """`name` is what the page calls the run: unique among those that are watched."""
         self.name, self.folder = name, folder
         self.lock = threading.Lock()
         """Held while numbers or traces are read."""
@@ -61,7 +61,7 @@ class WatchedRun:
         self._summary: tuple[int, dict[str, Any]] = (-1, {})
 
     def refresh(self, seconds: float) -> None:
-        """Read the numbers that were written since, for about `seconds` at most."""
+        """Read the numbers written since the last call, for about `seconds` at most."""
         if self.numbers.read(seconds):
             self.version = next(_VERSIONS)
 
@@ -71,7 +71,7 @@ class WatchedRun:
         return self.numbers.shown
 
     def changed_ms(self, name: str) -> int:
-        """When a file of the folder was last written, in milliseconds; 0 where there is none."""
+        """When a file of the folder was last written, in milliseconds; 0 if there is none."""
         return _changed(self.folder / name) // 10**6
 
     def _of(self, name: str, read: Callable[[Path], Any]) -> Any:
@@ -84,12 +84,12 @@ class WatchedRun:
 
     @property
     def config_text(self) -> str:
-        """config.yaml; the beginning of one that is far too large, and empty where there is none."""
+        """config.yaml; the beginning of one that is far too large, and empty if there is none."""
         return self._of("config.yaml", _read_config)[0]
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings by section; empty where config.yaml is missing or damaged."""
+        """The settings by section; empty if config.yaml is missing or damaged."""
         return self._of("config.yaml", _read_config)[1]
 
     def rollouts(self) -> dict[int, Path]:
@@ -97,7 +97,7 @@ class WatchedRun:
         return self._of("rollouts", rollout_files)
 
     def axis(self, name: str) -> Column:
-        """[rows]: where each row of the table stands on an axis of `AXES`."""
+        """[rows]: the position of each row of the table on an axis of `AXES`."""
         steps = self.table.column("step")
         if name == "step":
             return steps
@@ -220,7 +220,7 @@ def _read_alarms(path: Path) -> list[AlarmRecord]:
 
 
 def _changed(path: Path) -> int:
-    """When a file or folder was last written, in nanoseconds; 0 where there is none."""
+    """When a file or folder was last written, in nanoseconds; 0 if there is none."""
     try:
         return path.stat().st_mtime_ns
     except OSError:

@@ -117,7 +117,7 @@ def _fork(
 
 
 def _end(pid: int) -> int:
-    """Kill a worker and what it has started; its exit status, negative for the signal that ended it."""
+    """Kill a worker and every process it started. Returns its exit status, or minus the signal that ended it."""
     family = [pid, *descendants(pid)]
     with suppress(OSError):
         os.killpg(pid, signal.SIGKILL)
@@ -126,7 +126,7 @@ def _end(pid: int) -> int:
 
 
 def _end_orphans(ours: set[int]) -> None:
-    """Kill the processes that dead workers have left: they are children of the fork server now."""
+    """Kill the processes that dead workers left behind, which are now children of the fork server."""
     while orphans := [child for child in children(os.getpid()) if child not in ours]:
         kill(orphans)
         for orphan in orphans:

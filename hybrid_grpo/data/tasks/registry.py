@@ -15,7 +15,7 @@ TASKS = {f.__name__: TaskRecipe(f, ready_made_settings(f.__name__), _MADE.get(f.
 
 
 def load_task(name: str) -> TaskRecipe:
-    """A ready-made task, or the user's own, named `path/to/file.py:name` or `package.module:name`; see `own_task`."""
+    """A built-in task, or the user's own, named `path/to/file.py:name` or `package.module:name`; see `own_task`."""
     return TASKS[name] if name in TASKS else own_task(name)
 
 

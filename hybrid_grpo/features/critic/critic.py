@@ -90,7 +90,7 @@ class Critic(Scorer):
         self.engine.save(folder, _FOLDER, self.state_dict())
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote, on any number of ranks; raises UserError if there is nothing."""
+        """Read what `save` wrote, on any number of ranks; raises UserError if nothing was saved."""
         self.load_state_dict(self.engine.load(folder, _FOLDER))
 
 

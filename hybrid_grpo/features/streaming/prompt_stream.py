@@ -1,8 +1,8 @@
-"""Prompts of a source that is read as the run goes, and the order in which they are drawn.
+"""Prompts of a source that is read while the run goes on, and the order in which they are drawn.
 
-The first rank reads rows, makes prompts of them, and sends the others what every step draws. So a source on the hub
-is read once and not once a rank, and only the first rank holds a block of rows. What is drawn depends on the seed and
-the position alone.
+The first rank reads rows, turns them into prompts, and sends the other ranks what each step draws. So a source on the
+hub is read only once, not by every rank, and only the first rank holds a block of rows. What is drawn depends only on
+the seed and the position.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _LOOKED_AT = 1000
-"""Rows of the first block that are made into prompts before the run, to find what does not fit."""
+"""Rows of the first block that are turned into prompts before the run, to find errors in them."""
 _AGAIN = "resume with the same, or start anew with another run.name"
 _SHARD_IDS = 10**9
 """The id of a prompt is the number of its shard times this, plus that of its row: the same in every pass."""
@@ -47,17 +47,17 @@ class Position:
     offset: int = 0
     """Rows of this block that were drawn or dropped."""
     checksum: int | None = None
-    """That of the block, once it was read."""
+    """The checksum of this block, once it has been read."""
     drawn: int = 0
     """Prompts drawn since the run began, over all ranks."""
     over_long: int = 0
-    """Rows dropped since the run began, since their prompts are too long."""
+    """Rows dropped since the run began, because their prompts are too long."""
 
 
 class PromptStream:
     """The prompts of the rows of a source, from any position on. Collective, as are its methods.
 
-    Raises UserError on all ranks where the source cannot be read, or the first rows are no prompts; see `prompts_of`.
+    Raises UserError on all ranks if the source cannot be read, or the first rows are not prompts; see `prompts_of`.
 
     Args:
         config: source, and how rows become prompts.
@@ -95,16 +95,17 @@ class PromptStream:
         }
 
     def find(self, position: Position) -> None:
-        """Raises UserError where the rows at a position are not those that they were."""
+        """Raises UserError if the rows at a position have changed."""
         self._on_first_rank(lambda: self._find(position), UserError)
 
     def take(self, position: Position, count: int) -> tuple[list[Prompt], Position]:
         """The next prompts from a position on, each with its epoch, and the position after them. Raises RunStopped
-        where a row is not a prompt, or cannot be read."""
+        if a row is not a prompt, or cannot be read."""
         return self._on_first_rank(lambda: self._take(position, count), RunStopped)
 
     def _on_first_rank(self, work: Callable[[], T], refusal: type[UserError]) -> T:
-        """What it returns there, on all ranks; a UserError is raised on all of them, as a `refusal`."""
+        """Do `work` on the first rank, and return its result on all ranks; a UserError is raised on all of them, as a
+        `refusal`."""
         done: tuple[Any, str | None] = None, None
         if rank() == 0:
             try:
@@ -117,8 +118,8 @@ class PromptStream:
         return result
 
     def _look(self, seed: int) -> tuple[list[Prompt], str, int]:
-        """Open the source, and read the first block; returns the prompts of some of its rows, a line, and the number of
-        shards."""
+        """Open the source and read the first block; returns the prompts of some of its rows, a line that describes the
+        source, and the number of shards."""
         config, source = self._config, self._source
         self._rows = stream = RowStream(source, seed, config.shuffle, self._block)
         block = stream.block(Place())
@@ -162,7 +163,7 @@ class PromptStream:
         return prompts, position
 
     def _take_from(self, block: Block, position: Position, count: int) -> tuple[list[Prompt], Position]:
-        """Up to so many prompts of a block, and the position after them."""
+        """At most `count` prompts of a block, and the position after them."""
         prompts: list[Prompt] = []
         offset = position.offset
         while offset < len(block.rows) and len(prompts) < count:
@@ -177,7 +178,7 @@ class PromptStream:
         return prompts, Position(block.place, offset, block.checksum, drawn, over_long)
 
     def _prompt(self, streamed: StreamedRow) -> Prompt:
-        """The prompt of a row, which may be over-long."""
+        """The prompt of a row, even if it is over-long."""
         row = self._read(streamed)
         number = streamed.shard * _SHARD_IDS + streamed.number
         columns = {column: row.get(column) for column in self._columns}
@@ -199,7 +200,7 @@ class StreamedPrompts(TrainingPrompts):
 
     @property
     def longest(self) -> int:
-        """See `TrainingPrompts`: the limit, since the rows to come are not known."""
+        """See `TrainingPrompts`: the limit, since later rows are not known yet."""
         return self.stream.longest
 
     def loader(self, config: TrainConfig, plan: BatchPlan, device: torch.device) -> StreamLoader:
@@ -210,8 +211,8 @@ class StreamedPrompts(TrainingPrompts):
 class StreamLoader:
     """Draws prompts from a stream, each rank its own part of every step, as `ListLoader` does from a list.
 
-    Success rates are not kept: nobody knows how many prompts there will be. What is drawn, and every position, is the
-    same on any number of ranks.
+    Success rates are not kept, since the number of prompts is not known. What is drawn, and every position, is the same
+    on any number of ranks.
 
     Args:
         stream: the prompts.
@@ -233,15 +234,15 @@ class StreamLoader:
         return self.more_prompts(batches * size, [n for start in starts for n in range(start, start + self._share)])
 
     def more_prompts(self, count: int, wanted: list[int]) -> list[Prompt]:
-        """Those of the next `count` prompts over all ranks that are `wanted` here. Collective."""
+        """The prompts `wanted` on this rank, among the next `count` over all ranks. Collective."""
         prompts, self._position = self._stream.take(self._position, count)
         return [prompts[number] for number in wanted]
 
     def note(self, prompts: Sequence[Prompt], outcome_B: Tensor, threshold: float) -> None:
-        """Outcomes change nothing here."""
+        """Does nothing: outcomes do not affect what is drawn."""
 
     def update(self) -> None:
-        """Nothing is brought up to date after a step."""
+        """Does nothing: there is nothing to update after a step."""
 
     def tried_prompts(self) -> list[dict[str, Any]]:
         """None: success rates are not kept."""
@@ -258,12 +259,12 @@ class StreamLoader:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The present position, over all ranks, and what identifies the stream; the same on every rank."""
+        """The current position, over all ranks, and what identifies the stream; the same on every rank."""
         return {**self._stream.identity, "position": asdict(self._position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved position; raises `UserError` if it belongs to another stream: another seed, other
-        blocks, shuffled or not, other rows. Collective."""
+        """Continue from a saved position; raises `UserError` if it belongs to another stream, with a different seed,
+        block size, shuffling or rows. Collective."""
         refuse("position" not in state, f"streaming.enabled: the checkpoint was made without it: {_AGAIN}")
         for setting in ("run.seed", "data.shuffle", "streaming.block", "data.path"):
             saved, here = (of[setting.partition(".")[2]] for of in (state, self._stream.identity))

@@ -103,7 +103,7 @@ def standard_error(value_P: Any) -> float:
 
 
 def interval(value_P: Any, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
-    """Confidence interval of the mean over prompts; NaN where all values are equal.
+    """Confidence interval of the mean over prompts; NaN if all values are equal.
 
     A bootstrap over prompts (Efron, 1979), with percentiles widened for few prompts (Hesterberg, arXiv:1411.5279,
     section 3.3).
@@ -117,8 +117,8 @@ def interval(value_P: Any, level: float = 0.95, seed: int = 0) -> tuple[float, f
 
 
 def share_interval(value_P: Any, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
-    """`interval` of numbers from 0 to 1. Where all are 0 or all are 1, its bound is the exact one of Clopper and
-    Pearson (1934) instead of an interval without width."""
+    """`interval` for numbers from 0 to 1. If all are 0 or all are 1, the exact bound of Clopper and Pearson (1934) is
+    used, since the interval would otherwise have no width."""
     value_P = np.asarray(value_P, dtype=np.float64)
     if np.ptp(value_P) or value_P[0] not in (0.0, 1.0):
         return interval(value_P, level, seed)
@@ -157,7 +157,7 @@ class Comparison:
     """Mean over prompts, of the first model minus the second."""
     low: float
     high: float
-    """Its interval at 95 %; NaN where all prompts have the same difference."""
+    """Its interval at 95 %; NaN if all prompts have the same difference."""
     prompts: int
     p: float
     """Probability of a difference at least this large if both models were equally good."""
@@ -167,7 +167,7 @@ def compare(one_P: Any, other_P: Any, seed: int = 0) -> Comparison:
     """Two models on the same prompts, in the same order, by a number for each prompt.
 
     The interval is a bootstrap over prompts; p is that of the two-sided permutation test that swaps the models prompt
-    by prompt (Fisher, 1935): over all swaps where there are few, else over RESAMPLES of them.
+    by prompt (Fisher, 1935): over all swaps if there are few, otherwise over RESAMPLES of them.
     """
     gap_P = np.asarray(one_P, dtype=np.float64) - np.asarray(other_P, dtype=np.float64)
     return Comparison(

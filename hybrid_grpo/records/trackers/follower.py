@@ -1,8 +1,8 @@
 """The process of one tracker: it follows the files of a run's folder until the run has ended.
 
-`process.py` starts it with the number of an open file, which has its arguments as JSON. A line on standard input asks
-it to finish: `ended` where the run ended well, else `failed`, like the end of the input or of rank 0. Whatever fails or
-hangs in the tracker is reported in one line and ends this process only.
+`process.py` starts it with the number of an open file that contains its arguments as JSON. A line on standard input
+asks it to finish: `ended` if the run succeeded, otherwise `failed`. If the input or rank 0 ends without that line, the
+run counts as failed too. A tracker that fails or hangs is reported in one line, and only this process ends.
 """
 
 import importlib
@@ -24,11 +24,11 @@ from hybrid_grpo.config import LogConfig
 from hybrid_grpo.records.trackers.steps import TrackedStep, TrackedSteps
 
 LOOK_SECONDS = 0.5
-"""Between two looks into the folder."""
+"""Seconds between two checks of the folder."""
 LIMIT_SECONDS = 90.0
-"""For anything that a tracker does; then it counts as hanging."""
+"""The longest that one action of a tracker may take before it counts as hanging."""
 FAILED = 3
-"""Exit status where the failure was reported."""
+"""Exit status after a failure that was reported."""
 
 
 class Tracker(Protocol):
@@ -103,7 +103,7 @@ class _Follower:
             print(message, file=stream, flush=True)
 
     def _leave(self, status: int) -> NoReturn:
-        """Exit without the interpreter's shutdown, in which trackers wait for what may hang."""
+        """Exit without the interpreter's shutdown, where trackers wait for things that may hang."""
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 process.kill()

@@ -1,4 +1,4 @@
-"""The process of a tracker (`follower.py`), as rank 0 starts and ends it."""
+"""Starts and ends the process of a tracker (`follower.py`) from rank 0."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TrackerProcess:
     ) -> None:
         """
         Args:
-            done: the last step that the tracker has of a resumed run; -1: a new run.
+            done: the last step of a resumed run that the tracker already has; -1 for a new run.
             limit_s: seconds after which the tracker counts as hanging.
         """
         self._name, self._warned = name, False
@@ -75,21 +75,21 @@ class TrackerProcess:
         self._input = self._process.stdin
 
     def look(self) -> None:
-        """Warn once where the process has ended without reporting why."""
+        """Warn once if the process has ended without reporting why."""
         status = self._process.poll()
         if status not in (None, 0, FAILED) and not self._warned:
             self._warned = True
             self._warn(f"is off for the rest of this run: its process ended with status {status}")
 
     def ask(self, failed: bool = False) -> None:
-        """Ask the tracker to finish; `failed`: the run has failed."""
+        """Ask the tracker to finish; `failed` says whether the run failed."""
         self.look()
         with suppress(OSError):
             self._input.write(b"failed\n" if failed else b"ended\n")
             self._input.flush()
 
     def close(self, patience_s: float) -> None:
-        """Wait for at most `patience_s` until the tracker has finished."""
+        """Wait at most `patience_s` for the tracker to finish."""
         try:
             self._process.wait(patience_s)
         except subprocess.TimeoutExpired:

@@ -91,8 +91,8 @@ class TrackedSteps:
 
 
 def chosen(rows: list[Row], alarm: bool) -> list[tuple[str, Row]]:
-    """The completions of a step with the highest and the lowest rewards and those with the largest advantages, which
-    their group did not make likely, each from a different group. After an alarm, also the first ones of the step."""
+    """The completions of a step with the highest rewards, the lowest rewards, and the largest absolute advantages,
+    which are the surprising ones, each from a different group. After an alarm, also the first ones of the step."""
     scored = [row for row in rows if row["reward"] is not None]
     ranked = sorted(scored, key=lambda row: row["reward"])
     surprising = sorted(scored, key=lambda row: -abs(row["advantage"] or 0.0))

@@ -139,9 +139,9 @@ class Sandbox:
         return ProgramResult(reply["end"], reply["status"], *written)
 
     def test(self, source: str, tests: str, limits: Limits = _DEFAULT_LIMITS) -> list[bool]:
-        """Run `tests` (see `judge.judge`) against a program, in two processes, each with these limits.
+        """Run `tests` (see `judge.judge`) against a program, in two processes, each under `limits`.
 
-        Returns whether each test passed, up to the last one that was reached. Raises like `run`.
+        Returns for each test, up to the last one that was reached, whether it passed. Raises the same error as `run`.
         """
         with _files(source, tests, "") as files:
             self._request(files, limits, judged=True)

@@ -1,8 +1,8 @@
 """The template process of a sandbox: forks programs, watches them and ends them.
 
-It has imported what programs often import, so that a fork is ready in a millisecond. Programs, tests and outputs are
-open files that it passes on without reading them. It serves one request at a time, and ends with the process that
-started it. Standard library only: this runs in a process without site-packages.
+It has already imported the modules that programs often need, so a fork is ready in a millisecond. Programs, tests and
+outputs are open files, which it passes on without reading them. It serves one request at a time, and ends when the
+process that started it does. It uses the standard library only, since it runs without site-packages.
 """
 
 import fcntl
@@ -217,7 +217,7 @@ def _read(descriptor: int) -> str:
 
 
 def _new_folder(parent: str) -> str:
-    """A new folder in `parent`, from which the folders of killed templates are removed."""
+    """Make a folder in `parent`, and remove from `parent` the folders that killed templates left behind."""
     with suppress(FileExistsError):
         os.mkdir(parent, 0o711)
     state = os.lstat(parent)

@@ -1,7 +1,7 @@
 r"""Sets of real numbers and their operations: (-∞,∞) \setminus \{3\} is (-∞,3) \cup (3,∞).
 
-Two sets are the same if they have the same members among all ends of intervals and single numbers that either of them
-mentions, and between and beyond these. Nothing is rewritten or solved.
+To compare two sets, membership is tested at every interval end and single number that occurs in either of them, at a
+point between each two neighbours, and beyond the outermost ones. Nothing is rewritten or solved.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ async def remote(
 ) -> list[float | None]:
     """The rewards that a service returns for B completions, sent in one request.
 
-    A reward is None where the service returns null, and NaN where it also reports an error for the row (service.py).
+    A reward is None if the service returns null, and NaN if it also reports an error for the row (service.py).
 
     Args:
         prompts, completions: [B], text or chat messages.
@@ -112,7 +112,7 @@ class _Settings:
     max_connections: Count
 
     def check(self) -> None:
-        """Raise ValueError, with a message free of secrets, if the settings cannot work."""
+        """Raise ValueError if the settings cannot work, with a message that contains no secrets."""
         try:
             url = httpx.URL(self.url)
         except httpx.InvalidURL:

@@ -75,10 +75,10 @@ class Environments:
     """The classes of `rollout.environment`: a `Partner` that takes the turns that are steps. Methods that are tools are
     called by `Tools`.
 
-    Creating it raises UserError where a class cannot be imported, or is not an environment.
+    Creating it raises UserError if a class cannot be imported, or is not an environment.
 
     Attributes:
-        kinds: by their names in the column `environment`; the name is empty where there is only one.
+        kinds: by their names in the column `environment`; the name is empty if there is only one.
     """
 
     setting, reads_last = "rollout.environment", True
@@ -104,7 +104,7 @@ class Environments:
         return self.kinds[prompt.columns[_COLUMN] if "" not in self.kinds else ""]
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Raise UserError where a row chooses no environment, or lacks a column that its reset needs."""
+        """Raise UserError if a row chooses no environment, or lacks a column that its reset needs."""
         for prompt in prompts:
             where = f"row {prompt.id} (from 0) of the data"
             if "" not in self.kinds and prompt.columns.get(_COLUMN) not in self.kinds:
@@ -121,8 +121,8 @@ class Environments:
                     )
 
     def openings(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Opening]:
-        """Reset the environments of prompts, no more at a time than there may be processes, and wait for all of them.
-        The number of those that failed is printed, with the reason of the first."""
+        """Reset the environments of prompts, at most as many at a time as there may be processes, and wait for all of
+        them. The number that failed is printed, with the reason for the first failure."""
         free = threading.BoundedSemaphore(self._most)
         asked: list[Future[Reply] | None] = []
         for prompt, seed in zip(prompts, seeds, strict=True):
@@ -175,7 +175,8 @@ class Environments:
         return self._instances[trajectory.key]
 
     def _ask(self, instance: Instance, request: Mapping[str, Any], done: Callable[[Any], None]) -> None:
-        """Make a request. `done` is called with its result; with None where it failed, and with it the environment."""
+        """Make a request. `done` is called with its result, or with None if it failed; the environment has then failed
+        too."""
         if instance.failure is not None:
             return done(None)
         start_s = time.perf_counter()
@@ -194,8 +195,8 @@ class Environments:
         return self.kind(trajectory.prompt).tool_names if trajectory.prompt is not None else []
 
     def call(self, trajectory: Trajectory, call: ToolCall, done: Callable[[str | None, Failure | None], None]) -> None:
-        """Call a method. `done` is called with what it returned, or with why it failed. The environment fails only
-        where its process is lost."""
+        """Call a method. `done` is called with what it returned, or with the reason why it failed. The environment
+        itself fails only if its process is lost."""
         instance = self._instance(trajectory)
         if instance.failure is not None:
             return done(None, Failure("died", f"the environment has failed: it {instance.failure}"))

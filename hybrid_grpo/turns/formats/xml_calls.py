@@ -1,4 +1,4 @@
-"""Calls whose arguments are text in tags: the tools' JSON schemas have their types."""
+"""Calls whose arguments are text inside tags; their types come from the tools' JSON schemas."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class User(ABC):
 
     @abstractmethod
     def check_columns(self, columns: Mapping[str, Any]) -> None:
-        """Raise UserError where the rows lack a column that is needed."""
+        """Raise UserError if the rows lack a column that is needed."""
 
     def _said(self, turn: _Pending, text: str | None) -> None:
         self._count(turn, has_failed=False)
@@ -99,7 +99,7 @@ class User(ABC):
 
 
 class ScriptedUser(User):
-    """A function in worker processes. Creating it raises UserError where it cannot be imported or called."""
+    """A function in worker processes. Creating it raises UserError if it cannot be imported or called."""
 
     def __init__(self, config: RolloutConfig, scoring: ScoringConfig) -> None:
         super().__init__(config)
@@ -136,7 +136,7 @@ class ModelUser(User):
     """A frozen model. For each of its turns it reads the whole conversation anew, with the roles exchanged.
 
     What it says depends on the conversation and the key of the completion's random stream alone, not on the other
-    conversations that wait for it. Creating it raises UserError where the model cannot play a user.
+    conversations that wait for it. Creating it raises UserError if the model cannot play a user.
     """
 
     def __init__(self, config: RolloutConfig, policy: PolicyConfig) -> None:
@@ -178,7 +178,7 @@ class ModelUser(User):
             )
 
     def load(self, device: torch.device) -> None:
-        """Load the weights; raises UserError where they do not load."""
+        """Load the weights; raises UserError if they do not load."""
         attention = attention_of(self._config.decoder)
         self._model = load_model(self._policy, attention, self.setting).to(device).eval()
 
@@ -207,7 +207,7 @@ class ModelUser(User):
             self._said(pending, completion.text.strip())
 
     def _read(self, trajectory: Trajectory) -> list[int] | Failure:
-        """The tokens that the model reads, or why it cannot read them."""
+        """The tokens of the conversation for the user's model, or the reason why it cannot read them."""
         columns = _columns(trajectory)
         system = _COLUMN.sub(lambda found: str(columns.get(found[1], found[0])), self._prompt)
         try:
@@ -245,7 +245,7 @@ def _columns(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def user_of(rollout: RolloutConfig, scoring: ScoringConfig, policy: PolicyConfig) -> User | None:
-    """Who plays the user, if anyone does. Raises UserError where it cannot."""
+    """Who plays the user, if anyone does. Raises UserError if it cannot."""
     if rollout.user is not None:
         return ScriptedUser(rollout, scoring)
     return ModelUser(rollout, policy) if rollout.user_model is not None else None
