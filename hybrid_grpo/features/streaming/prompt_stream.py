@@ -162,7 +162,7 @@ class PromptStream:
         return prompts, position
 
     def _take_from(self, block: Block, position: Position, count: int) -> tuple[list[Prompt], Position]:
-        """Up to so many prompts of a block, and the position after them."""
+        """Up to `count` prompts of a block, and the position after them."""
         prompts: list[Prompt] = []
         offset = position.offset
         while offset < len(block.rows) and len(prompts) < count:
