@@ -1,6 +1,6 @@
 """Whether every feature can be taken out: deletes each in a copy of the tree, and checks and trains what is left.
 
-python benchmarks/deletable.py --json [FEATURE ...]
+python benchmarks/deletable.py --json [--together] [FEATURE ...]
 
 The copy lacks the feature's folder, its tests, its page, a benchmark of its name and its registered entry. Lint, types,
 layers, the tests that start no processes and three steps of the quickstart must still pass. `left` names the files
@@ -39,32 +39,34 @@ def registered() -> dict[str, str]:
     return {entry.partition(":")[0]: entry for entry in re.findall(r'"([\w:]+)"', entries[1])}
 
 
-def copy_without(feature: str, entry: str, folder: Path) -> None:
-    """The tracked files of this tree without those of a feature."""
+def copy_without(features: dict[str, str], folder: Path) -> None:
+    """The tracked files of this tree without those of the features, of which the registered entries are given."""
     names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
-    settings = (ROOT / f"hybrid_grpo/features/{feature}/settings.py").read_text()
-    pages = re.findall(r'^    page = "(.+)"$', settings, re.M)
-    gone = (
-        *(f"hybrid_grpo/features/{feature}/", f"tests/features/{feature}/", f"benchmarks/{feature}.py"),
-        *pages,
-    )
+    gone: list[str] = []
+    for feature in features:
+        settings = (ROOT / f"hybrid_grpo/features/{feature}/settings.py").read_text()
+        gone += [f"hybrid_grpo/features/{feature}/", f"tests/features/{feature}/", f"benchmarks/{feature}.py"]
+        gone += re.findall(r'^    page = "(.+)"$', settings, re.M)
     for name in names:
-        if name and not name.startswith(gone) and (ROOT / name).is_file():
+        if name and not name.startswith(tuple(gone)) and (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
     registration = folder / REGISTRATION
-    text, count = re.subn(rf' *"{entry}",\n', "", registration.read_text())
-    assert count == 1, f"{entry} is registered {count} times"
+    text = registration.read_text()
+    for entry in features.values():
+        text, count = re.subn(rf' *"{entry}",\n', "", text)
+        assert count == 1, f"{entry} is registered {count} times"
     registration.write_text(text)
 
 
-def measure(feature: str, entry: str) -> dict[str, object]:
-    """Which checks pass without a feature, and which files the others name."""
-    found: dict[str, object] = {"feature": feature}
+def measure(features: dict[str, str]) -> dict[str, object]:
+    """Which checks pass without these features, and which files the others name."""
+    what = ", ".join(features)
+    found: dict[str, object] = {"feature": what}
     left: set[str] = set()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "tree"
-        copy_without(feature, entry, folder)
+        copy_without(features, folder)
         environment = {**os.environ, "PYTHONPATH": str(folder), "SKIP_SETUP": "1", "RUNS": f"{name}/runs"}
         for check, command in CHECKS.items():
             start = time.monotonic()
@@ -75,7 +77,7 @@ def measure(feature: str, entry: str) -> dict[str, object]:
                     line for line in ran.stdout.splitlines() if re.match(r"\s*-->|FAILED|ERROR|\S+:\d+: error", line)
                 ]
                 left |= set(re.findall(r"[\w/]+\.(?:py|md|yaml)", " ".join(lines)))
-                print(f"{feature}: {check}\n{ran.stdout[-2000:]}{ran.stderr[-1000:]}", file=sys.stderr)
+                print(f"{what}: {check}\n{ran.stdout[-2000:]}{ran.stderr[-1000:]}", file=sys.stderr)
     found["left"] = sorted(left)
     return found
 
@@ -83,10 +85,12 @@ def measure(feature: str, entry: str) -> dict[str, object]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("features", nargs="*")
+    parser.add_argument("--together", action="store_true", help="take them out of one copy, all at once")
     parser.add_argument("--json", action="store_true", help="print one JSON object a feature")
     given = parser.parse_args()
     entries = registered()
-    results = [measure(name, entries[name]) for name in given.features or entries]
+    chosen = {name: entries[name] for name in given.features or entries}
+    results = [measure(chosen)] if given.together else [measure({name: entry}) for name, entry in chosen.items()]
     for result in results:
         if given.json:
             print(json.dumps(result))

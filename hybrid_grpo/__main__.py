@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
         where = "" if rank == "0" else f" [rank {rank}]"
         print(f"hybrid-grpo{where}: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         if os.environ.get("WORLD_SIZE", "1") != "1":
-            # The launcher kills the other ranks as soon as one has ended: time for those behind to say it too.
+            # The launcher kills the other ranks as soon as one has ended: the slower ones get time to print it too.
             time.sleep(_GRACE_SECONDS)
         return 2
     return 0

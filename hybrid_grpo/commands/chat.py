@@ -98,7 +98,7 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
     )
     history = ChatHistory(config.data, tokenizer, positions - rollout.max_completion_tokens)
     history.system = config.data.system_prompt if config.chat.system is None else config.chat.system
-    # What is wrong with the template or the system prompt is told before the weights are read.
+    # What is wrong with the template or the system prompt is reported before the weights are read.
     if history.templated:
         history.prompt_ids("hello")
     print(f"model: {name}{'' if adapter is None else f', adapter {adapter}'}", file=sys.stderr)

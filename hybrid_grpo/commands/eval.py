@@ -83,7 +83,8 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
 
 
 def measure(config: EvaluateConfig) -> Measured:
-    """Complete and score the held-out sets with `policy.model`; single prompts are told on rank 0 only. Collective."""
+    """Complete and score the held-out sets with `policy.model`; only rank 0 gets the numbers of single prompts.
+    Collective."""
     from hybrid_grpo import engine
     from hybrid_grpo.generation.rollout import attention_of, complete
     from hybrid_grpo.model.loading import load_model

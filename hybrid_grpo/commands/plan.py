@@ -1,4 +1,4 @@
-"""`plan`: what a training run would take on so many ranks, without loading weights."""
+"""`plan`: the memory and time of a training run, without loading weights."""
 
 from __future__ import annotations
 

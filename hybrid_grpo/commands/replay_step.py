@@ -37,7 +37,7 @@ _TOLD = (
 )
 """The numbers of a step that are set beside those of the run."""
 _DECIDE = ("policy/loss", "policy/grad_norm")
-"""Those by which a step is told to be the same."""
+"""The metrics by which a replayed step is compared with the logged one."""
 _SAMPLES = ("grpo.dynamic_sampling", "grpo.max_resamples", "grpo.ref_every", "grpo.ref_mix")
 """Settings of `grpo` that decide what was sampled, or what came before the step."""
 

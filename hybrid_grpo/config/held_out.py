@@ -106,13 +106,13 @@ def _named(config: EvaluationConfig, name: str, given: EvalSetConfig) -> HeldOut
     setting = f"eval.sets.{name}"
     # The rows of the run's own task are read, and rewarded, as in training.
     task = given.task if given.task != config.data.task else None
-    told = task_settings(task, f"{setting}.task") if task else {}
-    rewards = given.rewards or (_rewards(told.get("rewards")) if task else None)
+    of_task = task_settings(task, f"{setting}.task") if task else {}
+    rewards = given.rewards or (_rewards(of_task.get("rewards")) if task else None)
     names = config.reward_names
     if rewards:
         names = [*map(reward_name, rewards), *names[len(config.rewards) :]]
     # What a task says of right and wrong belongs to its own rewards.
-    evaluation = told.get("eval", {}) if not given.rewards else {}
+    evaluation = of_task.get("eval", {}) if not given.rewards else {}
     outcome = given.outcome or evaluation.get("outcome") or (names[0] if rewards else _run_outcome(config))
     refuse(
         outcome not in names,
@@ -122,8 +122,8 @@ def _named(config: EvaluationConfig, name: str, given: EvalSetConfig) -> HeldOut
     return HeldOut(
         name=name,
         setting=setting,
-        rows=_rows(config.data, given, told.get("data"), setting),
-        data=_reading(config.data, given, told.get("data", {}), task),
+        rows=_rows(config.data, given, of_task.get("data"), setting),
+        data=_reading(config.data, given, of_task.get("data", {}), task),
         rewards=rewards,
         outcome=outcome,
         threshold=threshold if given.threshold is None else given.threshold,
@@ -132,14 +132,14 @@ def _named(config: EvaluationConfig, name: str, given: EvalSetConfig) -> HeldOut
     )
 
 
-def _rows(data: DataConfig, given: EvalSetConfig, told: Mapping[str, Any] | None, setting: str) -> Rows | None:
-    """Where the rows of a set are; `told` is what its own task says of its data, None where the set has none."""
+def _rows(data: DataConfig, given: EvalSetConfig, of_task: Mapping[str, Any] | None, setting: str) -> Rows | None:
+    """Where the rows of a set are; `of_task` is what its own task says of its data, None where the set has none."""
     if given.path is not None:
         return Rows(given.path, given.split, given.subset, given.limit)
-    if told is not None:
-        is_other = told.get("eval_path") is not None
-        path, subset = (told["eval_path"], None) if is_other else (told.get("path", ""), told.get("subset"))
-        split, limit = told.get("eval_split"), told.get("eval_limit")
+    if of_task is not None:
+        is_other = of_task.get("eval_path") is not None
+        path, subset = (of_task["eval_path"], None) if is_other else (of_task.get("path", ""), of_task.get("subset"))
+        split, limit = of_task.get("eval_split"), of_task.get("eval_limit")
         return Rows(path, given.split or split, given.subset or subset, given.limit or limit)
     if given.split is not None:
         return Rows(data.path, given.split, given.subset or data.subset, given.limit)
@@ -148,15 +148,15 @@ def _rows(data: DataConfig, given: EvalSetConfig, told: Mapping[str, Any] | None
     return None
 
 
-def _reading(data: DataConfig, given: EvalSetConfig, told: Mapping[str, Any], task: str | None) -> DataConfig:
+def _reading(data: DataConfig, given: EvalSetConfig, of_task: Mapping[str, Any], task: str | None) -> DataConfig:
     """How the rows of a set are read: as those to train on, but for what the set or its task says."""
     changed: dict[str, Any] = {}
     if task is not None:
         # The column of the run's own rows is not one of the task's.
         changed = {"task": task, "prompt_column": "prompt"}
-        changed |= {name: told[name] for name in ("system_prompt",) if name in told}
+        changed |= {name: of_task[name] for name in ("system_prompt",) if name in of_task}
         if data.chat_template == "auto":
-            changed["chat_template"] = told.get("chat_template", "auto")
+            changed["chat_template"] = of_task.get("chat_template", "auto")
     if given.limit is not None:
         changed["eval_limit"] = given.limit
     if given.system_prompt is not None:

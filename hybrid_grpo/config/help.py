@@ -71,10 +71,10 @@ def _brief(cls: Any, name: str) -> str:
 
 def _meaning(of: Any, name: str) -> str:
     # The text below a field is that of the class which declares it.
-    told = (
+    texts = (
         cls.__pydantic_fields__[name].description for cls in of.__mro__ if name in vars(cls).get("__annotations__", ())
     )
-    return " ".join((next(told) or fields_of(of)[name].__doc__).split())
+    return " ".join((next(texts) or fields_of(of)[name].__doc__).split())
 
 
 def _first_sentence(text: str) -> str:

@@ -27,7 +27,7 @@ class KlController:
         return self._grpo.beta != 0 and self._grpo.kl_in == "reward"
 
     def of_reward(self, old_logp_BT: Tensor | None, ref_logp_BT: Tensor | None, mask_BT: Tensor) -> Tensor | None:
-        """The KL of each token, float32 [B, T]; None where it is no part of the reward. See `reward_kl`."""
+        """The KL of each token, float32 [B, T]; None where it is not part of the reward. See `reward_kl`."""
         if not self.in_reward:
             return None
         assert old_logp_BT is not None and ref_logp_BT is not None

@@ -27,6 +27,8 @@ _VARIABLE = re.compile(
     r"(^|_)(TOKENS?|KEY|KEYS|KEY_ID|AUTH|CREDENTIALS?)$|SECRET|PASSWORD|PASSWD|PASSPHRASE|_TOKEN_|API_?KEY",
     re.IGNORECASE,
 )
+IMPORT_ROOT = Path(__file__).parents[2]
+"""The folder that this package is imported from, in worker processes as well."""
 _MOST_PRINTED = 4 << 20
 """Bytes that the processes of a fork server may print, to each stream."""
 _PART = 1 << 15
@@ -52,9 +54,8 @@ class ForkServer:
 
     def _start(self) -> list[Interface]:
         self._control, theirs = socket.socketpair()
-        package = str(Path(__file__).parents[2])
         code = (
-            f"import sys; sys.path.insert(0, {package!r});"
+            f"import sys; sys.path.insert(0, {str(IMPORT_ROOT)!r});"
             " from hybrid_grpo.workers.forking import serve_forks;"
             f" serve_forks({theirs.fileno()}, {os.getpid()})"
         )

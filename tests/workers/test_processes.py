@@ -16,8 +16,10 @@ from reward_helpers import command_lines, completion, in_time, isolated, rows, s
 
 from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.rewards.functions import RewardEntry
+from hybrid_grpo.workers import forking
 from hybrid_grpo.workers.calls import Call
 from hybrid_grpo.workers.pool import Pool
+from hybrid_grpo.workers.processes import IMPORT_ROOT
 
 pytestmark = pytest.mark.process
 RANK = """
@@ -35,6 +37,11 @@ print("at work", flush=True)
 sys.stdin.readline()
 """
 """A process that has a call under way; how it ends is added."""
+
+
+def test_workers_import_the_package_from_where_the_rank_has_it():
+    """A move of the file had made it the folder above, unnoticed where the package was installed too."""
+    assert (IMPORT_ROOT / "hybrid_grpo" / "workers" / "forking.py").samefile(forking.__file__)
 
 
 def act(**fields: Any) -> RewardConfig:

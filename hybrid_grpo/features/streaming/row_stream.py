@@ -139,8 +139,8 @@ class RowStream:
         number, mark = place.row, place.at
         for turn in range(place.turn, len(order)):
             shard = self._shards[order[turn]]
-            for row, behind in self._shard_rows(shard, number, mark):
-                yield StreamedRow(order[turn], shard.name, number, row), turn, behind
+            for row, after in self._shard_rows(shard, number, mark):
+                yield StreamedRow(order[turn], shard.name, number, row), turn, after
                 number += 1
             number, mark = 0, None
 
@@ -152,10 +152,10 @@ class RowStream:
         failing_since, wait_s = 0.0, 1.0
         while True:
             try:
-                for row, behind in shard.rows(mark):
+                for row, after in shard.rows(mark):
                     failing_since, wait_s = 0.0, 1.0
-                    yield row, behind
-                    number, mark = number + 1, behind
+                    yield row, after
+                    number, mark = number + 1, after
                 return
             except UserError:
                 raise
@@ -199,8 +199,8 @@ def open_shards(source: Source) -> list[Shard]:
 def _rows_of(dataset: Any, number: int, start: int | None) -> Iterator[tuple[Row, int]]:
     """The rows of a shard of a `datasets.IterableDataset` from a number on, each with the number of the next."""
     shard, first = dataset.shard(dataset.num_shards, number), start or 0
-    for behind, row in enumerate(shard.skip(first) if first else shard, first + 1):
-        yield row, behind
+    for after, row in enumerate(shard.skip(first) if first else shard, first + 1):
+        yield row, after
 
 
 def _checksum(row: Row) -> int:

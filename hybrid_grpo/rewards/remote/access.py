@@ -17,7 +17,7 @@ def bearer_token(setting: str, variable: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nothing but this machine is behind the name."""
+    """Whether the name is that of this machine alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -214,7 +214,7 @@ class Plan:
         generating = [*generating, self.decoding(self.hardware.device_bytes - self.beside_cache(generating))]
         if not kept:
             generating.append(self.cache(self.beside_cache(generating)))
-        # ZeRO-3 holds at most so many elements whole on a rank, or all of a small model.
+        # ZeRO-3 holds at most this number of elements whole on a rank, or all of a small model.
         fetched = self.dtype * min(self.n, _MAX_LIVE) if self.sharded else 0
         training = [*fixed, gradients, Part("fetched weights", fetched, _FETCHED), activations]
         updating = [*fixed, *freed, gradients]
