@@ -15,7 +15,7 @@ from hybrid_grpo.features.average.average import Average, MovingAverage
 from hybrid_grpo.features.average.settings import AverageConfig
 from hybrid_grpo.model.ranks import barrier
 from hybrid_grpo.policy import Policy
-from hybrid_grpo.records.metrics.metrics import Meter
+from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.run.feature import Features
 from hybrid_grpo.run.stage import Stage
 
