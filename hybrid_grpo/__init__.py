@@ -1,7 +1,7 @@
 """hybrid_grpo: GRPO post-training inside one DeepSpeed engine.
 
 `train`, `sft`, `reward`, `evaluate`, `generate` and `publish` are the commands as functions; see `commands/api.py`.
-They are imported when they are first used, so that importing a room imports nothing else.
+They are imported on first use, so that importing a subpackage imports nothing else.
 """
 
 from typing import TYPE_CHECKING, Any

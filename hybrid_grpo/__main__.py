@@ -37,7 +37,7 @@ _GRACE_SECONDS = 3.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; the exit status is 0, 2 after a mistake of the user, or RESUME_STATUS."""
+    """Run one command. Returns the exit status: 0, 2 after a mistake of the user, or RESUME_STATUS."""
     arguments = sys.argv[1:] if arguments is None else arguments
     commands = {name: (f"hybrid_grpo.commands.{name.replace('-', '_')}", what) for name, what in COMMANDS.items()}
     commands |= feature_commands()
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
         where = "" if rank == "0" else f" [rank {rank}]"
         print(f"hybrid-grpo{where}: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         if os.environ.get("WORLD_SIZE", "1") != "1":
-            # The launcher kills the other ranks as soon as one has ended: the slower ones get time to print it too.
+            # The launcher kills the other ranks as soon as one has ended: give slower ones time to print their error.
             time.sleep(_GRACE_SECONDS)
         return 2
     return 0

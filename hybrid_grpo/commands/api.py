@@ -1,9 +1,9 @@
 """The commands from Python: `import hybrid_grpo as hg; hg.train(model=..., data=..., rewards=[f], ...)`.
 
-The signature is the configuration's: every keyword is one of its sections, as a dictionary. `model`, `data` and
-`rewards` are short for the settings that nearly every call has, and take objects where the command line takes names. In
-one process no launcher is needed; under the `deepspeed` launcher the same script runs on every rank, and every rank
-returns. A mistake raises UserError: one line that names the setting and the way out.
+Every keyword is a section of the configuration, as a dictionary. `model`, `data` and `rewards` are short for the
+settings that nearly every call has, and also take objects, while the command line takes names. A single process needs
+no launcher; under the `deepspeed` launcher the same script runs on every rank, and every rank returns. A mistake raises
+UserError: one line that names the setting and the way out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["FinishedRun", "UserError", "evaluate", "generate", "publish", "rewar
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """What a run left behind."""
+    """The results of a run."""
 
     folder: Path
     """Folder of the run."""
@@ -42,7 +42,7 @@ class FinishedRun:
 
     @property
     def metrics(self) -> pandas.DataFrame:
-        """metrics.jsonl as a table: one row a step, one column a metric."""
+        """metrics.jsonl as a table: one row per step, one column per metric."""
         import pandas
 
         return pandas.DataFrame(read_jsonl(self.folder / "metrics.jsonl"))
@@ -84,7 +84,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Accuracy, reward and more on held-out sets, as `hybrid-grpo eval` measures them.
 
-    The arguments are those of `train`; `data` has the held-out prompts, and a section `data` is taken as it is. Returns
+    The arguments are those of `train`, but `data` has the held-out prompts; a section `data` is used as it is. Returns
     the numbers by their metric names, such as `eval/heldout/accuracy`; they are the same on every rank.
     """
     from hybrid_grpo.commands.eval import evaluate as run
@@ -120,7 +120,7 @@ def generate(model: Any = None, data: Any = None, *, config: Any = None, **secti
 def publish(run: FinishedRun | Path | str, **settings: Any) -> str:
     """Publish the trained model of a run with a model card, as `hybrid-grpo publish` does.
 
-    `run` is what `train`, `sft` or `reward` gave back, or the folder of a run; the keywords are the settings of
+    `run` is what `train`, `sft` or `reward` returned, or the folder of a run; the keywords are the settings of
     `publish`, as in `folder="published"`. Returns the address of the repository, or the folder.
     """
     from hybrid_grpo.commands.publish import publish as publish_run

@@ -1,4 +1,4 @@
-"""`chat`: a conversation in the terminal, or through a pipe, where a line is a message.
+"""`chat`: a conversation in the terminal or through a pipe. Each line is a message.
 
 The answers go to standard output, everything else to standard error. No engine: one process holds the whole model.
 """
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 COMMAND = "chat MODEL"
 Answer = Callable[[list[int], int, Callable[[str], None]], tuple[str, str]]
-"""Samples an answer from the tokens of a prompt; the number of the answer selects its random numbers. The function that
-it is given gets the text as it comes. Returns the whole text, and why it is not complete."""
+"""Samples an answer. Takes the tokens of the prompt, the number of the answer, which selects its random numbers, and a
+function that receives the text as it comes. Returns the whole text, and why it is incomplete ("" if it is not)."""
 _COMMANDS = {
     "/reset": "forget what was said",
     "/system TEXT": "another system prompt; without a text none",
@@ -37,7 +37,7 @@ _COMMANDS = {
     "/quit": "end, as Ctrl-D does; Ctrl-C stops an answer",
 }
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Characters with which a text could steer a terminal; line ends and tabs are none of them."""
+"""Characters with which a text could control a terminal; line feeds and tabs are harmless."""
 
 
 class _Stopped(Exception):
@@ -45,7 +45,7 @@ class _Stopped(Exception):
 
 
 def run(arguments: list[str]) -> None:
-    """Parse, load and talk, until the input ends; ends quietly when the reader of the output has closed it."""
+    """Parse, load and talk, until the input ends; end quietly if the reader of the output closes it."""
     name, options = leading_argument(arguments, f"hybrid-grpo {COMMAND} [--chat.system TEXT] [options]")
     config = parse(ChatConfig, [*_defaults(name, options), *options], COMMAND).config
     check_chat(config, int(os.environ.get("WORLD_SIZE", "1")))
@@ -54,7 +54,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _defaults(name: str, options: list[str]) -> list[str]:
-    """The settings that a folder stands for, which options may override; none where help is asked for."""
+    """The settings that follow from MODEL, which options may override; none if help is requested."""
     folder = Path(name)
     if name and (folder / "config.yaml").is_file():
         trained = (folder / "model" / "config.json").is_file()
@@ -71,7 +71,7 @@ def _defaults(name: str, options: list[str]) -> list[str]:
 
 
 def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
-    """An empty conversation, and what answers. Raises UserError."""
+    """An empty conversation, and the function that answers. Raises UserError."""
     import torch
 
     from hybrid_grpo.data.chat_history import ChatHistory
@@ -98,7 +98,7 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
     )
     history = ChatHistory(config.data, tokenizer, positions - rollout.max_completion_tokens)
     history.system = config.data.system_prompt if config.chat.system is None else config.chat.system
-    # What is wrong with the template or the system prompt is reported before the weights are read.
+    # A mistake in the template or the system prompt is reported before the weights are read.
     if history.templated:
         history.prompt_ids("hello")
     print(f"model: {name}{'' if adapter is None else f', adapter {adapter}'}", file=sys.stderr)
@@ -131,7 +131,7 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
 
 @contextmanager
 def _interruptible() -> Iterator[Callable[[], None]]:
-    """Inside, Ctrl-C is only noted, and the function that is given raises _Stopped after it."""
+    """Inside, Ctrl-C is only noted; the yielded function raises _Stopped once that has happened."""
     asked = False
 
     def note(*_: Any) -> None:
@@ -179,7 +179,7 @@ class _Terminal:
                     raise
                 self._say(f"error: {error}")
             except KeyboardInterrupt:
-                # It came just before or after the answer.
+                # Ctrl-C came just before or after the answer.
                 if not self._typed:
                     raise
 
@@ -196,7 +196,7 @@ class _Terminal:
             import readline  # noqa: F401  # gives input() its editing and history
         while True:
             try:
-                # Where answers go to a file, the sign that asks for a message does not.
+                # If answers go to a file, the prompt sign must not be in it.
                 yield input("> " if self._shown else "")
             except EOFError:
                 print(file=sys.stderr)

@@ -1,6 +1,6 @@
 """`eval`: accuracy and more on the held-out sets, with intervals; two models compared on the same prompts.
 
-No engine: every rank holds the whole model. With the config.yaml of a run it measures the model that the run trained,
+No engine: every rank holds the whole model. Given the config.yaml of a run, it measures the model that the run trained,
 unless `--policy.model` names another.
 """
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of a model."""
+    """The measurements of one model."""
 
     model: str
     values: dict[str, float]
     """By metric."""
     by_prompt: dict[str, dict[int, float]] = field(default_factory=dict)
-    """Numbers of single prompts by metric, and by the prompt's row in its source."""
+    """Numbers of single prompts, by metric and then by the prompt's row in its source."""
     lines: list[dict[str, Any]] = field(default_factory=list)
     """Completions, prompt by prompt."""
 
@@ -57,7 +57,7 @@ def run(arguments: list[str]) -> None:
                 for line in measured.lines:
                     write({"model": measured.model, **line})
     one, *others = found
-    # Where nobody looks, lines are as long as they need to be.
+    # Outside a terminal, lines need not be short.
     said, console = _facts(one), Console(stderr=True, width=None if sys.stderr.isatty() else 160)
     console.print(_table(one, said["intervals"]))
     for against in others:
@@ -138,7 +138,7 @@ def _facts(measured: Measured) -> dict[str, Any]:
 
 
 def _intervals(measured: Measured) -> dict[str, list[float] | None]:
-    """Bounds at 95 % of the numbers that are means over prompts; None if no prompt has a number."""
+    """95 % intervals of the numbers that are means over prompts; None if no prompt has a number."""
     from hybrid_grpo.records.metrics.statistics import interval, share_interval
 
     bounds: dict[str, list[float] | None] = {}
@@ -150,7 +150,7 @@ def _intervals(measured: Measured) -> dict[str, list[float] | None]:
 
 
 def _compared(one: Measured, other: Measured) -> dict[str, Comparison]:
-    """The numbers of both models on the prompts that both have: where tokenizers differ, one may have dropped some."""
+    """The two models compared on the prompts that both have: if tokenizers differ, one may have dropped some."""
     import numpy as np
 
     from hybrid_grpo.records.metrics.statistics import compare
@@ -168,7 +168,7 @@ def _compared(one: Measured, other: Measured) -> dict[str, Comparison]:
 
 
 def _plain(low: float, high: float) -> list[float] | None:
-    """Bounds as JSON has them; None if there are none."""
+    """Bounds as a list for JSON; None if they are NaN."""
     return None if math.isnan(low) else [low, high]
 
 
@@ -177,7 +177,7 @@ def _table(measured: Measured, intervals: dict[str, list[float] | None]) -> Tabl
     for name, of_prompts in measured.by_prompt.items():
         stage, _, number = name.rpartition("/")
         error = measured.values.get(f"{stage}/stderr") if number == "accuracy" else None
-        mean = measured.values.get(name)  # None where a reward failed on every completion
+        mean = measured.values.get(name)  # None if a reward failed on every completion
         cells = _shown(mean), _bounds(intervals[name]), _shown(error)
         counted = sum(not math.isnan(value) for value in of_prompts.values())
         table.add_row(name.removeprefix("eval/"), *cells, f"{counted:,}")
@@ -215,7 +215,7 @@ def _bounds(interval: list[float] | None) -> str:
 def with_trained_models(arguments: list[str]) -> list[str]:
     """The arguments, with the trained model as `--policy.model` after every config.yaml of a run that has one.
 
-    Later settings win, and where the arguments name a model themselves nothing is added.
+    Later settings win. If the arguments name a model themselves, nothing is added.
     """
     if any(argument.partition("=")[0] == "--policy.model" for argument in arguments):
         return arguments

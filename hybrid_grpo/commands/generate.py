@@ -1,7 +1,7 @@
-"""`generate`: prompts in, completions out, one JSON object a line. No engine: every rank holds the whole model.
+"""`generate`: prompts in, completions out, one JSON object per line. No engine: every rank holds the whole model.
 
 The completions are those that step 0 of a training run with the same settings would sample. Each is written as soon as
-it is finished, so lines are in the order of finishing; `id` (the number of the prompt) and `sample` identify them.
+it finishes, so lines are in finishing order; `id` (the number of the prompt) and `sample` identify them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[di
         sampling = f"{count} of each prompt, run.seed {config.run.seed}, {sampler.fact}"
         print(f"data: {data}\nsampling: {sampling}", file=sys.stderr, flush=True)
 
-    # Completions on the terminal say themselves how far it is.
+    # Completions that are printed on the terminal show the progress themselves.
     console = Console(stderr=True)
     shown = rank == 0 and console.is_terminal and not (config.generate.output == "-" and sys.stdout.isatty())
     # With redirection, the lines on standard output would be printed through the console of the bar.

@@ -82,7 +82,7 @@ def lines(plan: Plan) -> list[str]:
 def step_seconds(plan: Plan) -> dict[str, float]:
     """Seconds of a step by stage, for the longest possible rollout.
 
-    A lower bound: products at full speed, or the weights and the cache read once for every token.
+    A lower bound: matrix products at full speed, and no decode step faster than one read of the weights and the cache.
     """
     length = plan.longest - plan.prompt
     product = 2 * plan.sizes.active / plan.hardware.flops
@@ -90,7 +90,7 @@ def step_seconds(plan: Plan) -> dict[str, float]:
     read = (plan.dtype * plan.sizes.active + cached) / plan.hardware.bandwidth
     prefill = plan.batch.prompts_per_rank * plan.prompt * product
     generation = prefill + plan.rows / plan.slots * length * max(read, plan.slots * product)
-    # Backward is twice a forward, and checkpointing runs the forward once more.
+    # Backward costs two forwards, and gradient checkpointing runs the forward once more.
     passes = (4 if plan.config.policy.gradient_checkpointing else 3) * plan.batch.num_iterations
     forward = plan.rows * plan.longest * product
     others = {"reference": forward} if plan.config.grpo.beta else {}

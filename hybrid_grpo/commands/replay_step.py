@@ -1,6 +1,6 @@
 """`replay-step`: repeats a step of a run from the checkpoint before it, and shows it token by token.
 
-It is the trainer's own step, on the run's own data: nothing of the algorithm is here. The run's files are only read.
+The trainer makes the step, on the run's own data: nothing of the algorithm is here. The run's files are only read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TOLD = (
     *("policy/loss", "policy/grad_norm", "policy/entropy", "policy/kl", "policy/ratio_max", "policy/clip_frac_low"),
     *("policy/clip_frac_high", "reward/mean", "completion/length_mean", "parity/logp_abs_diff_max"),
 )
-"""The numbers of a step that are set beside those of the run."""
+"""The metrics of the replayed step that are shown next to the logged ones."""
 _DECIDE = ("policy/loss", "policy/grad_norm")
 """The metrics by which a replayed step is compared with the logged one."""
 _SAMPLES = ("grpo.dynamic_sampling", "grpo.max_resamples", "grpo.ref_every", "grpo.ref_mix")
@@ -46,7 +46,7 @@ Logged = Mapping[int, Mapping[str, Any]]
 
 
 def run(arguments: list[str]) -> None:
-    """Parse, go to the step, make it, and tell what the loss saw."""
+    """Parse, replay up to the step, make it, and report what the loss saw."""
     asked = next((argument for argument in arguments if argument in ("-h", "--help")), "")
     if asked:
         parse(ReplayConfig, arguments[arguments.index(asked) :], COMMAND)
@@ -65,8 +65,8 @@ def run(arguments: list[str]) -> None:
 
 
 def replay(folder: Path, step: int, base: ReplayConfig, config: ReplayConfig) -> None:
-    """Make a step of the run in `folder`, whose settings are `base`, with those of `config`, and write what the loss
-    saw. Raises UserError. Collective."""
+    """Repeat a step of the run in `folder`, and write what the loss saw. `base` are the run's settings, `config` those
+    for the step. Raises UserError. Collective."""
     start = time.perf_counter()
     logged = {line["step"]: line for line in read_jsonl(folder / "metrics.jsonl")}
     refuse(step not in logged, f"{folder} has no step {step}: it has steps 1 to {max(logged, default=0)}")
@@ -111,7 +111,7 @@ def replay(folder: Path, step: int, base: ReplayConfig, config: ReplayConfig) ->
 
 
 def _out(folder: Path, config: ReplayConfig) -> Path:
-    """The folder of the result."""
+    """The folder for the result."""
     out = Path(config.replay.out) if config.replay.out else folder / "replay"
     refuse(
         out.resolve() == (folder / "rollouts").resolve(),
@@ -129,7 +129,7 @@ def _make_folder(out: Path) -> None:
 
 
 def _changes(base: ReplayConfig, config: ReplayConfig) -> dict[str, str]:
-    """What differs from the run, by setting. Raises UserError where it decides on more than the loss of the step."""
+    """What differs from the run, by setting. Raises UserError if a change affects more than the loss of the step."""
     from hybrid_grpo.run.settings import changes, is_free, settings_of
 
     changed = {
@@ -160,8 +160,8 @@ def _changes(base: ReplayConfig, config: ReplayConfig) -> dict[str, str]:
 def _arrive(
     folder: Path, step: int, base: ReplayConfig, config: ReplayConfig, saved: SavedRollouts, logged: Logged
 ) -> tuple[Trainer, int, int | None]:
-    """A trainer that is about to make the step, with the settings of `config`; the first step that was made, and the
-    first one before `step` that was not as it had been. Collective."""
+    """A trainer that is about to make the step, with the settings of `config`; the first step after the checkpoint; and
+    the first replayed step before `step` that did not match the log, or None. Collective."""
     from hybrid_grpo import engine
     from hybrid_grpo.model.ranks import world_size
     from hybrid_grpo.records.saved_rollouts import SavedCompletions, SavedRewards
@@ -207,7 +207,7 @@ def _arrive(
 
 
 def _nearest(checkpoints: Checkpoints, base: ReplayConfig, step: int) -> Checkpoint | None:
-    """The newest checkpoint before a step; None where there is none, and the run began without one. Collective."""
+    """The newest checkpoint before a step; None if there is none and the run began without one. Collective."""
     from hybrid_grpo.run.saving.manifest import Damaged
     from hybrid_grpo.run.settings import changes, is_free
 
@@ -234,7 +234,7 @@ def _nearest(checkpoints: Checkpoints, base: ReplayConfig, step: int) -> Checkpo
 
 
 def _with_settings(trainer: Trainer, base: ReplayConfig, config: ReplayConfig, inputs: RunInputs) -> Trainer:
-    """The trainer with other settings of the loss and other rewards; it stands where the first one does."""
+    """A trainer in the same state as this one, but with the loss settings and rewards of `config`."""
     from hybrid_grpo import engine
     from hybrid_grpo.trainer import Trainer
 
@@ -243,7 +243,7 @@ def _with_settings(trainer: Trainer, base: ReplayConfig, config: ReplayConfig, i
     inputs.load_models(engine.Frozen)
     policy, plan = trainer.policy, check_train(config, trainer.plan.world_size)
     reference = trainer.reference if config.grpo.beta and base.grpo.beta else make_reference(config, policy)
-    # What tools have done so far is in the first one's.
+    # Only the first trainer's inputs know what tools have done so far.
     inputs = replace(trainer.inputs, rewards=inputs.rewards, outcome=inputs.outcome, objective=inputs.objective)
     features = [feature.under(config, inputs) for feature in trainer.features]
     other = Trainer(config, plan, policy, reference, inputs, trainer.device, features)
@@ -254,7 +254,7 @@ def _with_settings(trainer: Trainer, base: ReplayConfig, config: ReplayConfig, i
 
 
 def _make(trainer: Trainer, step: int, saved: SavedRollouts) -> tuple[pyarrow.Table | None, dict[str, float]]:
-    """Make the step; on rank 0 what the loss saw of all completions, and the numbers of the step. Collective."""
+    """Make the step. Returns what the loss saw, on rank 0 for all completions, and the metrics. Collective."""
     from hybrid_grpo.model.ranks import gather_objects, rank
     from hybrid_grpo.records.tokens import TokenText
     from hybrid_grpo.run.replay import LossRecorder, in_saved_order

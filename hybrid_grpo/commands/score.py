@@ -77,7 +77,7 @@ def _score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
         bar = track(parts, "completions", count, console=console, transient=True, disable=not shown)
         for step, groups, saved in bar:
             lines: list[Line] = []
-            # Groups that are scored together are of one size.
+            # Groups that are scored together have the same size.
             for size in sorted({group.num_generations for group in groups}):
                 rollout = reduce(Rollout.joined, (group for group in groups if group.num_generations == size))
                 scores = rewards.score(rollout.row_prompts, rollout.completions, size, step)
@@ -165,7 +165,7 @@ def _lines(rollout: Rollout, scores: Scores) -> list[Line]:
 
 
 def _summary(scores: Scores, name: str, calls: Sequence[Future[Reply]]) -> dict[str, float]:
-    """Statistics of one function's rewards for all completions and of its speed, by the labels that are shown."""
+    """Statistics of one function over all completions, its rewards and its speed, by the label shown for each."""
     from hybrid_grpo.data.batch import RewardStatus
     from hybrid_grpo.workers.pool import busy_seconds
 

@@ -11,7 +11,7 @@ from hybrid_grpo.config.parsing import parse
 from hybrid_grpo.rewards.remote.access import bearer_token, is_loopback
 
 PATH = "/get_reward"
-"""Where OpenRLHF's reward models are asked."""
+"""The path to which OpenRLHF sends its requests."""
 
 
 def run(arguments: list[str]) -> None:
@@ -49,7 +49,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _check_place(config: ServeRewardConfig) -> None:
-    """Refuse to serve rewards where it cannot work."""
+    """Refuse a service that cannot work here, or that other machines can reach without a token."""
     check_rewards(config.rewards)
     serve = config.serve
     refuse(

@@ -1,4 +1,4 @@
-"""`sft`: a supervised run."""
+"""`sft`: supervised fine-tuning."""
 
 import os
 from pathlib import Path
@@ -47,7 +47,7 @@ def sft(parsed: Parsed[SftConfig]) -> Path:
     if training.finished:
         return training.folder
     steps, seed = config.run.steps, config.run.seed
-    # Its view of the model only exports.
+    # The policy generates nothing: its view of the model is used only for the export.
     policy = Policy(config.policy, config.engine, tokenizer, steps, decoder="transformers", lora=config.lora, seed=seed)
     load_features(features, policy)
     training.train(SftTrainer(config, policy, pairs, device, features), write_report)

@@ -65,7 +65,7 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
 
 
 def read_inputs(config: TrainConfig) -> RunInputs:
-    """All that a run reads before any model loads. Raises UserError where something is missing or does not fit."""
+    """Everything that a run reads before any model loads. Raises UserError if something is missing or does not fit."""
     from hybrid_grpo import engine
     from hybrid_grpo.run.inputs import RunInputs
 
@@ -74,7 +74,7 @@ def read_inputs(config: TrainConfig) -> RunInputs:
 
 
 def planned_memory(config: TrainConfig, plan: BatchPlan, inputs: RunInputs, device: torch.device) -> Plan | None:
-    """The plan of memory on this rank's device; see `estimate`."""
+    """The memory plan for this rank's device; see `estimate`."""
     from hybrid_grpo.model.hardware import of_device
     from hybrid_grpo.run.memory.plan import estimate
 
@@ -116,7 +116,7 @@ def make_trainer(
 
 
 def make_reference(config: TrainConfig, policy: Policy) -> Reference | None:
-    """What the policy is held close to: the starting weights; None where beta is 0. Collective."""
+    """The starting weights, which the KL holds the policy close to; None if beta is 0. Collective."""
     from hybrid_grpo.policy import Reference, UnadaptedReference
 
     if not config.grpo.beta:
@@ -127,12 +127,12 @@ def make_reference(config: TrainConfig, policy: Policy) -> Reference | None:
 
 
 def summary(folder: Path, held_out: Sequence[HeldOut], planned_bytes: int | None = None) -> str:
-    """What a finished run achieved, in a few lines, from its metrics; and its memory beside the plan's."""
+    """What a finished run achieved, in a few lines from its metrics, with its peak memory next to the planned one."""
     rows = read_jsonl(folder / "metrics.jsonl")
     steps = [row for row in rows if "time/step_s" in row]
     seconds = sum(row["time/step_s"] for row in steps)
     peaks = [row["memory/peak_gb"] for row in rows if "memory/peak_gb" in row]
-    # The most on the GPU, or of this process on a CPU.
+    # The peak on the GPU or, on a CPU, of this process.
     peak_gb = max(peaks, default=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9)
     planned = "" if planned_bytes is None else f", {planned_bytes / 1e9:.2f} GB estimated"
     facts = {
@@ -165,7 +165,7 @@ def _existing(path: Path) -> str:
 
 
 def _best(model: Path) -> str:
-    """The folder of the best model, where there is one, with its step and its number."""
+    """The folder of the best model, with its step and its metric; empty if there is none."""
     from hybrid_grpo.records.exports import exported
 
     facts = exported(model)

@@ -1,8 +1,8 @@
-"""The settings: each beside its meaning and its bounds, how they are read, and the one error that a user sees.
+"""The settings, each with its meaning and bounds; how they are read; and `UserError`, the error that users see.
 
-`train.py` has the whole configuration of training and `commands.py` that of every other command; the files named for
-sections have their settings. Imports neither torch nor transformers: a mistake costs a moment, not a model load. What
-settings do is in the other rooms.
+`train.py` composes the configuration of training, and `commands.py` the configuration of every other command; the
+sections have their own files. Nothing here imports torch or transformers: a mistake costs a moment, not a model load.
+What the settings do is in the other packages.
 """
 
 # ruff: noqa: F401

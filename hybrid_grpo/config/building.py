@@ -38,8 +38,8 @@ def build(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
 
 
 def used_part(cls: Any, settings: Mapping[str, Any]) -> Settings:
-    """The settings without those of training that the command does not use. Raises UserError for names that training
-    does not have either."""
+    """The settings, except those for training that the command does not use. Raises UserError if a section that is left
+    out has a setting that training does not have either."""
     used: Settings = {}
     for section, values in settings.items():
         if is_unused(cls, section):
@@ -55,7 +55,7 @@ def used_part(cls: Any, settings: Mapping[str, Any]) -> Settings:
 
 
 def refuse_unused(cls: Any, given: Mapping[str, Any]) -> None:
-    """Refuse settings that were given to a command which does not use them. Raises UserError."""
+    """Refuse given settings that the command does not use. Raises UserError."""
     for section, values in given.items() if issubclass(cls, RecipeReader) else ():
         keys = values if isinstance(values, Mapping) and section in fields_of(cls) else ()
         for name in (section, *(f"{section}.{key}" for key in keys)):

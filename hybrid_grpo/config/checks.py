@@ -1,4 +1,4 @@
-"""What a configuration needs of the place where it runs: files that exist, packages, ranks that share the work evenly.
+"""Checks that a configuration can run here: files exist, packages are installed, and ranks share the work evenly.
 
 A command calls its check before it imports torch: a mistake costs the user a moment, not a model load. Numbers out of
 bounds and settings that contradict each other are refused earlier, by the configuration itself. Every check raises a
@@ -32,7 +32,7 @@ from hybrid_grpo.config.sources import check_model_folder, check_source
 from hybrid_grpo.config.train import ModelRunConfig, TrainConfig
 
 _MOST_ROWS = 2**16
-"""Completions of one rollout on a rank. More would not fit in memory, and already their plan would take minutes."""
+"""Most completions of one rollout on a rank. More would not fit in memory, and planning alone would take minutes."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class BatchPlan:
     num_minibatches: int
     num_iterations: int
     given_rows: int = 0
-    """Completions of a prompt that the policy does not sample."""
+    """Completions per prompt that the policy does not sample."""
 
     @property
     def own_generations(self) -> int:
-        """Completions of a prompt that the policy samples."""
+        """Completions per prompt that the policy samples."""
         return self.num_generations - self.given_rows
 
     @property
@@ -72,7 +72,7 @@ class BatchPlan:
 
 
 def batch_plan(config: TrainConfig, world_size: int) -> BatchPlan:
-    """The batch equation. Raises UserError, with the nearest number that works, where prompts do not divide evenly."""
+    """The batch equation. Raises UserError, with the nearest number that works, if prompts do not divide evenly."""
     rollout, grpo = config.rollout, config.grpo
     shards = world_size * grpo.num_minibatches
     refuse_indivisible("rollout.prompts_per_step", rollout.prompts_per_step, shards, "ranks x grpo.num_minibatches")
@@ -129,7 +129,7 @@ def check_eval(config: EvaluateConfig) -> None:
 
 
 def _check_held_out(config: EvaluationConfig) -> list[HeldOut]:
-    """The held-out sets, which have rewards and rows."""
+    """The held-out sets, after a check that they have rewards and rows."""
     if not config.rollout.environment:
         check_rewards(config.rewards)
     sets = held_out_sets(config)
@@ -147,14 +147,14 @@ def check_sft(config: SftConfig, world_size: int) -> None:
 
 
 def check_reward(config: RewardStageConfig, world_size: int) -> None:
-    """Refuse to train a reward model where it cannot work."""
+    """Refuse a reward model run that cannot work here."""
     _check_features(config, world_size)
     _check_training(config, world_size)
     refuse_indivisible("reward.batch_size", config.reward.batch_size, world_size, "ranks")
 
 
 def check_generate(config: GenerateConfig, world_size: int) -> None:
-    """Refuse to generate where it cannot work."""
+    """Refuse to generate if it cannot work here."""
     _check_policy(config.policy)
     output = config.generate.output
     if config.reads_stdin:
@@ -166,7 +166,7 @@ def check_generate(config: GenerateConfig, world_size: int) -> None:
 
 
 def check_chat(config: ChatConfig, world_size: int) -> None:
-    """Refuse to talk where it cannot work."""
+    """Refuse a chat that cannot work here."""
     _check_policy(config.policy)
     refuse(world_size > 1, f"chat is one process, and here are {world_size} ranks: start it without a launcher")
     adapter = config.chat.adapter
@@ -177,7 +177,7 @@ def check_chat(config: ChatConfig, world_size: int) -> None:
 
 
 def check_score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
-    """Refuse to score `source`, a file of completions or the folder of a run, where it cannot work."""
+    """Refuse scoring that cannot work here; `source` is a file of completions or, if `is_run`, the folder of a run."""
     check_rewards(config.rewards)
     score = config.score
     refuse(
@@ -197,7 +197,7 @@ def check_score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
 
 
 def check_publish(options: PublishOptionsConfig) -> None:
-    """Refuse to publish nowhere, or in two places."""
+    """Refuse to publish if no target is set, or two, or a folder that begins with ~."""
     refuse(
         (options.hub is None) == (options.folder is None),
         "publish.hub and publish.folder are "
@@ -210,7 +210,7 @@ def check_publish(options: PublishOptionsConfig) -> None:
 
 
 def _check_training(config: ModelRunConfig, world_size: int) -> None:
-    """What every stage of training needs."""
+    """Check what every training stage needs."""
     _check_policy(config.policy)
     rank = config.lora.rank
     refuse(
@@ -246,7 +246,7 @@ def _check_run_folder(folder: str) -> None:
     try:
         above = next(path for path in (Path(folder), *Path(folder).parents) if path.exists())
         refuse(not above.is_dir(), f"run.dir {folder}: {above} is a file, not a folder")
-        # The folder itself is made when all inputs have been read; another one shows whether it can be.
+        # The run folder is made after all inputs have been read. Until then a temporary one shows that it can be.
         with TemporaryDirectory(dir=above, prefix=".hybrid_grpo_"):
             pass
     except OSError as error:
@@ -254,13 +254,13 @@ def _check_run_folder(folder: str) -> None:
 
 
 def _is_installed(package: str) -> bool:
-    """Whether a package can be imported; a folder of its name that lies in the working folder is none."""
+    """Whether a package can be imported. A folder in the working directory that merely has its name does not count."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def check_data(data: DataConfig) -> None:
-    """Refuse sources that cannot be read here; a task may make its rows itself."""
+    """Refuse sources that cannot be read here. A task without a path makes its own rows."""
     for source in data.mixture:
         if source.task is None or source.path != "":
             check_source(f"data.mixture {source.name}: path", source.path)
@@ -271,8 +271,8 @@ def check_data(data: DataConfig) -> None:
 
 
 def check_output(setting: str, output: str, what: str, source: Any) -> None:
-    """Refuse a file to write, `-` for standard output, that cannot be written or would replace `source`, from which
-    `what` is read."""
+    """Refuse an output file that cannot be written, or that would replace `source`, from which `what` is read. The
+    output `-` is standard output."""
     if output == "-":
         return
     path = Path(output)

@@ -26,24 +26,24 @@ from hybrid_grpo.config.watching import WatchOptionsConfig
 
 _SEED = frozenset({"seed"})
 _MODEL = frozenset({"model", "dtype", "attn_implementation", "pickled_weights"})
-"""What loading a model takes of `policy`."""
+"""The settings of `policy` that loading a model needs."""
 
 
 def all_but(section: type[Any], others: str) -> frozenset[str]:
-    """The names of a section's settings but for some."""
+    """The names of a section's settings, except for `others`."""
     return frozenset(section.__dataclass_fields__) - frozenset(others.split())
 
 
 def in_part(**settings: frozenset[str]) -> Mapping[str, frozenset[str]]:
-    """Of sections that a command uses in part, the names of the settings that it uses."""
+    """For each section that a command uses in part, the names of the settings that it uses."""
     return settings
 
 
 class RecipeReader:
-    """A command that reads recipes for training, of which it uses a part.
+    """A command that reads training recipes and uses a part of them.
 
-    Its configuration has the sections that it uses. The rest of a recipe is left aside; given on the command line or in
-    Python, a setting that the command does not use is refused (config/composition.py).
+    Its configuration has the sections that it uses, and the rest of a recipe is ignored. A setting that the command
+    does not use is refused if it is given on the command line or in Python (`refuse_unused`).
     """
 
     command = ""
@@ -51,7 +51,7 @@ class RecipeReader:
 
 
 def refuse_mixture(data: DataConfig, command: str) -> None:
-    """Refuse several sources for a command that reads one. Raises UserError."""
+    """Refuse a mixture of sources for a command that reads only one. Raises UserError."""
     refuse(
         bool(data.mixture),
         f"data.mixture is for train: {command} reads one source: take it out, and set data.path or data.task",
@@ -115,27 +115,27 @@ class RewardStageConfig(ModelRunConfig):
 
 @dataclass(frozen=True, config=SECTION)
 class EvalOptionsConfig(EvalConfig):
-    """Evaluation on held-out prompts, greedy unless a temperature is given; and what becomes of it."""
+    """Evaluation on held-out prompts, greedy unless a temperature is given, and where its results go."""
 
     against: Text | None = None
-    """Model or folder of a run to compare with: it completes the same prompts, and the two are tested in pairs."""
+    """Model, or folder of a run, to compare with. It completes the same prompts, and a paired test compares the two."""
     output: Text | None = None
-    """File of JSON lines, written anew, one for each prompt of each set: its completions, their rewards and which are
-    right. Default: none."""
+    """File of JSON lines, overwritten. Each prompt of each set gets a line with its completions, their rewards and
+    which of them are right. Default: none."""
 
 
 @dataclass(frozen=True, config=SECTION)
 @partial(with_feature_sections, method="held_out_source")
 class EvaluateConfig(RecipeReader):
-    """Accuracy of a model on the held-out sets of a recipe, with intervals: that of `policy.model`, else the one that
-    the run of `--config RUN/config.yaml` has trained. The numbers go to standard output as one JSON object, and to
-    standard error as a table. What only training uses of the recipe is left aside."""
+    """Accuracy of a model on the held-out sets of a recipe, with intervals. The model is `policy.model`; with `--config
+    RUN/config.yaml` it is the one that the run trained, unless `--policy.model` is given. The numbers go to standard
+    output as one JSON object, and to standard error as a table. What only training uses is ignored."""
 
     run: RunConfig = field(default_factory=RunConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    """How completions end, and who answers their turns; how they are sampled is in `eval`."""
+    """How completions end, and what answers their turns. How they are sampled is set in `eval`."""
     rewards: RewardList = field(default_factory=list)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     eval: EvalOptionsConfig = field(default_factory=EvalOptionsConfig)
@@ -156,12 +156,12 @@ class EvaluateConfig(RecipeReader):
 
     @property
     def reward_names(self) -> list[str]:
-        """Names of all rewards, those of functions first, then those of environments."""
+        """Names of all rewards: first the functions', then the environments'."""
         return names_of_rewards(self.rewards, self.rollout)
 
     @property
     def active_features(self) -> list[FeatureConfig]:
-        """The sections of the features that are on and decide how held-out rows are read."""
+        """The sections of the features that are on and affect how held-out rows are read."""
         sections = (getattr(self, name) for name in feature_sections("held_out_source"))
         return [section for section in sections if section.is_on]
 
@@ -176,26 +176,26 @@ class OutputConfig:
     """Where completions go."""
 
     output: Text = "-"
-    """File of JSON lines, written anew; `-` is standard output. Several ranks write a file each: out.0.jsonl, ..."""
+    """File of JSON lines, overwritten; `-` is standard output. With several ranks each has its own: out.0.jsonl, ..."""
     token_logp: Switch = False
-    """Also write the tokens of each completion and their log-probabilities, `token_ids` and `token_logp`, which a run
-    needs to learn from them with importance weights."""
+    """Also write each completion's tokens and their log-probabilities, as `token_ids` and `token_logp`. A run needs
+    them to learn from the completions with importance weights."""
 
 
 @dataclass(frozen=True, config=SECTION)
 class GenerateConfig(RecipeReader):
-    """Completions of prompts, one JSON object a line, sampled as step 0 of a training run would sample them. Takes the
-    recipe of a training run, and leaves aside what only training uses."""
+    """Completions of prompts, one JSON object per line, sampled as step 0 of a training run would sample them. Takes
+    the recipe of a training run, and ignores what only training uses."""
 
     run: RunConfig = field(default_factory=RunConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     data: DataConfig = field(default_factory=lambda: DataConfig(over_long="refuse"))
-    """The prompts are those of `path` and `split`. Without a path and a task, or with `-`, they come from standard
-    input: one a line, as text or as a JSON object with the columns of a data set."""
+    """The prompts are those of `path` and `split`. With neither a path nor a task, or with the path `-`, they come from
+    standard input: one per line, as text or as a JSON object with the columns of a data set."""
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(num_generations=1))
     """How completions are sampled; temperature 0 takes the most probable tokens."""
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
-    """Worker processes, which call tools and environments."""
+    """The worker processes, which call tools and environments."""
     generate: OutputConfig = field(default_factory=OutputConfig)
 
     command = "generate"
@@ -235,16 +235,16 @@ class ChatOptionsConfig:
     """The conversation."""
 
     system: str | None = None
-    """System prompt, for models with a chat template. Default: that of `data.system_prompt`."""
+    """System prompt, for models with a chat template. Default: `data.system_prompt`."""
     adapter: Text | None = None
     """Folder of an adapter in peft's format, merged into `policy.model`. Default: none."""
 
 
 @dataclass(frozen=True, config=SECTION)
 class ChatConfig(RecipeReader):
-    """A conversation in the terminal: a line is a message, and the answer is shown while it is sampled. MODEL is the
-    folder or hub name of a model, the folder of a run, or that of an adapter (its base model is the one that it names,
-    or `policy.model`). For a run the settings start from the run's own. Lines can also come from a pipe."""
+    """A conversation in the terminal: each line is a message, and the answer is shown while it is sampled. MODEL is the
+    folder or hub name of a model, the folder of a run, or the folder of an adapter (on the base model that it names,
+    or on `policy.model`). For a run, the settings default to the run's own. Lines can also come from a pipe."""
 
     run: RunConfig = field(default_factory=RunConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -268,17 +268,17 @@ class ChatConfig(RecipeReader):
 
 @dataclass(frozen=True, config=SECTION)
 class PlanOptionsConfig:
-    """Where the planned run would be."""
+    """The ranks and the GPU to plan for."""
 
     world_size: Count | None = None
-    """Ranks. Default: as many as run this command."""
+    """Number of ranks. Default: as many as run this command."""
     gpu: Literal["rtx4090", "a100-40gb", "a100-80gb", "l40s", "h100", "h200", "b200"] | None = None
-    """Plan for an empty GPU of this kind, by its data sheet. Default: the device that is here."""
+    """Plan for an empty GPU of this kind, using its data sheet. Default: the device of this machine."""
 
 
 @dataclass(frozen=True, config=SECTION)
 class PlanConfig(TrainConfig):
-    """Memory and time of a training run, by its recipe, without loading weights."""
+    """Memory and time of a training run, estimated from its recipe without loading weights."""
 
     plan: PlanOptionsConfig = field(default_factory=PlanOptionsConfig)
 
@@ -288,7 +288,7 @@ class ScoreOptionsConfig:
     """Where rewards go, and which of a run's steps are scored."""
 
     output: Text = "-"
-    """File of JSON lines, written anew; `-` is standard output."""
+    """File of JSON lines, overwritten; `-` is standard output."""
     steps: str | None = None
     """Steps of a run to score, as in `100-200`, `100-`, `-200` or `100`. Default: all that were saved."""
 
@@ -296,10 +296,10 @@ class ScoreOptionsConfig:
 @dataclass(frozen=True, config=SECTION)
 class ScoreConfig(RecipeReader):
     """Try reward functions on completions that exist already, without a model. FILE_OR_RUN is a file of rows with
-    completions (anything that `data.path` takes, or `-` for JSON lines from standard input), or the folder of a run.
-    A row of a file has a prompt, the column of `data.completion_column` with a text, or one with an `s` after that
-    name with a list of texts, and columns for the functions; any recipe can be given. For a run, the settings start
-    from the run's own, and every line also has the rewards that the run's own functions gave."""
+    completions (anything that `data.path` takes, or `-` for JSON lines from standard input), or the folder of a run. A
+    row of a file has a prompt, columns for the functions, and a completion: a text in the column that
+    `data.completion_column` names, or a list of texts in the column of that name plus `s`. Any recipe can be given. For
+    a run, the settings default to the run's own, and every line also has the rewards that its own functions gave."""
 
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     """The tokenizer, for functions that look at tokens."""
@@ -308,7 +308,7 @@ class ScoreConfig(RecipeReader):
     rewards: RewardList = field(default_factory=list)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
-    """From which reward on a completion is right."""
+    """The reward from which a completion counts as right."""
     score: ScoreOptionsConfig = field(default_factory=ScoreOptionsConfig)
     """Where rewards go, and which of a run's steps are scored."""
 
@@ -323,11 +323,11 @@ class ScoreConfig(RecipeReader):
 
 @dataclass(frozen=True, config=SECTION)
 class ReplayOptionsConfig:
-    """What is made again, and where the result goes."""
+    """What is computed again, and where the result goes."""
 
     completions: Literal["again", "saved"] = "again"
-    """`again` samples them, and tools are called; `saved` takes those that the run has saved, as for tools whose
-    answers have changed."""
+    """`again` samples them and calls tools; `saved` takes the ones that the run saved, for example if the answers of
+    tools have changed since."""
     rewards: Literal["again", "saved"] = "again"
     """`again` calls the reward functions; `saved` uses the rewards that they returned in the run."""
     out: Text | None = None
@@ -337,8 +337,8 @@ class ReplayOptionsConfig:
 @dataclass(frozen=True, config=SECTION)
 class ReplayConfig(TrainConfig):
     """Repeat step STEP of the run in the folder RUN from the checkpoint before it, compare the result with what the run
-    saved, and show token by token what the loss saw. The settings are the run's own. Change those of `grpo`, `rewards`
-    and `scoring`, for this step alone, to see what difference they would have made. The run's files are only read."""
+    saved, and show token by token what the loss saw. The settings are the run's own. Settings of `grpo`, `rewards` and
+    `scoring` can be changed for this step alone, to see what difference they make. The run's files are only read."""
 
     replay: ReplayOptionsConfig = field(default_factory=ReplayOptionsConfig)
 
@@ -355,15 +355,15 @@ class ReplayConfig(TrainConfig):
 @dataclass(frozen=True, config=SECTION)
 class PublishConfig:
     """Publish the trained model of RUN, the folder of a run of any stage, with a model card that is made from the run:
-    evaluation, curves, data, objective, versions, and the settings to repeat it."""
+    evaluation, curves, data, objective, versions, and the settings that reproduce it."""
 
     publish: PublishOptionsConfig = field(default_factory=PublishOptionsConfig)
 
 
 @dataclass(frozen=True, config=SECTION)
 class ServeRewardConfig(RecipeReader):
-    """Serve reward functions to other machines, by OpenRLHF's convention. Takes the recipe of a training run and serves
-    its rewards."""
+    """Serve reward functions to other machines, following OpenRLHF's convention. Takes the recipe of a training run and
+    serves its rewards."""
 
     rewards: RewardList = field(default_factory=list)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)

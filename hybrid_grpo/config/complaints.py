@@ -1,4 +1,4 @@
-"""One line about a setting that cannot be: what it is called, what is wrong, and the way out."""
+"""One line about an invalid setting: its name, what is wrong, and the way out."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from hybrid_grpo.config.types import bounds, example, fields_of, plain_types, ty
 
 
 def complaint(error: ValidationError, cls: Any) -> str:
-    """The first of pydantic's errors about a configuration of this class."""
+    """One line for the first of pydantic's errors; `cls` is the class of the configuration."""
     first = error.errors(include_url=False)[0]
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, UserError):
@@ -30,8 +30,8 @@ def complaint(error: ValidationError, cls: Any) -> str:
 
 
 def unknown_setting(name: str, cls: Any) -> str:
-    """The message for a setting that the command does not have. The most likely meant are another framework's name
-    for one of ours, the same name in another section, and a similar name in this section, in this order."""
+    """The message for a setting that the command does not have. It suggests, in this order: our name for another
+    framework's setting, the same name in another section, or a similar name in this section."""
     if issubclass(cls, RecipeReader) and is_unused(cls, name):
         return f"{name} is a setting of training, which {cls.command} does not use: take it out"
     section, _, last = name.rpartition(".")
@@ -55,11 +55,11 @@ class _Place:
     name: str
     """As users write it: `rewards[0].weight`."""
     hint: Any
-    """The type of the value there; None where there is no such setting."""
+    """The type of the value there; None if there is no such setting."""
     owner: Any
     """The dataclass that has the setting, or lacks it."""
     rest: Sequence[int | str]
-    """What pydantic says beyond that: parts of a value that users do not name."""
+    """The rest of pydantic's path: parts of a value that users do not name."""
 
 
 def _located(path: Sequence[int | str], cls: Any) -> _Place:
@@ -97,7 +97,7 @@ def _unknown_place(place: _Place, value: Any, cls: Any) -> str:
     name, depth = place.name, place.name.count(".")
     if place.owner is not cls and (depth > 1 or "[" in name):
         return f"there is no setting {name}: {did_you_mean(name.rpartition('.')[2], fields_of(place.owner))}"
-    while isinstance(value, Mapping) and value:  # a section that there is not, with its first setting
+    while isinstance(value, Mapping) and value:  # an unknown section, with its first setting
         key, value = next(iter(value.items()))
         name = f"{name}.{key}"
     return unknown_setting(name, cls)

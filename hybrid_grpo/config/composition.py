@@ -17,7 +17,7 @@ from hybrid_grpo.config.types import fields_of
 
 
 class SamplingConfig(Protocol):
-    """The sections that every command has which samples completions."""
+    """The sections of every command that samples completions."""
 
     @property
     def run(self) -> RunConfig: ...
@@ -45,7 +45,7 @@ class EvaluationConfig(SamplingConfig, Protocol):
 
 
 def settings_of(cls: Any, section: str) -> dict[str, Any]:
-    """The settings of a section that the command uses, with their types; none of a list such as `rewards`."""
+    """The settings that the command uses in a section, with their types; empty for a list such as `rewards`."""
     hint = fields_of(cls).get(section)
     if not dataclasses.is_dataclass(hint):
         return {}
@@ -55,7 +55,7 @@ def settings_of(cls: Any, section: str) -> dict[str, Any]:
 
 @functools.cache
 def setting_names(cls: Any) -> tuple[str, ...]:
-    """Names of all settings that the command uses, dotted."""
+    """Dotted names of all settings that the command uses."""
     sections = {section: list(settings_of(cls, section)) for section in fields_of(cls)}
     return tuple(
         name
@@ -65,11 +65,11 @@ def setting_names(cls: Any) -> tuple[str, ...]:
 
 
 def training_with(name: str) -> Any:
-    """The configuration of a training run that has this section or setting; None where none has."""
+    """The training configuration class that has this section or setting; None if none has."""
     found = (cls for cls in (TrainConfig, SftConfig) if name in fields_of(cls) or name in setting_names(cls))
     return next(found, None)
 
 
 def is_unused(cls: Any, name: str) -> bool:
-    """Whether a recipe for training may have this section or setting, although the command does not use it."""
+    """Whether training has this section or setting, but the command does not use it."""
     return name not in fields_of(cls) and name not in setting_names(cls) and training_with(name) is not None

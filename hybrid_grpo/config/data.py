@@ -21,17 +21,17 @@ class MixtureConfig:
     path: Source = ""
     """JSONL or parquet file, folder of a saved dataset, or hub name."""
     task: Text | None = None
-    """Ready-made source and prompts, as in `data.task`; its rewards are not taken over."""
+    """Ready-made source and prompts, as in `data.task`; its rewards are not used."""
     subset: Text | None = None
     """Configuration name of a hub dataset."""
     split: Text = "train"
-    """Split to train on, where the source has splits."""
+    """Split to train on, if the source has splits."""
     limit: Count | None = None
     """Read only this many rows from the start."""
     weight: Positive = 1.0
     """Share of the prompts, compared with the weights of the other sources."""
     name: Name = ""
-    """Name in the metrics and for the rewards. Default: that of the task, or of the file or folder."""
+    """Name in the metrics and for the rewards. Default: the name of the task, the file or the folder."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -48,20 +48,20 @@ class DataConfig:
     path: Source = ""
     """JSONL or parquet file, folder of a saved dataset, or hub name; from Python also a dataset or a list of rows."""
     task: Text | None = None
-    """Ready-made source, prompts and rewards, of which every setting can be overridden: gsm8k, math, multiple_choice,
-    code, countdown, letters, or one of your own, `path/to/file.py:name`."""
+    """Ready-made source, prompts and rewards: gsm8k, math, multiple_choice, code, countdown, letters, or your own as
+    `path/to/file.py:name`. Every one of its settings can be overridden."""
     subset: Text | None = None
     """Configuration name of a hub dataset."""
     split: Text = "train"
-    """Split to train on, where the source has splits; a part of it as in `train[:90%]`."""
+    """Split to train on, if the source has splits; `train[:90%]` is a part of one."""
     eval_path: Source | None = None
     """Source of the held-out prompts. Default: the same as `path`."""
     eval_split: Text | None = None
     """Split to evaluate on; with neither this nor `eval_path` there is no evaluation."""
     mixture: list[MixtureConfig] = field(default_factory=list)
-    """Several sources in place of `path`, `task`, `subset`, `split` and `limit`, as
-    `[{task: gsm8k, weight: 3}, {path: mine.jsonl}]`. Every step draws of each its share by weight: exactly that
-    where it is a whole number of prompts, else one of the whole numbers next to it."""
+    """Several sources in place of `path`, `task`, `subset`, `split` and `limit`, as `[{task: gsm8k, weight: 3}, {path:
+    mine.jsonl}]`. Every step draws from each source its share by weight: exactly, if that is a whole number of prompts,
+    else rounded up or down."""
     prompt_column: Text = "prompt"
     """Column with the prompt: text, or a list of chat messages."""
     completion_column: Text = "completion"
@@ -71,8 +71,8 @@ class DataConfig:
     chat_template: Literal["auto", "always", "never"] = "auto"
     """`auto` applies the tokenizer's template to message lists, `always` also to text (as a user message)."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further variables of the tokenizer's template, as in `{enable_thinking: false}`. One that the template does not
-    read is refused."""
+    """Further variables for the tokenizer's template, as in `{enable_thinking: false}`. A variable that the template
+    does not read is refused."""
     max_prompt_tokens: Count = 512
     """Longest prompt that is kept."""
     over_long: Literal["drop", "refuse"] = "drop"
@@ -101,7 +101,7 @@ class DataConfig:
 
     @property
     def source_names(self) -> list[str]:
-        """Names of the sources of a mixture; none without one."""
+        """Names of the mixture's sources; empty if there is no mixture."""
         return [source.name for source in self.mixture]
 
     def _check_mixture(self) -> None:

@@ -1,4 +1,4 @@
-"""Settings of evaluation: when the policy is measured, on which held-out prompts, and how completions are taken."""
+"""Settings of evaluation: when the policy is measured, on which held-out prompts, and how completions are sampled."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class EvalSetConfig:
     """One held-out set."""
 
     path: Source | None = None
-    """Source of the prompts. Default: that of the task, else that of the training prompts."""
+    """Source of the prompts. Default: the task's source, else the source of the training prompts."""
     task: Text | None = None
-    """Task whose held-out prompts and rewards the set has. Default: rows are read as the training rows are."""
+    """Task whose held-out prompts and rewards the set uses. Default: rows are read like the training rows."""
     subset: Text | None = None
     """Configuration name of a hub dataset."""
     split: Text | None = None
@@ -37,7 +37,7 @@ class EvalSetConfig:
     system_prompt: str | None = None
     """System message put before every prompt."""
     rewards: RewardList | None = None
-    """Functions in place of the run's or the task's."""
+    """Reward functions that replace the run's or the task's."""
     outcome: Text | None = None
     """Name of the reward that tells right from wrong. Default: the task's, or the first of the set's own rewards, else
     `eval.outcome`."""
@@ -68,19 +68,19 @@ class EvalConfig:
     threshold: Number = 1.0
     """A completion is right when its outcome reward is at least this."""
     num_generations: Count = 1
-    """Completions of each prompt. Several need a temperature, and give pass@k and maj@k beside the accuracy."""
+    """Completions of each prompt. Several need a temperature above 0, and give pass@k and maj@k as well as accuracy."""
     temperature: NotNegative = 0.0
-    """Softmax temperature; 0 takes the most probable tokens. Completions depend on `run.seed`, the set, the prompt and
-    their number, not on the step, so that evaluations can be compared."""
+    """Softmax temperature; 0 takes the most probable tokens. Sampling is seeded by `run.seed`, the set, the prompt and
+    the index of the completion, not by the step, so that evaluations can be compared."""
     top_p: PositiveShare = 1.0
-    """Nucleus, with a temperature. No other filter of `rollout` counts here."""
+    """Nucleus, with a temperature above 0. No other filter of `rollout` applies here."""
     max_completion_tokens: Count | None = None
     """Longest completion. Default: `rollout.max_completion_tokens`."""
     best: Text | None = None
-    """Name of a number, such as eval/heldout/accuracy. The weights of the evaluation at which it is highest are kept in
-    `model_best/` of the run, beside `model/`. Default: none are kept."""
+    """Name of a metric, such as eval/heldout/accuracy. The weights of the evaluation at which it is highest are kept in
+    `model_best/` of the run, next to `model/`. Default: none are kept."""
     patience: Count | None = None
-    """Evaluations in a row without a new best after which the run ends well. Default: it goes on."""
+    """Consecutive evaluations without a new best after which the run ends, successfully. Default: it goes on."""
     sets: dict[Name, EvalSetConfig] = field(default_factory=dict)
     """Further sets by name, as in `{math: {task: math, limit: 200}, hard: {path: hard.jsonl, num_generations: 16,
     temperature: 0.6}}`. Settings of a set: path, task, subset, split, limit, system_prompt, rewards, outcome,

@@ -1,8 +1,8 @@
 """The settings of features: the base class of their sections, and the list of features that this package has.
 
 A feature is a folder of `hybrid_grpo/features/`. Its settings are read, checked and explained like those of the core.
-One that takes part in training is a `Feature` (run/feature.py) with a section of `TrainConfig`, and also of `sft` and
-`reward` if it needs no rollouts; one that has a command adds it to the command line.
+One that takes part in training is a `Feature` (run/feature.py) with a section in `TrainConfig`, and also in the
+configurations of `sft` and `reward` if it needs no rollouts. A feature can also add a command to the command line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REGISTERED = (
     "cleaning:CleanConfig",
     "average:AverageConfig",
 )
-"""Folder and settings of each feature, in the order in which they are asked."""
+"""Folder and settings class of each feature, in the order in which features are called."""
 FeatureList = Annotated[
     list[Function],
     BeforeValidator(lambda given: given.split(",") if isinstance(given, str) else given or []),
@@ -45,38 +45,38 @@ ClassT = TypeVar("ClassT", bound=type)
 class FeatureConfig:
     """The section of a feature. Subclasses are pydantic dataclasses in the feature's `settings.py`.
 
-    Whatever a feature leaves out has a default here that changes nothing. Attributes without annotations are facts
-    about the feature, not settings.
+    Everything but `is_on` has a default here that changes nothing. Attributes without annotations are facts about the
+    feature, not settings.
     """
 
     section = ""
     """Name of the section in a recipe; empty if the feature takes no part in training."""
     needs_rollouts = True
-    """Whether it takes part in `train` alone, and not in `sft` and `reward`."""
+    """Whether it takes part only in `train`, and not in `sft` and `reward`."""
     feature = ""
-    """The class of the feature itself, a `run.feature.Feature`, as `module:Class` in its folder; empty where it has no
+    """The class of the feature itself, a `run.feature.Feature`, as `module:Class` in its folder; empty if it takes no
     part in steps."""
     planned = ""
-    """The class of its share of the memory plan, a `run.memory.plan.FeatureMemory`, in the same way; empty where it
+    """The class of its share of the memory plan, a `run.memory.plan.FeatureMemory`, named in the same way; empty if it
     takes no memory worth planning."""
     page = ""
     """Its page in the documentation."""
     command = ""
-    """Name of the command that it adds, which is `run` in its `command.py`; empty for none."""
+    """Name of the command that it adds (`run` in its `command.py`); empty for none."""
     summary = ""
     """What the command does, in a line."""
     method = ""
-    """What papers call training with it, if that has another name than GRPO; needs a setting `enabled`."""
+    """What papers call training with it, if not GRPO; needs a setting `enabled`."""
     replaces_groups = ""
     """The setting that lets a run learn from groups of one completion; empty if the feature needs groups too."""
     gives_advantages = False
-    """Whether its advantages take the place of those within groups."""
+    """Whether its advantages replace the group-relative ones."""
     learns_without_rewards = False
-    """Whether equal rewards, or none, still teach the policy something."""
+    """Whether the policy learns even if all rewards are equal, or there are none."""
     streams_prompts = False
-    """Whether prompts are read as the run goes, so that not all of them are known before."""
+    """Whether prompts are read during the run, so that not all of them are known at the start."""
     free = frozenset[str]()
-    """Its settings that may change when a run resumes: they decide how it is computed, not what is learned."""
+    """Settings that may change when a run resumes: they affect how things are computed, not what is learned."""
 
     @property
     def is_on(self) -> bool:
@@ -90,8 +90,8 @@ class FeatureConfig:
         return {name: value for name, value in vars(self).items() if value != getattr(default, name)}
 
     def refuse_idle(self, why: str, *names: str) -> None:
-        """Refuse settings of these names, or any, that are not at their default, although they have no effect; `why`
-        is what they lack, and the way out. Raises UserError."""
+        """Refuse changed settings that have no effect: those with the given names, or all if none are given. `why`
+        names what they lack, and the way out. Raises UserError."""
         for name, value in self.changed.items():
             shown = str(value).lower() if isinstance(value, bool) else f"{value!s:.60}"
             refuse(
@@ -116,7 +116,7 @@ class FeatureConfig:
 
     @property
     def rows_per_group(self) -> int:
-        """Completions of a group that the feature gives, so that the policy does not sample them."""
+        """Completions of each group that the feature supplies and the policy therefore does not sample."""
         return 0
 
     def check(self, config: TrainConfig) -> None:
@@ -127,12 +127,12 @@ class FeatureConfig:
 
     def training_prompts(self, data: DataConfig, tokenizer: Any, seed: int, check: Callable[[list[Any]], None]) -> Any:
         """The prompts to train on and how they are drawn (a `data.training_prompts.TrainingPrompts`), in place of the
-        core's, if the feature is on; None where it leaves them. `check` raises UserError for prompts that the model
-        cannot read. Collective."""
+        core's; None if the feature does not change them. Called only if the feature is on. `check` raises UserError for
+        prompts that the model cannot read. Collective."""
         return None
 
     def held_out_source(self, source: Any, data: DataConfig) -> Any:
-        """How the rows of a held-out set (a `data.sources.Source`) are read beside those to train on."""
+        """The source (a `data.sources.Source`) of a held-out set, changed if the feature reads its rows differently."""
         return source
 
     def memory(self, config: TrainConfig) -> Any:
@@ -150,14 +150,14 @@ class FeatureConfig:
 
 @functools.cache
 def registered() -> dict[str, type[FeatureConfig]]:
-    """The settings of every registered feature, by its folder."""
+    """The settings class of every registered feature, by folder."""
     entries = [entry.split(":") for entry in REGISTERED]
     return {folder: getattr(import_module(f"hybrid_grpo.features.{folder}.settings"), cls) for folder, cls in entries}
 
 
 def feature_sections(method: str | None = None) -> dict[str, type[FeatureConfig]]:
-    """The settings of the features that take part in training, by the name of their section; with `method` only of
-    those whose settings have a method of this name of their own."""
+    """The settings classes of the features that take part in training, by section name. `method` limits them to the
+    classes that define a method of this name themselves."""
     return {
         settings.section: settings
         for settings in registered().values()
@@ -166,7 +166,7 @@ def feature_sections(method: str | None = None) -> dict[str, type[FeatureConfig]
 
 
 def feature_commands() -> dict[str, tuple[str, str]]:
-    """The module and the summary of every command that a feature adds, by its name."""
+    """The module and the summary of every command that a feature adds, by the command's name."""
     return {
         settings.command: (f"hybrid_grpo.features.{folder}.command", settings.summary)
         for folder, settings in registered().items()
@@ -180,8 +180,8 @@ def feature_folders() -> list[Path]:
 
 
 def with_feature_sections(cls: ClassT, method: str | None = None, *, needs_rollouts: bool | None = None) -> ClassT:
-    """Class decorator, applied before `dataclass`: adds a field for every section of `feature_sections`, or for those
-    of features that need rollouts, or do not."""
+    """Class decorator, applied before `dataclass`: adds a field for every section of `feature_sections`.
+    `needs_rollouts` limits them to features that need rollouts (True) or do not (False)."""
     for name, settings in feature_sections(method).items():
         if needs_rollouts in (None, settings.needs_rollouts):
             cls.__annotations__[name] = settings

@@ -1,4 +1,4 @@
-"""The types of settings: numbers with their bounds, text that is not empty, and what Python may give as an object."""
+"""The types of settings: bounded numbers, non-empty text, and values that Python can give as objects."""
 
 import inspect
 import re
@@ -10,11 +10,11 @@ from pydantic import AfterValidator, AllowInfNan, BeforeValidator, ConfigDict, P
 from pydantic_core import PydanticCustomError
 
 SECTION = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-"""Every section and every configuration: unknown names are refused, and the text below a field is its help."""
+"""For every section and configuration: unknown names are refused, and the text below a field is its help."""
 
 
 def _read_number(value: Any) -> Any:
-    """Text such as `1e-6`, which YAML takes for text, as a number."""
+    """Reads text such as `1e-6`, which YAML takes for text, as a number."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
@@ -28,7 +28,7 @@ def _check_name(name: str) -> str:
 
 
 def duration_seconds(text: str) -> float:
-    """Seconds of a time such as 90m, 11h30m, 45s, 30:00, 12:00:00 or 1-00:00:00; raises ValueError for another text."""
+    """Seconds of a time such as 90m, 11h30m, 45s, 30:00, 12:00:00 or 1-00:00:00. Raises ValueError for other text."""
     units = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", text)
     clock = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
     found = units or clock
@@ -69,13 +69,13 @@ NotNegative = Annotated[Number, Ge(0)]
 Share = Annotated[Number, Ge(0), Le(1)]
 PositiveShare = Annotated[Number, Gt(0), Le(1)]
 LARGEST_WHOLE = 2**53
-"""Bound of whole numbers, which all readers of the run's JSON can hold."""
+"""Upper bound of whole numbers: every reader of the run's JSON can represent them exactly."""
 Whole = Annotated[int, Strict(), Ge(0), Le(LARGEST_WHOLE)]
 Count = Annotated[int, Strict(), Ge(1), Le(LARGEST_WHOLE)]
 Seconds = Annotated[Number, Gt(0), Le(1e9)]
 Gibibytes = Annotated[Number, Gt(0), Le(1e6)]
 LIMITS = (LARGEST_WHOLE, 1e9, 1e6)
-"""Bounds of what a computer can count, which help does not repeat for every setting."""
+"""Technical upper bounds, which help does not repeat for every setting."""
 Switch = Annotated[bool, Strict()]
 Text = Annotated[str, MinLen(1)]
 Duration = Annotated[Text, BeforeValidator(lambda v: str(v) if type(v) is int else v), AfterValidator(_check_duration)]
@@ -91,12 +91,12 @@ T = TypeVar("T")
 
 
 def checked_settings(cls: Callable[..., T], *values: Any) -> T:
-    """The settings of a built-in, as its pydantic dataclass `cls`, from the values of its fields in their order. Raises
-    ValueError, which names the field, for a wrong value."""
+    """The settings of a built-in: its pydantic dataclass `cls`, made from the values of the fields in order. Raises
+    ValueError, naming the field, for a wrong value."""
     try:
         return cls(*values)
     except ValidationError as error:
         wrong = error.errors()[0]
         name = [*inspect.signature(cls).parameters][int(wrong["loc"][0])]
-        # Without the value, which may be a secret in the wrong place.
+        # The message leaves out the value, which may be a secret in the wrong place.
         raise ValueError(f"{name}: {wrong['msg']}") from None

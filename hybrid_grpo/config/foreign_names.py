@@ -11,7 +11,7 @@ from hybrid_grpo.config.features import feature_folders
 
 @functools.cache
 def foreign_names() -> dict[str, dict[str, str]]:
-    """By framework: its name of a setting, and ours or what to do instead (foreign_names.yaml)."""
+    """For each framework, its setting names, each with our name or what to do instead (foreign_names.yaml)."""
     folders = [Path(__file__).parent, *feature_folders()]
     found: dict[str, dict[str, str]] = {}
     for file in (folder / "foreign_names.yaml" for folder in folders):
@@ -22,7 +22,7 @@ def foreign_names() -> dict[str, dict[str, str]]:
 
 
 def foreign_name(name: str, known: Collection[str]) -> str | None:
-    """`TRL's num_generations is rollout.num_generations`. None if no framework has the name, or the command, whose
+    """`TRL's num_generations is rollout.num_generations`. None if no framework has the name, or if the command, whose
     settings are `known`, has no such setting."""
     for spelled in dict.fromkeys([name, name.rpartition(".")[2]]):
         for framework, names in foreign_names().items():

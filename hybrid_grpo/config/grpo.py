@@ -32,31 +32,31 @@ class GrpoConfig:
     """Average of the token losses: over all tokens (dapo), per completion then over completions (grpo), or by the
     constant B * max_completion_tokens (dr_grpo)."""
     importance: Literal["token", "sequence"] = "token"
-    """Ratio of the policy to the one that sampled: of every token, or of the completion, as the exponential of its
+    """Ratio of the policy to the one that sampled: for each token, or for the completion, as the exponential of its
     tokens' mean log-ratio (GSPO, arXiv:2507.18071, which is `sequence` with loss_type grpo)."""
     surrogate: Literal["clip", "cispo"] = "clip"
-    """What becomes of the ratio: PPO's clipped surrogate, or its value cut at 1 + epsilon_high, as a constant weight of
-    the log-probability (CISPO, arXiv:2506.13585), which keeps the gradient of every token."""
+    """How the ratio enters the loss: through PPO's clipped surrogate or, cut at 1 + epsilon_high, as a constant weight
+    of the log-probability (CISPO, arXiv:2506.13585), which keeps the gradient of every token."""
     epsilon_low: Annotated[Number, Gt(0), Lt(1)] = 0.2
     """The ratio is clipped from below at 1 - epsilon_low. Not used by cispo, which has no lower bound."""
     epsilon_high: Positive = 0.2
     """The ratio is clipped from above at 1 + epsilon_high (0.28 in DAPO; 3e-4 and 4e-4 are GSPO's low and high)."""
     dual_clip: Annotated[Number, Gt(1)] | None = None
     """With a negative advantage A the loss is at most -dual_clip * A, however large the ratio (arXiv:1912.09729; 3 is
-    usual); for surrogate clip."""
+    usual); only for surrogate clip."""
     baseline: Literal["mean", "leave_one_out"] = "mean"
-    """What rewards are compared with: the mean of their group, or that of the others in it (RLOO, arXiv:2402.14740)."""
+    """What rewards are compared with: the mean of their group, or of the others in it (RLOO, arXiv:2402.14740)."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Divide the centred rewards by their standard deviation in the group, by that over all completions of the step
-    (REINFORCE++-baseline, arXiv:2501.03262), or do not (Dr. GRPO)."""
+    """Divide the centred rewards by their standard deviation within the group, over all completions of the step
+    (REINFORCE++-baseline, arXiv:2501.03262), or not at all (Dr. GRPO)."""
     combine_rewards: Literal["sum", "normalize"] = "sum"
-    """Weighted sum of the reward functions as they are, or each first centred and scaled within the group (GDPO,
+    """Weighted sum of the rewards as they are, or with each first centred and scaled within the group (GDPO,
     arXiv:2601.05242, which is `normalize` with scale_rewards batch)."""
     step_credit: Literal["reward_to_go", "normalized"] = "reward_to_go"
-    """With rewards of steps, a token's advantage is what its completion still earns, relative to what the others of the
-    group still earn at the same token. Or (normalized) it is the sum over the steps to come, each relative to all steps
-    of the group, as in DeepSeekMath, arXiv:2402.03300, section 4.1.3, which rewards ending before a step that may go
-    wrong."""
+    """For rewards of steps. `reward_to_go`: a token's advantage is what its completion still earns, relative to what
+    the others of the group still earn at the same token. `normalized`: it is the sum over the steps to come, each
+    relative to all steps of the group (DeepSeekMath, arXiv:2402.03300, section 4.1.3), which favours ending before a
+    step that may go wrong."""
     beta: NotNegative = 0.0
     """Weight of the KL to the reference; 0 loads no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -64,19 +64,19 @@ class GrpoConfig:
     kl_in: Literal["loss", "reward"] = "loss"
     """The KL is a term of the loss, or is subtracted from the reward, summed over the completion."""
     kl_unbiased: Switch = False
-    """Multiply the KL of the loss by the ratio of its token, gradient included. That makes its gradient (of k1 and k3)
-    the gradient of the KL itself, off-policy too (DeepSeek-V3.2); without it k1 in the loss is noise."""
+    """Multiply each token's KL in the loss by the token's ratio, gradient included. With k1 and k3 the gradient is then
+    that of the KL itself, off-policy too (DeepSeek-V3.2); without this, k1 in the loss is noise."""
     kl_target: Positive | None = None
-    """Adapt beta, which is where it starts, to hold policy/kl at this many nats per token (arXiv:1909.08593). A KL
-    that is 20 % or more off changes beta by a fifth over 10,000 completions."""
+    """Adapt the weight of the KL, starting from beta, to hold policy/kl at this many nats per token (arXiv:1909.08593).
+    A KL that is off by 20 % or more changes the weight by a fifth over 10,000 completions."""
     entropy_coef: NotNegative = 0.0
-    """Weight of the entropy that the loss rewards."""
+    """Weight of the entropy bonus in the loss."""
     old_logp: Literal["auto", "sampler", "policy"] = "auto"
-    """Who gives the log-probabilities that ratios are relative to, where a rollout has several optimizer steps: the
+    """Where the log-probabilities that ratios are relative to come from, if a rollout has several optimizer steps: the
     sampler, which recorded them, or a pass of the training forward before the first step. `auto` takes the sampler's,
     unless sampler_correction is on or rollout.logprobs is sampling."""
     sampler_correction: Literal["none", "truncate", "mask"] = "none"
-    """Correct for a sampler that differs from the training forward. `truncate` weighs the loss of every token with the
+    """Correct for a sampler that differs from the training forward. `truncate` weights the loss of every token by the
     ratio of the two, at most sampler_ratio_max (truncated importance sampling). `mask` drops completions whose
     geometric mean of that ratio is outside the bounds."""
     sampler_ratio_max: Annotated[Number, Ge(1)] = 2.0
@@ -85,15 +85,15 @@ class GrpoConfig:
     """Completions cut at the length limit take no part in the loss, but still in their group's mean and standard
     deviation (DAPO, section 3.4)."""
     overlong_buffer: Whole = 0
-    """Tokens before max_completion_tokens over which a punishment for length grows from 0 to overlong_penalty (DAPO
-    eq. 13); 0 punishes nothing."""
+    """Tokens before max_completion_tokens over which a penalty for length grows from 0 to overlong_penalty (DAPO,
+    equation 13); 0 means no penalty."""
     overlong_penalty: Positive = 1.0
-    """What a completion of max_completion_tokens loses of its reward where overlong_buffer is set."""
+    """The penalty of a completion of max_completion_tokens, if overlong_buffer is set."""
     dynamic_sampling: Switch = False
-    """Replace prompts whose completions all have the same reward, before any punishment, by other prompts (DAPO
-    eq. 11)."""
+    """Replace prompts whose completions all have the same reward, before any length penalty, by other prompts (DAPO,
+    equation 11)."""
     max_resamples: Count = 5
-    """Rounds of dynamic_sampling in one step, after which the step goes on with the prompts it has."""
+    """Most rounds of dynamic_sampling in one step; after them the step goes on with the prompts it has."""
     ref_every: Whole = 0
     """Steps between refreshes of the reference from the policy; 0 keeps the starting model."""
     ref_mix: PositiveShare = 1.0
@@ -149,7 +149,7 @@ class GrpoConfig:
 
     @model_validator(mode="after")
     def _check_effect(self) -> GrpoConfig:
-        """Refuse settings that are changed and have no effect."""
+        """Refuse settings that were changed but have no effect."""
         cispo, uncorrected = self.surrogate == "cispo", self.sampler_correction == "none"
         no_reference = "grpo.beta 0, which loads no reference: set grpo.beta"
         for names, idle, because in (

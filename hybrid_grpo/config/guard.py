@@ -14,14 +14,14 @@ class GuardConfig:
     """What happens when training diverges, and how a run goes back to a checkpoint; the same on all ranks."""
 
     non_finite: Literal["say", "stop", "roll_back"] = "stop"
-    """What the alarm `non_finite` does, when loss, gradient, ratio, entropy, KL or parity are NaN or infinite for
-    `patience` steps in a row, or in the last step: `stop` ends the run without exporting a model; `say` reports it
+    """What the alarm `non_finite` does if loss, gradient, ratio, entropy, KL or parity is NaN or infinite for
+    `patience` consecutive steps, or in the last step: `stop` ends the run without exporting a model; `say` reports it
     once; `roll_back` goes back to a checkpoint (see lr_factor)."""
     patience: Count = 3
-    """Such steps in a row until the alarm goes off. Optimizer steps with such gradients are skipped. During them no
-    checkpoint is written, so that none from before is replaced."""
+    """Consecutive such steps until the alarm goes off. Optimizer steps with NaN or infinite gradients are skipped. No
+    checkpoint is written meanwhile, so that no earlier one is replaced."""
     lr_factor: PositiveShare = 0.5
-    """With `roll_back`, here or of another alarm, the run goes on from the newest checkpoint before the bad steps, at
-    the learning rate times this."""
+    """After a `roll_back`, by this alarm or another, the run continues from the newest checkpoint before the bad steps,
+    with the learning rate multiplied by this."""
     max_rollbacks: Count = 3
     """The run stops when it would roll back more often than this."""

@@ -1,4 +1,4 @@
-"""The held-out sets of a run, each with all that is said of it: by itself, by its task, by `eval`, by `data`."""
+"""The held-out sets of a run, each with its complete settings: its own, its task's, and those of `eval` and `data`."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ class Rows:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """One held-out set, with nothing left to a default."""
+    """One held-out set, with all defaults filled in."""
 
     name: str
     """Name in the metrics."""
     setting: str
-    """What the names of its settings begin with, for messages."""
+    """Prefix of the names of its settings, for messages."""
     rows: Rows | None
-    """None: where `data.eval_path` and `data.eval_split` say."""
+    """None: the rows that `data.eval_path` and `data.eval_split` name."""
     data: DataConfig
     """How rows become prompts."""
     rewards: list[RewardConfig] | None
-    """Functions of its own; None: those of the run."""
+    """Its own functions; None: the run's."""
     outcome: str
     """Name of the reward that tells right from wrong."""
     threshold: float
     every: int
     rollout: RolloutConfig
-    """How prompts are completed; of its filters only temperature and `top_p` count."""
+    """How prompts are completed. Of its filters only `temperature` and `top_p` apply."""
 
     @property
     def sample_counts(self) -> list[int]:
@@ -56,16 +56,16 @@ class HeldOut:
 
     @property
     def better_higher(self) -> list[str]:
-        """Names of the metrics of which a higher value is better."""
+        """Names of the metrics for which higher is better."""
         pass_at = [f"pass@{k}" for k in self.sample_counts]
         maj_at = [f"maj@{k}" for k in self.sample_counts if k > 2]
         return [f"eval/{self.name}/{number}" for number in ("accuracy", "reward_mean", *pass_at, *maj_at)]
 
 
 def held_out_sets(config: EvaluationConfig) -> list[HeldOut]:
-    """The set that `data.eval_path` or `data.eval_split` names, if there is one, and those of `eval.sets`.
+    """The set that `data.eval_path` or `data.eval_split` names, if there is one, and the sets of `eval.sets`.
 
-    Raises UserError where a set names no prompts, has the name of another, or contradicts itself.
+    Raises UserError if a set names no prompts, has the name of another, or contradicts itself.
     """
     sets = [_named(config, name, given) for name, given in config.eval.sets.items()]
     if _has_default(config.data):
@@ -81,7 +81,7 @@ def held_out_sets(config: EvaluationConfig) -> list[HeldOut]:
 
 
 def check_best(config: EvaluationConfig, sets: list[HeldOut]) -> None:
-    """Refuse a number to keep the best weights by that no set has, or that patience would wait for in vain."""
+    """Refuse an `eval.best` that no set measures, and an `eval.patience` that would wait in vain."""
     best, patience = config.eval.best, config.eval.patience
     if best is None:
         refuse(patience is not None, f"eval.patience {patience} waits for a better number: name it in eval.best")
@@ -111,7 +111,7 @@ def _named(config: EvaluationConfig, name: str, given: EvalSetConfig) -> HeldOut
     names = config.reward_names
     if rewards:
         names = [*map(reward_name, rewards), *names[len(config.rewards) :]]
-    # What a task says of right and wrong belongs to its own rewards.
+    # A task's outcome and threshold belong to its own rewards.
     evaluation = of_task.get("eval", {}) if not given.rewards else {}
     outcome = given.outcome or evaluation.get("outcome") or (names[0] if rewards else _run_outcome(config))
     refuse(
@@ -133,7 +133,7 @@ def _named(config: EvaluationConfig, name: str, given: EvalSetConfig) -> HeldOut
 
 
 def _rows(data: DataConfig, given: EvalSetConfig, of_task: Mapping[str, Any] | None, setting: str) -> Rows | None:
-    """Where the rows of a set are; `of_task` is what its own task says of its data, None where the set has none."""
+    """Where the rows of a set are; `of_task` is the section `data` of its own task, None if it has no such task."""
     if given.path is not None:
         return Rows(given.path, given.split, given.subset, given.limit)
     if of_task is not None:
@@ -149,10 +149,10 @@ def _rows(data: DataConfig, given: EvalSetConfig, of_task: Mapping[str, Any] | N
 
 
 def _reading(data: DataConfig, given: EvalSetConfig, of_task: Mapping[str, Any], task: str | None) -> DataConfig:
-    """How the rows of a set are read: as those to train on, but for what the set or its task says."""
+    """How the rows of a set are read: like the training rows, except for what the set or its task changes."""
     changed: dict[str, Any] = {}
     if task is not None:
-        # The column of the run's own rows is not one of the task's.
+        # The task's rows do not have the run's prompt column.
         changed = {"task": task, "prompt_column": "prompt"}
         changed |= {name: of_task[name] for name in ("system_prompt",) if name in of_task}
         if data.chat_template == "auto":

@@ -1,4 +1,4 @@
-"""The help of a command: its own options and the usual settings in a line each; a section in full."""
+"""The help of a command: one line for each of its own options and the usual settings; or one section in full."""
 
 import dataclasses
 import re
@@ -70,7 +70,7 @@ def _brief(cls: Any, name: str) -> str:
 
 
 def _meaning(of: Any, name: str) -> str:
-    # The text below a field is that of the class which declares it.
+    # The class that declares a field has the text below it.
     texts = (
         cls.__pydantic_fields__[name].description for cls in of.__mro__ if name in vars(cls).get("__annotations__", ())
     )
@@ -78,7 +78,7 @@ def _meaning(of: Any, name: str) -> str:
 
 
 def _first_sentence(text: str) -> str:
-    # Marks between backticks, as in `[{function: f}]`, end nothing.
+    # Punctuation between backticks, as in `[{function: f}]`, does not end a sentence.
     found = re.match(r"(?:`[^`]*`|.)*?(?=[.;:] |\.?$)", text)
     return found[0] if found else text
 

@@ -24,14 +24,14 @@ class PolicyConfig:
     model: str = ""
     """Folder or hub name of the starting model and its tokenizer."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of the weights in forward and backward. The optimizer always keeps float32 weights."""
+    """Data type of the weights in forward and backward. The optimizer always keeps float32 weights."""
     attn_implementation: Literal["auto", "packed", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """Attention of the training forward. `packed` computes no padding, with flash-attn's kernels where it is installed,
-    else torch's; `auto` takes it for every architecture that allows it, else `sdpa`. The others are those of
-    transformers, on padded rows (flash_attention_2 needs the extra `flash`)."""
+    """Attention of the training forward. `packed` computes no padding, with flash-attn's kernels if it is installed,
+    else torch's. `auto` means `packed` for every architecture that allows it, else `sdpa`. The others are transformers'
+    implementations, on padded rows (flash_attention_2 needs the extra `flash`)."""
     shared_prefix: Literal["auto", "on", "off"] = "auto"
-    """With `packed`, compute the prompt of a group only once in training too. The result is exact; `auto` does so where
-    it saves time."""
+    """With `packed`, compute the prompt of a group only once in training too. The result is exact; `auto` does so if it
+    saves time."""
     gradient_checkpointing: Switch = False
     """Recompute each layer's activations in backward instead of keeping them."""
     lr: Positive = 1e-6
@@ -50,8 +50,8 @@ class PolicyConfig:
     """Tokens of one forward and backward pass on a rank, padding included. A row that is longer gets a pass of its own.
     Default: 16,384 on a GPU; 4,096 on a CPU, where larger activations are slower to allocate for every layer."""
     pickled_weights: Switch = False
-    """Also read weights that are pickled (pytorch_model.bin), without running code from them. Safetensors are taken
-    where a model has both."""
+    """Also read weights that are pickled (pytorch_model.bin), without running code from them. If a model has both, its
+    safetensors are read."""
 
     @model_validator(mode="after")
     def _check(self) -> PolicyConfig:
@@ -65,7 +65,7 @@ class PolicyConfig:
 
 @dataclass(frozen=True, config=SECTION)
 class LoraConfig:
-    """Low-rank adapters (LoRA, arXiv:2106.09685): the model's weights stay as they are, and small matrices beside its
+    """Low-rank adapters (LoRA, arXiv:2106.09685): the model's weights stay as they are, and small matrices next to its
     linear layers are trained (needs the extra `lora`)."""
 
     rank: Whole = 0
@@ -120,7 +120,7 @@ _UNSUPPORTED = {
 }
 """DeepSpeed settings that generation and the loss do not honour, and why."""
 _KNOWN = yaml.safe_load(Path(__file__).with_name("deepspeed_sections.yaml").read_text(encoding="utf-8"))
-"""Sections of DeepSpeed's configuration; it ignores others."""
+"""Sections of DeepSpeed's configuration; DeepSpeed ignores all others."""
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -140,7 +140,7 @@ class EngineConfig:
 
     @property
     def fetching(self) -> dict[str, Any]:
-        """DeepSpeed's settings of how ZeRO-3 fetches weights. They hold for the reference too."""
+        """DeepSpeed's settings for how ZeRO-3 fetches weights. They apply to the reference too."""
         zero = self.deepspeed.get("zero_optimization", {})
         return {name: value for name, value in zero.items() if name.startswith("stage3_")}
 
@@ -186,7 +186,7 @@ class EngineConfig:
             )
 
     def _given(self, name: str) -> list[Any]:
-        """The value of a DeepSpeed setting; empty where it is not given."""
+        """The value of a DeepSpeed setting, in a list; empty if it is not given."""
         section, path = self.deepspeed, "engine.deepspeed"
         *above, last = name.split(".")
         for key in above:

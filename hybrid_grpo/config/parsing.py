@@ -83,8 +83,8 @@ def _print(text: str) -> None:
 
 
 def configure(cls: type[ConfigT], given: Settings) -> Parsed[ConfigT]:
-    """The configuration from nested mappings, over the recipe of the task that they name. A command that reads recipes
-    leaves aside what it does not use. Raises UserError."""
+    """The configuration from nested mappings, laid over the recipe of the task that they name. A command that reads
+    recipes ignores what it does not use. Raises UserError."""
     settings = with_task(cls, given)
     config = build(cls, used_part(cls, settings) if issubclass(cls, RecipeReader) else settings)
     return Parsed(config, dump(config))
@@ -115,7 +115,7 @@ def _setting_type(cls: Any, name: str) -> Any:
 
 
 def _with_option(given: Settings, name: str, hint: Any, text: str) -> Settings:
-    """The settings with that of an option over them; `--section.name.key` sets one entry of a mapping."""
+    """The settings with an option laid over them; `--section.name.key` sets one entry of a mapping."""
     section, *path = name.split(".")
     value = read_value(text) if path[1:] else _read(hint, text)
     if not path:

@@ -14,17 +14,17 @@ class RewardLoopConfig:
     batch_size: Count = 64
     """Pairs of one optimizer step, over all ranks."""
     max_tokens: Count = 1024
-    """Longest text, prompt and answer together. Pairs with a longer one are dropped and counted, or refused where
+    """Longest text, prompt and answer together. Pairs with a longer one are dropped and counted, or refused if
     data.over_long is refuse."""
     center_coefficient: NotNegative = 0.0
-    """Weight of the square of the sum of a pair's two rewards in the loss, which keeps rewards around 0 (TRL's
+    """Weight of a term in the loss that keeps rewards around 0: the squared sum of a pair's two rewards (TRL's
     center_rewards_coefficient, arXiv:2312.09244, equation 2; 0.01 is usual)."""
     chosen_column: Text = "chosen"
     """Column with the better answer: text, or chat messages that end with the assistant's."""
     rejected_column: Text = "rejected"
     """Column with the worse answer."""
     margin_column: Text = "margin"
-    """Column with the margin by which the better reward shall exceed the worse one, where the rows have it."""
+    """Column with the margin by which the better reward should exceed the worse one, if the rows have it."""
 
 
 @dataclass(frozen=True, config=SECTION)

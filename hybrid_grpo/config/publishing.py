@@ -15,13 +15,13 @@ class PublishOptionsConfig:
     """Repository on the Hugging Face hub, as `you/name`. It is created if necessary; one that holds anything but an
     earlier publication is refused. Log in first with `hf auth login`, or set HF_TOKEN."""
     folder: Text | None = None
-    """Folder to write instead of a repository, where the hub is not available. An earlier publication in it is
+    """Folder to write to instead of a repository, if the hub is not available. An earlier publication in it is
     replaced, and anything else refused."""
     private: Switch = True
-    """Create the repository as a private one, so that nothing becomes public by mistake; the hub's page makes it public
-    with a click. An existing repository stays as it is."""
+    """Create the repository as a private one, so that nothing becomes public by mistake. One click on the hub's page
+    makes it public. An existing repository stays as it is."""
     model: Name = "model"
-    """Folder of the run with the model: `model` has the last weights, `model_best` those of `eval.best`."""
+    """Folder of the run that has the model: `model` has the last weights, `model_best` the best ones by `eval.best`."""
     evaluation: Text | None = None
     """File with the JSON object that `hybrid-grpo eval` printed for this model. The card then shows its numbers and
     intervals instead of those that the run measured."""

@@ -13,7 +13,7 @@ Settings = dict[str, Any]
 """By section and name."""
 
 EXPONENT = re.compile(r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9_]+)[eE][-+]?[0-9]+$")
-"""Numbers such as `1e-6`, which PyYAML takes for text."""
+"""Numbers such as `1e-6`, which PyYAML reads as text."""
 
 _DEEPEST, _MOST_VALUES, _MOST_LETTERS, _LONGEST_NUMBER = 50, 100_000, 2**20, 300
 """Beyond these, YAML is a mistake or a trap: aliases and merges turn a few lines into terabytes."""
@@ -21,15 +21,15 @@ _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 class GivenTwice(yaml.MarkedYAMLError):
-    """A mapping has a key twice, of which YAML would silently keep the last."""
+    """A mapping has a key twice. YAML would silently keep the last value."""
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """Reads `1e-6` as a number."""
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Write what `<<` merges into a mapping, each key once: PyYAML 6.0.4 takes the first of two, and a mapping that
-        had overridden a merged value would lose its own where it is merged itself."""
+        """Resolve `<<` in a mapping, keeping each key once. PyYAML 6.0.4 takes the first of two equal keys, so a
+        mapping that overrides a merged value would lose its own value when it is merged in turn."""
         super().flatten_mapping(node)
         if any(not isinstance(key, yaml.ScalarNode) for key, _ in node.value):
             return
@@ -38,7 +38,7 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes text that would be read back as a number such as `1e3`."""
+    """Quotes text that would be read back as a number, such as `1e3`."""
 
 
 for _reads_numbers in (_Loader, Dumper):
@@ -52,8 +52,8 @@ def check_text(text: str, what: str) -> None:
 
 
 def load_yaml(text: str) -> Any:
-    """The content of a YAML text from anywhere, read in bounded time and memory. Raises ValueError or yaml.YAMLError if
-    it is not YAML, has a key twice, contains itself, or is deeper or larger than settings are."""
+    """The content of untrusted YAML text, read in bounded time and memory. Raises ValueError or yaml.YAMLError if it is
+    not YAML, has a key twice, contains itself, or is deeper or larger than settings are."""
     if len(text) > _MOST_LETTERS:
         raise ValueError(f"it has more than {_MOST_LETTERS} letters: give data in a file")
     depth = 0
@@ -76,8 +76,8 @@ def load_yaml(text: str) -> Any:
 
 
 def _check(root: yaml.Node) -> None:
-    """Refuse loops, keys that are given twice, and what is too large, before values are made. What an alias (`*name`)
-    stands for, and so what `<<` merges, counts as often as it is used."""
+    """Refuse loops, duplicate keys and excessive size before values are made. What an alias (`*name`) stands for, and
+    so what `<<` merges, counts each time it is used."""
     values = letters = 0
     rest = [(root, 0)]
     while rest:
@@ -121,7 +121,7 @@ def read_value(text: str) -> Any:
 
 
 def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> Settings:
-    """Both, setting by setting; those above win. A list or mapping that is the value of a setting is replaced whole."""
+    """Both, merged setting by setting; `above` wins. A list or mapping that is a setting's value is replaced whole."""
     merged = dict(below)
     for section, values in above.items():
         both = isinstance(values, Mapping) and isinstance(merged.get(section), Mapping)
@@ -130,7 +130,7 @@ def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> Settings:
 
 
 def read_recipe(path: Path) -> Settings:
-    """The settings in a YAML file. Raises UserError, which names the file and the line, where it cannot be read."""
+    """The settings in a YAML file. Raises UserError, naming the file and the line, if it cannot be read."""
     refuse(path.is_dir(), f"--config {path} is a folder: give a YAML file")
     refuse(not path.is_file(), f"--config {path}: there is no such file")
     try:
@@ -143,7 +143,7 @@ def read_recipe(path: Path) -> Settings:
 
 
 def _read_text(path: Path) -> str:
-    """A file's text; of one that is far too large only as much as shows that it is."""
+    """A file's text; if the file is too large, only as much of it as shows that."""
     with path.open(encoding="utf-8") as file:
         return file.read(_MOST_LETTERS + 1)
 

@@ -39,13 +39,13 @@ class RewardConfig:
     name: Name | None = None
     """Name in the metrics. Default: the function's own."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Fixed keyword arguments for the function. A secret, known by its name at any depth (api_key) or by how it looks
-    (a token, a login in an address), is written as *** wherever the settings are; better give the name of a variable of
-    the environment, as in `token_env: MY_TOKEN`."""
+    """Fixed keyword arguments for the function. A secret, recognized by its name at any depth (api_key) or by its form
+    (a token, a login in an address), is written as *** wherever settings are written. It is better to give the name of
+    an environment variable, as in `token_env: MY_TOKEN`."""
     timeout_s: Seconds = 60.0
-    """Seconds of one call. A call that takes longer is abandoned: its completions have no reward of this function."""
+    """Most seconds of one call. A longer call is abandoned: its completions get no reward from this function."""
     batch_size: Count | Literal["auto", "group"] = "auto"
-    """Completions of one call; `group` is all of one prompt; `auto` is the function's own `batch_size`, else 1."""
+    """Completions per call; `group` means all of one prompt; `auto` is the function's own `batch_size`, else 1."""
     sources: list[Name] = field(default_factory=list)
     """Sources of `data.mixture` to whose prompts the function applies; it is not called for others. Held-out prompts
     belong to no source: it is called for all of them. Default: all."""
@@ -65,8 +65,8 @@ def reward_name(reward: RewardConfig) -> str:
 
 
 def _read_list(rewards: Any) -> Any:
-    """`exact_match,mine.py:f` as a list; null, an empty section of YAML, as an empty one."""
-    # A text that begins so is what was left of YAML that cannot be read.
+    """`exact_match,mine.py:f` as a list; null, which is an empty section in YAML, as an empty list."""
+    # Text that begins like this was meant as YAML but could not be read.
     refuse(
         isinstance(rewards, str) and rewards.lstrip().startswith(("[", "{")),
         f"rewards {rewards!s:.60} cannot be read as YAML: close every bracket and quote, and give each key once",
@@ -102,17 +102,17 @@ class ScoringConfig:
     """How reward functions are run."""
 
     workers: Whole = 0
-    """Worker processes of a rank, which call functions concurrently; 0: one for each of its cores, 2 to 8."""
+    """Worker processes of a rank, which call functions concurrently; 0 means one for each of its cores, from 2 to 8."""
     memory_gb: Gibibytes = 4.0
     """GiB that a worker may allocate; beyond it a function gets a MemoryError."""
     max_failed_frac: NotNegative = 0.5
     """Stop the run, with a checkpoint, if a function fails for more than this share of a step's completions."""
     secrets: list[Text] = field(default_factory=list)
-    """Variables of the environment that functions in worker processes may see although their names look like those of
-    secrets (WANDB_API_KEY, HF_TOKEN, *_TOKEN, *_KEY, *_SECRET, *PASSWORD*). Those that an argument `*_env` of a
-    function names are seen anyway."""
+    """Environment variables that functions in worker processes may see although their names look like secrets
+    (WANDB_API_KEY, HF_TOKEN, *_TOKEN, *_KEY, *_SECRET, *PASSWORD*). Variables that a function's argument `*_env` names
+    are visible anyway."""
     max_import_s: Seconds = 120.0
-    """Seconds for the files of the functions to be imported."""
+    """Most seconds for importing the files of the functions."""
     max_wait_s: Seconds = 600.0
     """Seconds to wait for rewards after the last completion of a step. Rewards still missing then count as failed."""
 
@@ -142,11 +142,11 @@ class ServeOptionsConfig:
     max_requests: Count = 256
     """Requests that are answered at the same time; further ones get status 503. A rank sends up to 32."""
     timeout_s: Seconds = 30.0
-    """Seconds for a request to arrive, and for its answer to be taken."""
+    """Most seconds for a request to arrive, and for the client to read its answer."""
     label_column: Annotated[str, AfterValidator(_check_identifier)] = "answer"
-    """Name under which functions are given the `labels` of a request."""
+    """Name under which functions receive the `labels` of a request."""
     ends: list[Text] = field(default_factory=list)
-    """Texts taken off the end of a `query`, such as `<|im_end|>`: OpenRLHF sends special tokens with it."""
+    """Texts removed from the end of a `query`, such as `<|im_end|>`: OpenRLHF sends special tokens with it."""
 
     @model_validator(mode="after")
     def _check(self) -> ServeOptionsConfig:

@@ -54,7 +54,7 @@ Environment = Annotated[
     BeforeValidator(_check_environment),
     PlainSerializer(_places),
 ]
-"""A class by its place, or several by names; from Python also classes."""
+"""The place of a class, or places of several by name; from Python also classes."""
 
 
 ToolFormat = Literal[
@@ -74,7 +74,7 @@ ToolFormat = Literal[
     "llama3",
     "pythonic",
 ]
-"""Names of turns/formats/."""
+"""Names of the formats in turns/formats/."""
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -90,24 +90,24 @@ class RolloutConfig:
     min_completion_tokens: Whole = 0
     """Shortest completion: before it has this many tokens, stop ids are not drawn and stop strings do not end it."""
     temperature: NotNegative = 1.0
-    """Softmax temperature, of sampling and of every log-probability in the loss."""
+    """Softmax temperature, for sampling and for every log-probability in the loss."""
     top_p: PositiveShare = 1.0
-    """Nucleus: smallest set of tokens with at least this probability; 1 keeps all."""
+    """Nucleus: smallest set of tokens with at least this total probability; 1 keeps all."""
     top_k: Whole = 0
     """Keep the k most probable tokens; 0 keeps all."""
     min_p: Share = 0.0
     """After top-k and top-p, keep the tokens with at least this share of the largest probability; 0 keeps all."""
     repetition_penalty: Positive = 1.0
-    """Logits of tokens in the prompt or the completion so far are divided by this where positive, else multiplied by
-    it (CTRL, arXiv:1909.05858); 1 changes nothing."""
+    """Logits of tokens in the prompt or the completion so far are divided by this if positive, else multiplied by it
+    (CTRL, arXiv:1909.05858); 1 changes nothing."""
     logit_bias: Annotated[dict[str, Number], BeforeValidator(_text_keys)] = field(default_factory=dict)
     """Added to the logits of tokens, by token id: `{"42": -100.0}`."""
     stop_ids: list[Whole] = field(default_factory=list)
-    """Token ids that end a completion, beside the model's own end-of-sequence ids."""
+    """Token ids that end a completion, in addition to the model's own end-of-sequence ids."""
     stop_strings: list[Text] = field(default_factory=list)
     """Texts that end a completion as soon as it contains one; they stay part of it."""
     ignore_eos: Switch = False
-    """For benchmarks: nothing but a limit of tokens ends a completion."""
+    """For benchmarks: only a token limit ends a completion."""
     logprobs: Literal["softmax", "sampling"] = "softmax"
     """Distribution under which `old_logp` is recorded: `softmax` is that of the training forward, at the temperature;
     `sampling` is the filtered one that the tokens were drawn from."""
@@ -116,23 +116,23 @@ class RolloutConfig:
     max_slots: Count = 256
     """Completions decoded at the same time on one rank."""
     prefill_tokens: Count | None = None
-    """Prompt tokens of one prefill forward; a longer prompt is read in several. Default: 2,048 on a CPU, and on a GPU
-    the most up to 16,384 that leaves memory to the cache."""
+    """Prompt tokens of one prefill forward; a longer prompt is read in several. Default: 2,048 on a CPU; on a GPU up to
+    16,384, as far as that leaves memory for the cache."""
     cache_gb: Gibibytes | None = None
     """GiB of keys and values on one rank. Default: what free memory allows."""
     keep_cache: Literal["auto", "on", "off"] = "auto"
     """Whether a GPU keeps the cache, gathered weights and CUDA graphs from rollout to rollout, so that graphs are
-    captured once a run: `auto` where the plan of memory has room for them beside training. A CPU keeps nothing."""
+    captured once per run. `auto` keeps them if the memory plan has room for them in training. A CPU keeps none."""
 
     tools: list[ToolConfig] = field(default_factory=list)
-    """Functions that the model may call between its turns, as `path/to/file.py:name`: with type hints, and a docstring
-    that describes the arguments; with arguments that the model does not give, as in `[{function: search, kwargs:
-    {folder: texts}}]`."""
+    """Functions that the model may call between its turns, as `path/to/file.py:name`. They need type hints, and a
+    docstring that describes the arguments. Arguments that the model does not give are set as in `[{function: search,
+    kwargs: {folder: texts}}]`."""
     environment: Environment | None = None
-    """Class whose objects answer the turns of completions, as `path/to/file.py:Class`; several as a mapping, of which
-    the column `environment` names one for each row. See docs/environments.md."""
+    """Class whose instances answer the model's turns, as `path/to/file.py:Class`. Several classes are given as a
+    mapping, from which the column `environment` selects one for each row. See docs/environments.md."""
     tool_format: ToolFormat = "auto"
-    """How the model writes calls; `auto` takes the first format that reads a call as the chat template writes it. See
+    """How the model writes calls; `auto` takes the first format that can read a call written by the chat template. See
     docs/tools.md."""
     max_turns: Count = 8
     """Most turns of a completion with tools, an environment or a user. The last one is not answered."""
@@ -140,44 +140,44 @@ class RolloutConfig:
     """Most tokens of the answer to a turn, including those of the chat template; longer answers of tools, environments
     and users are cut."""
     tool_timeout_s: Seconds = 30.0
-    """Seconds for a call of a tool, after which the model reads that it took too long; also for a step of an
+    """Most seconds for a tool call, after which the model reads that it took too long; also for a step of an
     environment, after which the completion has failed."""
     max_turn_calls: Count = 16
-    """Most calls of tools in one turn. Further calls are not made, and the model reads that they were not."""
+    """Most tool calls in one turn. Further calls are not made, and the model reads that they were not."""
     environment_processes: Count | None = None
     """Most worker processes of environments at the same time on one rank; further environments wait until one ends.
-    Default: max_slots, at most half of the files that a process may open."""
+    Default: max_slots, but at most half of the files that a process may open."""
     keep_history: Switch = False
-    """Whether to train with a chat template that writes earlier turns otherwise than the model did, such as without
-    their thinking: the model then reads its turns as it wrote them. Default: such a template is refused."""
+    """Train with a chat template that changes earlier turns, for example by removing their thinking. The model then
+    still reads its turns as it wrote them. Default: such a template is refused."""
     max_turn_tokens: Count | None = None
-    """Most sampled tokens of one turn; a turn that reaches it without an end is the last one, and the completion counts
-    as cut. Default: max_completion_tokens."""
+    """Most sampled tokens of one turn; a turn that reaches this without ending is the last one, and the completion
+    counts as cut. Default: max_completion_tokens."""
     max_total_tokens: Count | None = None
-    """Most tokens in all, of the prompt, sampled and given between turns; a completion that reaches it is cut. Default:
-    what the other limits add up to."""
+    """Most tokens in total: the prompt, what is sampled, and what is inserted between turns. A completion that reaches
+    this is cut. Default: what the other limits add up to."""
 
     user: Function | None = None
-    """Function that plays the user, as `path/to/file.py:name`: called with the `messages` so far and the columns that
-    it has arguments for after each turn of the model without calls, it returns what the user says, or None to end the
-    conversation. See docs/users.md."""
+    """Function that plays the user, as `path/to/file.py:name`. After each turn of the model without tool calls, it is
+    called with the `messages` so far and the columns that it has arguments for. It returns what the user says, or None
+    to end the conversation. See docs/users.md."""
     user_model: Text | None = None
-    """Folder or hub name of a model that plays the user. Every rank holds it whole, beside the policy."""
+    """Folder or hub name of a model that plays the user. Every rank holds it whole, in addition to the policy."""
     user_prompt: Text | None = None
     """System prompt of `user_model`: who it is and what it wants. `{name}` is replaced by that column of the row."""
     user_temperature: NotNegative = 1.0
     """Softmax temperature of `user_model`."""
     user_stop: list[Text] = field(default_factory=list)
-    """The user ends the conversation by saying one of these texts. One that says nothing ends it too."""
+    """The user ends the conversation by saying one of these texts. An empty message ends it too."""
 
     @property
     def user_setting(self) -> str | None:
-        """The setting that says who plays the user; None where nobody does."""
+        """The setting that names what plays the user; None if nothing does."""
         return "rollout.user" if self.user is not None else "rollout.user_model" if self.user_model else None
 
     @property
     def turns_setting(self) -> str | None:
-        """A setting that makes completions of several turns; None where none does."""
+        """A setting that gives completions several turns; None if there is none."""
         asked = ("tools", self.tools), ("environment", self.environment)
         return next((f"rollout.{name}" for name, value in asked if value), self.user_setting)
 
@@ -188,7 +188,7 @@ class RolloutConfig:
 
     @property
     def environments(self) -> dict[str, str]:
-        """Places of classes by the names that rows have for them; a single one has none. Empty without any."""
+        """Places of the environment classes, by the names that rows use; a single class has an empty name."""
         if self.environment is None:
             return {}
         named = self.environment if isinstance(self.environment, dict) else {"": self.environment}
@@ -197,12 +197,12 @@ class RolloutConfig:
 
     @property
     def max_read_tokens(self) -> int:
-        """Most tokens after a short prompt, including those given between turns or at the end of the prompt."""
+        """Most tokens after a short prompt, including those inserted between turns or at the end of the prompt."""
         answers = (self.max_turns - 1 if self.has_turns else 0) + bool(self.environment)
         return self.max_completion_tokens + answers * self.max_tool_tokens
 
     def longest(self, prompt: int, *, opened: bool = False) -> int:
-        """Most tokens of a prompt of this length with all that follows it; `opened` where the prompt already has the
+        """Most tokens of a prompt of this length and all that follows it; `opened` if the prompt already contains the
         initial observation of its environment."""
         longest = prompt + self.max_read_tokens - (self.max_tool_tokens if opened else 0)
         return longest if self.max_total_tokens is None else min(longest, self.max_total_tokens)
@@ -282,5 +282,5 @@ class RolloutConfig:
 
 
 def environment_rewards(rollout: RolloutConfig) -> dict[str, str]:
-    """Names of the environments' rewards in the metrics, those of the classes, by the names that rows have for them."""
+    """Names of the environments' rewards in the metrics, which are the class names, by the names that rows use."""
     return {name: place.rpartition(":")[2].rpartition(".")[2] for name, place in rollout.environments.items()}

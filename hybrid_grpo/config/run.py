@@ -38,14 +38,14 @@ class RunConfig:
     """`auto` continues from the newest complete checkpoint of this run, or starts if the folder is empty. The folder of
     a checkpoint, of this run or another, continues from that one."""
     allow_changes: Switch = False
-    """Continue from a checkpoint although settings that affect learning, or the data, have changed since."""
+    """Continue from a checkpoint even if settings that affect learning, or the data, have changed since."""
     stop_after: Duration | None = None
     """Time after which the run saves a checkpoint and ends with status 75: 90m, 11h30m, 1-00:00:00. Default: none."""
     grace_s: Positive | None = None
-    """Seconds in which a run that is asked to stop saves a checkpoint; a rank that takes longer is killed. Default: 20,
-    and twice what the last checkpoint took, or before the first one 10 s for each GB that a rank writes."""
+    """Seconds for saving a checkpoint once a run is asked to stop; a rank that takes longer is killed. Default: 20 plus
+    twice what the last checkpoint took or, before the first one, 10 s for each GB that a rank writes."""
     stall_minutes: NotNegative = 30.0
-    """A run in which no rank makes progress for this long is ended, and says which rank is behind; 0 waits forever."""
+    """If no rank makes progress for this long, the run ends and reports which rank is behind; 0 waits forever."""
 
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
@@ -57,13 +57,13 @@ class RunConfig:
 
 @dataclass(frozen=True, config=SECTION)
 class CheckpointConfig:
-    """What is written to resume from."""
+    """When checkpoints to resume from are written, and how many are kept."""
 
     every_minutes: NotNegative = 15.0
-    """Minutes between checkpoints; 0 does not count time. Unless this and `every` are both 0, there is also one before
-    the first step and one after the last."""
+    """Minutes between checkpoints; 0 ignores time. Unless this and `every` are both 0, there is also one before the
+    first step and one after the last."""
     every: Whole = 0
-    """Steps between checkpoints; 0 does not count steps."""
+    """Steps between checkpoints; 0 ignores steps."""
     keep: Count = 2
     """How many of the newest checkpoints are kept."""
     on_failure: Literal["say", "stop"] = "say"
@@ -72,7 +72,7 @@ class CheckpointConfig:
 
 
 TRACKERS = ("wandb", "tensorboard", "trackio", "mlflow")
-"""What log.trackers may name; also the package of each."""
+"""The trackers that log.trackers may name; each has the name of its package."""
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -80,16 +80,16 @@ class LogConfig:
     """What is shown and written during the run."""
 
     trackers: list[Text] = field(default_factory=lambda: ["wandb"])
-    """Where the run is shown as it goes: any of wandb, tensorboard, trackio and mlflow. One that fails does not affect
+    """Where the run is shown live: any of wandb, tensorboard, trackio and mlflow. A tracker that fails does not affect
     the run."""
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """`auto` is online where an account is configured, else offline."""
+    """`auto` is online if an account is configured, else offline."""
     wandb_project: Text = "hybrid_grpo"
     """Project on wandb and trackio, experiment on MLflow."""
     wandb_entity: Text | None = None
-    """Team or user on wandb. Default: that of the account."""
+    """Team or user on wandb. Default: the account's."""
     wandb_view: Switch = False
-    """Save a view of the run on wandb when it begins: the charts of report.html by question. Needs wandb-workspaces."""
+    """Save a view on wandb when the run begins: report.html's charts, grouped by question. Needs wandb-workspaces."""
     group: Text | None = None
     """Name shared by runs that belong together, such as the seeds of one setting. Default: none."""
     tags: list[Text] = field(default_factory=list)
@@ -99,18 +99,18 @@ class LogConfig:
     job_type: Text | None = None
     """Kind of run inside its group, such as baseline. Default: none."""
     rollouts_every: Whole = 1
-    """Steps between rollouts written to rollouts/, of which trackers show samples; 0 writes none."""
+    """Steps between rollouts that are written to rollouts/ and sampled for the trackers; 0 writes none."""
     tokens: Switch = True
-    """Beside the rollouts that are written, also write their tokens, the text of each, log-probabilities and
-    advantages, as parquet."""
+    """With each rollout that is written, also write its tokens, with their texts, log-probabilities and advantages, as
+    parquet."""
     histograms_every: Whole = 10
-    """Steps between histograms of rewards, lengths and advantages: on the trackers, made of the rollouts that are
-    written, and with those of tokens in details.jsonl; 0 makes none."""
+    """Steps between histograms of rewards, lengths and advantages; 0 makes none. Trackers show them for the rollouts
+    that are written; details.jsonl has them together with histograms of tokens."""
     details: Switch = True
     """Write details.jsonl: the groups of each step, its stages on every rank and the timeline of decoding."""
     profile: Count | list[Count] = field(default_factory=list)
-    """Step, or list of steps, that torch's profiler traces: a trace of each rank, and a table of the operations of each
-    stage that took longest, in profile/. Such a step takes longer. Default: none."""
+    """Step, or list of steps, that torch's profiler traces. profile/ gets a trace of each rank, and a table of the
+    slowest operations of each stage. Such a step takes longer. Default: none."""
 
     @model_validator(mode="after")
     def _check(self) -> LogConfig:

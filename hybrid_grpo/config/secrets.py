@@ -8,7 +8,7 @@ from hybrid_grpo.config.errors import refuse
 
 MASK = "***"
 _IN_TEXT = (
-    # Tokens of services, known by how they begin: Hugging Face, GitHub, GitLab, OpenAI and others like it, Stripe,
+    # Tokens of services, recognized by their prefix: Hugging Face, GitHub, GitLab, OpenAI and others like it, Stripe,
     # Slack, npm, PyPI, wandb, AWS, Google; JSON web tokens; private keys.
     (
         re.compile(
@@ -27,8 +27,8 @@ _IN_TEXT = (
         rf"\1{MASK}",
     ),
 )
-"""Secrets as they stand in text, and what is written in their place."""
-# `key` or `end_token` are arguments that no one needs to hide.
+"""Patterns of secrets in text, and what replaces them."""
+# Arguments named `key` or `end_token` are not secret.
 _ARGUMENT = re.compile(
     r"(api|access|secret|private|auth)_?key$|^(x_)?token$|(api|access|auth|bearer|hf|hub|session|service|wandb)_?token$"
     r"|secret|password|passwd|passphrase|credential|^(proxy_)?authorization$|^(set_)?cookie$",
@@ -39,8 +39,8 @@ _ARGUMENT = re.compile(
 def masked(value: Any, name: str = "") -> Any:
     """A setting, or mappings and lists of settings, as the run's files, trackers and report show it.
 
-    Secrets are masked; they are known by the name that they are given under, at any depth, and by how tokens, headers
-    and addresses with a login look.
+    Secrets are masked. They are recognized by their name, at any depth, and by the form of tokens, headers and
+    addresses with a login.
     """
     if isinstance(value, Mapping):
         return {key: masked(item, name if _is_secret(name) else str(key)) for key, item in value.items()}
@@ -52,7 +52,7 @@ def masked(value: Any, name: str = "") -> Any:
 
 
 def masked_text(text: str) -> str:
-    """Text without the secrets that can be seen in it; see `masked`."""
+    """Text with its recognizable secrets masked; see `masked`."""
     for pattern, shown in _IN_TEXT:
         text = pattern.sub(shown, text)
     return text

@@ -9,7 +9,7 @@ from hybrid_grpo.config.errors import refuse
 
 
 def looks_like_path(name: str) -> bool:
-    """A hub name is `name` or `owner/name`; anything that exists, or could not be one, is a path."""
+    """Whether a name is a path: it exists, ends like a data file, or is not `name` or `owner/name` as on the hub."""
     return (
         os.path.exists(name)
         or not re.fullmatch(r"[\w\-][\w.\-]*(/[\w.\-]+)?", name)
@@ -18,7 +18,7 @@ def looks_like_path(name: str) -> bool:
 
 
 def check_source(name: str, source: Any) -> None:
-    """Refuse a source of rows that is not there: a file or folder, unless it is a hub name or an object."""
+    """Refuse a file or folder of rows that is missing or empty. Hub names and Python objects are not checked."""
     if not isinstance(source, str):
         return
     refuse(not source, f"{name} is not set: give a JSONL or parquet file, a dataset folder or a hub name")
@@ -30,7 +30,7 @@ def check_source(name: str, source: Any) -> None:
 
 
 def check_model_folder(setting: str, model: str) -> None:
-    """Refuse a model folder that is not there or not one; hub names are looked up when the model is loaded."""
+    """Refuse a folder that is missing or has no model. Hub names are looked up when the model is loaded."""
     if looks_like_path(model):
         refuse(Path(model).is_file(), f"{setting} {model} is a file: give the folder of a model or a hub name")
         refuse(not Path(model).is_dir(), f"{setting} {model}: there is no such folder")

@@ -1,6 +1,6 @@
-"""Tasks by name: `data.task` stacks a recipe of settings below those of the user.
+"""Tasks by name: `data.task` provides a recipe, whose settings the user's own settings override.
 
-The recipe of a ready-made task is a YAML file beside the functions that read its rows, in `data/tasks/`.
+The recipe of a ready-made task is a YAML file in `data/tasks/`, next to the functions that read its rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -31,14 +31,14 @@ class TaskRecipe:
     """A data set, how its rows become prompts, and what completions are worth."""
 
     row: Callable[[Row], Row]
-    """Makes of a row of the source the `prompt` (text or chat messages), the columns of the rewards and, for `sft`, a
-    `completion`. A ValueError that it raises is reported with the number of the row."""
+    """Turns a row of the source into one with the `prompt` (text or chat messages), the columns of the rewards and, for
+    `sft`, a `completion`. A ValueError that it raises is reported with the number of the row."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Defaults, in the form of a recipe: `{"data": {"path": ...}, "rewards": [...]}`. The first reward tells right from
-    wrong in evaluation. A reward `:name` is a function of the file that the task is in."""
+    wrong in evaluation. A reward `:name` is a function in the task's own file."""
     made: Callable[[bool], Iterator[Row]] | None = None
-    """In place of `data.path`: makes rows without end, the same ones every time. Rows for True are held out, and none
-    of them is among the rows for False. The splits are `train` and `test`."""
+    """In place of `data.path`: yields rows without end, the same ones every time. With True they are held-out rows,
+    none of which is among the rows with False. The splits are `train` and `test`."""
 
 
 def ready_made_settings(name: str) -> Settings:
@@ -47,13 +47,13 @@ def ready_made_settings(name: str) -> Settings:
 
 
 def task_settings(name: str, setting: str = "data.task") -> Mapping[str, Any]:
-    """The settings of a task by its name, which `setting` has. Raises UserError where there is no such task."""
+    """The settings of a task, by the name that `setting` has. Raises UserError if there is no such task."""
     return ready_made_settings(name) if name in READY_MADE else own_task(name, setting).settings
 
 
 def own_task(name: str, setting: str = "data.task") -> TaskRecipe:
-    """A task of the user's: a TaskRecipe, or just a function that reads rows, as `path/to/file.py:name`. Raises
-    UserError where the name is of neither; `setting` begins the message."""
+    """A task in the user's code, `path/to/file.py:name`: a TaskRecipe, or just a function that reads rows. Raises
+    UserError if the name refers to neither; `setting` begins the message."""
     place, colon, attribute = name.rpartition(":")
     refuse(
         not colon,
@@ -80,17 +80,17 @@ def own_task(name: str, setting: str = "data.task") -> TaskRecipe:
 
 
 def _with_place(entry: Any, place: str) -> Any:
-    """An entry of `rewards`; a function `:name` is one of the task's own file."""
+    """An entry of `rewards`; a function `:name` gets the place of the task's own file."""
     if isinstance(entry, Mapping):
         return {**entry, "function": _with_place(entry.get("function"), place)}
     return place + entry if isinstance(entry, str) and entry.startswith(":") else entry
 
 
 def with_task(cls: Any, given: Settings) -> Settings:
-    """The settings that were given, over those of the task that they name.
+    """The given settings, laid over those of the task that they name.
 
-    Settings of the task that belong to something the user replaces are left out: the splits of its source where
-    `data.path` is another, and its evaluation where the rewards are others.
+    Settings of the task that belong to something the user replaces are left out: the splits of its source if
+    `data.path` is different, and its evaluation if the rewards are.
     """
     data: Any = given.get("data")
     if isinstance(data, Mapping) and isinstance(data.get("mixture"), list):
@@ -118,7 +118,7 @@ def _settings(name: str) -> Mapping[str, Any]:
 
 def _with_sources(data: Mapping[str, Any]) -> Settings:
     """The section `data` with the source of every task that its mixture names, and with the `chat_template` of these
-    tasks, where all sources are tasks that have the same."""
+    tasks if all sources are tasks with the same one."""
     mixture, templates = [], set()
     for entry in data["mixture"]:
         name = entry.get("task") if isinstance(entry, Mapping) else None

@@ -21,8 +21,8 @@ class ToolConfig:
     """`calculator` or another built-in, `path/to/file.py:function`, or `package.module:function`; from Python also the
     function itself."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments that are the same in every call; the model does not see them. One whose name is that of a secret is
-    written as *** wherever the settings are."""
+    """Arguments that are the same in every call; the model does not see them. One with the name of a secret is written
+    as *** wherever settings are written."""
 
     @model_validator(mode="before")
     @classmethod

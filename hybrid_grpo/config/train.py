@@ -28,7 +28,7 @@ FeatureConfigT = TypeVar("FeatureConfigT", bound=FeatureConfig)
 @dataclass(frozen=True, config=SECTION)
 @partial(with_feature_sections, needs_rollouts=False)
 class ModelRunConfig:
-    """What every command with a model has."""
+    """The sections that all training commands have."""
 
     run: RunConfig = field(default_factory=RunConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -83,7 +83,7 @@ class TrainConfig(ModelRunConfig):
     features: FeatureList = field(default_factory=list)
 
     def without(self, kind: type[FeatureConfig]) -> TrainConfig:
-        """The same run without a feature, by the class of its section."""
+        """The same configuration with a feature turned off; `kind` is the class of its section."""
         changes: dict[str, Any] = {kind.section: kind()}
         return replace(self, **changes)
 
@@ -94,17 +94,17 @@ class TrainConfig(ModelRunConfig):
 
     @property
     def given_rows(self) -> int:
-        """Completions of a group that the policy does not sample."""
+        """Completions of each group that the policy does not sample."""
         return sum(feature.rows_per_group for feature in self.active_features)
 
     @property
     def giver(self) -> str:
-        """The section of the feature that gives completions of a group; empty where the policy samples them all."""
+        """The section of the feature that supplies completions; empty if the policy samples them all."""
         return next((feature.section for feature in self.active_features if feature.rows_per_group), "")
 
     @property
     def streamer(self) -> str:
-        """The section of the feature that reads prompts as the run goes; empty where all are read before it."""
+        """The section of the feature that reads prompts during the run; empty if all are read before it."""
         return next((feature.section for feature in self.active_features if feature.streams_prompts), "")
 
     @property
@@ -115,12 +115,12 @@ class TrainConfig(ModelRunConfig):
 
     @property
     def reward_names(self) -> list[str]:
-        """Names of all rewards, those of functions first, then those of environments."""
+        """Names of all rewards: first the functions', then the environments'."""
         return names_of_rewards(self.rewards, self.rollout)
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """The weight of every reward, by name; those of environments count once."""
+        """The weight of every reward, by name; an environment's reward has weight 1."""
         return dict.fromkeys(self.reward_names, 1.0) | {reward_name(reward): reward.weight for reward in self.rewards}
 
     @model_validator(mode="after")
@@ -147,7 +147,7 @@ class TrainConfig(ModelRunConfig):
         )
 
     def _check_alone(self) -> None:
-        """Refuse settings about groups where each group is a single completion."""
+        """Refuse settings about groups if each group is a single completion."""
         if self.rollout.num_generations > 1 or any(feature.gives_advantages for feature in self.active_features):
             return
         compares = ("baseline", "scale_rewards", "combine_rewards", "step_credit", "overlong_buffer", "kl_in")
@@ -161,12 +161,12 @@ class TrainConfig(ModelRunConfig):
 
 
 def names_of_rewards(rewards: list[RewardConfig], rollout: RolloutConfig) -> list[str]:
-    """Names of all rewards, those of functions first, then those of environments."""
+    """Names of all rewards: first the functions', then the environments'."""
     return [*map(reward_name, rewards), *dict.fromkeys(environment_rewards(rollout).values())]
 
 
 def check_outcome(evaluation: EvalConfig, names: list[str]) -> None:
-    """Refuse an outcome that is not one of the rewards, and two rewards of one name."""
+    """Refuse an outcome that is not one of the rewards, and two rewards with the same name."""
     twice = next((name for name in names if names.count(name) > 1), None)
     refuse(twice is not None, f"rewards: {twice} is also the name of an environment's reward: set `name` on one")
     outcome = evaluation.outcome

@@ -12,7 +12,7 @@ _WORDS = {float: "a finite number", int: "a whole number", str: "text", bool: "t
 
 
 def fields_of(cls: Any) -> dict[str, Any]:
-    """The type of every field of a dataclass: of a section its settings, of a configuration its sections."""
+    """The type of every field of a dataclass: a section's settings, or a configuration's sections."""
     return get_type_hints(cls, include_extras=True)
 
 
@@ -53,7 +53,7 @@ def example(cls: Any) -> str:
 
 
 def bounds(hint: Any) -> str:
-    """The bounds of a number: `greater than 0`, `1 or greater`, `in (0, 1]`; empty where it has none."""
+    """The bounds of a number: `greater than 0`, `1 or greater`, `in (0, 1]`; empty if it has none."""
     low = high = None
     for mark in _marks(hint):
         low = mark if isinstance(mark, (Gt, Ge)) else low

@@ -1,4 +1,4 @@
-"""Code of the user's, by `path/to/file.py:name` or `package.module:name`."""
+"""Imports the user's code, named as `path/to/file.py:name` or `package.module:name`."""
 
 import importlib
 import inspect
@@ -15,12 +15,12 @@ from typing import Any
 
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 
-_LONGEST_MESSAGE = 2_000  # characters: functions put whole completions into theirs
+_LONGEST_MESSAGE = 2_000  # characters: some functions put a whole completion into theirs
 
 
 def import_place(place: str, setting: str) -> ModuleType:
-    """The module of a file or of a dotted name, imported once. Raises UserError where it is not there or importing it
-    raised; `setting` begins the message."""
+    """The module of a file or of a dotted name, imported once. Raises UserError if it does not exist or importing it
+    raises; `setting` begins the message."""
     is_file = place.endswith(".py") or "/" in place
     path = Path(place).expanduser().resolve()
     if is_file and not path.is_file():
@@ -28,7 +28,7 @@ def import_place(place: str, setting: str) -> ModuleType:
     try:
         if is_file:
             return _import_file(path)
-        with _first_on_path(Path.cwd()):  # as `python -m` has it, for a console script
+        with _first_on_path(Path.cwd()):  # as with `python -m`; a console script has another path
             return importlib.import_module(place)
     except Exception as error:
         absent = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
@@ -40,7 +40,7 @@ def import_place(place: str, setting: str) -> ModuleType:
 
 
 def import_object(given: str, setting: str) -> Any:
-    """The object that `path/to/file.py:name` or `package.module:name` names. Raises UserError where it is not there or
+    """The object that `path/to/file.py:name` or `package.module:name` names. Raises UserError if it does not exist or
     cannot be called; `setting` begins the message."""
     place, colon, name = given.rpartition(":")
     refuse(not colon, f"{setting}: give path/to/file.py:name or package.module:name")
@@ -52,7 +52,7 @@ def import_object(given: str, setting: str) -> Any:
 
 
 def functions_of(module: ModuleType, kinds: Callable[[Any], bool] = inspect.isfunction) -> list[str]:
-    """Names of the functions, or of what is of other `kinds`, that it defines for others."""
+    """Names of the public functions, or of the public objects that `kinds` accepts, that the module itself defines."""
     return [
         name
         for name, value in vars(module).items()
@@ -61,7 +61,7 @@ def functions_of(module: ModuleType, kinds: Callable[[Any], bool] = inspect.isfu
 
 
 def describe(error: BaseException, file: str | None) -> str:
-    """Type, message and, where the error passed through `file`, its line there; all on one line."""
+    """Type and message of an error and, if it passed through `file`, the line there; all in one line of text."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     place = f" ({Path(file).name}:{lines[-1]})" if file and lines else ""
     message = " ".join(str(error).split())
@@ -70,7 +70,7 @@ def describe(error: BaseException, file: str | None) -> str:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """The module of a file; its name depends on its path only, so that what it defines pickles."""
+    """The module of a file; its name depends on its path only, so that what it defines can be pickled."""
     name = f"hybrid_grpo_reward_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]

@@ -1,5 +1,5 @@
-"""Training stages beside GRPO, each a file: what one step does, and what is measured on held-out data.
+"""Training stages other than GRPO, one per file: what one step does, and what is measured on held-out data.
 
-GRPO itself is `trainer.py`. The command of a stage, which reads its inputs and starts it, is a file beside this folder;
-its run's folder, checkpoints and outputs are those of every run (`run/`).
+GRPO itself is `trainer.py`. The command that reads a stage's inputs and starts it is a file in the folder above. All
+stages share the run folder, checkpoints and outputs of `run/`.
 """

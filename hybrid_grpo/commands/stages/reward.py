@@ -27,8 +27,8 @@ _BINS = 10
 def pair_losses(chosen_p: Tensor, rejected_p: Tensor, margin_p: Tensor, center: float) -> Tensor:
     """Loss of every pair of rewards, float32 [p], in nats.
 
-    It is -log sigmoid(chosen - rejected - margin), the likelihood of the preference by Bradley and Terry (Biometrika
-    39, 1952; margins as in Llama 2, arXiv:2307.09288, equation 2), plus `center` * (chosen + rejected)^2
+    It is -log sigmoid(chosen - rejected - margin), the preference's negative log-likelihood by Bradley and Terry
+    (Biometrika 39, 1952; margins as in Llama 2, arXiv:2307.09288, equation 2), plus `center` * (chosen + rejected)^2
     (arXiv:2312.09244, equation 2), since differences alone leave the level of rewards open.
     """
     return -F.logsigmoid(chosen_p - rejected_p - margin_p) + center * (chosen_p + rejected_p).square()
@@ -37,17 +37,17 @@ def pair_losses(chosen_p: Tensor, rejected_p: Tensor, margin_p: Tensor, center: 
 def calibration_bins(difference_p: Tensor) -> Tensor:
     """Pairs, right pairs and summed confidence in each of 10 bins of the confidence from 0.5 to 1, float64 [10, 3].
 
-    A pair is right where the better text has the higher reward; the confidence is the sigmoid of the difference.
+    A pair is right if the better text has the higher reward; the confidence is the sigmoid of the difference.
     """
     confidence_p = difference_p.double().abs().sigmoid()
-    # NaN, of a model that has diverged, is counted too: the error is then NaN.
+    # NaN, from a model that has diverged, is counted too, so that the error becomes NaN.
     bin_p = ((confidence_p - 0.5) * 2 * _BINS).nan_to_num(0.0).long().clamp(max=_BINS - 1)
     facts_p3 = torch.stack([torch.ones_like(confidence_p), (difference_p > 0).double(), confidence_p], 1)
     return torch.zeros(_BINS, 3, dtype=torch.float64, device=difference_p.device).index_add(0, bin_p, facts_p3)
 
 
 def calibration_error(bins_K3: Tensor) -> float:
-    """Expected calibration error (arXiv:1706.04599, equation 3) of what `calibration_bins` counted."""
+    """Expected calibration error (arXiv:1706.04599, equation 3) from the counts of `calibration_bins`."""
     pairs, right_K, confidence_K = bins_K3[:, 0].sum(), bins_K3[:, 1], bins_K3[:, 2]
     return float((right_K - confidence_K).abs().sum() / pairs)
 
@@ -104,7 +104,7 @@ class RewardTrainer(Stage):
 
     def compare(self, micro: MicroBatch, pairs: list[Preference]) -> tuple[Tensor, Tensor, Tensor]:
         """Loss and both rewards of the pairs of a micro-batch, float32 [p]. Collective."""
-        # A filler has a token, but no pair.
+        # A filler row has a token, but belongs to no pair.
         score_N = self.policy.forward(micro)[: len(micro.rows)]
         chosen_p, rejected_p = score_N.view(-1, 2).unbind(1)
         margin_p = upload(np.array([pairs[row // 2].margin for row in micro.rows[::2]], np.float32), score_N.device)
