@@ -1,7 +1,7 @@
 """Decoding on a plain module: no engine, no collective, every rank at its own pace.
 
 The decode loop with its scheduler, paged cache, sampler and CUDA graphs, and the fallback through transformers'
-`generate()`. Other rooms import the names below, rollout.py (the configuration's `rollout` section), and modules whose
+`generate()`. Other parts import the names below, rollout.py (the configuration's `rollout` section), and modules whose
 memory they estimate.
 """
 

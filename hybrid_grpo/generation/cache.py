@@ -22,13 +22,13 @@ from hybrid_grpo.model.memory_tracker import MemoryTracker
 from hybrid_grpo.model.upload import upload
 
 GPU_SHARE = 0.95
-"""Fraction that the cache may take of the GPU memory which is free beside what decoding itself will take."""
+"""Fraction of the free GPU memory that the cache may take, after deducting what decoding itself will take."""
 _HOST_SHARE = 0.5
 """Fraction of the available host memory that the cache may take."""
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
-"""Default number of tokens of one prefill forward."""
+"""Default number of tokens per prefill forward."""
 _PREFILL_SHARE = 0.1
-"""Fraction of the free GPU memory beyond which the default prefill is halved, down to that of a CPU."""
+"""The default prefill is halved, down to a CPU's, until it takes at most this fraction of the free GPU memory."""
 _PROBE_TOKENS = 64
 
 
@@ -37,7 +37,7 @@ class Geometry:
     """Shapes and type of one token's keys and values, and how layers attend."""
 
     shapes: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
-    """(heads, head_dim) of the keys and of the values of each layer."""
+    """For each layer, (heads, head_dim) of its keys and of its values."""
     dtype: torch.dtype
     attention: tuple[tuple[float, int, float], ...] = ()
     """(scale, window, softcap) of each layer's attention; see `Batch.attend`."""
@@ -52,8 +52,8 @@ class Geometry:
 
     @classmethod
     def of(cls, model: Any) -> Geometry:
-        """Measured by a forward of a few tokens, since architectures name these sizes differently; raises UserError if
-        a layer attends to other keys and values than it caches."""
+        """Measure a model with a forward of a few tokens, since architectures name these sizes differently. Raises
+        UserError if a layer attends to other keys and values than it caches."""
         seen = _Seen(type(model).__name__)
         ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=next(model.parameters()).device)
         with torch.no_grad(), MemoryTracker((*model.parameters(), *model.buffers(), ids)) as tracker:
@@ -71,12 +71,12 @@ def cached_forward(model: Any, ids: Tensor, positions: Tensor, batch: Any) -> An
 
 @functools.cache
 def cache_keyword(model: Any) -> str:
-    """What the forward of a model's class calls its cache: transformers 5.24 renamed it."""
+    """The name of the cache argument in the forward of a model's class: transformers 5.24 renamed it."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 class _Seen:
-    """Stands in for a cache and records the shapes of the keys and values of a forward."""
+    """Stands in for a cache and records the shapes of a forward's keys and values."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -105,12 +105,12 @@ class _Seen:
 
 
 class PagedCache:
-    """The pages of all layers, and how many sequences own each: `pages` of them, page 0 included, of `page` entries."""
+    """The pages of all layers, with a count of owners: `pages` pages (page 0 included) of `page` entries each."""
 
     def __init__(self, geometry: Geometry, pages: int, page: int, device: torch.device) -> None:
         self.geometry, self.pages, self.page, self.device = geometry, pages, page, device
         self.prefill_tokens = PREFILL_TOKENS["cpu"]
-        """Tokens of one prefill forward that fit beside the cache."""
+        """Tokens of one prefill forward that fit in memory next to the cache."""
         self.keys = [_zeros((pages, page, *key), geometry.dtype, device) for key, _ in geometry.shapes]
         self.values = [_zeros((pages, page, *value), geometry.dtype, device) for _, value in geometry.shapes]
         self._free_all()
@@ -136,7 +136,7 @@ class PagedCache:
         return -(-entries // self.page)
 
     def take(self, count: int) -> list[int]:
-        """Pages for a new owner; at least `count` must be free."""
+        """Take `count` pages, which must be free, for a new owner."""
         assert count <= len(self._free), "more pages are taken than are free"
         taken = [self._free.pop() for _ in range(count)]
         for page in taken:
@@ -145,13 +145,13 @@ class PagedCache:
         return taken
 
     def share(self, pages: list[int]) -> None:
-        """Add an owner."""
+        """Add an owner to each page."""
         for page in pages:
             assert self._owners[page], "a page without an owner cannot be shared"
             self._owners[page] += 1
 
     def give_back(self, pages: list[int]) -> None:
-        """Remove an owner; a page without owners is free again."""
+        """Remove an owner from each page; a page without owners is free again."""
         for page in reversed(pages):
             assert self._owners[page], "a page is given back once"
             self._owners[page] -= 1
@@ -166,8 +166,8 @@ class PagedCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    # Zeros, since a masked entry still enters the product with the values as 0 * entry, and may not be NaN. In host
-    # memory numpy gets them from the system unwritten: pages that are never used take no memory.
+    # Zeros, since a masked entry still enters the product with the values as 0 * entry, so it must not be NaN. On the
+    # host, numpy gets zeros from the system without writing them: pages that are never used take no memory.
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = int(np.prod(shape)) * torch.empty(0, dtype=dtype).element_size()
@@ -175,7 +175,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def prefill_that_fits(wish: int | None, on_gpu: bool, token_bytes: int, free: int) -> int:
-    """Tokens of one prefill: the `wish`, else the default, reduced on a GPU where it would take too much of `free`."""
+    """Tokens of one prefill: the `wish`, else the default, reduced on a GPU if it would take too much of `free`."""
     least = PREFILL_TOKENS["cpu"]
     tokens = wish or PREFILL_TOKENS["cuda" if on_gpu else "cpu"]
     while not wish and tokens > least and tokens * token_bytes > _PREFILL_SHARE * free:
@@ -205,10 +205,10 @@ def cache_for(
     longest: list[int],
     slots: int,
 ) -> PagedCache:
-    """Pages for `slots` sequences and their prompts at their longest, or as many as memory allows.
+    """A cache for the `slots` longest sequences at full length, or one as large as memory allows.
 
-    `longest` are the most tokens of each sequence, prompt included, in falling order. On a GPU, memory for a prefill
-    and what is `reserved` for the slots and the pages of the longest stay free. Raises UserError if no sequence fits.
+    `longest` has the most tokens of each sequence, prompt included, in descending order. On a GPU, room for a prefill
+    and `reserved(slots, pages of the longest)` bytes stay free. Raises UserError if the longest sequence does not fit.
     """
     needs = [-(-tokens // page) + 1 for tokens in longest]
     on_gpu, page_bytes = device.type == "cuda", page * geometry.token_bytes

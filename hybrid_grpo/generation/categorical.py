@@ -1,4 +1,4 @@
-"""Draws one token of each row of logits, by the row's own random stream.
+"""Draws one token from each row of logits, using the row's own random stream.
 
 Probabilities are integers in units of 2^-40 of the most probable token's, since a sum of integers is the same in any
 order: no draw and no filter's edge depends on rounding. So torch and the GPU's kernel draw the same token, unless their
@@ -14,7 +14,7 @@ from hybrid_grpo.model.kernels import gpu
 
 UNIT = 1 << 40
 ONE = 1 << 23
-"""1 as a top-p; also how many different draws there are."""
+"""A top-p of 1; also the number of different draws."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Filters:
 
     inverse_temperature: float = 1.0
     top_k: int = 0
-    """The most probable tokens that are kept; 0: all."""
+    """Number of most probable tokens to keep; 0: all."""
     top_p: int = ONE
-    """A token is kept while the more probable ones have less than this part of the total, in units of 2^-23."""
+    """A token is kept if the more probable ones have less than this share of the total, in units of 2^-23."""
     least_weight: int = 0
     """Smallest probability that is kept, in units of 2^-40 of the most probable token's."""
     greedy: bool = False
@@ -68,7 +68,7 @@ def sample(logits_nV: Tensor, key_n: Tensor, counter_n: Tensor, filters: Filters
 
 
 def in_torch(logits_nV: Tensor, key_n: Tensor, counter_n: Tensor, filters: Filters) -> tuple[Tensor, Tensor, Tensor]:
-    """`sample`, for any device."""
+    """`sample` in torch, on any device."""
     logits_nV = logits_nV.float()
     peak_n1 = logits_nV.amax(-1, keepdim=True)
 
@@ -104,7 +104,7 @@ def _portion(total: Tensor, of_2_23: Tensor | int) -> Tensor:
 
 
 def _kernel_agrees(device: torch.device, dtype: torch.dtype, vocabulary: int, filters: Filters) -> bool:
-    """Whether the kernel draws torch's tokens; each kind of filters is a kernel of its own."""
+    """Whether the kernel draws torch's tokens; each kind of filters compiles to its own kernel."""
     generator = torch.Generator().manual_seed(0)
     logits_nV = (3 * torch.randn(4, vocabulary, generator=generator)).to(device, dtype)
     key_n, counter_n = torch.randint(1 << 62, (2, 4), generator=generator).to(device)

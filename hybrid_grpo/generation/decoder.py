@@ -18,10 +18,10 @@ _TOKEN, _POSITION, _COUNT, _KEY = range(4)
 
 
 class Decoder:
-    """`slots` slots of sequences on the device, of at most `width` pages each; slots 0 to n - 1 are active.
+    """Up to `slots` sequences on the device, of at most `width` pages each; slots 0 to n - 1 are active.
 
-    `capture`, if given, captures forwards as CUDA graphs. Sampling is not captured: it is a few kernels, and so the
-    graphs serve any `sampling`.
+    `capture`, if given, captures forwards as CUDA graphs. Sampling, which is only a few kernels, is not captured, so
+    the graphs serve any `sampling`.
     """
 
     lag = 0
@@ -40,7 +40,7 @@ class Decoder:
         self.begin(sampling)
 
     def begin(self, sampling: Sampling) -> None:
-        """Sample by `sampling` from now on; all slots must be free."""
+        """Use `sampling` from now on; all slots must be free."""
         self._captured_before = len(self._graphs or ())
         self._sampler = Sampler(sampling, self._device)
         self._seen_nV: Tensor | None = None
@@ -63,8 +63,8 @@ class Decoder:
         return len(self._graphs or ()) - self._captured_before
 
     def capture_all(self) -> None:
-        """Capture the forward of every number of rows. All slots must be free: a forward runs once before its capture,
-        on padding, which writes to page 0. The largest comes first: the others find their memory in the pool."""
+        """Capture the forward of every graph size. All slots must be free: a forward runs once before its capture, on
+        padding, which writes to page 0. The largest comes first, so that the others find their memory in the pool."""
         slots, width = self._table_nw.shape
         for size in sizes_up_to(slots):
             for read in reads_up_to(width, self._follows):
@@ -110,7 +110,7 @@ class Decoder:
         return _to_host(torch.stack([row_n.double() for row_n in chosen]))
 
     def _advance(self, n: int, read: int) -> tuple[Tensor, Tensor]:
-        """Advance slots 0 to n - 1, of at most `read` pages each, by a token: int64 [n], and log-probabilities [n]."""
+        """Advance slots 0 to n - 1 (at most `read` pages each) by one token; returns tokens and log-probabilities."""
         logits_nV = self._forward(n, read) if self._graphs is None else self._replayed(self._graphs, n, read)
         state_4n = self._state_4n[:, :n]
         seen_nV = None if self._seen_nV is None else self._seen_nV[:n]
@@ -122,14 +122,14 @@ class Decoder:
         return token_n, logp_n
 
     def _forward(self, n: int, read: int) -> Tensor:
-        """logits_nV of slots 0 to n - 1. Changes the cache alone, at each slot's position."""
+        """logits_nV of slots 0 to n - 1. Changes only the cache, at each slot's position."""
         token_n, position_n, table_nw = self._state_4n[_TOKEN, :n], self._state_4n[_POSITION, :n], self._table_nw[:n]
         if self._fused is not None:
             return self._fused(token_n, table_nw, position_n, read)
         return decode_step(self._model, self.cache, token_n, table_nw, position_n, read)
 
     def _replayed(self, graphs: Graphs, n: int, read: int) -> Tensor:
-        """`_forward` by a graph, in memory that the next call overwrites."""
+        """`_forward` replayed by a graph; the next call overwrites the result."""
         size = size_for(n, self.slots)
         # Rows that pad the graph's size write to page 0.
         self._state_4n[:, n:size] = 0

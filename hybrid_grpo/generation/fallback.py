@@ -1,8 +1,8 @@
-"""The fallback: completions by transformers' `generate()`, slower, for architectures that the decode loop refuses.
+"""The fallback for architectures that the decode loop refuses: transformers' `generate()`, which is slower.
 
 Only the forwards and the cache are transformers'. Tokens, log-probabilities and endings come from the sampler and the
 random streams of loop.py. Only texts of equal length are decoded together, since some recurrent layers do not ignore
-padding. After an answer the whole text is read again.
+padding. After each answer between turns, the whole text is read again.
 """
 
 from collections.abc import Iterable, Iterator
@@ -68,7 +68,7 @@ class _Batches:
         token_n, logp_n = self.sampler(logits_nV, key_n, self._integers(len(row.logp) for row in rows), seen_nV)
         self.stats.steps += 1
         for row, token, logp in zip(rows, token_n.tolist(), logp_n.tolist(), strict=True):
-            # A row that has ended is decoded on with the others; its further tokens are dropped.
+            # A row that has ended keeps being decoded with the others; its further tokens are dropped.
             if not (row.completion or row.waits):
                 self.stats.rows += 1
                 self.stats.context += len(row.tokens)
@@ -76,7 +76,7 @@ class _Batches:
         return torch.full_like(logits_nV, float("-inf")).scatter_(1, token_n[:, None], 0.0)
 
     def answered(self, rows: list[Sequence]) -> list[Sequence]:
-        """The rows that begin another turn, once all have their answers."""
+        """Wait for all answers; returns the rows that begin another turn."""
         waiting = {row.key: row for row in rows}
         while self.callbacks.turns is not None and waiting:
             if self.callbacks.on_step:
@@ -109,7 +109,7 @@ def generate(
     Args:
         model: any transformers causal language model in eval mode, with one of transformers' own attention
             implementations and without hooks that communicate.
-        max_slots: most completions decoded at the same time; fewer where fewer prompts have the same length.
+        max_slots: most completions decoded at the same time; fewer if fewer texts have the same length.
     """
     batches = _Batches(model, sampling, Callbacks(on_finish, on_step, on_token, decode, turns))
     groups = sequences_of(requests, sampling)
@@ -121,7 +121,7 @@ def generate(
             # Longest texts first, so that a lack of memory shows at once.
             todo.sort(key=lambda row: -len(row.tokens))
             batches.stats.prefills += len(todo)
-            # Lists, as the rows grow.
+            # As lists made at once, because the rows grow.
             for alike in [list(rows) for _, rows in groupby(todo, key=lambda row: len(row.tokens))]:
                 for first in range(0, len(alike), max_slots):
                     batches.decode(alike[first : first + max_slots])

@@ -30,15 +30,15 @@ _ROPE = {"default", "linear", "llama3", "yarn"}
 _FAR = 1 << 17
 """A position beyond 8,192 and 16,384, from which some models scale their attention by position."""
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.15}
-"""How far logits may be apart in the root mean square, relative to their own: the roundings of a few dozen layers. A
-step that leaves anything out differs by as much as the logits themselves."""
+"""Largest root mean square difference of the logits, relative to their standard deviation: the rounding of a few dozen
+layers. A step that leaves anything out differs by as much as the logits themselves vary."""
 
 
 _agreed: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def fused_step(model: Any, cache: PagedCache) -> CpuStep | GpuStep | None:
-    """The fused decode step of a model whose weights are whole; None if there is none."""
+    """The fused decode step of a model whose weights are whole; None if it cannot be fused."""
     parameters = list(model.parameters())
     on_gpu = gpu.usable(*parameters)
     if not (on_gpu or usable(*parameters)) or not _looks_right(model, cache):
@@ -85,9 +85,9 @@ def _layer_looks_right(layer: Any, norm: Any) -> bool:
 
 
 def _agrees(kind: type[CpuStep] | type[GpuStep], model: Any, like: PagedCache) -> bool:
-    """Whether the fused step decodes what the model does.
+    """Whether the fused step computes the model's logits.
 
-    Compared on three sequences, at their first three positions and at a far one, where some models scale by position.
+    Compares them on three sequences, at the first three positions and at a far one: some models scale by position.
     """
     far = min(getattr(model.config.get_text_config(), "max_position_embeddings", None) or _FAR, _FAR) - 1
     device = like.device

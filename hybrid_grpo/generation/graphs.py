@@ -1,5 +1,5 @@
-"""Forwards of decode steps as CUDA graphs: one launch for a whole forward, since Python takes longer to launch its
-kernels than the GPU to run them.
+"""Forwards of decode steps as CUDA graphs: one launch for a whole forward, since Python takes longer to launch the
+kernels than the GPU takes to run them.
 
 A graph replays with the addresses and the number of rows of its capture. So rows are rounded up to a few sizes, and
 what a graph reads and writes must stay at the same address.
@@ -18,14 +18,14 @@ from hybrid_grpo.config.errors import RunStopped
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 _SIZE_STEP = 64
 _ROOM = 256 << 20
-"""Bytes that must be free before a capture: its parameters, the logits, and the temporaries of the largest forward."""
+"""Bytes that must be free before a capture, for its parameters, the logits, and the largest forward's temporaries."""
 SURVIVES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 """Whether a process survives a failed capture. Before torch 2.13 the allocator believes that it is still under way, and
 fails when it next frees memory (pytorch issues 159594, 180395, 190348)."""
 
 GRAPH_BYTES = 16 << 20
-"""What a captured decode step takes beside its tensors, for the parameters of its kernels. Assumed, not measured: vLLM
-says that it takes about 0.5 GB for 35 graphs of a model of 8B parameters."""
+"""Bytes of a captured decode step in addition to its tensors, for the parameters of its kernels. Assumed, not measured:
+vLLM reports about 0.5 GB for 35 graphs of a model with 8B parameters."""
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]
@@ -33,7 +33,7 @@ Capture = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]
 
 
 def size_for(rows: int, most: int) -> int:
-    """Number of rows of the graph on which `rows` rows run, at most `most`."""
+    """Number of rows, at most `most`, of the graph that runs `rows` rows."""
     size = next((size for size in _SIZES if size >= rows), -(-rows // _SIZE_STEP) * _SIZE_STEP)
     return min(size, most)
 
@@ -44,23 +44,23 @@ def sizes_up_to(most: int) -> list[int]:
 
 
 def read_for(pages: int, most: int) -> int:
-    """Pages that a graph which cannot follow each length reads of every sequence, if the longest has `pages`."""
+    """Pages that a graph reads of every sequence, if it cannot follow their lengths and the longest has `pages`."""
     return min(1 << (pages - 1).bit_length(), most)
 
 
 def reads_up_to(most: int, follows: bool) -> list[int]:
-    """All numbers of pages that graphs read, the largest first: one where attention follows each sequence's length."""
+    """All numbers of pages that graphs read, the largest first; only `most` if attention follows their lengths."""
     return [most] if follows else sorted({read_for(pages, most) for pages in range(1, most + 1)}, reverse=True)
 
 
 def bytes_of(slots: int, reads: int, row_bytes: int) -> int:
-    """What the graphs of a decoder take: the logits of each, `row_bytes` a row, and the temporaries of the largest."""
+    """Bytes of a decoder's graphs: the logits of each (`row_bytes` per row), and the temporaries of the largest."""
     sizes = sizes_up_to(slots)
     return (slots + reads * sum(sizes)) * row_bytes + reads * len(sizes) * GRAPH_BYTES
 
 
 def capture_on(device: torch.device) -> Capture | None:
-    """What captures steps on a device, into one new pool of memory; None where steps are not captured."""
+    """A function that captures steps on a device into one new memory pool; None if they are not captured there."""
     # A pool whose graphs are gone cannot always be opened again (vLLM issue 53682), so each decoder has its own.
     return partial(on_cuda, pool=torch.cuda.graph_pool_handle()) if device.type == "cuda" else None
 
@@ -71,7 +71,7 @@ class NoRoom(Exception):
 
 def on_cuda(step: Callable[[], Tensor], pool: Any = None) -> tuple[Replay, Tensor]:
     """Capture a step on the current device; graphs of one `pool` share their memory, since they run one at a time.
-    Raises NoRoom if it would not fit."""
+    Raises NoRoom if too little memory is free."""
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
     if free < _ROOM:
@@ -88,7 +88,7 @@ def on_cuda(step: Callable[[], Tensor], pool: Any = None) -> tuple[Replay, Tenso
 
 
 class Graphs:
-    """The captured steps of one decoder, by the numbers that a step depends on: its key."""
+    """The captured steps of one decoder. The key of a step is the numbers that it depends on: rows and pages."""
 
     def __init__(self, capture: Capture) -> None:
         self._capture = capture
@@ -102,7 +102,7 @@ class Graphs:
     def run(self, key: tuple[int, int], step: Callable[[], Tensor]) -> Tensor:
         """The result of `step`, in memory that the next run of the same key overwrites.
 
-        The first run of a key is not a graph, which is captured after it. Raises RunStopped if a capture fails and the
+        The first run of a key calls `step` and then captures its graph. Raises RunStopped if a capture fails and the
         process cannot continue.
         """
         if key in self._captured:

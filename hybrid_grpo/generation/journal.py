@@ -1,7 +1,7 @@
 """Finished completions of the steps that no checkpoint covers yet, so that a crash does not lose them.
 
-A step that is repeated after a crash requests the same random streams, which identify completions: those in the journal
-are taken from there, and only the rest is sampled.
+A step that is repeated after a crash requests the same random streams, which identify completions. Completions in the
+journal are taken from there, and only the rest is sampled.
 """
 
 import json
@@ -30,9 +30,9 @@ Sample = Callable[[list[Request], OnFinish], tuple[list[list[Completion]], Stats
 class Journal:
     """A folder with one file for each step and rank; this process writes the completions of `rank`.
 
-    Every rank reads the files of all, since a run may resume on another number of ranks. If the folder cannot be
-    written, a warning is given once, and nothing more is kept. Completions belong to the weights that sampled them:
-    those of another identity (see `bind`) are ignored.
+    Every rank reads the files of all ranks, since a run may resume with another number of ranks. If the folder cannot
+    be written to, a warning is given once, and nothing more is kept. Completions belong to the weights that sampled
+    them: completions of another identity (see `bind`) are ignored.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -43,7 +43,7 @@ class Journal:
         self._identity = 0
 
     def bind(self, identity: str) -> None:
-        """Write and read the completions of one `identity` from now on: all that determines the weights."""
+        """From now on write and read only completions of this `identity`: everything that determines the weights."""
         self._identity, self._step = zlib.crc32(identity.encode()), None
 
     def complete(
@@ -54,7 +54,7 @@ class Journal:
         sample: Sample,
         given: Mapping[int, Completion] | None = None,
     ) -> tuple[list[list[Completion]], Stats]:
-        """`complete_rest`, where the completions in the journal are known too, and new ones are written to it."""
+        """`complete_rest`, which also takes completions from the journal and writes new ones to it."""
         self._turn_to(step)
         return complete_rest(requests, {**self._known, **(given or {})}, on_finish, sample, self._write)
 
@@ -84,7 +84,7 @@ class Journal:
             for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
             for key, completion in self._read(line)
         }
-        # What a killed process left of a line ends with a line break.
+        # End the partial line that a killed process may have left.
         self._append("\n")
 
     def _write(self, key: int, completion: Completion) -> None:
@@ -103,7 +103,7 @@ class Journal:
         return f"{zlib.crc32(text.encode(), self._identity):08x}"
 
     def _read(self, line: str) -> list[tuple[int, Completion]]:
-        """The key and completion of a line; none where the line is damaged, or of another identity."""
+        """The key and completion of a line; empty if the line is damaged or has another identity."""
         checksum, _, text = line.partition(" ")
         if checksum != self._checksum(text):
             return []
@@ -131,8 +131,8 @@ def complete_rest(
     sample: Sample,
     keep: Callable[[int, Completion], None] | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
-    """The completions of every request, in order: those that are `known`, by the keys of their random streams, for
-    which `on_finish` is called first, and those that `sample` adds. `keep` is called with the key and the completion of
+    """The completions of every request, in order. `known` has some of them, by the keys of their random streams;
+    `on_finish` is called for these first. `sample` adds the others. `keep` is called with the key and the completion of
     each new one when it is finished."""
     groups = [[known.get(key) for key in request.keys] for request in requests]
     for index, group in enumerate(groups):
@@ -157,7 +157,7 @@ def complete_rest(
 
 
 def _part(request: Request, chosen: list[int]) -> Request:
-    """The request for some of its completions."""
+    """A request for only the `chosen` completions of another."""
     limits = request.limits and [request.limits[k] for k in chosen]
     return replace(request, keys=[request.keys[k] for k in chosen], limits=limits)
 

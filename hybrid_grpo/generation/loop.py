@@ -52,14 +52,14 @@ class Request:
     limits: list[int] | None = None
     """Most sampled tokens of each completion. Default: `Sampling.max_tokens` for all."""
     most: int | None = None
-    """Most tokens in all: of the prompt, sampled and given between turns. Required where there are turns."""
+    """Most tokens in total: prompt, sampled, and given between turns. Required if there are turns."""
     prompt: Prompt | None = None
     """What `prompt_ids` encode, for `Turns`."""
 
 
 @dataclass
 class Stats:
-    """What a call of `generate` did."""
+    """Statistics of a call of `generate`."""
 
     steps: int = 0
     """Forward passes of the decode loop."""
@@ -68,16 +68,16 @@ class Stats:
     context: int = 0
     """Cache entries that these rows attended to."""
     prefills: int = 0
-    """Prompts read, again for each sequence that was preempted."""
+    """Prompts read; a preempted sequence that is read again counts again."""
     answers: int = 0
     """Answers between turns that were read on top of the cache."""
     preempted: int = 0
-    """Sequences that lost their pages, in decoding or while they waited."""
+    """Sequences that lost their pages while they were decoded or waited."""
     peak_cache_bytes: int = 0
     captures: int = 0
     """Forwards captured as CUDA graphs."""
     timeline: Timeline | None = None
-    """None where nothing was decoded, and from the fallback."""
+    """None if nothing was decoded, and with the fallback."""
 
 
 PATIENCE_S = 0.2
@@ -95,7 +95,7 @@ def _prepared(model: Any) -> Geometry:
 
 
 def _reserved(model: Any, geometry: Geometry, device: torch.device, captured: bool, slots: int, pages: int) -> int:
-    """Bytes that decoding `slots` sequences of `pages` pages takes beside the cache: logits, and graphs."""
+    """Bytes that decoding `slots` sequences of `pages` pages takes in addition to the cache, for logits and graphs."""
     row_bytes = model.get_output_embeddings().weight.shape[0] * geometry.dtype.itemsize
     reads = len(reads_up_to(pages, all_follow(geometry, device)))
     return slots * row_bytes + (bytes_of(slots, reads, row_bytes) if captured else 0)
@@ -117,7 +117,7 @@ class _Loop:
         self.prefill_tokens, self.sampling, self.callbacks = prefill_tokens, sampling, callbacks
         self.stats = Stats()
         self.in_flight: deque[tuple[list[tuple[Sequence, int]], Any]] = deque()
-        """Sequences and the numbers of their turns, and the outcome of a step."""
+        """Running steps: their sequences, each with the number of its turn, and their outcome."""
 
     def run(self) -> Stats:
         schedule, cache = self.schedule, self.schedule.cache
@@ -139,7 +139,7 @@ class _Loop:
         return self.stats
 
     def _take_answers(self) -> None:
-        """Begin the turns whose answers have come; wait for one if there is nothing else to do."""
+        """Begin the turns whose answers have arrived; wait for one if there is nothing else to do."""
         schedule, turns = self.schedule, self.callbacks.turns
         if turns is None or not schedule.waiting:
             return
@@ -172,8 +172,8 @@ class _Loop:
                 return
 
     def _read(self, pages: list[list[int]], tokens: list[list[int]], starts: list[int]) -> None:
-        """Prefill the tokens of sequences from `starts` up to all but the last; a single sequence beyond the budget is
-        read in several parts."""
+        """Prefill the tokens of each sequence from its start up to the one before the last. A single sequence beyond
+        the budget is read in several parts."""
         rows = [row for row in zip(pages, tokens, starts, strict=True) if len(row[1]) - 1 > row[2]]
         longest = max((len(ids) - 1 - start for _, ids, start in rows), default=0)
         for done in range(0, longest, self.prefill_tokens):
@@ -241,11 +241,11 @@ def _decoder(
     cache_gb: float | None,
     workspace: Workspace | None,
 ) -> Decoder:
-    """The decoder of a call of `generate`, with the cache that its sequences, `longest` in falling order, need."""
+    """The decoder of a call of `generate`, with a cache for its sequences, whose lengths are `longest` (descending)."""
     device = next(model.parameters()).device
     geometry, capture, page = _prepared(model), capture_on(device), PAGE[device.type]
     if capture is not None:
-        # Whether a fused step is right is found out here, while there is memory for it.
+        # Test here whether a fused step is right, while there is memory for the test.
         fused_step(model, PagedCache(geometry, 2, page, device))
     reserved = partial(_reserved, model, geometry, device, capture is not None)
     new_cache = partial(cache_for, geometry, page, cache_gb, device, prefill_tokens, reserved)
@@ -273,22 +273,22 @@ def generate(
 ) -> tuple[list[list[Completion]], Stats]:
     """The completions of every request, in the order of `requests` and their keys, and statistics of the call.
 
-    Raises UserError where `cache_gb`, or the free memory, cannot hold the longest single sequence.
+    Raises UserError if `cache_gb`, or the free memory, cannot hold the longest single sequence.
 
     Args:
         model: a transformers causal language model in eval mode whose attention is `ATTENTION`, without hooks that
             communicate: nothing in here waits for another rank.
         max_slots: most completions decoded at the same time.
         prefill_tokens: tokens of one prefill forward; a longer prompt takes several. Default: `PREFILL_TOKENS`, or less
-            where memory is short.
+            if memory is short.
         cache_gb: GiB of keys and values. Default: a fraction of the free memory. If it is too small for `max_slots`
             sequences, fewer are decoded at a time, or some are preempted and read again later.
-        workspace: keeps the memory for further calls with the same model; `cache_gb` is that of the first call.
-            Default: all memory is freed.
+        workspace: keeps the memory for further calls with the same model; `cache_gb` then counts only when memory is
+            allocated. Default: all memory is freed at the end.
         on_finish: called as soon as a completion is finished.
-        on_step: called before every decode step; what it raises ends the call.
+        on_step: called before every decode step; an exception from it ends the call.
         on_token: called with every token as soon as it is known.
-        decode: without it texts are empty. Required for `Sampling.stop_strings`.
+        decode: turns tokens into text. Default: texts are empty. Required for `Sampling.stop_strings`.
         turns: answers the turns of a completion. Default: a completion is one turn.
     """
     if not requests:

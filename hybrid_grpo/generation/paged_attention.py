@@ -40,8 +40,8 @@ class Prefill:
 
     Args:
         pages: pages of each sequence, enough for its tokens up to the end of this forward.
-        starts: entries of each in the cache: 0 for a prompt.
-        lengths: new tokens of each, at least one.
+        starts: entries that each sequence already has in the cache: 0 for a prompt.
+        lengths: new tokens of each sequence, at least one.
     """
 
     def __init__(self, cache: PagedCache, pages: list[list[int]], starts: list[int], lengths: list[int]) -> None:
@@ -84,7 +84,7 @@ class Prefill:
         if not any(self._starts):
             return key, value
         keys_K, values_K = (pool[self._page_K, self._offset_K].transpose(0, 1)[None] for pool in (keys, values))
-        if self._ragged:  # the entries that were there, and those just stored, of each sequence
+        if self._ragged:  # for each sequence, the entries that were there and those just stored
             return keys_K, values_K
         return torch.cat([key, keys_K], dim=2), torch.cat([value, values_K], dim=2)
 
@@ -109,9 +109,9 @@ class DecodeStep:
     """One new token for every sequence in decoding.
 
     Args:
-        table: int32 [n, width], the pages of each sequence, filled up with page 0.
+        table: int32 [n, width], the pages of each sequence, padded with page 0.
         position: int64 [n], of the new tokens.
-        read: pages of the longest sequence; attention that cannot follow each sequence's length reads as many of all.
+        read: pages of the longest sequence; attention that cannot follow lengths reads this many of every sequence.
     """
 
     def __init__(self, cache: PagedCache, table: Tensor, position: Tensor, read: int) -> None:
@@ -156,7 +156,7 @@ class DecodeStep:
     def attend_to(
         self, keys: Tensor, values: Tensor, query: Tensor, scale: float, window: int, softcap: float
     ) -> Tensor:
-        """`attend`, once the new keys and values are in the cache: those of the layer, [pages, page, kv, d]."""
+        """`attend`, once the new tokens are in the layer's cache: `keys` and `values`, [pages, page, kv, d]."""
         if follows_lengths(keys, values, softcap):
             if has_flash(keys):
                 return self._flash(query, keys, values, scale, window, softcap)
@@ -208,7 +208,7 @@ def follows_lengths(keys: Tensor, values: Tensor, softcap: float) -> bool:
 
 
 def might_follow(half: bool, softcap: float) -> bool:
-    """Whether `follows_lengths` should hold on a GPU, by what is installed here."""
+    """Whether `follows_lengths` should hold on a GPU, judging by what is installed here."""
     return half and (flash_attn_with_kvcache is not None or (PAGED_OPTIONS <= VARLEN_OPTIONS and not softcap))
 
 
@@ -222,8 +222,8 @@ def all_follow(geometry: Geometry, device: torch.device) -> bool:
 
 
 def describe(policy: PolicyConfig, device: torch.device, *, paged: bool = False) -> str:
-    """One line: which attention trains a model, and which decodes it with the `paged` cache; on a GPU also what to do
-    if there is no kernel."""
+    """One line that says which attention trains a model, and which decodes it with the `paged` cache. On a GPU without
+    a kernel, it also says what to do."""
     config, dtype = load_config(policy.model), getattr(torch, policy.dtype)
     training, text = training_attention(policy, config), config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // (getattr(text, "num_attention_heads", 0) or 1)

@@ -1,4 +1,4 @@
-"""Generation by the configuration's `rollout` section: its settings as `Sampling`, requests, and the chosen decoder."""
+"""Generation as the configuration's `rollout` section sets it: the `Sampling`, requests, and the chosen decoder."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -124,10 +124,10 @@ def _filters_of(sampling: Sampling) -> Filters:
 
 @functools.lru_cache(maxsize=1 << 17)
 def _may_end(token: int, lasts: str, decode: Callable[[list[int]], str]) -> bool:
-    """Whether the text of a token can hold the last character of a stop string, one of `lasts`; by the token alone,
-    since decoding every row at every step takes longer than the rest of it.
+    """Whether the text of a token may contain one of `lasts`, the last characters of stop strings. Only this token is
+    decoded, since decoding every row at every step would take longer than the rest of the step.
 
-    Alone a token may lack spaces that it has after others, and a part of a character is U+FFFD.
+    Decoded alone, a token may lack spaces that it has after others, and a part of a character becomes U+FFFD.
     """
     text = decode([token])
     return "\ufffd" in text or any(last in text or last.isspace() for last in lasts)

@@ -2,8 +2,8 @@
 
 A prompt is read once for its group. Its full pages then belong to all of its completions; the page in which it ends is
 copied for each. When pages run out, prompts that were read ahead give up theirs first, then sequences that wait for an
-answer between two turns. Finally the sequence admitted last is preempted: it goes back among the pending ones, to be
-read again with all its tokens so far.
+answer between two turns. Finally the sequence admitted last is preempted: it returns to the pending ones, to be read
+again with all its tokens so far.
 """
 
 import sys
@@ -32,26 +32,26 @@ class Turns(Protocol):
     """What happens between the turns of completions. A completion is named by the key of its random stream."""
 
     def begin(self, requests: Any) -> None:
-        """The completions of a list of `Request` begin; those under way are given up."""
+        """The completions of a list of `Request` begin; any that are still under way are abandoned."""
 
     def ended(self, key: int, turn_ids: list[int], room: int) -> Finish | None:
         """A turn has ended by itself, with these tokens, and `room` more tokens may be sampled. Returns how the
-        completion ends, or None: the sequence waits for an answer."""
+        completion ends, or None if it waits for an answer."""
 
     def cut(self, key: int) -> Finish | None:
-        """A turn has reached the limit of tokens; see `ended`."""
+        """A turn was cut at a limit of tokens; see `ended`."""
 
     def answers(self, patience_s: float) -> list[tuple[int, list[int] | Finish]]:
-        """The keys and tokens of answers since the last call, or how the completion ends in place of tokens. Waits up
+        """The answers since the last call: each has a key, and the answer's tokens or how the completion ends. Waits up
         to `patience_s` for the first."""
 
     def finished(self, key: int, completion: Completion) -> Completion:
-        """A completion that has ended, with its messages."""
+        """A completion has ended; returns it with its messages."""
 
 
 @dataclass(frozen=True)
 class Callbacks:
-    """What a call of `generate` calls; see its arguments of the same names."""
+    """The callbacks of a call of `generate`; see its arguments of the same names."""
 
     on_finish: OnFinish | None = None
     on_step: OnStep | None = None
@@ -71,20 +71,20 @@ class Sequence:
     request: int
     sample: int
     key: int
-    """Of the random stream."""
+    """Key of the random stream."""
     tokens: list[int]
     """The prompt and the tokens so far. The last one is not in the cache yet: the next step feeds it."""
     prompt: int
-    """How many of `tokens` are the prompt."""
+    """Number of prompt tokens in `tokens`."""
     limit: int
     """Most tokens to sample."""
     logp: list[float] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     position: int = 0
-    """Entry that the next step writes; ahead of `tokens` by the steps whose outcome was not read yet."""
+    """Entry that the next step writes; ahead of `tokens` by the steps whose outcome has not been read yet."""
     completion: Completion | None = None
     most: int = sys.maxsize
-    """Most tokens in all: of the prompt, sampled and given."""
+    """Most tokens in total: prompt, sampled, and given between turns."""
     turn_limit: int = sys.maxsize
     """Most tokens to sample in one turn."""
     sampled: list[int] = field(default_factory=list)
@@ -113,8 +113,8 @@ class Sequence:
         return min(self.limit - len(self.logp), self.most - len(self.tokens))
 
     def add(self, token: int, logp: float, sampling: Sampling, callbacks: Callbacks) -> None:
-        """Append a sampled token. If the sequence ends with it, set its completion and hand it on; if only its turn
-        does, let it wait for the answer."""
+        """Append a sampled token. If it ends the completion, call `end`; if it ends only the turn, let the sequence
+        wait for the answer."""
         self.tokens.append(token)
         self.sampled.append(token)
         self.logp.append(logp)
@@ -136,7 +136,7 @@ class Sequence:
             self.end(finish, callbacks)
 
     def answer(self, given: list[int] | Finish) -> Finish | None:
-        """Begin the next turn after the answer's tokens, or return how the completion ends: because the answer says so,
+        """Begin the next turn after the answer's tokens. Returns how the completion ends instead, if the answer says so
         or leaves no room."""
         if isinstance(given, str):
             return given
@@ -149,7 +149,7 @@ class Sequence:
         return None
 
     def end(self, finish: Finish, callbacks: Callbacks) -> None:
-        """Set the completion and hand it on."""
+        """Set the completion and pass it to the callbacks."""
         text = callbacks.decode(self.tokens[self.begin :]) if callbacks.decode else ""
         self.waits = False
         self.completion = Completion(self.sampled, self.logp, finish, text, tuple(self.given))
@@ -166,7 +166,7 @@ class Group:
     tokens: list[int]
     sequences: deque[Sequence]
     pages: list[int] = field(default_factory=list)
-    """Pages of all tokens but the last, once these were read."""
+    """Pages of all tokens but the last, once they have been read."""
 
 
 class Scheduler:
@@ -182,7 +182,7 @@ class Scheduler:
         self.waiting: dict[int, Sequence] = {}
         """Sequences that wait for an answer, by their keys; they may have lost their pages."""
         self.answered: deque[Sequence] = deque()
-        """Sequences that have kept their pages, and whose answer is still to be read."""
+        """Sequences that kept their pages and whose answer has yet to be read."""
         self.preempted = 0
 
     @property
@@ -255,8 +255,8 @@ class Scheduler:
 
     def resume(self, budget: int) -> list[Sequence]:
         """Move answered sequences to the end of `active`, in the order of their answers, as slots and pages allow.
-        Their tokens from `position` up to the last one are to be read in one forward of `budget` tokens; a longer
-        answer goes alone."""
+        The caller reads their tokens from `position` up to the one before the last, in one forward of `budget` tokens;
+        a longer answer goes alone."""
         moved: list[Sequence] = []
         tokens = 0
         while self.answered and len(self.active) < self.slots:
@@ -273,7 +273,7 @@ class Scheduler:
         return moved
 
     def answer(self, key: int, given: list[int] | Finish) -> tuple[Sequence, Finish | None]:
-        """Take the answer to a sequence that waits. Returns the sequence, and how it ends, if it does."""
+        """Take the answer to a waiting sequence. Returns the sequence, and how it ends (None: it continues)."""
         sequence = self.waiting.pop(key)
         finish = sequence.answer(given)
         if finish is not None:
@@ -286,8 +286,8 @@ class Scheduler:
         return sequence, finish
 
     def reclaim(self) -> bool:
-        """Take pages from what is not being decoded: a group that was read ahead, else the sequence that began to wait
-        last, else the one answered last. Their tokens are read again. Returns False where none has pages."""
+        """Free the pages of a group that was read ahead, else of the sequence that began to wait last, else of the one
+        answered last. Their tokens are read again. Returns False if none of these has pages."""
         if self.ready:
             group = self.ready.pop()
             self.cache.give_back(group.pages)
@@ -306,8 +306,8 @@ class Scheduler:
         return True
 
     def reserve(self) -> bool:
-        """Give every active sequence a page to write to; False, with none given, if too few pages can be freed. A
-        sequence that got a page is at the first entry of it."""
+        """Give every active sequence a page to write to. Returns False, giving none, if too few pages can be freed. A
+        sequence that gets a page writes the page's first entry next."""
         page = self.cache.page
         short = [sequence for sequence in self.active if sequence.position == len(sequence.pages) * page]
         while len(short) > self.cache.free and self.reclaim():

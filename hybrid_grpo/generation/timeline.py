@@ -13,7 +13,7 @@ POINTS = 64
 
 
 class Timeline:
-    """The state of a scheduler at moments that are equally far apart, to within a step.
+    """The state of a scheduler at moments that are evenly spaced, to within a step.
 
     Every step is a moment at first. Whenever there are `POINTS` of them, every other one is dropped, and the distance
     doubles.

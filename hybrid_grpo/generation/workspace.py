@@ -1,4 +1,4 @@
-"""Memory that decoding keeps from call to call."""
+"""Memory that decoding keeps between calls."""
 
 from collections.abc import Callable
 from typing import Any

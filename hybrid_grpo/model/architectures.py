@@ -29,7 +29,7 @@ _IN_ITS_MODULES = {
     "inkling2_text": "it leaves out the end of the vocabulary",
     "xlstm": "it caps its logits by a setting that other models do not have",
 }
-"""Why models of these types would be trained or decoded wrongly without an error."""
+"""Model types that would be trained or decoded wrongly without an error, and why."""
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
 _ATTENTION_OPTIONS = {"attention_mask", "dropout", "position_ids", "scaling", "sliding_window", "softcap"}
 """Keywords of an attention call that `ATTENTION` honours or may ignore: masks are causal, dropout is off, and only
@@ -37,7 +37,7 @@ flash attention looks at positions."""
 _CACHE_METHODS = {"update", "get_seq_length", "is_sliding"}
 _CACHE_NAMES = {"past_key_value", "past_key_values", "cache"}
 _CROSS_ATTENTION_METHODS = {"cross_attention_cache", "is_updated", "layers", "self_attention_cache"}
-"""Used by classes that can also attend to an encoder; without an encoder they do not."""
+"""Cache attributes of classes that can also attend to an encoder; models with an encoder are refused."""
 
 
 def check_architecture(config: Any, decoder: Literal["paged", "transformers"], setting: str = "policy.model") -> None:

@@ -35,13 +35,13 @@ except ImportError:  # absent, built for another torch, or a package of this nam
 VARLEN_OPTIONS = set(inspect.signature(varlen_attn).parameters)
 """Options of torch's kernel for sequences of different lengths; older versions have fewer."""
 PAGED_OPTIONS = {"block_table", "seqused_k", "enable_gqa"}
-"""Those with which it reads a paged cache."""
+"""The options with which torch's kernel reads a paged cache."""
 
 ATTENTION = "hybrid"
 Kernel = Callable[[tuple[Any, ...], float, int, float], Tensor]
 """Computes `ragged_attention` from its tensors and longest lengths, scale, window and soft cap."""
 _ROUNDING = 0.03
-"""How far a kernel in bfloat16 may be from torch in float32, relative: about 0.004 is right, a wrong head is 1."""
+"""Largest relative error of a bfloat16 kernel, torch in float32 being exact: 0.004 is normal, a wrong head gives 1."""
 
 
 class Batch(Protocol):
@@ -64,7 +64,7 @@ def routed_attention(
     batch: Batch | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention [n, q, heads, head_dim], called by transformers, and None in place of the attention weights.
+    """Causal attention, called by transformers: [n, q, heads, head_dim], and None for the attention weights.
 
     Args:
         query: [n, heads, q, head_dim]; key, value: [n, key_value_heads, q, head_dim], of the same tokens.
@@ -117,7 +117,7 @@ def has_ragged_kernel(query: Tensor, softcap: float) -> bool:
 
 
 def has_flash(x: Tensor) -> bool:
-    """Whether flash-attn is installed and right for tensors like `x` [..., head_dim]; it wins over torch's kernel."""
+    """Whether flash-attn is installed and correct for tensors like `x` [..., head_dim]; preferred to torch's kernel."""
     return flash_attn_varlen_func is not None and _is_right(_flash, x, "flash-attn")
 
 
@@ -162,16 +162,16 @@ def _flash(given: tuple[Any, ...], scale: float, window: int, softcap: float) ->
 
 def _varlen(given: tuple[Any, ...], scale: float, window: int, softcap: float) -> Tensor:
     assert not softcap, "torch's kernel has no soft caps"
-    # Without the option, in torch 2.11, the kernel takes fewer key heads too, but does not say so.
+    # torch 2.11 lacks the option, but its kernel accepts fewer key heads all the same.
     grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in VARLEN_OPTIONS else {}
     out: Tensor = varlen_attn(*given, scale=scale, window_size=(window - 1, 0) if window else (-1, 0), **grouped)  # type: ignore[assignment]
     return out
 
 
 def _agrees(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether a kernel computes what torch does, gradients included: two sequences, two query heads to a key head."""
+    """Whether a kernel and torch agree, gradients included, on two sequences with two query heads per key head."""
     generator, edges, scale = torch.Generator().manual_seed(0), [0, 7, 24], head_dim**-0.5
-    # A checkpointed forward, in which this may run, must not count what is saved here.
+    # This may run inside a checkpointed forward, which must not count the tensors saved here.
     apart = saved_tensors_hooks(lambda x: x, lambda x: x)
     with torch.inference_mode(False), torch.enable_grad(), apart:
         drawn = [torch.randn(24, heads, head_dim, generator=generator) for heads in (4, 2, 2, 4)]
@@ -189,7 +189,7 @@ def _agrees(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: 
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of x by index, possibly repeated. Backward sums in a fixed order, which index_add on a GPU does not."""
+    """Rows of x by index, possibly repeated. Backward sums in a fixed order, unlike index_add on a GPU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, uses: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -206,7 +206,7 @@ class _Gather(torch.autograd.Function):
 
 
 class Selection:
-    """A gather of rows whose backward is deterministic; `index` is the input row of every output row."""
+    """A gather of rows whose backward is deterministic; `index` holds the input row of each output row."""
 
     def __init__(self, index: np.ndarray, device: torch.device) -> None:
         order = np.argsort(index, kind="stable")
@@ -229,14 +229,14 @@ class Segments:
 
     Args:
         own: (start, length) of every segment; together they fill the row, in order.
-        prefix: (start, length) of each segment's prefix, which is another whole segment, or keys and values without
-            queries, which follow those of the row in the order of the segments; length 0: none.
+        prefix: (start, length) of each segment's prefix; length 0: none. A prefix is another whole segment, or keys and
+            values without queries; these follow the row's own keys and values, in segment order.
     """
 
     def __init__(self, own: Sequence[tuple[int, int]], prefix: Sequence[tuple[int, int]], device: torch.device) -> None:
         self._own, self._prefix, self._device = list(own), list(prefix), device
         if on_gpu(device):
-            # Now, so that no forward begins with uploads.
+            # Upload now, so that no forward begins with uploads.
             _ = self._lengths
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
@@ -255,7 +255,7 @@ class Segments:
 
     @cached_property
     def _table(self) -> tuple[Tensor, int, int]:
-        """What `SegmentAttention` takes: the segments, the keys of the longest, and the tokens of all prefixes."""
+        """Arguments of `SegmentAttention`: segments, most keys of a segment, and total tokens of all prefixes."""
         rows = [(*own, *prefix) for own, prefix in zip(self._own, self._prefix, strict=True)]
         longest = max(length + before for _, length, _, before in rows)
         before = sum(before for *_, before in rows)

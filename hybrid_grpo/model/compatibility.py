@@ -14,8 +14,8 @@ from hybrid_grpo.model.loading import load_config, load_tokenizer, training_atte
 def check_compatible(own: PolicyConfig, model_config: Any, policy: PolicyConfig, tokenizer: Any, role: str) -> None:
     """Refuse a model whose files, tokenizer or attention do not match the policy's, before weights load.
 
-    `own` and `model_config` are those of the model, which the setting ROLE.model names, `policy` and `tokenizer` those
-    of the policy.
+    `own` and `model_config` belong to the model to check, which the setting ROLE.model names; `policy` and `tokenizer`
+    belong to the policy.
     """
     setting = f"{role}.model"
     check_files(own.model, model_config, pickled=own.pickled_weights, setting=setting)
@@ -36,8 +36,8 @@ def check_compatible(own: PolicyConfig, model_config: Any, policy: PolicyConfig,
 
 
 def check_positions(model: str, config: Any, longest: int) -> None:
-    """Refuse a model without positions for `longest` tokens, the longest prompt with its completion; `model` begins the
-    message."""
+    """Refuse a model with fewer positions than `longest`, the tokens of the longest prompt with its completion. `model`
+    begins the message."""
     limit = getattr(config, "max_position_embeddings", None) or longest
     refuse(
         longest > limit,

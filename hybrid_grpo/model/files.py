@@ -1,4 +1,4 @@
-"""Checks of a model folder's weights against its configuration, by the headers of its files, before anything is built.
+"""Checks a model folder's weights against its configuration. Reads only the headers of weight files.
 
 Models that are still on the hub are checked when they load.
 """
@@ -21,19 +21,19 @@ SAFE, PICKLED = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-"""Files of weights: one with all of them, or one that says which file has which."""
+"""A single file with all weights, or an index that maps each weight to its file."""
 
 
 def check_files(name: str, config: Any, *, pickled: bool = False, setting: str = "policy.model") -> None:
-    """Raise `UserError` where the weights in a model's folder are missing, damaged, or not those of a causal language
-    model with this configuration. `pickled` weights are not looked into."""
+    """Raise `UserError` if the weights in a model's folder are missing, damaged, or do not fit a causal language model
+    of this configuration. Pickled weights are not inspected; `pickled` allows them."""
     folder, start = Path(name), f"{setting} {name}"
     if not folder.is_dir():
         return
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception as error:  # whatever the code of an architecture does with numbers that it cannot take
+    except Exception as error:  # an architecture may raise anything for numbers that it cannot take
         raise UserError(f"{start}: config.json describes no model: {first_line(error)}: repair it") from error
     if not any((folder / file).exists() for file in SAFE):
         check_pickled(name, allowed=pickled, setting=setting)
@@ -52,7 +52,7 @@ def check_files(name: str, config: Any, *, pickled: bool = False, setting: str =
 
 
 def check_pickled(name: str, *, allowed: bool, setting: str = "policy.model") -> None:
-    """Raise `UserError` where a folder has no weights, or pickled ones only and these are not `allowed`."""
+    """Raise `UserError` if a folder without safetensors has no pickled weights either, or they are not `allowed`."""
     found = [file for file in PICKLED if (Path(name) / file).is_file()]
     refuse(not found, f"{setting} {name} has no weights: there is neither {SAFE[0]} nor {SAFE[1]}: save them there")
     refuse(
@@ -63,8 +63,8 @@ def check_pickled(name: str, *, allowed: bool, setting: str = "policy.model") ->
 
 
 def _check_layers(shapes: dict[str, list[int]], model: Any, start: str) -> None:
-    """Refuse layers that the files have and the configuration leaves out, which would be dropped silently, and layers
-    that it asks for and the files lack."""
+    """Refuse files with more layers than the configuration, since the rest would be dropped silently, and files with
+    fewer."""
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
     numbers = {
@@ -88,7 +88,7 @@ def _check_layers(shapes: dict[str, list[int]], model: Any, start: str) -> None:
 
 
 def _files(folder: Path, start: str) -> Iterator[Path]:
-    """The files with weights."""
+    """The safetensors files with the weights."""
     whole, index = (folder / file for file in SAFE)
     if whole.exists():
         yield whole

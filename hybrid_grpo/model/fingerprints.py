@@ -1,8 +1,8 @@
 """Fingerprints of files, and of the models in them, which show whether they have changed.
 
-A file of up to 64 MiB is read whole. Of a larger one, the size is taken, and the header of a safetensors file with a
-block of 4 KiB from the middle of every tensor; of other files, 1,024 blocks at equal distances. Other weights of the
-same shapes differ there, and large models take seconds; a change outside these blocks goes unnoticed.
+A file of up to 64 MiB is read whole. Of a larger safetensors file, the header and a block of 4 KiB from the middle of
+every tensor are read; of another large file, 1,024 evenly spaced blocks. This takes seconds for a large model, and
+different weights of the same shapes differ there. A change outside these blocks goes unnoticed.
 """
 
 import json
@@ -25,7 +25,7 @@ _PARTS = {
 
 
 def of_model(name: str) -> dict[str, str]:
-    """Fingerprints of weights, configuration and tokenizer of a model in a folder or in the hub's cache."""
+    """Fingerprints of a model's weights, configuration and tokenizer, in a folder or the hub's cache."""
     try:
         config = cached_file(name, "config.json", local_files_only=True)
     except OSError:
@@ -53,7 +53,7 @@ def of_file(path: Path) -> str:
 
 
 def of_texts(texts: Iterable[str]) -> str:
-    """One fingerprint of many texts in their order."""
+    """One fingerprint of several texts; their order matters."""
     seen = blake2b(digest_size=16)
     for text in texts:
         encoded = text.encode(errors="surrogatepass")
@@ -62,13 +62,13 @@ def of_texts(texts: Iterable[str]) -> str:
 
 
 def _header(beginning: bytes, size: int) -> int:
-    """Where the tensors of a safetensors file begin; 0 if it is not one."""
+    """Offset at which the tensors of a safetensors file begin; 0 if it is not one."""
     start = 8 + struct.unpack("<Q", beginning)[0]
     return start if start < size else 0
 
 
 def _offsets(header: bytes, start: int, size: int) -> list[int]:
-    """Where blocks are read."""
+    """Offsets of the blocks to read."""
     try:
         tensors = (entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__")
         ranges = [(int(first), int(end)) for first, end in tensors]

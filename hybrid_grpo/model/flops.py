@@ -1,7 +1,7 @@
-"""Floating-point operations of a decoder model, by its parameters and the tokens that it reads.
+"""Floating-point operations of a decoder model, from its parameters and the tokens that it reads.
 
-The formula is that of PaLM (arXiv:2204.02311, appendix B): two operations for each parameter of a matrix product and
-token in a forward, four more in a backward, and those of attention. What is computed twice to save memory counts once.
+The formula is PaLM's (arXiv:2204.02311, appendix B): per token, two operations for each parameter of a matrix product
+in a forward and four more in a backward, plus attention. What is computed twice to save memory counts once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 Floats = NDArray[np.float64]
 
 _EXPERTS = re.compile(r"(^|\.)experts\.")
-"""Names of parameters of which a token uses those of a few experts only."""
+"""Matches the parameters of experts; a token uses only a few experts."""
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,16 @@ class Cost:
     """
 
     body: float
-    """Parameters of the layers that a token passes; in a mixture of experts, those of its experts."""
+    """Parameters of the layers that a token passes through; in a mixture of experts, only of the experts it uses."""
     body_trained: float
-    """Those of them that have a gradient."""
+    """Parameters among `body` that have a gradient."""
     head: float
     """Parameters of the output head. Looking up an embedding is not a product."""
     head_trained: float
     width: int
     """Elements of a query and of a value, over all heads of a layer."""
     layers: dict[float, int]
-    """Layers by the most entries that a token attends to: infinity without a window, 0 without attention."""
+    """Number of layers by the most entries a token attends to: infinity without a window, 0 without attention."""
 
     @classmethod
     def of(cls, model: Any) -> Cost:
@@ -68,7 +68,7 @@ class Cost:
         return tokens * (2 * self.body + self._attention(context)) + 2 * self.head * np.asarray(scored, float)
 
     def training(self, tokens: ArrayLike, context: ArrayLike, scored: ArrayLike) -> Floats:
-        """Operations of a forward and its backward. A frozen weight passes on the gradient of its input."""
+        """Operations of a forward and its backward. A frozen weight costs only the gradient of its input."""
         tokens = np.asarray(tokens, float)
         of_body = tokens * (4 * self.body + 2 * self.body_trained + 3 * self._attention(context))
         return of_body + np.asarray(scored, float) * (4 * self.head + 2 * self.head_trained)

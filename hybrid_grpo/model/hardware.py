@@ -17,9 +17,9 @@ _CGROUPS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
     (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
 )
-"""Limit and use of this container's memory, under cgroups version 2 and 1."""
+"""Files with the memory limit and use of this container, under cgroups version 2 and 1."""
 CUDA_CONTEXT_BYTES = 550 << 20
-"""CUDA's context and workspaces: what `nvidia-smi` shows of a process beyond what torch reserved. Not measured."""
+"""CUDA's context and workspaces: what `nvidia-smi` shows for a process on top of torch's memory. Not measured."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Hardware:
     device_bytes: int
     """Free on the device, including what CUDA itself takes in this process; on a CPU, `host_bytes`."""
     host_bytes: int
-    """This rank's share of the host's free memory, and `process_bytes`."""
+    """This rank's share of the host's free memory, plus `process_bytes`."""
     process_bytes: int
-    """Host memory that the process has."""
+    """Host memory that the process already has."""
     flops: float
-    """Floating-point operations a second, of large matrix products in the type of the weights."""
+    """Floating-point operations per second in large matrix products of the weights' dtype."""
     bandwidth: float
-    """Bytes a second read from the device's memory."""
+    """Bytes per second read from the device's memory."""
 
 
 GPUS = {
@@ -49,30 +49,30 @@ GPUS = {
     "h200": (141, 989e12, 4.8e12),
     "b200": (180, 2250e12, 8.0e12),
 }
-"""Data sheets: memory in 10^9 bytes, dense bfloat16 operations a second, bytes a second."""
+"""From data sheets: memory in 10^9 bytes, dense bfloat16 operations per second, bytes per second read from memory."""
 _CALLED = {
     r"RTX 4090$": "rtx4090",
     r"A100\b": "a100-80gb",
     r"L40S\b": "l40s",
-    # Those for a PCIe slot are slower.
+    # Cards for a PCIe slot are slower.
     r"\bH100\b(?!.*(PCIe|NVL))": "h100",
     r"\bH200\b(?!.*NVL)": "h200",
     r"\bB200\b": "b200",
 }
-"""The GPUs by their names in CUDA."""
+"""Keys of `GPUS` by patterns of CUDA's device names."""
 
 
 def take_gpu(accelerator: Any) -> None:
-    """Take this rank's GPU, before CUDA starts in the process; set its allocator, and the threads of the host.
+    """Select this rank's GPU before CUDA starts in the process; set CUDA's allocator and the number of host threads.
 
-    `accelerator` is DeepSpeed's.
+    `accelerator` is DeepSpeed's. Raises UserError if torch sees too few GPUs.
     """
-    # Segments of memory that grow leave fewer holes between rollouts and training.
+    # Expandable segments fragment less when rollouts and training alternate.
     if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
     if "OMP_NUM_THREADS" not in os.environ or by_torchrun:
-        # The cores that this rank is bound to, or its share of those that all ranks of the machine have.
+        # The cores that this rank is bound to, or its share of the cores that all ranks of the machine share.
         cores = os.sched_getaffinity(0)
         shared = cores == os.sched_getaffinity(os.getppid())
         threads = max(1, len(cores) // (local_ranks() if shared else 1))
@@ -81,7 +81,7 @@ def take_gpu(accelerator: Any) -> None:
         torch.set_num_threads(threads)
     count, local = accelerator.device_count(), int(os.environ["LOCAL_RANK"])
     if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
-        # The launcher shows each rank its own GPU alone, as Slurm does with --gpus-per-task.
+        # The launcher lets each rank see only its own GPU, as Slurm does with --gpus-per-task.
         local = 0
     if local >= count:
         raise UserError(
@@ -105,26 +105,26 @@ def refuse_idle_gpus() -> None:
 
 
 def peak_flops(name: str) -> float | None:
-    """Dense bfloat16 operations a second of a whole GPU of this name; None if it is not in the table."""
+    """Dense bfloat16 operations per second of the GPU with this CUDA name; None if unknown, or only a part (MIG)."""
     kind = next((kind for called, kind in _CALLED.items() if re.search(called, name)), None)
     return None if kind is None or "MIG" in name else GPUS[kind][1]
 
 
 def of_table(name: str) -> Hardware:
-    """A GPU by its data sheet, empty, on a host with any amount of memory."""
+    """A GPU according to its data sheet, with all memory free, on a host with unlimited memory."""
     gigabytes, flops, bandwidth = GPUS[name]
     process = psutil.Process().memory_info().rss
     return Hardware(name, True, int(gigabytes * 1e9), 1 << 62, process, flops, bandwidth)
 
 
 def of_device(device: torch.device, dtype: Literal["bfloat16", "float32"]) -> Hardware:
-    """The device as it is now; takes a fraction of a second to measure its speed."""
+    """The device in its present state. Measuring its speed takes a fraction of a second."""
     process = psutil.Process().memory_info().rss
     host = process + host_free_bytes() // local_ranks()
     flops, bandwidth = _speed(device, getattr(torch, dtype))
     if device.type == "cpu":
         return Hardware("cpu", False, host, host, process, flops, bandwidth)
-    # Free what measuring took; what CUDA took when it started is a part of the plan.
+    # Free what the measurement took. What CUDA took when it started is part of the plan.
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info(device)[0] + CUDA_CONTEXT_BYTES
     return Hardware(torch.cuda.get_device_name(device), True, free, host, process, flops, bandwidth)
@@ -148,11 +148,11 @@ def _file_cache(cgroup: Path) -> int:
 
 
 def _speed(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Floating-point operations a second of a square matrix product, and bytes a second of a sum."""
+    """Floating-point operations per second of a square matrix product, and bytes per second of a sum."""
     size, mebibytes = (512, 32) if device.type == "cpu" else (8192, 1024)
     a = torch.ones(size, size, dtype=dtype, device=device)
     long = torch.ones(mebibytes << 18, dtype=torch.float32, device=device)
-    # The timer waits for a GPU.
+    # The timer waits until a GPU has finished.
     product_s, sum_s = (
         Timer(work, globals={"x": x}, num_threads=torch.get_num_threads()).timeit(5).median
         for work, x in (("x @ x", a), ("x.sum()", long))

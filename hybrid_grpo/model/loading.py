@@ -28,7 +28,7 @@ transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
 
 Start = Callable[[Any], None]
-"""Gives a weight, which may be sharded, its first values."""
+"""Initialises a weight, which may be sharded."""
 
 
 def load_tokenizer(name: str, setting: str = "policy.model") -> Any:
@@ -55,7 +55,7 @@ def load_config(name: str, setting: str = "policy.model") -> Any:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message, with the next if it ends in a colon; the error's type if it is empty."""
+    """First line of an error's message, and the next if it ends in a colon; the error's type if there is no message."""
     text = f"KeyError: {error}" if isinstance(error, KeyError) else str(error).strip()
     lines = text.splitlines() or [type(error).__name__]
     return " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])[:500]
@@ -114,8 +114,8 @@ def plain_attention(config: Any, attn_implementation: str) -> str:
 
 
 def training_attention(policy: PolicyConfig, config: Any = None) -> str:
-    """The attention implementation of the training forward; raises UserError if the settings require packed rows, and
-    the architecture does not allow them. `config` is by default that of `policy.model`."""
+    """The attention implementation of the training forward. Raises UserError if the settings require packed rows and
+    the architecture does not allow them. `config` defaults to the configuration of `policy.model`."""
     config = load_config(policy.model) if config is None else config
     if policy.attn_implementation in ("auto", "packed"):
         reason = unsupported(config)
@@ -144,7 +144,7 @@ def load_model(policy: PolicyConfig, attn_implementation: str | None = None, set
     """The causal language model that `policy` names.
 
     Dropout is off in training too: with it, the trained policy would differ from the one that sampled.
-    `attn_implementation` overrides the one of `policy`. Raises UserError as `load_weights` and `plain_attention` do.
+    `attn_implementation` overrides the policy's setting. Raises UserError as `load_weights` and `plain_attention` do.
     """
     config = load_config(policy.model, setting)
     attention = attn_implementation or plain_attention(config, policy.attn_implementation)
@@ -186,8 +186,8 @@ def load_for_training(
 def load_weights(
     auto: Any, name: str, config: Any, setting: str, fresh: Mapping[str, Start] | None = None, **options: Any
 ) -> Any:
-    """A model of one of transformers' AutoModel classes, with all of its weights; raises UserError if weights do not
-    load or are missing. `fresh` initialises weights that may be missing, by name."""
+    """A model of one of transformers' AutoModel classes, with all of its weights. Raises UserError if weights do not
+    load or are missing. `fresh` maps the names of weights that may be missing to their initialisers."""
     try:
         # Mismatched weights are reported below, by name.
         safe = {"ignore_mismatched_sizes": True, "trust_remote_code": False, "weights_only": True}
@@ -216,7 +216,7 @@ def load_weights(
 @torch.no_grad()
 def _refuse_broken_weights(model: Any, start: str) -> None:
     broken = [name for name, parameter in model.named_parameters() if not bool(torch.isfinite(_held(parameter)).all())]
-    # As objects: the weights are in host memory, where NCCL reduces nothing.
+    # Gathered as objects: the weights are in host memory, where NCCL cannot reduce.
     count = max(all_gather_objects(len(broken)))
     if count:
         first = f", {broken[0]} among them" if broken else ""
@@ -226,7 +226,7 @@ def _refuse_broken_weights(model: Any, start: str) -> None:
 def _refuse_changed_buffers(model: Any, start: str) -> None:
     """Raise UserError if a computed buffer differs from what the class computes.
 
-    `zero.Init` casts what constructors of tensors return. Rotary frequencies in bfloat16 are off by a radian at
+    `zero.Init` casts the results of tensor constructors. Rotary frequencies in bfloat16 are off by a radian at
     position 1,000, and no metric shows it: sampling and training share them, but the exported model has exact ones.
     """
     before = torch.get_default_dtype()
@@ -241,7 +241,7 @@ def _refuse_changed_buffers(model: Any, start: str) -> None:
         right = expected.get(name)
         if name in saved or right is None or not right.is_floating_point():
             continue
-        tolerance = 16 * torch.finfo(right.dtype).eps  # a GPU's powers are not a CPU's to the last bit
+        tolerance = 16 * torch.finfo(right.dtype).eps  # powers on a GPU and a CPU differ in the last bits
         same = torch.allclose(buffer.cpu().float(), right.float(), tolerance, tolerance, equal_nan=True)
         if buffer.dtype != right.dtype or not same:
             raise UserError(
@@ -253,7 +253,7 @@ def _refuse_changed_buffers(model: Any, start: str) -> None:
 
 @contextmanager
 def _outside_deepspeed() -> Iterator[None]:
-    # Classes that build another model, such as those with a head of one number, would shard it.
+    # Classes that build another model inside, such as sequence classifiers, would shard it.
     outer = integration._hf_deepspeed_config_weak_ref
     integration.unset_hf_deepspeed_config()
     try:
@@ -263,7 +263,7 @@ def _outside_deepspeed() -> Iterator[None]:
 
 
 def _held(parameter: Any) -> Tensor:
-    """What this rank holds of a weight, without the padding at the end of a shard."""
+    """The part of a weight that this rank holds, without the padding at the end of its shard."""
     if not hasattr(parameter, "ds_tensor"):
         return cast(Tensor, parameter)
     shard: Tensor = parameter.ds_tensor.view(-1)
@@ -272,7 +272,7 @@ def _held(parameter: Any) -> Tensor:
 
 @torch.no_grad()
 def draw_normal(parameter: Any, std: float, seed: int) -> None:
-    """Draw a weight from a normal distribution of this standard deviation, the same on any number of ranks."""
+    """Fill a weight from a normal distribution with this standard deviation, equally for any number of ranks."""
     count = getattr(parameter, "ds_numel", parameter.numel())
     whole = torch.empty(count).normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
     held = _held(parameter).view(-1)
@@ -281,8 +281,8 @@ def draw_normal(parameter: Any, std: float, seed: int) -> None:
 
 
 def stop_ids(name: str, tokenizer: Any, more: list[int], config: Any, setting: str = "policy.model") -> tuple[int, ...]:
-    """All tokens that end a completion: the tokenizer's EOS, those of the model's generation config, and `more`. Raises
-    UserError if one is not a token of the model."""
+    """All tokens that end a completion: the tokenizer's EOS, the stop tokens of the model's generation config, and
+    `more`. Raises UserError if one is not a token of the model."""
     ids = {*more, tokenizer.eos_token_id}
     generation = Path(name) / "generation_config.json"
     if generation.is_file() or not Path(name).exists():

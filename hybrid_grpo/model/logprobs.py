@@ -26,8 +26,8 @@ enough that a tile has 4,096 rows, so that the output head is read and its gradi
 
 GPU_TILE_BYTES = 256 << 20
 GPU_TILE_COLUMNS = 8192
-"""Where the GPU's kernel reads tiles, in the model's type and without temporaries: larger ones, so that the hidden
-states' gradient, which each column of tiles adds to, is read and written less often."""
+"""Larger tiles for the GPU kernel, which reads them in the model's dtype and without temporaries. Each column of tiles
+adds to the hidden states' gradient; with fewer columns it is read and written less often."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class _TokenLogprobs(torch.autograd.Function):
         weight_VD, bias_V = ctx.weight.detach(), None if ctx.bias is None else ctx.bias.detach()
         shape, temperature, (row_tiles, column_tiles) = ctx.options
         needs_weight = ctx.weight.requires_grad
-        # Sum over tiles in float32: in bfloat16 small contributions would be rounded away against the total.
+        # Sum over tiles in float32: in bfloat16, small contributions to a large total would be rounded away.
         dhidden_ND = torch.zeros_like(hidden_ND, dtype=torch.float32)
         dweight_VD = torch.empty_like(weight_VD) if needs_weight else None
         dbias_V = torch.empty_like(bias_V) if needs_weight and bias_V is not None else None
@@ -139,8 +139,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def slices(n: int, most: int) -> list[slice]:
-    """Split 0 to n into the fewest slices of about equal length, at most `most`; long ones begin at multiples of 64, as
-    matrix products on a GPU need."""
+    """Split 0 to n into as few slices as possible, about equally long and at most `most` each. Long slices begin at
+    multiples of 64, as matrix products on a GPU need."""
     count = max(1, -(-n // most))
     unit = 64 if n // count >= 1024 else 1
     bounds = [n * i // count // unit * unit for i in range(count)] + [n]
@@ -148,7 +148,7 @@ def slices(n: int, most: int) -> list[slice]:
 
 
 def logits_of(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, columns: slice, shape: LogitShape) -> Tensor:
-    """Some columns of the logits, in the model's type as in its own forward."""
+    """Some columns of the logits, in the model's dtype, as its own forward computes them."""
     bias = None if bias_V is None else bias_V[columns]
     return shape(nn.functional.linear(hidden_ND, weight_VD[columns], bias))
 
@@ -183,7 +183,7 @@ def token_logprobs(
 
 
 HeadFunction = Callable[[Tensor, Tensor, Tensor | None, LogitShape, float], tuple[Tensor, ...]]
-"""Computes something else from hidden states and the output head; see `LogprobModel.forward`."""
+"""Computes further outputs from hidden states and the output head; see `LogprobModel.forward`."""
 
 
 class LogprobModel(nn.Module):

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA): small matrices trained beside the linear layers of a model whose weights are frozen.
+"""Low-rank adapters (LoRA): small matrices trained alongside the linear layers of a model whose weights are frozen.
 
 peft injects them in place: the model keeps its class, and each adapted layer is wrapped in one of peft's. Decoding and
 export merge the adapters into the weights; the adapters are also exported in peft's own format.
@@ -41,7 +41,7 @@ class Adapter:
     linear: Any
     """The layer without the adapter."""
     down: nn.Parameter
-    """A, [rank, in]; empty while it is sharded, as B is."""
+    """A, [rank, in]; like B, empty while it is sharded."""
     up: nn.Parameter
     """B, [out, rank]."""
     scale: float
@@ -53,7 +53,7 @@ class Adapter:
         return cls(layer, layer.base_layer, down, up, layer.scaling[_NAME])
 
     def merged(self, weight: Tensor, down: Tensor, up: Tensor, out: Tensor) -> Tensor:
-        """`weight` plus the adapter, all unsharded, in `out`, which may be `weight` itself; rounded once."""
+        """`weight` plus the adapter, rounded once and written to `out`, which may be `weight`. All are unsharded."""
         if self.layer.fan_in_fan_out:
             # GPT-2's layers keep W transposed, and (B A)^T = A^T B^T.
             up, down = down.T, up.T
@@ -61,10 +61,10 @@ class Adapter:
 
 
 class Adapters:
-    """Injects adapters into a transformers model, sharded or not, and freezes everything else but the head of a
+    """Injects adapters into a transformers model, sharded or not, and freezes everything else except the head of a
     sequence classifier, which is new.
 
-    `seed` initialises the matrices A, the same on every rank. Raises UserError if a layer that `lora` names does not
+    `seed` initialises the matrices A equally on every rank. Raises UserError if a layer that `lora` names does not
     exist or cannot have an adapter.
     """
 
@@ -88,7 +88,7 @@ class Adapters:
                 raise UserError(f"lora.target_modules: peft cannot adapt policy.model: {error}") from error
         self._config = model.peft_config[_NAME]
         self._head = {"score": model.score.weight.requires_grad_()} if classifies else {}
-        """Weights that are trained whole, by the path of their layer."""
+        """Weights that are trained in full, by the path of their layer."""
         self.by_layer: dict[str, Adapter] = {
             path: Adapter.of(layer)
             for path, layer in model.named_modules()
@@ -147,8 +147,8 @@ class Adapters:
 
 
 def read_adapter(folder: str, setting: str) -> dict[str, Any]:
-    """The configuration of an adapter of a causal language model in peft's format. Raises UserError, which `setting`
-    begins, if the folder has none."""
+    """The configuration of a causal language model's adapter in peft's format. Raises UserError, with `setting` at the
+    beginning of the message, if the folder has none."""
     path = Path(folder) / "adapter_config.json"
     try:
         config = json.loads(path.read_bytes())
@@ -162,14 +162,14 @@ def read_adapter(folder: str, setting: str) -> dict[str, Any]:
 
 
 def with_adapter(model: Any, folder: str, setting: str) -> Any:
-    """The model with an adapter in peft's format merged into its weights. Raises UserError, which `setting` begins, if
-    the adapter does not belong to the model."""
+    """The model with an adapter in peft's format merged into its weights. Raises UserError, with `setting` at the
+    beginning of the message, if the adapter does not belong to the model."""
     import peft
 
     read_adapter(folder, setting)
     try:
         with warnings.catch_warnings():
-            # peft would start what the files lack at random.
+            # peft would initialise at random what the files lack.
             warnings.filterwarnings("error", message=".*missing adapter keys")
             return peft.PeftModel.from_pretrained(model, folder).merge_and_unload()
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError, UserWarning) as error:

@@ -33,6 +33,6 @@ class MemoryTracker(TorchDispatchMode):
         self.live -= size
 
     def mark(self) -> int:
-        """The peak since the last mark."""
+        """Return the peak since the last mark, and begin the next."""
         peak, self.peak = self.peak, self.live
         return peak

@@ -1,6 +1,6 @@
-"""Ranks, the collectives that this package uses beside DeepSpeed's, and the shared memory of those.
+"""Ranks, the collectives that this package adds to DeepSpeed's, and the shared memory that DeepSpeed's use.
 
-On one process the collectives are the identity, whether or not a process group exists.
+In a single process the collectives are the identity, whether or not a process group exists.
 """
 
 import os
@@ -27,7 +27,7 @@ _SILENT_SECONDS = 20.0
 _BUFFER_BYTES = 66 * 2**20 + 4096
 """Shared memory that DeepSpeed's CPU backend uses for each rank."""
 _NCCL_BYTES = 64 << 20
-"""With less shared memory for each rank, NCCL may fail: Docker's 64 MiB are too little for two."""
+"""With less shared memory per rank, NCCL may fail: Docker's 64 MiB are too little for two ranks."""
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -46,7 +46,7 @@ def local_ranks() -> int:
 
 
 def form_group_of_one() -> None:
-    """Describe a process group of this process alone in the environment, as a launcher does."""
+    """Set the environment variables of a process group with one rank, as a launcher does."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -55,8 +55,8 @@ def form_group_of_one() -> None:
 
 @contextmanager
 def meeting() -> Iterator[None]:
-    """Around the start of the process group: prints for which ranks this one waits, in case the others were never
-    started. Raises UserError if the ranks do not meet, or NCCL does not start."""
+    """Wraps the start of the process group. Prints a line if this rank waits long for the others, in case they were
+    never started. Raises UserError if the ranks do not meet, or NCCL does not start."""
     facts = ", ".join(f"{name} {os.environ[name]}" for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
     line = f"hybrid-grpo: waiting for the other ranks ({facts})"
@@ -88,7 +88,7 @@ def _cause(message: str) -> str:
 
 
 def check_shared_memory() -> None:
-    """Raise UserError if the ranks' buffers do not fit: DeepSpeed would map more than there is, and ranks crash."""
+    """Raise UserError if the ranks' buffers do not fit: DeepSpeed would map them anyway, and ranks would crash."""
     # Only DeepSpeed's launcher, with all ranks on one machine, uses these buffers.
     if os.environ.get("LOCAL_SIZE") != os.environ["WORLD_SIZE"]:
         return
@@ -104,7 +104,7 @@ def check_shared_memory() -> None:
 
 
 def release_shared_memory() -> None:
-    """Unlink this rank's buffer once all ranks have mapped it, since it would remain until the next boot."""
+    """Unlink this rank's buffer once all ranks have mapped it; otherwise it would remain until the next boot."""
     barrier()
     for path in _buffers(str(rank())):
         path.unlink(missing_ok=True)
@@ -116,7 +116,7 @@ def _buffers(of_rank: str) -> list[Path]:
 
 
 def all_reduce(tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
-    """Reduce `tensor` over ranks, in place, and return it. Collective, with equal shapes."""
+    """Reduce `tensor` over ranks, in place, and return it. Collective; shapes must be equal."""
     if world_size() > 1:
         dist.all_reduce(tensor, op=_OPS[op])
     return tensor

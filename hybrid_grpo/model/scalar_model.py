@@ -1,7 +1,7 @@
-"""A causal language model whose head gives one number for a token, such as a reward model or a value model.
+"""A causal language model whose head gives one number per token, such as a reward model or a value model.
 
-It is a sequence classifier of transformers with one label (`AutoModelForSequenceClassification`), whose head is called
-at chosen tokens. Nothing here knows what the numbers mean, or how they are trained.
+It is a transformers sequence classifier with one label (`AutoModelForSequenceClassification`), whose head is called at
+chosen tokens. Nothing here knows what the numbers mean, or how they are trained.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class ScalarModel(nn.Module):
 
 
 def scalar_config(name: str, padding: int | None = None, setting: str = "policy.model") -> Any:
-    """The configuration of a model folder or hub name as a classifier of one label, with a `padding` token. `setting`
+    """The configuration of a model (folder or hub name) as a classifier with one label and a `padding` token. `setting`
     begins error messages, here and in the other functions.
 
     Raises UserError if transformers has no such classifier for a causal language model of this kind, or if it is
-    already a classifier of several labels.
+    already a classifier with several labels.
     """
     config = load_config(name, setting)
     kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
@@ -76,7 +76,7 @@ def scalar_config(name: str, padding: int | None = None, setting: str = "policy.
 
 
 def check_scalar(name: str, setting: str = "policy.model") -> Any:
-    """`scalar_config`; raises UserError unless the classifier reads its last token by a linear head."""
+    """`scalar_config`, which also raises UserError unless the classifier reads its last token with a linear head."""
     config = scalar_config(name, setting=setting)
     is_linear = isinstance(getattr(_without_weights(config), _HEAD, None), nn.Linear)
     refuse(not is_linear, f"{setting} {name}: {config.model_type}: {_NO_CLASSIFIER}: take another model")
@@ -84,7 +84,7 @@ def check_scalar(name: str, setting: str = "policy.model") -> Any:
 
 
 def count_parameters(name: str) -> int:
-    """Parameters of a model folder or hub name as a classifier of one label."""
+    """Number of parameters of a model (folder or hub name) as a classifier with one label."""
     return sum(parameter.numel() for parameter in _without_weights(scalar_config(name)).parameters())
 
 
@@ -101,10 +101,10 @@ def load_scalar_model(
     head_std: float | None = None,
     setting: str = "policy.model",
 ) -> Any:
-    """The classifier of one label that `policy` names, without dropout.
+    """The classifier with one label that `policy` names, without dropout.
 
-    A causal language model gets a new head: normal with `head_std`, by default the model's `initializer_range`, as in
-    transformers, drawn with `seed`. Raises UserError as `load_model` and `scalar_config` do.
+    A causal language model gets a new head, drawn with `seed`: normal with standard deviation `head_std`, by default
+    `initializer_range`, as in transformers. Raises UserError as `load_model` and `scalar_config` do.
     """
     config = scalar_config(policy.model, setting=setting)
     std = getattr(config.get_text_config(), "initializer_range", 0.02) if head_std is None else head_std
@@ -116,7 +116,7 @@ def padding_token(tokenizer: Any, ends: Collection[int]) -> int:
     """The padding token of a classifier: the tokenizer's, unless a text ends with it.
 
     transformers reads the score at the last token that is not padding. So if the tokenizer's padding is among `ends`,
-    the last tokens of the texts, another special token is taken.
+    the last tokens of the texts, another token is taken, a special one if possible.
     """
     candidates = [tokenizer.pad_token_id, tokenizer.eos_token_id, *tokenizer.all_special_ids, *range(len(ends) + 1)]
     return next(token for token in candidates if token is not None and token not in ends)

@@ -1,8 +1,8 @@
 """Weights and optimizer states that are sharded over ranks, in files that any number of ranks can read.
 
-Every rank writes one file: its flat tensors, and an index of which elements of which weight lie where in them. A reader
-takes what it needs from the files of all ranks. So a checkpoint does not depend on the number of ranks, the ZeRO stage
-or the offloading it was written with, and the padding of one layout never reaches another.
+Every rank writes one file: its flat tensors, and an index that locates each weight's elements in them. A reader takes
+what it needs from the files of all ranks. So a checkpoint does not depend on the number of ranks, the ZeRO stage or
+the offloading it was written with, and the padding of one layout never reaches another.
 
 This module knows the attributes of DeepSpeed's optimizers and parameters; the engine decides when to read and write.
 """
@@ -43,15 +43,15 @@ class _Piece:
 
 @dataclass(frozen=True, eq=False)
 class _Flat:
-    """A flat tensor of this rank, which is its own key in the optimizer's state, and the pieces of weights in it."""
+    """A flat tensor of this rank, and the pieces of weights in it. The tensor is the key of its optimizer state."""
 
     tensor: Any
     pieces: list[_Piece]
 
 
 def save_optimizer(folder: Path, module: nn.Module, optimizer: Any, stage: int) -> None:
-    """Write what this rank holds of the trained weights and of the state of DeepSpeed's `optimizer` at this `stage`."""
-    # At stage 0 every rank has the same.
+    """Write this rank's part of the trained weights and of the state of DeepSpeed's `optimizer` at ZeRO `stage`."""
+    # At stage 0 all ranks hold the same.
     held = _optimizer_flats(module, optimizer, stage) if stage > 0 or rank() == 0 else []
     _write(folder, _POLICY, _shapes(module), held, _inner(optimizer, stage).state)
 
@@ -74,7 +74,7 @@ def trained_tensors(module: nn.Module, optimizer: Any, stage: int) -> list[Tenso
 
 @contextmanager
 def changing(optimizer: Any, stage: int) -> Iterator[None]:
-    """Inside, `trained_tensors` may be written to; at the end the module's weights follow them. Collective."""
+    """Inside, `trained_tensors` may be written to; on exit the module's weights are updated from them. Collective."""
     if stage == 3:
         # No weight may stay gathered while its shards change.
         optimizer.checkpoint_event_prologue()
@@ -149,7 +149,7 @@ def _optimizer_flats(module: nn.Module, optimizer: Any, stage: int) -> list[_Fla
         groups = zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True)
         return [_Flat(flat, list(_sharded_pieces(group, names))) for flat, group in groups]
     if hasattr(optimizer, "bf16_groups"):
-        # In bfloat16, stage 1 has an optimizer of its own.
+        # In bfloat16, stage 1 has its own optimizer class.
         flats, rows = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups
         starts = [[0, *accumulate(p.numel() for p in row)][:-1] for row in rows]
     else:
@@ -175,7 +175,7 @@ def _module_flats(module: Any) -> list[_Flat]:
 
 
 def _sharded_pieces(group: Iterable[Any], names: Mapping[Any, str]) -> Iterator[_Piece]:
-    """Consecutive shards, of the same size on all ranks; those of the last ranks may end in padding, or be padding."""
+    """This rank's consecutive shards. Shards are equally large on all ranks; the last may end in, or be, padding."""
     at = 0
     for parameter in group:
         size = parameter.ds_tensor.ds_numel
@@ -185,7 +185,7 @@ def _sharded_pieces(group: Iterable[Any], names: Mapping[Any, str]) -> Iterator[
 
 
 def _row_pieces(row: Sequence[Any], starts: Sequence[int], size: int, names: Mapping[Any, str]) -> Iterator[_Piece]:
-    """Weights in a row, each with its start, of which every rank holds `size` elements."""
+    """This rank's pieces of a row of weights, which begin at `starts`; each rank holds `size` elements of the row."""
     first = rank() * size
     for parameter, start in zip(row, starts, strict=True):
         begin, end = max(start, first), min(start + parameter.numel(), first + size)
@@ -243,7 +243,7 @@ def _is_moment(key: str, value: Any, flat: _Flat) -> bool:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    # The attributes that DeepSpeed adds, and the rest of the memory that the tensor is in, would be written too.
+    # Otherwise DeepSpeed's attributes, and the rest of the memory that the tensor is in, would be written too.
     tensor = tensor.detach()
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if whole else tensor.to("cpu", copy=True)
@@ -290,13 +290,13 @@ class _Saved:
                 )
 
     def restore(self, flat: _Flat, optimizer: Any = None) -> None:
-        """Copy the numbers of a flat tensor, and with an `optimizer` their moments, into place; padding stays."""
+        """Copy the saved numbers into a flat tensor, and their moments into an `optimizer`; padding stays."""
         parts = [(piece, saved) for piece in flat.pieces for saved in self._pieces[piece.name]]
         moments = {key: saved.tensors[key].dtype for _, saved in parts for key in saved.tensors if key != _WEIGHT}
         steps = [saved.step for _, saved in parts if saved.step is not None]
         targets = {_WEIGHT: flat.tensor}
         if optimizer is not None and not moments:
-            # Written before the first step of the optimizer, which makes the moments.
+            # Saved before the optimizer's first step, which makes the moments.
             optimizer.state.pop(flat.tensor, None)
         elif optimizer is not None:
             state = optimizer.state[flat.tensor]
@@ -305,7 +305,7 @@ class _Saved:
                     state[key] = torch.empty_like(flat.tensor, dtype=dtype)
                 targets[key] = state[key].zero_()
             if steps:
-                # Optimizers of torch count in a tensor, those of DeepSpeed in a number.
+                # torch's optimizers count steps in a tensor, DeepSpeed's in a number.
                 of_torch = type(optimizer).__module__.startswith("torch.")
                 state[_STEP] = torch.tensor(float(max(steps))) if of_torch else max(steps)
         for piece, saved in parts:

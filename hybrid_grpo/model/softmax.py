@@ -13,13 +13,13 @@ from hybrid_grpo.model.kernels.build import run, usable
 
 
 def on_gpu_kernel(logits: Tensor) -> bool:
-    """Whether the GPU's kernel reads tiles like `logits`, once and in their own type."""
+    """Whether tiles like `logits` go to the GPU kernel, which reads them once and in their own dtype."""
     return gpu.usable(logits) and gpu.proven("the log-probability head", _kernel_agrees, logits.device, logits.dtype)
 
 
 class TiledSoftmax:
-    """Running log-probability of each row's target, and entropy of the row, of x = logits / temperature; `target_N` are
-    the targets' columns."""
+    """Running log-probability of each row's target and running entropy of each row, for x = logits / temperature.
+    `target_N` holds the targets' columns."""
 
     def __init__(self, target_N: Tensor, temperature: float) -> None:
         self._target_N = target_N
@@ -29,7 +29,7 @@ class TiledSoftmax:
         self._total_N = torch.zeros_like(self._peak_N)
         """Sum of exp(x - peak)."""
         self._below_N = torch.zeros_like(self._peak_N)
-        """Sum of exp(x - peak) (peak - x). No term is negative, so nothing cancels where the entropy is small."""
+        """Sum of exp(x - peak) (peak - x). No term is negative, so nothing cancels if the entropy is small."""
         self._chosen_N = torch.full_like(self._peak_N, torch.nan, dtype=torch.float32)
         """The target's x; NaN until its tile is added."""
 
@@ -86,10 +86,10 @@ def softmax_gradient(
     Args:
         logits: [N, columns], of any float type, starting at column `first`; may be overwritten unless `keep`.
         target_N, normalizer_N, entropy_N: over all columns; see `TiledSoftmax`.
-        dentropy_N: None: zeros.
+        dentropy_N: None means zeros.
     """
     if on_gpu_kernel(logits):
-        # Rounded as the matrix products that take it; with a soft cap, which multiplies it again, only after that.
+        # Round to the dtype of the matrix products that follow; not yet if a soft cap multiplies the gradient first.
         out = torch.empty_like(logits, dtype=torch.float32) if keep else logits
         given = (logits, normalizer_N, target_N, entropy_N, dlogp_N.contiguous())
         gpu.softmax.gradient(out, *given, None if dentropy_N is None else dentropy_N.contiguous(), temperature, first)
@@ -114,13 +114,13 @@ def softmax_gradient(
 
 
 def _columns(target_N: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
-    """Column of each target within the tile (clamped to it), and whether the tile has the target."""
+    """Column of each target within the tile (clamped to it), and whether the tile contains the target."""
     column = target_N - first
     return column.clamp(0, width - 1), (column >= 0) & (column < width)
 
 
 def _kernel_agrees(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the GPU's kernel adds and differentiates a tile as torch does, to the rounding of `dtype`."""
+    """Whether the GPU kernel's sums and gradient of a tile agree with torch's, up to the rounding of `dtype`."""
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(8, 4096, generator=generator)).to(device, dtype)
     target_N = torch.arange(8, device=device) * 300 + 1000

@@ -20,5 +20,5 @@ def read(path: Path) -> Any:
 
 
 def foreign_types(path: Path) -> list[str]:
-    """Names in a file that `read` would refuse. Raises ValueError or RuntimeError if it is not a file of torch."""
+    """Names of types in a file that `read` would refuse. Raises ValueError or RuntimeError if it is not torch's."""
     return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def upload(numbers: Any, device: torch.device) -> Tensor:
-    """An array, a tensor of the host or nested lists, on the device.
+    """Copy an array, a tensor in host memory or nested lists to the device.
 
     A GPU copies them from pinned memory when it reaches the copy, while the host continues; from pageable memory the
     host would wait until then.

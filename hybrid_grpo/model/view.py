@@ -34,7 +34,7 @@ class View:
     Args:
         source: the module in training. If it is `sharded`, under ZeRO-3, its parameters may be empty.
         module: on the meta device; of the same class and structure as `source` without adapters.
-        device: of the whole weights.
+        device: where the whole weights are.
         adapters: the adapters in `source`, by the path of their layer in `module`.
         keep: keep the memory of gathered and merged weights for the next `gather`.
     """

@@ -101,7 +101,7 @@ def usable(*tensors: Tensor) -> bool:
 
 
 def run(name: str, *arguments: Tensor | float | None) -> None:
-    """Call a kernel with the addresses of tensors. Fake tensors (a dry run's) have none: nothing is computed then."""
+    """Call a kernel with the addresses of tensors. Fake tensors (in a dry run) have none: then nothing is computed."""
     if not any(isinstance(argument, FakeTensor) for argument in arguments):
         pointed = (a.data_ptr() if isinstance(a, Tensor) else a for a in arguments)
         getattr(load(), name)(*pointed)

@@ -1,4 +1,4 @@
-"""A lock around the compilation of DeepSpeed's kernels, which a killed process does not keep."""
+"""A lock around the compilation of DeepSpeed's kernels, which is released even if its process is killed."""
 
 import contextlib
 import errno
@@ -24,8 +24,8 @@ _COMPILE_SECONDS = 600
 def compilation_lock(kernel: str) -> Iterator[None]:
     """Inside, no other process of hybrid_grpo compiles this kernel. Raises UserError if it cannot be compiled.
 
-    torch's own lock is a file that exists: a killed process leaves it behind, and torch would wait for ever. The owner
-    of this lock removes it if the previous owner did not finish.
+    torch's own lock is the existence of a file: a killed process leaves it behind, and torch would wait forever. The
+    owner of this lock removes torch's if the previous owner did not finish.
     """
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", get_default_build_root()))
     root.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ def compilation_lock(kernel: str) -> Iterator[None]:
 
 
 def one_at_a_time(compile_and_load: Callable[..., Any]) -> Callable[..., Any]:
-    """DeepSpeed's function that compiles a kernel, under `compilation_lock`."""
+    """Wrap DeepSpeed's function that compiles a kernel in `compilation_lock`."""
     if hasattr(compile_and_load, "__wrapped__"):
         return compile_and_load
 

@@ -16,8 +16,8 @@ FEW_ROWS = 512
 
 
 def adopt(model: Any) -> None:
-    """Run the linear and RMS-norm modules of a model, whose weights must be whole, on the kernels. A norm is replaced
-    only if one of the two known formulas (weight, or 1 + weight) agrees with its own forward."""
+    """Make a model's linear and RMS-norm modules use the kernels; its weights must be whole. A norm is replaced only if
+    one of the two known formulas (weight, or 1 + weight) agrees with its own forward."""
     if not usable(*model.parameters()):
         return
     for module in model.modules():
@@ -72,7 +72,7 @@ def decode_attention(
     scale: float,
     softcap: float,
 ) -> Tensor:
-    """Store the new keys and values in the cache and attend, [n, 1, heads, d]; see `DecodeStep` and `Batch.attend`.
+    """Store the new keys and values in the cache and return attention, [n, 1, heads, d]; see `DecodeStep`, `Batch`.
 
     Args:
         query: [n, heads, 1, d]; key, value: [n, kv, 1, d], of the new tokens.
@@ -102,7 +102,7 @@ def can_attend(query: Tensor, keys: Tensor, values: Tensor) -> bool:
 
 
 def fits(group: int, page: int, d: int) -> bool:
-    """Whether the scores of a page and the sums of one key's `group` query heads fit on the kernel's stack."""
+    """Whether the page scores and the sums of one key head's `group` query heads fit on the kernel's stack."""
     return group <= 64 and group * page <= 2048 and group * d <= 8192
 
 

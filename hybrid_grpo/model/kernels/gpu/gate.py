@@ -22,7 +22,7 @@ def _silu_times(out, gate, up, count, BLOCK: tl.constexpr):
 
 
 def silu_times(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up (SwiGLU: Shazeer, arXiv:2002.05202), of contiguous tensors of one shape. Rounds after the silu,
+    """silu(gate) * up (SwiGLU: Shazeer, arXiv:2002.05202), for contiguous tensors of one shape. Rounds after the silu,
     as a Llama layer does."""
     out = torch.empty_like(gate)
     launch(_silu_times, (triton.cdiv(gate.numel(), _BLOCK),), out, gate, up, gate.numel(), BLOCK=_BLOCK)

@@ -24,7 +24,7 @@ def usable(*tensors: Tensor) -> bool:
 
 
 def tried(what: str, check: Callable[[], bool], kernel: str = "a Triton kernel") -> bool:
-    """What `check` returns; if it fails, warns that `what` is slower, without `kernel`."""
+    """The result of `check`; if it is False or raises, warns that `what` is slower, without `kernel`."""
     try:
         agrees, reason = check(), "its results differ from torch's"
     except Exception as error:  # a compiler that is missing or fails raises errors of many types
@@ -41,6 +41,6 @@ def proven(what: str, check: Callable[..., bool], *case: Any, kernel: str = "a T
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Run a kernel. Fake tensors (a dry run's) have no memory: nothing is computed then."""
+    """Run a kernel. Fake tensors (in a dry run) have no memory: then nothing is computed."""
     if not any(isinstance(argument, FakeTensor) for argument in arguments):
         kernel[grid](*arguments, **options)

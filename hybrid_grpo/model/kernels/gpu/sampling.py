@@ -138,7 +138,7 @@ def _sample(
             _lowest_kept(logits, vocabulary, peak, inverse_temperature, lowest, limit, True, BITS, SEARCH_BLOCK),
         )
 
-    # The weights that each block keeps; the block in which their sum passes the draw has the token.
+    # Sum the kept weights of each block: the block in which the running sum passes the draw has the token.
     number = tl.arange(0, BLOCKS)
     sums = tl.zeros([BLOCKS], tl.int64)
     every = tl.zeros([BLOCK], tl.int64)
