@@ -51,7 +51,7 @@ from hybrid_grpo.model.ranks import (
 from hybrid_grpo.model.view import View
 
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")
-"""What DeepSpeed's engine counts, and its profiler goes by."""
+"""Counters of DeepSpeed's engine, which its profiler relies on."""
 _REFERENCE = "reference"
 """Name of a frozen model's files in a checkpoint."""
 _DONE, _INTERRUPTED, _STOPPED, _FAILED = range(4)
@@ -68,7 +68,7 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     deepspeed.utils.logger.setLevel(logging.WARNING)
     deepspeed.runtime.hybrid_engine.replace_policies = []
-    # The memory of those kernels: making it would compile them, for minutes and only where there is nvcc.
+    # The workspace of those kernels: creating it would compile them, which takes minutes and needs nvcc.
     deepspeed.runtime.hybrid_engine.WorkspaceOp = lambda: None
     # Every rank would warn that there are no inference kernels.
     deepspeed.utils.logger.addFilter(lambda record: "No compatible DeepSpeed inference" not in record.getMessage())
@@ -92,7 +92,7 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
         backend, timeout = accelerator.communication_backend_name(), timedelta(minutes=timeout_minutes)
         deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=timeout)
         if not on_cpu:
-            # NCCL starts with the first collective: what it lacks is reported here.
+            # NCCL starts with the first collective: if it cannot, that is reported here.
             all_reduce(torch.zeros(1, device=accelerator.current_device_name()))
     if on_cpu:
         release_shared_memory()
@@ -117,7 +117,7 @@ def policy_config(policy: PolicyConfig, engine: EngineConfig) -> dict[str, Any]:
     if engine.offload_optimizer:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
     if "offload_param" in engine.deepspeed.get("zero_optimization", {}):
-        # Copies from other memory would not run beside the computation.
+        # Copies from unpinned memory would not overlap with the computation.
         config["zero_optimization"]["offload_param"] = {"pin_memory": on_gpu}
     return _merged(config, engine.deepspeed)
 
@@ -130,7 +130,7 @@ def check_config(policy: PolicyConfig, engine: EngineConfig) -> None:
         raise UserError(f"engine.deepspeed.optimizer.type {name} is not one of DeepSpeed or torch: take it out")
     try:
         DeepSpeedConfig(config)
-    except Exception as error:  # whatever its parser of this section does with a wrong type
+    except Exception as error:  # whatever its parser of this section raises on a wrong type
         why = str(error).partition(" [type=")[0] or repr(error)
         raise UserError(f"engine.deepspeed: DeepSpeed refuses the configuration: {why}") from error
 
@@ -218,7 +218,7 @@ class Engine:
         self._view = View(source, view.eval(), self.stage == 3, self.device, adapters, keep=keep_view)
         self._generating = False
         self.gather_s = self.release_s = self.wait_s = 0.0
-        """Seconds that the last switch took, and those of the wait for other ranks at its end."""
+        """Seconds of the last switch: gathering, releasing, and waiting for the other ranks at the end."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of the module. Collective under ZeRO-3."""
@@ -288,7 +288,7 @@ class Engine:
                 raise RunInterrupted("stopped")
 
     def whole(self, parameters: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-        """Whole weights of parameters, on this rank's device; not to be written to. Collective."""
+        """Whole weights of parameters, on this rank's device; do not write to them. Collective."""
         return self._view.whole(parameters)
 
     def print_communication(self) -> None:

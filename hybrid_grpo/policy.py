@@ -1,5 +1,5 @@
 """The models of a run: the policy, which samples, scores and is trained; its frozen reference; and the scorer, which
-gives one number a token and is trained too."""
+outputs one number per token and is also trained."""
 
 import functools
 import math
@@ -44,14 +44,14 @@ def learning_rate(config: PolicyConfig, step: int, total: int) -> float:
 class TrainedModel:
     """A transformers model inside one DeepSpeed engine: its optimizer steps, their counts, and its export.
 
-    `load` reads the weights, given the attention of the training forward; `wrap` makes of them the module to train.
-    `total_steps` are the optimizer steps of the whole run. With a `lora` of rank above 0, adapters are trained instead
-    of the weights, and `seed` initialises them. The engine's view has the attention `view_attention` (default:
+    `load` reads the model, given the attention of the training forward; `wrap` turns it into the module to train.
+    `total_steps` counts the optimizer steps of the whole run. With a `lora` of rank above 0, adapters are trained
+    instead of the weights, and `seed` initialises them. The engine's view uses the attention `view_attention` (default:
     transformers' own); for `keep_view` see `View`.
 
     Attributes:
-        lr_scale: a factor of the schedule's learning rate; lower after the guard has rolled back.
-        cost: floating-point operations of a token.
+        lr_scale: a factor on the schedule's learning rate, which the guard lowers when it rolls back.
+        cost: the cost of one token; see `Cost`.
     """
 
     lr_scale = 1.0
@@ -101,7 +101,7 @@ class TrainedModel:
         return self.lr_scale * learning_rate(self.config, self.optimizer_steps, self.total_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that the engine's checkpoint lacks."""
+        """The state that the engine's checkpoint does not hold."""
         return {name: getattr(self, name) for name in _COUNTERS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -131,7 +131,7 @@ class TrainedModel:
 class Policy(TrainedModel):
     """A causal language model inside one DeepSpeed engine, both for sampling and for training.
 
-    `decoder` says how it will be sampled from (see `RolloutConfig`). With a `workspace`, the memory for decoding and
+    `decoder` is what samples from it (see `RolloutConfig`). With a `workspace`, the memory for decoding and
     for gathered weights is kept between rollouts. For the other arguments see `TrainedModel`.
 
     Attributes:
@@ -174,8 +174,8 @@ class Policy(TrainedModel):
         on_step: OnStep | None = None,
         given: Mapping[int, Completion] | None = None,
     ) -> tuple[Rollout, Stats]:
-        """Sample `num_generations` completions of every prompt, except for those in the journal, and those `given`, by
-        the keys of their random streams (see `requests_of`). Ranks enter and leave together."""
+        """Sample `num_generations` completions of every prompt, except for those in the journal and those in `given`,
+        which is keyed by random stream (see `requests_of`). Ranks enter and leave together."""
         requests, sampling = requests_of(prompts, config, seed, step), sampling_of(config, stop_ids)
         with record_function("stage/generate"), self.engine.generation() as view:
 
@@ -191,7 +191,7 @@ class Policy(TrainedModel):
     def complete(
         self, requests: list[Request], sampling: Sampling, config: RolloutConfig, on_step: OnStep | None = None
     ) -> list[list[Completion]]:
-        """Complete requests without the journal. Ranks enter and leave together."""
+        """Complete requests, bypassing the journal. Ranks enter and leave together."""
         with self.engine.generation() as view:
             groups, _ = self._complete(view, requests, sampling, config, None, on_step)
         return groups
@@ -217,8 +217,8 @@ class Policy(TrainedModel):
         gradients: bool = True,
         places: Places | None = None,
     ) -> list[MicroBatch]:
-        """Rows (default: all) in micro-batches within `token_budget`, as many on every rank; targets are the completion
-        tokens at `places` (default: all). Collective."""
+        """Rows (default: all) in micro-batches within `token_budget`, equally many on every rank; targets are the
+        completion tokens at `places` (default: all). Collective."""
         rows = range(len(prompt_ids)) if rows is None else rows
         budget = self.budget(gradients)
         if self.packs:
@@ -227,7 +227,7 @@ class Policy(TrainedModel):
         return pad(prompt_ids, completion_ids, rows, budget, self.engine.device, places)
 
     def forward(self, micro: MicroBatch, temperature: float, more: HeadFunction | None = None) -> tuple[Tensor, ...]:
-        """Log-probability and entropy of the completion tokens, and what `more` computes of them, float32 [b, T]; see
+        """Log-probability and entropy of the completion tokens, and what `more` computes for them, float32 [b, T]; see
         `LogprobModel`. Collective."""
         return tuple(micro.unflatten(value_N) for value_N in self.engine(*micro.inputs, temperature, more))
 
@@ -254,15 +254,15 @@ class Policy(TrainedModel):
                 yield -logp_bT.detach().sum() / count, count
 
     def logprobs(self, batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
-        """logp_BT of all rows; see `scored`. Collective."""
+        """logp_BT of the rows in `batches`; see `scored`. Collective."""
         return scored(self.engine, batches, shape, temperature)
 
 
 class Scorer(TrainedModel):
-    """A model of one number a token (`ScalarModel`) inside one DeepSpeed engine, which scores and is trained.
+    """A model inside one DeepSpeed engine that outputs one number per token (`ScalarModel`), for scoring and training.
 
-    `padding` is the token that the exported classifier takes for padding; `seed` and `head_std` initialise a head that
-    is new (see `load_scalar_model`); `setting` names the model. For the other arguments see `TrainedModel`.
+    `padding` is the token that the exported classifier treats as padding; `seed` and `head_std` initialise a new head
+    (see `load_scalar_model`); `setting` is the setting that names the model. For other arguments see `TrainedModel`.
     """
 
     def __init__(
@@ -299,10 +299,10 @@ class Scorer(TrainedModel):
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write a tokenizer with the very files it was loaded from, where they can be found.
+    """Write a tokenizer, with copies of the files that it was loaded from if they can be found.
 
-    transformers 5 chooses the tokenizer's class by the model's, and the class rebuilds the tokenizer: a WordLevel
-    vocabulary beside a Qwen2 model would be saved as BPE.
+    transformers 5 chooses the tokenizer's class by the model's, and the class rebuilds the tokenizer: the WordLevel
+    vocabulary of a Qwen2 model would be saved as BPE.
     """
     tokenizer.save_pretrained(folder)
     names = {*tokenizer.vocab_files_names.values(), *_TOKENIZER_FILES}
@@ -327,8 +327,8 @@ def _untangled(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def scored(engine: Callable[..., Any], batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
-    """Log-probability of every completion token, float32 [B, T] (`shape`), 0 on padding, by an `engine` that runs
-    `LogprobModel`; `batches` cover all rows, as many on every rank. Collective."""
+    """Log-probability of every completion token in `batches`, float32 [B, T] (`shape`), 0 elsewhere. `engine` runs
+    `LogprobModel`, and every rank has equally many batches. Collective."""
     logp_BT = torch.zeros(shape, device=batches[0].input_ids_bS.device)
     for micro in batches:
         logp_N, _ = engine(*micro.inputs, temperature)
@@ -348,7 +348,7 @@ class Reference:
         self.engine = engines.Frozen(read, policy.dtype, engine.fetching)
 
     def logprobs(self, batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
-        """ref_logp_BT of all rows; see `scored`. Collective."""
+        """ref_logp_BT of the rows in `batches`; see `scored`. Collective."""
         return scored(self.engine, batches, shape, temperature)
 
     def refresh(self, policy: engines.Engine, mix: float) -> None:

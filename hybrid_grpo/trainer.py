@@ -39,7 +39,7 @@ class Trainer(Stage):
         config, plan, inputs: the run's settings, its batch equation, its prompts and rewards.
         policy, device: what is trained, and the device of this rank.
         reference: the model that the policy is kept close to; None if beta is 0.
-        features: what is added to GRPO; their models are loaded.
+        features: what is added to GRPO; their models are loaded already.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Trainer(Stage):
         self.measure(rollout, scores)
 
     def numbers_of(self, rollout: Rollout, scores: Scores) -> Numbers:
-        """What a rollout and its scores are like."""
+        """The metrics of a rollout and its scores."""
         own, inputs, threshold = self.plan.own_generations, self.inputs, self.config.eval.threshold
         measured = measure_step(rollout, scores, inputs.outcome, threshold, own)
         return measured | self.features.measure(rollout, scores)
@@ -116,7 +116,7 @@ class Trainer(Stage):
         return rollout, scores
 
     def sample_and_score(self, prompts: list[Prompt], step: int) -> tuple[Rollout, Scores]:
-        """A rollout and what the reward functions say of it; there may be no prompts on this rank."""
+        """A rollout of prompts, of which this rank may have none, and its scores."""
         self.progress.enter("sampling", step)
         prompts = self.inputs.opened(prompts, step)
         with self.inputs.rewards.stream(prompts, self.plan.num_generations, step) as stream:
@@ -135,7 +135,7 @@ class Trainer(Stage):
         return self.loader.next_prompts(self.plan.num_minibatches)
 
     def sample(self, prompts: list[Prompt], step: int, on_finish: OnFinish | None = None) -> Rollout:
-        """Complete every prompt `num_generations` times, with the policy as it is; features may give some of them."""
+        """Sample `num_generations` completions of every prompt from the current policy; features may supply some."""
         given = self.features.write(prompts, step, self.progress.beat)
         start, seed, look = time.perf_counter(), self.config.run.seed, self.progress.look
         settings = self.config.rollout, self.inputs.stop_ids
@@ -149,8 +149,8 @@ class Trainer(Stage):
         return rollout
 
     def old_logprobs(self, rollout: Rollout) -> Tensor | None:
-        """[B, T], of the policy that sampled, once per rollout: as the sampler recorded them, or by one pass of the
-        training forward before the first optimizer step; None if nothing asks for them."""
+        """Log-probabilities [B, T] of the policy that sampled, once per rollout: as the sampler recorded them, or from
+        a training forward before the first optimizer step; None if nothing needs them."""
         if not self.config.recomputes_old_logp:
             return rollout.logp_BT.to(self.device)
         if self.plan.optimizer_steps == 1 and not (self.kl.in_reward or self.features.needs_old_logp):
@@ -173,8 +173,8 @@ class Trainer(Stage):
     def advantages(
         self, rollout: Rollout, scores: Scores, old_logp_BT: Tensor | None, ref_logp_BT: Tensor | None
     ) -> Tensor:
-        """How much better every token was than the other completions of its group, or as features see it, float32
-        [B, T]. Collective."""
+        """Advantages of tokens relative to their group, or from a feature that replaces these; plus the bonuses of
+        features. float32 [B, T]. Collective."""
         config, limit = self.config, self.config.rollout.max_completion_tokens
         kl_BT, beta = self.kl.of_reward(old_logp_BT, ref_logp_BT, rollout.mask_BT), self.kl.beta
         scored = Scored(rollout, scores, old_logp_BT, kl_BT, beta)
@@ -187,7 +187,7 @@ class Trainer(Stage):
         return sum(bonuses, start=advantages_BT.to(self.device))
 
     def improve(self, rollout: Rollout, signals: Signals) -> None:
-        """`num_iterations` passes of `num_minibatches` optimizer steps; `old_logp` stays that of the sampler."""
+        """`num_iterations` passes of `num_minibatches` optimizer steps, all with the `old_logp` of the sampler."""
         self.progress.enter("update")
         settings = self.config.grpo, self.kl.beta, self.inputs.objective
         waits, beat = self.features.policy_waits, self.progress.beat
@@ -225,7 +225,7 @@ class Trainer(Stage):
         return optimizer_steps(rollout, signals, split, *settings, starts_on_policy=self.starts_on_policy)
 
     def micro_batches(self, rollout: Rollout, rows: Sequence[int], *, gradients: bool = True) -> list[MicroBatch]:
-        """The given rows of a rollout within the token budget; as many on every rank."""
+        """Rows of a rollout in micro-batches within the token budget, equally many on every rank. Collective."""
         prompts, completions, places = rollout.read_ids
         return self.policy.micro_batches(prompts, completions, rows, gradients=gradients, places=places)
 
@@ -246,7 +246,7 @@ class Trainer(Stage):
         return self.loader.tried_prompts()
 
     def measure(self, rollout: Rollout, scores: Scores) -> None:
-        """Numbers of the step that its stages did not add."""
+        """Add the step's metrics that its phases did not."""
         self.meter.update(self.numbers_of(rollout, scores) | self.loader.numbers())
         self.meter.update(measure_costs(rollout, self.plan.num_iterations, self.policy, self.meter))
         self.meter.add("policy/skipped_steps", self.policy.skipped_steps)

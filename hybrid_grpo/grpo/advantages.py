@@ -1,4 +1,4 @@
-"""From the rewards of a group to the advantages of its tokens, and statistics of a step's groups.
+"""Turns the rewards of a group into the advantages of its tokens, and gathers statistics of a step's groups.
 
 `token_advantages` does the whole computation; the functions after it are its parts. A group never spans ranks; for a
 number over all ranks, the caller passes `total`, which sums over them. Arithmetic is float64. A group whose rewards are
@@ -19,17 +19,17 @@ from hybrid_grpo.config.errors import RunStopped
 from hybrid_grpo.data.batch import Numbers, Rollout, Scores
 from hybrid_grpo.grpo.length import overlong_penalty
 
-_STD_EPSILON = 1e-4  # a group of nearly equal rewards must not blow its last digits up to advantages of size 1
+_STD_EPSILON = 1e-4  # keeps rounding noise in nearly equal rewards from becoming advantages of size 1
 
 _LENGTH = "length/penalty"
-"""The length penalty among the reward functions; no function can have this name, since names hold no slash."""
+"""The length penalty among the reward functions; no function can have this name, since names contain no slash."""
 
 Total = Callable[[Tensor], Tensor]
 """Sums a tensor over ranks; the sum is on the CPU."""
 Baseline = Literal["mean", "leave_one_out"]
 Scale = Literal["group", "batch", "none"]
 Steps = list[list[tuple[int, float]]]
-"""[B], of every completion the (end, reward) of its steps: `end` counts the completion tokens up to the step's last."""
+"""[B], the (end, reward) of each completion's steps; `end` is the number of completion tokens up to the step's end."""
 
 
 def token_advantages(
@@ -42,24 +42,24 @@ def token_advantages(
     beta: float,
     total: Total,
 ) -> tuple[Tensor, Numbers]:
-    """Advantages of every token, from its completion's reward and, if functions score steps, from its step rewards.
+    """The advantage of every token, from its completion's reward and, if functions score steps, its step rewards.
 
-    The reward is reduced by the length penalty, and by the KL where the KL is part of the reward.
+    The reward is reduced by the length penalty, and by the KL if the KL is part of the reward.
 
     Args:
         max_completion_tokens, weights: see `penalized_rewards`.
         kl_BT: float32, the KL of each token in nats; None if the KL is not part of the reward.
-        beta: what the reward loses per nat of this KL.
+        beta: coefficient of this KL in the reward.
         total: sums over ranks; every rank calls it the same number of times.
 
     Returns:
-        float32 [B, T] on the CPU, undefined after the end of a completion, and 0 in groups of one; and the mean length
-        penalty. Raises RunStopped if functions score steps and each is to be normalized.
+        The advantages, float32 [B, T] on the CPU, undefined after the end of a completion, and 0 in groups of one; and
+        the mean length penalty. Raises RunStopped if functions score steps and `combine_rewards` is normalize.
     """
     group_size = rollout.num_generations
     if group_size == 1:
         return torch.zeros(len(rollout.completions), max(rollout.lengths)), {}
-    # On any rank: one whose functions scored no step takes part in the deviation over all ranks all the same.
+    # On any rank: a rank whose functions scored no step still takes part in the deviation over all ranks.
     scores_steps = bool(total(torch.tensor(int(scores.steps is not None))))
     if scores_steps and grpo.combine_rewards == "normalize":
         raise RunStopped("grpo.combine_rewards normalize is not defined for rewards of steps: set it to sum")
@@ -82,8 +82,8 @@ def token_advantages(
 def penalized_rewards(
     rollout: Rollout, scores: Scores, grpo: GrpoConfig, max_completion_tokens: int, weights: Mapping[str, float]
 ) -> tuple[Tensor, Numbers]:
-    """The rewards of whole completions with the length penalty, float64 [B], and the mean penalty. `weights` are those
-    of the reward functions, by name."""
+    """The rewards of whole completions including the length penalty, float64 [B], and the mean penalty. `weights` are
+    the weights of the reward functions, by name."""
     penalties = overlong_penalty(rollout.lengths, max_completion_tokens, grpo.overlong_buffer, grpo.overlong_penalty)
     penalty_B = torch.tensor(penalties, dtype=torch.float64)
     own_B = penalty_B[[row for row, completion in enumerate(rollout.completions) if not completion.writer]]
@@ -100,7 +100,7 @@ def penalized_rewards(
 
 
 def mean_over_tokens(values_BT: Tensor, rollout: Rollout) -> Tensor:
-    """float32 [B] on the CPU, computed in float64, where the mean of equal numbers is exactly that number."""
+    """The mean of each row, float32 [B] on the CPU; computed in float64, so that the mean of equal numbers is exact."""
     real_BT = rollout.mask_BT
     return (values_BT.cpu().double() * real_BT).sum(1).div(real_BT.sum(1)).float()
 
@@ -142,18 +142,18 @@ SCALES: dict[str, Callable[[Tensor, Tensor, Total], Tensor]] = {
     "batch": _batch_scale,
     "none": _no_scale,
 }
-"""What centred rewards (0 where they do not apply) are divided by: the unbiased standard deviation + 1e-4, or 1."""
+"""The divisor of centred rewards (0 if they do not apply): the unbiased standard deviation + 1e-4, or 1."""
 
 BASELINES: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": torch.ones_like,
     "leave_one_out": lambda g: g / (g - 1).clamp(min=1),
 }
-"""Distance from the baseline over distance from the mean of a group of g: a number is part of the mean, so it is
-g / (g - 1) times as far from the mean of the others."""
+"""Factor from a reward's distance to the group mean to its distance to the baseline, in a group of g. A reward is part
+of the group mean, so it is g / (g - 1) times as far from the mean of the others."""
 
 
 def _centred(value_PN: Tensor, applies_PN: Tensor) -> Tensor:
-    """Each number minus the mean of those of its group that apply; 0 for others, and exactly 0 where all are equal."""
+    """Each number minus the mean of its group's numbers that apply; 0 for others, and exactly 0 if all are equal."""
     value_PN = torch.where(applies_PN, value_PN, 0.0)
     mean_P1 = value_PN.sum(1, keepdim=True) / applies_PN.sum(1, keepdim=True).clamp(min=1)
     teaches_PN = applies_PN & _differ(value_PN, applies_PN)[:, None]
@@ -161,7 +161,7 @@ def _centred(value_PN: Tensor, applies_PN: Tensor) -> Tensor:
 
 
 def _differ(value_PN: Tensor, applies_PN: Tensor) -> Tensor:
-    """bool [P], whether the numbers of a group that apply differ; they do not where fewer than two apply."""
+    """bool [P], whether a group's numbers that apply differ; False if fewer than two apply."""
     highest_P = torch.where(applies_PN, value_PN, -torch.inf).amax(1)
     return highest_P > torch.where(applies_PN, value_PN, torch.inf).amin(1)
 
@@ -176,18 +176,18 @@ def group_advantages(
 ) -> Tensor:
     """Rewards relative to their group: (r - baseline) / scale, exactly 0 in a group whose rewards are all equal.
 
-    Baseline `mean` is that of the group (DeepSeekMath, arXiv:2402.03300, section 4.1.2), `leave_one_out` that of the
+    Baseline `mean` is the group's mean (DeepSeekMath, arXiv:2402.03300, section 4.1.2), `leave_one_out` the mean of the
     group's other completions (RLOO, arXiv:2402.14740). Scale `group` is std + 1e-4 with the unbiased standard
     deviation of the group's rewards; `none` is 1 (Dr. GRPO, arXiv:2503.20783); `batch` is std + 1e-4 with the unbiased
     standard deviation of r - baseline over all completions of all ranks, groups that teach nothing included: with
     baseline `mean` this is REINFORCE++ with baseline (arXiv:2501.03262), whose second centring, over the batch,
     changes nothing, since groups are of one size. (TRL's `batch` divides by the deviation of r itself.)
 
-    Of `normalized_rewards`, with scale `batch`, these are the advantages of GDPO.
+    Applied to `normalized_rewards` with scale `batch`, this gives the advantages of GDPO.
 
     Args:
-        reward_B: group after group; NaN where a completion has no reward: it counts neither in the mean nor in the
-            deviation, and its advantage is 0.
+        reward_B: group after group; NaN for a completion without a reward, which counts neither in the mean nor in the
+            deviation and has advantage 0.
         num_generations: completions per group, 2 or more.
         total: sums over ranks; called once, for scale `batch` only.
 
@@ -198,20 +198,20 @@ def group_advantages(
     applies_PG = ~reward_PG.isnan()
     centred_PG = _centred(reward_PG, applies_PG)
     advantage_PG = centred_PG * BASELINES[baseline](applies_PG.sum(1, keepdim=True))
-    # The group's own deviation is that of its rewards, the batch's that of what it divides.
+    # Scale `group` is the deviation of the rewards, `batch` the deviation of the numbers that it divides.
     spread_PG = advantage_PG if scale == "batch" else centred_PG
     return (advantage_PG / SCALES[scale](spread_PG, applies_PG, total)).flatten().to(torch.float32)
 
 
 def normalized_rewards(by_function: dict[str, Tensor], weights: Mapping[str, float], num_generations: int) -> Tensor:
-    """Weighted sum of reward functions that were each centred and scaled within the group first.
+    """Weighted sum of the reward functions, each first centred and scaled within the group.
 
-    The first half of GDPO (arXiv:2601.05242): rewards of a wide range do not drown those of a narrow one, and different
-    combinations of rewards stay different. The second half, the normalisation over the batch, is `group_advantages` of
-    the result with scale `batch`: a group's sum is 0 already, so that centring by group or by batch is the same.
+    The first half of GDPO (arXiv:2601.05242): functions with a wide range do not drown out those with a narrow one, and
+    different combinations of rewards stay different. The second half, over the batch, is `group_advantages` of the
+    result with scale `batch`: a group's sum is 0 already, so centring by group or by batch is the same.
 
     Args:
-        by_function: [B] by name; NaN where a function does not apply, which counts neither in its group's mean and
+        by_function: [B] by name; NaN if a function does not apply, which counts neither in its group's mean and
             standard deviation nor in the sum.
         weights: of the same functions.
 
@@ -235,7 +235,7 @@ def step_advantages(
 
     The mean of all step rewards of a group is subtracted from each of them, and the result is divided by `scale` (see
     `group_advantages`; `batch` takes the deviation over all steps on all ranks). A token's advantage is the sum over
-    the steps that end at or after it. `lengths` counts tokens of completions. Returns float32 [B, T], 0 after the
+    the steps that end at or after it. `lengths` are in tokens. Returns float32 [B, T], 0 after the
     last step of a completion.
     """
     assert len(steps) % num_generations == 0
@@ -271,12 +271,12 @@ def reward_to_go_advantages(
 
     Let o be the reward of the whole completion, and g_t the sum of the rewards of its steps that end at or after token
     t (0 after the completion's end). The advantage of token t is (o - baseline of o + g_t - baseline of g_t) / scale.
-    A token cannot change earlier rewards, and a baseline may depend on the token's position, so the gradient is still
-    that of the expected sum of all rewards: G(PO)MDP (Baxter and Bartlett 2001), with a baseline for every time step
+    A token cannot change earlier rewards, and a baseline may depend on the token's position, so this is still the
+    gradient of the expected sum of all rewards: G(PO)MDP (Baxter and Bartlett 2001) with a baseline for every time step
     (Peters and Schaal 2008, "Reinforcement learning of motor skills with policy gradients"). Without steps this is
     `group_advantages`.
 
-    `scale` has the same meaning there, but is computed at the token where the group's numbers vary most: completions
+    `scale` means the same as there, but is computed at the token where the group's numbers vary most: completions
     with equal sums may have earned them at different tokens. `whole_B` is o, NaN for a completion without a reward,
     which no baseline includes. Returns float32 [B, T], undefined after a completion's end.
     """

@@ -13,9 +13,9 @@ _HORIZON = 10_000
 
 
 class KlController:
-    """`grpo.beta`; with `grpo.kl_target` that is where it starts (Ziegler et al., arXiv:1909.08593, section 2.2).
+    """Beta, the weight of the KL: always `grpo.beta`, or, with `grpo.kl_target`, only at first; see `adaptive_beta`.
 
-    `rows` are the completions of a step, over all ranks; `device` is where the numbers of micro-batches are.
+    `rows` is the number of completions of a step, over all ranks; `device` holds the numbers of micro-batches.
     """
 
     def __init__(self, grpo: GrpoConfig, rows: int, device: torch.device) -> None:
@@ -27,14 +27,14 @@ class KlController:
         return self._grpo.beta != 0 and self._grpo.kl_in == "reward"
 
     def of_reward(self, old_logp_BT: Tensor | None, ref_logp_BT: Tensor | None, mask_BT: Tensor) -> Tensor | None:
-        """The KL of each token, float32 [B, T]; None where it is not part of the reward. See `reward_kl`."""
+        """The KL of each token, float32 [B, T]; None if it is not part of the reward. See `reward_kl`."""
         if not self.in_reward:
             return None
         assert old_logp_BT is not None and ref_logp_BT is not None
         return reward_kl(old_logp_BT, ref_logp_BT, mask_BT.to(old_logp_BT.device), self._grpo.kl_estimator)
 
     def add(self, numbers: Numbers) -> None:
-        """Record the KL of a micro-batch, `policy/kl` of its numbers: a mean over its tokens."""
+        """Record the KL of a micro-batch, which is `policy/kl` in its numbers: a mean over its tokens."""
         if self._grpo.kl_target is not None and "policy/kl" in numbers:
             kl, tokens = numbers["policy/kl"]
             self._seen[0] += kl * tokens
@@ -53,7 +53,7 @@ class KlController:
         return {"beta": self.beta}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue from a saved state; without a target the configuration's beta stands."""
+        """Continue from a saved state; without a target, beta stays as configured."""
         if self._grpo.kl_target is not None:
             self.beta = state["beta"]
 
@@ -61,8 +61,8 @@ class KlController:
 def adaptive_beta(beta: float, kl: float, target: float, horizon: int, rows: int) -> float:
     """The coefficient for the next step (Ziegler et al., arXiv:1909.08593, section 2.2).
 
-    beta (1 + e rows / horizon) with the relative error e = kl / target - 1, clipped to 0.2 either way. More `rows`
-    (completions of the step) than the horizon count as the horizon: beta stays positive.
+    beta (1 + e rows / horizon) with the relative error e = kl / target - 1, clipped to 0.2 either way. `rows`,
+    the completions of the step, count at most as the horizon, so that beta stays positive.
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
     return beta * (1 + error * min(rows / horizon, 1.0))

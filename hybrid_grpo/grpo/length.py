@@ -1,4 +1,4 @@
-"""What the length of a completion costs it: DAPO's soft overlong punishment (arXiv:2503.14476, equation 13)."""
+"""The length penalty: DAPO's soft overlong punishment (arXiv:2503.14476, equation 13)."""
 
 from collections.abc import Sequence
 

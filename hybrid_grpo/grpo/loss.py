@@ -24,7 +24,7 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True)
 class LossStats:
-    """Sums over real tokens, but for the maximum `ratio_max`."""
+    """Sums over real tokens, except for `ratio_max`, a maximum."""
 
     tokens: Tensor
     kl: Tensor
@@ -51,10 +51,10 @@ class CorrectionStats:
 
     tokens: Tensor
     mean: Tensor
-    """Mean ratio before it is truncated: of tokens for `truncate`, of the token's completion for `mask`."""
+    """Mean ratio before truncation: of single tokens for `truncate`, of whole completions for `mask`."""
     max: Tensor
     fraction: Tensor
-    """Share of tokens whose weight was truncated, or whose completion is dropped."""
+    """Share of tokens whose weight was truncated, or whose completion was dropped."""
 
     def numbers(self) -> Numbers:
         """The statistics as they are logged, with their weights: the tokens."""
@@ -66,7 +66,7 @@ class CorrectionStats:
 
 
 Objective = Callable[..., Tensor]
-"""A loss of the user's, `grpo.objective`: called with the arguments of `policy_loss`, returns the scalar loss."""
+"""The user's own loss, `grpo.objective`: called with the arguments of `policy_loss`, returns the scalar loss."""
 
 
 def micro_batch_loss(
@@ -82,13 +82,13 @@ def micro_batch_loss(
     Before the first optimizer step on a rollout the policy is the one that sampled, so its ratio is 1 by construction;
     recorded log-probabilities would only add their rounding (`old_logp_bT` of the batch is None there).
 
-    Tokens of other writers have no part in it: the KL, the entropy, the sampler's correction and all `policy/`
+    Tokens of other writers are left out: the KL, the entropy, the sampler's correction and all `policy/`
     statistics are expectations under the policy.
 
     Args:
-        logp_bT, entropy_bT: float32, of the policy now; they carry the gradient.
-        beta: coefficient of the KL now.
-        objective: the user's own loss in place of `policy_loss`, whose statistics are measured all the same.
+        logp_bT, entropy_bT: float32, of the current policy; they carry the gradient.
+        beta: current coefficient of the KL.
+        objective: the user's own loss, which replaces that of `policy_loss`; the statistics stay the same.
     """
     old_logp_bT = logp_bT.detach() if batch.old_logp_bT is None else batch.old_logp_bT
     weight_bT = torch.where(batch.own_bT, batch.weight_bT, 0.0) if batch.writers else batch.weight_bT
@@ -118,7 +118,7 @@ AVERAGES: dict[str, Callable[[Tensor, int, int, int], Tensor | int]] = {
     "grpo": lambda mask_bT, tokens, rows, limit: rows * mask_bT.sum(1, keepdim=True).clamp(min=1),
     "dr_grpo": lambda mask_bT, tokens, rows, limit: rows * limit,
 }
-"""What the loss of a token is divided by, from the mask, all tokens, all rows and the limit of a completion."""
+"""The divisor of a token's loss, from the mask, all tokens, all rows, and the longest completion allowed."""
 
 
 def token_weights(
@@ -129,7 +129,7 @@ def token_weights(
     total_rows: int,
     max_completion_tokens: int,
 ) -> Tensor:
-    """Weight of every token's loss, so that the sum over a minibatch of all ranks is its average.
+    """Weight of every token's loss, such that the weighted sum over a minibatch on all ranks is its average.
 
     `dapo`: 1 / all tokens (DAPO eq. 8). `grpo`: 1 / (rows * tokens of the row) (DeepSeekMath eq. 3).
     `dr_grpo`: 1 / (rows * max_completion_tokens), which removes the length bias (Dr. GRPO section 3.2).
@@ -142,7 +142,7 @@ def token_weights(
         float32 [b, T], 0 where the mask is False.
     """
     mask = mask_bT.float()
-    # Where nothing takes part every weight is 0, not 0 / 0.
+    # If nothing takes part, every weight is 0, not 0 / 0.
     return mask / AVERAGES[loss_type](mask, max(total_tokens, 1), max(total_rows, 1), max_completion_tokens)
 
 
@@ -155,11 +155,11 @@ LOG_RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "token": lambda log_ratio_bT, real_bT: log_ratio_bT,
     "sequence": _sequence_log_ratio,
 }
-"""The log-ratio that a token's loss is made of, [b, T], from the log-ratios of tokens and which are real.
+"""The log-ratio in a token's loss, [b, T], from the tokens' log-ratios and the mask of real tokens.
 
 `sequence` has, at every token, the value of GSPO's s = exp(mean over tokens of log(policy / old)) (GSPO eq. 7), and
-passes the gradient to that token alone (GSPO-token: s_t = sg[s] policy_t / sg[policy_t]). Where a row's tokens share
-weight and advantage the gradient is that of GSPO's own objective (eq. 5): each of its n tokens has a part 1 / n in s.
+passes the gradient to that token alone (GSPO-token: s_t = sg[s] policy_t / sg[policy_t]). If a row's tokens share
+weight and advantage, this is the gradient of GSPO's own objective (eq. 5): each of its n tokens contributes 1 / n to s.
 """
 
 
@@ -188,7 +188,7 @@ SURROGATES: dict[str, Callable[[Tensor, Tensor, Tensor, GrpoConfig], Surrogate]]
 `clip`: min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A) (PPO eq. 7, with DAPO's separate bounds, eq. 8). With
 `dual_clip` c, where A < 0, no less than c A (arXiv:1912.09729 eq. 5): beyond it there is no gradient.
 
-`cispo`: sg[min(r, 1 + epsilon_high)] A logp (MiniMax-M1 eq. 4 and 5, without the lower bound, as it was trained).
+`cispo`: sg[min(r, 1 + epsilon_high)] A logp (MiniMax-M1 eq. 4 and 5, without the lower bound, as in its training).
 """
 
 
@@ -219,8 +219,8 @@ def reward_kl(
 ) -> Tensor:
     """KL of tokens to the reference, [b, T], in nats, 0 outside the mask.
 
-    Times beta, it is what `kl_in: reward` subtracts from the reward: of the completion, summed over its tokens (as in
-    RLOO, arXiv:2402.14740), or token by token by a learned value. It is of the policy that sampled, and constant.
+    `kl_in: reward` subtracts beta times this KL from the reward: summed over the completion's tokens (as in RLOO,
+    arXiv:2402.14740), or, with a learned value, token by token. The KL of the policy that sampled; it has no gradient.
     """
     return kl_penalty(_real(old_logp_bT, mask_bT), _real(ref_logp_bT, mask_bT), estimator).detach()
 
@@ -253,7 +253,7 @@ def sampler_correction(
     "Your efficient RL framework secretly brings you off-policy RL training"). `mask`: 0 for completions whose
     exp(mean over tokens of log(old / sampler)) is outside [1 / sampler_ratio_max, sampler_ratio_max], else 1.
 
-    `old_logp_bT` is that of the training forward with the weights that sampled. Returns factors without gradient,
+    `old_logp_bT` comes from the training forward with the weights that sampled. Returns factors without gradient,
     [b, T], 0 on padding, and statistics of the ratios.
     """
     log_ratio_bT = (_real(old_logp_bT, mask_bT) - _real(sampler_logp_bT, mask_bT)).detach()
@@ -284,21 +284,21 @@ def policy_loss(
 
     Per token (DeepSeekMath eq. 3):  -correction * surrogate + beta * KL - entropy_coef * entropy.  With `kl_unbiased`
     the KL is multiplied by its token's exp(logp - old_logp), differentiable (DeepSeek-V3.2, eq. 7): with k1 or k3 its
-    gradient is then on average that of the KL of the policy now, from tokens of the one that sampled.
+    expected gradient is then the gradient of the current policy's KL, from tokens of the policy that sampled.
 
     Args:
-        logp_bT: float32, of the policy now; carries the gradient.
+        logp_bT: float32, of the current policy; carries the gradient.
         old_logp_bT: float32, of the policy that sampled.
-        advantages_bT: float32; of an outcome reward the same on all tokens of a row.
+        advantages_bT: float32; the same on all tokens of a row if only outcomes are rewarded.
         weight_bT: float32, 0 on padding; see `token_weights`. The caller chose the denominator. What the other
-            tensors hold at weight 0, NaN included, has no part in anything.
-        beta: coefficient of the KL; it has a part only with `kl_in` loss.
-        ref_logp_bT: float32, of the reference; needed for a KL in the loss, measured wherever it is given.
+            tensors hold at weight 0, NaN included, has no effect.
+        beta: coefficient of the KL; used only with `kl_in` loss.
+        ref_logp_bT: float32, of the reference; needed for a KL in the loss; if given, the KL is measured.
         entropy_bT: float32, differentiable; needed when entropy_coef is not 0.
-        correction_bT: float32, see `sampler_correction`; not given: 1.
+        correction_bT: float32, see `sampler_correction`; default: 1.
 
     Returns:
-        The loss, a scalar, and statistics of the real tokens (those of weight above 0).
+        The loss, a scalar, and statistics of the real tokens (weight above 0).
     """
     real = weight_bT > 0
     logp, advantages = _real(logp_bT, real), _real(advantages_bT, real)

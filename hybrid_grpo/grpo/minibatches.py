@@ -15,11 +15,11 @@ from hybrid_grpo.model.upload import upload
 
 @dataclass(frozen=True)
 class Signals:
-    """What the loss needs of every row of a rollout; tensors are float32 [B, T], on the device of the policy."""
+    """What the loss needs for every row of a rollout; tensors are float32 [B, T], on the device of the policy."""
 
     sampler_logp_BT: Tensor
     old_logp_BT: Tensor | None
-    """None: the policy's own, of the same forward."""
+    """None: the log-probabilities of the training forward itself stand for them."""
     ref_logp_BT: Tensor | None
     advantages_BT: Tensor
 
@@ -40,15 +40,15 @@ def optimizer_steps(
 ) -> Iterator[Iterator[TrainBatch]]:
     """`num_iterations` passes of `num_minibatches` optimizer steps, each as its micro-batches. Collective.
 
-    `old_logp` stays that of the policy that sampled through all passes (DeepSeekMath, arXiv:2402.03300, algorithm 1).
+    In all passes, `old_logp` comes from the policy that sampled (DeepSeekMath, arXiv:2402.03300, algorithm 1).
     Completions that are not learned from are left out.
 
     Args:
-        split: from rows to micro-batches, as many on every rank; called once for each minibatch.
+        split: splits rows into micro-batches, equally many on every rank; called once for each minibatch.
         max_completion_tokens: see `token_weights`.
         total: sums over ranks; called once.
-        starts_on_policy: the ratio of the first optimizer step is 1 by construction: its own log-probabilities stand
-            for `old_logp`.
+        starts_on_policy: the ratio of the first optimizer step is 1 by construction: its own log-probabilities serve
+            as `old_logp`.
     """
     rows, device = rollout.completions, signals.device
     counts = [c.learned and not (grpo.mask_truncated and c.finish == "length") for c in rows]
@@ -82,7 +82,7 @@ def train_batches(
     Args:
         counts_B: bool [B], the completions that take part in the loss: all, or those that ended by themselves.
         totals: see `totals`, for this step.
-        writers_B: bool [B], the completions of each other writer that is learned from, by its name.
+        writers_B: bool [B] by writer's name, the completions of each other writer that is learned from.
     """
     for micro in micro_batches:
         weight_bT = token_weights(
@@ -106,10 +106,10 @@ def train_batches(
 def totals(
     lengths: Sequence[int], counts: Sequence[bool], minibatches: Sequence[Sequence[int]], total: Total
 ) -> list[tuple[int, int]]:
-    """Tokens and rows of each minibatch, over all ranks, that take part in its optimizer step.
+    """For each minibatch, the tokens and rows of all ranks that take part in its optimizer step.
 
-    `lengths` are the tokens of every completion on this rank, `counts` whether it takes part; `minibatches` are rows of
-    this rank, and `total` sums over ranks.
+    `lengths` are the token counts of this rank's completions, `counts` whether each takes part; `minibatches` are rows
+    of this rank, and `total` sums over ranks.
     """
     taken = [[lengths[row] for row in rows if counts[row]] for rows in minibatches]
     sums = total(torch.tensor([(sum(part), len(part)) for part in taken]))

@@ -2,7 +2,7 @@
 
 Every group of a step has a slot, counted over all ranks. A group that teaches nothing gives its slot to the first of
 its candidates that teaches something. Candidates belong to slots rather than to ranks, and are drawn from the common
-stream of prompts, so the same groups are kept on any number of ranks. No group changes its rank.
+stream of prompts, so the same groups are kept on any number of ranks. No group moves to another rank.
 """
 
 import math
@@ -24,8 +24,8 @@ def group_slots(prompts_per_rank: int, num_minibatches: int, rank: int, ranks: i
 
 
 class GroupSlots:
-    """The slots of a step's groups, and which are open: held by a group that teaches nothing. `mine` are those of this
-    rank's groups, `count` is the number over all ranks, and `total` sums over ranks."""
+    """The slots of a step's groups, and which are open: held by a group that teaches nothing. `mine` are the slots of
+    this rank's groups, `count` is the number over all ranks, and `total` sums over ranks."""
 
     def __init__(self, mine: list[int], count: int, total: Total) -> None:
         self._mine, self._count, self._total = mine, count, total

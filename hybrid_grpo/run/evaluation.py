@@ -1,7 +1,7 @@
-"""Held-out sets: their prompts and rewards, how they are completed, and what came of it in numbers.
+"""Held-out sets: their prompts and rewards, how they are completed, and the metrics of the results.
 
 The completions of a prompt depend on (run seed, set, prompt, sample) alone: not on the step, so that evaluations of a
-run can be compared, and not on ranks. How numbers are estimated is in statistics.py.
+run can be compared, and not on the number of ranks. The estimators are in statistics.py.
 """
 
 import json
@@ -25,7 +25,7 @@ from hybrid_grpo.records.metrics.statistics import Floats, majority_at_k, pass_a
 from hybrid_grpo.rewards.scorer import Rewards
 
 _ANSWERS = ("answer", "pred")
-"""What a reward function stores with completions as the answer that it has read: ours, and verl's `pred`."""
+"""Names under which a reward function stores the answer that it extracted: ours, and verl's `pred`."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class EvalSet:
     seed: int
     """Seed of the run."""
     opened: Callable[[list[Prompt]], list[Prompt]] = list
-    """Adds what environments say at the beginning."""
+    """Adds the initial observations of environments."""
 
     @property
     def name(self) -> str:
@@ -48,7 +48,7 @@ class EvalSet:
 
     @property
     def every(self) -> int:
-        """Steps between evaluations; 0: before the first and after the last."""
+        """Steps between evaluations; 0: only before the first step and after the last."""
         return self.settings.every
 
     @property
@@ -79,8 +79,8 @@ class EvalSet:
         return replace(greedy, temperature=rollout.temperature, top_p=rollout.top_p) if rollout.temperature else greedy
 
     def measure(self, policy: Policy, step: int, beat: Callable[[], None]) -> Numbers:
-        """The numbers of the set, with the policy as it is after a step; `beat` is called between tokens. Raises
-        RunStopped where a reward function fails too often before the first step. Collective."""
+        """The metrics of the set for the policy after `step`; `beat` is called between tokens. Raises RunStopped if a
+        reward function fails too often at step 0. Collective."""
         prompts = self.own_prompts()
         groups = policy.complete(self.requests(prompts), self.sampling, self.settings.rollout, on_step=beat)
         results = self.results(prompts, groups, step)
@@ -114,7 +114,7 @@ class EvalResults:
 
     @property
     def answers(self) -> list[Any]:
-        """[B], what completions answer: what the outcome function stores as `answer` or `pred`, else their text."""
+        """[B], the answers of completions: what the outcome function stores as `answer` or `pred`, else their text."""
         for name in _ANSWERS:
             stored = self.scores.extra.get(f"{self.settings.outcome}/{name}")
             if stored is not None:
@@ -122,8 +122,8 @@ class EvalResults:
         return [completion.text.strip() for completion in self.completions]
 
     def by_prompt(self) -> dict[str, Floats]:
-        """float64 [P] by the last part of a metric's name: accuracy and reward, with several completions of a prompt
-        also pass@k and maj@k. NaN where no completion of the prompt has a reward."""
+        """float64 [P] by the last part of a metric's name: accuracy and mean reward and, with several completions per
+        prompt, pass@k and maj@k. The reward is NaN if no completion of the prompt has one."""
         right_PG, count = self.right_PG.numpy(), self.settings.rollout.num_generations
         reward_PG = self.scores.reward_B.view(-1, count)
         values: dict[str, Floats] = {

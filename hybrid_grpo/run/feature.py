@@ -1,8 +1,8 @@
-"""When a feature is asked during a run, and how several features add up.
+"""When a run calls its features, and how several features add up.
 
 A feature adds something to GRPO: an advantage, a term of the loss, a model that learns too. It is called at the moments
 that `Feature` names, in the order in which they occur, and every method does nothing by default. Users can bring their
-own. What a feature does not do is to reach into the trainer.
+own. A feature does not reach into the trainer.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Scored:
     old_logp_BT: Tensor | None
     """Of the policy that sampled; None if nothing asks for them (see `Feature.needs_old_logp`)."""
     kl_BT: Tensor | None
-    """KL to the reference where it is part of the reward, else None."""
+    """KL to the reference if it is part of the reward, else None."""
     beta: float
-    """What the reward loses per nat of this KL."""
+    """Coefficient of this KL in the reward."""
 
 
 class Feature:
@@ -82,7 +82,7 @@ class Feature:
 
     @property
     def names(self) -> Mapping[str, Sequence[str]]:
-        """What stands for the placeholders in the names of its metrics, as in `{"<number>": ["target"]}`."""
+        """Values for the placeholders in the names of its metrics, such as `{"<number>": ["target"]}`."""
         return {}
 
     @property
@@ -111,7 +111,7 @@ class Feature:
 
     @property
     def exports(self) -> Mapping[str, Callable[[], AbstractContextManager[None]]]:
-        """More models to export: for each folder name, `model_...`, a context in which the policy has the weights."""
+        """More models to export: for each folder name, `model_...`, a context in which the policy has its weights."""
         return {}
 
     @property
@@ -128,7 +128,7 @@ class Feature:
         return {}
 
     def measure(self, rollout: Rollout, scores: Scores) -> Numbers:
-        """Metrics of a rollout and its scores, in addition to the core's or replacing them."""
+        """Metrics of a rollout and its scores, which add to or replace the core's."""
         return {}
 
     def advantages(self, scored: Scored, micro_batches: list[MicroBatch]) -> tuple[Tensor, Numbers] | None:
@@ -199,7 +199,7 @@ class Features:
         return [*self.models, *(feature.shards for feature in self._features if feature.shards is not None)]
 
     def write(self, prompts: Sequence[Prompt], step: int, beat: Callable[[], None]) -> dict[int, Completion]:
-        """The completions that they give, by the keys of their random streams."""
+        """The completions that they supply, by the keys of their random streams."""
         given: dict[int, Completion] = {}
         for feature in self._with("write"):
             with self._timed(feature):
@@ -252,7 +252,7 @@ class Features:
         return numbers
 
     def _with(self, method: str) -> list[Feature]:
-        """Those that have a method of their own."""
+        """The features that override a method."""
         return [f for f in self._features if getattr(type(f), method) is not getattr(Feature, method)]
 
     def _timed(self, feature: Feature) -> AbstractContextManager[None]:
@@ -260,7 +260,7 @@ class Features:
 
 
 def metric_names(features: Sequence[Feature]) -> dict[str, Sequence[str]]:
-    """What stands for the placeholders in the names of their metrics."""
+    """Values for the placeholders in the names of their metrics."""
     names: dict[str, Sequence[str]] = {"<number>": [number for feature in features for number in feature.numbers]}
     for feature in features:
         names |= feature.names
@@ -321,7 +321,7 @@ def make_features(
 
 
 def load_features(features: Sequence[Feature], policy: Any) -> None:
-    """Load what features need of models, once the policy (of `reward`: the scorer) is loaded. Collective."""
+    """Load the models of features, once the policy (in `reward`: the scorer) is loaded. Collective."""
     for feature in features:
         feature.load(policy)
 

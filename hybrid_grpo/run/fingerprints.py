@@ -1,7 +1,7 @@
-"""Fingerprints of all that a run reads: whether a run that goes on still learns the same from the same.
+"""Fingerprints of everything that a run reads, to see whether a resumed run still learns from the same inputs.
 
-Rows, models and their tokenizers decide on learning as settings do. The code of functions may be mended while a run
-waits, so that its changes are only reported. Of code the named file is looked at, and not what it imports.
+Rows, models and their tokenizers decide what is learned, as settings do. The code of functions may be fixed before a
+run resumes, so its changes are only reported. Of code, only the named file is checked, not what it imports.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from hybrid_grpo.model.fingerprints import of_file, of_model, of_texts
 from hybrid_grpo.rewards.functions import BUILTINS
 
 CODE, REWARDS = "code of ", "code of rewards"
-"""What the names of fingerprints of code begin with, and those of reward functions."""
+"""Prefixes of the names of fingerprints: of all code, and of reward functions."""
 Fingerprints = Callable[[], dict[str, str]]
 """Takes the fingerprints of inputs, by their names in messages."""
 
@@ -34,7 +34,7 @@ def of_inputs(config: ModelRunConfig, tokenizer: Any, rows: Mapping[str, Iterabl
             found.update({name: of_texts(map(_text, values)) for name, values in rows.items()})
             found["chat template"] = of_texts([_text(getattr(tokenizer, "chat_template", None))])
             found.update(_files(config))
-        # Those of the hub have all of their files only after they are loaded.
+        # Hub models have all their files only after they are loaded.
         models = {setting: of_model(name) for setting, name in _models(config).items()}
         return found | {f"{setting} {part}": print_ for setting, of in models.items() for part, print_ in of.items()}
 
@@ -90,7 +90,7 @@ def _files(config: ModelRunConfig) -> dict[str, str]:
 
 
 def source_file(function: str | Callable[..., Any]) -> Path | None:
-    """The file of a function, found without importing it; None where there is none."""
+    """The file of a function, found without importing it; None if there is none."""
     if callable(function):
         try:
             path = Path(inspect.getsourcefile(inspect.unwrap(function)) or "")

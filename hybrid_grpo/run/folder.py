@@ -28,15 +28,15 @@ _PACKAGES = ("hybrid-grpo", "torch", "deepspeed", "transformers", "datasets")
 
 
 def say(message: str) -> None:
-    """Print on rank 0. A run goes on where nobody reads its output any more."""
+    """Print on rank 0. The run goes on even if its output can no longer be written."""
     if rank() == 0:
         with suppress(OSError):
             print(message, flush=True)
 
 
 class RunFolder:
-    """The folder `path`, which is made where it is absent and belongs to this run until `release`. Raises UserError on
-    all ranks where another run has it. Collective."""
+    """The folder `path`, which is created if absent and belongs to this run until `release`. Raises UserError on all
+    ranks if another run holds it. Collective."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -57,14 +57,14 @@ class RunFolder:
             self._lock.release()
 
     def discard(self) -> None:
-        """Release the folder, and remove it where it was made for this run."""
+        """Release the folder, and remove it if it was created for this run."""
         self.release()
         if self._lock is not None and self._is_new:
             shutil.rmtree(self.path)
 
     def begin(self, config_yaml: str, facts: Mapping[str, str], lines: Iterable[str], *, is_damaged: bool) -> None:
         """On rank 0: set aside what is damaged, and write config.yaml with `facts` at its head and metrics.jsonl with
-        the lines so far; `is_damaged` is whether those of an earlier part of the run are not whole."""
+        the lines so far; `is_damaged` is whether the existing metrics.jsonl is not whole."""
         if rank() != 0:
             return
         with one_line(self.path):
@@ -76,7 +76,7 @@ class RunFolder:
 
 
 def set_aside_damaged(folder: Path, *, metrics: bool = False) -> list[str]:
-    """Rename what is not a file or folder where one should be, alarms that cannot be read, and with `metrics` the file
+    """Rename anything else in the place of a file or folder of the run, unreadable alarms, and, with `metrics`,
     metrics.jsonl; returns a line for each. The run goes on without them."""
     folders = [folder / name for name in (*_FOLDERS_OF_FILES, "profile", "model")] + sorted(folder.glob("model_*"))
     wrong = [folder / name for name in _FILES if not (folder / name).is_file()]

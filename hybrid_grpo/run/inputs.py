@@ -39,11 +39,11 @@ class EvalInputs:
 
     sampler: Sampler
     rewards: Rewards
-    """Those of the run, which held-out sets without their own share."""
+    """The run's, which are also used by held-out sets without their own."""
     eval_sets: list[EvalSet]
-    """Held out; empty where there is no evaluation."""
+    """Held-out sets; empty if there is no evaluation."""
     partners: Partners | None
-    """Answer the turns of completions; None where every completion has one turn."""
+    """Answer the model's turns; None if every completion has one turn."""
 
     @property
     def tokenizer(self) -> Any:
@@ -63,21 +63,21 @@ class EvalInputs:
     def meter(
         self, device: torch.device, sources: Sequence[str] = (), features: Mapping[str, Sequence[str]] | None = None
     ) -> Meter:
-        """A meter for the numbers of the run's rewards, held-out sets, `sources` of prompts, and `features`, for which
-        see `metric_names`."""
+        """A meter for the metrics of rewards, held-out sets, `sources` of prompts, and `features` (see
+        `metric_names`)."""
         samples = max((held_out.settings.rollout.num_generations for held_out in self.eval_sets), default=1)
         names = [held_out.name for held_out in self.eval_sets]
         tools = tool_names(self.partners.tool_names) if self.partners else []
         return Meter(self.rewards.names, names, device, sources, samples, tools, features)
 
     def load_user(self, device: torch.device) -> None:
-        """Load the model that plays the user, if one does, whole and on this device."""
+        """Load the model that plays the user, if there is one, whole and on this device."""
         if self.partners is not None:
             self.partners.load(device)
 
     @property
     def _all_rewards(self) -> list[Rewards]:
-        """Each once: sets without functions of their own share those of the run."""
+        """All rewards, each once: held-out sets without their own share the run's."""
         return list({id(r): r for r in (self.rewards, *(held_out.rewards for held_out in self.eval_sets))}.values())
 
 
@@ -90,13 +90,13 @@ class RunInputs(EvalInputs):
     training: TrainingPrompts
     """The same on every rank."""
     objective: Objective | None
-    """The user's own loss; None where the built-in one is used."""
+    """The user's own loss; None if the built-in one is used."""
     facts: dict[str, str]
     """What was read, as lines for the console and the run folder."""
 
     @classmethod
     def read(cls, config: TrainConfig) -> RunInputs:
-        """Read all that the configuration names; raises UserError where something is missing or does not fit."""
+        """Read everything that the configuration names; raises UserError if something is missing or does not fit."""
         sets = held_out_sets(config)
         reward_sets = RewardSets(config, sets)
         objective = load_objective(config.grpo.objective)
@@ -130,12 +130,12 @@ class RunInputs(EvalInputs):
 
     @property
     def prompts(self) -> list[Prompt]:
-        """To train on; of a stream those of some of its first rows."""
+        """Training prompts; for a stream, only those of some of its first rows."""
         return self.training.prompts
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens of the longest prompt, to train on or held out."""
+        """Tokens of the longest prompt, training or held-out."""
         held_out = (len(prompt.token_ids) for of_set in self.eval_sets for prompt in of_set.prompts)
         return max([self.training.longest, *held_out])
 
@@ -146,11 +146,11 @@ class RunInputs(EvalInputs):
 
     @property
     def held_out_longest(self) -> int:
-        """Tokens of the longest prompt of an evaluation with the longest completion of its set."""
+        """Tokens of the longest held-out prompt together with the longest completion of its set."""
         return max((held_out.longest for held_out in self.eval_sets), default=0)
 
     def fingerprints(self, config: TrainConfig, more: Mapping[str, Sequence[Any]]) -> Fingerprints:
-        """Those of all that was read; of a stream those of its first rows. `more` are the rows of features."""
+        """The fingerprints of everything read; of a stream, only its first rows. `more` are the rows of features."""
         default = config.data.eval_path, config.data.eval_split, config.data.eval_limit
         rows: dict[str, Sequence[Any]] = {"training rows": self.prompts}
         for held_out in self.eval_sets:
@@ -158,16 +158,16 @@ class RunInputs(EvalInputs):
         return of_inputs(config, self.tokenizer, rows | dict(more))
 
     def opened(self, prompts: list[Prompt], step: int) -> list[Prompt]:
-        """Prompts as they are completed in a step; see `Partners.opened`."""
+        """Prompts with the initial observations of a step; see `Partners.opened`."""
         return prompts if self.partners is None else self.partners.opened(prompts, step)
 
     def tool_numbers(self, rollout: Rollout) -> Numbers:
-        """What those who answer turns did in a rollout, by metric; see `Partners.numbers`."""
+        """Metrics of what the partners did in a rollout; see `Partners.numbers`."""
         return {} if self.partners is None else self.partners.numbers(rollout)
 
 
 def read_eval_inputs(config: EvaluationConfig) -> EvalInputs:
-    """Read what an evaluation needs without a run. Raises UserError where something is missing or does not fit."""
+    """Read the inputs of an evaluation outside a run. Raises UserError if something is missing or does not fit."""
     sets = held_out_sets(config)
     reward_sets = RewardSets(config, sets)
     sampler = Sampler.read(config.policy, config.rollout)
@@ -205,7 +205,7 @@ def read_eval_set(
     rewards: Rewards,
     trained: Sequence[Prompt],
 ) -> tuple[EvalSet, str]:
-    """A held-out set, scored by `rewards`, and a line that says what was read, and what is `trained` on too."""
+    """A held-out set, scored by `rewards`, and a line about what was read and how much of it is also `trained` on."""
     source, rollout = held_out_source(held_out), held_out.rollout
     for feature in config.active_features:
         source = feature.held_out_source(source, held_out.data)

@@ -1,7 +1,7 @@
-"""Which rank this process is, in the words of whoever started it.
+"""Finds out which rank this process is, from the environment variables of its launcher.
 
-The deepspeed launcher and torchrun say it as torch wants it (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
-srun and mpirun have variables of their own: unread, each of their tasks would train alone, all into one folder.
+The deepspeed launcher and torchrun set those that torch reads (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
+srun and mpirun set their own: if these were ignored, each task would train alone, all into one folder.
 """
 
 import os
@@ -20,8 +20,8 @@ _STARTERS = {
     ),
     "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
-"""The variables with the rank, the number of tasks, and the same two of this machine. Those of srun are of the step: in
-a batch script, which is one process, the variables of the whole job are set too."""
+"""Variables for the rank, the number of tasks, and the same two on this machine. For srun, they describe the job step:
+the variables of the whole job are also set in a batch script, which is a single process."""
 
 _WHOLE = re.compile(r"[0-9]{1,9}")
 _MOST_RANKS = 1_000_000
@@ -31,7 +31,7 @@ def adopt_rank() -> None:
     """Set torch's variables for a task that srun or mpirun has started.
 
     Raises:
-        UserError: there are several tasks, and it is not known which this one is, or where they meet.
+        UserError: there are several tasks, and the environment does not say which one this is or where they meet.
     """
     _check_numbers()
     given = [name for name in _RANK if name in os.environ]
@@ -58,7 +58,7 @@ def adopt_rank() -> None:
             not address,
             f"{starter} has started {size} tasks on several machines: set MASTER_ADDR to the name of the first one",
         )
-        # Two runs on one machine must not meet: a job has a number of its own.
+        # Two runs on one machine must not share a port: each job has its own number.
         job = int(re.sub(r"\D", "", os.environ.get("SLURM_JOB_ID", "")) or 0)
         port = os.environ.get("MASTER_PORT") or str(20000 + job % 20000 if job else 29500)
         os.environ.update(dict(zip(_RANK, (rank, size, local_rank, address, port), strict=True)))
@@ -68,7 +68,7 @@ def adopt_rank() -> None:
 
 
 def _check_numbers() -> None:
-    """Refuse ranks, numbers of ranks and ports that are none."""
+    """Refuse ranks, numbers of ranks and ports that are not valid numbers."""
     world = os.environ.get("WORLD_SIZE", "1")
     last = int(world) - 1 if _WHOLE.fullmatch(world) else 0
     bounds = {"WORLD_SIZE": (1, _MOST_RANKS), "RANK": (0, last), "LOCAL_RANK": (0, last), "MASTER_PORT": (1, 65535)}

@@ -1,4 +1,4 @@
-"""What a checkpoint is made of, beside the policy."""
+"""The parts of a checkpoint other than the policy."""
 
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ class Shards(Protocol):
 
 
 class SavedModel(Shards, Protocol):
-    """A model that is trained beside the policy."""
+    """A model that is trained along with the policy."""
 
     lr_scale: float
     engine: Engine

@@ -1,4 +1,4 @@
-"""A step of a run that is made again: what the loss sees of every token, and what differs from what was saved."""
+"""Replays a step of a run: records what the loss sees of every token, and compares it with what was saved."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ SEEN = {
     **{"old_logp": _FLOATS, "new_logp": _FLOATS, "ref_logp": _FLOATS, "ratio": _FLOATS, "entropy": _FLOATS},
     **{"kl": _FLOATS, "clipped": pa.list_(pa.int8()), "correction": _FLOATS, "weight": _FLOATS},
 }
-"""Columns of a replay beside those of a rollout, a number for each sampled token; docs/rollouts.md explains them."""
+"""Columns that a replay adds to those of a rollout, one number per sampled token; docs/rollouts.md explains them."""
 SKIPPED = "policy/skipped_update"
-"""The metric that is 1 for a step of which alarms wanted nothing to be learned."""
+"""The metric that is 1 for a step whose update was skipped because of alarms."""
 TOLERANCE = 1e-6
-"""Difference of two numbers, relative where they are above 1, up to which they count as the same."""
+"""The largest difference at which two numbers count as the same; relative for numbers above 1."""
 
 
 class LoggedSkips(Alarms):
@@ -46,10 +46,10 @@ class LoggedSkips(Alarms):
 
 
 class LossRecorder:
-    """The loss of micro-batches, which also keeps what it is given of every token: in `seen`, by the number of the pass
-    and the row of the rollout, the columns `SEEN`; those that need a reference are None without one.
+    """The loss of micro-batches, which also records the columns `SEEN` of every token, in `seen`, by (pass, row of the
+    rollout). Columns that need a reference are None without one.
 
-    `policy` counts the optimizer steps, of which `num_minibatches` are a pass over the rollout.
+    `policy` counts the optimizer steps; `num_minibatches` of them make one pass over the rollout.
     """
 
     def __init__(self, policy: TrainedModel, num_minibatches: int) -> None:
@@ -119,8 +119,7 @@ def token_columns(batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor, grpo: 
 
 
 def in_saved_order(tables: Sequence[pa.Table], saved: Mapping[Key, SavedRow]) -> pa.Table:
-    """The completions of all ranks, pass after pass, with the rows that they have in the saved file, if there is one,
-    and in its order."""
+    """The completions of all ranks, pass after pass, numbered and ordered as in the saved file, if there is one."""
     table = joined(tables)
     keys = list(map(key_of, table.select(["prompt_id", "epoch", "sample"]).to_pylist()))
     known = {key: row["row"] for key, row in saved.items()}
@@ -131,8 +130,8 @@ def in_saved_order(tables: Sequence[pa.Table], saved: Mapping[Key, SavedRow]) ->
 
 
 def compare(table: pa.Table, saved: Mapping[Key, SavedRow]) -> dict[str, Any]:
-    """How the completions of a replay differ from the saved ones, of which there are some; see `in_saved_order`. Of
-    those with the same tokens, `logp` and `advantage` are the largest differences of a token."""
+    """How the completions of a replay (see `in_saved_order`) differ from the saved ones; there must be some. `logp` and
+    `advantage` are the largest differences of any token, among completions with the same tokens."""
     equal = ["prompt_ids", "token_ids", "finish"]
     names = ["row", "prompt_id", "epoch", "sample", *equal, "pieces", "logp", "advantage"]
     made = table.filter(pa.compute.equal(table["iteration"], 1)).select(names).to_pylist()
@@ -162,8 +161,8 @@ def _difference(row: Mapping[str, Any], before: Mapping[str, Any] | None) -> str
 
 
 def same(made: float | None, logged: float | None) -> bool:
-    """Whether a number is the one that was logged, but for rounding; see `TOLERANCE`. None stands for NaN and for a
-    number that is absent."""
+    """Whether a number equals the logged one up to rounding; see `TOLERANCE`. None stands for NaN and for a missing
+    number."""
     if made is None or logged is None:
         return logged is None and (made is None or not math.isfinite(made))
     return abs(made - logged) <= TOLERANCE * max(1.0, abs(logged))

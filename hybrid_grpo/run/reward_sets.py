@@ -14,7 +14,7 @@ from hybrid_grpo.turns.rewards import rewards_of
 
 
 class RewardSets:
-    """All of them share one pool of processes. Creating it imports the functions; raises UserError."""
+    """All reward functions, in one pool of processes. Creating it imports them; raises UserError."""
 
     def __init__(self, config: EvaluationConfig, sets: Sequence[HeldOut]) -> None:
         settings = {"rewards": config.rewards, **{held.setting: held.rewards for held in sets if held.rewards}}
@@ -30,7 +30,7 @@ class RewardSets:
             self._functions[setting].append(reward)
 
     def ready(self, tokenizer: Any, *, by_turn: bool = True) -> dict[str, Rewards]:
-        """With the tokenizer that they need, by the setting that names them: `rewards` for the run's own."""
+        """The functions with the tokenizer that they need, by the setting that names them; `rewards`: the run's own."""
         config = self._config
         of_environments = rewards_of(list(environment_rewards(config.rollout).values()), by_turn=by_turn)
         return {

@@ -1,4 +1,4 @@
-"""What a model needs to complete prompts, read before its weights, and prompts that it can complete."""
+"""What a model needs to complete prompts, read before its weights; and checks that it can complete them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hybrid_grpo.model.loading import (
 from hybrid_grpo.turns.partners import Partners
 
 _SAMPLING = ("temperature", "top_p", "top_k")
-"""Settings that are always shown. The ones below are shown where they are not the default."""
+"""Settings that are always shown. The ones below are shown if they are not the default."""
 _SAMPLING_IF_SET = (
     "min_p", "repetition_penalty", "logit_bias", "min_completion_tokens", "max_turn_tokens", "max_total_tokens",
     "ignore_eos", "logprobs", "decoder",
@@ -41,7 +41,7 @@ class Sampler:
 
     @classmethod
     def read(cls, policy: PolicyConfig, rollout: RolloutConfig) -> Sampler:
-        """Raises UserError where the model cannot sample, or its files are damaged."""
+        """Raises UserError if the model cannot sample, or its files are damaged."""
         config = load_config(policy.model)
         check_architecture(config, rollout.decoder)
         check_files(policy.model, config, pickled=policy.pickled_weights)
@@ -70,13 +70,13 @@ class Sampler:
     def check_prompts(
         self, prompts: list[Prompt], partners: Partners | None, rollout: RolloutConfig | None = None
     ) -> None:
-        """Refuse prompts that the model cannot read, or complete at the length asked for (`rollout`, by default its
-        own), or that have nothing for their environments."""
+        """Refuse prompts that the model cannot read, that leave no room for a completion of `rollout` (default: its
+        own), or that lack what their environments need."""
         self.check_room(max(len(prompt.token_ids) for prompt in prompts), rollout)
         self.check_readable(prompts, partners)
 
     def check_readable(self, prompts: list[Prompt], partners: Partners | None) -> None:
-        """Refuse prompts that the model cannot read, or that have nothing for their environments."""
+        """Refuse prompts that the model cannot read, or that lack what their environments need."""
         check_prompt_ids([prompt.token_ids for prompt in prompts], self.model_config)
         if partners is not None:
             partners.check(prompts)

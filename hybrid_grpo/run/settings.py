@@ -1,5 +1,5 @@
-"""The settings of a run beside those of a checkpoint: which may differ where the run goes on from it, and what decides
-what is sampled."""
+"""Compares a run's settings with a checkpoint's: which may differ when the run resumes, and which decide what is
+sampled."""
 
 import json
 from fnmatch import fnmatch
@@ -21,10 +21,10 @@ FREE = (
     *("policy.micro_batch_tokens", "policy.pickled_weights"),
     *("rollout.max_slots", "rollout.prefill_tokens", "rollout.cache_gb", "rollout.keep_cache"),
 )
-"""Settings that may change between a checkpoint and the run that goes on from it: they decide how the run is computed,
-kept and shown. All others decide what is learned from which data; they may change only with run.allow_changes."""
+"""Settings that may change between a checkpoint and the run that resumes from it: they decide how the run is computed,
+saved and shown. All others decide what is learned from which data; they may change only with run.allow_changes."""
 _OF_ROLL_BACKS = ("guard.non_finite", "guard.patience", "guard.lr_factor")
-"""Settings of the guard that decide what is learned where a run may go back; so do alarms that skip or go back."""
+"""Guard settings that decide what is learned if a run may roll back, as alarms that skip or roll back do."""
 _FREE_OF_REWARD = ("timeout_s", "batch_size", "isolation")
 """Settings of a reward function that may change too."""
 
@@ -43,21 +43,20 @@ def settings_of(config: ModelRunConfig) -> dict[str, Any]:
             settings |= {f"{section}.{name}": value for name, value in values.items()}
     sections = settings.pop("engine.deepspeed")
     settings |= {f"engine.deepspeed.{name}": value for name, value in sections.items()}
-    # As JSON gives them back.
+    # As JSON returns them.
     return dict(json.loads(json.dumps(settings, default=str)))
 
 
 def identity(config: ModelRunConfig, inputs: dict[str, str], rollbacks: int) -> str:
-    """Everything that decides what is sampled in a step: the settings and the fingerprints of inputs that may not
-    change, and how often the run has gone back to a checkpoint. What was sampled before a reward function was mended
-    remains valid."""
+    """Everything that decides what is sampled in a step: the settings and input fingerprints that must not change, and
+    the number of roll-backs. Not the code of reward functions: what was sampled before a fix to it remains valid."""
     bound = {name: value for name, value in settings_of(config).items() if not is_free(name, config)}
     inputs = {name: value for name, value in inputs.items() if not name.startswith(REWARDS)}
     return json.dumps([bound, inputs, rollbacks], sort_keys=True)
 
 
 def changes(saved: dict[str, Any], config: ModelRunConfig) -> dict[str, str]:
-    """Settings that differ from a checkpoint's, by name, with both values. One that the checkpoint does not know had
+    """Settings that differ from a checkpoint's, by name, with both values. One that the checkpoint lacks counts as
     its default."""
     before, now = {**settings_of(type(config)()), **saved}, settings_of(config)
     return {
@@ -68,7 +67,7 @@ def changes(saved: dict[str, Any], config: ModelRunConfig) -> dict[str, str]:
 
 
 def is_free(setting: str, config: ModelRunConfig, saved: dict[str, Any] | None = None) -> bool:
-    """Whether a setting may differ from that of a checkpoint, whose settings are `saved`; see `FREE`."""
+    """Whether a setting may differ from a checkpoint's, whose settings are `saved`; see `FREE`."""
     each = [settings_of(config), saved or {}]
     if setting.startswith("alarms.") and any(_acts(settings.get(setting)) for settings in each):
         return False

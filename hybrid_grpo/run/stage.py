@@ -20,7 +20,7 @@ class HeldOutSet(Protocol):
 
     @property
     def every(self) -> int:
-        """Steps between evaluations; 0: before the first and after the last."""
+        """Steps between evaluations; 0: only before the first step and after the last."""
 
 
 class Stage:
@@ -30,14 +30,14 @@ class Stage:
         policy: what is trained.
         meter: reduced and logged after every step.
         features: what is added to the stage.
-        parts: what a checkpoint holds of the stage beside the policy and the features, by name.
-        shards: tensors as large as the policy that a checkpoint holds beside it; None: none.
-        last_rollout: completions of the step, their scores and mean advantages; None where nothing is sampled.
-        last_advantages_BT: its advantages token by token, of a step that is finished.
+        parts: the stage's parts of a checkpoint, other than the policy and the features, by name.
+        shards: more tensors in a checkpoint, as large as the policy; or None.
+        last_rollout: completions of the step, their scores and mean advantages; None if nothing is sampled.
+        last_advantages_BT: the advantages of its tokens; None until the step has learned from it.
         trace: what is collected of a step beyond its numbers.
-        progress: where the stage says what it does, and hears that it shall stop.
-        eval_sets: what the policy is measured on, each after steps of its own.
-        alarms: some of them want nothing to be learned from a step.
+        progress: where the stage reports its phase and learns that it must stop.
+        eval_sets: what the policy is measured on, each at its own interval.
+        alarms: some of them can make a step skip its update.
     """
 
     policy: TrainedModel
@@ -54,12 +54,12 @@ class Stage:
 
     @property
     def all_parts(self) -> dict[str, Stateful]:
-        """Everything that a checkpoint holds beside the policy and in no shards, by name."""
+        """Everything in a checkpoint except for the policy and the shards, by name."""
         return {**self.parts, **self.features.states}
 
     @property
     def all_shards(self) -> list[Shards]:
-        """Everything that a checkpoint holds in shards beside the weights and the state of their optimizer."""
+        """All shards in a checkpoint other than the weights and their optimizer states."""
         return [*([] if self.shards is None else [self.shards]), *self.features.shards]
 
     def step(self, step: int) -> None:
@@ -67,7 +67,7 @@ class Stage:
         raise NotImplementedError
 
     def step_optimizer(self) -> None:
-        """One optimizer step of the policy with the gradients that are there, and its numbers. Collective."""
+        """Make one optimizer step of the policy with the accumulated gradients, and log its numbers. Collective."""
         self.meter.add("policy/lr", self.policy.lr)
         result = self.policy.step()
         self.meter.add("policy/grad_norm", result.grad_norm)
@@ -75,7 +75,7 @@ class Stage:
             feature.stepped()
 
     def skips(self, step: int, measure: Callable[[], Numbers]) -> bool:
-        """Whether alarms want nothing to be learned from a step whose rollout has these numbers. Collective."""
+        """Whether alarms skip the update of a step, given the numbers of its rollout from `measure`. Collective."""
         if not self.alarms.may_skip:
             return False
         skips = self.alarms.skips(step, self.meter.reduced(measure()))
@@ -87,5 +87,5 @@ class Stage:
         raise NotImplementedError
 
     def tried_prompts(self) -> list[dict[str, Any]]:
-        """Rows of prompts.jsonl; none where a stage keeps no success rates."""
+        """Rows of prompts.jsonl; none if the stage keeps no success rates."""
         return []

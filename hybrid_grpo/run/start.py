@@ -1,6 +1,6 @@
-"""What `run.resume` means for a folder: which checkpoint a run goes on from, and what it refuses to go on from.
+"""What `run.resume` means for a folder: which checkpoint a run resumes from, and what it refuses to resume from.
 
-Nothing is changed here. A run that has metrics is never overwritten: what cannot be resumed is refused in one line.
+It changes nothing on disk. A run that has metrics is never overwritten: what cannot be resumed is refused in one line.
 """
 
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ _ANOTHER = "another --run.name"
 @dataclass(frozen=True)
 class Start:
     checkpoint: Checkpoint | None = None
-    """What it goes on from; None: from the beginning."""
+    """The checkpoint to resume from; None: start from the beginning."""
     lines: tuple[str, ...] = ()
-    """The lines of metrics.jsonl before it."""
+    """The lines of metrics.jsonl up to the checkpoint."""
     forks: bool = False
-    """Whether the checkpoint is of another run."""
+    """Whether the checkpoint belongs to another run."""
     is_damaged: bool = False
-    """Whether the run's metrics.jsonl lacks some before it, or has others."""
+    """Whether the run's own metrics.jsonl lacks some of these lines, or has damaged ones."""
 
     @property
     def step(self) -> int:
@@ -35,8 +35,8 @@ class Start:
 
 
 def find_start(config: ModelRunConfig, folder: Path, checkpoints: Checkpoints) -> Start:
-    """Where the run of `folder` starts, by `run.resume` and by what `checkpoints.inputs` are now; prints what was
-    passed over and what has changed. Raises UserError. Collective."""
+    """Where the run in `folder` starts, by `run.resume` and the current fingerprints `checkpoints.inputs`; prints what
+    was passed over and what has changed. Raises UserError. Collective."""
     resume, metrics, forks = config.run.resume, folder / "metrics.jsonl", False
     if resume == "never":
         refuse(
@@ -88,7 +88,7 @@ def _newest(folder: Path, checkpoints: Checkpoints) -> Checkpoint | None:
 
 
 def _named(resume: str, folder: Path, checkpoints: Checkpoints) -> tuple[Checkpoint, bool]:
-    """The checkpoint that `run.resume` names, and whether it is of another run."""
+    """The checkpoint that `run.resume` names, and whether it belongs to another run."""
     try:
         checkpoint = checkpoints.verify(Path(resume).absolute())
     except Damaged as damage:
@@ -102,7 +102,7 @@ def _named(resume: str, folder: Path, checkpoints: Checkpoints) -> tuple[Checkpo
 
 
 def _checked_changes(config: ModelRunConfig, checkpoint: Checkpoint, inputs: dict[str, str]) -> list[str]:
-    """The settings and inputs that have changed since a checkpoint; refuses those that may not without
+    """The settings and inputs that have changed since a checkpoint; refuses forbidden changes without
     run.allow_changes."""
     manifest = checkpoint.manifest
     changed = changes(manifest.settings, config)
@@ -121,8 +121,8 @@ def _checked_changes(config: ModelRunConfig, checkpoint: Checkpoint, inputs: dic
 
 
 def lines_before(path: Path, step: int) -> list[str]:
-    """The lines of metrics.jsonl up to a step, each of a later step than the one before. Others, and such as cannot be
-    read, are left out."""
+    """The lines of metrics.jsonl up to a step, in increasing order of steps. Lines out of order and lines that cannot
+    be read are left out."""
     lines: list[str] = []
     last = -1
     for line in path.read_bytes().split(b"\n")[:-1] if path.is_file() else ():

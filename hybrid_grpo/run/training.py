@@ -34,15 +34,15 @@ from hybrid_grpo.run.start import find_start, lines_before
 from hybrid_grpo.run.stopping.progress import Progress
 
 _SAVING_S_PER_GB = 10.0
-"""Assumed for what a rank writes to slow storage that ranks share."""
+"""Assumed time for a rank to write to slow storage that ranks share."""
 WriteReport = Callable[[Path], object]
 """Writes report.html into the folder that it is given."""
 
 
 class TrainingRun:
-    """A run and its folder; raises UserError where the folder holds a run that must not be resumed. `facts` are lines
-    for the head of config.yaml, as the batch equation; `inputs` takes the fingerprints of what the run reads, for its
-    checkpoints."""
+    """A run and its folder; raises UserError if the folder holds a run that must not be resumed. `facts` are lines
+    for the head of config.yaml, such as the batch equation; `inputs` takes the fingerprints of what the run reads, for
+    its checkpoints."""
 
     def __init__(self, parsed: Parsed[ModelRunConfig], facts: dict[str, str], inputs: Fingerprints = dict) -> None:
         self.config = parsed.config
@@ -50,7 +50,7 @@ class TrainingRun:
         self._steps, self._inputs = run.steps, inputs
         self._alarms = Alarms.of(self.config)
         self._back_to = -1
-        """Step of the checkpoint that the run went back to, while there is no newer one."""
+        """Step of the checkpoint that the run last rolled back to; -1 if there is none."""
         self._run_folder = RunFolder(Path(run.dir) / run.name)
         self.folder = self._run_folder.path
         self.journal = Journal(self.folder / "journal", rank())
@@ -73,7 +73,7 @@ class TrainingRun:
         if self.start.checkpoint is not None and not self.start.forks:
             self.saver.step = self.start.step
             if run.resume != "auto":
-                # The user has named a checkpoint: what came after it is given up.
+                # The user has named a checkpoint: what came after it is abandoned.
                 self.checkpoints.forget_after(self.start.step)
             self.checkpoints.rollbacks = self.start.checkpoint.manifest.rollbacks
         for name, fact in facts.items():
@@ -84,14 +84,14 @@ class TrainingRun:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has made all its steps, or lost its patience, and its model is written."""
+        """Whether all steps are done or `eval.patience` is exhausted, and the model is written."""
         step, ended = self.start.step, self.start.step == self._steps or self._best.exhausted
         return self.start.checkpoint is not None and exported(self.folder / "model").get("step") == step and ended
 
     def train(self, stage: Stage, write_report: WriteReport) -> None:
         """Take a stage from its start or the newest checkpoint to the last step; then export the model and write the
-        report. Raises RunStopped where a step could not be finished (the run is saved as it was before it) and
-        RunInterrupted where the run was asked to stop (it is saved)."""
+        report. Raises RunStopped if a step could not be finished (the run is saved as it was before that step) and
+        RunInterrupted if the run was asked to stop (it is saved)."""
         stage.progress = Progress(self.config.run, stage.policy.engine.device)
         stage.trace = StepTrace(self.config.log, self._steps)
         try:
@@ -122,7 +122,7 @@ class TrainingRun:
         size = check_space(self.folder, self.config.checkpoint, stage, self._best.models)
         stage.progress.expect_saving(_SAVING_S_PER_GB * size / 1e9 / world_size())
         done = self.restore(stage)
-        # Models of the hub have all of their files only now.
+        # Only now are all files of hub models there.
         self._fingerprint()
         self._bind_journal()
         if isinstance(stage.policy, Policy):
@@ -155,7 +155,7 @@ class TrainingRun:
             stage.policy.engine.print_communication()
 
     def _make_step(self, stage: Stage, step: int, profiler: Profiler, log: Log) -> None:
-        """Make a step. If it cannot be finished, the run is saved as it was before it."""
+        """Make a step. If it cannot be finished, the run is saved as it was before that step."""
         before = copy.deepcopy(self._states(stage))
         stage.trace.begin(step)
         try:
@@ -176,7 +176,7 @@ class TrainingRun:
             raise RunStopped(f"{stop}; the run is saved as it was after step {self.saver.step}") from stop
 
     def _finish_step(self, stage: Stage, step: int, log: Log) -> None:
-        """Evaluate the policy, log the numbers of a step, and save the run where that is due."""
+        """Evaluate the policy, log the numbers of a step, and save the run if that is due."""
         is_last = step == self._steps
         if stage.last_rollout is not None:
             log.write_rollouts(step, *stage.last_rollout, stage.last_advantages_BT)
@@ -187,8 +187,8 @@ class TrainingRun:
             stage.progress.enter("evaluation")
             stage.evaluate(step, due)
         log.write_trace(step, stage.trace.own(stage.meter.spans, stage.last_rollout))
-        # Numbers before the checkpoint: a checkpoint without them would resume after a gap, while lines without a
-        # checkpoint are cut again.
+        # Numbers before the checkpoint: a checkpoint without them would resume after a gap, while lines that lack a
+        # checkpoint are cut off on resuming.
         log.write(step, values := self.watched(step, stage.meter.reduce()))
         self._act(stage, step)
         self._keep_best(stage, step, values)
@@ -203,14 +203,14 @@ class TrainingRun:
 
     @contextmanager
     def _reported(self, write_report: WriteReport) -> Iterator[None]:
-        """Write report.html after the block, also where the run is stopped. A run does not fail by it."""
+        """Write report.html after the block, even if the run is stopped. A failed report does not fail the run."""
         stop: RunStopped | None = None
         try:
             yield
         except RunStopped as error:
             stop = error
         metrics = self.folder / "metrics.jsonl"
-        # A run that could not write its first checkpoint has nothing to report, and has said why it ends.
+        # A run that could not write its first checkpoint has nothing to report, and prints why it ends.
         if rank() == 0 and metrics.exists() and metrics.stat().st_size:
             try:
                 write_report(self.folder)
@@ -227,7 +227,7 @@ class TrainingRun:
                 self.saver.save(stage, step, self._states(stage))
             self._alarms.act(f"the newest checkpoint is of step {self.saver.step}")
         except (RunStopped, RollBack):
-            # A step that is made again must not learn from what a policy that has diverged sampled.
+            # A repeated step must not learn from completions that a diverged policy has sampled.
             if rank() == 0:
                 self.journal.clear()
             raise
@@ -236,7 +236,7 @@ class TrainingRun:
         """Go back to the newest checkpoint before the run diverged, and lower the learning rate; returns its step."""
         config, before = self.config.guard, diverged.since
         if self.saver.step == self._back_to and before == self._back_to + 1:
-            # Bad weights show in the step after them: those of the checkpoint that the run went back to were bad.
+            # Bad weights show one step later: the checkpoint that the run rolled back to was already bad.
             before = min(before, self.saver.step)
         checkpoint, _ = self.checkpoints.newest_whole(before)
         if checkpoint is None or self.checkpoints.rollbacks >= config.max_rollbacks:
@@ -253,7 +253,7 @@ class TrainingRun:
         return step
 
     def _bind_journal(self) -> None:
-        """Completions that other weights have sampled must not be taken for those of this run."""
+        """Tie the journal to this run, so that completions sampled by other weights are not reused."""
         self.journal.bind(identity(self.config, self.checkpoints.inputs, self.checkpoints.rollbacks))
 
     def _fingerprint(self) -> None:
@@ -277,7 +277,7 @@ class TrainingRun:
 
     def _export(self, stage: Stage, step: int) -> None:
         """Write the models of features, and then `model/`, whose presence means that the run is finished; each whole or
-        not at all. Raises UserError where that fails."""
+        not at all. Raises UserError if that fails."""
         modes = [mode for feature in stage.features for mode in feature.exports.items()]
         model = self.folder
         try:
@@ -326,8 +326,8 @@ class TrainingRun:
 
 @contextmanager
 def loaded_objects_kept() -> Iterator[None]:
-    """Exclude the objects of libraries and models, which stay for the whole run, from garbage collection. They are
-    half a million: each full collection, of which 80 steps of the quickstart make 7, would take 0.3 s."""
+    """Exclude the objects of libraries and models, which stay for the whole run, from garbage collection. There are
+    half a million: each full collection would take 0.3 s, and 80 steps of the quickstart trigger 7."""
     gc.collect()
     gc.freeze()
     try:

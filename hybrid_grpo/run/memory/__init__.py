@@ -1,1 +1,1 @@
-"""What a run needs of memory, before it starts."""
+"""Estimates the memory that a run needs, before it starts."""

@@ -1,6 +1,6 @@
-"""What one forward and backward of a model keeps in memory, without its weights and without computing anything.
+"""Measures the memory of one forward and backward of a model, without its weights and without computing anything.
 
-Every architecture keeps something else for backward, which no table would know. So the model is built from its
+What is kept for backward differs between architectures, and no table could list it. So the model is built from its
 configuration on fake tensors, which have shapes and types but no data, and all allocations of a micro-batch are added.
 """
 
@@ -26,12 +26,12 @@ from hybrid_grpo.model.lora import Adapters
 from hybrid_grpo.model.memory_tracker import MemoryTracker
 
 HeadOf = Callable[[int, int], HeadFunction | None]
-"""What the head computes in addition at a number of places, for a number of tokens of the vocabulary."""
+"""From the number of target tokens and the size of the vocabulary: what the head computes in addition, or None."""
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes that one micro-batch takes, beside the weights and the gradients that are already complete."""
+    """Bytes of one micro-batch, not counting the weights and the gradients that are already complete."""
 
     kept: int
     """What the layers keep for backward, at the moment the LM head begins."""
@@ -47,8 +47,8 @@ class NeedsData(Exception):
 
 
 class DryRun:
-    """A model of a transformers configuration on fake tensors, as the policy trains it; `heads` give what its head
-    computes in addition then. Methods raise NeedsData where the model cannot run without data."""
+    """A model built from a transformers configuration on fake tensors, as the policy trains it; `heads` are what its
+    head computes in addition. Methods raise NeedsData if the model cannot run without data."""
 
     def __init__(self, model_config: Any, policy: PolicyConfig, lora: LoraConfig, heads: Sequence[HeadOf] = ()) -> None:
         self._heads = heads
@@ -56,19 +56,19 @@ class DryRun:
         attention = training_attention(policy, config)
         self.packs = attention == ATTENTION
         """Whether it takes micro-batches without padding."""
-        # Kernels of flash-attn need a GPU; what they keep for backward is what sdpa's keep.
+        # Kernels of flash-attn need a GPU; they keep the same tensors for backward as those of sdpa.
         attention = attention if attention in (ATTENTION, "eager") else "sdpa"
         names, text = ("num_experts", "num_local_experts", "n_routed_experts"), config.get_text_config()
         self._experts = next((count for name in names if (count := getattr(text, name, None))), 0)
-        # Fake products of grouped experts exist in bfloat16 only: a byte counts double where the policy has float32.
+        # Fake tensors support grouped experts in bfloat16 only: bytes count double if the policy has float32.
         dtype = torch.bfloat16 if self._experts else getattr(torch, policy.dtype)
         self._scale = getattr(torch, policy.dtype).itemsize // dtype.itemsize
-        # peft moves its matrices, which fake tensors refuse: fake tensors replace all weights at the end.
+        # peft moves its matrices, which fake tensors do not allow: they replace all weights only afterwards.
         with torch.device("meta"):
             self.model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
             if lora.rank:
                 Adapters(self.model, lora, seed=0)
-        # The tensors of a micro-batch have data.
+        # The tensors of a micro-batch are real.
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         with self._fake:
             self.model.to_empty(device="cpu")
@@ -107,7 +107,7 @@ class DryRun:
         return 2 * text.num_hidden_layers * heads * head_dim * self._scale * self.model.dtype.itemsize
 
     def active_parameters(self) -> int:
-        """Parameters that one token is multiplied with: of experts only those it is sent to, of embeddings none."""
+        """Parameters in the matrix products of one token: only the experts it is routed to, and no embeddings."""
         tables = {id(m.weight) for m in self.model.modules() if isinstance(m, nn.Embedding)}
         tables.discard(id(self.model.get_output_embeddings().weight))
         active = sum(p.numel() for p in self.model.parameters() if id(p) not in tables)
@@ -120,9 +120,9 @@ class DryRun:
     def _forward(
         self, micro: MicroBatch, heads: Sequence[HeadOf] = ()
     ) -> Iterator[tuple[MemoryTracker, list[int], tuple[Tensor, ...]]]:
-        """A forward, with what `heads` add to it, and what follows in the block: gives the tracker, marks in bytes,
-        and the model's outputs. The marks are what is alive when the LM head begins; the most that was alive until
-        then; and, once there was a backward, the most from there to its end in the head."""
+        """Track the memory of a forward, including `heads`, and of the block. Yields the tracker, marks in bytes, and
+        the model's outputs. The marks are what is alive when the LM head begins; the most that was alive until then;
+        and, after a backward, the most that was alive from there until the head's backward ended."""
         marks: list[int] = []
 
         def at_head(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -130,7 +130,7 @@ class DryRun:
             if inputs[0].requires_grad:
                 inputs[0].register_hook(lambda _: marks.append(tracker.mark()))
 
-        # Attention keeps its masks with the micro-batch, where another run would find them.
+        # Attention stores its masks in the micro-batch, where another forward would find them.
         ids_bS, positions_bS, *others = deepcopy(micro).inputs
         if micro.segments is None:
             positions_bS = None  # A model counts the positions of padded rows by itself.
@@ -159,15 +159,15 @@ class Sizes:
     largest: int
     """Elements of the largest tensor."""
     active: int
-    """Parameters that one token is multiplied with."""
+    """See `DryRun.active_parameters`."""
     vocabulary: int
     token_bytes: int
     """Keys and values of one token."""
     training: Footprint
     reading: int
-    """Bytes that a forward which reads prompts takes for each token."""
+    """Bytes per token of a forward that reads prompts."""
     softcap: float = 0.0
-    """Of the logits of attention; see `attend`."""
+    """Soft cap of the attention logits; see `attend`."""
 
 
 def measure(
@@ -198,7 +198,7 @@ def measure(
 
 
 def largest_micro_batch(config: TrainConfig, batch: BatchPlan, prompt: int, *, packs: bool, on_gpu: bool) -> MicroBatch:
-    """The largest micro-batch of a step of longest prompts and completions, without padding where the model `packs`."""
+    """The largest micro-batch if all prompts and completions have full length; not padded if the model `packs`."""
     prompts = batch.prompts_per_rank // batch.num_minibatches
     # No two prompts are the same.
     prompt_ids = [[row // batch.num_generations] * prompt for row in range(prompts * batch.num_generations)]

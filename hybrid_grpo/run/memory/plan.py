@@ -1,8 +1,8 @@
-"""The memory that a GRPO run will take, by part and phase, before its weights are read.
+"""Estimates the memory that a GRPO run will take, by part and phase, before its weights are read.
 
-Arithmetic over the configuration, the model's configuration and the number of ranks. What the layers of a model keep
-for backward comes from a run without data (dry_run.py); what DeepSpeed and the decoder hold follows from their code.
-The numbers are meant for GPUs; on a CPU, where freed memory stays with the process, they are within a quarter.
+It computes with the configuration, the model's configuration and the number of ranks. What a model's layers keep for
+backward comes from a run without data (dry_run.py); what DeepSpeed and the decoder hold follows from their code.
+The numbers are meant for GPUs; on a CPU, where freed memory stays with the process, they are accurate to a quarter.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from hybrid_grpo.rewards.models.reward_model import RewardModel
 from hybrid_grpo.run.memory.dry_run import NeedsData, Sizes, measure
 
 REFUSED_ABOVE = 1.15
-"""A run that needs this many times the free memory is refused; from 1 up to this it is warned about."""
+"""A run that needs more than this many times the free memory is refused; between 1 and this, there is a warning."""
 KEPT_BELOW = 0.85
-"""Memory of decoding stays on the GPU during training where all phases then need at most this share of the free
-memory: the plan may be wrong, and memory that is kept must not be what training lacks."""
+"""Memory of decoding stays on the GPU during training if all phases then need at most this share of the free memory:
+the plan may be wrong, and training must not run out of memory because of what is kept."""
 NCCL_BYTES = 400 << 20
 """NCCL's buffers between several ranks: some 24 channels of 8 MiB in each direction. Not measured."""
 _FRAGMENTS = 0.05
-"""Memory that torch holds beside its tensors, as a share of them, with the expandable segments that a run sets.
-Assumed, not measured."""
+"""Memory that torch holds in addition to its tensors, as a share of them, with the expandable segments that a run
+enables. Assumed, not measured."""
 _NOT_OF_TENSORS = ("runtime", "NCCL", "allocator")
-"""Parts on a GPU that are not in what torch says it has allocated."""
+"""Parts on a GPU that torch does not report as allocated."""
 PROCESS_GROWTH_BYTES = 90 << 20
-"""What a process on a CPU grows by after the plan: engine, process group, C kernels, BLAS. Measured, rounded."""
+"""Growth of a process on a CPU after the plan: engine, process group, C kernels, BLAS. Measured, rounded."""
 _CPU_HEAP = 1.5
-"""Memory that activations take on a CPU over their bytes, since malloc leaves holes between blocks. Measured."""
+"""Ratio of the memory that activations take on a CPU to their bytes: malloc leaves holes between blocks. Measured."""
 _MAX_LIVE, _BUCKET = 10**9, 5 * 10**8
 """DeepSpeed's defaults, in elements: gathered weights alive, and one bucket of gradients."""
 _MICRO_BATCH = "policy.micro_batch_tokens, policy.gradient_checkpointing"
@@ -55,7 +55,7 @@ class Part:
     remedy: str = ""
     """Settings that make it smaller."""
     least: int | None = None
-    """Bytes that it can do with. Default: all of them."""
+    """The fewest bytes that suffice. Default: all of them."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,12 @@ class FeatureMemory:
         raise NotImplementedError
 
     def seconds(self, plan: Plan, forward: float, passes: int) -> float:
-        """What it adds to a step, where a forward of the policy over a whole rollout takes `forward` seconds, and
-        training on it `passes` forwards."""
+        """Seconds that it adds to a step, if a forward of the policy over a whole rollout takes `forward` seconds, and
+        training on it takes as long as `passes` forwards."""
         return 0.0
 
     def head(self, places: int, vocabulary: int) -> HeadFunction | None:
-        """What the policy's head computes in addition at this many places when it is trained, or None."""
+        """What the policy's head computes in addition for this many target tokens in training, or None."""
         return None
 
 
@@ -105,8 +105,8 @@ def estimate(
     held_out: int = 0,
     held_out_longest: int = 0,
 ) -> Plan | None:
-    """The plan of a run; None where the model cannot run without data. Raises UserError where the model has no
-    configuration, or not the attention or adapters that are asked for."""
+    """The plan of a run; None if the model cannot run without data. Raises UserError if the model has no configuration,
+    or does not support the attention or adapters in the settings."""
     features = [share for feature in config.active_features if (share := feature.memory(config)) is not None]
     heads = [feature.head for feature in features]
     try:
@@ -128,7 +128,7 @@ class Plan:
 
     config: TrainConfig
     sizes: Sizes
-    """Of the model."""
+    """Sizes of the model."""
     batch: BatchPlan
     prompt: int
     """Tokens of the longest prompt."""
@@ -141,8 +141,8 @@ class Plan:
     """Tokens of the longest prompt of an evaluation with its completion."""
     features: Sequence[FeatureMemory] = ()
     user: int = 0
-    """Parameters of the model that plays the user. What it needs to decode is little beside what the policy needs, and
-    is not counted."""
+    """Parameters of the model that plays the user. Its memory for decoding is small compared with the policy's,
+    and is not counted."""
 
     def __post_init__(self) -> None:
         config = self.config
@@ -160,11 +160,11 @@ class Plan:
         self.export = Part("copy to write", self.dtype * self.n)
         self.slots = min(config.rollout.max_slots, self.rows)
         self.longest = config.rollout.longest(self.prompt)
-        # The cache is that of rollouts and evaluations.
+        # Rollouts and evaluations share the cache.
         self.longest_cached = max(self.longest, self.held_out_longest)
         page = PAGE["cuda" if self.gpu else "cpu"]
         self.pages, self.bytes_of_page = -(-self.longest_cached // page), page * self.sizes.token_bytes
-        # Evaluations use the slots that are kept too.
+        # Evaluations use the kept slots too.
         self.kept_slots = min(config.rollout.max_slots, max(self.rows, -(-self.held_out // self.ranks)))
         wish = config.rollout.keep_cache if config.rollout.decoder == "paged" else "off"
         self.keeps = self.gpu and wish != "off"
@@ -173,7 +173,7 @@ class Plan:
             self.keeps = self.peak.bytes <= KEPT_BELOW * self.hardware.device_bytes
 
     def workspace(self) -> Workspace | None:
-        """Memory of decoding for the whole run; None where it is given back after each rollout."""
+        """Memory of decoding for the whole run; None if it is released after each rollout."""
         return Workspace(self.kept_slots, self.longest_cached) if self.keeps else None
 
     @property
@@ -251,13 +251,13 @@ class Plan:
         return [self.process, *parts, *on_host, *self.states(), self.reference()]
 
     def held(self, parts: list[Part]) -> list[Part]:
-        """The parts, and on a GPU what torch's allocator holds beside them."""
+        """The parts, and on a GPU what torch's allocator holds in addition to them."""
         # The cache is allocated at once, from memory that is free.
         tensors = sum(part.bytes for part in parts if part.name not in (*_NOT_OF_TENSORS, "keys and values"))
         return [*parts, Part("allocator", int(_FRAGMENTS * tensors) if self.gpu else 0)]
 
     def beside_cache(self, parts: list[Part]) -> int:
-        """Bytes of all parts but the cache, and of what the allocator holds beside them."""
+        """Bytes of all parts except the cache, and of what the allocator holds in addition to them."""
         return sum(part.bytes for part in self.held([part for part in parts if part.name != "keys and values"]))
 
     def reward_models(self, on_host: bool) -> Part:
@@ -319,8 +319,8 @@ class Plan:
         return Part("CUDA graphs", size if self.gpu and paged else 0, "rollout.max_slots")
 
     def cache(self, used: int = 0) -> Part:
-        """Pages that the longest completions of all slots fill; where the cache is not kept, no more than what is left
-        for them beside the bytes `used`."""
+        """Pages that the longest completions of all slots fill; if the cache is not kept, at most what the bytes `used`
+        leave for them."""
         rollout = self.config.rollout
         needed = (self.laid_out * (self.pages + 1) + 2) * self.bytes_of_page
         least = (self.pages + 3) * self.bytes_of_page
@@ -334,16 +334,16 @@ class Plan:
         return Part("keys and values", needed, "rollout.cache_gb, rollout.max_slots", min(least, needed))
 
     def choosing(self) -> int:
-        """Bytes for choosing a token of every slot: its logits, and in torch their weights and sums, with filters those
-        of the sorted ones too (measured). Kernels need the logits alone: on a GPU, and in float32 without filters."""
+        """Bytes for choosing a token in every slot: its logits and, in torch, their weights and sums, with filters also
+        those of the sorted logits (measured). Kernels need only logits: on a GPU, and in float32 without filters."""
         rollout = self.config.rollout
         filters = rollout.top_k or rollout.top_p < 1
         in_torch = 60 if filters else 24 if self.dtype == 2 or rollout.min_p else 0
         return self.laid_out * self.sizes.vocabulary * (self.dtype + (0 if self.gpu else in_torch))
 
     def decoding(self, free: int) -> Part:
-        """The larger of a prefill and of a decode step, which runs once before it is captured; `free` is what both and
-        the cache share."""
+        """The larger of a prefill and a decode step, which runs once before it is captured; these and the cache share
+        `free` bytes."""
         wish = self.config.rollout.prefill_tokens
         tokens = prefill_that_fits(wish, self.gpu, self.sizes.reading, free)
         prefill = min(tokens, self.batch.prompts_per_rank * self.prompt) * self.sizes.reading
@@ -362,8 +362,8 @@ class Plan:
 
 
 def shortage(plan: Plan) -> str | None:
-    """A warning where a run needs more memory than is free; None where it fits. Where it clearly does not, raises
-    UserError, which names the largest parts and the settings that shrink them."""
+    """A warning if a run needs more memory than is free; None if it fits. If it clearly does not, raises UserError,
+    which names the largest parts and the settings that shrink them."""
     worst, hardware = max(plan.phases, key=lambda phase: phase.least), plan.hardware
     device = (worst, hardware.device_bytes, "the GPU" if plan.gpu else "the host")
     for phase, free, where in (device, (plan.host, hardware.host_bytes, "the host")):

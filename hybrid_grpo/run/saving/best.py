@@ -1,7 +1,7 @@
-"""The best evaluation of a run, whose weights are kept in `model_best/`, and when to stop because none is better.
+"""Keeps the weights of a run's best evaluation in `model_best/`, and decides when evaluations no longer improve.
 
-What is best is written with the weights themselves. So it is known however the run ended and wherever it goes on from,
-and it is never said of other weights.
+The step and value of the best evaluation are written together with its weights. So they survive any end of the run,
+and always belong to these weights.
 """
 
 import json
@@ -19,8 +19,8 @@ FOLDER = "model_best"
 
 
 class Best:
-    """The best evaluation by `eval.best` in the folder of a run; without that setting there is none. `lines` are those
-    of metrics.jsonl up to where the run goes on. Collective."""
+    """The best evaluation of the run in `folder`, by the metric `eval.best`; without that setting nothing is kept.
+    `lines` are the lines of metrics.jsonl up to the step that the run resumes after. Collective."""
 
     def __init__(self, config: EvalConfig | None, folder: Path, lines: Iterable[str] = ()) -> None:
         self._metric, self._patience = (config.best, config.patience) if config else (None, None)
@@ -47,7 +47,7 @@ class Best:
         self._since = sum(line.get(self._metric) is not None for line in later)
 
     def take(self, policy: TrainedModel, step: int, values: dict[str, float]) -> str:
-        """Keep the weights of a step where its numbers are the best so far; returns a warning where they cannot be
+        """Keep the weights of a step if its numbers are the best so far; returns a warning if they cannot be
         written. Collective."""
         value = values.get(self._metric or "", math.nan)
         if self._metric is None or math.isnan(value):

@@ -35,16 +35,16 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The folder `checkpoints/` of a run. `keep` is how many of the newest are kept, `settings` are those of the run
-    for the manifests, `inputs` the fingerprints of what it reads, and `rollbacks` counts how often it has gone back to
-    one of them."""
+    """The folder `checkpoints/` of a run. The newest `keep` are kept. `settings` (the run's) and `inputs` (the
+    fingerprints of what the run reads) go into the manifests; `rollbacks` counts how often the run has gone back to a
+    checkpoint."""
 
     def __init__(self, folder: Path, keep: int, settings: dict[str, Any] | None = None) -> None:
         self.folder, self._keep, self._settings = folder, keep, settings or {}
         self.inputs: dict[str, str] = {}
         self.rollbacks = 0
         self._verified_run = ""
-        """Identity of the run by its own checkpoints, should the file be gone."""
+        """Identity of the run according to its checkpoints, in case the file `run_id` is gone."""
 
     def tags(self) -> list[str]:
         """Names of all checkpoints, whole or not, the newest first."""
@@ -63,8 +63,8 @@ class Checkpoints:
         return None, passed_over
 
     def verify(self, folder: Path) -> Checkpoint:
-        """The checkpoint in `folder`; raises Damaged on all ranks where it is not whole. Nothing in it is loaded.
-        Collective; every rank reads the files that it wrote."""
+        """The checkpoint in `folder`; raises Damaged on all ranks if it is not whole. Nothing in it is loaded.
+        Collective; every rank reads its share of the files."""
         manifest, verdict, is_own = None, "", folder.parent == self.folder
         try:
             manifest = Manifest.read(folder)
@@ -84,12 +84,12 @@ class Checkpoints:
 
     def save(self, engine: Engine, step: int, state: dict[str, Any], shards: Sequence[Shards] = ()) -> None:
         """Write the checkpoint of `step`; `state` and `shards` are this rank's own. Raises WriteFailed on all ranks
-        where it cannot be written; earlier checkpoints then are as they were. Collective."""
+        if it cannot be written; earlier checkpoints then remain as they were. Collective."""
         tag = f"step_{step:06d}"
         draft = self.folder / f"{_DRAFT}{tag}"
 
         def write() -> None:
-            # One key for our state: the engine stores its own keys beside it.
+            # One key for our state: the engine stores its own keys next to it.
             engine.save(self.folder, draft.name, {"hybrid_grpo": {"step": step, **state}})
             for part in shards:
                 part.save(draft)
@@ -97,7 +97,7 @@ class Checkpoints:
         try:
             run = write_together(lambda: self._begin(draft), self.folder)[0]
             write_together(write, self.folder)
-            # Every rank has written, so that all names are there.
+            # All ranks have written, so all files exist.
             written = write_together(lambda: _synced(draft), self.folder)
             files = {name: facts for of_rank in written for name, facts in of_rank.items()}
             what = run, step, world_size(), engine.stage, self._settings, files, self.inputs, self.rollbacks
@@ -108,7 +108,7 @@ class Checkpoints:
             barrier()
             raise WriteFailed(f"checkpoint {self.folder / tag} could not be written: {failure}") from failure
         if rank() == 0:
-            # Later ones are of a run that this one has left behind.
+            # Later ones belong to a timeline that this run has abandoned.
             kept = [old for old in self.tags() if _step(old) <= step][: self._keep]
             for old in set(self.tags()) - set(kept):
                 self._remove(old)
@@ -127,7 +127,7 @@ class Checkpoints:
     def _publish(self, manifest: Manifest, draft: Path, tag: str) -> None:
         if rank() == 0:
             manifest.write(draft)
-            # Every rank has synced its files; what is left are their names.
+            # Every rank has synced its files; only their directory entries are left.
             for path in [*draft.rglob("*"), draft]:
                 if path.is_dir():
                     sync(path)
@@ -144,12 +144,12 @@ class Checkpoints:
         return state
 
     def roll_back(self, checkpoint: Checkpoint, lr_scale: float, note: str) -> Checkpoint:
-        """Give up what came after a checkpoint, and write the factor of learning rates from there on, and the reason,
-        into its manifest. Returns the checkpoint as it is now. Raises WriteFailed on all ranks. Collective."""
+        """Abandon everything after a checkpoint, and record in its manifest the learning-rate factor from there on and
+        the reason. Returns the updated checkpoint. Raises WriteFailed on all ranks if that fails. Collective."""
         self.rollbacks += 1
         manifest = replace(checkpoint.manifest, rollbacks=self.rollbacks, lr_scale=lr_scale, note=note)
         write_together(lambda: manifest.write(checkpoint.folder) if rank() == 0 else None, self.folder)
-        # A run that is killed before this makes the steps that led to the roll-back again, and goes back once more.
+        # A run that is killed before this repeats the steps that led to the roll-back, and rolls back again.
         self.forget_after(manifest.step)
         return Checkpoint(checkpoint.folder, manifest)
 
@@ -162,13 +162,13 @@ class Checkpoints:
         barrier()
 
     def _run(self) -> str:
-        """The identity of the run; empty where there is none yet, or its file is damaged."""
+        """The identity of the run; empty if there is none yet, or its file is damaged."""
         path = self.folder / "run_id"
         text = path.read_text(errors="replace") if path.is_file() else ""
         return text if re.fullmatch("[0-9a-f]{16}", text) else ""
 
     def _remove(self, tag: str) -> None:
-        """Remove a checkpoint at once: a folder that a crash leaves half removed must not look like one."""
+        """Remove a checkpoint by one rename: a folder that a crash leaves half removed must not look like one."""
         if (self.folder / tag).exists():
             (self.folder / tag).rename(self.folder / f"{_DRAFT}removed_{tag}")
 
@@ -182,7 +182,7 @@ def _step(tag: str) -> int:
 
 
 def _synced(draft: Path) -> dict[str, list[int]]:
-    """Size and CRC-32 of the files of this rank, once they are on the disk."""
+    """Sync this rank's files to the disk; returns the size and CRC-32 of each."""
     names = (str(path.relative_to(draft)) for path in sorted(draft.rglob("*")) if path.is_file())
     own = [name for name in names if owner(name) % world_size() == rank()]
     for name in own:
@@ -191,7 +191,7 @@ def _synced(draft: Path) -> dict[str, list[int]]:
 
 
 def _refuse_code(path: Path) -> None:
-    """Raises Damaged where a file holds more than data, which could run code when it is loaded."""
+    """Raises Damaged if a file holds more than data, since loading it could run code."""
     if path.suffix != ".pt":
         return
     try:

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what its files are, so that damage is found before any of them is loaded.
+"""The manifest of a checkpoint: a record of its files, so that damage is found before any of them is loaded.
 
 It is written last. A checkpoint without one was not finished, and one whose files differ from it is damaged or mixed.
 """
@@ -41,9 +41,9 @@ class Manifest:
     rollbacks: int = 0
     """How often the run had gone back to a checkpoint."""
     lr_scale: float | None = None
-    """Of a checkpoint that the run went back to: what learning rates are multiplied with from there on."""
+    """If the run went back to this checkpoint: the factor on learning rates from here on."""
     note: str = ""
-    """Why it went back."""
+    """Why the run went back to it."""
 
     def write(self, folder: Path) -> None:
         content = asdict(self)
@@ -51,7 +51,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Raises Damaged where it is missing, cannot be read, or is of another step than the folder's name says."""
+        """Raises Damaged if it is missing or unreadable, or its step is not the one in the folder's name."""
         try:
             document = json.loads((folder / NAME).read_bytes())
             content = document["checkpoint"]
@@ -69,7 +69,7 @@ class Manifest:
         return manifest
 
     def check(self, folder: Path, rank: int, ranks: int) -> list[Path]:
-        """Compare a rank's share of the files with what was written; return those files. Raises Damaged."""
+        """Compare a rank's share of the files with the manifest; return their paths. Raises Damaged."""
         share = [name for name in self.files if owner(name) % ranks == rank]
         for name in share:
             size, crc32 = self.files[name]
@@ -87,7 +87,7 @@ class Manifest:
 
 
 def owner(name: str) -> int:
-    """The rank that wrote a file, as its name says; rank 0 where it names none."""
+    """The rank that wrote a file, from the file's name; 0 if it names none."""
     found = _OF_RANK.search(name)
     return int(found[1]) if found else 0
 

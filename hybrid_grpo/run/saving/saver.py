@@ -1,4 +1,4 @@
-"""When a run saves itself, what becomes of it when that fails, and how a stage is brought back to a checkpoint."""
+"""When a run saves a checkpoint, what happens if that fails, and how a stage is restored from one."""
 
 import time
 from pathlib import Path
@@ -18,8 +18,8 @@ from hybrid_grpo.run.stage import Stage
 
 
 class Saver:
-    """Writes the checkpoints of a run of `steps` steps, as `config` asks for them; `step` is that of the newest, None
-    without one."""
+    """Writes the checkpoints of a run of `steps` steps, as `config` asks; `step` is the step of the newest checkpoint,
+    or None."""
 
     def __init__(
         self, config: CheckpointConfig, steps: int, folder: Path, settings: dict[str, Any], journal: Journal
@@ -38,7 +38,7 @@ class Saver:
         return "there is none before it" if self.step is None else f"the newest is that of step {self.step}"
 
     def is_due(self, step: int, stage: Stage) -> bool:
-        """Whether a checkpoint follows a step: by its number, or by the clock of rank 0. Collective."""
+        """Whether to save after a step, by its number or by rank 0's clock. Collective."""
         every, limit = self._config.every, self._config.every_minutes
         if not self.is_on or step == self._steps or (every and step % every == 0):
             return self.is_on
@@ -46,9 +46,9 @@ class Saver:
         return bool(all_reduce(torch.tensor(float(late), device=stage.policy.engine.device), "max"))
 
     def save(self, stage: Stage, step: int, states: dict[str, Any]) -> None:
-        """Write the checkpoint of a step; `states` are those of all but the policy. Raises RunStopped where that fails
-        and `checkpoint.on_failure` is stop, or the step is 0: without the first one there is nothing to go on from.
-        Collective."""
+        """Write the checkpoint of a step; `states` holds the states of everything but the policy. Raises RunStopped
+        if that fails and `checkpoint.on_failure` is stop, or the step is 0: without a first checkpoint there is nothing
+        to resume from. Collective."""
         start = time.monotonic()
         try:
             # A checkpoint is useless without the numbers before it.
@@ -75,12 +75,12 @@ class Saver:
 
 
 def load_stage(stage: Stage, checkpoints: Checkpoints, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Bring a stage to where it was when a checkpoint was written, or when the run went back to it; returns everything
-    that the checkpoint holds of this rank. Raises UserError where it lacks a part. Collective."""
+    """Restore a stage from a checkpoint, and its learning-rate factor if the run went back to it; returns this rank's
+    whole state. Raises UserError if the checkpoint lacks a part. Collective."""
     state = checkpoints.load(stage.policy.engine, checkpoint, stage.all_shards)
     stage.policy.load_state_dict(state["policy"])
     for name, part in stage.all_parts.items():
-        # Settings that were added with run.allow_changes may need what the checkpoint does not have.
+        # Settings that were added with run.allow_changes may need parts that the checkpoint lacks.
         refuse(name not in state, f"run.resume: {checkpoint.folder} was made without {name}: take its settings out")
         part.load_state_dict(state[name])
     if (lr_scale := checkpoint.manifest.lr_scale) is not None:

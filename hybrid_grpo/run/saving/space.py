@@ -1,4 +1,4 @@
-"""Room on the disk for what a run will keep, checked before its first step."""
+"""Checks before the first step that the disk has room for what a run will keep."""
 
 import shutil
 from pathlib import Path
@@ -11,13 +11,13 @@ from hybrid_grpo.run.parts import SavedModel
 from hybrid_grpo.run.stage import Stage
 
 _STATE_BYTES = 12
-"""Of a trained weight in a checkpoint: its float32 value and the two moments of Adam."""
+"""Bytes of a trained weight in a checkpoint: its float32 value and the two moments of Adam."""
 
 
 def check_space(folder: Path, config: CheckpointConfig, stage: Stage, models: int = 1) -> int:
-    """The bytes of a checkpoint, over all ranks. Raises UserError where the checkpoints that are kept, one more while
-    it is written, and the exported models do not fit: `models` of the run's own, and those of features. Rollouts and
-    metrics are small beside these."""
+    """Check the disk space; returns the bytes of a checkpoint over all ranks. Raises UserError if the kept checkpoints,
+    one more being written, and the exported models (`models` of the run and those of features) do not fit. Rollouts and
+    metrics are small by comparison, and not counted."""
     model = sum(size * p.element_size() for p, size in _sizes(stage.policy))
     trained = _trained(stage.policy)
     checkpoint = _STATE_BYTES * (trained + sum(map(_trained, stage.features.models)))
@@ -25,7 +25,7 @@ def check_space(folder: Path, config: CheckpointConfig, stage: Stage, models: in
     for feature in stage.features:
         checkpoint, models = checkpoint + feature.checkpoint_bytes(trained), models + len(feature.exports)
     count = config.keep + 1 if config.every or config.every_minutes else 0
-    # What a run that goes on has written already is replaced, not added.
+    # A resumed run replaces the checkpoints that it has already written.
     here = sum(path.stat().st_size for path in (folder / "checkpoints").rglob("*") if path.is_file())
     needed, free = count * checkpoint + models * model, shutil.disk_usage(folder).free + here
     refuse(

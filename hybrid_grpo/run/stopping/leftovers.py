@@ -1,8 +1,8 @@
-"""Files in shared memory that ranks leave when they are killed while they start: 66 MiB each, until the next boot.
+"""Removes files in shared memory that ranks killed during start-up leave behind: 66 MiB each, until the next boot.
 
-A rank that has met the others unlinks its buffer (`model.ranks.release_shared_memory`). For one that is killed before,
-its watcher does, or that of another rank; where all are killed at once, the next run that starts. Needs nothing that is
-slow to import.
+A rank that has met the others unlinks its buffer (`model.ranks.release_shared_memory`). If a rank is killed before
+that, its own or another rank's watcher does so; if all are killed at once, the next run does. Nothing here is slow to
+import.
 """
 
 import os
@@ -13,8 +13,8 @@ from pathlib import Path
 _MEMORY = Path("/dev/shm")
 _BUFFER, _STATUS = f"deepspeed_allreduce_buffer_{os.getuid()}_", f"hybrid_grpo_{os.getuid()}_"
 _STALE_SECONDS = {_BUFFER: 60.0, _STATUS: 3600.0}
-"""Files of this age that no process uses are left over. Files of other containers may be in use unseen: a buffer while
-ranks meet, a shared status (see status.py) until the models are loaded."""
+"""Older files that no process uses are left over. Younger ones may be in use in other containers, unseen: a buffer
+while ranks meet, a shared status (see status.py) until the models are loaded."""
 
 
 def unlink_buffers(*, all_ranks: bool) -> None:
@@ -26,7 +26,7 @@ def unlink_buffers(*, all_ranks: bool) -> None:
 
 
 def unlink_leftovers() -> None:
-    """Unlink what runs have left whose processes are all gone."""
+    """Unlink the files of runs whose processes are all gone."""
     found = []
     for prefix, seconds in _STALE_SECONDS.items():
         for path in _MEMORY.glob(f"{prefix}*"):

@@ -1,8 +1,8 @@
-"""Stopping a run so that nothing is lost: who asks for it, and where all ranks agree on it.
+"""Stopping a run so that nothing is lost: who requests it, and where all ranks agree on it.
 
-Signals and the watcher (watcher.py) only ask one rank. Ranks ask each other at stop points, between the phases of a
-step, and while they sample each one looks for itself after every decode step. So all leave at the same place, and none
-waits for another that has left.
+A signal or a watcher (watcher.py) asks only one rank to stop. Between the phases of a step there are stop points, where
+ranks ask each other; during sampling, each rank checks for itself after every decode step. So all leave at the same
+point, and none waits for another that has left.
 """
 
 import signal
@@ -18,14 +18,14 @@ from hybrid_grpo.model.ranks import all_reduce
 from hybrid_grpo.run.stopping.status import LAUNCHER_GONE, TIME_OVER, SharedStatus, own_status
 
 _ABANDONED_AT = ("scoring", "old_logp", "update")
-"""Phases before which a step can be abandoned: until then it has changed nothing but what is saved before it."""
+"""Phases before which a step can be abandoned: until then it has changed only state that was copied before it."""
 
 _GRACE_S = 20.0
-"""To reach a point where a run can stop, and to save a small model."""
+"""Time to reach a stop point and to save a small model."""
 
 
 class Progress:
-    """Where this rank is in its run, and whether it must stop. Without a `config` nobody watches and nobody asks; ranks
+    """Where this rank is in its run, and whether it must stop. Without a `config` nothing asks it to stop; ranks
     exchange numbers on `device`."""
 
     def __init__(self, config: RunConfig | None = None, device: torch.device | None = None) -> None:
@@ -51,13 +51,13 @@ class Progress:
             self._shared.listen([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 
     def expect_saving(self, seconds: float) -> None:
-        """Give a stop the time that saving is expected to take, unless `run.grace_s` is set."""
+        """Extend the grace period by the expected time of saving, unless `run.grace_s` is set."""
         if self._derives_grace:
             self._shared.mine.grace_s = _GRACE_S + seconds
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Note the phase that begins, and the step (default: as before). Before scoring and training this is a stop
-        point: collective, raises RunInterrupted on all ranks alike."""
+        """Record the phase that begins, and the step (default: unchanged). Before scoring and training this is a stop
+        point: collective, and raises RunInterrupted on all ranks alike."""
         self._step = self._step if step is None else step
         self._shared.enter(phase, self._step)
         if phase in _ABANDONED_AT and self.stops():
@@ -67,7 +67,7 @@ class Progress:
         self._shared.beat()
 
     def look(self) -> None:
-        """Note a sign of life; raises RunInterrupted on this rank alone if it was asked to stop."""
+        """Record a sign of life; raises RunInterrupted on this rank alone if it was asked to stop."""
         self._shared.beat()
         if self.asked():
             raise RunInterrupted("stopped")

@@ -1,7 +1,7 @@
-"""What the ranks of one machine tell each other and their watchers (watcher.py) without waiting: shared memory.
+"""Shared memory in which the ranks of one machine and their watchers (watcher.py) exchange status without waiting.
 
-Every rank has an entry; it is written by the rank and its watcher, and read by all. Times are `time.monotonic`'s, which
-is one clock for all processes of a machine. Needs neither torch nor anything else that is slow to import.
+Every rank has an entry, which the rank and its watcher write and all read. Times come from `time.monotonic`, one clock
+for all processes of a machine. Needs neither torch nor anything else that is slow to import.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ PHASES = ("starting", "sampling", "scoring", "old_logp", "update", "evaluation",
 RUNNING = -1
 """`RankStatus.status` of a rank that has not ended."""
 LAUNCHER_GONE, TIME_OVER = 101, 102
-"""`RankStatus.cause` where no signal has asked: the launcher has ended, `run.stop_after` is over."""
+"""`RankStatus.cause` if no signal asked: the launcher has ended, or `run.stop_after` has passed."""
 
 
 class RankStatus(ctypes.Structure):
@@ -36,10 +36,10 @@ class RankStatus(ctypes.Structure):
     beats: int  # signs of life in the phase: decode steps, micro-batches
     asked: float  # when the rank was asked to stop
     cause: int  # the signal that asked; or LAUNCHER_GONE, TIME_OVER
-    grace_s: float  # time to stop in
-    stall_s: float  # time without a sign of life that is a stall; 0: it is none
+    grace_s: float  # time allowed for stopping
+    stall_s: float  # time without a sign of life that counts as a stall; 0: never
     stalled: float  # when this rank's watcher noticed a stall
-    behind: int  # how likely the others wait for this rank: 0 (it waits itself) to 4
+    behind: int  # how likely it is that others wait for this rank: 0 (it waits itself) to 4
 
 
 _TYPES: dict[object, Any] = {int: ctypes.c_int64, float: ctypes.c_double}
@@ -47,8 +47,8 @@ RankStatus._fields_ = [(name, _TYPES[kind]) for name, kind in RankStatus.__annot
 
 
 class SharedStatus:
-    """The entries of a run's ranks; those of other machines stay empty. `path` is the file in memory that the processes
-    share; without one it is that of this process and its forks."""
+    """The entries of a run's ranks; those of other machines stay empty. `path` is the shared-memory file; without it,
+    only this process and its forks share the entries."""
 
     def __init__(self, rank: int = 0, world: int = 1, path: Path | None = None) -> None:
         size = world * ctypes.sizeof(RankStatus)
@@ -57,7 +57,7 @@ class SharedStatus:
         else:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             try:
-                # Unlike ftruncate, it fails where there is no memory: writing would end the process.
+                # Unlike ftruncate, this fails if there is no memory: writing would end the process.
                 os.posix_fallocate(file, 0, size)
                 memory = mmap.mmap(file, size)
             finally:
@@ -88,7 +88,7 @@ class SharedStatus:
             self.mine.cause, self.mine.asked = cause, time.monotonic()
 
     def listen(self, stops: Iterable[signal.Signals]) -> None:
-        """From now on the signals `stops` ask this process to stop; a second SIGINT ends it at once."""
+        """Make the signals `stops` ask this process to stop; a second SIGINT ends it at once."""
         interrupts = [0]
 
         def hear(number: int, _: object) -> None:
@@ -121,7 +121,7 @@ _of_this_process: list[SharedStatus] = []
 
 
 def own_status() -> SharedStatus:
-    """The status that this process shares with its watcher, or its own where it has no watcher."""
+    """The status that this process shares with its watcher, or one of its own if it has no watcher."""
     if not _of_this_process:
         _of_this_process.append(SharedStatus())
     return _of_this_process[0]

@@ -1,7 +1,7 @@
-"""A rank's watcher: the small process that a rank is started from, and that ends it when it cannot end itself.
+"""A rank's watcher: the small process that starts a rank, and ends it when it cannot end itself.
 
-It outlives what a rank does not: a loop in Python or in C, SIGSTOP, a crash. It is the parent of the rank and of
-everything that the rank leaves behind. It
+It keeps working when the rank is stuck in Python or C, stopped by SIGSTOP, or has crashed. It is the parent of the rank
+and of all processes that the rank leaves behind. It
 
 - passes on requests to stop (SIGINT, SIGTERM, SIGUSR1, SIGHUP), and ends a rank that takes longer than `run.grace_s`;
 - asks the rank to stop when the launcher that started it is gone;
@@ -39,19 +39,19 @@ from hybrid_grpo.workers.family import adopt_orphans, descendants, die_with_pare
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _LOOK_SECONDS, _LONG_SECONDS = 0.5, 5.0
-"""Between two looks at a rank; and a time after which this process must have been suspended."""
+"""Time between two looks at a rank; and the gap that shows that this process was suspended."""
 _STOPPED_WITH_WATCHER = 4
 """`RankStatus.behind` of a rank that is stopped together with its watcher."""
 _GRACE_SECONDS = 20.0
 _LAUNCHER_GRACE_SECONDS = 10.0
 _FOLLOW_SECONDS = 5.0
-"""How long a rank whose exchange with others fails waits for one of them to die; after twice that it is ended."""
+"""A rank whose collective fails waits this long for another to be dead; twice this after a death, a rank is ended."""
 _INNERMOST = 8
-"""Frames of a stack that are searched for a collective."""
+"""Number of innermost frames of a stack that are searched for a collective."""
 _STACK_SECONDS, _VERDICT_SECONDS = 2.0, 4.0
-"""After a stall is noticed: until a stack must be there; until the verdict is printed and the ranks are killed."""
+"""Time from a noticed stall until a stack must be there, and until the verdict is printed and the ranks are killed."""
 _LEFTOVER_SECONDS = 3.0
-"""In which processes that a successful rank leaves behind may end by themselves."""
+"""Time that processes left behind by a successful rank have to end by themselves."""
 _LAUNCHERS = re.compile(
     r"(^|/)(deepspeed|torchrun|mpirun|mpiexec|prterun|orted|prted|hydra_pmi_proxy|slurmstepd)(:|$)"
     r"|^(deepspeed\.launcher|torch\.distributed)\.|deepspeed/launcher/\w+\.py$"
@@ -61,11 +61,11 @@ _HELPER = re.compile(r"^deepspeed\.launcher\.launch$|deepspeed/launcher/launch\.
 _OF_LAUNCHERS = ("CROSS_SIZE", "TORCHELASTIC_RUN_ID")
 """Variables that the launchers of DeepSpeed and torch set for their ranks."""
 _COLLECTIVE = re.compile(r"torch/distributed/|deepspeed/comm/|/gloo/|NCCL")
-"""In the files of a stack, or in the error of an exchange that fails."""
+"""Matches a file name of a stack, or the error of a failed collective."""
 
 
 def watched(work: Callable[[], int]) -> NoReturn:
-    """Run `work` in a watched rank, and end this process with its status, or 128 and the signal that ended it."""
+    """Run `work` in a watched rank, and end this process with its status, or 128 plus the signal that ended it."""
     shared = shared_status()
     mine = shared.mine
     mine.watcher, mine.grace_s = os.getpid(), _GRACE_SECONDS
@@ -89,7 +89,7 @@ def watched(work: Callable[[], int]) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):
                 stream.flush()
-        # Without the interpreter's shutdown: threads of the process groups that DeepSpeed keeps abort it now and then
+        # Skip the interpreter's shutdown: threads of the process groups that DeepSpeed keeps abort it now and then
         # ("terminate called without an active exception"), which would turn a finished run into a failed one.
         os._exit(status)
     _Watcher(shared, pid, launchers, stacks).watch(stops)
@@ -102,12 +102,12 @@ def _be_watched(shared: SharedStatus, stops: set[signal.Signals], stacks: int, w
     if os.getppid() != watcher:
         os._exit(128 + signal.SIGKILL)
     shared.listen(stops)
-    # Prints the stacks even where the interpreter is stuck.
+    # Prints the stacks even if the interpreter is stuck.
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
 
 
 def _outcome(work: Callable[[], int], shared: SharedStatus) -> int:
-    """Do the work. Where it fails because another rank has died, that rank has printed the reason."""
+    """Do the work. If it fails because another rank has died, report only that: that rank has printed the reason."""
     try:
         return work()
     except Exception as error:
@@ -124,7 +124,7 @@ def _outcome(work: Callable[[], int], shared: SharedStatus) -> int:
 
 
 def _dead_rank(shared: SharedStatus) -> tuple[int, int] | None:
-    """Another rank of this machine that has ended badly, or whose watcher was killed; and its status."""
+    """Another rank of this machine that has ended badly, or whose watcher was killed, with its status."""
     for rank, entry in enumerate(shared.entries):
         if rank != shared.rank and entry.tick > shared.mine.started:
             if entry.status > 0:
@@ -155,7 +155,7 @@ class _Watcher:
     def watch(self, stops: set[signal.Signals]) -> NoReturn:
         while True:
             received = signal.sigtimedwait({*stops, signal.SIGCHLD}, _LOOK_SECONDS)
-            # A wait that SIGSTOP and SIGCONT interrupt until its time is over returns data that nothing has set.
+            # If SIGSTOP and SIGCONT interrupt the wait until its timeout, it returns uninitialised data.
             if received and received.si_signo in stops:
                 self.shared.ask(received.si_signo)
                 self.interrupts += received.si_signo == signal.SIGINT
@@ -171,7 +171,7 @@ class _Watcher:
             self.look(now)
 
     def rank_status(self) -> int | None:
-        """Exit status of the rank, None while it runs; reaps what else has ended."""
+        """Exit status of the rank, None while it runs; also reaps other processes that have ended."""
         with suppress(ChildProcessError):
             while ended := os.waitpid(-1, os.WNOHANG):
                 if ended[0] == self.pid:
@@ -203,7 +203,7 @@ class _Watcher:
             self.end(self.dead[1], _blame(self.shared, self.dead))
         entries = [self.shared.entries[rank] for rank in self.running()]
         stalled = [entry.stalled for entry in entries if entry.stalled]
-        # Ranks wait for each other: one that is alive keeps the others from being stalled.
+        # Ranks wait for each other: while one shows signs of life, the others do not count as stalled.
         signs = min(max(entry.beat for entry in entries), min(entry.tick for entry in entries))
         if mine.phase and mine.stall_s and now - max(signs, self.awake) > mine.stall_s and not stalled:
             mine.stalled = now
@@ -213,13 +213,13 @@ class _Watcher:
 
     def running(self) -> list[int]:
         """The ranks of this machine that have not ended, this one included. An older entry belongs to an earlier run at
-        the same port; one that runs there now may have written to this rank's entry."""
+        the same port. This rank always counts: another run at that port may have overwritten its entry."""
         entries = enumerate(self.shared.entries)
         mine = self.shared.rank
         return [r for r, e in entries if r == mine or (e.status == RUNNING and e.tick > self.mine.started)]
 
     def report_stall(self, since: float) -> NoReturn:
-        """Print where this rank stands, and on one rank of the machine which rank is behind; then end resumably."""
+        """Print where this rank stands; one rank of the machine also prints which is behind. Then end resumably."""
         mine, entries, minutes = self.mine, self.shared.entries, (since - self.mine.beat) / 60
         stopped = _state(self.pid) in "tT"
         stack = [] if stopped else self.stack(since + _STACK_SECONDS)
@@ -250,7 +250,7 @@ class _Watcher:
         self.end(RESUME_STATUS, "")
 
     def stack(self, deadline: float) -> list[str]:
-        """Lines of the Python stack of the rank's main thread, innermost first; none where it does not answer."""
+        """Lines of the Python stack of the rank's main thread, innermost first; none if it does not answer."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR2)
         while time.monotonic() < deadline:
@@ -270,7 +270,7 @@ class _Watcher:
 
     def leave(self, status: int) -> NoReturn:
         """Kill what the rank has started, and end."""
-        # The first look may have been before another rank began; see `_dead_rank`.
+        # A new tick, so that ranks which started after the last one see this end; see `_dead_rank`.
         self.mine.tick, self.mine.status = time.monotonic(), status
         _end_descendants(time.monotonic() + (_LEFTOVER_SECONDS if status == 0 else 0.0))
         self.shared.forget_file()
@@ -286,14 +286,14 @@ def _where(entry: RankStatus) -> str:
 
 
 def _write_status(status: str) -> None:
-    """Write to the file that training_scripts/launch.sh asks for: launchers do not end with the status of a run."""
+    """Write to the file that training_scripts/launch.sh names: launchers do not exit with the status of a run."""
     if path := os.environ.get("HYBRID_GRPO_STATUS"):
         with suppress(OSError):
             Path(path).write_text(status)
 
 
 def _end_descendants(patience: float) -> None:
-    """Kill all descendants of this process, once the time `patience` has come."""
+    """Wait until the time `patience` for the descendants of this process to end, then kill the rest."""
     deadline = max(time.monotonic(), patience) + 10.0
     while (pids := descendants(os.getpid())) and time.monotonic() < deadline:
         if time.monotonic() >= patience:
@@ -305,7 +305,7 @@ def _end_descendants(patience: float) -> None:
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the state on; empty where there is no such process."""
+    """Fields of /proc/PID/stat from the state on; empty if there is no such process."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return []
@@ -321,8 +321,8 @@ def _lives(pid: int, start: str | None = None) -> bool:
 
 
 def _launchers() -> list[tuple[int, str]]:
-    """The processes above this one that started it as a rank, each with its start time; one that is not alive stands
-    for those that have ended already."""
+    """The launcher processes above this one, each with its start time; process id 0 stands for launchers that have
+    already ended."""
     found, child, pid = [], os.getpid(), os.getppid()
     was_started = any(name in os.environ for name in _OF_LAUNCHERS)
     while stat := _stat(pid):
@@ -333,12 +333,12 @@ def _launchers() -> list[tuple[int, str]]:
         was_started = any(_HELPER.search(word) for word in command)
         child, pid = pid, int(stat[1])
     if was_started and _is_orphan(child):
-        found.append((0, ""))  # killed before this look, so that it is not among those above
+        found.append((0, ""))  # was killed before this look, so it is not among those above
     return found
 
 
 def _is_orphan(pid: int) -> bool:
-    """Whether a process has another parent than the one that started it: init, or one of another session."""
+    """Whether a process has lost the parent that started it and now has init, or one of another session."""
     _, parent, _, session, *_ = _stat(pid) or ["", "0", "", ""]
     of_parent = _stat(int(parent))
     return bool(of_parent) and (parent == "1" or (session != str(pid) and session != of_parent[3]))
