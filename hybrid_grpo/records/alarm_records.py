@@ -1,4 +1,4 @@
-"""Alarms that went off, in a file of the run's folder. Needs no torch."""
+"""The file of a run's folder that records the alarms that went off. Needs no torch."""
 
 import json
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ class AlarmRecord:
 
     step: int
     alarm: str
-    """Its name."""
+    """Name of the alarm."""
     since: int
-    """The first step of what was seen."""
+    """The step at which the problem began."""
     message: str
     action: str = "say"
 
 
 def write_alarm(folder: Path, record: AlarmRecord) -> None:
-    """Append an alarm to those of a run's folder."""
+    """Append an alarm to the file in a run's folder."""
     with (folder / ALARMS_FILE).open("a", encoding="utf-8") as file:
         print(json.dumps(vars(record), ensure_ascii=False), file=file)

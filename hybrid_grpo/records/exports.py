@@ -1,4 +1,4 @@
-"""The trained model as a folder in Hugging Face format, which is complete or absent."""
+"""Export of the trained model to a folder in Hugging Face format, which is complete or absent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hybrid_grpo.policy import TrainedModel
 
 FACTS = "run.json"
-"""File of the folder with facts such as the step after which it was written."""
+"""File in that folder with facts about the export, such as the step after which it was written."""
 
 
 def export(policy: TrainedModel, model: Path, facts: dict[str, float]) -> None:
@@ -46,7 +46,7 @@ def export(policy: TrainedModel, model: Path, facts: dict[str, float]) -> None:
 
 
 def exported(model: Path) -> dict[str, float]:
-    """The facts that were written with the folder `model`; empty where it is absent or another program's."""
+    """The facts in the folder `model`; empty if there is no such folder, or if another program wrote it."""
     try:
         facts = json.loads((model / FACTS).read_bytes())
         return {name: float(value) for name, value in facts.items()} | {"step": int(facts["step"])}

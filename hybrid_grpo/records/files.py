@@ -1,4 +1,4 @@
-"""Files of a run: replaced atomically, so that readers see the old or the new content, and JSON that is valid."""
+"""Writing a run's files: atomically, so that readers see the old or the new content, and as valid JSON."""
 
 import json
 import math
@@ -19,12 +19,12 @@ _STEP = re.compile(rb'\{"step": ?(\d+)[,}]')
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file atomically: readers, and a crash, find the old or the new text."""
+    """Replace a file atomically: readers, even after a crash, see the old or the new text."""
     replace_bytes(path, text.encode("utf-8", errors="replace"))
 
 
 def replace_bytes(path: Path, content: Any) -> None:
-    """`replace_text` of bytes."""
+    """`replace_text` for bytes."""
     draft = path.with_name(f".{path.name}.draft")
     with draft.open("wb") as file:
         file.write(content)
@@ -47,7 +47,7 @@ def _name_aside(path: Path) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk and survive a power cut."""
+    """Flush a file, or a folder's list of names, to the disk, so that it survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -56,16 +56,15 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """`sync` a folder and all that it holds."""
+    """`sync` a folder and everything in it."""
     for path in sorted(folder.rglob("*")):
         sync(path)
     sync(folder)
 
 
 def cut_lines(path: Path, step: int) -> Path | None:
-    """Cut a file of JSON lines, each of which begins with its step, in place: at the first line that belongs to a later
-    step or is not whole. A copy of the file is kept where that line is damaged, not merely cut off by a crash; returns
-    the name of the copy."""
+    """Truncate a file of JSON lines, each beginning with its step, before the first line that is incomplete, damaged,
+    or later than `step`. If that line is damaged, the original is copied first; returns the path of the copy."""
     if not path.exists():
         return None
     with path.open("r+b") as file:
@@ -82,7 +81,7 @@ def cut_lines(path: Path, step: int) -> Path | None:
 
 
 def replace_folder(target: Path, draft: Path, old: Path) -> None:
-    """Put the folder `draft` in the place of `target`, which becomes `old`; `target` stays where that fails."""
+    """Rename the folder `target`, if it exists, to `old`, and `draft` to `target`; if that fails, `target` stays."""
     replaces = target.exists()
     if replaces:
         target.rename(old)
@@ -96,8 +95,8 @@ def replace_folder(target: Path, draft: Path, old: Path) -> None:
 
 
 def rollout_files(folder: Path, kind: str = "jsonl") -> dict[int, Path]:
-    """The rollouts saved in a folder, by step, in their order: their texts (`jsonl`) or their tokens (`parquet`). Other
-    files, such as copies, are left out."""
+    """The rollout files in a folder by step, in ascending order: texts (`jsonl`) or tokens (`parquet`). Other files,
+    such as copies, are left out."""
     found = {path.stem.removeprefix("step_"): path for path in folder.glob(f"step_*.{kind}")}
     steps = sorted((int(n), path) for n, path in found.items() if n.isdecimal())
     return {step: path for step, path in steps if step < 2**53}
@@ -124,7 +123,7 @@ def json_safe(value: Any) -> Any:
 
 
 def as_json(value: Any, **options: Any) -> str:
-    """`json_safe` of a value as JSON; nearly all values are safe already, and are not copied."""
+    """A value as JSON, made safe by `json_safe` if necessary; most values are safe already, and are not copied."""
     try:
         return json.dumps(value, allow_nan=False, **options)
     except (TypeError, ValueError):
@@ -135,7 +134,7 @@ def as_json(value: Any, **options: Any) -> str:
 def json_lines(name: str, setting: str) -> Iterator[Callable[[Any], None]]:
     """Writes values as JSON lines, flushed one by one, into a new file or to standard output (`-`).
 
-    Raises UserError where the file named by the setting cannot be written.
+    Raises UserError, which names the setting, if the file cannot be opened.
     """
     with ExitStack() as stack:
         try:

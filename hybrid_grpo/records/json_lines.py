@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from hybrid_grpo.config.errors import UserError
 
 LONGEST = 8 * 2**20
-"""Bytes of a line; longer ones are left out."""
+"""Most bytes of a line; longer ones are left out."""
 _DEEPEST = 50
 _END = 2**20
 _CHUNK = 2**18
@@ -94,8 +94,8 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_lines(file: BinaryIO, begin: int) -> Iterator[tuple[int, bytes | None]]:
-    """Offset and content of each line from a byte on. A line longer than `LONGEST` comes in parts: first None, then
-    empty ones. The rest of a line that begins before `begin` is empty too."""
+    """Yield the offset and content of each line from the byte `begin` on. A line longer than `LONGEST` comes in parts:
+    None first, then empty ones. If `begin` is inside a line, the rest of that line is empty too."""
     file.seek(max(0, begin - 1))
     is_rest = begin > 0 and file.read(1) != b"\n"
     while line := file.readline(LONGEST):
@@ -131,9 +131,9 @@ class GrowingFile:
 
     def _begin(self) -> None:
         self.size = 0
-        """Bytes of the file when it was last looked at."""
+        """Size of the file in bytes, as last seen."""
         self.place = 0
-        """Bytes that have been read."""
+        """Number of bytes read so far."""
         self._caught_up = True
         self._mark = b""
         self._in_long_line = False
@@ -144,13 +144,13 @@ class GrowingFile:
         return 1.0 if self._caught_up else min(0.999, self.place / self.size)
 
     def check(self) -> bool:
-        """Check whether the file has been replaced or is gone, in which case it is read again from the beginning."""
+        """Return whether the file has been replaced or removed; if so, it will be read again from the beginning."""
         try:
             with open_file(self.path) as file:
                 size = os.fstat(file.fileno()).st_size
                 file.seek(self.place - len(self._mark))
                 changed = size < self.place or file.read(len(self._mark)) != self._mark
-        except OSError:  # there is none (any more)
+        except OSError:  # there is no such file (anymore)
             size, changed = 0, self.size > 0
         if changed:
             self._begin()
@@ -170,7 +170,7 @@ class GrowingFile:
         self._caught_up = caught_up
 
     def _read_chunk(self, file: BinaryIO) -> bool:
-        """Read some whole lines, or a part of one that is too long; False if there are none."""
+        """Read some whole lines, or part of one that is too long; False if there is neither."""
         file.seek(self.place)
         chunk = file.read(_CHUNK)
         if b"\n" not in chunk:

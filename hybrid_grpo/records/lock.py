@@ -1,8 +1,8 @@
 """The lock on a run's folder: at most one run writes there.
 
 On one machine, and on file systems whose locks reach other machines, a POSIX lock on the file `.lock` decides; the
-kernel drops it when its process ends in any way. Elsewhere the owner's heartbeat decides: a counter in the file that
-rises while the owner lives. `python -m hybrid_grpo.records.lock FOLDER` exits with status 2 where a run holds the lock.
+kernel releases it however its process ends. Elsewhere the owner's heartbeat decides: a counter in the file that rises
+while the owner lives. `python -m hybrid_grpo.records.lock FOLDER` exits with status 2 if a run holds the lock.
 """
 
 import fcntl
@@ -20,13 +20,13 @@ from hybrid_grpo.config.errors import UserError
 
 _BEAT_SECONDS = 5.0
 _SILENT_SECONDS = 20.0
-"""An owner on another machine whose counter does not rise for this long is gone."""
+"""An owner on another machine counts as gone when its counter has not risen for this long."""
 _LENGTH = 512
 
 
 class FolderLock:
-    """The lock of this process on an existing folder. Raises UserError where another process, which the message names,
-    holds it, or it cannot be written."""
+    """This process's lock on an existing folder. Raises UserError if another process, which the message names, holds
+    the lock, or if the lock file cannot be written."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / ".lock"
@@ -52,17 +52,17 @@ class FolderLock:
             self._owner["beat"] += 1
             try:
                 self._write()
-            except OSError:  # such as a full disk: the lock itself holds
+            except OSError:  # such as a full disk: the POSIX lock still holds
                 continue
 
     def _write(self) -> None:
-        # Always one write of one length: a reader never sees parts of two.
+        # All writes have one length and are single calls, so a reader never sees parts of two.
         os.pwrite(self._file, json.dumps(self._owner).encode().ljust(_LENGTH), 0)
 
 
 def _locked(folder: Path) -> int:
-    """The descriptor of the locked file; closing any descriptor of the file would release the lock. Raises UserError
-    where another process holds it."""
+    """Lock the file and return its descriptor; closing any descriptor of the file would release the lock. Raises
+    UserError if another process holds the lock."""
     path = folder / ".lock"
     _refuse_other_machine(path)
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -86,8 +86,8 @@ def _refuse_other_machine(path: Path) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Who holds the folder; empty where nobody does. The file is opened each time, so that a network file system asks
-    for its newest content."""
+    """The owner that the file names; empty if there is none. The file is reopened each time, so that a network file
+    system fetches its newest content."""
     try:
         owner = json.loads(path.read_text())
     except (OSError, ValueError):

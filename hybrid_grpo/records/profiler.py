@@ -18,19 +18,19 @@ from hybrid_grpo.records.metrics.meter import Meter
 STAGE = "stage/"
 """Prefix of the stages' names in a profile."""
 _SHOWN = 10
-"""Operations of a stage in the table."""
+"""Number of operations that the table shows for a stage."""
 
 
 class Profiler:
-    """Profiles the steps in `steps`. Every rank writes its trace to the folder, and rank 0 also a table; where one
-    cannot be written, a warning is printed and the run goes on."""
+    """Profiles the steps in `steps`. Every rank writes its trace to the folder, and rank 0 also writes a table; if that
+    fails, a warning is printed and the run goes on."""
 
     def __init__(self, steps: Sequence[int], folder: Path) -> None:
         self._steps, self._folder = frozenset(steps), folder
 
     @contextmanager
     def step(self, step: int, meter: Meter) -> Iterator[None]:
-        """Around the code of a step; the meter records that it was profiled, since its times are longer then."""
+        """Profiles the code of a step in `steps`; the meter records this, since profiling makes the step slower."""
         if step not in self._steps:
             yield
             return
@@ -50,10 +50,10 @@ class Profiler:
 
 
 def table(events: Sequence[Any]) -> str:
-    """The stages of a profiled step, each with its longest operations, without what these called.
+    """The stages of a profiled step, each with the operations that took longest, not counting what these called.
 
-    An operation belongs to the innermost stage in which it began, on any thread, and the time of a GPU's kernel to the
-    operation that launched it.
+    An operation belongs to the innermost stage in which it began, on any thread. The time of a GPU kernel counts for
+    the operation that launched it.
     """
     on_host = [event for event in events if event.device_type == DeviceType.CPU]
     stages = sorted((e for e in on_host if e.name.startswith(STAGE)), key=lambda e: e.time_range.start)
@@ -77,8 +77,8 @@ def table(events: Sequence[Any]) -> str:
 
 
 def _innermost(stages: list[Any]) -> tuple[list[float], list[str]]:
-    """The moments at which the innermost stage changes, and its name from then on; empty outside of all stages.
-    `stages` are sorted by their begin, and nested or apart."""
+    """The times at which the innermost stage changes, and its name from then on, which is empty outside all stages.
+    `stages` are sorted by their start, and any two are nested or disjoint."""
     begins: list[float] = []
     names: list[str] = []
     around: list[Any] = []

@@ -1,4 +1,4 @@
-"""The rollouts that a run saved with their tokens, used instead of sampling and scoring them again."""
+"""Reuses the rollouts that a run saved with their tokens, instead of sampling and scoring them again."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,10 +16,10 @@ from hybrid_grpo.records.tokens import read_tokens
 from hybrid_grpo.rewards.scorer import Rewards, Stream
 
 Key = tuple[int, int, int]
-"""Identifies a completion of a step, on any number of ranks: its prompt's row in the source, its epoch, and its sample
-index."""
+"""Identifies a completion within a step, whatever the number of ranks: its prompt's row in the source, the epoch, and
+the sample index."""
 SavedRow = dict[str, Any]
-"""A row of the token file; `line` is the same completion in the file of texts."""
+"""A row of the token file; its entry `line` is the completion's line in the text file."""
 
 
 class SavedRollouts:
@@ -54,7 +54,7 @@ def key_of(row: Mapping[str, Any]) -> Key:
 
 
 class SavedCompletions(Journal):
-    """Returns the completions that a run saved and samples the others; nothing is written.
+    """Returns the completions that a run saved and samples the missing ones; nothing is written.
 
     `seed` is the seed of that run, on which its random streams depend.
     """

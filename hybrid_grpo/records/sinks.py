@@ -34,7 +34,7 @@ from hybrid_grpo.records.trackers.process import TrackerProcess, start_trackers
 from hybrid_grpo.records.write_failures import one_line
 
 _FINISH_SECONDS, _STOP_SECONDS = 60.0, 8.0
-"""How long the trackers may take at the end of a run, and when it was asked to stop and has little time."""
+"""How long the trackers may take at the end of a run, and after a request to stop, when little time is left."""
 
 
 class Log:
@@ -54,7 +54,7 @@ class Log:
             steps: the last step of the run.
             done: last step to keep when a run resumes; what was written for later steps is removed. -1: a new run.
             settings: the configuration of the run, for trackers.
-            tokenizer: turns tokens into text, with `log.tokens`; without one no tokens are written.
+            tokenizer: turns tokens into text if `log.tokens` is set; if it is None, no tokens are written.
         """
         self._every, self._steps, self._rollouts = config.rollouts_every, steps, run_dir / "rollouts"
         self._text = TokenText(tokenizer) if tokenizer is not None and config.tokens else None
@@ -85,7 +85,7 @@ class Log:
         self.close(_STOP_SECONDS if stopped else _FINISH_SECONDS, failed=not goes_on)
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Write the numbers of a step, once; raises KeyError for a name that is not in the catalogue."""
+        """Write a step's numbers, once per step; raises KeyError for a name that is not in the catalogue."""
         for name in values:
             describe(name)
         with one_line(self._rollouts.parent):
@@ -103,7 +103,7 @@ class Log:
         advantages_BT: Tensor | None = None,
         always: bool = False,
     ) -> None:
-        """Write the completions of all ranks for the first, the last and every n-th step, or `always`. Collective."""
+        """Write all ranks' completions, in the first, last and every n-th step, or in any if `always`. Collective."""
         due = self._every and (step % self._every == 0 or step in (1, self._steps))
         if not (due or always):
             return
@@ -118,12 +118,12 @@ class Log:
         with one_line(self._rollouts.parent):
             self._rollouts.mkdir(parents=True, exist_ok=True)
             if tables is not None:
-                # Before the lines, since readers find the step by them.
+                # Before the text file, by which readers find the step.
                 write_table(self._rollouts / f"step_{step:06d}.parquet", joined(tables))
             replace_text(self._rollouts / f"step_{step:06d}.jsonl", "".join(f"{line}\n" for line in lines))
 
     def write_trace(self, step: int, own: dict[str, Any] | None) -> None:
-        """Write the step's trace from the parts of all ranks; nothing where they have none. Collective."""
+        """Write the step's trace from the parts of all ranks (here `own`), or nothing if they are None. Collective."""
         parts = None if own is None else ranks.gather_objects(own)
         if parts is not None:
             line = as_json(trace_line(step, parts), separators=(",", ":"))
@@ -131,7 +131,7 @@ class Log:
                 print(line, file=file)
 
     def close(self, patience_s: float = _FINISH_SECONDS, failed: bool = False) -> None:
-        """Close the outputs. Trackers have `patience_s` seconds in all to finish; the numbers on disk are complete."""
+        """Close the outputs. The trackers have `patience_s` seconds in all to finish; the files are complete anyway."""
         sinks, trackers, self._sinks, self._trackers = self._sinks, self._trackers, [], []
         with one_line(self._rollouts.parent):
             for sink in sinks:
@@ -147,7 +147,7 @@ class JsonlSink:
     """metrics.jsonl: one flat JSON object per step, readable at any moment. NaN and infinity become null."""
 
     def __init__(self, path: Path, done: int = -1) -> None:
-        """Lines of steps after `done`, and a line that a crash left incomplete, are removed."""
+        """Removes lines of steps after `done`, and a line that a crash left incomplete."""
         cut_lines(path, done)
         self._last, self._file = done, path.open("a", encoding="utf-8")
 
@@ -161,7 +161,7 @@ class JsonlSink:
 
 
 def rollout_lines(step: int, rollout: Rollout, scores: Scores, advantages_B: Tensor) -> list[str]:
-    """One JSON object per completion of this rank, [B]; groups are numbered over all ranks."""
+    """One JSON object per completion of this rank, [B]; groups are numbered across all ranks."""
     first_group = ranks.rank() * len(rollout.prompts)
     rewards = {name: reward_B.tolist() for name, reward_B in scores.by_function.items()}
     rows = zip(rollout.row_prompts, rollout.completions, scores.reward_B.tolist(), advantages_B.tolist(), strict=True)
@@ -207,11 +207,11 @@ _CONSOLE = (
     ("throughput/generated_tokens_per_s", "{:,.0f} tok/s"),
     ("time/step_s", "{:.2f} s"),
 )
-"""The numbers of the console line, in order; `accuracy` is the latest one of the first held-out set."""
+"""The numbers of the console line, in order; `accuracy` is the latest result on the first held-out set."""
 
 
 class ConsoleSink:
-    """A progress bar with one live line of numbers; where there is no terminal, plain lines (at most about 200)."""
+    """A progress bar with one live line of numbers; without a terminal, plain lines (at most about 200)."""
 
     def __init__(self, steps: int, done: int = -1, stream: TextIO | None = None) -> None:
         self._steps, self._stream = steps, stream or sys.stdout

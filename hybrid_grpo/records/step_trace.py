@@ -1,7 +1,7 @@
-"""The trace of a step, beyond its metrics: its groups, the spread of its numbers, and where its time went.
+"""The trace of a step shows more than its metrics: its groups, distributions of its numbers, and where its time went.
 
 Every rank collects its part during the step; `sinks.py` gathers the parts once per step and writes them to
-details.jsonl. docs/dashboards.md explains its lines.
+details.jsonl. docs/dashboards.md explains the format.
 """
 
 from collections.abc import Sequence
@@ -20,18 +20,18 @@ from hybrid_grpo.model.ranks import world_size
 from hybrid_grpo.records.metrics.meter import Span
 
 BUCKETS = 20
-"""Most buckets of a histogram."""
+"""Maximum number of buckets in a histogram."""
 _FINE = 1024
-"""Buckets in which tokens are counted, from which a histogram is made: such counts can be added up over micro-batches
-and ranks before the extremes are known."""
+"""Number of fine buckets in which tokens are counted, and which `of_counts` merges into a histogram. Such counts can be
+added up over micro-batches and ranks before the extremes are known."""
 _TOPS = {"entropy": 16.0, "ratio": 4.0}
-"""Upper end of these buckets; the last one also holds what is beyond."""
+"""Upper end of the fine buckets; the last one also holds all larger values."""
 _MOMENTS = 512
-"""Moments of decoding in a line, of all ranks together; at least 8 of each rank."""
+"""Moments of decoding in a line, for all ranks together; at least 8 for each rank."""
 
 
 class StepTrace:
-    """What this rank collects during a step; nothing where `log.details` is off, or without `config`.
+    """Collects this rank's part of a step's trace; nothing if `log.details` is off or `config` is None.
 
     Args:
         config: whether traces are written, and how often they have histograms.
@@ -52,13 +52,13 @@ class StepTrace:
         self._timelines, self._counts = [], {}
 
     def decoded(self, timeline: Timeline | None) -> None:
-        """Take the timeline of a rollout; None where nothing was decoded."""
+        """Take the timeline of a rollout; None if nothing was decoded."""
         if timeline is not None:
             self._timelines.append(timeline)
 
     def learned(self, batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor) -> None:
-        """Count the tokens of a micro-batch by entropy, and by ratio where the policy may have changed since it
-        sampled. Nothing waits for the GPU."""
+        """Count the tokens of a micro-batch by entropy and, if the policy may have changed since it sampled, by ratio.
+        Does not wait for the GPU."""
         if not self._has_histograms:
             return
         self._count("entropy", entropy_bT, batch.own_bT)
@@ -67,14 +67,14 @@ class StepTrace:
 
     def _count(self, name: str, value_bT: Tensor, real_bT: Tensor) -> None:
         top = _TOPS[name]
-        # What lies below the lowest bucket is not counted; filtering it out would wait for the device.
+        # Other tokens become -1, which is in no bucket; filtering them out would wait for the device.
         kept_bT = torch.where(real_bT, value_bT.detach().float().clamp(0.0, top), -1.0).nan_to_num(-1.0)
         count_K = torch.histc(kept_bT, _FINE, 0.0, top)
         self._counts[name] = self._counts[name] + count_K if name in self._counts else count_K
 
     def own(self, spans: Sequence[Span], taken: tuple[Rollout, Scores, Tensor] | None) -> dict[str, Any] | None:
-        """This rank's part of the step that has ended, for `trace_line`; None where nothing is collected. `spans` are
-        the stages of the step, and `taken` is `Stage.last_rollout`."""
+        """This rank's part of the trace of the step that has ended, for `trace_line`; None if nothing is collected.
+        `spans` are the stages of the step, and `taken` is `Stage.last_rollout`."""
         start = next((begin for name, begin, _ in spans if name == "step"), None)
         if not self._on or start is None:
             return None
@@ -99,7 +99,7 @@ class StepTrace:
 
 
 def trace_line(step: int, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The line of details.jsonl, from the parts of all ranks."""
+    """A step's line of details.jsonl, from the parts of all ranks."""
     line: dict[str, Any] = {"step": step}
     if "prompts" in parts[0]:
         line["prompts"] = list(chain.from_iterable(part["prompts"] for part in parts))
@@ -119,8 +119,8 @@ def trace_line(step: int, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def histogram(values: NDArray[Any]) -> dict[str, list[Any]] | None:
-    """Edges and counts of `BUCKETS` equal buckets from the lowest to the highest value; a single bucket where all
-    values are equal, and None without any. NaN is left out."""
+    """Edges and counts of `BUCKETS` equal buckets from the lowest to the highest value; a single bucket if all values
+    are equal, and None if there are none. NaN is left out."""
     values = values[~np.isnan(values)]
     if not values.size:
         return None
@@ -129,8 +129,8 @@ def histogram(values: NDArray[Any]) -> dict[str, list[Any]] | None:
 
 
 def of_counts(count_K: NDArray[Any], top: float) -> dict[str, list[Any]] | None:
-    """Edges and counts of at most `BUCKETS` buckets, each made of neighbours among the many buckets from 0 to `top`,
-    from the first that holds anything to the last. None where all are empty."""
+    """Edges and counts of at most `BUCKETS` buckets, merged from the neighbouring fine buckets between 0 and `top`;
+    empty ones at either end are left out. None if all are empty."""
     used = np.flatnonzero(count_K)
     if not used.size:
         return None
@@ -143,7 +143,7 @@ def of_counts(count_K: NDArray[Any], top: float) -> dict[str, list[Any]] | None:
 
 
 def _groups(rollout: Rollout, scores: Scores) -> list[list[Any]]:
-    """Row number, mean and standard deviation of the policy's rewards of each group, and the source of a mixture."""
+    """Of each group: its prompt's row, mean and standard deviation of the policy's rewards, and source in a mixture."""
     sampled_B = np.array([not completion.writer for completion in rollout.completions])
     reward_PG = np.where(sampled_B, scores.reward_B.numpy(), np.nan).reshape(-1, rollout.num_generations)
     count_P = (~np.isnan(reward_PG)).sum(1)
@@ -158,7 +158,7 @@ def _groups(rollout: Rollout, scores: Scores) -> list[list[Any]]:
 
 
 def _moments(timelines: list[Timeline], start: float, most: int) -> dict[str, Any]:
-    """The timelines of a step's rollouts, joined, in at most `most` moments, the last one among them."""
+    """The joined timelines of a step's rollouts, thinned to at most `most` moments, including the last one."""
     at = list(chain.from_iterable(timeline.at for timeline in timelines))
     apart = -(-len(at) // most)
     kept = list(range(len(at)))[::-apart][::-1]

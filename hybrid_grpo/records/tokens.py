@@ -1,4 +1,4 @@
-"""The tokens of a step's completions: rollouts/step_*.parquet, beside their texts and rewards in the .jsonl file."""
+"""The tokens of a step's completions: rollouts/step_*.parquet, next to the .jsonl file with their texts and rewards."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ SCHEMA = pa.schema(
 )
 """docs/rollouts.md explains the columns."""
 _LONGEST = 4
-"""Most tokens of a character: one for each of its bytes in UTF-8."""
+"""Maximum number of tokens in a character: one for each of its bytes in UTF-8."""
 
 
 class TokenText:
-    """The texts of single tokens, which together are the text of all."""
+    """The texts of single tokens, which joined give the text of the whole sequence."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        # After another token, since tokenizers drop the space before the first one.
+        # Decoded before each token, since tokenizers drop the space before the first one.
         self._before: list[int] = list(tokenizer("a", add_special_tokens=False)["input_ids"][:1])
         self._begin = self._decode(self._before)
         self._known: dict[int, str] = {}
-        """The texts of tokens that are not a part of a character."""
+        """The texts of tokens that consist of whole characters."""
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token, including special ones. A character of several tokens is the text of the last one."""
+        """The text of each token, including special ones. A character of several tokens counts for the last of them."""
         texts: list[str] = [self._known[token] for token in ids if token in self._known]
         if len(texts) == len(ids):
             return texts
@@ -76,8 +76,8 @@ class TokenText:
 
 
 def token_table(rollout: Rollout, first_group: int, advantages_BT: Tensor | None, text: TokenText) -> pa.Table:
-    """The completions of one rank, whose first group has the number `first_group` over all ranks; rows are numbered
-    within the rank. `advantages_BT` is None before there are any."""
+    """The completions of one rank as a table, with rows numbered within the rank. `first_group` is the number of its
+    first group across all ranks; `advantages_BT` is None if there are no advantages yet."""
     size, rows = rollout.num_generations, list(zip(rollout.row_prompts, rollout.completions, strict=True))
     advantages = [None] * len(rows) if advantages_BT is None else advantages_BT.tolist()
     columns = {
@@ -101,7 +101,7 @@ def token_table(rollout: Rollout, first_group: int, advantages_BT: Tensor | None
 
 
 def joined(tables: Sequence[pa.Table]) -> pa.Table:
-    """The completions of all ranks, in the order of ranks, with rows numbered over all of them."""
+    """The tables of all ranks, joined in rank order, with rows numbered across all ranks."""
     table = pa.concat_tables(tables)
     return table.set_column(0, SCHEMA.field("row"), pa.array(range(len(table)), pa.int32()))
 
@@ -114,7 +114,7 @@ def write_table(path: Path, table: pa.Table) -> None:
 
 
 def read_tokens(path: Path) -> list[dict[str, Any]]:
-    """The completions of a file, in the order of its rows. Raises UserError where it cannot be read."""
+    """The completions in a file, in row order. Raises UserError if it cannot be read."""
     try:
         table = parquet.read_table(path)
         missing = [name for name in SCHEMA.names if name not in table.column_names]

@@ -1,4 +1,4 @@
-"""Writes that fail: on all ranks alike, and reported in one line. A disk may be full or read-only at any moment."""
+"""Failed writes: raised on all ranks, and reported in one line. A disk may be full or read-only at any moment."""
 
 import errno
 import json
@@ -25,7 +25,7 @@ class WriteFailed(UserError):
 
 
 def why(error: BaseException, folder: Path) -> str:
-    """The reason of a failed write into `folder`, in the words of the operating system where there are any."""
+    """The reason for a failed write into `folder`, in the operating system's words if it gave any."""
     link: BaseException | None = error
     while not folder.exists():
         folder = folder.parent
@@ -47,7 +47,7 @@ def _has_no_inodes(folder: Path) -> bool:
 def write_together(work: Callable[[], T], folder: Path, errors: tuple[type[Exception], ...] = _ERRORS) -> list[T]:
     """Do `work`, which writes into `folder`, on every rank; return the results of all ranks.
 
-    Raises WriteFailed on all ranks, with the reason of the first that failed with one of `errors`. Collective.
+    Raises WriteFailed on all ranks, with the reason of the first rank that failed with one of `errors`. Collective.
     """
     done: tuple[T | None, str | None]
     try:
@@ -63,7 +63,7 @@ def write_together(work: Callable[[], T], folder: Path, errors: tuple[type[Excep
 
 @contextmanager
 def one_line(folder: Path, go_on: str = ", then go on with --run.resume auto") -> Iterator[None]:
-    """Turns a failed write into a folder, by default that of a run, into a UserError of one line."""
+    """Turns a failed write into `folder` into a UserError of one line; the default of `go_on` is for a run's folder."""
     try:
         yield
     except OSError as error:

@@ -1,9 +1,9 @@
-"""`watch`: a page in the browser that shows runs, also while they train.
+"""`watch`: a page in the browser that shows runs, even while they train.
 
-`watched_run` is one run and `folders` finds all that are watched. `metrics_file` has a run's numbers in columns
-(`table`), `trace_file` the traces of its steps (`prompt_rewards`, `histograms`), `rollouts` finds completions, `tokens`
-has those of one of them, and `layers` the times of all steps. `answers` has what the page asks for: `server` sends it
-to a browser, and `frozen` writes it into report.html together with the page, which is in `page/`.
+`watched_run` is one run, and `folders` finds all runs to watch. `metrics_file` reads a run's numbers into columns
+(`table`), `trace_file` the traces of its steps (`prompt_rewards`, `histograms`); `rollouts` searches completions,
+`tokens` reads the tokens of one, and `layers` shows where the steps' time went. `answers` answers the page's questions:
+`server` sends the answers to a browser, and `frozen` writes them into report.html together with the page (`page/`).
 
 Nothing here needs torch or writes anything but report.html, and a run does not know that it is watched.
 """

@@ -1,4 +1,4 @@
-"""Answers to the page's questions about runs, from their folders, to which nothing is written.
+"""Answers the page's questions about runs from their folders, without writing to them.
 
 An answer spends a fraction of a second at most on reading, and the page asks again for the rest.
 """
@@ -35,7 +35,7 @@ _WAIT_S = 10.0
 """Seconds that a question waits for another one about the same run."""
 _MOST_POINTS = 4000
 _MOST_CELLS = 400
-"""Rows and columns of a map."""
+"""Maximum number of rows, and of columns, of a map."""
 _HISTOGRAM_STEPS = 120
 _TIME_COLUMNS = 240
 

@@ -1,4 +1,4 @@
-"""The runs that are watched: run folders, and folders that hold run folders, including later ones."""
+"""Finds the runs to watch in run folders and in folders that hold run folders, also runs that are added later."""
 
 import os
 import threading
@@ -9,14 +9,14 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.watch.watched_run import WatchedRun
 
 _DEPTH = 3
-"""Levels of folders between one that was named and a run in it."""
+"""How many levels below a named folder a run may be."""
 
 
 class Folders:
     """All runs under the folders that were named."""
 
     def __init__(self, named: Sequence[Path]) -> None:
-        """Raises UserError where one is not a folder."""
+        """Raises UserError if one is not a folder."""
         for folder in named:
             if not folder.is_dir():
                 raise UserError(f"{folder} is not a folder: give the folder of a run, or one that holds some")
@@ -46,7 +46,7 @@ class Folders:
 
 
 def _runs_in(folder: Path, depth: int) -> list[Path]:
-    if os.path.isfile(folder / "metrics.jsonl"):  # False, too, where the folder may not be entered
+    if os.path.isfile(folder / "metrics.jsonl"):  # also False if the folder may not be entered
         return [folder]
     if not depth:
         return []
@@ -58,7 +58,7 @@ def _runs_in(folder: Path, depth: int) -> list[Path]:
 
 
 def _unused(folder: Path, names: set[str]) -> str:
-    """The name of a folder, with as many of its parents as make it unique."""
+    """The name of a folder, with as many of its parents as it takes to be unique."""
     parts = [part.encode(errors="replace").decode() for part in folder.parts[1:] or ("/",)]
     spelled = ("/".join(parts[-length:]) for length in range(1, len(parts) + 1))
     return next(name for name in spelled if name not in names)

@@ -28,21 +28,21 @@ from hybrid_grpo.watch.watched_run import AXES, WatchedRun
 
 _PAGE = Path(__file__).parent / "page"
 _POINTS = 300
-"""Points of a curve, about."""
+"""Approximate number of points of a curve."""
 _CELLS = {"rows": 60, "columns": 100}
-"""Of the map of prompts."""
+"""Size of the map of prompts."""
 _BYTES = 250_000
-"""Size of the completions of a step, with their tokens."""
+"""Maximum size of a step's completions, including their tokens."""
 _WITH_TOKENS = 16
-"""Completions of a step that have their tokens, each of which is read from a file."""
+"""Number of a step's completions that may have their tokens, each of which is read from a file."""
 _READ_S = 60.0
-"""Seconds that the numbers of a large run, and the traces of its steps, are read for."""
+"""Most seconds spent on reading a large run's numbers, and again on the traces of its steps."""
 _POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
 """The file may not load anything from a network, whatever a completion says."""
 
 
 def write_report(folder: Path) -> Path:
-    """Write `report.html` into the folder of a run, and return its path; raises UserError where it has no metrics."""
+    """Write `report.html` into the folder of a run, and return its path; raises UserError if it has no metrics."""
     folders = Folders([folder])
     run = next(iter(folders.runs.values())) if (folder / "metrics.jsonl").is_file() else None
     if run is not None:
@@ -100,7 +100,7 @@ def _frozen(run: WatchedRun, answers: Answers) -> dict[str, Any]:
 
 
 def _curves(run: WatchedRun, ask: Any) -> dict[str, Any]:
-    """The curves over steps, the values of the axes at some steps, and the places that curves share."""
+    """The curves over steps, the values of the axes at some steps, and the x positions, which curves share."""
     names = [name for name in run.table.names if name != "step"]
     places: dict[tuple[float, ...], int] = {}
     curves: dict[str, Any] = {}
@@ -121,9 +121,9 @@ def _short(value: float) -> float | int:
 
 
 def _samples(folder: Path, step: int, path: Path) -> Iterator[dict[str, Any]]:
-    """As many completions of a step as fit: `row` as in the list, `all` that was saved, `tokens`, and the `rival` (see
-    `rivals`). The best and the worst of each group come first, starting with the groups whose rewards differ most, and
-    these have their tokens; the first two are included however long they are."""
+    """As many completions of a step as fit, with their `row` in the list, `all` that was saved, `tokens`, and `rival`
+    (see `rivals`). The best and the worst of each group come first, starting with the groups whose rewards differ most;
+    the first `_WITH_TOKENS` have their tokens if these fit. The first two are always included."""
     rows = read_rows(path)
     compared, by_byte = rivals(rows), dict(rows)
     ends = {other for _, other in compared.values()}
@@ -150,8 +150,8 @@ def _samples(folder: Path, step: int, path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _rounded(record: Record | None) -> Record | None:
-    """The numbers of tokens with the 6 digits that the page shows, and more where it computes probabilities from
-    them."""
+    """The numbers of tokens, rounded to the 6 digits that the page shows; `logp` has 12, since the page computes
+    probabilities from it."""
     if record is None:
         return None
     measures = {
@@ -165,7 +165,7 @@ def _rounded(record: Record | None) -> Record | None:
 
 def _in_one_file(name: str, frozen: dict[str, Any]) -> str:
     """The page with everything that it loads. Its modules become entries of an import map, by their names."""
-    # No text of a run can end the element that it is in.
+    # Escaped, so that no text of a run can close the script element.
     data = json.dumps(json_safe(frozen), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     modules = {path.name: _module(path) for path in sorted(_PAGE.glob("*.js")) if path.name != "theme.js"}
     styles = "\n".join(_read(file) for file in ("uplot/uplot.css", "style.css"))

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 MOST = 1000
-"""Steps that are kept; when there are more, every other one is left out."""
+"""Maximum number of steps that are kept; when there are more, every other one is dropped."""
 BUCKETS = 32
 _MOST_NAMES, _MOST_BUCKETS = 32, 512
-"""Bounds of a step; a run writes fewer."""
+"""Most histograms of a step, and most buckets of a histogram; a run writes fewer."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -35,7 +35,7 @@ class Histograms:
         self._stride, self._seen = 1, 0
 
     def append(self, step: int, histograms: Any) -> None:
-        """Add those of a step from details.jsonl: `edges` and `counts` by name. Anything else is passed over."""
+        """Add a step's histograms from details.jsonl: `edges` and `counts` by name. Malformed ones are skipped."""
         if not isinstance(histograms, dict):
             return
         named = itertools.islice(histograms.items(), _MOST_NAMES)
@@ -57,7 +57,7 @@ class Histograms:
         return at, {name: {"edges": edges.tolist(), "counts": counts.tolist()} for name, (edges, counts) in found}
 
     def over_time(self, columns: int) -> dict[str, OverTime]:
-        """By name, at most `columns` steps each, from the first to the newest; only those that several steps have."""
+        """By name, at most `columns` steps each, from the first to the newest; names of a single step are left out."""
         names = dict.fromkeys(name for found in self._steps.values() for name in found)
         answer = {}
         for name in names:
@@ -87,7 +87,7 @@ def _pair(value: Any) -> tuple[Floats, Floats] | None:
 
 
 def _common(steps: list[int], pairs: list[tuple[Floats, Floats]]) -> OverTime:
-    # Without the few steps that reach farthest, whose edges would leave a single row for all others.
+    # Ignores the few steps that reach farthest: their range would squeeze all others into one bucket.
     low = float(np.quantile([edges[0] for edges, _ in pairs], 0.02))
     high = float(np.quantile([edges[-1] for edges, _ in pairs], 0.98))
     edges = np.linspace(low, high if high > low else low + 1, BUCKETS + 1)

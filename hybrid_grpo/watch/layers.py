@@ -10,9 +10,9 @@ from hybrid_grpo.watch.table import Table
 
 
 def time_layers(table: Table, columns: int) -> dict[str, Any] | None:
-    """At most `columns` columns, each with its first and last step, and each part's mean seconds by column (`values`)
-    and in all (`total`). The part `other` is what no timer covers; parts that took no time are left out. None where no
-    step was timed."""
+    """At most `columns` columns, given by their first and last steps, and for each part its mean seconds in each column
+    (`values`) and its seconds in all steps (`total`). The part `other` is what no timer covers; parts that took no time
+    are left out. None if no step was timed."""
     whole = table.column("time/step_s")
     timed = np.flatnonzero(whole > 0)
     if not timed.size:

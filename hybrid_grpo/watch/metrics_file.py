@@ -10,7 +10,7 @@ from hybrid_grpo.watch.table import Table
 _LAST_LINES = 100
 """Lines at the end of a file among which its last step is looked for."""
 _GLIMPSE_OVER = 8 * 2**20
-"""Bytes of a file that is first sampled in places."""
+"""A larger file, in bytes, is first sampled in places."""
 _GLIMPSE_LINES = 400
 _GLIMPSE_LINE = 2**17
 """Bytes of a line in the sample."""
@@ -21,8 +21,8 @@ Row = dict[str, float | None]
 class MetricsFile:
     """Reads one metrics.jsonl step by step.
 
-    When the file is another one than before (see `GrowingFile`), the table starts over. Lines that are not a later step
-    are counted in `damaged` and passed over.
+    When the file has been replaced (see `GrowingFile`), the table starts over. Lines that do not belong to a later step
+    are counted in `damaged` and skipped.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,12 +36,12 @@ class MetricsFile:
 
     @property
     def share_read(self) -> float:
-        """Share of the file that is in the table; 1 where no whole line is left."""
+        """Share of the file that is in the table; 1 once no complete line is left."""
         return self._lines.share_read
 
     @property
     def shown(self) -> Table:
-        """The table, or lines from all over the file while most of it is unread."""
+        """The table; while a large file is still being read, a sample of lines from all over it."""
         return self.table if self._glimpse is None else self._glimpse
 
     def read(self, seconds: float) -> bool:
@@ -53,7 +53,7 @@ class MetricsFile:
         self._lines.read(seconds)
         if self.share_read == 1 and self._glimpse is not None:
             self._glimpse, changed = None, True
-        # What is shown does not change while a glimpse stands for the file.
+        # What is shown does not change while it is the glimpse.
         return changed or (self._lines.place > before and self._glimpse is None)
 
     def _take(self, line: bytes) -> None:
@@ -62,12 +62,12 @@ class MetricsFile:
 
 
 def last_row(path: Path) -> Row | None:
-    """The last whole line of a file, without reading the rest; None where there is none."""
+    """The last complete line of a file, without reading the rest; None if there is none."""
     return next(filter(None, map(parse_step, last_lines(path)[: -_LAST_LINES - 1 : -1])), None)
 
 
 def _glimpse(path: Path) -> Table:
-    """Lines from evenly spaced places of a file, with its first and its last."""
+    """Lines from evenly spaced places of a file, including its first and its last."""
     table, lines = Table(), []
     with suppress(OSError), open_file(path) as file:
         size = file.seek(0, os.SEEK_END)

@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 _BLOCK = 2**16
-"""Entries that are looked at together."""
+"""Number of entries that are processed at a time."""
 _MOST_ENTRIES = 2**26
-"""800 MB; further ones are ignored."""
+"""Maximum number of entries, 800 MB; further ones are ignored."""
 _FEWEST_COLUMNS = 24
 ORDERS = ("row", "mean", "last")
-"""Prompts in the order of their rows in the data, of their mean or of their newest reward, the lowest first."""
+"""Prompts sorted by their row in the data, by their mean reward or by their newest reward, lowest first."""
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
@@ -23,43 +23,43 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Cells:
-    """A map."""
+    """A map of mean rewards."""
 
     means: Floats
-    """[rows, columns]: mean reward of each cell, NaN where none of its prompts was drawn in its steps."""
+    """[rows, columns]: mean reward of each cell; NaN if none of its prompts was drawn in its steps."""
     counts: npt.NDArray[np.int64]
-    """[rows, columns]: how many entries each is the mean of."""
+    """[rows, columns]: number of entries that each mean is taken over."""
     tall: int
-    """Prompts of a row; the last one may have fewer."""
+    """Prompts per row; the last row may have fewer."""
     wide: int
-    """Steps of a column; the last one may have fewer."""
+    """Steps per column; the last column may have fewer."""
 
 
 class PromptRewards:
-    """Entries of a step, a prompt, and the mean reward of the prompt's completions, in the order of the steps.
+    """Entries in the order of steps: the step, a prompt, and the mean reward of the prompt's completions.
 
     12 bytes an entry: a hundred thousand steps of 256 prompts are 300 MB.
     """
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
-        """Number of each prompt, in the order of their first appearance, by its row in the data."""
+        """By a prompt's row in the data: its number, counted in the order of first appearance."""
         self._steps, self._prompts, self._rewards = array("i"), array("i"), array("f")
-        """An entry each: its step, the number of its prompt, the reward."""
+        """By entry: its step, the number of its prompt, and the reward."""
 
     @property
     def first(self) -> int:
-        """The first step; 0 where there is none."""
+        """The first step; 0 if there is none."""
         return self._steps[0] if self._steps else 0
 
     @property
     def last(self) -> int:
-        """The newest step; 0 where there is none."""
+        """The newest step; 0 if there is none."""
         return self._steps[-1] if self._steps else 0
 
     def append(self, step: int, prompts: Any) -> None:
-        """Add a step's prompts as details.jsonl has them: row in the data, mean reward, and more that is not kept.
-        Anything else in the list is passed over."""
+        """Add a step's prompts from details.jsonl: row in the data, mean reward, and more that is not kept. Malformed
+        ones are skipped."""
         if not isinstance(prompts, list):
             return
         pairs = [
@@ -77,7 +77,7 @@ class PromptRewards:
 
     @property
     def telling_order(self) -> str:
-        """The order of `ORDERS` that shows most: the means of prompts that are drawn once say little."""
+        """The most informative of `ORDERS`: means say little if prompts are drawn only once or twice."""
         return "mean" if len(self._steps) >= 3 * len(self) else "row"
 
     def __len__(self) -> int:
@@ -103,14 +103,14 @@ class PromptRewards:
         for _, prompts, rewards in self._blocks():
             totals[0] += np.bincount(prompts, rewards, len(rows))
             totals[1] += np.bincount(prompts, minlength=len(rows))
-            last[prompts] = rewards  # of a prompt that comes several times, the last one stays
+            last[prompts] = rewards  # if a prompt comes several times, the last one stays
         return np.lexsort((rows, last if order == "last" else totals[0] / totals[1]))
 
     def map(self, order: str, low: int, high: int, first: int, last: int, rows: int, columns: int) -> Cells:
-        """Mean rewards in about `rows` and `columns` at most, or fewer where there is less to show.
+        """Mean rewards in at most about `rows` rows and `columns` columns, or fewer if there is less to show.
 
-        Rows are the prompts `low` to `high` (excluded) in their order, columns the steps `first` to `last` (included).
-        Columns are made so wide that most cells are filled, whatever share of the prompts a step draws.
+        Rows are the prompts `low` to `high` (excluded) in this order, columns the steps `first` to `last` (included).
+        Columns are wide enough that most cells are filled, whatever share of the prompts a step draws.
         """
         position = np.empty(len(self), np.int64)
         position[self._order(order)] = np.arange(len(self))

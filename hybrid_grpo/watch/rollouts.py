@@ -12,11 +12,11 @@ from typing import Any
 from hybrid_grpo.records.json_lines import open_file, parse, read_lines
 
 _STEP_BYTES, _STEP_LINES = 2**26, 2**17
-"""Bounds of a step's file in which completions are compared."""
+"""Most bytes and lines of a step's file that are read to compare its completions."""
 SHOWN = 200
-"""Characters of a text in the list."""
+"""Most characters of a text in the list."""
 _LETTERS = 200
-"""Of a text where a number should be."""
+"""Most characters of a short entry in the list that is text, such as `finish`."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Query:
     """Which completions are searched for. Bounds are inclusive; None is no bound."""
 
     text: str = ""
-    """Part of the prompt, the completion or the tools' results, in upper or lower case."""
+    """Text to find in the prompt, the completion or its messages, ignoring case."""
     finish: str = ""
     """Why the completion ended; empty: for any reason."""
     least: float | None = None
@@ -53,8 +53,8 @@ class Found:
 def search(
     files: dict[int, Path], query: Query, start: tuple[int, int] | None = None, limit: int = 200, seconds: float = 0.5
 ) -> Found:
-    """The newest completions that match, at most `limit` and for about `seconds`; from `start`, a `Found.next`, or from
-    the newest step."""
+    """Search for the newest completions that match, at most `limit` and for about `seconds`, beginning at `start` (an
+    earlier `Found.next`) or at the newest step."""
     rows: list[dict[str, Any]] = []
     read, left_out, looked, deadline = 0, 0, 0, time.monotonic() + seconds
     for step in sorted(files, reverse=True):
@@ -77,20 +77,20 @@ def search(
 
 
 def read_row(path: Path, offset: int) -> dict[str, Any] | None:
-    """The completion at an offset of a file; None where none begins there."""
+    """The completion at an offset of a file; None if none begins there."""
     _, line = next(_lines(path, offset), (0, None))
     return parse(line) if line else None
 
 
 def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """All completions of a step with their offsets; the first ones of a far too large file."""
+    """All completions of a step with their offsets; only the first ones if the file is far too large."""
     begun = itertools.takewhile(lambda found: found[0] < _STEP_BYTES, itertools.islice(_lines(path, 0), _STEP_LINES))
     return [(offset, row) for offset, line in begun if line and (row := parse(line)) is not None]
 
 
 def rivals(rows: list[tuple[int, dict[str, Any]]]) -> dict[int, tuple[str, int]]:
-    """What each completion of a step is compared with, by their offsets: the best of its group, or the worst if it is
-    the best itself. Completions without a reward, and groups of equal rewards, have none."""
+    """By the offset of each completion of a step, the completion that it is compared with: the best of its group, or
+    the worst if it is the best itself. Completions without a reward, and groups of equal rewards, have none."""
     groups: dict[str, list[tuple[float, int]]] = {}
     for offset, row in rows:
         if number(row.get("reward")) is not None:
@@ -114,14 +114,14 @@ def line_number(path: Path, offset: int) -> int:
 
 
 def prompt_text(prompt: Any) -> str:
-    """A prompt as text; the contents of a conversation's messages."""
+    """A prompt as text; for a conversation, the contents of its messages."""
     if isinstance(prompt, list):
         return "\n\n".join(str(message.get("content")) for message in prompt if isinstance(message, dict))
     return str(prompt)
 
 
 def _lines(path: Path, begin: int) -> Iterator[tuple[int, bytes | None]]:
-    """`read_lines` of a file; none where there is no such file."""
+    """`read_lines` of a file; none if there is no such file."""
     with suppress(OSError), open_file(path) as file:
         yield from read_lines(file, begin)
 
@@ -145,7 +145,7 @@ def _fits(row: dict[str, Any], query: Query) -> bool:
 
 
 def summarize(row: dict[str, Any], step: int, offset: int, text: str = "") -> dict[str, Any]:
-    """What the list shows of a completion; of long texts the beginning, or the surroundings of `text`."""
+    """What the list shows of a completion; long texts are cut to the beginning, or to the surroundings of `text`."""
     numbers = {name: _brief(row.get(name)) for name in ("group", "sample", "reward", "advantage", "length", "finish")}
     prompt, completion = prompt_text(row.get("prompt")), str(row.get("completion", ""))
     return {

@@ -1,7 +1,7 @@
-"""The page's server: the files of the page, and its questions about runs, answered as JSON. It changes nothing.
+"""The page's server: it serves the page's files and answers its questions about runs as JSON. It changes nothing.
 
-A run is asked for by its name in the list of runs, never by a path. Each question has a thread of its own, which the
-server does not wait for when it ends, so that a run that takes long to read delays no other.
+A question names a run as the list of runs does, never by a path. Each question has a thread of its own, so that a run
+that takes long to read delays no other; the server does not wait for these threads when it ends.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _PAGE = Path(__file__).parent / "page"
 _MOST_AT_ONCE = 64
 """Questions that are answered at the same time; more are refused."""
 _MOST_BYTES = 2**25
-"""Size of an answer."""
+"""Maximum size of an answer."""
 _HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
@@ -60,12 +60,12 @@ def application(folders: Folders) -> Starlette:
 
 
 def listen(port: int) -> socket.socket:
-    """A socket that takes connections from this machine only; port 0 takes a free one. Raises OSError."""
+    """A socket that accepts connections from this machine only; port 0 picks a free port. Raises OSError."""
     return socket.create_server((HOST, port))
 
 
 def serve(app: Starlette, listener: socket.socket, announce: Callable[[], None]) -> None:
-    """Serve until SIGINT or SIGTERM; `announce` is called as soon as a signal would end the server in order."""
+    """Serve until SIGINT or SIGTERM; `announce` is called as soon as a signal would shut the server down properly."""
     server = uvicorn.Server(
         uvicorn.Config(
             app,
@@ -101,7 +101,7 @@ def _endpoint(answers: Answers, question: str) -> Callable[[Request], Awaitable[
 
 
 def _settle(done: Future[Response], answer: Callable[[Request], Response], request: Request) -> None:
-    done.set_running_or_notify_cancel()  # a browser that goes away from here on changes nothing
+    done.set_running_or_notify_cancel()  # from here on, a browser that goes away cannot cancel it
     try:
         done.set_result(answer(request))
     except Exception as error:

@@ -1,6 +1,6 @@
 """The numbers of a run in columns: one row for each step, rows appended one at a time.
 
-A hundred thousand steps of two hundred metrics are 160 MB here, and gigabytes as dictionaries.
+A hundred thousand steps of two hundred metrics take 160 MB here; as dictionaries they would take gigabytes.
 """
 
 import math
@@ -16,11 +16,11 @@ _MOST_NAMES, _LONGEST_NAME, _MOST_CELLS = 2000, 300, 2**27
 
 
 class Table:
-    """Rows of numbers by name, in ascending order of their steps. NaN stands where a row has no such number."""
+    """Rows of numbers by name, in ascending order of their steps. A number that a row does not have is NaN."""
 
     def __init__(self) -> None:
         self._columns: dict[str, array[float]] = {}
-        """Each as long as the last row that has the number."""
+        """Each column ends at the last row that has its number."""
         self._last_step = -1.0
         self.rows = 0
 

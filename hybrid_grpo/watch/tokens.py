@@ -1,5 +1,5 @@
-"""The tokens of saved completions with what was recorded about each: rollouts/ and replay/ in parquet, read one
-completion at a time."""
+"""The tokens of saved completions, with what was recorded about each token: the parquet files of rollouts/ and replay/,
+read one completion at a time."""
 
 from pathlib import Path
 
@@ -9,13 +9,13 @@ from hybrid_grpo.records.json_lines import Record, open_file
 _MOST_ROWS, _MOST_BYTES = 2**17, 2**28
 """Bounds of a row group, which is read whole."""
 SAMPLED = ("logp", "advantage")
-"""Numbers of each token that a run records beside its rollouts."""
+"""Numbers of each token that a run records with its rollouts."""
 REPLAYED = ("old_logp", "new_logp", "ref_logp", "kl", "ratio", "entropy", "clipped", "correction", "weight")
 """Numbers of each token that a replay of the step adds, from the last pass over the rollout."""
 
 
 def read_tokens(folder: Path, step: int, row: int, sample: int | None) -> Record | None:
-    """What a run's folder has about the tokens of one completion; None where it has nothing that fits.
+    """What a run's folder has about the tokens of one completion; None if nothing in it matches.
 
     `row` is the completion's line in the rollouts of its step, counted from 0; `sample`, its number in its group, must
     be the recorded one. The answer has `pieces` (the text of each sampled token), `ids`, `given` (texts that were not
@@ -28,7 +28,7 @@ def read_tokens(folder: Path, step: int, row: int, sample: int | None) -> Record
     pieces = [str(piece) for piece in found["pieces"]]
     ids = found.get("token_ids") or []
     replayed = _read(folder / "replay" / name, row, ("token_ids", *REPLAYED)) or {}
-    if replayed.get("token_ids", ids) != ids:  # of another completion: the step was made again since
+    if replayed.get("token_ids", ids) != ids:  # of another completion: the step has been run again
         replayed = {}
     measures = {name: values for name, values in (found | replayed).items() if name in (*SAMPLED, *REPLAYED)}
     given = found.get("given")
@@ -46,7 +46,7 @@ def read_tokens(folder: Path, step: int, row: int, sample: int | None) -> Record
 
 
 def _read(path: Path, row: int, columns: tuple[str, ...]) -> Record | None:
-    """Those of the columns that a file has, in its last row of this number; None without such a row or a whole file."""
+    """The last row with the number `row`, with those of `columns` that the file has; None if either is missing."""
     import pyarrow.parquet  # only here: it takes longer to load than the rest of the server
 
     try:
@@ -62,5 +62,5 @@ def _read(path: Path, row: int, columns: tuple[str, ...]) -> Record | None:
                     one: Record = file.read_row_group(group, columns=present).slice(at, 1).to_pylist()[0]
                     return one
     except (OSError, ValueError, KeyError, OverflowError, MemoryError, pyarrow.lib.ArrowException):
-        pass  # it is being written, or was damaged
+        pass  # the file is being written, or is damaged
     return None

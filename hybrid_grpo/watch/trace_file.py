@@ -1,4 +1,4 @@
-"""details.jsonl, the traces of a run's steps (`records/step_trace.py`).
+"""Reads details.jsonl, the traces of a run's steps (`records/step_trace.py`).
 
 One step is found by bisection, since the lines are in the order of their steps. The rewards of prompts and the
 histograms of all steps are gathered by reading the file once, as it is written.
@@ -18,10 +18,10 @@ from hybrid_grpo.watch.prompt_rewards import PromptRewards
 
 _STEP = re.compile(rb'\{\s*"step":\s*(\d{1,9})\s*[,}]')
 _NEAR = 2**18
-"""Bytes that are read line by line rather than bisected."""
+"""A range of at most this many bytes is read line by line rather than bisected."""
 _END = 2**20
 _SECONDS = 0.5
-"""After this the search for a step gives up; usually it takes milliseconds."""
+"""The search for a step gives up after this time; usually it takes milliseconds."""
 
 
 class TraceFile:
@@ -37,16 +37,16 @@ class TraceFile:
 
     @property
     def share_read(self) -> float:
-        """Share of the file that was gathered."""
+        """Share of the file that has been read."""
         return self._lines.share_read
 
     def read(self, seconds: float) -> None:
-        """Gather what was added, for about `seconds` at most."""
+        """Read what was added, for about `seconds` at most."""
         self._lines.check()
         self._lines.read(seconds)
 
     def _take(self, line: bytes) -> None:
-        # What follows is most of the line, and nothing of it is gathered.
+        # Most of the line comes after this, and is not needed here.
         kept, cut, _ = line.partition(b'"stages":')
         trace = parse_step(kept.rstrip(b", ") + b"}" if cut else line)
         if trace is not None:
@@ -55,7 +55,7 @@ class TraceFile:
 
 
 def read_step(path: Path, step: int | None) -> Record | None:
-    """The trace of the newest step that is not after `step` (None: of all); None where there is no such step."""
+    """The trace of the newest step that is not after `step` (None: of the newest of all); None if there is none."""
     deadline, found = time.monotonic() + _SECONDS, b""
     with suppress(OSError), open_file(path) as file:
         size = file.seek(0, os.SEEK_END)
@@ -68,7 +68,7 @@ def read_step(path: Path, step: int | None) -> Record | None:
 
 
 def _before(file: BinaryIO, size: int, step: int, deadline: float) -> int:
-    """The offset of a line from which on the step is found within about `_NEAR` bytes."""
+    """The offset of a line such that the step is found within about `_NEAR` bytes from there."""
     low, high = 0, size
     while high - low > _NEAR:
         middle = (low + high) // 2
@@ -88,7 +88,7 @@ def first_step(path: Path) -> int | None:
 
 
 def _steps(file: BinaryIO, begin: int, deadline: float) -> Iterator[tuple[int, int, bytes]]:
-    """The whole lines of steps from a byte on: where each begins, its step, and the line."""
+    """Yield the complete lines of steps from the byte `begin` on: where each begins, its step, and the line."""
     for offset, line in read_lines(file, begin):
         if time.monotonic() > deadline:
             return

@@ -26,26 +26,26 @@ from hybrid_grpo.watch.table import Column, Table
 from hybrid_grpo.watch.trace_file import TraceFile
 
 AXES = ("step", "tokens", "hours")
-"""What curves are drawn over: steps, tokens so far (sampled; in a supervised run: trained on), hours of work so far."""
+"""The x axes of curves: steps, tokens so far (sampled; in a supervised run: trained on), hours of work so far."""
 _TELLING = (
     *("eval/[^/]+/accuracy", "reward/mean", "sft/loss", "reward_model/heldout_accuracy", "reward_model/loss"),
     *("completion/length_mean", "policy/entropy", "throughput/generated_tokens_per_s"),
 )
 """Numbers by which runs are compared at a glance."""
 _RECENT = 10
-"""Values of a noisy metric that its first and its newest number are averaged over."""
+"""Number of values of a noisy metric that its first and its newest number are averaged over."""
 _MOST_ALARMS = 1000
 _CONFIG_BYTES = 2**20
 _DEEPEST, _LONGEST_NAME, _LONGEST_VALUE, _MOST_DIFFERING = 6, 300, 1000, 500
 """Bounds of settings that are compared."""
 _BEST: dict[str, Callable[[Column], Any]] = {"accuracy": np.argmax, "/loss": np.argmin}
-"""Where the best value is, by the end of a metric's name."""
+"""Functions that find the index of the best value, by the end of a metric's name."""
 _VERSIONS = itertools.count(time.time_ns() // 10**6)
 """Never repeated, so that a page notices when a server or a folder has been replaced."""
 
 
 class WatchedRun:
-    """A run's folder. Nothing is read before it is asked for, and numbers only as far as `refresh` has read them."""
+    """A run's folder. Nothing is read until it is asked for, and only `refresh` adds to the numbers."""
 
     def __init__(self, name: str, folder: Path) -> None:
         """`name` is what the page calls the run: unique among those that are watched."""
@@ -53,7 +53,7 @@ class WatchedRun:
         self.lock = threading.Lock()
         """Held while numbers or traces are read."""
         self._cached: dict[str, tuple[int, Any]] = {}
-        """What was read from a path of the folder, with the time of its last change."""
+        """By path in the folder: the time of its last change, and what was read from it."""
         self.numbers = MetricsFile(folder / "metrics.jsonl")
         self.trace = TraceFile(folder / TRACE_FILE)
         self.version = next(_VERSIONS)
@@ -67,7 +67,7 @@ class WatchedRun:
 
     @property
     def table(self) -> Table:
-        """The numbers; while a large file is being read, lines from all over it."""
+        """The numbers; while a large file is being read, a sample of lines from all over it."""
         return self.numbers.shown
 
     def changed_ms(self, name: str) -> int:
@@ -75,7 +75,7 @@ class WatchedRun:
         return _changed(self.folder / name) // 10**6
 
     def _of(self, name: str, read: Callable[[Path], Any]) -> Any:
-        """What `read` makes of a path in the folder, read again when the path has changed."""
+        """The result of `read` for a path in the folder, cached until the path changes."""
         path = self.folder / name
         changed = _changed(path)
         if name not in self._cached or self._cached[name][0] != changed:
@@ -84,7 +84,7 @@ class WatchedRun:
 
     @property
     def config_text(self) -> str:
-        """config.yaml; the beginning of one that is far too large, and empty if there is none."""
+        """The text of config.yaml: only the beginning if it is far too large, and empty if there is none."""
         return self._of("config.yaml", _read_config)[0]
 
     @property
@@ -109,7 +109,7 @@ class WatchedRun:
         return total / 3600 if name == "hours" else total
 
     def alarms(self) -> list[AlarmRecord]:
-        """The alarms that have gone off, in the run's own words."""
+        """The alarms that have gone off, with the run's own messages."""
         return self._of(ALARMS_FILE, _read_alarms)
 
     def outline(self) -> dict[str, Any]:
@@ -126,8 +126,8 @@ class WatchedRun:
         }
 
     def summary(self) -> dict[str, Any]:
-        """Numbers by which runs are compared: the first and the newest ones (no first one where they overlap), and the
-        best accuracies and losses with their steps."""
+        """Numbers by which runs are compared: the first and the newest ones (no first one if they would overlap), and
+        the best accuracies and losses with their steps."""
         if self._summary[0] != self.version:
             self._summary = self.version, self._summarize()
         return self._summary[1]
@@ -165,7 +165,7 @@ class WatchedRun:
 
 
 def _alarm(line: bytes) -> AlarmRecord | None:
-    """The alarm of a line; earlier versions wrote the step and the message only."""
+    """The alarm in a line; earlier versions wrote only the step and the message."""
     found = parse_step(line) or {"step": None}
     step, name, message = found["step"], found.get("alarm", ""), found.get("message")
     since = found.get("since", step)
@@ -183,11 +183,11 @@ def _compared(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def differing(runs: list[WatchedRun]) -> list[dict[str, Any]]:
-    """The settings that differ between runs, except for the run's own name and folder: name, and the values by run.
-    Where there are far too many, the last entry says how many are left out."""
+    """The settings that differ between runs, except for the run's own name and folder: name, and the values by run. If
+    there are far too many, the last entry says how many are left out."""
     settings = {run.name: _compared(run.settings) for run in runs}
     known = dict.fromkeys(name for values in settings.values() for name in values)
-    # Those that all runs have come first.
+    # Settings that all runs have come first.
     names = sorted(known, key=lambda name: any(name not in values for values in settings.values()))
     unlike = [
         name

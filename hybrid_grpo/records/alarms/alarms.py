@@ -1,7 +1,7 @@
 """The alarms of a run: how long a symptom is tolerated, and what happens then.
 
-symptoms.py says what the symptoms are. Some alarms are metrics too (`health/alarm`, `parity/alarm`) and are added to
-the numbers they were made from.
+symptoms.py defines the symptoms. Some alarms are also metrics (`health/alarm`, `parity/alarm`), which are added to the
+step's numbers.
 """
 
 from pathlib import Path
@@ -21,11 +21,11 @@ _CAUSES = {
     "ratio": {"parity"},
     "held_out": {"reward_hacking"},
 }
-"""Symptoms that follow from others: while one of those is bad, they are not counted and only the cause is reported."""
+"""Symptoms that follow from others: while one of these causes is bad, only the cause is counted and reported."""
 
 
 class RollBack(Exception):
-    """The run must go on from a checkpoint before the step `since`, at a lower learning rate; the same on all ranks."""
+    """The run must go on from a checkpoint before the step `since`, at a lower learning rate; raised on all ranks."""
 
     def __init__(self, message: str, since: int) -> None:
         super().__init__(message)
@@ -33,13 +33,13 @@ class RollBack(Exception):
 
 
 class Alarms:
-    """All alarms of a run. All ranks show them the same numbers after every step, and so do the same.
+    """All alarms of a run. They see the same numbers on all ranks after every step, so all ranks act alike.
 
     Args:
-        guard: what happens when numbers are not finite, which is the alarm `non_finite`; None: no such alarm.
+        guard: settings of the alarm `non_finite`, for numbers that are not finite; None: no such alarm.
         last_step: the last step of the run, in which non-finite numbers are not tolerated.
 
-    Raises UserError where `alarms.numbers` names an unknown metric.
+    Raises UserError if `alarms.numbers` names an unknown metric.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class Alarms:
         self._bad: dict[str, int] = {}
         """Bad steps in a row, by alarm."""
         self._since: dict[str, int] = {}
-        """The first of them."""
+        """The step at which the problem began, by alarm."""
         self._first_set = ""
         """The held-out set that training is compared with: the first that was evaluated."""
         self._due: list[AlarmRecord] = []
         """Alarms of the newest step that stop the run or roll it back."""
         self.note = ""
-        """Why the run was rolled back, which is reported with the next step."""
+        """Why the run was rolled back; reported with the next step."""
 
     @classmethod
     def of(cls, config: ModelRunConfig) -> "Alarms":
@@ -80,7 +80,7 @@ class Alarms:
 
     @property
     def doubts(self) -> bool:
-        """Whether the newest step may be rolled back: its checkpoint must not push out older ones."""
+        """Whether the newest step may be rolled back: its checkpoint must not replace older ones."""
         return any(count and self._limits[name].action == "roll_back" for name, count in self._bad.items())
 
     @property
@@ -89,14 +89,14 @@ class Alarms:
         return any(limit.action == "skip" for limit in self._limits.values())
 
     def skips(self, step: int, values: dict[str, float]) -> bool:
-        """Whether nothing is to be learned from a step, by the numbers that are known before its update."""
+        """Whether the update of a step must be skipped, judging by the numbers that are known before it."""
         limits = {name: self._limits[name] for name in self._bad_signs(self._signs(values))}
         return any(
             limit.action == "skip" and self._bad.get(name, 0) + 1 >= limit.patience for name, limit in limits.items()
         )
 
     def watch(self, step: int, values: dict[str, float]) -> list[AlarmRecord]:
-        """Add the alarms to the numbers of a step; return those that go off with it."""
+        """Check the numbers of a step, add to them the alarms that are metrics, and return the alarms that go off."""
         signs = self._signs(values)
         self._add_numbers(values, signs)
         bad = self._bad_signs(signs)
@@ -111,7 +111,7 @@ class Alarms:
             if count < (1 if at_once else limit.patience):
                 continue
             record = AlarmRecord(step, name, self._since[name], self._message(name, sign), limit.action)
-            # An alarm is reported once for each time that it begins.
+            # An alarm is reported once each time it begins.
             records += [record] if count <= limit.patience else []
             self._due += [record] if limit.action in ("stop", "roll_back") else []
         self._symptoms.remember(step, values)
@@ -126,7 +126,7 @@ class Alarms:
 
     def state_dict(self) -> dict[str, dict[str, int]]:
         """Bad steps in a row and the first of them, by alarm, as a checkpoint holds them. An alarm that has stopped the
-        run starts to count anew when it goes on."""
+        run counts from 0 when the run goes on."""
         due = {record.alarm for record in self._due}
         bad = {name: count for name, count in self._bad.items() if count and name not in due}
         return {"bad": bad, "since": {name: self._since[name] for name in bad}}
@@ -138,7 +138,7 @@ class Alarms:
         )
 
     def recall(self, folder: Path, done: int) -> None:
-        """Remember the numbers of a run's folder up to a step, which rank 0 reads. Collective."""
+        """Remember the numbers in a run's folder up to the step `done`; rank 0 reads them. Collective."""
         rows = [
             {name: value for name, value in line.items() if name == "step" or self._needs(name, value)}
             for line in (read_jsonl(folder / "metrics.jsonl") if rank() == 0 else ())
@@ -153,8 +153,8 @@ class Alarms:
         return any(record.action == "stop" for record in self._due)
 
     def act(self, saved: str) -> None:
-        """Do what the alarms of the newest step ask for; `saved` says which checkpoint there is. Raises RunStopped or
-        RollBack, on all ranks alike."""
+        """Raise RunStopped or RollBack, on all ranks alike, if an alarm of the newest step requires it. `saved` says in
+        the message which checkpoint there is."""
         due = [record for record in self._due if record.alarm == NON_FINITE] or self._due
         for record in due:
             if record.action == "stop":
@@ -175,7 +175,7 @@ class Alarms:
         return {**signs, **own}
 
     def _bad_signs(self, signs: dict[str, Sign]) -> set[str]:
-        """The alarms whose number is bad, without those that follow from others."""
+        """The alarms whose value is bad, without those that follow from others."""
         bad = {name for name, sign in signs.items() if _is_bad(self._limits[name], sign.value)}
         return {name for name in bad if not _CAUSES.get(name, set()) & bad}
 
@@ -194,7 +194,7 @@ class Alarms:
         """Add the alarms that are also metrics, and the gap to the held-out reward."""
         if "parity/logp_abs_diff_mean" in values and "parity" in self._limits:
             gap = values["parity/logp_abs_diff_mean"]
-            # A gap that is NaN is an alarm too.
+            # A NaN gap is an alarm too.
             values["parity/alarm"] = float(gap != gap or _is_bad(self._limits["parity"], gap))
         sets = evaluated_sets(values)
         if not sets:

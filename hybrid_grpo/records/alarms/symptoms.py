@@ -1,7 +1,7 @@
-"""Symptoms: what may be wrong with a run, as numbers, from the metrics of a step and of the steps before it.
+"""Symptoms: numbers that show what may be wrong with a run, from the metrics of a step and of the steps before it.
 
-A symptom is a pure function of what was logged, which is the same on all ranks. When it becomes an alarm, and what
-happens then, is decided in alarms.py.
+A symptom is a pure function of what was logged, which is the same on all ranks. alarms.py decides when it becomes an
+alarm, and what happens then.
 """
 
 import itertools
@@ -15,17 +15,17 @@ from statistics import fmean, median
 from hybrid_grpo.config import ModelRunConfig, TrainConfig
 
 NON_FINITE = "non_finite"
-"""The alarm whose settings are those of the section `guard`."""
+"""The alarm that the section `guard` configures."""
 _FIRST = 10
-"""Steps at the start of a run that later ones are compared with."""
+"""Number of steps at the start of a run that later ones are compared with."""
 _RECENT, _BEFORE, _FEWEST = 60, 20, 5
-"""The usual value of a number is the median of the last `_RECENT` steps without the last `_BEFORE`, so that it does not
-follow at once what goes wrong; early in a run, that of the first `_FEWEST`."""
+"""A metric's usual value is its median over the last `_RECENT` steps except the newest `_BEFORE`, so that a problem
+does not shift it at once; early in a run, it is the median over the first `_FEWEST`."""
 _SMOOTH = 10
-"""Steps that the means of reward_hacking are taken over."""
+"""Number of steps that reward_hacking averages over."""
 _CHANCE, _HELD_OUT_CHANCE = 4.0, 2.0
-"""Standard errors that a fall must exceed so that it is not chance: in training, which is looked at in every step, and
-of held-out accuracy."""
+"""Standard errors that a fall must exceed to count as more than chance: in training, which is tested at every step, and
+in held-out accuracy."""
 _ENTROPY = 5.0
 """Entropy of a completion, in nats, above which equal completions should be rare."""
 _FINITE = re.compile(r"policy/(kl|ratio_max|entropy)|parity/logp_abs_diff_mean|.*/(loss|grad_norm)")
@@ -40,11 +40,11 @@ class Sign:
     """One symptom at one step."""
 
     value: float
-    """What the limits of the alarm apply to; NaN where it cannot be bad."""
+    """The number that the alarm's limits apply to; NaN if it cannot be bad."""
     words: str
     """What is wrong, with the numbers."""
     since: int | None = None
-    """The first step of what is seen; None: that of the first bad value."""
+    """The step at which the problem began; None: the step of the first bad value."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ class _Best:
 
 
 class Symptoms:
-    """The symptoms of a run, from the numbers of its steps one after the other.
+    """Finds the symptoms of a run from the numbers of its steps, which come one after the other.
 
     Args:
-        outcome: the reward function that tells right from wrong; empty where there is none.
+        outcome: the reward function that tells right from wrong; empty if there is none.
         groups: whether the policy learns from differences within groups of completions.
         rewarded: whether the policy learns from rewards alone.
     """
@@ -68,13 +68,13 @@ class Symptoms:
     def __init__(self, outcome: str = "", *, groups: bool = True, rewarded: bool = True) -> None:
         self._outcome, self._groups, self._rewarded = outcome, groups, rewarded
         self._past: dict[str, list[float]] = defaultdict(list)
-        """Values of the steps so far, by metric; under `outcome` those of the function `outcome`."""
+        """Values of the steps so far, by metric; under `outcome`, the means of that reward function."""
         self._best: _Best | None = None
         """The best smoothed outcome in training."""
         self._held_out: dict[str, _Best] = {}
-        """The best evaluation of each set; the reward at step 0 is that of the first step, NaN until then."""
+        """The best evaluation of each set; the reward of one at step 0 is that of the first step, NaN until then."""
         self._rewards_seen: dict[str, int] = {}
-        """Training rewards before the latest evaluation of each set."""
+        """Number of training rewards before the latest evaluation of each set."""
 
     @classmethod
     def of(cls, config: ModelRunConfig) -> "Symptoms":
@@ -86,7 +86,7 @@ class Symptoms:
         return cls(outcome, groups=groups, rewarded=not any(of.learns_without_rewards for of in config.active_features))
 
     def needs(self, name: str) -> bool:
-        """Whether any symptom is made from this metric of an earlier step."""
+        """Whether any symptom needs this metric of earlier steps."""
         return name in _NEEDED or _OTHERS.fullmatch(name) is not None
 
     def signs(self, values: dict[str, float]) -> dict[str, Sign]:
@@ -95,7 +95,7 @@ class Symptoms:
         return {name: sign for name, sign in found.items() if sign is not None}
 
     def remember(self, step: int, values: dict[str, float]) -> None:
-        """Take the numbers of a step as the past of later ones."""
+        """Remember the numbers of a step, which later steps are compared with."""
         for name in _KEPT & values.keys():
             self._past[name].append(values[name])
         reward, outcome = values.get("reward/mean"), values.get(f"reward/{self._outcome}/mean")
@@ -115,7 +115,7 @@ class Symptoms:
                 self._held_out[stage] = _Best(step, accuracy, trained)
 
     def _reward_since_evaluation(self, stage: str, *newest: float) -> float:
-        """Mean training reward since the last evaluation of a set; NaN where there was none."""
+        """Mean training reward since the last evaluation of a set; NaN if there was no reward since."""
         rewards = [*self._past["reward/mean"][self._rewards_seen.get(stage, 0) :], *newest]
         return fmean(rewards) if rewards else math.nan
 
@@ -187,7 +187,7 @@ class Symptoms:
         accuracy, best = values[f"{stage}/accuracy"], self._held_out[stage]
         trained = self._reward_since_evaluation(stage, *(values[name] for name in ("reward/mean",) if name in values))
         fall = best.value - accuracy
-        # Of the difference of two evaluations, as if they were of different prompts.
+        # For the difference of two evaluations, treated as if their prompts differed.
         chance = _HELD_OUT_CHANCE * math.sqrt(2) * values.get(f"{stage}/stderr", 0.0)
         of_set = "" if len(self._held_out) == 1 else f" of {stage.removeprefix('eval/')}"
         return Sign(
@@ -218,12 +218,12 @@ class Symptoms:
 
 
 def _start(values: list[float]) -> float:
-    """Mean over the first steps; NaN while there are few."""
+    """Mean over the first steps; NaN while there are too few."""
     return fmean(values[:_FIRST]) if len(values) >= _FEWEST else math.nan
 
 
 def _usual(values: list[float]) -> float:
-    """Median over earlier steps; NaN while there are few."""
+    """Median over earlier steps; NaN while there are too few."""
     recent = values[-_RECENT:]
     return median(recent[: max(_FEWEST, len(recent) - _BEFORE)]) if len(recent) >= _FEWEST else math.nan
 
@@ -252,7 +252,7 @@ _SYMPTOMS: dict[str, tuple[Callable[[Symptoms, dict[str, float]], Sign | None], 
     "throughput_drop": (Symptoms._throughput, ("throughput/generated_tokens_per_s",)),
     "failing_rewards": (Symptoms._failing, ()),
 }
-"""By alarm: its symptom, and the metrics without which a step does not have it."""
+"""By alarm: the function that computes its symptom, and the metrics that a step must have for it."""
 _NEEDED = {"group/all_right_frac", *(name for _, needed in _SYMPTOMS.values() for name in needed)}
 
 

@@ -18,7 +18,7 @@ Reduction = Literal["mean", "sum", "max", "min", "same", "rank_mean"]
 
 TIME_METRICS = ("time/step_s", "time/eval_s", "time/checkpoint_s")
 TOKEN_METRICS = ("completion/sampled_tokens", "sft/tokens")
-"""Summed up, they are the axes of hours and of tokens."""
+"""Their running sums are the axes of hours and of tokens."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Metric:
     unit: str = ""
     """Empty for a pure number or a fraction."""
     better: Literal["higher", "lower", ""] = ""
-    """Which values are better; empty where neither are."""
+    """Which values are better; empty if neither."""
 
 
 def read_with_features(name: str) -> list[dict[str, Any]]:
-    """The contents of a YAML file of this folder, then of those with the same name in the folders of features."""
+    """The contents of a YAML file in this folder, then those of the files of that name in the features' folders."""
     files = [Path(__file__).with_name(name), *(folder / name for folder in feature_folders())]
     return [yaml.safe_load(file.read_text(encoding="utf-8")) for file in files if file.exists()]
 
@@ -47,14 +47,14 @@ PATTERNS = [(re.compile(re.sub(r"<\w+>", "[^/]+", metric.name)), metric) for met
 
 
 def find(name: str) -> Metric | None:
-    """The catalogue's entry for `name`, with that name also where the entry is a pattern; None where there is none."""
+    """The catalogue's entry for `name`, renamed to `name` if it is a pattern; None if there is no entry."""
     if name in FIXED:
         return FIXED[name]
     return next((replace(metric, name=name) for pattern, metric in PATTERNS if pattern.fullmatch(name)), None)
 
 
 def describe(name: str) -> Metric:
-    """`find`; raises KeyError, which names the nearest entry, where there is none."""
+    """Like `find`, but raises KeyError, which names the nearest entry, if there is none."""
     metric = find(name)
     if metric is None:
         nearest = difflib.get_close_matches(name, [metric.name for metric in CATALOGUE], n=1, cutoff=0.0)[0]

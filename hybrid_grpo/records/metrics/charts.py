@@ -39,7 +39,7 @@ class Chart:
     title: str
     unit: str
     top: float | None
-    """Upper end of the axis, where it has a natural one."""
+    """Upper end of the axis, if it has a natural one."""
     curves: tuple[Curve, ...]
     band: str | None
     """Metric that is the half-width of a band around the first curve."""

@@ -1,6 +1,6 @@
-"""Measurements: from the records of a step's stages to the metrics of the catalogue.
+"""Measurements: functions that compute the catalogue's metrics from the records of a step's stages.
 
-The functions return `Numbers`, which a `Meter` adds up.
+They return `Numbers`, which a `Meter` reduces.
 """
 
 import math
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from hybrid_grpo.policy import Policy
 
 _NGRAM = 3
-"""Length of the runs of tokens that may repeat, as in the built-in reward `repetition_penalty`."""
+"""Length of the n-grams of tokens that may repeat, as in the built-in reward `repetition_penalty`."""
 
 
 def measure_step(rollout: Rollout, scores: Scores, outcome: str, threshold: float, own: int) -> Numbers:
-    """A rollout and its scores: the first `own` completions of every group, which the policy sampled."""
+    """Metrics of a rollout and its scores, over the first `own` completions of every group: the policy's own."""
     size = rollout.num_generations
     rollout, scores = rollout.first(own), scores.first(own, size)
     return measure_rollout(rollout, scores, outcome, threshold) | measure_health(rollout, scores)
@@ -81,8 +81,8 @@ def measure_rewards(scores: Scores, group_size: int) -> Numbers:
 
 
 def measure_sources(rollout: Rollout, scores: Scores, outcome_B: Tensor, threshold: float) -> Numbers:
-    """Prompts, reward and accuracy of every source of a mixture; nothing without one. `outcome_B` tells right from
-    wrong, without NaN."""
+    """Prompts, reward and accuracy of every source of a mixture; empty without a mixture. A completion is right if its
+    `outcome_B` reaches `threshold`; NaN is left out."""
     numbers: Numbers = {}
     of_row = [prompt.source for prompt in rollout.row_prompts]
     for source in dict.fromkeys(filter(None, of_row)):
@@ -95,7 +95,7 @@ def measure_sources(rollout: Rollout, scores: Scores, outcome_B: Tensor, thresho
 
 
 def measure_turns(rollout: Rollout) -> Numbers:
-    """Turns of completions, and the tokens between them; nothing where completions are not conversations."""
+    """Turns of completions, and the tokens between them; empty if the completions are not conversations."""
     talks = [completion for completion in rollout.completions if completion.messages]
     if not talks:
         return {}
@@ -117,7 +117,7 @@ def measure_lengths(stage: str, completions: list[Completion]) -> Numbers:
 
 
 def measure_health(rollout: Rollout, scores: Scores) -> Numbers:
-    """Signs of reward hacking: what rewards correlate with within groups. Groups of equal rewards say nothing."""
+    """Signs of reward hacking: what rewards correlate with within groups. Groups of equal rewards do not count."""
     shape = (len(rollout.prompts), rollout.num_generations)
     reward_PG = scores.reward_B.view(shape)
     shares = [repeated_share(completion.token_ids, _NGRAM) for completion in rollout.completions]
@@ -139,8 +139,8 @@ def measure_health(rollout: Rollout, scores: Scores) -> Numbers:
 
 
 def group_correlation(reward_PG: Tensor, value_PG: Tensor) -> Tensor:
-    """float64 [P], Pearson correlation of rewards with another number within each group, without completions whose
-    reward is NaN; NaN where all rewards or all numbers of a group are equal."""
+    """float64 [P], Pearson correlation of rewards with another number within each group. Completions whose reward is
+    NaN are left out; the result is NaN if all rewards or all numbers of a group are equal."""
     applies_PG = ~reward_PG.isnan()
     count_P1 = applies_PG.sum(1, keepdim=True).clamp(min=1)
     centred, varies_P = [], torch.ones(len(reward_PG), dtype=torch.bool)
@@ -168,8 +168,8 @@ def measure_parity(batch: TrainBatch, logp_bT: Tensor) -> Numbers:
 
 
 def sampling_spans(start: float, engine: "Engine") -> list[Span]:
-    """The stages of a rollout that began at `start` and ends now: the switch to generation and back, sampling, and the
-    wait for other ranks, which `engine` has timed."""
+    """The stages of a rollout that began at `start` and ends now, from the durations that `engine` measured: the switch
+    to generation and back, sampling, and the wait for other ranks."""
     end = time.perf_counter()
     wait = end - engine.wait_s
     generate, release = start + engine.gather_s, wait - engine.release_s
@@ -182,8 +182,8 @@ def sampling_spans(start: float, engine: "Engine") -> list[Span]:
 
 
 def measure_sampling(rollout: Rollout, spans: Sequence[Span], captures: int | None) -> Numbers:
-    """Tokens and times of a rollout with the stages `spans`, and its decode steps captured as CUDA graphs (None without
-    a GPU)."""
+    """Tokens and times of a rollout whose stages are `spans`. `captures` is the number of decode steps captured as CUDA
+    graphs; None without a GPU."""
     sampled = sum(len(completion.token_ids) for completion in rollout.completions if not completion.writer)
     seconds = {name: end - begin for name, begin, end in spans}
     return {
@@ -197,8 +197,8 @@ def measure_sampling(rollout: Rollout, spans: Sequence[Span], captures: int | No
 
 
 def measure_costs(rollout: Rollout, passes: int, policy: "Policy", meter: Meter) -> Numbers:
-    """Memory, and tokens per second and operations of sampling and of `passes` of training over a rollout, by the
-    meter's times. Without the speed of training where nothing was learned."""
+    """Memory use, and the tokens per second and operations of sampling and of `passes` training passes over a rollout,
+    using the meter's times. If nothing was learned, the speed of training is left out."""
     rows = zip(rollout.row_prompts, rollout.completions, strict=True)
     tokens = sum(len(prompt.token_ids) + len(completion.token_ids) for prompt, completion in rows if completion.learned)
     generated = meter.total("completion/sampled_tokens") / meter.total("time/generate_s")

@@ -17,7 +17,7 @@ from hybrid_grpo.model import ranks
 from hybrid_grpo.records.metrics.catalogue import FIXED, PATTERNS, Reduction, describe
 
 Span = tuple[str, float, float]
-"""A stage of a step: its name, its begin and its end, in seconds of `time.perf_counter`."""
+"""A stage of a step: its name, start and end, the times in seconds of `time.perf_counter`."""
 
 
 class Meter:
@@ -38,8 +38,8 @@ class Meter:
         tools: Sequence[str] = (),
         features: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """`device` is that of the collectives: the rank's GPU with NCCL. `samples` is the highest number of completions
-        per prompt of an evaluation set; `features` has the names for the placeholders of features' metrics."""
+        """`device` is where the collectives run (with NCCL, the rank's GPU), `samples` the highest number of
+        completions per prompt in an evaluation set, `features` the names for placeholders in features' metrics."""
         ks = [str(k) for k in range(2, samples + 1)]
         names = {
             "<function>": rewards,
@@ -101,7 +101,7 @@ class Meter:
             torch.cuda.synchronize(self._device)
 
     def _read(self) -> dict[str, list[tuple[float, float]]]:
-        """Values and counts by name, without those of count 0; a single copy per device for all tensors."""
+        """Values and counts by name, without those of count 0; all tensors of a device are copied at once."""
         tensors = [x for added in self._added.values() for pair in added for x in pair if isinstance(x, Tensor)]
         numbers: dict[int, float] = {}
         for device in {tensor.device for tensor in tensors}:
@@ -114,7 +114,7 @@ class Meter:
         return {name: [(float(value), float(count)) for value, count in added if count] for name, added in read.items()}
 
     def reduced(self, numbers: Mapping[str, tuple[float | Tensor, float | Tensor]]) -> dict[str, float]:
-        """The numbers of a stage as `reduce` would return them; what was added before stays. Collective."""
+        """These numbers of a stage, reduced as by `reduce`; what was added to the meter stays there. Collective."""
         added, spans, self._added = self._added, self.spans, {}
         self.update(numbers)
         values = self.reduce()
@@ -122,7 +122,7 @@ class Meter:
         return values
 
     def reduce(self) -> dict[str, float]:
-        """The numbers of the step by name, the same on all ranks, without metrics that no rank added; empties the
+        """Return the step's numbers by name, the same on all ranks, without metrics that no rank added; empty the
         meter. Two collectives."""
         sums = torch.zeros(len(self._reductions), 2, dtype=torch.float64)
         highs = torch.full_like(sums, -math.inf)
@@ -151,7 +151,7 @@ class Meter:
 
 
 def _total(added: list[tuple[float, float]], reduction: Reduction) -> tuple[float, float]:
-    """Input of the sum over ranks: total and count; for extremes, whether one of the values is NaN."""
+    """This rank's input to the sum over ranks: total and count; for extremes, the total is NaN if a value is."""
     if reduction == "mean":
         return sum(value * count for value, count in added), sum(count for _, count in added)
     if reduction in ("sum", "rank_mean"):
@@ -160,7 +160,7 @@ def _total(added: list[tuple[float, float]], reduction: Reduction) -> tuple[floa
 
 
 def _extremes(added: list[tuple[float, float]], reduction: Reduction) -> tuple[float, float]:
-    """Input of the maximum over ranks: the highest value, and minus the lowest one. NaN, which collectives do not
-    compare in a defined way, is left out and carried by the total."""
+    """This rank's input to the maximum over ranks: the highest value, and minus the lowest one. NaN is left out, since
+    collectives do not compare it in a defined way; the total carries it."""
     values = [value for value, _ in (added[-1:] if reduction == "same" else added) if not math.isnan(value)]
     return (max(values), -min(values)) if values else (-math.inf, -math.inf)

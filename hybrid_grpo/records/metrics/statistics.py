@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 RESAMPLES = 10_000
-"""Resamples of a bootstrap or a test."""
+"""Number of resamples in a bootstrap or a test."""
 _EXACT_PROMPTS = 13
-"""Up to this number of prompts all choices of signs are tried, which are fewer than RESAMPLES."""
+"""Up to this number of prompts all choices of signs are tried: there are fewer of them than RESAMPLES."""
 _DRAWN_AT_ONCE = 2**22
 """Random numbers in memory at a time."""
 
@@ -42,14 +42,13 @@ def pass_at_k(right_PG: Any, k: int) -> Floats:
 
 
 def majority_at_k(answers: Sequence[Any], right: Sequence[bool], k: int) -> float:
-    """The probability that the answer most of k completions give is right.
+    """The probability that the most frequent answer of k completions is right.
 
-    The exact mean over all choices of k of the completions of one prompt; ties between answers are broken at random. An
-    answer counts as right by the share of its completions that is right.
+    The exact mean over all choices of k completions of one prompt; ties between answers are broken at random. An answer
+    is as right as the share of its completions that are right.
 
     Args:
-        answers: [G], the answer of each completion, of any type that can be compared. None is a different answer each
-            time.
+        answers: [G], the answer of each completion, of any hashable type. None counts as a different answer each time.
         right: [G]
     """
     assert 1 <= k <= len(answers)
@@ -76,8 +75,8 @@ def _majority(counts: tuple[tuple[int, int], ...], k: int) -> float:
 
 
 def _ways(counts: list[int], most: int, total: int) -> list[int]:
-    """The number of ways to choose `total` completions so that no answer is chosen more than `most` times; by the
-    number of answers that are chosen exactly `most` times."""
+    """The number of ways to choose `total` completions so that no answer is chosen more than `most` times, as a list
+    whose index is the number of answers chosen exactly `most` times."""
     rare = sum(count for count in counts if count < most)
     ties = total // most
     # ways[t][s]: choices of s completions among the answers so far, with t answers chosen `most` times.
@@ -154,20 +153,20 @@ class Comparison:
     """How two models differ on the same prompts."""
 
     difference: float
-    """Mean over prompts, of the first model minus the second."""
+    """The first model's number minus the second's, averaged over prompts."""
     low: float
     high: float
-    """Its interval at 95 %; NaN if all prompts have the same difference."""
+    """Bounds of its 95 % interval; NaN if all prompts have the same difference."""
     prompts: int
     p: float
     """Probability of a difference at least this large if both models were equally good."""
 
 
 def compare(one_P: Any, other_P: Any, seed: int = 0) -> Comparison:
-    """Two models on the same prompts, in the same order, by a number for each prompt.
+    """Compare two models on the same prompts, in the same order, by one number per prompt.
 
-    The interval is a bootstrap over prompts; p is that of the two-sided permutation test that swaps the models prompt
-    by prompt (Fisher, 1935): over all swaps if there are few, otherwise over RESAMPLES of them.
+    The interval is a bootstrap over prompts. p comes from the two-sided permutation test that swaps the models prompt
+    by prompt (Fisher, 1935), with all swaps if there are few, otherwise with RESAMPLES of them.
     """
     gap_P = np.asarray(one_P, dtype=np.float64) - np.asarray(other_P, dtype=np.float64)
     return Comparison(
@@ -188,5 +187,5 @@ def _exchange_p(gap_P: Floats, seed: int) -> float:
 
 
 def _as_large(sum_r: Floats, gap_P: Floats) -> NDArray[np.bool_]:
-    """Whether sums are at least as far from 0 as that of the gaps, up to rounding."""
+    """Whether each sum is at least as far from 0 as the sum of the gaps, up to rounding."""
     return np.abs(sum_r) >= abs(gap_P.sum()) - 1e-9 * np.abs(gap_P).sum()

@@ -1,21 +1,21 @@
-"""Curves for a screen: as many points as it can show, extremes kept, and moving averages."""
+"""Curves for a screen: thinned to as many points as it can show, with extremes kept, and smoothed."""
 
 import numpy as np
 import numpy.typing as npt
 
 Column = npt.NDArray[np.float64]
 Points = tuple[Column, Column]
-"""Places on the axis, ascending, and the values there; [points] both."""
+"""Positions on the axis, ascending, and the values there; both [points]."""
 
 
 def present(x: Column, y: Column) -> Points:
-    """The points that have a place and a value."""
+    """The points that have both a position and a value."""
     kept = ~(np.isnan(x) | np.isnan(y))
     return x[kept], y[kept]
 
 
 def clip(curve: Points, low: float, high: float) -> Points:
-    """The points in [low, high], and one more on either side, so that lines enter from there."""
+    """The points in [low, high], and one more on either side, so that lines reach the edges."""
     x, y = curve
     start = max(0, int(np.searchsorted(x, low, "left")) - 1)
     end = int(np.searchsorted(x, high, "right")) + 1
@@ -23,9 +23,9 @@ def clip(curve: Points, low: float, high: float) -> Points:
 
 
 def thin(curve: Points, points: int) -> Points:
-    """At most about `points` points: neighbours share a bucket, of which the lowest and the highest stay.
+    """At most about `points` points: neighbours share a bucket, and of each bucket the lowest and the highest stay.
 
-    The first and the last point stay too, so that a curve begins and ends where it does.
+    The first and the last point stay too, so that the curve keeps its ends.
     """
     x, y = curve
     buckets = max(1, points // 2)
@@ -44,7 +44,7 @@ def thin(curve: Points, points: int) -> Points:
 
 
 def smooth(y: Column, window: int) -> Column:
-    """The average of up to `window` neighbours of each value, as many on one side as on the other."""
+    """A moving average over up to `window` neighbours, the same number on either side of each value."""
     reach = min(window // 2, (len(y) - 1) // 2)
     if reach < 1:
         return y

@@ -1,7 +1,7 @@
 """The model card of a published model, from the folder of its run.
 
-`card.md.j2` is its text, and huggingface_hub writes its head for the hub. It contains neither secrets nor local
-folders: see `redaction.py`.
+`card.md.j2` is the template of its text, and huggingface_hub writes its metadata for the hub. It contains
+neither secrets nor local folders: see `redaction.py`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _STAGES: dict[str, tuple[str, str, Any]] = {
     "sft": ("sft", "supervised fine-tuning", SftConfig),
     "reward": ("reward", "training a reward model on pairs of answers", RewardStageConfig),
 }
-"""Command, method and configuration of a stage, by the section that no other stage has."""
+"""Command, method and configuration class of each stage, by the section that no other stage has."""
 _ACCURACY = re.compile(r"eval/[^/]+/(accuracy|(pass|maj)@\d+)|reward_model/heldout_accuracy")
 _MEASURED = re.compile(r"eval/[^/]+/(?!stderr)[^/]+|reward_model/heldout_\w+")
 _OF_THE_PLACE = {"checkpoint": None, "log": None, "run": ("name", "dir", "resume"), "policy": ("model",)}
-"""Settings that do not matter for what is learned, by section; None: all of a section."""
+"""Settings that do not affect what is learned, by section; None: the whole section."""
 _MOST_ROWS = 12
-"""Rows of the table of evaluations during the run."""
+"""Maximum number of rows in the table of evaluations during the run."""
 
 Interval = tuple[float, float]
 
@@ -50,9 +50,9 @@ class Measurement:
     name: str
     value: float
     before: float | None = None
-    """The same of the starting model."""
+    """The same measurement of the model `Evaluation.against`."""
     interval: Interval | None = None
-    """Bounds at 95 %."""
+    """Bounds of the 95 % interval."""
 
 
 @dataclass(frozen=True)
@@ -63,16 +63,16 @@ class Evaluation:
     how: str
     """How the numbers and their intervals were measured, in a sentence or two."""
     against: str = "starting model"
-    """The model of `Measurement.before`."""
+    """The model that `Measurement.before` was measured on."""
 
     def table(self) -> list[list[str]]:
-        """The head, and a row for each number; without a column for the other model where there is none."""
+        """A header, and a row for each number; the column of the other model is left out if it is empty."""
         rows = [["number", self.against, "this model", "95 % interval"], *map(_row, self.numbers)]
         return rows if any(row[1] for row in rows[1:]) else [[row[0], *row[2:]] for row in rows]
 
     @staticmethod
     def printed(output: Mapping[str, Any]) -> Evaluation:
-        """From the output of `hybrid-grpo eval`; raises Python's errors where it is something else."""
+        """Made from the output of `hybrid-grpo eval`; raises errors such as KeyError if it is something else."""
         bounds, against = output["intervals"], output.get("against", {})
         numbers = [
             Measurement(name, float(value), against.get(name), tuple(bounds[name]) if bounds.get(name) else None)
@@ -85,7 +85,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """The folder of a run, one of whose models is published. Its properties raise UserError for any other folder."""
+    """The folder of a run, and the model to publish. The properties raise UserError if it is not a run's folder."""
 
     folder: Path
     model: Path
@@ -98,7 +98,7 @@ class TrainedRun:
 
     @cached_property
     def stage(self) -> tuple[str, str, Any]:
-        """Command, method and configuration."""
+        """Command, method and configuration class."""
         for name, feature in feature_sections().items():
             if feature.method and self.settings.get(name, {}).get("enabled"):
                 return "train", feature.method, TrainConfig
@@ -132,19 +132,19 @@ class TrainedRun:
 
     @cached_property
     def place(self) -> Path:
-        """The folder that the run's paths are relative to, as far as its own path shows."""
+        """The folder that the run's paths are relative to, inferred from where the run's own folder is."""
         run = self.settings.get("run", {})
         own, here = Path(run.get("dir", "")) / run.get("name", ""), self.folder.resolve()
         is_below = not own.is_absolute() and here.parts[-len(own.parts) :] == own.parts
         return here.parents[len(own.parts) - 1] if is_below else Path()
 
     def is_local(self, name: str) -> bool:
-        """Whether a model or a data set of the settings is on this machine and not on the hub."""
+        """Whether a model or data set that the settings name is on this machine and not on the hub."""
         return looks_like_path(name) or (self.place / name).exists()
 
     @cached_property
     def ancestors(self) -> list[str]:
-        """The starting model; where another run trained it, also the model that run started from, and so on."""
+        """The starting model; if another run trained it, also the model that run started from, and so on."""
         models = [str(self.settings["policy"]["model"])]
         while (recipe := (self.place / models[-1]).parent / "config.yaml").is_file():
             model = str(read_recipe(recipe).get("policy", {}).get("model", ""))
@@ -161,7 +161,7 @@ class TrainedRun:
         return list(dict.fromkeys(path for path in paths if path and not self.is_local(path)))
 
     def source_of(self, held_out: str) -> str:
-        """Hub name of a held-out set; its own name where it is not on the hub."""
+        """Hub name of a held-out set; its own name if it is not on the hub."""
         data, given = self.settings.get("data", {}), self.settings.get("eval", {}).get("sets", {}).get(held_out)
         if given is not None and given.get("task") in READY_MADE:
             data = ready_made_settings(given["task"]).get("data", {})
@@ -184,7 +184,7 @@ class TrainedRun:
 
 
 def write_card(path: Path, run: TrainedRun, evaluation: Evaluation, name: str, license: str | None) -> None:
-    """Write the model card of a run, beside its curves.svg where there is one. The model loads by `name`."""
+    """Write the model card of a run; it shows a curves.svg in the same folder. The model loads by `name`."""
     command, method, cls = run.stage
     is_reward_model = command == "reward"
     head = ModelCardData(
@@ -224,7 +224,7 @@ def write_card(path: Path, run: TrainedRun, evaluation: Evaluation, name: str, l
 
 
 def _changed(value: Any) -> Iterator[tuple[str, str]]:
-    """The texts among settings that strangers must not see, each with what is shown instead; the longest first."""
+    """The texts in settings that strangers must not see, each with its replacement; the longest first."""
     texts = {text: publishable(text) for text in _texts(value)}
     return iter(sorted(((a, b) for a, b in texts.items() if a != b), key=lambda pair: -len(pair[0])))
 
@@ -242,8 +242,8 @@ def _as_yaml(settings: Any) -> str:
 
 
 def _interval(name: str, line: Mapping[str, float]) -> Interval | None:
-    """1.96 standard errors about an accuracy; None without a standard error, or where it is 0, which means that all
-    prompts had the same result and not that the number is exact."""
+    """1.96 standard errors on either side of an accuracy. None without a standard error, or if it is 0, which means
+    that all prompts had the same result and not that the number is exact."""
     stage, _, number = name.rpartition("/")
     error = line.get(f"{stage}/stderr") if number == "accuracy" else None
     return (max(0.0, line[name] - 1.96 * error), min(1.0, line[name] + 1.96 * error)) if error else None
@@ -256,7 +256,7 @@ def _row(number: Measurement) -> list[str]:
 
 
 def _evaluations(run: TrainedRun) -> tuple[list[str], list[list[str]]]:
-    """Names of the accuracies, and a row for each of the steps that measured one: the first, the last, some between."""
+    """Names of the accuracies, and a row per step that measured one; of many, the first, the last and some between."""
     names = list(dict.fromkeys(name for line in run.lines for name in line if _ACCURACY.fullmatch(name)))
     lines = [line for line in run.lines if any(line.get(name) is not None for name in names)]
     if len(lines) > _MOST_ROWS:
@@ -292,7 +292,7 @@ def _differing(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
 
 
 def _spelled(model: str, is_local: bool) -> str:
-    """A model for strangers: its hub name, or the name of its run or folder."""
+    """A model as the card names it: by its hub name, or by the name of its run or folder."""
     if not is_local:
         return f"[{model}](https://huggingface.co/{model})"
     path = Path(model)

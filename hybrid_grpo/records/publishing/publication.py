@@ -26,7 +26,7 @@ from hybrid_grpo.records.publishing.redaction import publishable
 from hybrid_grpo.records.write_failures import one_line
 
 CONTENTS = "publication.json"
-"""File of a publication that lists its files and their sizes, by which it is recognized."""
+"""File that lists the files of a publication and their sizes; a publication is recognized by it."""
 _NAMING_FOLDERS = ("config.json", "generation_config.json", "tokenizer_config.json", "adapter_config.json")
 """Files of a model in which libraries may have recorded where it was loaded from."""
 
@@ -60,7 +60,7 @@ def _trained_run(folder: Path, model: str) -> TrainedRun:
 
 
 def _evaluation(file: Path, run: TrainedRun) -> Evaluation:
-    """The output of `hybrid-grpo eval` for the model."""
+    """Read the output of `hybrid-grpo eval` for the run's model."""
     try:
         printed = json.loads(file.read_text(encoding="utf-8").strip().splitlines()[-1])
         of_model, evaluation = Path(printed["model"]), Evaluation.printed(printed)
@@ -93,7 +93,7 @@ def _fill(
     for path in (path for name in _NAMING_FOLDERS for path in draft.rglob(name)):
         settings = json.loads(path.read_bytes())
         if (shown := publishable(settings)) != settings:
-            path.unlink()  # it may be a link to the file of the run
+            path.unlink()  # it may be a hard link to the run's file
             path.write_text(json.dumps(shown, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     curves = draw_curves(run.lines)
     if curves is not None:

@@ -1,6 +1,6 @@
-"""Trackers, which show a run outside its folder: wandb, TensorBoard, trackio and MLflow, a file for each.
+"""Trackers, which show a run outside its folder: wandb, TensorBoard, trackio and MLflow, each in its file.
 
-A tracker runs in a process of its own beside rank 0 (`process.py`), which follows the files of the run's folder
-(`follower.py`, `steps.py`). Training does not wait for it, so a tracker may fail or hang in any way. Nothing here needs
-torch.
+Each tracker runs in a process of its own next to rank 0 (`process.py`), which follows the files in the run's folder
+(`follower.py`, `steps.py`). Training does not wait for it, so a tracker that fails or hangs does no harm. Nothing here
+needs torch.
 """

@@ -1,6 +1,6 @@
 """The process of one tracker: it follows the files of a run's folder until the run has ended.
 
-`process.py` starts it with the number of an open file that contains its arguments as JSON. A line on standard input
+`process.py` starts it with the descriptor of an open file that contains its arguments as JSON. A line on standard input
 asks it to finish: `ended` if the run succeeded, otherwise `failed`. If the input or rank 0 ends without that line, the
 run counts as failed too. A tracker that fails or hangs is reported in one line, and only this process ends.
 """
@@ -103,7 +103,7 @@ class _Follower:
             print(message, file=stream, flush=True)
 
     def _leave(self, status: int) -> NoReturn:
-        """Exit without the interpreter's shutdown, where trackers wait for things that may hang."""
+        """Exit without the interpreter's shutdown, in which trackers wait for things that may hang."""
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -121,7 +121,7 @@ def main() -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.nice(5)
-    # Trackers leave the removal of a folder for each table to the interpreter's shutdown.
+    # Trackers create a folder for each table and remove it only at the interpreter's shutdown.
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="hybrid_grpo_")
     with open(int(sys.argv[1]), "rb") as file:
         given = json.load(file)

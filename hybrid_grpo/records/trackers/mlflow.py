@@ -10,7 +10,7 @@ from hybrid_grpo.records.files import flattened
 from hybrid_grpo.records.trackers.steps import TrackedStep, table
 
 _LONGEST_PARAMETER = 6000
-"""Characters of a parameter that MLflow accepts."""
+"""Most characters that MLflow accepts in a parameter."""
 
 
 class MlflowTracker:
@@ -43,7 +43,7 @@ class MlflowTracker:
         # MLflow's names have no @, and its server refuses NaN and infinity.
         numbers = {name.replace("@", "_at_"): value for name, value in step.values.items() if math.isfinite(value)}
         self._mlflow.log_metrics(numbers, step=step.step)
-        if step.samples and (step.distributions or step.alarms):  # a file each
+        if step.samples and (step.distributions or step.alarms):  # each table is a file
             columns, cells = table(step.samples)
             data = {column: [row[place] for row in cells] for place, column in enumerate(columns)}
             self._mlflow.log_dict(data, f"samples/step_{step.step:06d}.json")

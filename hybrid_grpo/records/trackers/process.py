@@ -22,7 +22,7 @@ from hybrid_grpo.records.trackers.wandb import resolve_wandb_mode
 
 
 def chosen_trackers(config: LogConfig) -> list[str]:
-    """The trackers of log.trackers, without wandb where it is disabled."""
+    """The trackers of log.trackers, without wandb if it is disabled."""
     disabled = "wandb" in config.trackers and resolve_wandb_mode(config.wandb) == "disabled"
     return [name for name in config.trackers if not (disabled and name == "wandb")]
 

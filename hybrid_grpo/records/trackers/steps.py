@@ -14,11 +14,11 @@ from hybrid_grpo.records.json_lines import GrowingFile, parse_step, read_jsonl
 from hybrid_grpo.records.metrics.catalogue import TIME_METRICS, TOKEN_METRICS
 
 STEP, TOKENS, HOURS = AXES = ("progress/step", "progress/tokens", "progress/hours")
-"""What curves are drawn over: the step, the completion tokens sampled so far (`sft`: target tokens), and the hours of
+"""The x axes of curves: the step, the completion tokens sampled so far (`sft`: target tokens), and the hours of
 training, evaluation and checkpoints."""
 
 _EACH, _OF_ALARM = 4, 32
-"""Samples of each kind, and of a step with an alarm."""
+"""Number of samples of each kind, and of extra ones from a step with an alarm."""
 
 Row = dict[str, Any]
 """A line of rollouts/step_*.jsonl: a completion with its rewards."""
@@ -32,14 +32,14 @@ class TrackedStep:
     values: dict[str, float]
     """The metrics and the AXES by name; NaN where metrics.jsonl has null."""
     samples: list[tuple[str, Row]] = field(default_factory=list)
-    """Completions worth reading, each with why: best, worst, surprising, alarm."""
+    """Completions worth reading, each with the reason: best, worst, surprising, alarm."""
     distributions: dict[str, list[float]] = field(default_factory=dict)
-    """Rewards, lengths in tokens and advantages of all completions, where a histogram is due."""
+    """Rewards, lengths in tokens and advantages of all completions, if a histogram is due."""
     alarms: list[str] = field(default_factory=list)
 
 
 class TrackedSteps:
-    """The steps of a run after the step `done`, each once, as its folder grows."""
+    """Yields the steps of a run after the step `done`, each once, as its folder grows."""
 
     def __init__(self, folder: Path, done: int, histograms_every: int) -> None:
         """`histograms_every`: steps between histograms; 0: none."""
@@ -53,14 +53,14 @@ class TrackedSteps:
         """The last step that was read, and the last one with histograms."""
 
     def new(self) -> Iterator[TrackedStep]:
-        """The steps whose numbers were written since the last look."""
+        """The steps whose numbers were written since the last call."""
         self._numbers.read(math.inf)
         unseen, self._unseen = self._unseen, []
         for step, values in unseen:
             yield self._step(step, values)
 
     def unfinished(self) -> Iterator[TrackedStep]:
-        """A last step that could not be finished: it has rollouts and no numbers."""
+        """A last step that could not be finished: it has rollouts but no numbers."""
         for step in rollout_files(self._rollouts):
             if step > self._last:
                 yield self._step(step, {STEP: step})

@@ -1,4 +1,4 @@
-"""A saved view of a run on wandb: the charts of charts.yaml, like report.html, by a reader's questions."""
+"""A saved view of a run on wandb: the charts of charts.yaml, as in report.html, grouped by a reader's questions."""
 
 import re
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ QUESTIONS = {
     "What does it write?": ("Completions",),
     "Where does time go?": ("Speed and memory",),
 }
-"""The sections of the view with their sections of charts.yaml; those of features are in the second."""
+"""The sections of the view, each with its sections of charts.yaml; those of features are added to the second."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Plot:
     title: str
     metrics: list[str] = field(default_factory=list)
     pattern: str = ""
-    """Instead of `metrics`, a regular expression for those of reward functions, sets or sources."""
+    """Used instead of `metrics` if their names vary: a regular expression, such as for all reward functions or sets."""
     top: float | None = None
     """Upper end of the axis."""
     is_stacked: bool = False
@@ -51,7 +51,7 @@ def _plot(chart: dict[str, Any]) -> Plot:
 
 
 def save_view(entity: str, project: str, run: str, run_id: str) -> str:
-    """Save the view of a run, in which others can be shown too; return its address. Raises wandb's errors."""
+    """Save the view of a run, in which other runs can be shown too; return its address. Raises wandb's errors."""
     view = make_view(entity, project, run, run_id)
     view.save()
     return str(view.url)

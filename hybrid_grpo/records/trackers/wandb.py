@@ -17,7 +17,7 @@ WandbMode = Literal["online", "offline", "disabled"]
 
 
 def resolve_wandb_mode(mode: Literal["auto"] | WandbMode) -> WandbMode:
-    """`auto` becomes the value of WANDB_MODE, else online where an account is configured, else offline."""
+    """`auto` becomes the value of WANDB_MODE, else online if an account is configured, else offline."""
     if mode != "auto":
         return mode
     known: WandbMode
@@ -37,7 +37,7 @@ def _logged_in() -> bool:
 
 
 def run_id(folder: Path, resumes: bool) -> str:
-    """The id of the run on wandb, kept in a file of `folder`, so that a resumed run goes on there."""
+    """The id of the run on wandb, kept in a file of `folder`, so that a resumed run continues there."""
     file = folder / "id"
     if not (resumes and file.exists()):
         folder.mkdir(parents=True, exist_ok=True)
@@ -89,12 +89,12 @@ class WandbTracker:
             return f"; no view was saved: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
     def write(self, step: TrackedStep) -> None:
-        """Log a step as one row, whose curves are drawn over the step or another of AXES."""
+        """Log a step as one row; its curves are drawn over the step or another of AXES."""
         for name in step.values.keys() | step.distributions.keys():
             self._define(name)
         for message in step.alarms:
             self._run.alert(f"Alarm at step {step.step}", message, level="WARN", wait_duration=0.001)
-        # wandb drops rows below its own count, which a run that rolled back to a checkpoint has passed.
+        # wandb drops rows below its own step count, and a run that was rolled back starts below it.
         self._run.log(as_row(step, self._wandb), step=max(step.step, self._run.step), commit=True)
 
     def _define(self, name: str) -> None:
