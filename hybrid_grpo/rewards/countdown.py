@@ -27,11 +27,11 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] 
 def countdown(
     completions: Completions, nums: list[Any], target: list[Any], *, use_all: bool = True
 ) -> list[float | None]:
-    """1.0 where the completion is an expression of the numbers `nums` with the value `target`, else 0.0.
+    """1.0 if the completion is an expression of the numbers `nums` with the value `target`, else 0.0.
 
     The expression is in the last `<answer> </answer>`, or else is the whole completion; anything after a `=` is
     ignored. It consists of whole numbers, + - * / and parentheses, with every number of `nums` exactly once, or, unless
-    `use_all`, at most once. Values are exact: 8 / (3 - 8 / 3) is 24. None where `target` is None.
+    `use_all`, at most once. Values are exact: 8 / (3 - 8 / 3) is 24. None if `target` is None.
     """
     return [
         None if goal is None else float(_solves(_expression(text), Counter(numbers), goal, use_all))

@@ -13,9 +13,9 @@ A function in verl's convention is recognized by the argument `solution_str` and
 
     compute_score(data_source, solution_str, ground_truth, extra_info) -> float | {"score": float, ...}
 
-Process rewards: instead of a number, a function may return a list of pairs with the rewards of a completion's steps:
-(text, reward), whose texts follow each other from the beginning of the completion, or (end, reward), where `end` is the
-number of completion tokens up to the end of the step.
+Process rewards: instead of a number, a function may return the rewards of a completion's steps as a list of pairs.
+Pairs are (text, reward), whose texts follow each other from the beginning of the completion, or (end, reward), where
+`end` is the number of completion tokens up to the end of the step.
 
 This module runs in the process that calls the function, and needs no torch.
 """
@@ -46,7 +46,7 @@ class Builtin:
     """Where a built-in reward function is defined, and how it may be called."""
 
     module: str
-    """Module in this room with a function of the built-in's name; imported by the process that calls it."""
+    """Module of this package with a function of the built-in's name; imported by the process that calls it."""
     called: Literal["process", "thread", "inline"] = "process"
     """Where it runs with `isolation: auto`: `thread` if it holds a model; `inline`, in the rank itself and on a whole
     group at once, if it is fast, cannot hang and judges each row by itself."""
@@ -70,9 +70,9 @@ BUILTINS: dict[str, Builtin] = {
 """The reward functions that a configuration names without a path."""
 
 INPUTS = ("prompts", "completions", "completion_ids")
-"""What every reward function can receive besides the columns of the data set."""
+"""What every reward function can receive in addition to the columns of the data set."""
 ENVIRONMENTS = "environments"
-"""TRL's input with the environments of completions in their final state; only with `rollout.environment`."""
+"""TRL's input for the environments of completions, in their final state; only with `rollout.environment`."""
 CONTEXT = ("trainer_state", "log_extra", "log_metric")
 """Further arguments that TRL passes to functions that name them."""
 

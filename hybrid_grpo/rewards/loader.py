@@ -21,7 +21,7 @@ from hybrid_grpo.workers.pool import Caller, Pool, call_inline
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward function in a rank, which calls it by its `caller`."""
+    """A reward function as a rank sees it; `caller` calls it."""
 
     name: str
     """Name in the metrics."""
@@ -81,7 +81,7 @@ def load_entries(configs: Mapping[str, RewardConfig], scoring: ScoringConfig | N
 
 
 def _by_name(config: RewardConfig) -> RewardConfig:
-    """The entry with the function's name in place of a function that another process can import."""
+    """The entry, with the function replaced by its name if another process can import it."""
     function = config.function
     if not callable(function):
         return config

@@ -1,7 +1,7 @@
 """Built-in reward functions for exact answers, format and repetition.
 
 They are called like a user's own functions (see functions.py): inputs and columns of the data set by name, one number
-per row, or None where the function does not apply. Columns come first in a signature. Settings (`kwargs` of the
+per row, or None if the function does not apply. Columns come first in a signature. Settings (`kwargs` of the
 configuration) are keyword-only and are checked before any row (ValueError).
 """
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def completion_texts(completions: Completions) -> list[str]:
-    """The text of every completion; for chats, that of the last message."""
+    """The text of every completion; for chats, the text of the last message."""
     return [c if isinstance(c, str) else str(c[-1]["content"]) for c in completions]
 
 
@@ -32,7 +32,7 @@ def compared(
     log_extra: LogExtra | None = None,
     same: Callable[[T, T], bool] = operator.eq,
 ) -> list[float | None]:
-    """1.0 where a completion states the same as the reference, else 0.0; None where there is no reference."""
+    """1.0 if a completion states the same as the reference, else 0.0; None if there is no reference."""
     if log_extra is not None:
         log_extra("answer", [None if answer is None else str(answer) for answer in stated])
     return [
@@ -42,9 +42,9 @@ def compared(
 
 
 def exact_match(completions: Completions, answer: list[Any]) -> list[float | None]:
-    """1.0 where the completion equals the column `answer`, both stripped of outer white space, else 0.0.
+    """1.0 if the completion equals the column `answer`, both stripped of outer white space, else 0.0.
 
-    None where `answer` is None. An answer that is not text is converted by `str`.
+    None if `answer` is None. An answer that is not text is converted by `str`.
     """
     texts = [text.strip() for text in completion_texts(completions)]
     return compared(texts, [None if gold is None else str(gold).strip() for gold in answer])
@@ -55,7 +55,7 @@ def letters_in_place(
 ) -> list[float | list[tuple[str, float]] | None]:
     """Share of positions at which the completion and the column `answer`, both stripped, have the same character.
 
-    Positions are those of the longer of the two, so that longer completions gain nothing. None where `answer` is None.
+    Positions are counted in the longer of the two, so longer completions gain nothing. None if `answer` is None.
     With `steps` every character is a step, whose reward is its change of the share: the sum is the same.
     """
     rewards: list[float | list[tuple[str, float]] | None] = []
@@ -75,7 +75,7 @@ def letters_in_place(
 
 
 def format_regex(completions: Completions, *, pattern: str) -> list[float | None]:
-    r"""1.0 where `pattern` matches the whole completion (re.fullmatch), else 0.0; `.` also matches a line end.
+    r"""1.0 if `pattern` matches the whole completion (re.fullmatch), else 0.0; `.` also matches a line end.
 
     An example is `<think>.*?</think>\s*<answer>.*?</answer>`. Nested repetition, such as `(a+)+`, can take time
     exponential in the length of a completion.
@@ -95,15 +95,15 @@ def format_tags(
     partial: bool = False,
     opened: bool = False,
 ) -> list[float | None]:
-    """1.0 where the completion is `<think>...</think><answer>...</answer>`, else 0.0.
+    """1.0 if the completion is `<think>...</think><answer>...</answer>`, else 0.0.
 
     Each of the `tags` opens and closes exactly once, in their order (the format of DeepSeek-R1, arXiv:2501.12948,
     section 2.2.2). Any text, or none, may be between the tags.
 
     Args:
         strict: allow nothing but white space outside of the tags.
-        partial: a completion that fails earns half of the share of marks (`<think>`, `</think>`, ...) that it contains
-            exactly once, at most 0.5, instead of 0.0.
+        partial: instead of 0.0, a completion that fails earns half the share of the marks (`<think>`, `</think>`, ...)
+            that it contains exactly once, so at most 0.5.
         opened: the chat template has already written the first opening tag, as for reasoning models.
     """
     if isinstance(tags, str) or not tags or len(set(tags)) < len(tags):

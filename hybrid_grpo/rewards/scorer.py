@@ -1,7 +1,7 @@
 """Scores completions with the reward functions of a run, and adds up their rewards.
 
-Completions are scored while others are still being sampled: a function is called as soon as a completion is finished,
-or as many of them as it takes at once, or all completions of a prompt.
+Completions are scored while others are still being sampled: a function is called as soon as one batch for it is
+finished, which is a number of completions or all completions of a prompt.
 
 A completion on which a function fails (it raises, hangs, dies, or returns something that is not a reward) has no reward
 and is left out of its group. If too many fail, the run ends.
@@ -35,7 +35,7 @@ from hybrid_grpo.workers.snapshots import Snapshot
 EPISODES = "episodes/"
 """Input with the episodes of environments, for their own rewards; no column or parameter can have this name."""
 _PATIENCE_S = 0.2
-"""Seconds between two checks whether the run stops."""
+"""Seconds between two checks of whether the run is stopping."""
 
 
 class Rewards:
@@ -124,7 +124,7 @@ class Rewards:
     def score(
         self, prompts: list[Prompt], completions: list[Completion], num_generations: int = 1, step: int = 0
     ) -> Scores:
-        """Score completions that are all there; raises UserError like `check_columns`.
+        """Score completions that are all finished; raises UserError like `check_columns`.
 
         Args:
             prompts: [B], the prompt of each row.
@@ -244,7 +244,7 @@ class Stream:
         self._calls[reward.name].append((rows, reward.caller(call)))
 
     def _reply(self, name: str, until_s: float, gives_up: Callable[[], bool]) -> Reply:
-        """The replies of a function to all rows, as far as they are in time; steps by their ends in tokens."""
+        """A function's replies for all rows, as far as they arrive in time; steps are given by their ends in tokens."""
         rows = len(self._completions)
         values: list[RewardValue] = [None] * rows
         failures: list[Failure | None] = [None] * rows
@@ -283,14 +283,14 @@ class Stream:
 
 
 def _lacks_environment(reward: Reward, completion: Completion) -> bool:
-    """Whether a function requires environments and the completion's has failed: it has no reward then. Functions of
-    whole groups are called with None in its place."""
+    """Whether a function is not called for a completion: it requires environments, and the completion's has failed.
+    Functions of whole groups are called all the same, with None in place of that environment."""
     failed = completion.episode is not None and completion.episode.failure is not None
     return failed and ENVIRONMENTS in reward.interface.required and reward.interface.batch_size != "group"
 
 
 def combined(rewards: Sequence[Reward], replies: dict[str, Reply], lengths: list[int], num_generations: int) -> Scores:
-    """The weighted sum of what functions returned.
+    """The weighted sums of the rewards that functions returned.
 
     A function that does not apply to a row adds nothing to its reward, which is 0.0 if none applies, as in TRL. A row
     on which a function failed has no reward. In a group in which a function scores steps, a number that it returns is

@@ -11,7 +11,7 @@ _UNFINISHED = "\ufffd"
 
 
 class TokenEnds:
-    """Finds where the tokens of a text end in it."""
+    """Finds the end of each token within a text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -60,7 +60,7 @@ def token_steps(text_steps: list[TextStep], completion: Completion, token_ends: 
     """
     text, at = completion.text, 0
     rewards: dict[int, float] = {}
-    before = completion.given[-1][0] if completion.given else 0  # the text is that of the last turn
+    before = completion.given[-1][0] if completion.given else 0  # the text contains the last turn only
     ends = [] if token_ends is None else token_ends(completion.token_ids[before:], text)
     token = 0
     for step_text, reward in text_steps:

@@ -50,14 +50,14 @@ def multiple_choice(
     *,
     log_extra: LogExtra | None = None,
 ) -> list[float | None]:
-    r"""1.0 where the completion chooses the letter of the column `answer`, else 0.0.
+    r"""1.0 if the completion chooses the letter of the column `answer`, else 0.0.
 
     A completion chooses by `The answer is (B)`, `Answer: B`, `\boxed{B}`, `<answer>B</answer>` or `B is correct`;
     without any of these, by `**B**`; else by a line that is just `B.`, or the only line that begins with `B. `. The
     last choice counts; `B or C` chooses nothing. The column `choices`, the texts of each row's choices, limits the
     letters, and a completion that is the text of a choice chooses it.
 
-    An answer is a letter, the index of a choice from 0, or the text of one of `choices`. None where the answer is None;
+    An answer is a letter, the index of a choice from 0, or the text of one of `choices`. None if the answer is None;
     ValueError for any other.
     """
     texts = completion_texts(completions)

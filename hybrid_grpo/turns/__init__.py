@@ -1,17 +1,17 @@
-"""Completions of several turns: those who answer the model's turns, and what it reads of them.
+"""Multi-turn completions: the partners that answer the model's turns, and the tokens of their answers.
 
-    trajectory.py     a completion under way, and what those who answer have in common (`Partner`)
-    tools/            a partner: functions, and their calls in worker processes
-    environments/     a partner: an object for each completion, in a worker process of its own
+    trajectory.py     a completion under way, and the interface of partners (`Partner`)
+    tools/            a partner: functions, called in worker processes
+    environments/     a partner: one environment instance per completion, in worker processes
     users/            a partner: a function or a frozen model that plays the user
-    openings.py       what environments say at the beginning, at the end of prompts
-    rewards.py        what environments give, as rewards
-    calls.py          what a turn says: text, calls, a fault
-    formats/          the formats that calls are written in
-    reading.py        which format it is, and from the text of a turn to what it says
-    template.py       from answers to the tokens that stand between two turns
-    partners.py       all of it together, as the decoder asks for it (generation's `Turns`)
+    openings.py       appends initial observations of environments to prompts
+    rewards.py        the rewards that environments give
+    calls.py          a parsed turn: text, calls, a fault
+    formats/          the formats in which calls are written
+    reading.py        finds the format of calls, and parses the text of a turn
+    template.py       from answers to the tokens between two turns
+    partners.py       puts all of this together for the decoder (generation's `Turns`)
 
-What was sampled is never decoded and read as tokens again: between two turns only the tokens are added that the chat
-template itself writes there.
+Sampled tokens are never decoded and tokenized again: between two turns, only the tokens that the chat template writes
+there are added.
 """

@@ -1,4 +1,4 @@
-"""A turn of the model as it was read: text, calls of tools, and what is wrong with them."""
+"""A parsed turn of the model: text, calls of tools, and what is wrong with them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from hybrid_grpo.data.chat_text import clean
 
 _DEEPEST = 64
-"""Most levels of nesting in the arguments of a call: templates, JSON and pickle recurse over them."""
+"""Maximum nesting depth of a call's arguments: templates, JSON and pickle recurse over them."""
 _LONGEST_NUMBER = 4096
-"""Most bits of a whole number; Python refuses to write those of more than 4,300 digits."""
+"""Maximum bits of a whole number; Python refuses to print numbers of more than 4,300 digits."""
 _LONGEST_NAME = 128
 
 
@@ -27,7 +27,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn that was read."""
+    """A parsed turn."""
 
     content: str
     """Its text without the calls."""
@@ -37,8 +37,8 @@ class Turn:
 
 
 def checked(call: ToolCall) -> ToolCall:
-    """A call that is safe to handle: its text can be encoded, its numbers are finite, and its lists and dictionaries
-    are not nested too deeply. Raises ValueError where it is not a call, or holds something else."""
+    """The call in a form that is safe to handle: its text can be encoded, its numbers are finite, and its lists and
+    dictionaries are not nested too deeply. Raises ValueError if it is not a valid call."""
     if not isinstance(call.name, str) or not call.name or len(call.name) > _LONGEST_NAME:
         raise ValueError(f"a call has a name of 1 to {_LONGEST_NAME} characters")
     if not isinstance(call.arguments, dict):

@@ -34,7 +34,7 @@ class Openings:
         self._data = replace(
             data,
             prompt_column="prompt",
-            system_prompt=None,  # the texts of prompts have it
+            system_prompt=None,  # the texts of prompts already contain it
             chat_template="always",
             max_prompt_tokens=_LONGEST_PROMPT,
         )
@@ -54,7 +54,7 @@ class Openings:
                 text, cut(self._tokenizer, prompt_text_of(self._tokenizer), clean(opening.observation), self._tokens)
             )
         variables = dict(self._data.chat_template_kwargs)
-        # Of several environments, a prompt describes its own.
+        # If there are several environments, a prompt describes only its own.
         schemas = self._tools.schemas_of(self._environments.kind(prompt)) if self._tools is not None else []
         data = replace(self._data, chat_template_kwargs=variables | ({"tools": schemas} if schemas else {}))
         where = f"the prompt of row {prompt.id} (from 0) with the initial observation of its environment"

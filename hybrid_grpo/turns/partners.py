@@ -1,4 +1,4 @@
-"""The partners of the model together, as the decoder asks them for answers between turns."""
+"""All partners of a run together: the decoder requests answers from them between turns."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _ANSWERS_KEPT = 1024
 class Partners:
     """Answers the turns of completions; implements the decoder's `Turns`.
 
-    The first partner that takes a turn answers it. A turn that none takes ends its completion, and the environment of
-    the completion, if it has one. The order in which answers are ready has no influence on what completions become.
+    The first partner that takes a turn answers it. A turn that none takes ends its completion, along with the
+    completion's environment, if any. The order in which answers arrive does not affect the completions.
 
     Args:
         partners: in the order in which they are asked.
-        openings: of prompts that have environments.
+        openings: initial observations, for prompts that have environments.
         user: the partner that plays the user.
         tokenizer, variables, stop_ids: see `Between`.
 
-    Raises UserError where the chat template has no place for what partners say, or for calls of tools.
+    Raises UserError if the chat template has no place for what partners say, or for calls of tools.
     """
 
     def __init__(
@@ -89,20 +89,20 @@ class Partners:
         return self.tools.names if self.tools is not None else []
 
     def load(self, device: torch.device) -> None:
-        """Load the model that plays the user, if one does; raises UserError where it does not load."""
+        """Load the model that plays the user, if one does; raises UserError if it does not load."""
         if isinstance(self.user, ModelUser):
             self.user.load(device)
 
     def check(self, prompts: list[Prompt]) -> None:
-        """Raise UserError where a row has nothing for its environment, or for the user."""
+        """Raise UserError if a row lacks what its environment or the user needs."""
         if self.user is not None:
             self.user.check_columns(prompts[0].columns)
         if self.environments is not None:
             self.environments.check(prompts)
 
     def opened(self, prompts: list[Prompt], step: int | str) -> list[Prompt]:
-        """Prompts with the initial observations of their environments, which are functions of (run seed, step, prompt);
-        `step` may also name a held-out set."""
+        """Prompts with the initial observations of their environments. The seed of an environment is a function of
+        (run seed, step, prompt); `step` may also name a held-out set."""
         if self._openings is None:
             return prompts
         # numpy and Gymnasium take seeds of 32 bits.
@@ -120,8 +120,8 @@ class Partners:
             self.environments.give_up()
 
     def ended(self, key: int, turn_ids: list[int], room: int) -> Finish | None:
-        """See `Turns`. A completion is cut where its last turn calls a tool, or would be answered by a user, and there
-        is no room for another turn."""
+        """See `Turns`. A completion is cut if its last turn calls a tool, or would be answered by a user, but there is
+        no room for another turn."""
         trajectory = self._trajectory(key)
         trajectory.sampled += len(turn_ids)
         has_turns = trajectory.turns + 1 < self._config.max_turns
@@ -143,7 +143,7 @@ class Partners:
         return self._ends(self._trajectory(key), "length")
 
     def _ends(self, trajectory: Trajectory, finish: Finish) -> Finish | None:
-        """How a completion ends; None where its environment has to end first."""
+        """How a completion ends; None if its environment has to end first."""
         if self.environments is None:
             return finish
         self.environments.end(trajectory, finish, partial(self._take, trajectory, trajectory.turns))
@@ -187,7 +187,7 @@ class Partners:
             except queue.Empty:
                 return ready
             if self._under_way.get(trajectory.key) is not trajectory or trajectory.turns != turn:
-                continue  # of a rollout that was given up
+                continue  # the answer belongs to a rollout that was given up
             if answer.finish is not None:
                 ready.append((trajectory.key, answer.finish))
                 continue
@@ -201,7 +201,7 @@ class Partners:
             elif self.environments.has_failed(trajectory):
                 self._ends(trajectory, "stop")
             elif not self._fits(trajectory, observation):
-                # The decoder would end the completion without its environment.
+                # The decoder would end the completion, but not its environment.
                 self._ends(trajectory, "length")
             else:
                 trajectory.observed += len(observation)
@@ -248,8 +248,7 @@ class Partners:
         return replace(completion, messages=messages, episode=episode, calls=calls)
 
     def numbers(self, rollout: Rollout) -> Numbers:
-        """What happened in the completions of a rollout, with seconds since `begin` or the last call of this, by
-        metric."""
+        """Metrics of the completions of a rollout, with seconds counted since `begin` or the previous call."""
         waited_s, self._waited_s = self._waited_s, 0.0
         numbers: Numbers = {"time/tool_wait_s": (waited_s, 1)}
         for partner in self._partners:
@@ -258,7 +257,7 @@ class Partners:
 
 
 def partners_of(config: SamplingConfig, tokenizer: Any, ends: tuple[int, ...]) -> Partners | None:
-    """The partners that the settings name; None where a completion is one turn. Raises UserError where one of them, or
+    """The partners that the settings name; None if a completion is one turn. Raises UserError if one of them, or
     the tokenizer, cannot be used. `ends` are the tokens that end a turn."""
     rollout, data = config.rollout, config.data
     if not rollout.has_turns:

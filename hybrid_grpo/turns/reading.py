@@ -1,4 +1,4 @@
-"""Readers of turns: which format a model's calls are in, and what a turn says. No text makes a reader raise."""
+"""Readers of turns: find the format of a model's calls, and parse turns. No text makes a reader raise."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Reader = Callable[[str, str], Turn]
 """Reads the text of a turn, special tokens included, given the token that ended it."""
 
 _THOUGHT = re.compile(r"<(?P<tag>[\w:]{0,20}think\w{0,20})>|\[THINK\]|<\|channel>thought")
-"""How a thought begins. A turn that begins with an endless one is nothing but thinking."""
+"""How a thought begins. A turn that begins with a thought that never ends is nothing but thinking."""
 _ENDS = {"[THINK]": "[/THINK]", "<|channel>thought": "<channel|>"}
-"""How it ends, where that is not the same tag."""
+"""How a thought ends, if not with the closing form of the same tag."""
 _BEGUN = re.compile(r"(?:<[\w:]*think\w*>|\[THINK\])\s*\Z")
 """The end of a prompt that begins the model's thinking."""
 _HIDDEN = "\U000f0002"
-"""A character for private use, which stands for a thought."""
+"""A private-use character that stands for a thought."""
 
 _EXAMPLE = ToolCall("look_up", {"key": "qzx7k", "count": 3})
 """A call that a chat template writes, and a reader has to read."""
@@ -51,16 +51,16 @@ def reader_of(
     ends: Iterable[str],
     most_calls: int,
 ) -> Reader:
-    """The reader of a format. `auto` takes the first that can read a call as the chat template writes it, beginning
-    with the parser that the tokenizer brings along. A warning is printed where a format that is named cannot.
+    """The reader of a format. `auto` takes the first format that can read a call as the chat template writes it, and
+    tries the tokenizer's own parser before all others. A warning is printed if a format chosen by name cannot.
 
     Args:
         variables: `data.chat_template_kwargs`.
         schemas: of the tools.
         ends: texts of the tokens that end turns.
-        most_calls: calls of a turn; further ones are a fault.
+        most_calls: maximum number of calls in a turn; more are a fault.
 
-    Raises UserError where `auto` finds none.
+    Raises UserError if `auto` finds none.
     """
     prompt = written(tokenizer, [user_message(_ASKED)], schemas, variables)
 
@@ -98,8 +98,8 @@ def _reads(reader: Reader, text: str, end: str) -> bool:
 
 
 def _examples(tokenizer: Any, variables: dict[str, Any], ends: tuple[str, ...]) -> list[tuple[str, str, str]]:
-    """Prompts, the turn with the example's call that the chat template writes after each of them, and the token that
-    ends it. Where prompts begin the model's thinking, the template may write a turn with or without that beginning."""
+    """Triples of a prompt, the turn with the example's call that the chat template writes after it, and the token that
+    ends the turn. If prompts begin the model's thinking, the template may write a turn with or without that start."""
     examples = []
     # Templates of Kimi K2 write a call's id in place of its name.
     for call in (_EXAMPLE, replace(_EXAMPLE, id=f"functions.{_EXAMPLE.name}:0")):
@@ -110,7 +110,7 @@ def _examples(tokenizer: Any, variables: dict[str, Any], ends: tuple[str, ...]) 
             whole = written(tokenizer, chat, [_SCHEMA], variables, generation=False)
             prompts = {prompt: None, _BEGUN.sub("", prompt): None}
             texts = [(begin, whole.removeprefix(begin)) for begin in prompts if whole.startswith(begin)]
-            # Others begin the model's turns otherwise than prompts end.
+            # In other templates, the model's turns do not begin as prompts end.
             texts += [(begin, whole.rpartition(_ASKED)[2]) for begin in prompts]
             examples += [(p, text[: text.rindex(e)], e) for (p, text), e in product(texts, ends) if e and e in text]
     return examples
@@ -131,8 +131,8 @@ def _by_template(tokenizer: Any, prompt: str, schemas: Sequence[dict[str, Any]],
 
 
 def format_reader(parts: Format, schemas: Sequence[dict[str, Any]], most_calls: int, begun: str) -> Reader:
-    """The reader of a format; `begun` is the part of the model's thinking that prompts begin. Calls within a thought
-    are ignored."""
+    """The reader of a format; `begun` is the beginning of the model's thinking if prompts end with it. Calls within a
+    thought are ignored."""
     functions = [schema["function"] for schema in schemas]
     tools = {function["name"]: function.get("parameters", {}).get("properties", {}) for function in functions}
 
@@ -148,7 +148,7 @@ def format_reader(parts: Format, schemas: Sequence[dict[str, Any]], most_calls: 
 
 
 def _without_thoughts(text: str) -> tuple[str, list[str]]:
-    """A text with a mark in place of each thought, and the thoughts."""
+    """The text with `_HIDDEN` in place of each thought, and the thoughts."""
     spoken, thoughts, place = [], [], 0
     endless: set[str] = set()
     for begin in _THOUGHT.finditer(text):
@@ -184,7 +184,7 @@ def _turn(text: str, parts: Iterator[Part], most_calls: int) -> Turn:
                     calls.append(_spoken(checked(part)))
                 except ValueError as error:
                     faults.append(error)
-    except Exception as error:  # whatever a reader makes of a text that is not in its format
+    except Exception as error:  # a reader may raise anything for a text that is not in its format
         faults.append(error)
     if not calls and not faults:
         return Turn(text)
@@ -192,7 +192,7 @@ def _turn(text: str, parts: Iterator[Part], most_calls: int) -> Turn:
 
 
 def _spoken(call: ToolCall) -> ToolCall:
-    """The call; raises ValueError where it has a thought in it."""
+    """The call; raises ValueError if it has a thought in it."""
     if _HIDDEN in json.dumps([call.name, call.arguments, call.id], ensure_ascii=False):
         raise ValueError("a thought stands in a call")
     return call

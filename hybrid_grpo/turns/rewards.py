@@ -1,4 +1,4 @@
-"""The rewards of environments, beside those of functions."""
+"""The rewards that environments give, in addition to the rewards of functions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hybrid_grpo.workers.pool import call_inline
 
 
 def rewards_of(names: list[str], *, by_turn: bool) -> list[Reward]:
-    """A reward of weight 1 for each of these names. It does not apply to completions of other environments, nor where
-    the environment gave no reward; it fails where the environment failed.
+    """A reward of weight 1 for each of these names. It does not apply to completions of other environments, nor if the
+    environment gave no reward; it fails if the environment failed.
 
     Args:
         by_turn: the rewards of turns stay rewards of steps; otherwise they are added up.

@@ -1,5 +1,5 @@
-"""The tokens between two turns: what the chat template writes after a turn of the model, up to where the next
-begins."""
+"""The tokens between two turns: what the chat template writes after a turn of the model, up to the beginning of the
+next."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hybrid_grpo.data.prompts import apply_template
 from hybrid_grpo.turns.calls import ToolCall
 
 _MARK = "qzx7k"
-"""A text by which the model's turn is found in a chat that was written by the template."""
+"""A text in the model's turn, by which the turn is found in the chat that the template writes."""
 _THOUGHT = "kx7zq"
-"""A text by which the model's thinking is found."""
+"""A text in the model's thinking, by which that is found."""
 
 
 def assistant_message(content: str, calls: list[ToolCall]) -> Message:
@@ -32,7 +32,7 @@ def assistant_message(content: str, calls: list[ToolCall]) -> Message:
 
 
 def tool_message(number: int, name: str, content: str, id: str | None = None) -> Message:
-    """The result of call `number` of a turn as a message; `id` where the model named the call."""
+    """The result of call `number` of a turn as a message; `id` if the model gave the call one."""
     return {"role": "tool", "name": name, "tool_call_id": _id(number, id), "content": clean(content)}
 
 
@@ -53,7 +53,7 @@ def written(
     *,
     generation: bool = True,
 ) -> str:
-    """A chat by the template, with `generation` up to where the model's next turn begins."""
+    """A chat as the template writes it; with `generation`, including the beginning of the model's next turn."""
 
     def by(chat: list[Message]) -> str:
         return apply_template(tokenizer, chat, generation=generation, tools=list(schemas) or None, **variables)
@@ -61,7 +61,7 @@ def written(
     try:
         return by(chat)
     except Exception:
-        # Some templates, such as DeepSeek's, take the arguments of calls as JSON alone.
+        # Some templates, such as DeepSeek's, accept the arguments of calls only as JSON text.
         return by([_with_json(message) for message in chat])
 
 
@@ -75,11 +75,11 @@ def _with_json(message: Message) -> Message:
 
 
 _LETTERS_OF_A_TOKEN = 32
-"""Letters of an answer that are tokenized for each token that is kept; the rest is dropped unread."""
+"""Characters of an answer that are tokenized for each token to be kept; the rest is dropped unread."""
 
 
 def cut(tokenizer: Any, chat_text: ChatText, text: str, tokens: int) -> str:
-    """The beginning of a text, of at most this number of tokens."""
+    """The beginning of a text, at most `tokens` tokens long."""
     short = text[: tokens * _LETTERS_OF_A_TOKEN]
     ids = chat_text.ids(chat_text.marked(short))
     if len(ids) <= tokens and len(short) == len(text):
@@ -92,7 +92,7 @@ class Between:
     """What the chat template of a tokenizer writes between turns.
 
     Args:
-        variables: what templates are given beside the messages, `data.chat_template_kwargs`.
+        variables: `data.chat_template_kwargs`, passed to the template along with the messages.
         schemas: the tools; there may be none.
         stop_ids: tokens that end a turn.
     """
@@ -109,8 +109,8 @@ class Between:
         return cut(self._tokenizer, self._text, text, tokens)
 
     def check(self, setting: str, example: Callable[[str], Message]) -> None:
-        """Raise UserError, which names a setting, where the template has no place for messages such as `example` makes
-        of a content, or does not end the turn that they answer."""
+        """Raise UserError, which names `setting`, if the template has no place for messages that `example` makes, or
+        does not end the turn that they answer."""
         message = example(f"{_MARK} {_MARK}")
         of_tool = message["role"] == "tool"
         turn, said = ("a call of a tool", "its result") if of_tool else ("a turn", "the user's answer to it")
@@ -129,12 +129,12 @@ class Between:
         )
 
     def check_history(self, setting: str, example: Callable[[str], Message]) -> None:
-        """Raise UserError, which names a setting, where the template rewrites earlier turns: a trained model reads its
-        turns as it wrote them, and would read something else when the template writes the chat.
+        """Raise UserError, which names `setting`, if the template rewrites earlier turns: in training, the model reads
+        its turns as it wrote them, and would later read something else in chats that the template writes.
 
-        Two turns are answered by messages such as `example` makes of a content. What the template writes must begin
-        with what it wrote one turn before and with that turn, its thinking included, apart from white space. Thinking
-        may be part of the content, or have a place of its own (`reasoning_content`).
+        The check writes a chat of two turns, each answered by a message that `example` makes. With every turn, the text
+        must begin with the text before and the new turn, its thinking included, apart from white space. Thinking may be
+        part of the content, or have a field of its own (`reasoning_content`).
         """
         found = [self._rewriting(example, separate=separate) for separate in (False, True)]
         refuse(
@@ -145,7 +145,7 @@ class Between:
         )
 
     def _rewriting(self, example: Callable[[str], Message], *, separate: bool) -> str | None:
-        """What the template does to earlier turns, as a message; None where it keeps them."""
+        """What the template does to earlier turns, as a message; None if it keeps them."""
         found = re.search(r"<([\w:]*think\w*)>", str(self._tokenizer.get_chat_template()))
         begin, end = (found[0], f"</{found[1]}>") if found else ("", "")
         chat: list[Message] = [{"role": "user", "content": "."}]
@@ -173,10 +173,10 @@ class Between:
         return None
 
     def ids(self, last: int, messages: list[Message]) -> list[int]:
-        """The tokens of messages that answer a turn, whose last sampled token is `last`."""
+        """The tokens of messages that answer a turn; `last` is the last sampled token of the turn."""
         _, after = self._after(messages)
         end = next((text for text in self._ends.values() if after.startswith(text)), "")
-        # The template's own end of the turn is there already where it was sampled.
+        # If the model sampled the template's end of the turn, it is there already.
         text = after.removeprefix(end) if self._ends.get(last) == end else after
         return self._text.ids(text)
 
@@ -200,5 +200,5 @@ class Between:
 
 
 def _squeezed(text: str) -> str:
-    """Without white space, which templates trim as they like."""
+    """The text without white space, which templates trim as they like."""
     return "".join(text.split())

@@ -1,4 +1,4 @@
-"""A completion under way: the trajectory of its turns so far, and what answers a turn."""
+"""A completion under way: the trajectory of its turns so far, and the partners that answer turns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Trajectory:
     key: int
     """Key of the completion's random stream, by which the decoder names it."""
     prompt: Prompt | None = None
-    """What is completed; None where the request did not say."""
+    """The prompt that is completed; None if the request gave none."""
     messages: list[Message] = field(default_factory=list)
     """The turns that were answered, and the answers that the model has read."""
     turns: int = 0
@@ -28,13 +28,13 @@ class Trajectory:
     sampled: int = 0
     """Tokens of all turns that have ended."""
     observed: int = 0
-    """Observation tokens: those of all answers that the model has read."""
+    """Observation tokens: the tokens of all answers that the model has read."""
     last: int = -1
     """The token that ended the last turn."""
     is_last: bool = False
-    """No turn may follow the last one: what answers it is not read."""
+    """No further turn may follow: the model does not read the answer to the last one."""
     is_full: bool = False
-    """No turn may follow only because of a limit of tokens, not because of the limit of turns."""
+    """Only a limit of tokens, not the limit of turns, prevents a further turn."""
     calls: list[Called] = field(default_factory=list)
     """Calls that have ended, in any order; see `Completion.calls`."""
 
@@ -46,7 +46,7 @@ class Answer:
     messages: list[Message] = field(default_factory=list)
     """What the model reads before its next turn; without any the completion ends."""
     finish: Finish | None = None
-    """How the completion ends with the turn; None where it continues."""
+    """How the completion ends with the turn; None if it continues."""
 
 
 class Seconds:
@@ -60,7 +60,7 @@ class Seconds:
         self._ended.append((name, seconds))
 
     def numbers(self, names: Sequence[str] = ()) -> Numbers:
-        """Seconds of a call on average, by metric, for each of these names of calls. Begins anew."""
+        """Mean seconds per call, by metric, for each of these names of calls. Starts counting anew."""
         ended, self._ended = self._ended, []
         took = {name: [seconds for of, seconds in ended if of == name] for name in names}
         return {f"{name}/seconds": (sum(of) / max(len(of), 1), len(of)) for name, of in took.items()}
@@ -74,17 +74,17 @@ def call_numbers(name: str, completions: Sequence[Completion]) -> Numbers:
 
 
 class Partner(Protocol):
-    """Who answers turns of the model. The first of a run's partners that takes a turn answers it."""
+    """Answers turns of the model. The first of a run's partners that takes a turn answers it."""
 
     setting: str
     """The setting that names it, for messages."""
     reads_last: bool
     """Whether it also receives the last turn that is allowed; otherwise that turn ends the completion unanswered."""
     seconds: Seconds
-    """What its answers took."""
+    """Seconds that its answers took."""
 
     def example(self, content: str) -> Message:
-        """A message such as its answers have, with this content: shows whether a chat template has a place for it."""
+        """A message like those in its answers, with this content; used to test whether a chat template accepts it."""
 
     def takes(self, trajectory: Trajectory, turn: Turn) -> bool:
         """Whether it answers a turn."""
@@ -93,5 +93,5 @@ class Partner(Protocol):
         """Begin to answer a turn that it takes. `done` is called once with the answer, on any thread."""
 
     def numbers(self, rollout: Rollout) -> Numbers:
-        """What happened in the completions of a rollout, and what answers took since the last call of this, by metric.
-        Counts are those of the completions, some of which a journal may hold from before a crash."""
+        """Metrics of the completions of a rollout, and of the seconds that answers took since the previous call. Counts
+        include completions that a journal kept from before a crash."""

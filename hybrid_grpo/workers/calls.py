@@ -1,7 +1,7 @@
-"""What a rank and its worker processes exchange: entries that are loaded, calls of them, and the replies.
+"""What a rank and its worker processes exchange: entries to load, calls to them, and replies.
 
-An `Entry` says what other people's code is: it is sent to the processes, loads a `Callee` there, and checks in the rank
-what came back. Needs no torch.
+An `Entry` names other people's code. It is sent to the worker processes, loads a `Callee` there, and checks the values
+of replies in the rank. This module needs no torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Failure:
 
     kind: Kind
     message: str
-    """One line that continues a sentence which begins with the name of what was called."""
+    """One line: the rest of a sentence that begins with the name of what was called."""
     traceback: str = ""
 
 
@@ -35,7 +35,7 @@ class Call:
 
     inputs: Inputs
     expected: list[Any]
-    """For each row, what `Entry.checked` holds its value against."""
+    """One per row: passed to `Entry.checked` with the row's value."""
     step: int = 0
     """Step of the run."""
 
@@ -50,15 +50,15 @@ class Reply:
     """The result of one call."""
 
     values: list[Any]
-    """One per row; None also where the row failed."""
+    """One per row; None also if the row failed."""
     failures: list[Failure | None]
     """One per row."""
     extra: dict[str, list[Any]] = field(default_factory=dict)
-    """By name, one per row: what the callee wants stored beside the values, in types that JSON has."""
+    """Lists by name, one element per row: what the callee wants stored with the values, in JSON types."""
     spent: bool = False
     """The process has run out of memory: another process should make the next call."""
     whole: bool = False
-    """The call failed as a whole: some of its rows may be without fault."""
+    """The call failed as a whole; some of its rows may not be at fault."""
     spans: list[tuple[float, float]] = field(default_factory=list)
     """Start and end of each time that the callee ran, in seconds by `time.perf_counter` of the rank."""
 
@@ -69,7 +69,7 @@ def failed(failure: Failure, rows: int, *, spent: bool = False) -> Reply:
 
 
 def raised(error: BaseException, message: str, rows: int) -> Reply:
-    """The reply of a call that raised as a whole; `message` says what."""
+    """The reply of a call that raised as a whole; `message` describes the error."""
     trace = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
     return failed(Failure("raised", message, trace), rows, spent=isinstance(error, MemoryError))
 
@@ -80,7 +80,7 @@ def timed_out(timeout_s: float, rows: int) -> Reply:
 
 
 def died(status: int | None, rows: int) -> Reply:
-    """The reply to a call whose process has ended, with this exit status where it is known."""
+    """The reply to a call whose process has ended, with this exit status if it is known."""
     if status is None:
         how = ""
     elif status == -9:
@@ -97,7 +97,7 @@ class Interface:
     required: list[str]
     """Parameters without a default that `kwargs` does not give."""
     accepted: list[str] | None
-    """Parameters that can be given by name; None where any can (**kwargs)."""
+    """Parameters that can be given by name; None if any can (**kwargs)."""
     is_async: bool
     batch_size: int | Literal["group", "all"]
     """Rows of one call. `all`: all of a rank, possibly none, called by all ranks at the same time."""
@@ -106,7 +106,7 @@ class Interface:
     settings: list[str] = field(default_factory=list)
     """Parameters that only `kwargs` gives, even if there is an input of the same name."""
     schema: dict[str, Any] = field(default_factory=dict)
-    """What else an entry reports of what it has loaded, in types that JSON has."""
+    """Whatever else an entry reports about what it has loaded, in JSON types."""
 
     def accepts(self, name: str) -> bool:
         """Whether the callee can be given an input of this name."""
@@ -123,7 +123,7 @@ class Callee(Protocol):
         """Carry out a call. Whatever other people's code raises becomes a failure."""
 
     async def reply_async(self, call: Call) -> Reply:
-        """`reply` where the interface is async."""
+        """`reply`, if the interface is async."""
 
 
 class Entry(Protocol):
@@ -131,11 +131,11 @@ class Entry(Protocol):
 
     @property
     def kwargs(self) -> Mapping[str, Any]:
-        """Fixed arguments. Variables of the environment that they name are left visible to the processes."""
+        """Fixed arguments. Environment variables that they name stay visible to the processes."""
 
     def load(self, name: str) -> Callee:
-        """Load it, in a worker process; `name` names the entry in messages. Raises UserError where it cannot be."""
+        """Load the entry, in a worker process; `name` names it in messages. Raises UserError if that is impossible."""
 
     def checked(self, value: Any, expected: Any) -> Any:
-        """In the rank, the value of a row as others may handle it, made anew from what JSON gave. Raises ValueError or
-        TypeError where it is not such a value."""
+        """Called in the rank: rebuilds the value of a row from parsed JSON, in a form that is safe to use. Raises
+        ValueError or TypeError if it is not a valid value."""

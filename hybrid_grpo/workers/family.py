@@ -1,4 +1,4 @@
-"""Parents and children of processes, as the Linux kernel has them."""
+"""Parents and children of processes, as the Linux kernel records them."""
 
 import ctypes
 import os
@@ -23,7 +23,7 @@ def adopt_orphans() -> None:
 
 
 def children(pid: int) -> list[int]:
-    """Children of a process, by the kernel's own list where it has one: psutil takes milliseconds."""
+    """Children of a process, from the kernel's own list if it has one: psutil takes milliseconds."""
     try:
         lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
         if lists:

@@ -1,8 +1,8 @@
 """The processes that call other people's code; processes.py is the rank's side of them.
 
 A *fork server* loads the entries of a run once, reports their interfaces, and forks a *worker* whenever it is asked to:
-a new worker is there in milliseconds, whatever the entries import. A worker carries out the calls that come over its
-socket until the socket closes, or until it is killed with all that it has started. It does not outlive the fork server,
+a new worker is ready in milliseconds, whatever the entries import. A worker carries out the calls that come over its
+socket until the socket closes, or until it is killed with all that it has started. No worker outlives the fork server,
 and the fork server does not outlive the rank. Neither needs torch.
 """
 
@@ -34,18 +34,18 @@ from hybrid_grpo.workers.messages import encode_reply, framed, read_frame
 def serve_forks(descriptor: int, rank: int) -> None:
     """Main function of the fork server: import, describe, then fork and kill on demand.
 
-    The descriptor is that of the socket to the process `rank`. What to import comes on standard input.
+    `descriptor` is the socket to the process `rank`. What to import comes on standard input.
     """
     control = socket.socket(fileno=descriptor)
     control.set_inheritable(False)
-    # While the process imports it does not look at the socket, and so does not see that the rank is gone.
+    # While it imports, this process does not read the socket, and so does not notice that the rank is gone.
     die_with_parent()
     if os.getppid() != rank:  # it ended before that
         return
     path, entries, memory_bytes = pickle.load(sys.stdin.buffer)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.path[:] = path
-    if isinstance(sys.stdout, io.TextIOWrapper):  # workers end without emptying buffers
+    if isinstance(sys.stdout, io.TextIOWrapper):  # workers end without flushing their buffers
         sys.stdout.reconfigure(line_buffering=True)
     adopt_orphans()
     names = ", ".join(name for name, _ in entries)
@@ -57,7 +57,7 @@ def serve_forks(descriptor: int, rank: int) -> None:
         return _tell(control, {"error": f"{names}: importing them raised {describe(error, None)}"})
     die_with_parent(False)
     _tell(control, {"interfaces": [vars(callee.interface) for callee in callees]})
-    # All objects of this moment are shared with every worker.
+    # All objects that exist now are shared with every worker.
     gc.collect()
     gc.freeze()
     workers: set[int] = set()
@@ -76,7 +76,7 @@ def serve_forks(descriptor: int, rank: int) -> None:
                 _tell(control, pid)
             else:
                 pid = int(argument)
-                status = _end(pid) if pid in workers else None  # None: a worker of a fork server that was killed
+                status = _end(pid) if pid in workers else None  # None: a worker of an earlier fork server
                 workers.discard(pid)
                 _end_orphans(workers | helpers)
                 _tell(control, status)
@@ -96,11 +96,11 @@ def _fork(
     kind: str,
 ) -> int:
     with warnings.catch_warnings():
-        # Python warns of forking where a module has started threads.
+        # Python warns about forking if a module has started threads.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid:
-        with suppress(OSError):  # the worker has done it
+        with suppress(OSError):  # the worker has already done it
             os.setpgid(pid, pid)
         return pid
     status = 1
@@ -135,8 +135,8 @@ def _end_orphans(ours: set[int]) -> None:
 
 
 def _settle(memory_bytes: int) -> None:
-    """Set up a new worker: it dies with its parent, has a process group of its own, becomes the parent of processes
-    that the programs it starts leave behind, and has its limits."""
+    """Set up a new worker: it dies with its parent, has a process group of its own, adopts the orphans of programs that
+    it starts, and has its limits."""
     os.setpgid(0, 0)
     die_with_parent()
     adopt_orphans()

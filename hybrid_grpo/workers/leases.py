@@ -1,7 +1,7 @@
-"""Workers that hold objects of other people's for a while: one object each, or as many as its class allows.
+"""Workers that hold objects of users' classes for a while: one object each, or as many as the class allows.
 
-Requests are sent by the thread that makes them, and replies are read as they come by the loop of the Pool. A game makes
-hundreds of requests in a second of decoding, whose thread they must not hold up: so no request has a task or a timer. A
+The thread that makes a request also sends it; the Pool's event loop reads replies as they arrive. A game makes hundreds
+of requests per second of decoding and must not hold up the decoding thread, so no request has a task or a timer. A
 process carries out one request at a time, in the order in which they were made.
 """
 
@@ -26,11 +26,11 @@ Done = Callable[[Reply], None]
 
 
 class Lease:
-    """The lease of a process for one object, from its first request until it is released. Where a request takes too
-    long, or ends the process, it and all later ones have failed.
+    """The lease of a process for one object, from its first request until it is released. If a request takes too long,
+    or ends the process, that request and all later ones fail.
 
     Args:
-        index: of the object's entry, in its fork server.
+        index: index of the object's entry in the fork server.
         shares: most objects in one process.
     """
 
@@ -63,8 +63,8 @@ class Lease:
         done(self.lost)
 
     def release(self) -> None:
-        """Close the object, and leave its place to others, once all requests are carried out. What closing does to the
-        process, or how long it takes, changes no earlier reply."""
+        """Once all requests are carried out, close the object and leave its place to others. Earlier replies stay valid
+        even if closing takes too long or ends the process."""
         with self._leases.lock:
             if self.lost is not None or (self.process is None and not self.waiting):
                 return
@@ -79,7 +79,7 @@ class _Request:
 
 
 class _Process:
-    """A worker and the requests it was given; `leases` are those of the objects that it holds."""
+    """A worker and the requests it was given; `leases` are the leases of the objects that it holds."""
 
     def __init__(self, all_leases: Leases) -> None:
         self._all = all_leases
@@ -90,7 +90,7 @@ class _Process:
         self.worker = Worker(all_leases.fork_server, all_leases.loop, "sync", lambda: all_leases.lose(self))
 
     def give(self, request: _Request) -> None:
-        """Take a request, on any thread, with the lock held."""
+        """Add a request. Called on any thread, with the lock held."""
         self.requests.append(request)
         if len(self.requests) == 1 and not self.is_ending:
             self._send_first()
@@ -100,7 +100,7 @@ class _Process:
         self.worker.send(self.requests[0].call, self._take)
 
     def _take(self, reply: Reply | None) -> None:
-        """Pass on the reply to the first request, in the loop's thread."""
+        """Pass on the reply to the first request. Called on the loop's thread."""
         if reply is None:
             return  # the process is lost: `lose` replies
         if reply.spent:
@@ -114,17 +114,17 @@ class _Process:
 
 
 class Leases:
-    """The processes for objects. They are started when they are needed, and used again and again; an object for which
-    there is no process waits until another is released.
+    """The processes for objects. They are started when they are needed, and reused. An object for which there is no
+    process waits until another object is released.
 
     Args:
         loop: reads replies, and starts and ends processes.
-        timeout_s: seconds of one request, from when its process begins with it.
-        most: most processes; None for as many as there are objects.
+        timeout_s: limit of one request, counted from when its process begins with it.
+        most: maximum number of processes; None for as many as there are objects.
 
     Attributes:
-        deadlines_s: when the requests under way have taken too long, by `time.monotonic`.
-        lock: of all that is changed by the threads of requests and by the loop's.
+        deadlines_s: time by which each process must finish its request, by `time.monotonic`.
+        lock: guards whatever both the requesting threads and the loop's thread change.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Leases:
         self.deadlines_s: dict[_Process, float] = {}
         self.lock, self.numbers = threading.Lock(), itertools.count()
         self._count = 0
-        """Processes that are there, or being started."""
+        """Processes that exist, or are being started."""
         self._starting = 0
         self._idle: list[_Process] = []
         self._with_room: defaultdict[int, dict[_Process, None]] = defaultdict(dict)
@@ -148,12 +148,12 @@ class Leases:
         return Lease(self, index, shares)
 
     def place(self, lease: Lease) -> None:
-        """Find a process for an object, with the lock held; it may have to wait for one."""
+        """Find a process for an object, which may have to wait for one. Called with the lock held."""
         self._queue.append(lease)
         self._place_waiting()
 
     def _place_waiting(self) -> None:
-        """Place the objects that wait, with the lock held, in the order in which they came."""
+        """Place the waiting objects, in the order in which they came. Called with the lock held."""
         while self._queue:
             process = self._process_for(self._queue[0])
             if process is None:
@@ -176,7 +176,7 @@ class Leases:
         return self._idle.pop() if self._idle else None
 
     def _sort(self, process: _Process, lease: Lease) -> None:
-        """Note whether a process has room, with the lock held, after `lease` came or went."""
+        """Note whether a process has room after `lease` came or went. Called with the lock held."""
         self._with_room[lease.index].pop(process, None)
         if not process.leases:
             self._idle.append(process)
@@ -184,7 +184,7 @@ class Leases:
             self._with_room[lease.index][process] = None
 
     def _start(self) -> None:
-        """Start a process, in the loop's thread, unless none is needed any longer."""
+        """Start a process, unless none is needed any longer. Called on the loop's thread."""
         process, reply = None, None
         if self._queue:
             try:
@@ -198,7 +198,7 @@ class Leases:
                 return self._place_waiting()
             self._count -= 1
             if reply is None or self._count > self._starting or not self._queue:
-                return  # where there are other processes, the object waits for one of them
+                return  # if there are other processes, the object waits for one of them
             lease = self._queue.popleft()
             lease.lost, waiting, lease.waiting = reply, lease.waiting, []
             self._place_waiting()
@@ -206,7 +206,7 @@ class Leases:
             request.done(reply)
 
     def take_back(self, lease: Lease) -> None:
-        """Give the place of an object that is closed to others."""
+        """Give the place of a closed object to others."""
         with self.lock:
             if lease.process is not None:
                 lease.process.leases.discard(lease)
@@ -215,8 +215,8 @@ class Leases:
                 self._place_waiting()
 
     def lose(self, process: _Process, reply: Reply | None = None) -> None:
-        """End a process, in the loop's thread. The request under way and all later ones of its object get this reply,
-        by default that the process has died; objects that shared the process are lost as well."""
+        """End a process; called on the loop's thread. The request under way and all later ones of its object get this
+        reply, by default that the process has died. Objects that shared the process are lost as well."""
         with self.lock:
             self.deadlines_s.pop(process, None)
             process.is_ending = True
@@ -237,7 +237,7 @@ class Leases:
             request.done(request.lease.lost or reply)
 
     def _watch(self) -> None:
-        """End the processes whose requests take too long; then look again when the next one may."""
+        """End the processes whose requests take too long; look again at the next deadline."""
         now_s, deadlines_s = time.monotonic(), self.deadlines_s.copy()
         late = [process for process, deadline_s in deadlines_s.items() if deadline_s <= now_s]
         # A request that is made from now on has a later deadline.

@@ -1,7 +1,7 @@
-"""The messages between a rank and its worker processes, each with its length before it.
+"""The messages between a rank and its worker processes, each preceded by its length.
 
-Calls are pickled; replies are JSON. What a worker sends is the data of a stranger: the code of a user, or of a model,
-may have written it. So everything is checked here, and made anew from plain values, before the rank looks at it.
+Calls are pickled; replies are JSON. What a worker sends cannot be trusted: the code of a user, or of a model, may have
+written it. So everything is checked here, and rebuilt from plain values, before the rank uses it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hybrid_grpo.workers.calls import LONGEST_TRACEBACK, Call, Entry, Failure, K
 LONGEST_TEXT = 1 << 20
 """Characters of a message, and of a text that is a value."""
 _MOST_COLUMNS, _LONGEST_NAME, _LONGEST_STORED = 64, 100, 10_000
-"""Of what is stored beside values: columns, and characters of a name and of a value."""
+"""Limits on what is stored with values: columns, characters of a name, and characters of a value."""
 _LARGEST_WHOLE = 2**63
 
 
 _HEADER = struct.Struct(">I")
-"""Length of the message that follows; the frames of multiprocessing's Connection, up to 2 GiB."""
+"""Length of the message that follows, in the format of multiprocessing's Connection (up to 2 GiB)."""
 _LARGEST_REPLY = 1 << 28
 
 
@@ -36,26 +36,26 @@ class PendingCall:
 
     entry: Entry
     expected: Sequence[Any]
-    """For each row, what its value is held against; see `Entry.checked`."""
+    """One per row: passed to `Entry.checked` with the row's value."""
     number: int
     message: bytes
     """As it is sent."""
 
     @classmethod
     def of(cls, entry: Entry, index: int, call: Call, timeout_s: float) -> PendingCall:
-        """A call of the entry with this index. Raises what pickling it raises."""
-        number = secrets.randbits(52)  # drawn by chance, so that a function can answer no call but its own
+        """A call to the entry with this index. Raises whatever pickling the call raises."""
+        number = secrets.randbits(52)  # random, so that a function can answer no call but its own
         return cls(entry, call.expected, number, framed(pickle.dumps((number, index, call, timeout_s))))
 
 
 def framed(message: bytes) -> bytes:
-    """A message with its length before it."""
+    """A message, preceded by its length."""
     return _HEADER.pack(len(message)) + message
 
 
 def unframed(received: bytearray) -> bytes | None:
-    """Take the first message out of what a worker sent; None where it is not complete. Raises ValueError where it is
-    longer than a reply may be."""
+    """Remove the first message from what a worker sent, and return it; None if it is not complete. Raises ValueError
+    if it is longer than a reply may be."""
     if len(received) < _HEADER.size:
         return None
     (size,) = _HEADER.unpack_from(received)
@@ -70,7 +70,7 @@ def unframed(received: bytearray) -> bytes | None:
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """The next message of the rank. Raises IncompleteReadError where the rank sends no more."""
+    """The next message of the rank. Raises IncompleteReadError if the rank sends no more."""
     (size,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
     return await reader.readexactly(size)
 
@@ -82,8 +82,8 @@ def encode_reply(number: int, reply: Reply) -> bytes:
 
 
 def decode_reply(message: bytes, calls: Mapping[int, PendingCall]) -> tuple[int, Reply] | None:
-    """The number of a call under way, and the reply to it; None where the message is about another call. Raises
-    ValueError where it is not a reply.
+    """The number of a call under way, and the reply to it; None if the message is about another call. Raises
+    ValueError if it is not a reply.
 
     Args:
         calls: under way, by number.
@@ -116,16 +116,16 @@ def _failure(kind: Any, message: Any, traceback: Any) -> Failure:
 
 
 def checked_text(text: Any, longest: int = LONGEST_TEXT) -> str:
-    """Text of at most this length, without the halves of surrogate pairs, which no file and no tokenizer takes. Raises
-    TypeError where it is not text."""
+    """The text, cut to this length. Lone surrogates, which neither files nor tokenizers accept, are replaced. Raises
+    TypeError if it is not text."""
     if not isinstance(text, str):
         raise TypeError(text)
     return text[:longest].encode(errors="replace").decode()
 
 
 def finite(value: Any, largest: float = math.inf) -> float | None:
-    """The value as a finite float of at most this size; None where it is not one."""
-    # float() would also read text, but a number that is given as text is a mistake.
+    """The value as a finite float of at most this size; None if it is not one."""
+    # float() would also parse text, but a number given as text is a mistake.
     try:
         number = float(value) if hasattr(value, "__float__") or hasattr(value, "__index__") else math.nan
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -134,8 +134,8 @@ def finite(value: Any, largest: float = math.inf) -> float | None:
 
 
 def stored(extra: dict[str, list[Any]], rows: int) -> dict[str, list[Any]]:
-    """What a callee wants stored beside its values, in plain values. Columns of another length are left out, as are
-    those beyond `_MOST_COLUMNS`; long text is cut."""
+    """What a callee wants stored with its values, as plain values. Columns that do not have `rows` elements are left
+    out, as are columns beyond `_MOST_COLUMNS`; long text is cut."""
     columns = [(str(name)[:_LONGEST_NAME], column) for name, column in extra.items() if len(column) == rows]
     return {checked_text(name): [_plain(v) for v in column] for name, column in columns[:_MOST_COLUMNS]}
 

@@ -5,8 +5,8 @@
     Workers        in worker processes, as many calls at the same time as there are processes
     Tasks          `async def` functions: many calls at the same time in one worker process
 
-A call that takes too long is given up: its worker is killed, with all that it has started, and replaced; its thread is
-left to itself. The Pool's event loop drives all of this in a thread of its own; a rank only waits for results.
+A call that takes too long is given up: a worker is killed, with all that it has started, and replaced; a thread is
+abandoned. The Pool's event loop drives all of this in a thread of its own; a rank only waits for results.
 """
 
 import asyncio
@@ -88,11 +88,11 @@ class Pool:
         return partial(self._start, ask, function.interface.batch_size != "group")
 
     def _start(self, ask: Ask, splits: bool, call: Call) -> Future[Reply]:
-        # The coroutine does not hold the pool, which ends when only calls under way would need it.
+        # The coroutine holds no reference to the pool, which thus ends even if calls are under way.
         return asyncio.run_coroutine_threadsafe(_replied(ask, splits, call), self._loop)
 
     def close(self) -> None:
-        """End the loop and all processes. This also happens when the pool is garbage."""
+        """End the loop and all processes. This also happens when the pool is garbage-collected."""
         self._finalizer()
 
 
@@ -106,7 +106,7 @@ def busy_seconds(replies: Iterable[Reply]) -> float:
 
 
 def joined(replies: Sequence[Reply]) -> Reply:
-    """The replies to successive rows as one; `extra` has None where a reply stores nothing under a name."""
+    """The replies to successive rows as one; `extra` has None if a reply stores nothing under a name."""
     extra = {
         name: [value for reply in replies for value in reply.extra.get(name, [None] * len(reply.values))]
         for name in {name: None for reply in replies for name in reply.extra}
@@ -151,7 +151,7 @@ class Workers:
         self._slots = asyncio.Semaphore(count)
         self._alone = asyncio.Lock()
         self._idle: defaultdict[int, list[Worker]] = defaultdict(list)
-        """By the index of their function."""
+        """Idle workers by the index of their function."""
 
     async def ask(self, index: int, timeout_s: float, call: Call) -> Reply:
         """Call the entry with this index; `timeout_s` counts from when a process is free."""
@@ -166,7 +166,7 @@ class Workers:
         return reply or died(None, len(call.expected))
 
     async def _ask(self, index: int, timeout_s: float, call: Call) -> Reply | None:
-        """The reply; None where the fork server has died together with the worker."""
+        """The reply; None if the fork server has died together with the worker."""
         rows = len(call.expected)
         worker = self._free(index)
         try:
@@ -212,7 +212,7 @@ class Tasks:
         return reply or await self._workers.ask(index, timeout_s, call)
 
     async def _ask(self, index: int, timeout_s: float, call: Call) -> Reply | None:
-        """The reply; None where the process is lost, and other calls with it."""
+        """The reply; None if the process is lost, and other calls with it."""
         worker = self._worker = self._worker or Worker(self._fork_server, asyncio.get_running_loop(), "async")
         try:
             reply = await asyncio.wait_for(worker.ask(index, call, timeout_s), timeout_s + _ASYNC_GRACE_SECONDS)
@@ -230,14 +230,14 @@ class Tasks:
 
 
 class Threads:
-    """A thread for each call of one function, one call at a time; a thread that takes too long is left to itself."""
+    """A thread for each call of one function, one call at a time; a thread that takes too long is abandoned."""
 
     def __init__(self, enter: Callable[[], None]) -> None:
         self._enter = enter
         self._turn = asyncio.Lock()
 
     async def ask(self, function: Callee, timeout_s: float, call: Call) -> Reply:
-        """Call the function; `timeout_s` counts from the call's turn."""
+        """Call the function; `timeout_s` counts from when the previous call is over."""
         async with self._turn:
             answer: Future[Reply] = Future()
             threading.Thread(target=self._run, args=(answer, function, call), name="callee", daemon=True).start()

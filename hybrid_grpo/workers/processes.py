@@ -34,13 +34,13 @@ _MOST_PRINTED = 4 << 20
 _PART = 1 << 15
 """Most bytes read at once."""
 _END_SECONDS = 2.0
-"""In which a fork server ends its workers and itself."""
+"""Seconds in which a fork server must end its workers and itself."""
 
 
 class ForkServer:
     """The process that workers are forked from; see forking.py. Used by one thread at a time.
 
-    Creating it raises UserError where an entry cannot be loaded.
+    Creating it raises UserError if an entry cannot be loaded.
     """
 
     def __init__(self, entries: Sequence[tuple[str, Entry]], scoring: ScoringConfig) -> None:
@@ -66,9 +66,9 @@ class ForkServer:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=[theirs.fileno()],
-                # Away from the terminal: Ctrl-C is for the rank, which ends its processes itself.
+                # Detached from the terminal: Ctrl-C is meant for the rank, which ends its processes itself.
                 start_new_session=True,
-                # There are many workers: one thread of a numerical library in each.
+                # There are many workers, so numerical libraries get one thread in each.
                 env={**public_environment(os.environ, self._named), "OMP_NUM_THREADS": "1"},
             )
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
@@ -103,7 +103,7 @@ class ForkServer:
         return [Interface(**interface) for interface in answer["interfaces"]]
 
     def fork(self, kind: str) -> tuple[int, socket.socket]:
-        """The process of a new worker, `sync` or `async`, and the socket to it."""
+        """Fork a worker; `kind` is `sync` or `async`. Returns its process id and the socket to it."""
         try:
             return self._fork(kind)
         except (OSError, EOFError):
@@ -119,12 +119,12 @@ class ForkServer:
         return int(self._answer()), ours
 
     def end(self, pid: int) -> int | None:
-        """Kill a worker; its exit status, negative for the signal that ended it. None if its fork server is gone."""
+        """Kill a worker. Returns its exit status, negative for a signal; None if its fork server is gone."""
         try:
             self._control.sendall(f"end {pid}".encode())
             answer = self._answer()
         except (OSError, EOFError):
-            self.close()  # a late answer would be taken for the answer to another command
+            self.close()  # a late answer would be mistaken for the answer to another command
             return None
         return None if answer is None else int(answer)
 
@@ -136,12 +136,12 @@ class ForkServer:
 
     def close(self) -> None:
         """End the fork server, all workers and all processes that they have started."""
-        # Both: otherwise the socket stays open, and the fork server does not notice.
+        # Close both: otherwise the socket stays open, and the fork server does not notice.
         self._answers.close()
         self._control.close()
         try:
             self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:  # other people's code has stopped it: it does not notice the closed socket
+        except subprocess.TimeoutExpired:  # it was stopped by other people's code, and does not see the closed socket
             with suppress(psutil.NoSuchProcess):
                 family = psutil.Process(self._process.pid).children(recursive=True)
                 self._process.kill()
@@ -149,14 +149,14 @@ class ForkServer:
                     with suppress(psutil.NoSuchProcess):
                         process.kill()
         for printer in self._printers:
-            printer.join(0.2)  # what was printed last; a process that got away keeps the streams open
+            printer.join(0.2)  # for the last output; a process that escaped would keep the streams open
         for worker in self.workers:
             worker.give_up()
         self.workers.clear()
 
 
 def _forward(stream: IO[bytes], descriptor: int) -> None:
-    """Print what comes from a stream until it ends: `_MOST_PRINTED` bytes, and a notice where there are more."""
+    """Print a stream until it ends: at most `_MOST_PRINTED` bytes, then a notice if there are more."""
     left = _MOST_PRINTED
     with stream, suppress(OSError):
         while text := os.read(stream.fileno(), 1 << 16):
@@ -178,12 +178,12 @@ def _forward(stream: IO[bytes], descriptor: int) -> None:
 class Worker:
     """A worker process and the socket to it: sends calls, and matches the replies to them.
 
-    Calls are sent on any thread, without a task or a timer for each; replies are read on the loop's thread, as they
-    come. A `sync` worker carries out one call at a time, an `async` one all at once.
+    Calls are sent on any thread, without a task or a timer for each; replies are read on the loop's thread as they
+    arrive. A `sync` worker carries out one call at a time, an `async` one all at once.
 
     Args:
         kind: `sync` or `async`.
-        lost: called on the loop's thread when the process is gone, or sends what is not a reply.
+        lost: called on the loop's thread when the process is gone, or sends something that is not a reply.
     """
 
     def __init__(
@@ -201,13 +201,13 @@ class Worker:
         self._received, self._unsent = bytearray(), bytearray()
         self._sending = threading.Lock()
         self.is_gone = False
-        """Whether the process was ended, or has ended, or sent what is not a reply."""
+        """Whether the process was killed, has ended, or has sent something that is not a reply."""
         fork_server.workers.add(self)
         loop.add_reader(self._socket, self._read)
 
     async def ask(self, index: int, call: Call, timeout_s: float) -> Reply:
-        """Send a call of the entry with this index, and wait for its reply. Raises EOFError where the worker is
-        gone."""
+        """Call the entry with this index, and wait for the reply. Raises EOFError if the worker is gone or is lost
+        meanwhile."""
         answer: asyncio.Future[Reply] = self._loop.create_future()
 
         def done(reply: Reply | None) -> None:
@@ -229,8 +229,8 @@ class Worker:
             self._waiting.pop(pending.number, None)
 
     def send(self, call: PendingCall, done: Callable[[Reply | None], None]) -> None:
-        """Send a call, on any thread; `done` is called once with the reply, on the loop's thread, and with None where
-        the worker is lost. That it is gone already is noticed by the loop."""
+        """Send a call; may be called on any thread. `done` is called once, on the loop's thread, with the reply, or
+        with None if the worker is lost. If it is gone already, the loop notices."""
         self._calls[call.number], self._waiting[call.number] = call, done
         with self._sending:
             sent = 0 if self._unsent else self._try_to_send(call.message)
@@ -242,11 +242,11 @@ class Worker:
     def _try_to_send(self, data: bytes | bytearray) -> int:
         try:
             return self._socket.send(data)
-        except OSError:  # it is full, or the process is gone
+        except OSError:  # the socket is full, or the process is gone
             return 0
 
     def _write(self) -> None:
-        """Send what is left of long calls as the process reads, on the loop's thread."""
+        """Send the rest of long calls as fast as the process reads. Called on the loop's thread."""
         if self.is_gone:
             return
         with self._sending:
@@ -257,7 +257,7 @@ class Worker:
                 self._loop.remove_writer(self._socket)
 
     def _read(self) -> None:
-        """Take what has come: parts of replies, or the end of the process."""
+        """Read what has arrived: parts of replies, or the end of the stream if the process has ended."""
         replies: list[tuple[int, Reply]] = []
         try:
             part = self._socket.recv(_PART)
@@ -277,7 +277,7 @@ class Worker:
             self._lose()
 
     def give_up(self) -> None:
-        """Have the worker lost: what it was asked has no reply."""
+        """Treat the worker as lost: its calls under way get no reply."""
         self._loop.call_soon(self._lose)
 
     def _lose(self) -> None:
@@ -287,7 +287,7 @@ class Worker:
                 self._lost()
 
     def _stop(self) -> None:
-        """Neither read nor write any more; calls under way have no reply."""
+        """Stop reading and writing; calls under way get no reply."""
         if self.is_gone:
             return
         self.is_gone = True
@@ -299,19 +299,19 @@ class Worker:
             done(None)
 
     def end(self) -> int | None:
-        """Kill the process; its exit status, see `ForkServer.end`."""
+        """Kill the process; returns its exit status like `ForkServer.end`."""
         self._stop()
         self._fork_server.workers.discard(self)
         status = self._fork_server.end(self._pid)
-        self._socket.close()  # only now: the process would end by itself, with another status
+        self._socket.close()  # not earlier: the process would end by itself, with another status
         return status
 
 
 def public_environment(environment: Mapping[str, str], named: set[str]) -> dict[str, str]:
-    """The variables whose names do not look like those of secrets, and those that settings name."""
+    """The variables whose names do not look like names of secrets, and the variables that settings name."""
     return {name: value for name, value in environment.items() if name in named or not _VARIABLE.search(name)}
 
 
 def named_variables(kwargs: Mapping[str, Any]) -> set[str]:
-    """Variables of the environment that the arguments of a function name, as in `token_env: MY_TOKEN`."""
+    """Environment variables that the arguments of a function name, as in `token_env: MY_TOKEN`."""
     return {value for name, value in kwargs.items() if name.endswith("_env") and isinstance(value, str)}

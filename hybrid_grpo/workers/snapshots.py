@@ -1,4 +1,4 @@
-"""An object of one worker process as others see it: a snapshot of its attributes.
+"""An object of one worker process as other processes see it: a snapshot of its attributes.
 
 An object is pickled attribute by attribute in the process where it lives, carried as text, and restored in the process
 that uses it; never in the rank.
@@ -19,14 +19,14 @@ _LARGEST = 1 << 20
 
 @dataclass(frozen=True)
 class Snapshot:
-    """An object that the process it is sent to restores."""
+    """An object that is restored by the process to which it is sent."""
 
     state: dict[str, Any]
     """See `state_of`."""
 
 
 def state_of(instance: Any, place: str) -> dict[str, Any]:
-    """All attributes of an object, in types that JSON has; `place` is the file or module that defines its class. An
+    """All attributes of an object, in JSON types; `place` is the file or module that defines its class. An
     attribute that cannot be carried is listed with the reason."""
     attributes, missing = {}, {}
     for name, value in getattr(instance, "__dict__", {}).items():

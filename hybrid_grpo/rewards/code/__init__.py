@@ -1,4 +1,4 @@
-"""The built-in `code_tests`: tests programs that a model wrote in a sandbox of kernel protections.
+"""The built-in `code_tests`: runs a model's programs against tests, in a sandbox of kernel protections.
 
-Reward functions of users do not run here but in `workers/`.
+Users' own reward functions run in `workers/` instead.
 """

@@ -39,14 +39,14 @@ def code_tests(
     tolerance: float = 0.0,
     require: Collection[str] = tuple(PROTECTIONS),
 ) -> list[float | None]:
-    """Share of tests that the program in a completion passes; 0.0 without a program, None where `tests` is None.
+    """Share of tests that the program in a completion passes; 0.0 without a program, None if `tests` is None.
 
     Args:
-        tests: [B], in one of the forms of docs/rewards/code.md, which also has the settings. Tests in Python take the
-            names that they do not define from the program, which is also importable as `solution`.
+        tests: [B], in one of the formats of docs/rewards/code.md, which also explains the settings. Python tests take
+            names that they do not define from the program, which they can also import as `solution`.
         entry_point: [B], name of the tested function, if the tests need it.
         tolerance: absolute or relative difference allowed between numbers on standard output.
-        require: the `containment.PROTECTIONS` without which nothing is run.
+        require: the `containment.PROTECTIONS` that must be in force; otherwise nothing is run.
 
     Raises:
         ValueError: a setting is invalid or not possible here, or the data set's tests test nothing.
@@ -122,7 +122,7 @@ class _Pairs:
         self._pairs = [(_lines(given), _lines(expected)) for given, expected in zip(inputs, outputs, strict=True)]
 
     def verdicts(self, sandbox: Sandbox, program: str, limits: Limits, tolerance: float) -> Iterator[bool]:
-        """Whether the program passes each test, for which it runs once."""
+        """Run the program once per test and yield whether it passes."""
         deadline = time.monotonic() + limits.timeout_s
         for given, expected in self._pairs:
             left_s = deadline - time.monotonic()
@@ -226,7 +226,7 @@ try:
 except (NameError, AttributeError):
     _function = {name}
 """
-"""Precedes asserts on arguments and values. JSON has no tuples, and APPS puts some values into a list of one."""
+"""Precedes the asserts that compare values. JSON has no tuples, and APPS puts some values into a list of one."""
 
 
 def _calls(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> str:

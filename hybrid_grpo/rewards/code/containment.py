@@ -1,13 +1,13 @@
 """Makes a process give up its rights, irrevocably, before it runs an untrusted program.
 
-The Linux kernel offers these protections without any privilege (docs/rewards/code.md says what they promise):
+The Linux kernel offers these protections to unprivileged processes (docs/rewards/code.md says what they promise):
 
-    seccomp      restricts system calls: none starts a process, opens a connection, signals or traces
+    seccomp      allows no system call that starts a process, opens a connection, signals or traces
     landlock     the folders that can be read, and the one that can be written (man 7 landlock)
     rlimits      CPU time, address space, open files, bytes of a file (man 2 setrlimit)
     user         if the caller is root: another user's id, or root without capabilities (man 7 capabilities)
 
-`Containment` finds out which of them work here, applies these, and raises if one has stopped working. Standard library
+`Containment` finds out which of them work here, applies those, and raises if one has stopped working. Standard library
 only: this runs in a process without site-packages.
 """
 
@@ -43,7 +43,7 @@ class Limits:
     """Limits of one program."""
 
     timeout_s: float = 10.0
-    """Seconds after which the program is killed. CPU time is limited to a second more."""
+    """Seconds after which the program is killed. The limit of CPU time is one second higher."""
     memory_mb: int = 512
     """MiB of address space, including Python itself."""
     output_kb: int = 1024
@@ -76,7 +76,7 @@ class Containment:
         self._user = None
         """Id of the user that programs run as; None for the caller, without privileges."""
         if os.getuid() == 0 and "user" not in without:
-            # Unique, so that two programs cannot reach each other. The second is for containers with 65536 ids.
+            # Unique, so that two programs cannot reach each other. The second is for containers with only 65536 ids.
             users = (0x7A000000 + os.getpid() % 0x1000000, 64000 + os.getpid() % 1000)
             self._user = next((uid for uid in users if _works(partial(_read_as, uid))), None)
         if self._user:

@@ -1,9 +1,9 @@
 """Runs tests and the program under test in two processes, connected by a channel.
 
-The judge runs the tests and requests the values of the program's functions from its process. The program thus sees no
-test and no expected value, and cannot change what `==`, `assert` or `sorted` mean to the judge; if it ends, the
-remaining tests fail. The judge receives copies of plain data, made of exact types only: numbers, text, containers and a
-few types of the standard library. Any other object stays in the program's process, and the judge holds a `Proxy` of it.
+The judge runs the tests; calls of the program's functions are carried out in the program's process. The program thus
+sees no test and no expected value, and cannot change what `==`, `assert` or `sorted` mean to the judge. If the program
+ends, the remaining tests fail. The judge receives copies of plain data, of exact types only: numbers, text, containers
+and a few types of the standard library. Any other object stays in the program's process; the judge holds a `Proxy`.
 
 Standard library only: this runs in processes without site-packages.
 """
@@ -34,18 +34,18 @@ _EXACT = (
 _NAMES = {(kind.__module__, kind.__qualname__): kind for kind in _EXACT}
 """The only types that a message of the program can make the judge construct."""
 _IMMUTABLE = {int, float, complex, str, bytes, bytearray, range, date, datetime, time, timedelta, timezone, Decimal}
-"""Those of them whose instances have neither attributes nor parts."""
+"""The exact types whose instances have neither attributes nor parts."""
 _PLAIN: dict[type, Callable[[Any], Any]] = {
     int: int.__int__, float: float.__float__, str: str.__str__, dict: dict.items,
     tuple: tuple.__iter__, list: list.__iter__, set: set.__iter__,
 }  # fmt: skip
-"""An instance of a subclass (a named tuple, an IntEnum, a defaultdict) is copied as its base class, by a method of that
-class, which the subclass cannot override."""
+"""An instance of a subclass (a named tuple, an IntEnum, a defaultdict) is copied as its base class, by the base class's
+own method, which the subclass cannot override."""
 _PREDICATES = {
     *(name for kind in (str, bytes) for name in vars(kind) if name.startswith("is")),
     *("startswith", "endswith", "issubset", "issuperset", "isdisjoint", "equals"),
 }
-"""Methods that tests call with an expected value. An object of the program could learn it, and return True."""
+"""Methods to which tests pass an expected value: an object of the program could read it and return True."""
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 
@@ -170,7 +170,7 @@ class Channel:
         return self._numbers[id(value)]
 
     def kept(self, by: str, number: int) -> Any:
-        """The object with this number at the `sender` of a message, the other side, or at its `receiver`."""
+        """The object with this number: the other side's if `by` is `sender`, this side's if it is `receiver`."""
         if by == "receiver" and self.trusting:
             return self.objects[number]
         if by == "receiver":
@@ -326,8 +326,8 @@ def serve_program(source: str, connection: Connection) -> None:
 def judge(tests: str, verdict: int, connection: Connection) -> None:
     """Run tests against the program at the other end, and write "1" or "0" for each to the descriptor `verdict`.
 
-    `tests` is JSON of `names`, the names of the program that the tests use, and `parts`, pairs of code and whether it
-    is a test, which run one after the other in one module.
+    `tests` is JSON: `names` lists the names of the program that the tests use; `parts` are pairs of code and whether
+    it is a test. The parts run one after the other in one module.
     """
     order = json.loads(tests)
     channel = Channel(connection, trusting=False)

@@ -36,7 +36,7 @@ _ENVIRONMENT = {
     "PYTHONDONTWRITEBYTECODE": "1",
 }
 _SLACK_S = 30.0
-"""Seconds beyond a program's time after which the template has failed; it needs milliseconds."""
+"""Seconds beyond a program's time limit after which the template counts as failed; it needs milliseconds."""
 _DEFAULT_LIMITS = Limits()
 
 

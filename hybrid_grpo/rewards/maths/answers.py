@@ -20,7 +20,7 @@ _HAS_MATH_VERIFY = find_spec("math_verify") is not None
 def math_answer(
     completions: Completions, answer: list[Any], *, boxed_only: bool = False, log_extra: LogExtra | None = None
 ) -> list[float | None]:
-    r"""1.0 where the final answer of a completion is mathematically equal to the column `answer`, else 0.0.
+    r"""1.0 if the final answer of a completion is mathematically equal to the column `answer`, else 0.0.
 
     **Where the answer is.** Only text after the last `</think>` counts. The answer is in the last `\boxed{}`, or
     follows a later `####` (unless only words follow: a heading). Boxes that only `,`, `and`, `or` or `x =` separate
@@ -29,7 +29,7 @@ def math_answer(
     box states no answer, nor does a number that merely occurs.
 
     **What it must equal.** The column holds a bare answer, or a worked solution that ends in `####` or contains
-    `\boxed{}`. Values are compared by the conventions of docs/rewards/maths.md. None where `answer` is None. Raises
+    `\boxed{}`. Values are compared by the conventions of docs/rewards/maths.md. None if `answer` is None. Raises
     ValueError if math-verify is not installed or an answer of the data set is empty.
     """
     if not _HAS_MATH_VERIFY:
@@ -58,13 +58,13 @@ def stated_answer(text: str, boxed_only: bool = False) -> str | None:
 def numeric_answer(
     completions: Completions, answer: list[Any], *, last_number: bool = False, log_extra: LogExtra | None = None
 ) -> list[float | None]:
-    r"""1.0 where the number that the completion gives as its answer equals the column `answer`, else 0.0.
+    r"""1.0 if the number that the completion gives as its answer equals the column `answer`, else 0.0.
 
     The number follows `####` (GSM8K, arXiv:2110.14168) or is in `\boxed{}`. With `last_number`, the last number counts
     in a completion that marks none. `parse_number` lists the notations that are understood; the comparison is exact.
 
     `answer` is a number, its text, or a worked solution that itself ends in `####` or `\boxed{}`. The result is None
-    where it is None; ValueError is raised where it is not a number.
+    if `answer` is None. Raises ValueError if it is not a number.
     """
     references = [None if gold is None else _reference_number(gold) for gold in answer]
     return compared([stated_number(text, last_number) for text in completion_texts(completions)], references, log_extra)

@@ -1,8 +1,8 @@
 r"""Expressions in LaTeX or plain notation: their values, and whether two are the same everywhere.
 
-Expressions are compared by their values after fixed pseudo-random rationals, positive and negative, have been put in
-for their variables (Schwartz-Zippel identity testing). They are not rewritten, so the time is proportional to the
-length of the text. This is no computer algebra: it solves nothing and reads no sums, integrals or limits.
+Two expressions are compared by their values at fixed points: their variables are replaced by pseudo-random rationals,
+positive and negative (Schwartz-Zippel identity testing). Nothing is rewritten, so the time is proportional to the
+length of the text. This is not computer algebra: it solves nothing and reads no sums, integrals or limits.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def identical(first: Expression, second: Expression) -> bool:
 
 
 def proportional(first: Expression, second: Expression, positive: bool = False) -> bool:
-    """Whether neither is constant and one is a constant multiple, if `positive` a positive one, of the other."""
+    """Whether neither is constant and one is a constant multiple of the other (if `positive`, a positive multiple)."""
     (a, b), *others = _at_points(first, second) or [(Fraction(0), Fraction(0))]
     if not first.names or not second.names or values.close(a, Fraction(0)) or values.close(b, Fraction(0)):
         return False

@@ -48,7 +48,7 @@ def same_answer(stated: str, gold: str) -> bool:
         return set(_LETTER.findall(bare(stated))) == {choice[1]} == {picked[1]}
     if not UNEVALUATED.search(
         gold
-    ):  # only the reference is evaluated: a model could use up any time with its own answer
+    ):  # only the reference is evaluated: a model's own answer could take any time to evaluate
         stated = UNEVALUATED.sub(r"\\unevaluated", stated)
     return _same(read_answer(stated), read_answer(gold))
 
@@ -109,7 +109,7 @@ def _same(first: Answer, second: Answer) -> bool:
         case Relation(), Relation():
             return _same_relation(a, b)
         case ((Quantity() | Unevaluated()), Unevaluated()):
-            # Without a known value, as 9^{9^{9^9}}, math-verify would not find one either.
+            # If the value is not known, as for 9^{9^{9^9}}, math-verify would not find it either.
             has_value = isinstance(a, Unevaluated) or bool(a.text and a.expression.values)
             return has_value and _same_by_math_verify(a.text, b.text)
         case Words(), Words():
@@ -133,7 +133,7 @@ def _same_number(a: Quantity, b: Quantity) -> bool:
 
 
 def _unlike(a: str, b: str) -> bool:
-    """Whether two names stand for different things. Only letters and ratios of names do for certain."""
+    """Whether two names certainly stand for different things, as only single letters and ratios of names do."""
     return a != b and (len(a) == len(b) == 1 or (":" in a and ":" in b))
 
 
@@ -158,7 +158,7 @@ def _same_parts(a: list[Answer], b: list[Answer]) -> bool:
 
 
 def _in_ratio(a: Sequence[Expression], b: Sequence[Expression]) -> bool:
-    """Whether a and b have the same proportions; with a zero they have none."""
+    """Whether a and b have the same proportions; False if any part is 0."""
     if len(a) != len(b) or any(identical(part, constant(0)) for part in (*a, *b)):
         return False
     return all(identical(x * b[0], a[0] * y) for x, y in zip(a[1:], b[1:], strict=True))

@@ -1,4 +1,4 @@
-r"""The kinds of answers, and the parser that finds which of them a text is.
+r"""The kinds of answers, and the parser that finds the kind of a text.
 
 A text is read from the outside in: `read_answer` tries one kind after another. If it is none of them, it is words.
 """
@@ -63,7 +63,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Ratio:
-    """a:b or a:b:c, where only proportions count."""
+    """a:b or a:b:c, of which only the proportions count."""
 
     parts: tuple[Expression, ...]
     name: str = ""
@@ -184,7 +184,7 @@ def _list(text: str) -> Answer | None:
     names = [part.name for part in parts if isinstance(part, Quantity) and re.fullmatch(r"[A-Za-z]", part.name)]
     if len(set(names)) == len(parts):  # x = 1, y = 2 is the point (1, 2)
         point = tuple(parts[names.index(name)] for name in sorted(names))
-        # The order in which values are listed without their names is only known for neighbours in the alphabet.
+        # Without names, the order of the values is only known if the names are neighbours in the alphabet.
         neighbours = ord(max(names)) - ord(min(names)) < len(names)
         return Either((Ordered("()", point), Ordered(",", point if neighbours else tuple(parts))))
     if all(re.match(r"\s*[^(\[⦃\s].*[<>]", part) for part in texts) and not re.search(r"\band\b", text):

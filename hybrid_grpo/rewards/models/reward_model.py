@@ -29,8 +29,8 @@ from hybrid_grpo.workers.calls import Call, Failure, Reply
 Template = Literal["auto", "chat", "text"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Shard = Callable[[Callable[[], Any], str], Any]
-"""From a function that reads a model, and the type of its weights, to the forward of the sharded model, which has a
-`device`."""
+"""Called with a function that reads a model and the type of its weights; returns the sharded model's forward, which has
+a `device`."""
 
 _CLASSIFIER = "ForSequenceClassification"
 _BATCH_TOKENS = {"cuda": 16384, "cpu": 2048}
@@ -90,7 +90,7 @@ class RewardModel:
     def load(self, shard: Shard | None = None) -> None:
         """Read the weights, unless they are loaded. Collective if sharded.
 
-        Raises ValueError if the weights do not load or are not those of a sequence classifier.
+        Raises ValueError if the weights do not load or do not belong to a sequence classifier.
         """
         with self._lock:
             if self._forward is not None:
@@ -104,7 +104,7 @@ class RewardModel:
             self._forward = self._read().to(self._device).eval().requires_grad_(False)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
-                # On the rank's own stream, decoding would wait for every forward.
+                # If they shared the rank's stream, decoding would wait for every forward.
                 self._stream = torch.cuda.stream(torch.cuda.Stream(self._device))
 
     def _read(self) -> Any:
@@ -163,7 +163,7 @@ class RewardModel:
         with self._lock, self._stream, torch.no_grad():
             budget = self.settings.batch_tokens or _BATCH_TOKENS[self._device.type]
             batches = forwards([len(ids) for ids in ids_B], budget)
-            if self.sharded:  # every rank runs as many forwards; those without rows come last
+            if self.sharded:  # every rank runs the same number of forwards; those without rows come last
                 most = int(all_reduce(torch.tensor([len(batches)], device=self._device), "max"))
                 batches += [[]] * (most - len(batches))
             for rows in batches:
@@ -177,7 +177,7 @@ class RewardModel:
     def _logits(self, ids_b: list[list[int]]) -> Tensor:
         """One forward of rows of tokens, padded on the right; [b, labels]."""
         # Decoders read the score at the last token that is not padding. A model without a padding token is given one
-        # that no text of the batch ends in.
+        # with which no text of the batch ends.
         if self._pad_id is None:
             last = {ids[-1] for ids in ids_b}
             self._classifier.pad_token_id = next(token for token in range(len(last) + 1) if token not in last)

@@ -1,4 +1,4 @@
-"""What the clients and servers of rewards must know of hosts and tokens."""
+"""Hosts and tokens, for clients and servers of rewards."""
 
 import ipaddress
 import os
@@ -6,8 +6,8 @@ import re
 
 
 def bearer_token(setting: str, variable: str) -> str:
-    """The bearer token that an environment variable holds. Raises ValueError where there is none, or where it could not
-    stand in a header; the message begins with `setting` and does not show the token."""
+    """The bearer token in an environment variable. Raises ValueError if there is none, or if it is not valid in a
+    header; the message begins with `setting` and does not show the token."""
     value = os.environ.get(variable, "").strip()
     if not value:
         raise ValueError(f"{setting} {variable}: there is no such environment variable, or it is empty: set it")
@@ -17,7 +17,7 @@ def bearer_token(setting: str, variable: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the name is that of this machine alone."""
+    """Whether the host name refers to this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""The built-in reward `remote`: a client of reward services, those of OpenRLHF or `serve-reward` (service.py).
+"""The built-in reward `remote`: a client of reward services, either OpenRLHF's or `serve-reward` (service.py).
 
     POST url  {"query": [...], "prompts": [...], "labels": [...]}  ->  {"rewards": [...], "extra_logs": {...}}
 

@@ -1,4 +1,4 @@
-"""The body of a request to a reward service, in OpenRLHF's format or in the full one of hybrid_grpo."""
+"""The body of a request to a reward service, in OpenRLHF's format or in hybrid_grpo's own, called `full`."""
 
 import functools
 import json
@@ -20,7 +20,7 @@ def request_body(
     """JSON of B completions; see docs/rewards/remote.md.
 
     Args:
-        columns: what can be sent besides: columns of the data set and `completion_ids`.
+        columns: what can also be sent: columns of the data set and `completion_ids`.
         sent: names of the columns that are sent. Default: none in the format openrlhf, all in the format full.
 
     Raises:

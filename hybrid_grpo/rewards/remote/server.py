@@ -1,7 +1,7 @@
 """The HTTP server of `serve-reward`: takes and returns JSON at one path, and knows nothing about rewards.
 
-Starlette does the routing and uvicorn HTTP/1.1, to which deadlines for slow clients are added. All connections share
-one event loop, so that slow clients take up no threads.
+Starlette does the routing, uvicorn HTTP/1.1, and this module adds deadlines for slow clients. All connections share one
+event loop, so that slow clients take up no threads.
 """
 
 import asyncio
@@ -34,9 +34,9 @@ _MOST_CONNECTIONS = 1024
 _LONGEST_HEAD = 16 * 2**10
 """Bytes of request line and headers."""
 _GRACE_S = 10
-"""For requests in progress when the server is asked to end."""
+"""Seconds left to requests in progress when the server is asked to end."""
 _GOODBYE_S = 1.0
-"""For idle clients to close their side when the server ends, which TLS waits for."""
+"""Seconds for idle clients to close their side of the connection when the server ends; TLS waits for that."""
 
 
 def application(
@@ -46,7 +46,7 @@ def application(
 
     Args:
         path: such as /get_reward.
-        answer: maps parsed JSON to a value that can be written as JSON; called in several threads at a time. An
+        answer: maps parsed JSON to a value that can be written as JSON; called in several threads at once. An
             HTTPException becomes the response; any other exception is printed and becomes a 500.
         config: limits on requests.
         token: bearer token that requests must carry. None: they need none, but must name this machine as their Host.
@@ -58,7 +58,7 @@ def application(
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that accepts connections at this address; raises OSError where that is not possible."""
+    """A socket that accepts connections at this address; raises OSError if that is not possible."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=_MOST_CONNECTIONS)
 
@@ -90,7 +90,7 @@ def serve(
     )
     server = uvicorn.Server(settings)
     for number in (signal.SIGINT, signal.SIGTERM):
-        # uvicorn restores these handlers at its end and raises the signal again, which must have no effect.
+        # When it ends, uvicorn restores these handlers and raises the signal again, which must have no effect.
         signal.signal(number, server.handle_exit)
     announce()
     server.run([listener])

@@ -28,7 +28,7 @@ _MOST_ROWS = 10_000
 
 
 class RewardService:
-    """Answers questions, of several threads at the same time.
+    """Answers questions; can be called by several threads at once.
 
     Args:
         score: `Rewards.score`.

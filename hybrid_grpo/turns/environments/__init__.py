@@ -1,3 +1,3 @@
-"""Environments of completions: `environments` answers turns with their observations, and `instances` is what worker
-processes hold; `openenv` and `verifiers` adapt the environments of these packages.
+"""Environments: `environments` answers turns with observations, and `instances` runs the environments in worker
+processes; `openenv` and `verifiers` adapt the environments of these packages.
 """

@@ -1,4 +1,4 @@
-"""The environments of a run as a partner: an object of the user's for each completion, in worker processes."""
+"""The environments of a run as a partner: one instance of the user's class per completion, in worker processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hybrid_grpo.workers.leases import Lease
 from hybrid_grpo.workers.pool import Pool
 
 _COLUMN = "environment"
-"""Column that chooses among several."""
+"""Column that chooses the environment if there are several."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Kind:
     reward: str
     """Name of its reward."""
     index: int
-    """Of the entry, in its processes."""
+    """Index of the entry in the pool."""
     needed: list[str]
     """Columns that its reset needs."""
     steps: bool
@@ -62,7 +62,7 @@ class Instance:
     total: float | None = None
     state: dict[str, Any] | None = None
     failure: str | None = None
-    """Why it failed. It gets no more requests."""
+    """Why it failed; from then on it gets no more requests."""
 
     @property
     def episode(self) -> Episode:
@@ -72,8 +72,8 @@ class Instance:
 
 
 class Environments:
-    """The classes of `rollout.environment`: a `Partner` that takes the turns that are steps. Methods that are tools are
-    called by `Tools`.
+    """The classes of `rollout.environment`: a `Partner` that answers turns that are steps. `Tools` calls the methods
+    that are tools.
 
     Creating it raises UserError if a class cannot be imported, or is not an environment.
 
@@ -89,7 +89,7 @@ class Environments:
         entries = [(s, EnvironmentEntry(place)) for s, place in zip(settings, named.values(), strict=True)]
         pool = self._pool = Pool(entries, 1, scoring)
         self._most = _most_processes(config)
-        # Decoding with generate() goes on once all completions are answered: none may wait for the end of another.
+        # generate() continues only once all completions are answered: none may wait until another one ends.
         self._leases = pool.leases(config.tool_timeout_s, self._most if config.decoder == "paged" else None)
         rewards = environment_rewards(config)
         self.kinds: dict[str, Kind] = {
@@ -121,8 +121,8 @@ class Environments:
                     )
 
     def openings(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Opening]:
-        """Reset the environments of prompts, at most as many at a time as there may be processes, and wait for all of
-        them. The number that failed is printed, with the reason for the first failure."""
+        """Reset the environments of prompts, at most `_most` at a time, and wait for all. The number of failures is
+        printed, with the reason for the first one."""
         free = threading.BoundedSemaphore(self._most)
         asked: list[Future[Reply] | None] = []
         for prompt, seed in zip(prompts, seeds, strict=True):
@@ -175,8 +175,8 @@ class Environments:
         return self._instances[trajectory.key]
 
     def _ask(self, instance: Instance, request: Mapping[str, Any], done: Callable[[Any], None]) -> None:
-        """Make a request. `done` is called with its result, or with None if it failed; the environment has then failed
-        too."""
+        """Make a request. `done` is called with its result. If the request fails, the environment has failed too, and
+        `done` is called with None."""
         if instance.failure is not None:
             return done(None)
         start_s = time.perf_counter()
@@ -195,8 +195,8 @@ class Environments:
         return self.kind(trajectory.prompt).tool_names if trajectory.prompt is not None else []
 
     def call(self, trajectory: Trajectory, call: ToolCall, done: Callable[[str | None, Failure | None], None]) -> None:
-        """Call a method. `done` is called with what it returned, or with the reason why it failed. The environment
-        itself fails only if its process is lost."""
+        """Call a method. `done` is called with the text that it returned, or with the reason why it failed. The
+        environment itself fails only if its process is lost."""
         instance = self._instance(trajectory)
         if instance.failure is not None:
             return done(None, Failure("died", f"the environment has failed: it {instance.failure}"))
@@ -219,7 +219,7 @@ class Environments:
         return trajectory.prompt is not None and self.kind(trajectory.prompt).steps
 
     def answer(self, trajectory: Trajectory, turn: Turn, done: Callable[[Answer], None]) -> None:
-        """Answer a turn with the observation of its step; the completion ends where the environment is done."""
+        """Answer a turn with the observation of its step; the completion ends if the environment is done."""
         instance, end = self._instance(trajectory), trajectory.sampled
 
         def finish(found: dict[str, Any] | None) -> None:
@@ -249,7 +249,7 @@ class Environments:
         instance.total, instance.state = found["reward"], found["state"]
 
     def episode(self, key: int) -> Episode | None:
-        """The outcome of a completion's environment, whose process is released."""
+        """The outcome of a completion's environment. Releases its process."""
         instance = self._instances.pop(key, None)
         if instance is None:
             return None
@@ -257,7 +257,7 @@ class Environments:
         return instance.episode
 
     def give_up(self) -> None:
-        """Release the environments of completions under way, which are given up."""
+        """Release the environments of all completions under way, as these are given up."""
         for instance in self._instances.values():
             instance.lease.release()
         self._instances = {}
@@ -280,7 +280,7 @@ def _is_open(prompt: Prompt) -> bool:
 
 
 def _most_processes(config: RolloutConfig) -> int:
-    """Most processes of environments on this rank, each of which takes one of its files."""
+    """Most processes of environments on this rank. Each takes one of the files that the rank may open."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     room = sys.maxsize if files == resource.RLIM_INFINITY else max(1, files // 2)
     most = config.environment_processes

@@ -1,8 +1,8 @@
-"""Environment instances: objects of the user's that answer the turns of one completion, in their worker process.
+"""Environment instances: objects of users' classes that answer the turns of one completion, in a worker process.
 
-A class is of one of two kinds. TRL's: its public methods other than `reset`, `get_reward` and `close` are tools. Or its
-method `step` takes the text of a turn and returns `(observation, reward, done)`, Gymnasium's five values, or an object
-with `observation`, `reward` and `done`. A `step` without arguments, or whose docstring has `Args:`, is a tool.
+In TRL's kind of class, public methods other than `reset`, `get_reward` and `close` are tools. In the other kind, `step`
+takes the text of a turn and returns `(observation, reward, done)`, Gymnasium's five values, or an object with
+`observation`, `reward` and `done`. A `step` without arguments, or whose docstring has `Args:`, is a tool.
 
 Both kinds have `reset`, which receives the columns of the row and may return an initial observation, which the model
 reads at the end of the prompt. `get_reward` and `close`, if defined, are called at the end. All methods may be async.
@@ -47,17 +47,17 @@ _SHARES = "objects_per_process"
 _LONGEST_STATE = 1 << 28
 """Characters of the state of an environment."""
 _OWN = ("reset", "get_reward", "close")
-"""Methods that are no tools."""
+"""Methods that are not tools."""
 
 
 @dataclass(frozen=True)
 class EnvironmentEntry:
-    """An entry of `rollout.environment`, as worker processes are given it."""
+    """An entry of `rollout.environment`, as passed to worker processes."""
 
     factory: str
-    """`path/to/file.py:Class` or `package.module:Class`; a function that returns an object will do."""
+    """`path/to/file.py:Class` or `package.module:Class`, or likewise a function that returns an object."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """No environment has fixed arguments."""
+    """Empty: environments have no fixed arguments."""
 
     def load(self, name: str) -> EnvironmentProcess:
         """See `load_environment`."""
@@ -115,7 +115,7 @@ _EVENTS = {
     "end": ["reward", "state"],
     "close": [],
 }
-"""The result of each request; that of the last step also has an `end`."""
+"""The result of each request; the result of the last step also has an `end`."""
 
 
 class EnvironmentProcess:
@@ -134,7 +134,7 @@ class EnvironmentProcess:
         self._instance: Any = None
         """The object that the request under way is for."""
         self._random: dict[int, tuple[Any, Any]] = {}
-        """Random states of objects, where there may be several: what one draws does not depend on the others."""
+        """Random states by object, if there may be several: one object's draws do not depend on the others."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def reply(self, call: Call) -> Reply:
@@ -151,8 +151,8 @@ class EnvironmentProcess:
             return failed(Failure("invalid", str(refusal)), 1)
         except WrongArguments as error:
             return failed(Failure("invalid", f"wrong arguments for {request['tool']}: {error}"), 1)
-        except BaseException as error:  # a SystemExit of the class is no reason to end the process
-            # The model reads the message of a method as it reads that of another tool.
+        except BaseException as error:  # including SystemExit, which must not end the process
+            # The model reads a method's error message in the same form as another tool's.
             message = describe(error, None) if do == "call" else f"raised {describe(error, self._file)}"
             return raised(error, message, 1)
         finally:
@@ -165,7 +165,7 @@ class EnvironmentProcess:
         return self.reply(call)
 
     def _begin(self, columns: dict[str, Any], seed: int, observation: str | None, is_first: bool) -> dict[str, Any]:
-        """Make an object and reset it. Its initial observation must be the same as before unless this `is_first`."""
+        """Make an object and reset it. Unless `is_first`, its initial observation must equal `observation`."""
         random.seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed)
@@ -190,7 +190,7 @@ class EnvironmentProcess:
         return {"text": as_text(self._waited(method(**arguments)))}
 
     def _step(self, text: str, is_last: bool) -> dict[str, Any]:
-        """Step, and end the object where it is done or the turn is the last."""
+        """Step, and end the object if it is done or the turn is the last."""
         observation, reward, done = _stepped(self._waited(self._instance.step(text)))
         found = {"text": observation, "reward": _reward(reward, "step"), "done": bool(done)}
         return {**found, "end": self._end()} if done or is_last else found
@@ -213,7 +213,7 @@ class EnvironmentProcess:
     def _waited(self, result: Any) -> Any:
         if not inspect.isawaitable(result):
             return result
-        # One loop for all methods: what one of them opens, such as a connection, another may use.
+        # One loop for all methods: one of them may open a connection that another uses.
         self._loop = self._loop or asyncio.new_event_loop()
 
         async def awaited() -> Any:
@@ -234,7 +234,7 @@ def _restore_random(state: tuple[Any, Any]) -> None:
 
 
 def _observed(result: Any) -> str | None:
-    """What `reset` returned as text: an observation, Gymnasium's pair with one, or an object that has one."""
+    """The initial observation as text. `reset` returned it alone, in Gymnasium's pair, or as an object's attribute."""
     if isinstance(result, tuple) and len(result) == 2:
         result = result[0]
     result = getattr(result, "observation", result)
@@ -242,7 +242,7 @@ def _observed(result: Any) -> str | None:
 
 
 def _stepped(result: Any) -> tuple[str, Any, bool]:
-    """Observation, reward and end of what `step` returned."""
+    """Observation, reward and done, from the return value of `step`."""
     if isinstance(result, tuple) and len(result) == 5:
         observation, reward, terminated, truncated, _ = result
         done = terminated or truncated
@@ -259,8 +259,8 @@ def _stepped(result: Any) -> tuple[str, Any, bool]:
 
 
 def load_environment(config: EnvironmentEntry, entry: str) -> EnvironmentProcess:
-    """Find the class of an entry and its methods; `entry` names the entry in messages. Raises UserError where there is
-    no such class, or where it is not an environment."""
+    """Find the class of an entry and its methods; `entry` names the entry in messages. Raises UserError if there is
+    no such class, or if it is not an environment."""
     place, _, name = config.factory.rpartition(":")
     setting = f"{entry} {config.factory}"
     factory: Any
@@ -303,7 +303,7 @@ def _shares(kind: Any, setting: str) -> int:
 
 
 def _tools(methods: dict[str, Any], setting: str) -> list[dict[str, Any]]:
-    """JSON schemas of the methods that are tools; none where every turn is a step."""
+    """JSON schemas of the methods that are tools; none if every turn is a step."""
     if "step" in methods and _takes_turns(methods["step"]):
         return []
     tools = {n: f for n, f in methods.items() if n not in _OWN and not n.startswith("_")}
@@ -313,7 +313,7 @@ def _tools(methods: dict[str, Any], setting: str) -> list[dict[str, Any]]:
 
 
 def _takes_turns(step: Callable[..., Any]) -> bool:
-    """Whether a method takes the text of a turn; else it is a tool, which describes the arguments that it has."""
+    """Whether `step` takes the text of a turn; otherwise it is a tool, whose docstring describes its arguments."""
     is_described = re.search(r"^\s*Args:", inspect.getdoc(step) or "", re.MULTILINE)
     return len(inspect.signature(step).parameters) > 1 and not is_described
 

@@ -1,8 +1,8 @@
-"""Environments of the package `openenv`: the class that its servers serve, run in this process without a server, or a
-client of a server.
+"""Environments of the package `openenv`: either an environment class, run in this process without a server, or a client
+of a server.
 
-The text of a turn becomes an action, and the observation becomes text. Where the actions are calls of tools (MCP), they
-are tools for the model too.
+The text of a turn becomes an action, and the observation becomes text. If the actions are tool calls (MCP), the model
+calls the same tools.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Adapted:
     """An entry that is an environment of openenv, or a client."""
 
     factory: Callable[[], OpenenvActions | OpenenvTools]
-    """Makes what runs one completion."""
+    """Makes the object that runs one completion."""
     tools: list[dict[str, Any]]
-    """Their JSON schemas; without tools, every turn is an action."""
+    """JSON schemas of the tools; if there are none, every turn is an action."""
 
 
 def is_foreign(kind: type) -> bool:
@@ -42,14 +42,14 @@ def is_foreign(kind: type) -> bool:
 
 
 def adapted(factory: Callable[[], Any], made: Any, setting: str) -> Adapted:
-    """How an environment or client is run.
+    """How to run an environment or client.
 
-    Raises UserError where the type of its actions is unknown.
+    Raises UserError if the type of its actions is unknown.
 
     Args:
         factory: the class, or a function that returns an object.
-        made: an object that the factory has returned; None where it is a class.
-        setting: begins the messages.
+        made: an object that the factory has returned; None if it is a class.
+        setting: the name with which error messages begin.
     """
     if made is None and not _bases(factory) & {"Environment"}:  # type: ignore[arg-type]
         raise UserError(
@@ -90,19 +90,19 @@ class OpenenvRollout:
         return self._environment.close()
 
     def carried(self) -> Any:
-        """The object that reward functions receive as the environment of the completion; a client is empty."""
+        """The object that reward functions receive as the completion's environment: an empty object for a client."""
         return object() if self._is_client else self._environment
 
 
 class OpenenvActions(OpenenvRollout):
-    """A completion whose turns are actions; `read` makes them of texts, and raises ValueError."""
+    """A completion whose turns are actions. `read` parses a text into an action, and raises ValueError if it cannot."""
 
     def __init__(self, environment: Any, read: Callable[[str], Any]) -> None:
         super().__init__(environment)
         self._read = read
 
     def step(self, text: str) -> Any:
-        """Carry out a turn. What is not an action earns 0, and its observation is the error."""
+        """Carry out a turn. A text that is not an action earns 0, and its observation is the error."""
         try:
             action = self._read(text)
         except ValueError as error:
@@ -144,12 +144,12 @@ def _bases(kind: type) -> set[str]:
 
 
 def _synchronous(environment: Any) -> Any:
-    """An environment, or the synchronous form of a client, whose own loop also answers the server between turns."""
+    """The environment itself, or a client's synchronous form, whose own loop also answers the server between turns."""
     return environment.sync() if "EnvClient" in _bases(type(environment)) else environment
 
 
 def _method(environment: Any, name: str) -> Callable[..., Any]:
-    """A method of an environment, or its async form where the environment's own class has one, as servers have it."""
+    """A method of an environment. Like openenv's servers, prefers the async form if the user's own class defines it."""
     later = f"{name}_async"
     owner = next((kind for kind in inspect.getmro(type(environment)) if later in vars(kind)), None)
     is_own = owner is not None and not owner.__module__.startswith(f"{PACKAGE}.")
@@ -158,7 +158,7 @@ def _method(environment: Any, name: str) -> Callable[..., Any]:
 
 
 def _then(result: Any, use: Callable[[Any], Any]) -> Any:
-    """`use` of a result, awaited if it is awaitable."""
+    """Apply `use` to a result, which is awaited first if it is awaitable."""
     if not inspect.isawaitable(result):
         return use(result)
 
@@ -169,7 +169,7 @@ def _then(result: Any, use: Callable[[Any], Any]) -> Any:
 
 
 def _listed(environment: Any) -> list[dict[str, Any]]:
-    """JSON schemas of the tools of an environment, which is closed."""
+    """JSON schemas of an environment's tools. Closes the environment."""
     from openenv.core.env_server.mcp_types import ListToolsAction
 
     asked = _synchronous(environment)
@@ -184,13 +184,13 @@ def _listed(environment: Any) -> list[dict[str, Any]]:
 
 
 def _reader(kind: type, setting: str) -> Callable[[str], Any]:
-    """Makes actions of texts: the text is the value of the only required field; otherwise it is JSON of the fields.
-    Raises UserError where the type of the actions is unknown."""
+    """Parses texts into actions: a text is the value of the only required field, or else JSON of all fields.
+    Raises UserError if the type of the actions is unknown."""
     actions = [action for action in _actions(kind) if not action.__module__.endswith(".mcp_types")]
     known = [action for action in actions if get_origin(action) is dict or _fields(action)]
     if not known or len(known) < len(actions):
         raise UserError(f"{setting}: the type of its actions is not known: annotate the argument of step with it")
-    accepted: Any = Union[tuple(known)]  # noqa: UP007  # how many there are is not known before
+    accepted: Any = Union[tuple(known)]  # noqa: UP007  # their number is only known here
     adapter: TypeAdapter[Any] = TypeAdapter(accepted)
     fields = _fields(known[0]) if len(known) == 1 else {}
     named = [name for name in fields if fields[name].is_required()] or list(fields)
@@ -209,9 +209,9 @@ def _reader(kind: type, setting: str) -> Callable[[str], Any]:
 
 
 def _actions(kind: type) -> list[Any]:
-    """The types of the actions of an environment or client: as its `step` is annotated, else as its base class is."""
+    """The action types of an environment or client: from the annotation of `step`, else from the generic base class."""
     found: Any = None
-    with suppress(Exception):  # names that are imported for type checkers only
+    with suppress(Exception):  # annotations may use names that are imported for type checkers only
         step: Any = kind.step  # type: ignore[attr-defined]
         found = get_type_hints(step).get(list(inspect.signature(step).parameters)[1])
     if not _is_known(found):
@@ -223,12 +223,12 @@ def _actions(kind: type) -> list[Any]:
 
 
 def _is_known(action: Any) -> bool:
-    """Whether a type shows what the actions are."""
+    """Whether a type specifies the actions."""
     return get_origin(action) in (Union, UnionType, dict) or bool(_fields(action))
 
 
 def _fields(action: Any) -> dict[str, Any]:
-    """The fields of a type of actions that the model sees."""
+    """The fields of an action type that the model sees."""
     if not (inspect.isclass(action) and issubclass(action, BaseModel)):
         return {}
     return {name: field for name, field in action.model_fields.items() if name not in _HIDDEN}
@@ -243,8 +243,8 @@ def _what_is_wrong(error: ValueError) -> str:
 
 
 def _observed(result: Any) -> str | None:
-    """An observation as the model reads it: its only field where that is text, otherwise JSON of all; None without
-    any."""
+    """An observation as the model reads it: its only field if that is text, otherwise JSON of all fields; None if there
+    are no fields."""
     seen = getattr(result, "observation", result)
     if isinstance(seen, BaseModel):
         seen = seen.model_dump(mode="json")
@@ -263,7 +263,7 @@ def _begun(result: Any) -> str | None:
 
 
 def _content(result: Any) -> Any:
-    """What a tool has returned, from an object of FastMCP or its JSON."""
+    """A tool's return value, taken out of FastMCP's result object or its JSON."""
     parts = result if isinstance(result, dict) else getattr(result, "__dict__", {})
     if not {"data", "content"} <= parts.keys():
         return result

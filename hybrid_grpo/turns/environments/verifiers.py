@@ -22,7 +22,7 @@ PACKAGE = "verifiers"
 
 
 def installed(package: Any, name: str, setting: str) -> Callable[[], Any]:
-    """A factory of an installed environment. Raises UserError where the package is too new for this form."""
+    """A factory of an installed environment. Raises UserError if the package is too new for this form."""
     load = getattr(package, "load_environment", None)
     if load is None:
         raise UserError(
@@ -32,7 +32,7 @@ def installed(package: Any, name: str, setting: str) -> Callable[[], Any]:
 
 
 def quietly(make: Callable[[], Any]) -> Any:
-    """What `make` returns. Handlers of signals, which environments of verifiers replace, are restored."""
+    """Call `make` and return its result; restores the signal handlers, which environments of verifiers replace."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     made = make()
     for number, handler in handlers.items():
@@ -59,7 +59,7 @@ class VerifiersRollout:
     """One completion of an environment of verifiers, as an environment whose turns are steps.
 
     Args:
-        environment: is shared by the completions of a process; verifiers keeps the state of each completion apart.
+        environment: shared by all completions of a process; verifiers keeps a separate state for each.
     """
 
     def __init__(self, environment: Any) -> None:
@@ -79,7 +79,7 @@ class VerifiersRollout:
         await self._wait()
 
     async def step(self, text: str) -> tuple[str, None, bool]:
-        """Give the rollout a turn: what it answers, and whether it is complete."""
+        """Give the rollout a turn; returns its answer, no reward, and whether the rollout is complete."""
         from verifiers.types import Response, ResponseMessage
 
         assert self._rollout is not None
@@ -100,7 +100,7 @@ class VerifiersRollout:
         return "\n\n".join(message.content for message in said), None, False
 
     async def get_reward(self) -> float:
-        """The reward of the rubric. A completion that was cut ends as verifiers ends one that became too long."""
+        """The reward of the rubric. A completion that was cut ends in the way that verifiers ends overlong ones."""
         from verifiers.errors import OverlongPromptError
 
         assert self._rollout is not None
@@ -125,7 +125,7 @@ class VerifiersRollout:
                 await self._rollout
 
     async def _next_turn(self, messages: Sequence[Any]) -> Any:
-        """Answers the rollout in place of a model server: with the next turn of the conversation so far."""
+        """Stands in for a model server: returns the model's next turn in the conversation so far."""
         assert self._asked is not None
         self._turn = asyncio.get_running_loop().create_future()
         self._asked.set_result(list(messages))
@@ -143,7 +143,7 @@ class VerifiersRollout:
 
 
 def rollouts_of(environment: Any, setting: str) -> Callable[[], VerifiersRollout]:
-    """A factory of completions of an environment. Raises UserError where it has tools."""
+    """A factory of completions of an environment. Raises UserError if it has tools."""
     if getattr(environment, "tool_defs", None):
         raise UserError(
             f"{setting}: an environment of verifiers with tools cannot be run: give its tools as rollout.tools, and its"
@@ -160,5 +160,5 @@ def _client(next_turn: Callable[[Sequence[Any]], Any]) -> Any:
         async def get_response(self, prompt: Any, *args: Any, **kwargs: Any) -> Any:
             return await next_turn(prompt)
 
-    Policy.__abstractmethods__ = frozenset()  # the others carry out `get_response` with a server
+    Policy.__abstractmethods__ = frozenset()  # `get_response` needs the other methods only with a server
     return Policy(None)

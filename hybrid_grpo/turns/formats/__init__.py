@@ -1,9 +1,9 @@
-"""Formats in which models write calls of tools, by the names that `rollout.tool_format` has for them.
+"""Formats in which models write tool calls, by their names in `rollout.tool_format`.
 
     parts.py        what all formats have in common
-    json_calls.py   calls that are JSON, or have JSON for arguments
+    json_calls.py   calls that are JSON, or whose arguments are
     xml_calls.py    arguments in tags, typed by the tool's schema
-    literals.py     other calls and values: as in Python, and Gemma's
+    literals.py     other calls: as in Python, or with Gemma's values
 
 Readers follow the chat templates of their models and the tests of vLLM's parsers (github.com/vllm-project/vllm,
 tests/tool_parsers).
@@ -16,7 +16,7 @@ from hybrid_grpo.turns.formats.literals import gemma4, lfm2, olmo3, pythonic
 from hybrid_grpo.turns.formats.parts import Format
 from hybrid_grpo.turns.formats.xml_calls import glm45, minimax_m2, qwen3_coder
 
-# The first format that reads a call has it: the less specific a format is, the later it is listed.
+# The first format that can read a call is used, so less specific formats are listed later.
 FORMATS: dict[str, Format] = {
     "hermes": hermes,
     "mistral": mistral,

@@ -1,4 +1,4 @@
-"""Calls that are JSON between tags, such as {"name": ..., "arguments": {...}}, or have JSON for their arguments."""
+"""Calls that are JSON between tags, such as {"name": ..., "arguments": {...}}, or whose arguments are JSON."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _OBJECTS_TRIED = 64
 
 
 def json_format(begin: str, end: str, around: str = "(?!)") -> Format:
-    """The format of calls between `begin` and `end`, which may be missing; expressions.
+    """The format of calls between `begin` and `end`, of which `end` may be missing. All three are regular expressions.
 
-    JSON follows `begin`: the arguments where its group `name` matched; otherwise a call, or a list of calls. Marks
-    `around` all calls are not part of the text, and a fault where there is no call between them.
+    JSON follows `begin`: the arguments if its group `name` matched, otherwise a call or a list of calls. Marks `around`
+    all calls are not part of the text; they are a fault if there is no call.
     """
     begins, ends, wrapped = re.compile(begin), re.compile(end), re.compile(around)
     spaces = re.compile(r"\s*")
@@ -63,7 +63,7 @@ def _whole(found: Any) -> Part:
 def _headed(groups: Mapping[str, str | None], arguments: Any) -> Part:
     """A call whose name and id come before its arguments; None means no arguments."""
     try:
-        # Some models write the object once more as text.
+        # Some models write the object as a string of JSON.
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError) as error:
         return error
@@ -87,8 +87,8 @@ mistral = json_format(
     r"\[TOOL_CALLS\](?:\s*(?P<name>[^\s\[\]{}]+)(?:\s*\[CALL_ID\]\s*(?P<id>[^\s\[\]{}]+))?(?:\s*\[ARGS\])?\s*(?={))?\s*",
     "(?!)",
 )
-"""[TOOL_CALLS][{"name": ..., "arguments": {...}}], or [TOOL_CALLS]name[CALL_ID]id[ARGS]{...} for each call, where both
-marks may be missing."""
+"""[TOOL_CALLS][{"name": ..., "arguments": {...}}], or for each call [TOOL_CALLS]name[CALL_ID]id[ARGS]{...}, in which
+[CALL_ID]id and [ARGS] may be missing."""
 kimi_k2 = json_format(
     r"<\|tool_call_begin\|>(?:\s*(?P<id>(?:functions\.)?(?P<name>[^\s<>:]+):\d+)\s*<\|tool_call_argument_begin\|>)?\s*",
     r"<\|tool_call_end\|>",

@@ -31,7 +31,7 @@ _PAIRS = {"[": "]", "(": ")", "{": "}"}
 
 
 class _Reader:
-    """Parses calls and values; raises ValueError where there is none."""
+    """Parses calls and values; raises ValueError if there is none."""
 
     def __init__(self, text: str) -> None:
         self._text, self.place = text, 0
@@ -46,7 +46,7 @@ class _Reader:
         return found.lastgroup, found[found.lastgroup]
 
     def follows(self, sign: str) -> bool:
-        """Pass this sign if it is next; whether it was."""
+        """Consume this sign if it is next; returns whether it was."""
         found = _TOKEN.match(self._text, self.place)
         if found is None or found["sign"] != sign:
             return False
@@ -58,7 +58,7 @@ class _Reader:
         return not self._text[self.place :].strip()
 
     def expect(self, sign: str) -> None:
-        """Pass this sign."""
+        """Consume this sign."""
         if not self.follows(sign):
             raise ValueError(f"a call lacks {sign!r} before {self._text[self.place : self.place + 20]!r}")
 
@@ -110,7 +110,7 @@ class _Reader:
 
 
 _RAW = {"\\\n": "", "\n": "\\n", "\r": "\\r", "\x00": "\\x00"}
-"""What a model's string may contain, and Python's source may not."""
+"""Characters that a model's string may contain but a Python literal may not, and what replaces them."""
 
 
 def _text(token: str) -> Any:
@@ -120,9 +120,9 @@ def _text(token: str) -> Any:
     )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes that Python does not know
+            warnings.simplefilter("ignore")  # about unknown escapes
             value = ast.literal_eval(escaped)
-    except Exception:  # such as of text with values in it, f"{a}"
+    except Exception:  # for example, for an f-string
         return ...
     return value if isinstance(value, str) else ...
 
@@ -133,7 +133,7 @@ def _number(token: str) -> int | float:
 
 
 def literal(text: str) -> Any:
-    """A value as Python writes it; raises ValueError where it is not one."""
+    """A value as Python writes it; raises ValueError if it is not one."""
     reader = _Reader(text)
     value = reader.value()
     if not reader.is_done():
@@ -158,8 +158,8 @@ _BEGINS = re.compile(r"\[\s*[^\W\d][\w.-]*\(\s*(?:\)|[^\W\d]\w*\s*=[^=])")
 
 
 def pythonic(text: str, _: Mapping[str, Properties]) -> Iterator[Part]:
-    """A turn that is nothing but [f(a=1), g(b='c')], between <|python_start|> and <|python_end|> or without, of Llama
-    3.2 and 4."""
+    """A turn that is nothing but [f(a=1), g(b='c')], with or without <|python_start|> and <|python_end|> around it, of
+    Llama 3.2 and 4."""
     body = text.strip().removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
     if _BEGINS.match(body):
         yield from _listed(body)
@@ -168,7 +168,7 @@ def pythonic(text: str, _: Mapping[str, Properties]) -> Iterator[Part]:
 
 
 def olmo3(text: str, _: Mapping[str, Properties]) -> Iterator[Part]:
-    """<function_calls>f(a=1), a call a line</function_calls>, of OLMo 3."""
+    """<function_calls>f(a=1)</function_calls>, with one call per line, of OLMo 3."""
     before, begin, rest = text.partition("<function_calls>")
     yield before
     if begin:

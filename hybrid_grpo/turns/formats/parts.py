@@ -13,7 +13,7 @@ Properties = Mapping[str, Any]
 """The JSON schemas of a tool's arguments, by their names."""
 Format = Callable[[str, Mapping[str, Properties]], Iterator[Part]]
 """Divides the text of a turn into parts; the `Properties` of tools, by name, type arguments that are written without
-types. What it raises is a fault, too."""
+types. An exception that it raises is a fault, too."""
 
 
 def unended(what: str) -> ValueError:

@@ -13,8 +13,8 @@ from hybrid_grpo.turns.formats.parts import Format, Part, Properties, unended
 
 
 def xml_format(call: str, argument: str, around: str) -> Format:
-    """The format of calls that `call` matches, with the groups `name`, `body` and `end`, which is empty where the text
-    ends within the call. `argument` matches an argument in the body, with the groups `key` and `value`."""
+    """The format of calls that `call` matches, with groups `name`, `body` and `end`; `end` is empty if the text ends
+    within the call. `argument` matches an argument in the body, with groups `key` and `value`."""
     calls, arguments = re.compile(call, re.DOTALL), re.compile(argument, re.DOTALL)
     wrapped = re.compile(around)
 
@@ -40,12 +40,12 @@ def xml_format(call: str, argument: str, around: str) -> Format:
 
 
 def _line(value: str) -> str:
-    """A value that may be on lines of its own."""
+    """A value without the line breaks that may enclose it."""
     return value.removeprefix("\n").removesuffix("\n")
 
 
 def typed(text: str, schema: Any) -> Any:
-    """A value by the schema of its argument: of the first type that fits, otherwise text."""
+    """Convert a text to the first type in its argument's schema that fits; otherwise it stays text."""
     types = types_of(schema) or {"string"}
     if "null" in types and text.strip().lower() in ("null", "none"):
         return None

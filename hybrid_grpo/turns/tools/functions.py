@@ -1,7 +1,7 @@
-"""Tools in the process that calls them: functions of the user's that a model calls between its turns.
+"""Tools in the process that calls them: users' functions that a model calls between its turns.
 
 A tool is a Python function with type hints and a docstring that describes its arguments, as in TRL and transformers.
-What it returns becomes text, which the model reads; so does the message of what it raises.
+The model reads the return value as text, or the message of the exception that the function raises.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ BUILTINS = ("calculator", "python", "search")
 
 @dataclass(frozen=True)
 class ToolEntry:
-    """An entry of `rollout.tools`, as worker processes are given it."""
+    """An entry of `rollout.tools`, as passed to worker processes."""
 
     function: str
     """`path/to/file.py:name`, `package.module:name` or the name of a built-in."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments that are the same in every call; they are not in the description for the model."""
+    """Arguments that are the same in every call; the description for the model omits them."""
 
     def load(self, name: str) -> Tool:
         """See `load_tool`."""
         return load_tool(self, name)
 
     def checked(self, value: Any, expected: None) -> str | None:
-        """What a tool or a user says."""
+        """The text that a tool or a user returned."""
         return None if value is None else checked_text(value)
 
 
@@ -56,7 +56,7 @@ class Tool:
         try:
             result = self._called(call)
             return self._reply(asyncio.run(result) if inspect.iscoroutine(result) else result)
-        except BaseException as error:  # a SystemExit of the function is no reason to end the process
+        except BaseException as error:  # including SystemExit, which must not end the process
             return self._failed(error)
 
     async def reply_async(self, call: Call) -> Reply:
@@ -86,7 +86,7 @@ class WrongArguments(Exception):
 
 
 def check_arguments(signature: inspect.Signature, arguments: dict[str, Any]) -> None:
-    """Raise WrongArguments where a function of this signature does not take these."""
+    """Raise WrongArguments if a function with this signature does not take these arguments."""
     try:
         signature.bind(**arguments)
     except TypeError as error:
@@ -94,7 +94,7 @@ def check_arguments(signature: inspect.Signature, arguments: dict[str, Any]) -> 
 
 
 def as_text(result: Any) -> str:
-    """What a tool returned as the model reads it."""
+    """A tool's return value, as the model reads it."""
     if isinstance(result, bytes | bytearray):
         result = bytes(result).decode(errors="replace")
     if not isinstance(result, str):
@@ -104,7 +104,7 @@ def as_text(result: Any) -> str:
 
 def load_tool(config: ToolEntry, entry: str) -> Tool:
     """Find the function of an entry and describe it for the model; `entry` names the entry in messages. Raises
-    UserError where there is no such function, or where it lacks type hints or a docstring."""
+    UserError if there is no such function, or if it lacks type hints or a docstring."""
     setting = f"{entry} {config.function}"
     function, fixed = _function(config, setting)
     plain = inspect.unwrap(function)
@@ -120,7 +120,7 @@ def load_tool(config: ToolEntry, entry: str) -> Tool:
 
 
 def described(function: Callable[..., Any], setting: str) -> dict[str, Any]:
-    """The JSON schema of a function. Raises UserError, which begins with `setting`, where it lacks type hints or a
+    """The JSON schema of a function. Raises UserError, which begins with `setting`, if it lacks type hints or a
     docstring."""
     # Late, since only processes with tools need it.
     from transformers.utils.chat_template_utils import get_json_schema

@@ -1,5 +1,5 @@
 """The tool `search`: passages of the text files of a folder, found by BM25 (Robertson and Zaragoza 2009, "The
-Probabilistic Relevance Framework: BM25 and Beyond", in the form that Lucene has).
+Probabilistic Relevance Framework: BM25 and Beyond", in Lucene's variant).
 
 The folder is read once, before worker processes are forked, so that all of them share one index.
 """
@@ -30,15 +30,15 @@ class _Settings:
 
 
 def search_tool(folder: str | None = None, results: int = 3, letters: int = 1000) -> Callable[[str], str]:
-    """The tool, which returns the best passages, the best first, each after the name of its file. Equal ones are in the
-    order of files and passages, so that a query always has the same answer.
+    """The tool. It returns the best passages, best first, each preceded by the name of its file. Ties are in the order
+    of files and passages, so that a query always has the same answer.
 
-    Raises ValueError where there is nothing to search, or bm25s is not installed.
+    Raises ValueError if there is nothing to search, or bm25s is not installed.
 
     Args:
         folder: of text files (.txt, .md), including those in folders below it.
-        results: most passages that a search returns.
-        letters: most characters of a passage; see `passages_of`.
+        results: maximum number of passages that a search returns.
+        letters: maximum number of characters in a passage; see `passages_of`.
     """
     refuse(folder is None, "kwargs folder is not set: name the folder of the texts that are to be searched")
     settings = checked_settings(_Settings, folder, results, letters)
@@ -94,8 +94,8 @@ def _read(settings: _Settings) -> list[tuple[str, str]]:
 
 
 def passages_of(text: str, letters: int) -> Iterator[str]:
-    """A text in passages of at most `letters` characters: paragraphs that follow each other and fit together, and parts
-    of paragraphs that do not fit, cut between words where possible."""
+    """Split a text into passages of at most `letters` characters: consecutive paragraphs that fit together, and parts
+    of paragraphs that do not fit, cut between words if possible."""
     passage = ""
     for paragraph in re.split(r"\n\s*\n", text):
         for part in _parts(paragraph.strip(), letters):

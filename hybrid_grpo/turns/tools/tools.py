@@ -24,18 +24,18 @@ from hybrid_grpo.workers.calls import Call, Failure, Reply
 from hybrid_grpo.workers.pool import Caller, Pool
 
 UNKNOWN = "unknown"
-"""Stands for the tool, in counts and messages, where a call names none or cannot be read."""
+"""Stands for the tool, in counts and messages, if a call names no known tool or cannot be read."""
 _AT_ONCE = 8
 """Calls of one turn that run at the same time."""
 
 
 class Tools:
-    """The functions of `rollout.tools`, and the methods of `environments`, of which a completion has those of its own:
-    a `Partner`.
+    """A `Partner`: the functions of `rollout.tools`, and the methods of `environments`. A completion can call all
+    functions, but only the methods of its own environment.
 
     Up to 8 calls of a turn run at the same time. Once one of them has taken too long, no further ones are started.
 
-    Creating it raises UserError where a function cannot be imported or described.
+    Creating it raises UserError if a function cannot be imported or described.
 
     Attributes:
         names: of all tools, functions first.
@@ -108,7 +108,7 @@ class Tools:
             done(f"error: there is no tool {call.name}: {did_you_mean(call.name, known)}", None)
 
     def give_up(self, trajectory: Trajectory, call: ToolCall) -> str:
-        """What the model reads in place of the result of a call that is not started, since another took too long."""
+        """What the model reads instead of the result of a call that was not started because another took too long."""
         self._count(trajectory, call.name if call.name in self.names else UNKNOWN, has_failed=True)
         return "error: not called: another call of the turn took too long"
 
@@ -136,11 +136,11 @@ class _TurnCalls:
         self._lock, self._is_starting = threading.Lock(), False
 
     def go_on(self) -> None:
-        """Start as many calls as may run, and answer the turn where none is left."""
+        """Start as many calls as may run, and answer the turn once all have ended."""
         while True:
             with self._lock:
                 if self._is_starting:
-                    return  # by another thread, or by the caller of this one, which goes on here
+                    return  # another thread, or a caller further up the stack, is starting calls and continues
                 if len(self._results) == len(self._calls):
                     self._is_starting = True  # for good
                     break

@@ -1,1 +1,1 @@
-"""Users that answer turns: `users` has a function and a frozen model, `functions` is what worker processes hold."""
+"""Users that answer turns: `users` has a function and a frozen model, `functions` runs in worker processes."""

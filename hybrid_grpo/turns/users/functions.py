@@ -1,4 +1,4 @@
-"""The user that a function plays, in the process that calls it."""
+"""A user played by a function, in the process that calls it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MESSAGES = "messages"
 
 @dataclass(frozen=True)
 class UserEntry(ToolEntry):
-    """`rollout.user`, as worker processes are given it."""
+    """`rollout.user`, as passed to worker processes."""
 
     def load(self, name: str) -> UserFunction:
         """See `load_user`."""
@@ -39,8 +39,8 @@ class UserFunction(Tool):
 
 
 def load_user(config: UserEntry, entry: str) -> UserFunction:
-    """Find the function of an entry; `entry` names it in messages. Raises UserError where there is none, or where it
-    does not take messages."""
+    """Find the function of an entry; `entry` names the entry in messages. Raises UserError if there is no such
+    function, or if it does not take messages."""
     setting = f"{entry} {config.function}"
     function = import_object(config.function, setting)
     signature = inspect.signature(function)

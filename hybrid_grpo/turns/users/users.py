@@ -45,7 +45,7 @@ class _Pending:
 
 
 class User(ABC):
-    """Who plays the user: a `Partner`. Where it fails, the conversation ends."""
+    """The `Partner` that plays the user. If it fails, the conversation ends."""
 
     reads_last = False
 
@@ -60,8 +60,8 @@ class User(ABC):
         return user_message(content)
 
     def takes(self, trajectory: Trajectory, turn: Turn) -> bool:
-        """Whether another turn may follow. After the last one the conversation is over, and it is cut only where tokens
-        run out."""
+        """Whether another turn may follow; after the last turn allowed the conversation is over. True also if only the
+        limit of tokens prevents another turn, so that the completion counts as cut."""
         return not trajectory.is_last or trajectory.is_full
 
     @abstractmethod
@@ -143,7 +143,7 @@ class ModelUser(User):
         super().__init__(config)
         assert config.user_model is not None and config.user_prompt is not None
         name, self._prompt = config.user_model, config.user_prompt
-        # `cache_gb` is what the policy's cache may have.
+        # `cache_gb` limits the policy's cache.
         self._config = replace(config, cache_gb=None)
         self._policy = replace(policy, model=name, gradient_checkpointing=False)
         model_config = load_config(name, self.setting)
@@ -226,15 +226,15 @@ class ModelUser(User):
 
 
 def exchanged(messages: list[Message]) -> list[Message]:
-    """A conversation from the user's side, whose own messages are those of the assistant. The user does not read the
-    system prompt, calls of tools or their results."""
+    """A conversation from the user's side: the user's messages get the role of the assistant, and vice versa. The user
+    does not read the system prompt, tool calls or their results."""
     roles = {"user": "assistant", "assistant": "user"}
     read = [message for message in messages if message["role"] in roles and not message.get("tool_calls")]
     return [{"role": roles[message["role"]], "content": message["content"]} for message in read]
 
 
 def _messages(trajectory: Trajectory) -> list[Message]:
-    """The conversation from its prompt on."""
+    """The conversation, including its prompt."""
     prompt: Prompt | None = trajectory.prompt
     text = [] if prompt is None else prompt.text
     return [*([user_message(text)] if isinstance(text, str) else text), *trajectory.messages]
@@ -245,7 +245,7 @@ def _columns(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def user_of(rollout: RolloutConfig, scoring: ScoringConfig, policy: PolicyConfig) -> User | None:
-    """Who plays the user, if anyone does. Raises UserError if it cannot."""
+    """The partner that plays the user, if there is one. Raises UserError if it cannot be used."""
     if rollout.user is not None:
         return ScriptedUser(rollout, scoring)
     return ModelUser(rollout, policy) if rollout.user_model is not None else None
