@@ -2,15 +2,14 @@
 
 Letters after a name are its dimensions, here and everywhere in the package:
 
-    P  prompts of a rollout on this rank          S  tokens of a forward's rows, right-padded
+    P  prompts of a rollout on this rank          S  tokens of the rows of a forward, right-padded
     G  completions per prompt                     T  completion tokens, right-padded
     B  = P * G rows, group after group            V  vocabulary
     b  rows of one micro-batch                    N  real completion tokens of a micro-batch, flat
     D  hidden size
 
-Three log-probabilities keep three names: `logp` (the policy as it is now), `old_logp` (the policy that
-sampled) and `ref_logp` (the reference). All are natural logarithms at the sampling
-temperature.
+Three log-probabilities keep three names: `logp` (the current policy), `old_logp` (the policy that sampled) and
+`ref_logp` (the reference). All are natural logarithms at the sampling temperature.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ RewardStep = tuple[int, float]
 """The reward of one step of a completion: the number of its tokens up to and including the step, and the reward."""
 
 Numbers = dict[str, tuple[float | Tensor, float | Tensor]]
-"""What a stage measured, by metric name: the value, and the number of items it is the mean of (1 for sums and extremes;
-a value of 0 items is ignored). Tensors are only read when the step is logged, so that nothing waits for the GPU before
-that."""
+"""What a stage measured, by metric name: a value, and the number of items that it averages (1 for sums and extremes; a
+value with 0 items is ignored). Tensors are only read when the step is logged, so that nothing waits for the GPU
+earlier."""
 
 
 @dataclass(frozen=True)
@@ -45,44 +44,44 @@ class Prompt:
     """One row of the data set, ready to be completed."""
 
     id: int
-    """Row number in its source: identifies the prompt in logs, and seeds the random streams of its completions."""
+    """Row number in its source. It identifies the prompt in logs, and seeds the random streams of its completions."""
     text: str | list[Message]
-    """The prompt as in the data set, plus any system message: what reward functions receive."""
+    """The prompt as reward functions receive it: as in the data set, plus any system message."""
     token_ids: list[int]
     """The prompt as the model reads it."""
     columns: dict[str, Any]
     """All other columns of the row, for the reward functions."""
     epoch: int = 0
-    """Pass over the data in which the prompt was drawn: distinguishes two draws of one row in the same step."""
+    """Pass over the data in which the prompt was drawn. It distinguishes two draws of one row in the same step."""
     source: str = ""
-    """Name of its source in `data.mixture`; empty without a mixture."""
+    """Name of the prompt's source in `data.mixture`; empty without a mixture."""
     opening: Opening | None = None
     """How its environment begins; None without `rollout.environment`."""
 
 
 Given = tuple[int, list[int]]
-"""Tokens that were not sampled but inserted between two turns: the number of sampled tokens before them, and the
+"""Tokens that were inserted between two turns, not sampled: the number of sampled tokens before them, and the
 tokens."""
 
 
 Called = tuple[str, bool]
-"""A call as it is counted in metrics, `tool/<name>` or `user`, and whether it failed."""
+"""A call by its name in metrics, `tool/<name>` or `user`, and whether it failed."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One continuation, sampled by the policy or written by someone else: one turn, or several with the answers of
-    tools between them.
+    """One continuation of a prompt, sampled by the policy or written by someone else. It has one turn, or several with
+    the answers of tools between them.
 
-    Only sampled tokens count: T, lengths, log-probabilities and all that is computed from them leave out given tokens,
-    which the model merely reads.
+    Only sampled tokens count. T, lengths, log-probabilities and everything computed from them exclude the given tokens,
+    which the model only reads.
     """
 
     token_ids: list[int]
     """Sampled tokens of all turns, including the end-of-sequence or stop token if there was one."""
     logp: list[float]
-    """Log-probability of each token under the softmax at the sampling temperature, recorded while sampling. Empty for
-    a completion by another writer that is not learned from."""
+    """Log-probability of each token under the softmax at the sampling temperature, recorded while sampling. Empty if
+    another writer wrote the completion and the policy does not learn from it."""
     finish: Literal["stop", "length"]
     """`stop`: the completion ended by itself; `length`: it was cut at the limit."""
     text: str = ""
@@ -92,13 +91,13 @@ class Completion:
     messages: tuple[Message, ...] = ()
     """The turns and the answers to them, as the messages that follow the prompt; empty without tools."""
     writer: str = ""
-    """Who wrote it; empty for the policy."""
+    """Who wrote the completion; empty for the policy."""
     learned: bool = True
-    """Whether it is part of the loss, and not only of the comparison within its group."""
+    """Whether the completion is part of the loss; if not, it only counts in the comparison within its group."""
     episode: Episode | None = None
-    """The outcome of its environment; None without one."""
+    """The outcome of the completion's environment; None without one."""
     calls: tuple[Called, ...] = ()
-    """Tool calls that it made, and turns that the user answered, sorted."""
+    """The completion's tool calls, and its turns that the user answered, sorted."""
 
     @property
     def turns(self) -> int:
@@ -107,7 +106,7 @@ class Completion:
 
     @property
     def read_ids(self) -> list[int]:
-        """All tokens after the prompt as the model reads them, including given ones."""
+        """All tokens after the prompt as the model reads them, including the given ones."""
         ids: list[int] = []
         begin = 0
         for end, given in self.given:
@@ -137,13 +136,13 @@ class Rollout:
 
     @property
     def row_prompts(self) -> list[Prompt]:
-        """[B], the prompt of every row."""
+        """[B], the prompt of each row."""
         return [prompt for prompt in self.prompts for _ in range(self.num_generations)]
 
     @property
     def read_ids(self) -> tuple[list[list[int]], list[list[int]], list[list[int] | None]]:
-        """[B] each: the tokens of the prompts, all tokens after them, and the indices of the sampled ones among those;
-        None if all were sampled."""
+        """[B] each: the prompt tokens, all tokens after the prompt, and the indices of the sampled ones among the
+        latter (None if all were sampled)."""
         completions = self.completions
         prompts = [prompt.token_ids for prompt in self.row_prompts]
         return prompts, [c.read_ids for c in completions], [c.sampled_places for c in completions]
@@ -160,7 +159,7 @@ class Rollout:
 
     @property
     def mask_BT(self) -> Tensor:
-        """bool, True on the tokens of each completion; T is the length of the longest."""
+        """bool, True on the tokens of each completion; T is the length of the longest completion."""
         return _begins(self.lengths, max(self.lengths))
 
     @property
@@ -199,7 +198,7 @@ class RewardStatus(IntEnum):
     NOT_APPLICABLE = 1
     FAILED = 2
     TIMED_OUT = 3
-    """The function took too long: a failure of its own kind."""
+    """The function took too long; counted separately from other failures."""
 
 
 @dataclass(frozen=True)
@@ -207,31 +206,31 @@ class Scores:
     """The rewards of a rollout."""
 
     reward_B: Tensor
-    """float64, weighted sum of the functions that apply. NaN if one of them failed: such a completion has no reward and
-    is left out of its group."""
+    """float64, the weighted sum over the functions that apply. NaN if one of them failed: the completion then has no
+    reward and is left out of its group."""
     by_function: dict[str, Tensor]
-    """float64 [B] by function name, unweighted; NaN where the function does not apply or failed. The sum over the steps
-    for a function that scores steps."""
+    """float64 [B] by function name, unweighted; NaN for rows to which the function does not apply or on which it
+    failed. For a function that scores steps, the sum over the steps."""
     status: dict[str, Tensor]
     """int8 [B] by function name, a `RewardStatus`."""
     steps: list[list[RewardStep]] | None = None
-    """[B], weighted rewards of the steps of each completion, ordered by where the steps end; None if no function scores
-    steps."""
+    """[B], the weighted rewards of each completion's steps, ordered by the ends of the steps; None if no function
+    scores steps."""
     whole_B: Tensor | None = None
     """float64, the part of `reward_B` that is not earned by steps; None if `steps` is None."""
     extra: dict[str, list[Any]] = field(default_factory=dict)
-    """[B] by FUNCTION/NAME: values that functions asked to be stored with the completions."""
+    """[B] by FUNCTION/NAME: values that functions returned to be stored with the completions."""
     failures: dict[str, list[str | None]] = field(default_factory=dict)
-    """[B] by the name of each function that failed: the reason for each row, None where it did not fail."""
+    """[B] by the name of each function that failed: the reason for each row; None for rows on which it succeeded."""
 
     @property
     def outcome_B(self) -> Tensor:
-        """float64 [B], the rewards without those of steps."""
+        """float64 [B], the rewards without the rewards of steps."""
         return self.reward_B if self.whole_B is None else self.whole_B
 
     def right_B(self, name: str, prompts: Sequence[Prompt]) -> Tensor:
-        """float64 [B], the reward that tells right from wrong, for completions of these prompts, [P]: that of function
-        `name`, or of the first function that applies where `name` does not apply to a source of a mixture."""
+        """float64 [B], the reward that decides which completions of these prompts, [P], are right. It is the reward of
+        function `name` or, for a source of a mixture to which `name` does not apply, of the first that does."""
         value_B = self.by_function[name]
         of_source = [bool(prompt.source) for prompt in prompts]
         if not any(of_source):
@@ -276,7 +275,7 @@ class Scores:
         )
 
     def _lists(self, own: dict[str, list[Any]], more: Scores, others: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """Both lists joined; None for the rows of a side that has no such list."""
+        """The lists of both sides joined by name; a side without a list of that name gets None for its rows."""
         no_own, no_more = [None] * len(self.reward_B), [None] * len(more.reward_B)
         return {name: own.get(name, no_own) + others.get(name, no_more) for name in {**own, **others}}
 
@@ -299,29 +298,30 @@ def _first(count: int, num_generations: int, rows: int) -> list[int]:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The rows of one forward, and the tokens it predicts. The last token of a row predicts nothing and is left out.
+    """The rows of one forward, and the tokens that it predicts. The last token of a row predicts nothing and is left
+    out.
 
-    When packed, the tokens of all rows form one sequence, in which a prompt that a group shares occurs once. Otherwise
-    each row is a right-padded sequence, in which no real token attends to padding.
+    When packed, all rows form one sequence, and a prompt that a group shares occurs in it once. Otherwise each row is a
+    right-padded sequence, and no real token attends to padding.
     """
 
     rows: list[int]
     """[b], index of each row in the rollout."""
     row_b: Tensor
-    """int64, the same on the device."""
+    """int64, `rows` on the device."""
     input_ids_bS: Tensor
     """int64; b is 1 when packed."""
     position_ids_bS: Tensor
     """int64, position of each token in its own row."""
     source: Selection
-    """Selects, from all b * S tokens, the token before each sampled token, row by row."""
+    """Selects, from all b * S tokens, the token that precedes each sampled token, row by row."""
     target_N: Tensor
     """int64, the sampled tokens, row by row."""
     mask_bT: Tensor
     """bool, True on the sampled tokens of each completion."""
     place_N: Tensor
-    """int64, the index of each completion token in the flattened [b, T]: where the mask is True, and for a filler the
-    index of its one token, which is not real."""
+    """int64, the index of each completion token in the flattened mask [b, T]. A filler has one index, that of its dummy
+    token."""
     segments: Segments | None
     """Which tokens attend to which when packed; None for padded rows."""
 
@@ -331,14 +331,14 @@ class MicroBatch:
         return self.input_ids_bS, self.position_ids_bS, self.source, self.target_N, self.segments
 
     def of_rows(self, values_BT: Tensor) -> Tensor:
-        """[b, T], or [b, 1] of [B, 1]: these rows of the values of a whole rollout. A filler, which has no rows, gets
-        zeros of its shape [1, 1], so that it has the same fields as every other micro-batch of its step."""
+        """This micro-batch's rows of the values of a whole rollout: [b, T], or [b, 1] if the values are [B, 1]. A
+        filler, which has no rows, gets zeros [1, 1], so that it has the same fields as every other micro-batch."""
         if not self.rows:
             return values_BT.new_zeros(self.mask_bT.shape)
         return values_BT[self.row_b, : self.mask_bT.shape[1]]
 
     def unflatten(self, values_N: Tensor) -> Tensor:
-        """[b, T] with the flat values at the real tokens and 0 elsewhere; differentiable."""
+        """[b, T], the flat values at the real tokens and 0 elsewhere; differentiable."""
         # By index, since the backward of a mask would wait for the device to count it.
         zeros = values_N.new_zeros(self.mask_bT.numel())
         return zeros.index_copy(0, self.place_N, values_N).view_as(self.mask_bT)
@@ -346,24 +346,24 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """A micro-batch with all that the loss needs besides the policy's log-probabilities."""
+    """A micro-batch with everything that the loss needs except the policy's log-probabilities."""
 
     micro: MicroBatch
     sampler_logp_bT: Tensor
     """float32, recorded while sampling."""
     old_logp_bT: Tensor | None
-    """float32; None while the policy is still the one that sampled: its present log-probabilities are used, without
-    gradient."""
+    """float32; None while the policy is still the one that sampled: then its current log-probabilities are used,
+    without gradient."""
     ref_logp_bT: Tensor | None
     """float32; None without a reference."""
     advantages_bT: Tensor
     """float32"""
     weight_bT: Tensor
-    """float32, weight of each token's loss: the mask divided by the global denominator; 0 on tokens that do not
-    count."""
+    """float32, the weight of each token in the loss: the mask divided by the global denominator; 0 on tokens that do
+    not count."""
     writers: dict[str, Tensor] = field(default_factory=dict)
-    """bool [b, 1], the rows of each other writer that is learned from, by its name. Their ratios are relative to the
-    recorded log-probabilities, `sampler_logp_bT`."""
+    """bool [b, 1] by the name of each other writer that is learned from, True on that writer's rows. Ratios of these
+    rows are relative to the recorded log-probabilities, `sampler_logp_bT`."""
 
     @property
     def own_bT(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""A conversation in the terminal, as the prompt of the next answer: by the chat template, or as plain text."""
+"""A conversation in the terminal, turned into the prompt for the next answer, by chat template or as plain text."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class ChatHistory:
-    """The messages and answers so far. Of the settings only those of the chat template count.
+    """The messages and answers so far. Only the settings of the chat template are used.
 
-    Without a template the model continues plain text: each message is appended on a line of its own, directly followed
-    by the answer.
+    Without a template the model continues plain text, in which each message begins a new line and its answer follows
+    directly.
 
     Args:
-        room: longest prompt, in tokens.
+        room: maximum length of the prompt, in tokens.
 
     Attributes:
         turns: messages with their answers, oldest first.
@@ -50,7 +50,7 @@ class ChatHistory:
         self._system = text
 
     def prompt_ids(self, message: str) -> tuple[list[int], int]:
-        """The prompt tokens for the answer to a message, and how many of the oldest turns were left out to stay within
+        """The prompt tokens for the next answer, and the number of oldest turns that were left out to stay within
         `room`. Raises UserError if the message alone is too long, or the template refuses it."""
         for left_out in range(len(self.turns) + 1):
             row = {"prompt": self._prompt(self.turns[left_out:], message)}
@@ -63,7 +63,7 @@ class ChatHistory:
         )
 
     def row(self) -> dict[str, Any]:
-        """The conversation as a row of a data set, whose completion is the last answer."""
+        """The conversation as a row of a data set; the last answer is its completion."""
         *before, (message, answer) = self.turns
         return {"prompt": self._prompt(before, message), "completion": answer}
 

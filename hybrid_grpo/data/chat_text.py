@@ -1,8 +1,8 @@
 """Tokenizes chats that contain untrusted text, such as prompts and the results of tools.
 
-A chat template writes control tokens, which begin and end turns, around the texts of messages. A text that contains the
-name of a control token must not become that token, or it could end its own message and forge the next one. Ordinary
-text gets the same tokens as if the whole chat were tokenized at once.
+A chat template writes control tokens, which begin and end turns, around the texts of messages. If a text contains the
+name of a control token, that name must not become the token: the text could end its own message and forge the next one.
+Ordinary text gets the same tokens as if the whole chat were tokenized at once.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _PIECES = re.compile(f"{_BEGIN}([^{_BEGIN}{_END}]*){_END}|[{_BEGIN}{_END}]")
 
 
 def clean(text: str) -> str:
-    """The text without halves of surrogate pairs, which no tokenizer accepts and no file can hold."""
+    """The text with `?` for each half of a surrogate pair, which tokenizers refuse and files cannot hold."""
     return text.encode(errors="replace").decode()
 
 
 class ChatText:
     """Marks the names of control tokens in texts before a chat template sees them, and tokenizes its output.
 
-    Control tokens are the special tokens, and those of the other added tokens that `template` contains.
+    Control tokens are the special tokens, and any other added tokens that occur in `template`.
     """
 
     def __init__(self, tokenizer: Any, template: str = "") -> None:
@@ -47,8 +47,8 @@ class ChatText:
         return value
 
     def ids(self, text: str) -> list[int]:
-        """Tokens of a text, in which marked names of control tokens are ordinary text."""
-        # Texts between marked names have even indices; a mark without its counterpart splits too.
+        """Tokens of a text; marked names of control tokens are treated as ordinary text."""
+        # Texts between marked names have even indices; an unpaired mark also splits.
         pieces = _PIECES.split(text)
         ids = self._encoded(pieces[0])
         for index, piece in enumerate(pieces[1:], start=1):
@@ -79,5 +79,5 @@ def _prompt_text(tokenizer: Any, _: int) -> ChatText:
 
 
 def prompt_text_of(tokenizer: Any) -> ChatText:
-    """For prompts, which may mention `<think>` and the like: only special tokens are control tokens."""
+    """A `ChatText` for prompts. They may mention `<think>` and the like, so only special tokens are control tokens."""
     return _prompt_text(tokenizer, len(tokenizer))

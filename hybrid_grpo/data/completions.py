@@ -1,7 +1,7 @@
-"""Existing completions, from rows written by others and from the saved rollouts of a run.
+"""Reads existing completions: from rows written by others, and from the saved rollouts of a run.
 
-Both become the records that reward functions are called with. Neither holds the tokens of a completion: a tokenizer, if
-one is given, makes them from the text again.
+Both become the records that reward functions are called with. Neither contains the tokens of a completion; if a
+tokenizer is given, it makes them from the text again.
 """
 
 from collections.abc import Iterable
@@ -21,13 +21,13 @@ _FIELDS = {
     **{"group": int, "sample": int, "prompt": str | list, "completion": str, "reward": float | int | None},
     **{"rewards": dict, "length": int, "finish": str, "columns": dict},
 }
-"""What a line of a saved rollout must have."""
+"""Fields that each line of a saved rollout must have, with their types."""
 
 
 def read_completions(
     path: str, config: DataConfig, stdin: Iterable[bytes], tokenizer: Any = None, setting: str = "SOURCE"
 ) -> list[Rollout]:
-    """The rows of a source as in `data.path`, or of standard input (`-`), each as a rollout of one group.
+    """The rows of a source, each as a rollout of one group. `path` is as in `data.path`, or `-` for standard input.
 
     A row has a prompt and either a completion in the column `data.completion_column`, or a list of completions in the
     column of that name plus `s`. A completion is text, or a chat that ends with the assistant's message. All other
@@ -35,18 +35,18 @@ def read_completions(
     write.
 
     Args:
-        tokenizer: makes the tokens of completions; without one they have none.
-        setting: the one that names the source, for errors. Default: the argument of `score`, for which settings name
-            the columns.
+        tokenizer: makes the tokens of completions; without one, completions have no tokens.
+        setting: name of the setting for `path`, for errors. By default it is the argument of `score`, whose columns are
+            chosen by settings.
 
     Returns:
         Rollouts without prompt tokens and log-probabilities. The id of a prompt is the number of its row, from 0, and
-        every completion counts as one that ended by itself.
+        every completion counts as having ended by itself.
 
     Raises:
         UserError: the source cannot be read, or a row lacks a prompt or a completion.
     """
-    # A file has no subsets: that of a recipe belongs to the recipe's own source.
+    # A file has no subsets: the subset in a recipe belongs to the recipe's own source.
     subset = None if Path(path).is_file() else config.subset
     source = Source(path, config.split, subset, config.limit, path_setting=setting)
     source = standard_input(stdin, setting, config.limit) if path == "-" else source
@@ -70,7 +70,7 @@ def _group(number: int, row: Row, where: str, config: DataConfig, tokenizer: Any
     columns = {name: value for name, value in row.items() if name not in (prompt_column, one, many)}
     if isinstance(columns.get("columns"), dict | None):
         columns |= columns.pop("columns", None) or {}
-    # What `generate` and runs write already starts with the recipe's system message.
+    # Prompts written by `generate` and by runs already start with the recipe's system message.
     has_system = isinstance(row[prompt_column], list) and row[prompt_column][:1] == [
         {"role": "system", "content": config.system_prompt}
     ]
@@ -96,17 +96,17 @@ def _tokens(text: str, tokenizer: Any) -> list[int]:
 
 
 def saved_files(run: Path) -> dict[int, Path]:
-    """The files of a run's saved steps, ordered by step."""
+    """The files of a run's saved rollouts by step, in the order of steps."""
     files = {path.stem.partition("_")[2]: path for path in (run / "rollouts").glob("step_*.jsonl")}
     return {int(step): files[step] for step in sorted(filter(str.isdigit, files), key=int)}
 
 
 def read_step(path: Path, tokenizer: Any = None) -> tuple[Rollout, list[Row]]:
-    """The rollout of a saved step, and its lines.
+    """The rollout of a saved step, and the lines of its file.
 
-    A completion has as many tokens as were sampled, made from the text again with the token that ended it. Those that
-    the tokenizer does not recover, or all without a tokenizer, are `UNKNOWN_TOKEN`. The id of a prompt is the number of
-    its group. Raises UserError if a line is missing, or not as a run writes it.
+    Each completion has as many tokens as were sampled. The tokenizer makes them from the text again, and the token that
+    ended the completion is appended. Tokens that cannot be recovered (without a tokenizer, all of them) are
+    `UNKNOWN_TOKEN`. The id of a prompt is the number of its group. Raises UserError if lines are missing or malformed.
     """
     with path.open("rb") as lines:
         numbered = list(json_rows(lines, str(path)))
@@ -134,7 +134,7 @@ def read_step(path: Path, tokenizer: Any = None) -> tuple[Rollout, list[Row]]:
 
 
 def _saved_tokens(row: Row, tokenizer: Any) -> list[int]:
-    # Of a conversation the text is only the last turn.
+    # In a conversation of several turns, the text is only the last turn.
     ids = [] if len(row.get("messages", ())) > 1 else _tokens(row["completion"], tokenizer)
     eos = getattr(tokenizer, "eos_token_id", None)
     if row["finish"] == "stop" and len(ids) == row["length"] - 1 and eos is not None:

@@ -1,4 +1,4 @@
-"""How environments begin and end. Needs no torch."""
+"""Records of how an environment begins and ends. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Opening:
-    """How the environment of a prompt begins: alike for all of its completions."""
+    """The initial observation of a prompt's environment, the same for all completions of the prompt."""
 
     seed: int
-    """What `random` is seeded with before the environment is made and reset."""
+    """Seed of `random`, set before the environment is created and reset."""
     text: str | list[dict[str, Any]]
-    """The prompt as the data set has it, without what the environment says."""
+    """The prompt as in the data set, without the observation."""
     observation: str | None = None
-    """What the environment says when it is reset, which stands at the end of the prompt; None: nothing."""
+    """Text that the environment returns when it is reset, appended to the prompt; None if it returns none."""
     failure: str | None = None
-    """Why it could not be reset, in words that continue a sentence which begins with its name."""
+    """Why the reset failed, as the rest of a sentence that begins with the environment's name; None if it succeeded."""
 
 
 @dataclass(frozen=True)
 class Episode:
-    """What came of the environment of a completion."""
+    """The outcome of a completion's environment."""
 
     reward: str
     """Name of the environment's reward."""
     steps: tuple[tuple[int, float], ...] = ()
-    """Rewards of turns: the number of sampled tokens up to the end of the turn, and the reward."""
+    """For each turn with a reward, the number of sampled tokens up to the end of the turn, and the reward."""
     total: float | None = None
-    """The reward of the completion as a whole, None where the environment gives none."""
+    """The reward of the completion as a whole; None if the environment gives none."""
     state: dict[str, Any] | None = None
-    """The object as it was at the end, see `workers/snapshots.py`; None where it failed."""
+    """The attributes of the environment at the end, see `workers/snapshots.py`; None if it failed."""
     failure: str | None = None
-    """Why the environment failed, in words that continue a sentence which begins with its name."""
+    """Why the environment failed, as the rest of a sentence that begins with its name; None if it did not."""

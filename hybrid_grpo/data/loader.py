@@ -1,4 +1,4 @@
-"""The order in which prompts are drawn: shared out over ranks, and resumable. Items may be anything."""
+"""The order in which prompts, or other items, are drawn. It is divided among the ranks, and can be resumed."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
@@ -11,12 +11,11 @@ ItemT = TypeVar("ItemT")
 
 
 class PromptLoader(Generic[ItemT]):
-    """An endless stream of global batches, of which each rank takes its own slice.
+    """An endless stream of global batches; each rank takes its own slice of every batch.
 
-    The stream is a sequence of epochs, each with its own permutation (or in the source's order), cut into batches
-    regardless of where epochs end: no item is dropped, and a batch may span several epochs and hold an item twice.
-    Neither the stream nor a position in it depends on the number of ranks or the batch size, so both may change when a
-    run resumes.
+    The stream is a sequence of epochs. Each epoch has its own permutation, or the source's order. Batches ignore the
+    ends of epochs: no item is dropped, and a batch may span several epochs and contain an item twice. Neither the
+    stream nor a position in it depends on the number of ranks or the batch size, so both may change when a run resumes.
     """
 
     def __init__(
@@ -29,8 +28,8 @@ class PromptLoader(Generic[ItemT]):
         shuffle: bool = True,
         section: str = "data",
     ) -> None:
-        """`batch_size_global` is the number of items over all ranks, a multiple of `world_size`; `section` is that of
-        the settings that error messages name."""
+        """`batch_size_global` is the number of items over all ranks, a multiple of `world_size`; `section` is the
+        section of the settings that error messages name."""
         assert len(prompts) > 0 and 0 <= rank < world_size
         assert batch_size_global > 0 and batch_size_global % world_size == 0
         self._prompts = prompts
@@ -54,19 +53,19 @@ class PromptLoader(Generic[ItemT]):
         return self.draw(self._batch_size, self.wanted(1))
 
     def wanted(self, batches: int) -> list[int]:
-        """Which of the next items are this rank's, in `batches` global batches, by their numbers from 0 on."""
+        """Indices of this rank's items among the items of the next `batches` global batches."""
         share = self._batch_size // self._world_size
         starts = [batch * self._batch_size + self._rank * share for batch in range(batches)]
         return [number for start in starts for number in range(start, start + share)]
 
     def draw(self, count: int, wanted: Iterable[int]) -> list[tuple[ItemT, int]]:
-        """Advance the stream by `count` items, which every rank must do alike; returns those whose numbers among them
-        (from 0 on) are `wanted`, with their epochs."""
+        """Advance the stream by `count` items, the same number on every rank. Returns the items at the indices
+        `wanted` among them, with their epochs."""
         drawn = self._take(count)
         return [(self._prompts[index], epoch) for index, epoch in (drawn[number] for number in wanted)]
 
     def state_dict(self) -> dict[str, Any]:
-        """The present position, over all ranks, and what identifies the stream; the same on every rank."""
+        """The current position, over all ranks, and what identifies the stream; the same on every rank."""
         length = len(self._prompts)
         epoch, offset = divmod(self._position, length)
         return {"epoch": epoch, "offset": offset, "length": length, "seed": self._seed, "shuffle": self._shuffle}
@@ -109,6 +108,6 @@ class PromptLoader(Generic[ItemT]):
 
 
 def rank_share(items: Sequence[ItemT], rank: int, world_size: int) -> list[ItemT]:
-    """This rank's contiguous share of a list that is read once, as in evaluation. Shares differ by at most one in
-    length, and with fewer items than ranks some are empty."""
+    """This rank's contiguous share of a list that is read once, as in evaluation. The lengths of the shares differ by
+    at most one; if there are fewer items than ranks, some shares are empty."""
     return list(items[len(items) * rank // world_size : len(items) * (rank + 1) // world_size])

@@ -1,7 +1,7 @@
-"""Several sources in one stream of prompts: how many of each a step draws, and which.
+"""Mixes several sources into one stream of prompts: how many prompts of each source a step draws, and which ones.
 
-How many is decided by weights alone, so it depends neither on chance nor on the number of ranks. Which ones is decided
-by every source for itself, by its own seeded epochs.
+The weights alone decide how many: this depends neither on chance nor on the number of ranks. Which ones are drawn is
+decided for each source separately, by its own seeded epochs.
 """
 
 import math
@@ -22,12 +22,12 @@ Choose = Callable[[NDArray[np.int64], int, int], list[tuple[int, int]]]
 
 
 class Mixture:
-    """The streams of the sources that prompts come from, and what was drawn of each.
+    """One stream of prompts for each source, and how far each has been drawn.
 
     Args:
-        sources: the sources with their weights; the prompts of each stand next to each other in `prompts`.
-        prompts: prompts of all sources.
-        seed, shuffle: see `PromptLoader`. The order within a source depends on its name and on none of the others.
+        sources: the sources with their weights.
+        prompts: prompts of all sources; those of one source are contiguous.
+        seed, shuffle: see `PromptLoader`. The order within a source depends on its name, not on the other sources.
     """
 
     def __init__(self, sources: Sequence[MixtureConfig], prompts: Sequence[Prompt], seed: int, shuffle: bool) -> None:
@@ -42,11 +42,11 @@ class Mixture:
             self._streams[source.name] = PromptLoader(own, 1, 0, 1, of_source, shuffle)
 
     def take(self, count: int, choose: Choose | None = None) -> list[tuple[int, int]]:
-        """Indices and epochs of the next prompts, so spread that each part of them has about the same shares.
+        """Indices and epochs of the next `count` prompts, with the sources interleaved in about constant proportions.
 
         Args:
-            choose: which prompts of a source are drawn, in place of its own order: given their indices, how many are to
-                be drawn, and how many were drawn before.
+            choose: draws the prompts of a source in place of its own order, given their indices, how many to draw, and
+                how many were drawn before.
         """
         drawn = [stream.position for stream in self._streams.values()]
         placed = []
@@ -59,14 +59,14 @@ class Mixture:
         return [item for _, item in sorted(placed, key=lambda pair: pair[0])]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of every stream by the name of its source, what identifies it, and its weight."""
+        """By name of the source, the position of its stream, what identifies the stream, and its weight."""
         return {
             name: {**stream.state_dict(), "weight": str(weight)}
             for (name, stream), weight in zip(self._streams.items(), self._weights, strict=True)
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Continue from a saved position; raises UserError where that is of other sources or weights."""
+        """Continue from a saved position; raises UserError if it was saved with other sources or weights."""
         saved, here = ({name: s["weight"] for name, s in of.items()} for of in (state or {}, self.state_dict()))
         shown = [", ".join(f"{name} {weight}" for name, weight in of.items()) or "none" for of in (saved, here)]
         refuse(
@@ -79,14 +79,14 @@ class Mixture:
 
 
 def quotas(weights: Sequence[Fraction], drawn: Sequence[int], count: int) -> list[int]:
-    """How many of the next `count` items come from every source.
+    """How many of the next `count` items come from each source.
 
-    That is a source's weight times `count` where this is a whole number, else one of the two whole numbers next to it:
-    the higher one for sources of which least was drawn so far, compared with their weights (largest remainder).
+    The number is the source's weight times `count`, rounded down or up. It is rounded up for the sources that are
+    furthest below their share of all draws (largest remainder method).
 
     Args:
-        weights: of the sources, 1 in total.
-        drawn: how many items were drawn of each so far.
+        weights: weights of the sources, 1 in total.
+        drawn: items drawn from each source so far.
     """
     exact = [weight * count for weight in weights]
     numbers = [math.floor(share) for share in exact]

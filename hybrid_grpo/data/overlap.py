@@ -1,4 +1,4 @@
-"""Whether two prompts have the same text, and how many held-out prompts are also trained on."""
+"""Compares the texts of prompts, and counts the held-out prompts that are also training prompts."""
 
 import re
 import unicodedata
@@ -16,7 +16,7 @@ def count_equal(training: Iterable[Prompt], held_out: Iterable[Prompt]) -> int:
 
 
 def plain_text(prompt: str | list[Message]) -> str:
-    """The text of a prompt, one message after the other, without system messages, which many prompts share."""
+    """The text of a prompt, message by message. System messages are left out, since many prompts share them."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(_content(message.get("content")) for message in prompt if message["role"] != "system")
@@ -28,7 +28,7 @@ def normalized(text: str) -> str:
 
 
 def without_punctuation(text: str) -> str:
-    """The normalized text without punctuation. All other signs stay: (2 + 3) * 4 is not 2 + 3 * 4."""
+    """The normalized text without punctuation. Other symbols are kept: (2 + 3) * 4 is not 2 + 3 * 4."""
     return _PUNCTUATION.sub(" ", normalized(text)).strip()
 
 

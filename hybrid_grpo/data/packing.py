@@ -1,8 +1,7 @@
-"""From rows to micro-batches within a token budget: packed without padding, or padded together with rows of similar
-length.
+"""Divides rows into micro-batches within a token budget: packed without padding, or padded with rows of similar length.
 
-Every rank runs the same number of micro-batches, since each is a collective forward under ZeRO-3. A rank with none left
-runs dummy micro-batches of one token and no rows.
+Every rank runs the same number of micro-batches, since each is a collective forward under ZeRO-3. A rank that has none
+left runs fillers, which are dummy micro-batches of one token and no rows.
 """
 
 import heapq
@@ -21,14 +20,14 @@ from hybrid_grpo.model.ranks import all_reduce
 from hybrid_grpo.model.upload import upload
 
 _WORTH_SHARING = 0.1
-"""Least fraction of the tokens that sharing prompts must save, since attention then gathers keys and needs masks."""
+"""Minimum fraction of the tokens that sharing prompts must save: attention then has to gather keys and needs masks."""
 _ON_GPU, _ON_CPU = 16_384, 4_096
 """Default number of tokens of one forward and backward pass."""
 _SCORED = 4
-"""Factor for forwards without gradients: large, since an offloaded reference streams its weights in each of them."""
+"""Budget factor for forwards without gradients: large, since an offloaded reference streams its weights in each one."""
 
 Places = Sequence[Sequence[int] | None]
-"""For each row the indices of some of its tokens, ascending; None stands for all."""
+"""For each row, the indices of some of its tokens, ascending; None stands for all."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class _Row:
     prompt: list[int]
     completion: list[int]
     targets: Sequence[int]
-    """Indices of the completion tokens that are targets, ascending up to the last one."""
+    """Indices of the completion tokens that are targets, ascending; the last is the completion's last token."""
 
     @property
     def tokens(self) -> int:
@@ -50,7 +49,7 @@ class _Group:
     """Rows that belong in the same micro-batch."""
 
     parts: list[list[_Row]]
-    """Rows that have the same prompt and share its forward."""
+    """[part][row]: rows of a part have the same prompt and share its forward."""
 
     @cached_property
     def tokens(self) -> int:
@@ -68,10 +67,10 @@ def _rows(
 
 
 def token_budget(policy: PolicyConfig, *, on_gpu: bool, gradients: bool) -> int:
-    """Tokens of one micro-batch.
+    """Token budget of a micro-batch.
 
-    Without gradients a forward keeps no activations, so the budget is several times as large. With gradient
-    checkpointing training keeps none either, so both are equal.
+    A forward without gradients keeps no activations, so its budget is several times as large. With gradient
+    checkpointing, training keeps almost none either, so both budgets are equal.
     """
     tokens = policy.micro_batch_tokens or (_ON_GPU if on_gpu else _ON_CPU)
     return tokens * (1 if gradients or policy.gradient_checkpointing else _SCORED)
@@ -87,14 +86,14 @@ def pack(
     share: Literal["auto", "on", "off"],
     places: Places | None = None,
 ) -> list[MicroBatch]:
-    """Micro-batches without padding, of about the same number of tokens, and equally many on every rank. Collective.
+    """Micro-batches without padding, with about equal numbers of tokens; every rank gets the same number. Collective.
 
     Args:
         prompt_ids, completion_ids: tokens of every row; neither is empty.
         rows: indices of the rows to take, as in `MicroBatch.rows`.
-        budget: tokens of one micro-batch; a longer row is alone.
+        budget: maximum tokens of a micro-batch; a longer row gets a micro-batch of its own.
         share: whether consecutive rows with the same prompt share its forward; `auto`: if that saves enough.
-        places: the completion tokens of every row that are targets. Default: all.
+        places: for each row, the completion tokens that are targets. Default: all.
     """
     chosen = _rows(prompt_ids, completion_ids, rows, places)
     alone = [_Group([[row]]) for row in chosen]
@@ -108,13 +107,13 @@ def pack_pairs(
     *,
     share: Literal["auto", "on", "off"],
 ) -> list[MicroBatch]:
-    """As `pack`, for pairs of texts: the only target of a text follows its last token, so that `MicroBatch.source`
-    selects that token. Collective.
+    """Like `pack`, for pairs of texts. Each text has one target, which follows its last token, so that
+    `MicroBatch.source` selects the last token. Collective.
 
     Args:
         pairs: tokens of both texts; neither is empty. The texts of pair k are the consecutive rows 2 k and 2 k + 1 of
             one micro-batch.
-        share: whether the beginning that the two have in common is computed once.
+        share: whether the common prefix of the two texts is computed once.
     """
     alone = [_Group([[row] for row in _pair(number, pair)]) for number, pair in enumerate(pairs)]
     shared = [
@@ -125,7 +124,7 @@ def pack_pairs(
 
 
 def _pair(number: int, texts: tuple[list[int], list[int]], common: int = 0) -> list[_Row]:
-    """The rows of a pair, whose prompt is the first `common` tokens; the target is an arbitrary token."""
+    """The two rows of a pair. Their prompt is the first `common` tokens; the target is an arbitrary token."""
     return [
         _Row(2 * number + k, text[:common], [*text[common:], 0], [len(text) - common]) for k, text in enumerate(texts)
     ]
@@ -146,7 +145,7 @@ def _balanced(groups: list[_Group], budget: int, device: torch.device) -> list[M
     """Micro-batches of whole groups; see `pack`. Collective."""
     # A row longer than the budget counts as filling it.
     count = -(-sum(min(group.tokens, budget) for group in groups) // budget)
-    # No two groups of more than half the budget fit into one micro-batch.
+    # Two groups that each exceed half the budget do not fit into one micro-batch.
     count = max(count, sum(2 * group.tokens > budget for group in groups))
     while any(len(part) > 1 and sum(group.tokens for group in part) > budget for part in _spread(groups, count)):
         count += 1
@@ -156,7 +155,7 @@ def _balanced(groups: list[_Group], budget: int, device: torch.device) -> list[M
 
 
 def _groups(rows: list[_Row], budget: int) -> list[_Group]:
-    """Consecutive rows with the same prompt, as many in a group as the budget allows."""
+    """Groups of consecutive rows with the same prompt, each as large as the budget allows."""
     groups: list[_Group] = []
     for row in rows:
         last, more = groups[-1] if groups else None, len(row.completion) - 1
@@ -168,7 +167,7 @@ def _groups(rows: list[_Row], budget: int) -> list[_Group]:
 
 
 def _spread(groups: list[_Group], count: int) -> list[list[_Group]]:
-    """Puts each group, longest first, into the shortest of `count` parts (Graham, SIAM J. Appl. Math. 17, 1969)."""
+    """Put each group, longest first, into the shortest of `count` parts (Graham, SIAM J. Appl. Math. 17, 1969)."""
     parts: list[list[_Group]] = [[] for _ in range(count)]
     loads = [(0, number) for number in range(count)]
     for group in sorted(groups, key=lambda group: -group.tokens):
@@ -217,14 +216,14 @@ def pad(
     device: torch.device,
     places: Places | None = None,
 ) -> list[MicroBatch]:
-    """Micro-batches of rows padded to the longest, for models whose rows cannot be packed; see `pack`. Collective."""
+    """Like `pack`, with rows padded to the longest, for models whose rows cannot be packed. Collective."""
     chosen = _rows(prompt_ids, completion_ids, rows, places)
     parts = plan_rows([row.tokens for row in chosen], budget)
     return _filled([_padded([chosen[i] for i in part], device) for part in parts], device)
 
 
 def pad_pairs(pairs: Sequence[tuple[list[int], list[int]]], budget: int, device: torch.device) -> list[MicroBatch]:
-    """As `pack_pairs`, with rows padded to the longest. Collective."""
+    """Like `pack_pairs`, with rows padded to the longest. Collective."""
     parts = plan_rows([2 * max(map(len, pair)) for pair in pairs], budget)
     return _filled([_padded([row for k in part for row in _pair(k, pairs[k])], device) for part in parts], device)
 
@@ -235,8 +234,8 @@ def _filled(batches: list[MicroBatch], device: torch.device) -> list[MicroBatch]
 
 
 def plan_rows(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Partitions rows so that each part, padded to its longest row, has at most `budget` tokens; a longer row is alone.
-    The longest rows come first, so that a run out of memory fails at once."""
+    """Partition rows so that each part, padded to its longest row, has at most `budget` tokens; a longer row is alone.
+    The longest rows come first, so that a run that needs too much memory fails at once."""
     parts: list[list[int]] = []
     longest = 0
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):

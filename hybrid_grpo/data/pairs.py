@@ -1,6 +1,6 @@
-"""From rows to pairs of a prompt and the completion to learn, for the supervised stage.
+"""Turns rows into pairs of a prompt and the completion to learn, for supervised fine-tuning.
 
-Prompts are read as for GRPO, so that the policy later samples from the same tokens.
+Prompts are read in the same way as for GRPO, so that the policy later samples from the same tokens.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt and its target."""
+    """A prompt and the completion to learn."""
 
     prompt: Prompt
     completion_ids: list[int]
-    """Tokens to learn; the last is end-of-sequence."""
+    """Target tokens; the last is end-of-sequence."""
 
 
 def read_pairs(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, max_completion_tokens: int
 ) -> tuple[list[Pair], str]:
-    """The training pairs, and a line that says what was read and what was dropped.
+    """The training pairs, and a line that describes what was read and dropped.
 
-    Completions of more than `max_completion_tokens`, including end-of-sequence, are dropped. Raises UserError for the
-    same reasons as `read_prompts`, and if a completion is missing or all of them are too long.
+    A pair is dropped if its completion, including end-of-sequence, has more than `max_completion_tokens` tokens. Raises
+    UserError as `read_prompts` does, and if a completion is missing or all completions are too long.
     """
     refuse(
         tokenizer.eos_token_id is None,
@@ -62,7 +62,7 @@ def read_pairs(
 
 
 def _completion_ids(value: Any, number: int, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The target tokens of a text or of a single assistant message, with one end-of-sequence token at the end."""
+    """The target tokens of a text or a list of one assistant message, ending with one end-of-sequence token."""
     match value:
         case str(text) | [{"role": "assistant", "content": str(text)}]:
             token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]

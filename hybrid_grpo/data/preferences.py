@@ -1,7 +1,7 @@
-"""From rows to pairs of a better and a worse text, for the reward model stage.
+"""Turns rows into pairs of a better and a worse text, for training a reward model.
 
-A text is a prompt with an answer, tokenized as when the reward model later is one of the `rewards`. The formats are
-those of TRL: with or without a prompt column, as text or as chat messages.
+A text is a prompt with an answer. It is tokenized as it will be when the reward model is used in `rewards`. Rows have
+TRL's formats: with or without a prompt column, as text or as chat messages.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Preference:
-    """A pair of texts, the first of which is preferred."""
+    """A pair of texts; the first is preferred."""
 
     id: int
     """Row number in its source."""
     chosen_ids: list[int]
-    """Tokens of the better text, prompt and answer."""
+    """Tokens of the better text, prompt and answer together."""
     rejected_ids: list[int]
     """Tokens of the worse text."""
     margin: float = 0.0
-    """Least difference between the rewards of the two texts."""
+    """Margin by which the reward of the better text should exceed that of the worse one."""
 
     @property
     def texts(self) -> tuple[list[int], list[int]]:
@@ -42,10 +42,10 @@ class Preference:
 def read_preferences(
     config: DataConfig, reward: RewardLoopConfig, tokenizer: PreTrainedTokenizerBase, source: Source | None = None
 ) -> tuple[list[Preference], str]:
-    """The pairs of a source, by default of the training rows, and a line that says what was read and dropped.
+    """The pairs of a source (default: the training rows), and a line that describes what was read and dropped.
 
     Raises UserError as `read_rows` does, and if a row is not a pair, a text has no tokens, or all pairs are too long
-    (with `over_long: refuse`, any pair).
+    (with `over_long: refuse`, if any pair is).
     """
     source = source or training_source(config)
     rows = read_rows(source)
@@ -112,7 +112,7 @@ def _tokens(
 def _parts(row: Row, name: str, value: Any, where: str, config: DataConfig) -> tuple[str | list[Message], str]:
     """The prompt and the answer of one text of a pair; the prompt is empty if the text is not divided.
 
-    Messages that begin with the assistant's continue the prompt column; others are a whole chat, which replaces it.
+    Messages that begin with an assistant message continue the chat in the prompt column; others replace it.
     """
     prompt = row.get(config.prompt_column)
     match value:

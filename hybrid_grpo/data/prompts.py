@@ -1,4 +1,4 @@
-"""From rows to prompts: columns, system message, chat template, length limit, and a line about them.
+"""Turns rows into prompts: columns, system message, chat template and length limit.
 
 `sources` reads the rows, and `loader` decides the order of the prompts.
 """
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 _LETTERS_OF_A_TOKEN = 256
 _TEMPLATE_SECONDS = 3.0
 _TEMPLATE_BYTES = 2**30
-"""Limits of processor time and memory for one prompt; templates take milliseconds and kilobytes."""
+"""Limits on CPU time and memory for one prompt; templates normally need milliseconds and kilobytes."""
 _GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
-"""Tags around what the assistant wrote, an extension of jinja's syntax by transformers."""
+"""Tags around the assistant's text, with which transformers extends the syntax of jinja."""
 _TRUSTED = ("system", "developer", "assistant")
-"""Roles whose messages may contain control tokens; in others their names are ordinary text."""
+"""Roles whose messages may contain control tokens. In messages of other roles, names of control tokens are text."""
 _GIVEN_TO_TEMPLATES = {"messages", "add_generation_prompt", "raise_exception", "strftime_now"}
 
 
 def read_prompts(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, source: Source | None = None
 ) -> tuple[list[Prompt], str]:
-    """The prompts of a source, by default of the training rows, and a line that says what was read and dropped. Raises
+    """The prompts of a source (default: the training rows), and a line that describes what was read and dropped. Raises
     UserError as `read_rows` and `prompts_of` do."""
     if source is None and config.mixture:
         return _read_mixture(config, tokenizer)
@@ -50,9 +50,9 @@ def read_prompts(
 
 
 def _read_mixture(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], str]:
-    """The prompts of all sources in turn, and a line. Rows are numbered consecutively and have the columns of all
-    sources; a column that a source lacks is None. The column data_source has the name of the source, unless the rows
-    have such a column themselves."""
+    """The prompts of all sources, one source after the other, and a line that describes them. Rows are numbered across
+    sources and get the columns of all sources, with None for missing values. The column data_source contains the name
+    of the source, unless the rows already have this column."""
     prompts: list[Prompt] = []
     lines, start = [], 0
     for of_mixture in config.mixture:
@@ -67,7 +67,7 @@ def _read_mixture(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tup
 
 
 def data_line(source: Source, rows: list[Row], kept: list[Prompt], over_long_completions: int = 0) -> str:
-    """A line that says what was read and dropped; at least one prompt was kept."""
+    """A line that describes what was read and dropped. `kept` must not be empty."""
     lengths = [len(prompt.token_ids) for prompt in kept]
     dropped = {"prompt": len(rows) - len(kept) - over_long_completions, "completion": over_long_completions}
     why = "".join(f", {count} dropped for an over-long {what}" for what, count in dropped.items() if count)
@@ -79,7 +79,7 @@ def data_line(source: Source, rows: list[Row], kept: list[Prompt], over_long_com
 
 
 def require_column(setting: str, column: str, rows: list[Row], source: Source) -> None:
-    """Refuse a column that the rows do not have, and suggest one that they have."""
+    """Raise UserError if the rows do not have a column, and suggest one that they have."""
     if column not in rows[0]:
         raise UserError(f"{setting} {column}: {source} has no such column: {did_you_mean(column, rows[0])}")
 
@@ -91,11 +91,11 @@ def prompts_of(
     tokenizer: PreTrainedTokenizerBase,
     where: Callable[[int], str] | None = None,
 ) -> list[Prompt]:
-    """The prompts of the rows, numbered by row, without those longer than `max_prompt_tokens`. `where` describes the
-    row of a number in messages, by default by the number.
+    """The prompts of the rows, numbered by row, without prompts longer than `max_prompt_tokens`. `where` describes a
+    row in messages, given its number; by default it names the number.
 
     Raises UserError if there is no prompt column, a row is not a prompt, a required chat template is missing, or all
-    prompts are too long (with `over_long: refuse`, any prompt).
+    prompts are too long (with `over_long: refuse`, if any prompt is).
     """
     require_column("data.prompt_column", config.prompt_column, rows, source)
     refuse(
@@ -148,8 +148,8 @@ def prompt_text(row: Row, where: str, config: DataConfig) -> str | list[Message]
 
 
 def read_prompt(number: int, row: Row, where: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    """The tokenized prompt of a row. If it is far too long, only enough tokens to show this. Raises UserError as
-    `prompts_of` does; `where` describes the row in messages."""
+    """The tokenized prompt of a row. A prompt that is far too long is cut, but remains longer than the limit. Raises
+    UserError as `prompts_of` does; `where` describes the row in messages."""
     text = prompt_text(row, where, config)
     if isinstance(text, list) or config.chat_template == "always":
         given = prompt_text_of(tokenizer)
@@ -169,21 +169,21 @@ def read_prompt(number: int, row: Row, where: str, config: DataConfig, tokenizer
 
 
 def _tokenized(text: str, where: str, config: DataConfig, encode: Callable[[str], list[int]]) -> list[int]:
-    # No tokenizer has tokens of this many letters, but some merge spaces: a text that seems to fit is read whole.
+    # Tokens do not have this many letters, but some tokenizers merge spaces: if the start fits, read the whole text.
     start = text[: (config.max_prompt_tokens + 1) * _LETTERS_OF_A_TOKEN]
     try:
         token_ids = encode(start)
         if len(start) < len(text) and len(token_ids) <= config.max_prompt_tokens:
             token_ids = encode(text)
     except TypeError as error:
-        # Tokenizers raise this for text that is not Unicode: one with half of a surrogate pair.
+        # Tokenizers raise this for text that is not valid Unicode, with half of a surrogate pair.
         raise UserError(f"data.prompt_column {config.prompt_column}: {where} cannot be tokenized: {error}") from error
     return token_ids
 
 
 def apply_template(tokenizer: Any, chat: list[Message], *, generation: bool = True, **variables: Any) -> str:
-    """A chat as the tokenizer's template writes it, with `generation` up to the beginning of the model's turn. Raises
-    whatever the template, a program of the model's authors, raises; TimeoutError or MemoryError above the limits."""
+    """A chat as text by the tokenizer's template; with `generation` it ends where the model's turn begins. Raises
+    whatever the template, code by the model's authors, raises; TimeoutError or MemoryError above the limits."""
     # The template writes the special tokens itself; transformers adds none.
     with _at_most(_TEMPLATE_SECONDS, _TEMPLATE_BYTES):
         text: str = tokenizer.apply_chat_template(chat, add_generation_prompt=generation, tokenize=False, **variables)
@@ -192,8 +192,8 @@ def apply_template(tokenizer: Any, chat: list[Message], *, generation: bool = Tr
 
 @contextmanager
 def _at_most(seconds: float, more_bytes: int) -> Iterator[None]:
-    """Ends the block with TimeoutError after this much processor time, and with MemoryError if the process grows by
-    more than `more_bytes`. Without effect outside the main thread."""
+    """Raise TimeoutError in the block after `seconds` of CPU time, and MemoryError if the process grows by more than
+    `more_bytes`. Has no effect outside the main thread."""
 
     def end(*_: Any) -> None:
         raise TimeoutError(f"takes more than {seconds:g} s")
@@ -229,12 +229,12 @@ def _messages(value: Any, where: str, config: DataConfig) -> list[Message]:
         f"data.chat_template never: {where} has chat messages, which need a template: set it to auto, or choose a"
         " data.prompt_column with text",
     )
-    # Arrow gives every message the keys of all messages, with None; templates would treat these as set.
+    # Arrow gives every message the keys of all messages, with value None, which templates would treat as set.
     return [{key: part for key, part in message.items() if part is not None or key == "content"} for message in value]
 
 
 def _is_message(value: Any) -> bool:
-    """Whether it has a role and content, text or a list of parts; the assistant may have tool calls instead."""
+    """Whether `value` has a role, and as content text or a list of parts; assistant messages may lack content."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         return False
     return isinstance(value.get("content"), str | list) or value["role"] == "assistant"
@@ -245,7 +245,7 @@ def _as_chat(text: str | list[Message]) -> list[Message]:
 
 
 def check_template_kwargs(given: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse variables that the template does not read, or always receives."""
+    """Raise UserError for variables that the template does not read, or that it always receives."""
     from jinja2 import Environment, TemplateError, meta
 
     if tokenizer.chat_template is None:

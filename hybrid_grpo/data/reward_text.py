@@ -1,4 +1,4 @@
-"""How a reward model tokenizes a prompt with an answer, in training and when it is used."""
+"""Tokenizes a prompt with an answer for a reward model, in the same way when it is trained and when it is used."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from hybrid_grpo.data.batch import Message
 
 
 def chat_tokens(tokenizer: Any, prompt: str | list[Message], answer: str) -> list[int]:
-    """Tokens of a chat by the chat template, special tokens included; a text prompt becomes the user's message, and the
-    answer the assistant's."""
+    """Tokens of prompt and answer as a chat, by the chat template, with its special tokens. A text prompt becomes a
+    user message, and the answer an assistant message."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     messages = [*messages, {"role": "assistant", "content": answer}]
     return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
 
 
 def text_tokens(tokenizer: Any, prompt: str | list[Message], answer: str) -> list[int]:
-    """Tokens of prompt and answer as one text, with the tokenizer's special tokens unless the text already has them;
-    each message of a chat prompt becomes a line."""
+    """Tokens of prompt and answer as one text. The tokenizer's special tokens are added unless the text already has
+    them. Each message of a chat prompt becomes a line."""
     text = (prompt if isinstance(prompt, str) else "".join(map(_line, prompt))) + answer
     ids = list(tokenizer(text)["input_ids"])
     if tokenizer.bos_token and text.startswith(tokenizer.bos_token) and ids[:2] == [tokenizer.bos_token_id] * 2:

@@ -1,6 +1,6 @@
-"""Reads rows from a hub dataset, a saved dataset, a folder of files, one file, or an object given in Python.
+"""Reads rows from a hub dataset, a saved dataset, a folder of files, one file, or a Python object.
 
-Rows are passed on as written; `prompts` and `pairs` give the columns their meaning. JSONL is read line by line and not
+Rows are returned as they were written; `prompts` and `pairs` interpret the columns. JSONL is read line by line and not
 through Arrow, so that a column may mix text and messages, and errors name the file and line.
 """
 
@@ -20,7 +20,7 @@ from hybrid_grpo.data.tasks import Row, make_rows, map_rows
 
 _JSONL = {".jsonl", ".json", ".ndjson"}
 _PARQUET_ROWS = 1000
-"""Rows of a parquet file that are decoded at a time."""
+"""Number of rows of a parquet file that are decoded at a time."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Source:
     """One split of one dataset, and the names of the settings that chose it."""
 
     path: Any
-    """JSONL or parquet file, folder of such files or of a saved dataset, or hub name. From Python also a list of
+    """JSONL or parquet file, folder of such files, folder of a saved dataset, or hub name. In Python also a list of
     dicts, a `datasets.Dataset`, or a dict of datasets by split."""
     split: str | None = "train"
     """Name of a split, a slice such as `train[:90%]`, or None for the only split."""
@@ -39,15 +39,15 @@ class Source:
     path_setting: str = "data.path"
     split_setting: str = "data.split"
     task: str | None = None
-    """Name of a task, which converts the rows, or makes them if `path` is empty."""
+    """Name of a task. The task converts the rows, or makes them if `path` is empty."""
     lines: Iterable[bytes] | None = None
     """Lines of standard input, read instead of `path`."""
     text_column: str | None = None
-    """Column for lines that do not begin with `{`, which are text. Default: every line is JSON."""
+    """Lines that do not begin with `{` are text for this column. Default: every line is JSON."""
     any_letters: bool = False
-    """Also accept lines of JSON with halves of surrogate pairs, which tokenizers refuse."""
+    """Whether JSON lines may contain halves of surrogate pairs, which tokenizers refuse."""
     streaming: bool = False
-    """Read rows of the hub as needed instead of downloading all splits."""
+    """Read rows from the hub as they are needed, instead of downloading all splits."""
 
     @property
     def origin(self) -> str:
@@ -103,9 +103,9 @@ def standard_input(lines: Iterable[bytes], setting: str, limit: int | None, text
 
 
 def read_rows(source: Source) -> list[Row]:
-    """All rows of the source, in order and with the same columns: a missing one is None.
+    """All rows of the source, in order. All have the same columns, with None for missing values.
 
-    A task makes the rows, or converts those of the source. Raises UserError if the source cannot be reached or read,
+    A task makes the rows or converts the rows of the source. Raises UserError if the source cannot be reached or read,
     has no such split or no rows, or the task cannot convert a row.
     """
     rows = source_rows(source)
@@ -156,7 +156,7 @@ def readable(source: Source) -> Iterator[None]:
 
 
 class Files:
-    """The rows of JSONL and parquet files, which are read anew on every iteration."""
+    """The rows of JSONL and parquet files. The files are read again on every iteration."""
 
     def __init__(self, paths: list[Path], source: Source) -> None:
         self.paths, self._source = paths, source
@@ -166,7 +166,7 @@ class Files:
 
 
 def open_source(source: Source) -> Mapping[str, Iterable[Row]]:
-    """The splits by name; a source without splits has one, `train`, as in `datasets`."""
+    """The rows by name of the split. A source without splits gets one split, `train`, as in `datasets`."""
     import datasets
 
     path = source.file
@@ -198,7 +198,7 @@ def open_source(source: Source) -> Mapping[str, Iterable[Row]]:
 
 
 def _named(loaded: Any) -> Mapping[str, Iterable[Row]]:
-    # A dataset keeps the output format it was saved with; rows must be plain Python.
+    # A dataset keeps the output format with which it was saved; rows must be plain Python.
     plain = loaded.with_format(None) if hasattr(loaded, "with_format") else loaded
     return plain if isinstance(plain, Mapping) else {"train": plain}
 
@@ -243,7 +243,7 @@ def split_name(source: Source, split: str | None, names: list[str]) -> str:
 
 
 def file_rows(path: Path, source: Source, at: Any = None) -> Iterator[tuple[Row, Any]]:
-    """The rows of a file from a position on (None: the start), each with the position after it."""
+    """The rows of a file, starting at a position (None: the start), each with the position after it."""
     if path.suffix in _JSONL:
         offset, number = at or (0, 0)
         with path.open("rb") as file:
@@ -258,7 +258,7 @@ def file_rows(path: Path, source: Source, at: Any = None) -> Iterator[tuple[Row,
 
 
 def _parquet_rows(path: Path, start: int) -> Iterator[tuple[Row, int]]:
-    """The rows from number `start` on, each with the number of the next one."""
+    """The rows starting at number `start`, each with the number of the next row."""
     import datasets
     import pyarrow
     from pyarrow.parquet import ParquetFile
@@ -286,8 +286,8 @@ def json_rows(
     any_letters: bool = False,
     lines_before: int = 0,
 ) -> Iterator[tuple[int, Row]]:
-    """The object of every non-blank line with the line's number, which counts from 1 (or from `lines_before` + 1); see
-    `Source`. Raises UserError, which names `where` and the number, if a line is not an object."""
+    """The object of each non-blank line, with the number of the line, counted from `lines_before` + 1. For the other
+    arguments see `Source`. Raises UserError, which names `where` and the number, if a line is not an object."""
     for number, line in enumerate(lines, start=lines_before + 1):
         if not line.strip():
             continue

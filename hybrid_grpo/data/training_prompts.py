@@ -16,39 +16,38 @@ from hybrid_grpo.model.ranks import rank
 
 
 class StepLoader(Protocol):
-    """Draws the prompts of every step, on this rank. What is drawn is the same on any number of ranks."""
+    """Draws this rank's prompts of every step. The number of ranks does not affect what is drawn over all ranks."""
 
     def next_prompts(self, batches: int) -> list[Prompt]:
-        """This rank's prompts of the next global batches, batch after batch, each with the epoch it was drawn in.
-        Collective."""
+        """This rank's prompts of the next `batches` global batches, in order, each with its epoch. Collective."""
 
     def more_prompts(self, count: int, wanted: list[int]) -> list[Prompt]:
-        """Those of the next `count` prompts over all ranks that are `wanted` here. Collective."""
+        """Draw the next `count` prompts over all ranks; returns those whose indices are `wanted`. Collective."""
 
     def note(self, prompts: Sequence[Prompt], outcome_B: Tensor, threshold: float) -> None:
-        """Note how the groups of these prompts, [P], turned out, which this rank drew since the last update. Outcomes
-        of `threshold` (`eval.threshold`) or more are right, and NaN is not counted."""
+        """Record the outcomes of the groups of these prompts, [P], which this rank drew since the last update. An
+        outcome of at least `threshold` (`eval.threshold`) is right, and NaN is not counted."""
 
     def update(self) -> None:
-        """Called once per step, after all of its groups were noted. Collective."""
+        """Called once per step, after the outcomes of all its groups were recorded. Collective."""
 
     def numbers(self) -> Numbers:
-        """How far the run has come."""
+        """Metrics of the run's progress through the data."""
 
     def tried_prompts(self) -> list[dict[str, Any]]:
-        """The rows of prompts.jsonl; none where success rates are not kept."""
+        """The rows of prompts.jsonl; empty if success rates are not kept."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The present position, over all ranks; the same on every rank."""
+        """The current position, over all ranks; the same on every rank."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved position; raises UserError where it belongs to other prompts or another order."""
+        """Continue from a saved position; raises UserError if it belongs to other prompts or another order."""
 
 
 class ListLoader(PromptLoader[Prompt]):
-    """A `StepLoader` of prompts that are all in memory. Outcomes change nothing.
+    """A `StepLoader` for prompts that are all in memory. Outcomes have no effect.
 
-    A batch is a minibatch, so that its prompts do not depend on the number of ranks.
+    Each batch is one minibatch over all ranks, so that its prompts do not depend on the number of ranks.
     """
 
     def __init__(self, prompts: Sequence[Prompt], config: TrainConfig, plan: BatchPlan, rank: int) -> None:
@@ -62,7 +61,7 @@ class ListLoader(PromptLoader[Prompt]):
         """See `StepLoader`."""
         if self._mixture is None:
             return [replace(prompt, epoch=epoch) for _ in range(batches) for prompt, epoch in self.next_batch()]
-        # The quotas of its sources are those of a whole step.
+        # In one draw, so that the quotas of the sources hold for the whole step.
         return self.more_prompts(batches * self._batch_size, self.wanted(batches))
 
     def more_prompts(self, count: int, wanted: list[int]) -> list[Prompt]:
@@ -87,7 +86,7 @@ class ListLoader(PromptLoader[Prompt]):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """See `PromptLoader`; also the positions in the sources of a mixture."""
+        """See `PromptLoader`; also contains the positions in the sources of a mixture."""
         mixture = {} if self._mixture is None else {"mixture": self._mixture.state_dict()}
         return {**super().state_dict(), **mixture}
 
@@ -114,7 +113,7 @@ class TrainingPrompts:
     """The prompts to train on."""
 
     prompts: list[Prompt]
-    """All of them, or some of those that will be read as the run goes; the same on every rank."""
+    """All of them or, if they are streamed, some of the first; the same on every rank."""
     fact: str
     """What was read, as one line for the console and the run folder."""
 
@@ -124,5 +123,5 @@ class TrainingPrompts:
         return max(len(prompt.token_ids) for prompt in self.prompts)
 
     def loader(self, config: TrainConfig, plan: BatchPlan, device: torch.device) -> StepLoader:
-        """Draws them, from the first one."""
+        """A loader that draws the prompts, from the beginning."""
         return ListLoader(self.prompts, config, plan, rank())

@@ -1,4 +1,4 @@
-"""Reads columns of a row, with an error that lists those that exist."""
+"""Reads columns of a row; errors list the columns that exist."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from hybrid_grpo.config.tasks import Row
 
 
 def column(row: Row, *names: str) -> Any:
-    """The value of the first of these columns that has one; raises ValueError if none has."""
+    """The value of the first of these columns that has one; raises ValueError if none of them does."""
     for name in names:
         if row.get(name) is not None:
             return row[name]
@@ -14,7 +14,7 @@ def column(row: Row, *names: str) -> Any:
 
 
 def text(row: Row, *names: str) -> str:
-    """As `column`, for text; raises ValueError for another value."""
+    """Like `column`, for text; also raises ValueError if the value is not text."""
     value = column(row, *names)
     if not isinstance(value, str):
         raise ValueError(f"has {' or '.join(names)} {value!r:.40}, where text is expected")

@@ -1,4 +1,4 @@
-"""Tasks on published data sets. Each reads rows with the columns of the original."""
+"""Tasks on published data sets. Each function converts a row that has the original columns."""
 
 import string
 from typing import Any
@@ -8,7 +8,7 @@ from hybrid_grpo.data.tasks.columns import column, text
 
 
 def gsm8k(row: Row) -> Row:
-    """Columns question, answer (a solution that ends in `#### 42`)."""
+    """Columns question, answer (a solution that ends with, for example, `#### 42`)."""
     solution = text(row, "answer")
     ask = 'Think step by step, then give the final answer as a number behind "####".'
     return {"prompt": f"{text(row, 'question')}\n\n{ask}", "answer": solution, "completion": solution}
@@ -25,8 +25,8 @@ def math(row: Row) -> Row:
 
 
 def multiple_choice(row: Row) -> Row:
-    """Columns question, choices, answerKey as in ARC ({text, label}); or choices, answer (an index) as in MMLU,
-    arXiv:2009.03300."""
+    """Columns question, choices ({text, label}), answerKey, as in ARC; or question, choices, answer (an index), as in
+    MMLU, arXiv:2009.03300."""
     texts, labels = _choices(column(row, "choices"))
     letters = list(string.ascii_uppercase[: len(texts)])
     letter = _letter(column(row, "answerKey", "answer"), texts, labels)
@@ -49,7 +49,7 @@ def _choices(value: Any) -> tuple[list[str], list[str]]:
 
 
 def _letter(answer: Any, texts: list[str], labels: list[str]) -> str:
-    """The letter of the answer, given by its label, its index from 0, or its text."""
+    """The letter of the answer, which is given as a label, an index from 0, or a text."""
     for known in (labels, range(len(texts)), texts):
         if answer in known and not isinstance(answer, bool):
             return string.ascii_uppercase[known.index(answer)]

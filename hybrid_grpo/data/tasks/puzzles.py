@@ -1,4 +1,4 @@
-"""Tasks that generate their rows from a fixed seed: any number of rows, the same in every run."""
+"""Tasks that generate any number of rows. The seed is fixed, so that every run gets the same rows."""
 
 import operator
 import random
@@ -11,11 +11,11 @@ from hybrid_grpo.config.tasks import Row
 from hybrid_grpo.data.tasks.columns import column, text
 
 _HELD_OUT_SHARE = 8
-"""One in this many puzzles is held out."""
+"""One in this number of puzzles is held out."""
 
 
 def _distinct(draw: Callable[[random.Random], tuple[Hashable, Row]], held_out: bool) -> Iterator[Row]:
-    """Endless rows with distinct keys. The key alone decides whether a row is held out."""
+    """Endless rows with distinct keys, either held out or for training. The key alone decides which of the two."""
     source = random.Random(f"held out {held_out}")
     seen: set[Hashable] = set()
     while True:
@@ -34,7 +34,7 @@ def _draw_word(source: random.Random) -> tuple[Hashable, Row]:
 
 
 def letters(row: Row) -> Row:
-    """Sort the letters of a word: `dcab=` should be continued with `abcd`. Column word."""
+    """Sort the letters of a word: `dcab=` should be continued with `abcd`. Column: word."""
     word = text(row, "word")
     answer = "".join(sorted(word))
     return {"prompt": f"{word}=", "answer": answer, "completion": answer}
@@ -54,8 +54,8 @@ def _draw_numbers(source: random.Random) -> tuple[Hashable, Row]:
 
 
 def _joined(nums: list[int], source: random.Random) -> tuple[int, str] | None:
-    """The value of an expression with all numbers, and the expression, made by joining two at random until one is left;
-    None if a division leaves a remainder."""
+    """A random expression with all numbers, as its value and its text; None if a division leaves a remainder. Two parts
+    at a time are joined at random until one is left."""
     parts = [(number, str(number)) for number in nums]
     while len(parts) > 1:
         source.shuffle(parts)
@@ -69,7 +69,7 @@ def _joined(nums: list[int], source: random.Random) -> tuple[int, str] | None:
 
 
 def countdown(row: Row) -> Row:
-    """Reach a target from numbers. Columns nums, target, as in Jiayi-Pan/Countdown-Tasks-3to4."""
+    """Combine numbers to reach a target. Columns nums, target, as in Jiayi-Pan/Countdown-Tasks-3to4."""
     nums, target = column(row, "nums"), column(row, "target")
     if not isinstance(nums, list) or not all(type(number) is int for number in [*nums, target]):
         raise ValueError(f"has nums {nums!r:.40} and target {target!r:.20}, where whole numbers are expected")
@@ -84,4 +84,4 @@ def countdown(row: Row) -> Row:
 
 make_letters = partial(_distinct, _draw_word)
 make_countdown = partial(_distinct, _draw_numbers)
-"""Endless rows of the tasks, held out or not."""
+"""Endless rows of the tasks; the argument says whether they are held out."""

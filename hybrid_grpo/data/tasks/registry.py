@@ -1,4 +1,4 @@
-"""Which functions convert and make the rows of tasks."""
+"""Finds the functions that convert and make the rows of a task."""
 
 from collections.abc import Callable, Iterable
 from itertools import islice
@@ -11,17 +11,17 @@ from hybrid_grpo.data.tasks import datasets, puzzles
 _MADE = {"countdown": puzzles.make_countdown, "letters": puzzles.make_letters}
 _READERS = (datasets.gsm8k, datasets.math, datasets.multiple_choice, datasets.code, puzzles.countdown, puzzles.letters)
 TASKS = {f.__name__: TaskRecipe(f, ready_made_settings(f.__name__), _MADE.get(f.__name__)) for f in _READERS}
-"""By their name in `data.task`, which is also the name of the function that converts a row and of the YAML file."""
+"""The built-in tasks by name in `data.task`. The function that converts a row and the YAML file have the same name."""
 
 
 def load_task(name: str) -> TaskRecipe:
-    """A built-in task, or the user's own, named `path/to/file.py:name` or `package.module:name`; see `own_task`."""
+    """A built-in task, or the user's own task: `path/to/file.py:name` or `package.module:name`, see `own_task`."""
     return TASKS[name] if name in TASKS else own_task(name)
 
 
 def make_rows(name: str, split: str | None, limit: int | None, split_setting: str) -> list[Row]:
-    """The first `limit` rows that a task makes for a split; raises UserError if it makes none, or there is no
-    limit."""
+    """The first `limit` rows that a task makes for a split. Raises UserError if the task makes no rows, `split` is
+    neither train nor test, or `limit` is None."""
     made = load_task(name).made
     if made is None:
         raise UserError(f"data.path is not set, and data.task {name} makes no rows of its own: give a source")
@@ -34,14 +34,14 @@ def make_rows(name: str, split: str | None, limit: int | None, split_setting: st
 
 
 def map_rows(name: str, rows: Iterable[Row], source: str) -> list[Row]:
-    """The rows of a source as a task converts them; columns that it does not set are kept. Raises UserError, naming the
-    row, if the task cannot convert one."""
+    """The rows of a source, converted by a task; columns that the task does not set are kept. Raises UserError, naming
+    the row, if the task cannot convert one."""
     read = row_reader(name, source)
     return [read(number, row) for number, row in enumerate(rows)]
 
 
 def row_reader(name: str, source: str) -> Callable[[int, Row], Row]:
-    """Converts a row, given its number in the source; see `map_rows`."""
+    """A function that converts a row, given its number in the source; see `map_rows`."""
     task = load_task(name)
     file = getattr(getattr(task.row, "__code__", None), "co_filename", None)  # not every callable has code
 

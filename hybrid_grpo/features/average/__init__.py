@@ -1,1 +1,1 @@
-"""The exponential moving average of the weights, exported beside the model."""
+"""The exponential moving average of the weights, exported in addition to the model."""

@@ -1,6 +1,6 @@
-"""The exponential moving average of the weights that are trained, which is often better than the last of them.
+"""The exponential moving average of the trained weights, which is often better than the final weights.
 
-It is float32 in host memory, whatever the type of the model, and sharded over the ranks as the optimizer's state is: at
+It is float32 in host memory, whatever the type of the model, and sharded over the ranks like the optimizer state: at
 ZeRO stage 0 every rank has all of it. With LoRA it is the average of the adapters.
 """
 
@@ -24,8 +24,8 @@ _NAME = "average"
 
 
 class MovingAverage:
-    """Average of the weights of `module`, which DeepSpeed's `optimizer` trains at ZeRO `stage`. It starts as these
-    weights: after n updates they have the coefficient `decay`^n, those of k updates ago (1 - `decay`) * `decay`^k."""
+    """Average of the weights of `module`, which DeepSpeed's `optimizer` trains at ZeRO `stage`. After n updates the
+    initial weights have the coefficient `decay`^n, and the weights of k updates ago (1 - `decay`) * `decay`^k."""
 
     def __init__(self, module: nn.Module, optimizer: Any, stage: int, decay: float) -> None:
         self._layout = module, optimizer, stage
@@ -35,15 +35,15 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update it to `decay` times the average plus (1 - `decay`) times the current weights."""
+        """Set the average to `decay` times itself plus (1 - `decay`) times the current weights."""
         assert not self._is_used, "the weights are the average itself"
         for average, flat in zip(self._average, shards.trained_tensors(*self._layout), strict=True):
             average.lerp_(flat.to("cpu", torch.float32), 1 - self._decay)
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Inside, the module has the average as its weights; afterwards they are restored to the bit. Needs host memory
-        for the largest flat tensor. Collective."""
+        """Inside, the average replaces the weights of the module; afterwards the weights are restored bit for bit.
+        Needs host memory for a copy of the largest flat tensor. Collective."""
         assert not self._is_used, "it does not nest"
         self._exchange()
         try:
@@ -66,13 +66,13 @@ class MovingAverage:
         shards.save_copies(folder, _NAME, self._average, *self._layout)
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote, on any number of ranks and at any ZeRO stage; raises UserError where the checkpoint
-        has no average."""
+        """Read what `save` wrote, on any number of ranks and at any ZeRO stage; raises UserError if the checkpoint has
+        no average."""
         shards.load_copies(folder, _NAME, self._average, *self._layout)
 
 
 class Average(Feature):
-    """Keeps the average of a run of any stage, and exports it as `model_ema/`."""
+    """Keeps the average of a run of any kind, and exports it as `model_ema/`."""
 
     name = "average"
     average: MovingAverage
@@ -81,7 +81,7 @@ class Average(Feature):
         self._decay = config.of(AverageConfig).decay
 
     def load(self, policy: TrainedModel) -> None:
-        """Start the average as the policy's weights."""
+        """Start the average as a copy of the policy's weights."""
         assert self._decay is not None
         trained = policy.engine.engine
         self.average = MovingAverage(trained.module, trained.optimizer, policy.engine.stage, self._decay)

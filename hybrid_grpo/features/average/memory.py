@@ -4,7 +4,7 @@ from hybrid_grpo.run.memory.plan import FeatureMemory, Part, Plan
 
 
 class AverageMemory(FeatureMemory):
-    """A float32 copy in host memory of the weights that this rank's optimizer steps."""
+    """A float32 copy, in host memory, of the weights that this rank's optimizer updates."""
 
     name = "average"
 

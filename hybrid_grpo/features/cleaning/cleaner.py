@@ -1,4 +1,4 @@
-"""Checks the training rows for one kind of fault after the other, and reports what was found."""
+"""Checks the training rows for one kind of fault after another, and reports what was found."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Report:
     source: str
     rows: int
     kept: list[int]
-    """Numbers of the rows that are kept, in their order."""
+    """Numbers of the rows that are kept, ascending."""
     found: dict[str, list[Finding]]
-    """By the setting of `clean` for each kind, in the order of the checks, without kinds that were not checked."""
+    """By the setting in `clean` of each kind that was checked, in the order of the checks."""
     lengths: dict[str, int]
     """Quantiles of the lengths of all readable prompts, in `unit`."""
     unit: str
@@ -61,11 +61,11 @@ class _Readable:
 
     number: int
     row: Row
-    """As the task reads it."""
+    """The row as its task converts it."""
     text: str
     """The prompt without system messages."""
     length: int
-    """Of the prompt, in tokens or words."""
+    """Length of the prompt, in tokens or words."""
 
 
 _Faults = Iterator[tuple[_Readable, str]]
@@ -79,8 +79,8 @@ def clean(data: DataConfig, config: CleanConfig, tokenizer: Any = None) -> tuple
         tokenizer: counts the tokens of prompts; without one, lengths are in words and no prompt is too long.
 
     Raises:
-        UserError: a source, or every row of it, cannot be read; a column is missing; `overlap` is `refuse` and there is
-            one.
+        UserError: a source cannot be read, or no row of it can; a column is missing; or `overlap` is `refuse` and there
+            is an overlap.
     """
     source = replace(training_source(data), any_letters=True)
     rows = source_rows(source)
@@ -135,7 +135,7 @@ def _read(rows: list[Row], source: str, data: DataConfig, tokenizer: Any) -> tup
 
 
 class _Cleaner:
-    """The checks. Each is given the rows that are left, and yields the faulty ones."""
+    """The checks. Each receives the rows that are left, and yields the faulty ones."""
 
     def __init__(self, rows: list[_Readable], data: DataConfig, config: CleanConfig, *, counts_tokens: bool) -> None:
         self._rows, self._data, self._config = rows, data, config
@@ -145,7 +145,7 @@ class _Cleaner:
         self._counts_tokens = counts_tokens
 
     def checks(self) -> dict[str, Callable[[list[_Readable]], _Faults]]:
-        """The checks that are on and possible, by their settings, in their order."""
+        """The checks that are on and possible, by their settings, in the order in which they run."""
         every = {
             "encoding": self._encoding, "answers": self._answers, "languages": self._languages,
             "lengths": self._lengths, "duplicates": self._duplicates, "near_duplicates": self._near_duplicates,
@@ -210,7 +210,7 @@ class _Cleaner:
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
-        """Numbers of the distinct normalized texts, of the rows and of the held-out prompts."""
+        """A number for each distinct normalized text among the rows and the held-out prompts."""
         texts = [*(row.text for row in self._rows), *self._held_out]
         return {text: number for number, text in enumerate(dict.fromkeys(map(normalized, texts)))}
 

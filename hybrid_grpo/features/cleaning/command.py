@@ -1,4 +1,4 @@
-"""`data`: reports the faulty rows of a data set, and writes the others. It loads no model and needs no launcher."""
+"""`data`: reports faulty rows of a data set, and writes the other rows. It loads no model and needs no launcher."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, config=SECTION)
 class CheckDataConfig(RecipeReader):
-    """Look for faults in the training rows, print what was found, and write the rows that are kept. Loads no model, and
-    of `policy.model` only the tokenizer. Takes the recipe of `train` or `sft`."""
+    """Look for faults in the training rows, print what was found, and write the rows that are kept. Loads only the
+    tokenizer of `policy.model`, not the model. Takes the recipe of `train` or `sft`."""
 
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -45,7 +45,7 @@ class CheckDataConfig(RecipeReader):
 
 
 def run(arguments: list[str]) -> None:
-    """Parse, check the rows, and write; ends quietly when the reader of the output has closed it."""
+    """Parse the arguments, check the rows and write the result; end quietly if the reader of the output closes it."""
     config = parse(CheckDataConfig, arguments, "data").config
     _check_place(config)
 
@@ -68,7 +68,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _check_place(config: CheckDataConfig) -> None:
-    """Refuse missing packages, and files that cannot be written. Raises UserError."""
+    """Raise UserError if a package is missing or a file cannot be written."""
     data, clean = config.data, config.clean
     check_data(data)
     for setting, package in (("near_duplicates", "rensa"), ("encoding", "ftfy"), ("languages", "py3langid")):

@@ -1,7 +1,7 @@
-"""Texts that are nearly equal to others.
+"""Finds texts that are nearly equal to other texts.
 
 Near duplicates are looked up by MinHash and locality-sensitive hashing (Broder 1997; Leskovec, Rajaraman and Ullman,
-Mining of Massive Datasets, chapter 3), and every candidate is compared exactly: hashing can only miss some.
+Mining of Massive Datasets, chapter 3). Every candidate is compared exactly, so hashing can only miss some.
 """
 
 from collections.abc import Sequence
@@ -12,26 +12,26 @@ from numpy.typing import NDArray
 from hybrid_grpo.features.cleaning.words import words
 
 Shingles = NDArray[np.int64]
-"""The distinct words and pairs of consecutive words of a text, as sorted numbers."""
+"""The distinct words and pairs of consecutive words in a text, as sorted numbers."""
 
 _PERMUTATIONS = 256
 _SURE = 0.98
-"""Least share of pairs at the least similarity that hashing must find; of more similar pairs it finds more."""
+"""Minimum probability that hashing finds a pair at the similarity threshold; it finds more similar pairs more often."""
 _MARGIN = 0.125
-"""Four standard errors of a similarity that is estimated from sketches, 0.5 / sqrt(256) each."""
+"""Four standard errors of a similarity estimated from sketches; one is at most 0.5 / sqrt(256)."""
 _SEED = 1
 _PAIR = 2**31
 _COMMON_SHARE = 0.2
 
 
 def is_common(count: int, total: int, share: float) -> bool:
-    """Whether `count` of `total` texts are too many to tell texts apart: more than this share of them, and more than
-    ten, or than half where there are few."""
+    """Whether something that occurs in `count` of `total` texts is too common to distinguish texts: it occurs in more
+    than this share of them, and in more than ten texts (more than half if there are fewer than 20)."""
     return count > max(min(10.0, total / 2), total * share)
 
 
 def shingles(texts: Sequence[str]) -> list[Shingles]:
-    """[N], the shingles of every text, except those that more than a fifth of the texts share."""
+    """[N], the shingles of each text, except shingles that more than a fifth of the texts share (see `is_common`)."""
     numbers: dict[str, int] = {}
     found = []
     for text in texts:
@@ -54,8 +54,8 @@ class Sketches:
 
 
 class NearTexts:
-    """Finds the most similar of the texts that were added. Two texts are similar if they share at least `similarity` of
-    their shingles (Jaccard), in (0, 1]."""
+    """Finds, among the texts that were added, the one most similar to a text. Two texts are similar if the Jaccard
+    similarity of their shingles is at least `similarity`, in (0, 1]."""
 
     def __init__(self, sketches: Sketches, similarity: float) -> None:
         from rensa import RMinHashLSH
@@ -64,7 +64,7 @@ class NearTexts:
         self._index = RMinHashLSH(similarity, _PERMUTATIONS, bands(similarity))
 
     def add(self, number: int) -> None:
-        """Add a text. One without shingles is never found."""
+        """Add a text. A text without shingles is never found."""
         if len(self._sketches.shingles_N[number]):
             self._index.insert(number, self._sketches.sketch_N[number])
 
@@ -79,8 +79,8 @@ class NearTexts:
 
 
 def bands(similarity: float) -> int:
-    """The number of bands of a sketch: the fewest, which give the fewest candidates, with which two texts of at least
-    this similarity share a band with probability `_SURE`."""
+    """The number of bands of a sketch: the fewest with which two texts of at least this similarity share a band with
+    probability `_SURE`. Fewer bands give fewer candidates."""
     rows = (rows for rows in (16, 8, 4, 2) if 1 - (1 - similarity**rows) ** (_PERMUTATIONS // rows) >= _SURE)
     return _PERMUTATIONS // next(rows, 1)
 

@@ -13,7 +13,7 @@ _OPEN_BOX = re.compile(r"\\boxed\s*(\{\s*\}|\s*$|\{[^{}]*$)")
 
 
 def encoding_fault(text: str) -> str | None:
-    """What is wrong with the characters of a text, for a message; None if nothing is."""
+    """What is wrong with the characters in a text, as part of a message; None if nothing is wrong."""
     import ftfy
 
     if "\ufffd" in text:
@@ -30,8 +30,8 @@ def encoding_fault(text: str) -> str | None:
 
 
 def language(text: str) -> str | None:
-    """ISO 639-1 code of the most likely language of a text; None if it has too few words, not counting formulas and
-    numbers."""
+    """ISO 639-1 code of the most likely language of a text; None if the text has too few words, not counting formulas
+    and numbers."""
     import py3langid
 
     of_letters = [word for word in words(text) if word.isalpha()]
@@ -39,8 +39,8 @@ def language(text: str) -> str | None:
 
 
 def answer_fault(answer: Any) -> str | None:
-    """What is wrong with an answer, for a message; None if nothing is. Values that are not text are only checked for
-    being empty or NaN."""
+    """What is wrong with an answer, as part of a message; None if nothing is wrong. A value that is not text is
+    only a fault if it is missing, empty or NaN."""
     if answer is None or answer != answer:
         return "is missing"
     if not isinstance(answer, str):

@@ -1,5 +1,5 @@
-"""Training prompts that contain held-out prompts, found by runs of equal words (GPT-3, arXiv:2005.14165, appendix
-C)."""
+"""Finds training prompts that contain held-out prompts, by sequences of words that both have (GPT-3, arXiv:2005.14165,
+appendix C)."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,21 +12,21 @@ Phrase = tuple[str, ...]
 """Consecutive words."""
 
 LEAST_WORDS = 8
-"""Shorter held-out prompts are only compared whole, since they would be found within unrelated prompts."""
+"""Held-out prompts with fewer words are only compared whole, since they would be found within unrelated prompts."""
 _PIECE = 5
 _COMMON_PIECES, _COMMON_PHRASES = 0.05, 0.01
-"""Words shared by more than this share of the prompts are instructions, or a turn of phrase."""
+"""Word sequences in more than this share of the prompts are instructions (pieces) or common phrases."""
 
 
 class OverlapIndex:
-    """Looks up held-out prompts in training prompts.
+    """Finds held-out prompts in training prompts.
 
-    Phrases that many prompts share are the instructions of a task. They are removed first: otherwise they would
-    complete the few words of a question that precede them.
+    Phrases that many prompts share are instructions of the task. They are removed first: otherwise a few words of a
+    question, together with the instructions that follow, could count as an overlap.
 
     Args:
         held_out, training: texts of the prompts.
-        length: number of consecutive words that make an overlap.
+        length: number of consecutive words that count as an overlap.
     """
 
     def __init__(self, held_out: Sequence[str], training: Sequence[str], length: int) -> None:
@@ -84,7 +84,7 @@ def _common(
     phrases_of: Callable[[str], Iterator[Phrase]],
     share: float,
 ) -> set[Phrase]:
-    """The phrases of held-out prompts that occur in more than this share of the held-out or of the training prompts."""
+    """The phrases of held-out prompts that occur in more than `share` of the held-out or of the training prompts."""
     within, texts = Counter(phrase for own in held_out for phrase in own), list(training)
     outside = Counter(phrase for text in texts for phrase in set(phrases_of(text)) if phrase in within)
     return {

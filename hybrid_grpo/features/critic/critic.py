@@ -1,5 +1,4 @@
-"""The critic of a run: a value model beside the policy, in a DeepSpeed engine of its own. Its formulas are in
-gae.py."""
+"""The critic of a run: a value model next to the policy, in its own DeepSpeed engine. The formulas are in gae.py."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,8 +25,8 @@ _FOLDER = "critic"
 class Critic(Scorer):
     """Predicts, before each token of a completion, the reward that the completion will still earn.
 
-    It reads the same tokens as the policy: the value of a token is computed from the hidden state from which the policy
-    draws that token. A new head starts at 0: random values would be noise in the first advantages.
+    It reads the same tokens as the policy. The value of a token is computed from the hidden state at the token before
+    it. A new value head starts at 0: random values would be noise in the first advantages.
 
     Args:
         config, plan: the run's settings and batch equation.
@@ -49,12 +48,12 @@ class Critic(Scorer):
 
     @property
     def learns_alone(self) -> bool:
-        """Whether the policy does not learn yet."""
+        """Whether only the critic learns, and the policy does not learn yet."""
         return self.optimizer_steps < self._settings.warmup_steps * self._plan.optimizer_steps
 
     def advantages(self, scored: Scored, batches: list[MicroBatch]) -> tuple[Tensor, Numbers]:
-        """Advantages of all tokens, and the critic's numbers; see `critic_advantages`. The targets are kept for
-        `learn`. `batches` are all rows of the rollout. Collective."""
+        """Advantages of all tokens, and the critic's metrics; see `critic_advantages`. The targets are kept for
+        `learn`. `batches` contain all rows of the rollout. Collective."""
         rollout = scored.rollout
         value_BT = self.values(batches, (len(rollout.completions), max(rollout.lengths)))
         advantages_BT, self._targets, numbers = critic_advantages(
@@ -64,7 +63,7 @@ class Critic(Scorer):
 
     @torch.no_grad()
     def values(self, batches: list[MicroBatch], shape: tuple[int, int]) -> Tensor:
-        """The values of all completion tokens, float32 [B, T] (`shape`), 0 on padding. Collective."""
+        """The values of all completion tokens, float32 [B, T], 0 on padding; `shape` is (B, T). Collective."""
         value_BT = torch.zeros(shape, device=self.engine.device)
         for micro in batches:
             value_N = self.forward(micro)
@@ -73,7 +72,7 @@ class Critic(Scorer):
         return value_BT
 
     def learn(self, batches: Sequence[TrainBatch], beat: Callable[[], None]) -> Iterator[Numbers]:
-        """One optimizer step on rows of the last rollout that `advantages` was given; yields the numbers of each
+        """One optimizer step on rows of the rollout that was last passed to `advantages`; yields the metrics of each
         micro-batch and of the step. `beat` is called before each micro-batch. Collective."""
         assert self._targets is not None
         for batch in batches:
@@ -124,7 +123,7 @@ class CriticFeature(Feature):
 
 
 def check_critic(config: TrainConfig, inputs: RunInputs) -> None:
-    """Refuse a model that cannot become a critic, or cannot read what the policy reads, before weights load."""
+    """Raise UserError, before weights load, if the model cannot be a critic or cannot read what the policy reads."""
     settings = config.of(CriticConfig)
     policy, setting = settings.as_policy(config.policy), _setting(config)
     engines.check_config(policy, settings.as_engine(config.engine))

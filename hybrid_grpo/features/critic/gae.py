@@ -1,11 +1,11 @@
 """The mathematics of a critic: advantages from the rewards and values of tokens, and the loss of the values.
 
-`critic_advantages` computes advantages as the settings say; the functions below it are its parts. As in
-`grpo/advantages.py`, arithmetic is float64 on the CPU, and the caller passes the sum over ranks as `total`.
+`critic_advantages` does the whole computation for the settings of a run; the functions after it are its parts. As in
+`grpo/advantages.py`, arithmetic is float64 on the CPU, and the caller passes `total`, which sums over ranks.
 
-The value of a token is what the completion is expected to earn from that token on, before the token is drawn. A
-completion ends with its last token, whether by itself or at the length limit: whatever would follow is worth 0, as in
-InstructGPT (arXiv:2203.02155) and TRL. PPO is arXiv:1707.06347, GAE is arXiv:1506.02438.
+The value of a token is the expected reward from that token on, before the token is sampled. A completion that is cut at
+the length limit is treated like one that ended by itself: after its last token the value is 0, as in InstructGPT
+(arXiv:2203.02155) and TRL. PPO is arXiv:1707.06347, GAE is arXiv:1506.02438.
 """
 
 from dataclasses import dataclass
@@ -20,17 +20,17 @@ from hybrid_grpo.features.critic.settings import CriticConfig
 from hybrid_grpo.grpo.advantages import Total, penalized_rewards
 from hybrid_grpo.model.ranks import sum_over_ranks
 
-_STD_EPSILON = 1e-4  # nearly equal advantages must not be scaled up to size 1
+_STD_EPSILON = 1e-4  # keeps nearly equal advantages from being scaled up to size 1
 
 
 @dataclass(frozen=True)
 class ValueTargets:
-    """What the critic learns from a rollout; float32 [B, T], on the critic's device."""
+    """What the critic needs to learn from a rollout; float32 [B, T], on the critic's device."""
 
     old_value_BT: Tensor
-    """Its values before it learns from the rollout."""
+    """The critic's values before it learns from the rollout."""
     return_BT: Tensor
-    """What the values should have been; NaN on padding and for completions without a reward."""
+    """The targets of the values; NaN on padding and for completions without a reward."""
 
 
 def critic_advantages(
@@ -44,17 +44,17 @@ def critic_advantages(
 ) -> tuple[Tensor, ValueTargets, Numbers]:
     """Advantages of all tokens by GAE, and the critic's targets. Collective.
 
-    A completion earns its reward, including the length penalty, at its last token, and the rewards of steps where the
-    steps end. A completion without a reward has advantage 0 and teaches the critic nothing.
+    A completion earns its reward, including the length penalty, at its last token, and step rewards at the last tokens
+    of the steps. A completion without a reward has advantage 0, and the critic does not learn from it.
 
     Args:
         value_BT: the critic's values.
-        kl_BT: the KL of each token in nats; None where the KL is not part of the reward.
-        beta: cost of a nat.
+        kl_BT: the KL of each token in nats; None if the KL is not part of the reward.
+        beta: what the reward loses per nat of this KL.
         device: for collectives.
 
     Returns:
-        Advantages, float32 [B, T] on the CPU, 0 on padding; the targets; and the critic's numbers.
+        Advantages, float32 [B, T] on the CPU, 0 on padding; the targets; and the critic's metrics.
     """
     settings, total = config.of(CriticConfig), partial(sum_over_ranks, device=device)
     limit = config.rollout.max_completion_tokens
@@ -74,7 +74,7 @@ def critic_advantages(
     here = mask_BT.sum()
     numbers["critic/value"] = old_BT[mask_BT].mean(), here
     numbers["critic/return"] = return_BT[mask_BT].mean(), here
-    # The variance of equal returns is rounding noise, which leaves nothing to explain.
+    # If returns are equal, their variance is rounding noise, and there is nothing to explain.
     explains = variance_3[1] > 1e-12 * (1 + mean_3[1].square())
     numbers["critic/explained_variance"] = 1 - variance_3[2] / variance_3[1], explains.long()
     targets = ValueTargets(value_BT.float(), torch.where(mask_BT, return_BT, torch.nan).float().to(value_BT.device))
@@ -86,9 +86,9 @@ def token_rewards(whole_B: Tensor, steps: list[list[RewardStep]] | None, lengths
 
     Args:
         whole_B: rewards of whole completions, earned at their last tokens.
-        steps: [B], (end, reward) of each step of every completion: `end` is the number of tokens up to and including
-            the last one of the step, which earns the reward.
-        lengths: [B], completion tokens.
+        steps: [B], for each completion the (end, reward) of its steps: `end` is the number of tokens up to and
+            including the last token of the step, which earns the reward.
+        lengths: [B], number of completion tokens.
     """
     places = [(row, length - 1) for row, length in enumerate(lengths)]
     rewards = whole_B.tolist()
@@ -123,8 +123,8 @@ def generalized_advantages(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor,
 
 
 def moments(values: tuple[Tensor, ...], mask_BT: Tensor, total: Total) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance of each of K tensors [B, T] over the tokens of all ranks, float64 [K]; 0 if there are
-    no tokens."""
+    """Mean and unbiased variance, float64 [K] each, of K tensors [B, T] over the tokens of all ranks; 0 if there are no
+    tokens."""
     values_KN = torch.stack([value_BT[mask_BT].double() for value_BT in values])
     here = torch.tensor([values_KN.shape[1]], dtype=torch.float64)
     *_, count = sums = total(torch.cat([values_KN.sum(1), here]))
@@ -136,13 +136,13 @@ def moments(values: tuple[Tensor, ...], mask_BT: Tensor, total: Total) -> tuple[
 def value_loss(
     value_bT: Tensor, old_value_bT: Tensor, return_bT: Tensor, weight_bT: Tensor, critic: CriticConfig
 ) -> tuple[Tensor, Numbers]:
-    """The clipped value loss, weighted and summed, and its numbers.
+    """The clipped value loss, weighted and summed, and its metrics.
 
-    Per token 0.5 max((V - R)^2, (V' - R)^2), where V' is V kept within `critic.clip` of the value before the step
-    (OpenAI's code of PPO, arXiv:1707.06347; see arXiv:2005.12729, section 3).
+    The loss of a token is 0.5 max((V - R)^2, (V' - R)^2), where V' is V clipped to within `critic.clip` of the value
+    before the step (OpenAI's code for PPO, arXiv:1707.06347; see arXiv:2005.12729, section 3).
 
     Args:
-        value_bT: float, the critic's present values, with gradient.
+        value_bT: float, the critic's current values, with gradient.
         old_value_bT, return_bT: see `ValueTargets`; tokens whose return is NaN are left out.
         weight_bT: float, 0 on padding; as in the policy's loss, see `token_weights`.
     """
@@ -152,7 +152,7 @@ def value_loss(
     if critic.clip:
         moved_bT = value_bT - old_bT
         bound_bT = (old_bT + moved_bT.clamp(-critic.clip, critic.clip) - return_bT).square()
-        # For a value that has not moved this far, both are equal up to rounding.
+        # If a value has not moved this far, both errors are equal up to rounding.
         clipped_bT = (moved_bT.abs() > critic.clip) & (bound_bT > error_bT)
         error_bT = torch.where(clipped_bT, bound_bT, error_bT)
     tokens = real_bT.sum()

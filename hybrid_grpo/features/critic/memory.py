@@ -9,9 +9,9 @@ from hybrid_grpo.run.memory.plan import FeatureMemory, Part, Plan
 
 
 class CriticMemory(FeatureMemory):
-    """What the critic holds from step to step: weights and gradients on the device, and its optimizer there or, if
-    offloaded, on the host. Its activations are not counted, since it runs without an LM head when those of the policy
-    have been released."""
+    """What the critic keeps between steps: weights and gradients on the device, and optimizer state on the device or,
+    if offloaded, on the host. Its activations are not counted: it has no LM head, and it runs after the policy's
+    activations have been released."""
 
     name = "critic"
 
@@ -25,7 +25,7 @@ class CriticMemory(FeatureMemory):
             policy=settings.as_policy(plan.config.policy),
             engine=settings.as_engine(plan.config.engine),
             lora=LoraConfig(),
-            # A plan of the critic as if it were a policy, of which rollouts are ignored.
+            # The critic is planned as if it were a policy; its rollouts are ignored.
             rollout=replace(plan.config.rollout, num_generations=2, keep_cache="off"),
             grpo=GrpoConfig(),
         )
@@ -37,5 +37,5 @@ class CriticMemory(FeatureMemory):
         return Part("critic", (states if own.offloads else 0) if on_host else held, remedy)
 
     def seconds(self, plan: Plan, forward: float, passes: int) -> float:
-        """One forward for its values, then its training."""
+        """The time of one forward for the values, and of the critic's training."""
         return forward * (1 + passes) * self._parameters / plan.sizes.parameters

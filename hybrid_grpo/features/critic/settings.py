@@ -1,4 +1,4 @@
-"""Settings of the critic: the value model of PPO, its optimizer, its engine, and the advantages from its values."""
+"""Settings of the critic: the value model of PPO, its optimizer and engine, and the advantages from its values."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ _SHARDED = ("offload_param", "zero_hpz_partition_size")
 
 @dataclass(frozen=True, config=SECTION)
 class CriticConfig(FeatureConfig):
-    """A critic, trained beside the policy in a DeepSpeed engine of its own (PPO). Advantages are relative to its values
-    instead of the group. Anything that is not set here, such as the type of its weights, is as in policy and engine; it
-    has no adapters."""
+    """A critic, trained with the policy but in its own DeepSpeed engine (PPO). Advantages are relative to its values
+    instead of the group. Everything that is not set here, such as the type of its weights, is as in policy and engine.
+    The critic has no adapters."""
 
     enabled: Switch = False
-    """Train a critic. All other settings of this section need it."""
+    """Train a critic. All other settings of this section require this one."""
     model: Text | None = None
-    """Folder or hub name of the model that it starts from: a causal language model, whose value head starts at 0, or a
-    reward model. It must have the policy's tokenizer. Default: policy.model."""
+    """Folder or hub name of the initial model: a reward model, or a causal language model, whose value head starts at
+    0. It must have the policy's tokenizer. Default: policy.model."""
     lr: Positive = 1e-5
-    """Peak learning rate, with the policy's lr_schedule and without its warm-up."""
+    """Peak learning rate. The schedule is the policy's lr_schedule, without warm-up."""
     warmup_steps: Whole = 0
     """Steps at the beginning of the run in which only the critic learns."""
     gamma: PositiveShare = 1.0
     """Discount of rewards, per token."""
     lam: Share = 1.0
-    """Lambda of generalized advantage estimation (arXiv:1506.02438). 1 compares a token with everything that its
-    completion earns after it; below 1 the critic's values replace rewards that are far away: 0.95 looks about 20 tokens
-    ahead."""
+    """Lambda of generalized advantage estimation (arXiv:1506.02438). With 1, the advantage of a token counts everything
+    that its completion still earns. Below 1, the critic's values replace rewards that are far away: 0.95 looks
+    about 20 tokens ahead."""
     clip: NotNegative = 0.2
-    """Once a value has moved further than this from where it was at the beginning of the step, it gets no gradient that
-    would move it further (PPO's clipped value loss); in units of the reward. 0 does not clip."""
+    """A value that has moved further than this since the beginning of the step gets no gradient that would move it
+    even further (PPO's clipped value loss). In units of the reward; 0 does not clip."""
     whiten: Switch = True
     """Normalize the advantages of all tokens of a step, over all ranks, to mean 0 and standard deviation 1."""
     zero_stage: Annotated[Whole, Le(3)] | None = None
     """ZeRO stage of the critic. Default: engine.zero_stage."""
     offload_optimizer: Switch | None = None
-    """Keep its optimizer state in host memory. Default: engine.offload_optimizer."""
+    """Keep the critic's optimizer state in host memory. Default: engine.offload_optimizer."""
 
     section, method = "critic", "PPO"
     feature, planned = "critic:CriticFeature", "memory:CriticMemory"
@@ -77,12 +77,12 @@ class CriticConfig(FeatureConfig):
         return {"critic.model": self.model}
 
     def as_policy(self, policy: PolicyConfig) -> PolicyConfig:
-        """The settings of the critic's model and optimizer, given those of the policy."""
+        """The settings of the critic's model and optimizer, given the policy's."""
         shared = {name: getattr(policy, name) for name in _OF_POLICY}
         return PolicyConfig(model=self.model or policy.model, lr=self.lr, **shared)
 
     def as_engine(self, engine: EngineConfig) -> EngineConfig:
-        """The settings of the critic's engine, given those of the policy's."""
+        """The settings of the critic's engine, given the policy's."""
         stage, offload = self._stage_and_offload(engine)
         return replace(engine, zero_stage=stage, offload_optimizer=offload)
 

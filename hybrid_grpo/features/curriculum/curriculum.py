@@ -1,6 +1,6 @@
-"""Which prompts are drawn: the success rate of every prompt is kept over the run, and the order may follow it.
+"""Draws prompts. The success rate of each prompt is kept over the run, and the order of prompts may follow the rates.
 
-With the default settings the rates are kept and change nothing: prompts are drawn as `ListLoader` draws them.
+With the default settings the rates have no effect: prompts are drawn as `ListLoader` draws them.
 """
 
 from collections.abc import Sequence
@@ -22,18 +22,18 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 CLASSES = 16
-"""Classes of prompts by their length; those of one class are expected to be about equally hard."""
+"""Number of classes of prompts by length; prompts of one class are expected to be about equally hard."""
 MIN_TRIES = 4
-"""Completions, discounted by their age, that a success rate must rest on before prompts are left out by it."""
+"""Minimum number of completions, discounted by age, before a prompt is left out because of its success rate."""
 HALF_LIFE = 50
-"""Steps after which a completion counts half, since the policy that wrote it has changed."""
+"""Steps after which a completion counts half: the policy has changed since it sampled the completion."""
 FLOOR = 0.05
-"""Weight of prompts that teach nothing or are left out, where the best has 1. It keeps them from being forgotten."""
+"""Weight of prompts that teach nothing or are left out, so that they are still drawn sometimes; the best has 1."""
 
 
 @dataclass(frozen=True)
 class RatedPrompts(TrainingPrompts):
-    """Prompts to train on that are drawn by a `Curriculum`."""
+    """Training prompts that are drawn by a `Curriculum`."""
 
     def loader(self, config: TrainConfig, plan: BatchPlan, device: torch.device) -> StepLoader:
         """See `TrainingPrompts`."""
@@ -41,11 +41,11 @@ class RatedPrompts(TrainingPrompts):
 
 
 class Curriculum(ListLoader):
-    """Draws prompts, keeps their success rates and, if the settings say so, follows them.
+    """Draws prompts, keeps their success rates and, depending on the settings, follows the rates.
 
-    The order and the rates are the same on every rank and on any number of ranks. Drawing by weights is seeded by the
-    position in the order, and without replacement within a step as long as there are prompts left. Collectives take
-    place on `device`.
+    The order and the rates are the same on every rank and for any number of ranks. Draws by weight are seeded by the
+    position in the order. Within a step they are without replacement as long as there are prompts left. `device` is
+    used for collectives.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Curriculum(ListLoader):
             self._noted[prompt.id, prompt.epoch] = (tries, right)
 
     def update(self) -> None:
-        """Update the success rates from the outcomes that all ranks noted in this step. Collective."""
+        """Update the success rates from the outcomes that all ranks recorded in this step. Collective."""
         seen_D2 = torch.zeros(len(self._drawn), 2, dtype=torch.int64)
         for number, (index, epoch) in enumerate(self._drawn):
             noted = self._noted.get((self._prompts[index].id, epoch))
@@ -83,12 +83,12 @@ class Curriculum(ListLoader):
         self._weight_N, self._drawn, self._noted = None, [], {}
 
     def rates(self) -> Floats:
-        """[N], the success rate of every prompt as it is estimated now."""
+        """[N], the current estimate of each prompt's success rate."""
         right_N, wrong_N = self._posterior()
         return right_N / (right_N + wrong_N)
 
     def weights(self) -> Floats:
-        """[N], how likely every prompt is to be drawn next, in proportion to each other, from `FLOOR` to 1."""
+        """[N], the weight with which each prompt is drawn next, from `FLOOR` to 1."""
         if self._weight_N is None:
             weight_N = np.ones(len(self._prompts))
             if self._config.sampling == "difficulty":
@@ -98,7 +98,7 @@ class Curriculum(ListLoader):
         return self._weight_N
 
     def numbers(self) -> Numbers:
-        """Also how well the prompts are solved, and how many were tried and are left out now."""
+        """Also the mean success rate, and the shares of prompts that were tried and that are left out now."""
         numbers: Numbers = {
             **super().numbers(),
             "curriculum/success_rate": (float(self.rates().mean()), 1),
@@ -109,7 +109,7 @@ class Curriculum(ListLoader):
         return numbers
 
     def tried_prompts(self) -> list[dict[str, Any]]:
-        """The prompts that were tried, hardest first, with their tries and estimated success rates."""
+        """The prompts that were tried, hardest first, with the number of tries and the estimated success rate."""
         rate_N = self.rates()
         rows: list[dict[str, Any]] = []
         for i in np.argsort(rate_N, kind="stable").tolist():
@@ -120,11 +120,11 @@ class Curriculum(ListLoader):
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the prompts handed out so far, and the rates after the last update: `index` has those
-        that were tried, `counts` their completions and how many were right, `recent` the same discounted by age."""
+        """The position after the prompts drawn so far, and the counts after the last update: `index` lists the prompts
+        that were tried, `counts` their completions and right completions, `recent` both discounted by age."""
         index = np.flatnonzero(self._count_N2[:, 0])
         counts = {"index": index, "counts": self._count_N2[index], "recent": self._recent_N2[index]}
-        # Plain numbers, since a checkpoint holds no types but those of torch and Python.
+        # Plain numbers, since a checkpoint may only contain types of torch and Python.
         return {**super().state_dict(), **{name: values.tolist() for name, values in counts.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -136,10 +136,10 @@ class Curriculum(ListLoader):
         self._weight_N, self._drawn, self._noted = None, [], {}
 
     def _posterior(self) -> tuple[Floats, Floats]:
-        """Parameters [N] of the beta distribution of every prompt's success rate.
+        """Parameters, [N] each, of the beta distribution of each prompt's success rate.
 
-        The prior of a prompt is the rate of its class, and that of a class the rate of all; each counts as much as a
-        group of completions does.
+        The prior mean of a prompt is the rate of its class, and the prior mean of a class is the overall rate. Each
+        prior counts as much as one group of completions.
         """
         prior, tries_N, right_N = self._num_generations, self._recent_N2[:, 0], self._recent_N2[:, 1]
         overall = (right_N.sum() + 0.5 * prior) / (tries_N.sum() + prior)
@@ -169,11 +169,11 @@ class Curriculum(ListLoader):
         return drawn
 
     def _weighted(self, among: Ints, count: int, start: int) -> list[tuple[int, int]]:
-        """Index and epoch of `count` prompts by weight, those first that this step has drawn least often. They are
-        drawn among those of these indices, of which `start` were drawn before."""
+        """Index and epoch of `count` prompts, drawn by weight from the indices `among`. Prompts that this step has
+        drawn least often come first. `start` is the number of earlier draws from `among`."""
         length, first = len(among), int(among[0])
         often_N = np.bincount([index for index, _ in self._drawn], minlength=len(self._prompts))[among]
-        # Sources of equal length have different random numbers.
+        # The first index makes sources of equal length get different random numbers.
         rng = np.random.default_rng(np.random.SeedSequence([self._seed, start, length, *([first] if first else [])]))
         chosen: list[tuple[int, int]] = []
         while len(chosen) < count:
@@ -187,11 +187,11 @@ class Curriculum(ListLoader):
 
 
 def expected_gain(right_N: Floats, wrong_N: Floats, num_generations: int) -> Floats:
-    """[N], the probability that a prompt's group teaches something, times what is left to learn of the prompt.
+    """[N], the expected product of the probability that a prompt's group teaches something and the failure rate.
 
-    E[(1 - p) (1 - p^G - (1 - p)^G)], where the success rate p has a beta distribution with the parameters `right_N` and
-    `wrong_N`, greater than 0. Groups that are all right or all wrong have advantages of 0 (DAPO, arXiv:2503.14476, eq.
-    11); of the others, those that are mostly right have little left to gain.
+    This is E[(1 - p) (1 - p^G - (1 - p)^G)], where the success rate p has a beta distribution with the parameters
+    `right_N` and `wrong_N`, both greater than 0. Groups that are all right or all wrong have advantages of 0 (DAPO,
+    arXiv:2503.14476, eq. 11). Prompts that are mostly solved have little left to gain.
     """
     total_N = right_N + wrong_N
     gain_N = wrong_N / total_N
@@ -204,8 +204,8 @@ def expected_gain(right_N: Floats, wrong_N: Floats, num_generations: int) -> Flo
 
 
 def draw_weighted(weight_N: Floats, count: int, rng: np.random.Generator) -> Ints:
-    """Up to `count` different indices, drawn one after the other in proportion to the weights of those left, which are
-    greater than 0. In one go: the largest u^(1/w), with u uniform (Efraimidis and Spirakis 2006)."""
+    """Up to `count` different indices, drawn one after another in proportion to the remaining weights, which must be
+    greater than 0. Computed at once as the largest u^(1/w), with u uniform (Efraimidis and Spirakis 2006)."""
     key_N = np.log1p(-rng.random(len(weight_N))) / weight_N
     count = min(count, len(weight_N))
     top = np.argpartition(-key_N, count - 1)[:count]
@@ -213,7 +213,7 @@ def draw_weighted(weight_N: Floats, count: int, rng: np.random.Generator) -> Int
 
 
 def length_classes(prompts: Sequence[Prompt]) -> Ints:
-    """[N], the class of every prompt, from 0: by quantiles of their lengths in tokens; equal lengths share a class."""
+    """[N], the class of each prompt, from 0, by quantiles of lengths in tokens; equal lengths share a class."""
     length_N = np.array([len(prompt.token_ids) for prompt in prompts], dtype=np.float64)
     edges = np.unique(np.quantile(length_N, np.arange(1, CLASSES) / CLASSES))
     return np.unique(np.searchsorted(edges, length_N, side="right"), return_inverse=True)[1]

@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, config=SECTION)
 class CurriculumConfig(FeatureConfig):
-    """Which prompts are drawn, by how often they are solved. A completion solves its prompt when the reward named by
+    """Choice of prompts by how often they are solved. A completion solves its prompt if the reward named by
     `eval.outcome` is at least `eval.threshold`."""
 
     sampling: Literal["uniform", "difficulty"] = "uniform"
     """`uniform` passes over all prompts, in an order that does not depend on success. `difficulty` draws prompts in
     proportion to what their groups are expected to teach: the probability that the completions are neither all right
     nor all wrong, times the share that is still wrong. A prompt that was not tried yet is expected to be solved as
-    often as those of similar length."""
+    often as other prompts of similar length."""
     skip_above: Share | None = None
-    """Leave out prompts with a known success rate of at least this: they are solved. A rate is known by 4 completions
-    or more, discounted by their age, so a prompt comes back when its completions have aged."""
+    """Leave out prompts with a known success rate of at least this: they are solved. A rate is known if it rests on at
+    least 4 completions, discounted by age, so a prompt comes back once its completions are old."""
     skip_below: Share | None = None
     """Leave out prompts with a known success rate of at most this: they are out of reach."""
 
@@ -55,7 +55,7 @@ class CurriculumConfig(FeatureConfig):
         return self.sampling == "difficulty" or self.skip_below is not None or self.skip_above is not None
 
     def check(self, config: TrainConfig) -> None:
-        """Refuse to follow success rates where the order is fixed, or where none are kept."""
+        """Raise UserError if success rates are to be followed, but the order is fixed or no rates are kept."""
         refuse(
             self.follows and not config.data.shuffle,
             "data.shuffle false keeps the order of the source, which curriculum changes: set it to true, or take out"

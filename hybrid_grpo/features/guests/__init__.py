@@ -1,1 +1,1 @@
-"""Guests: completions of other writers, from files or from frozen models, that join the groups of a rollout."""
+"""Guests: completions by other writers (files or frozen models) that join the groups of a rollout."""

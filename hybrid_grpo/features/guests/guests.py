@@ -1,4 +1,4 @@
-"""Guests in a run: their completions in every group, what the policy learns from these, and their metrics."""
+"""Guests in a run: their completions in each group, the loss from these completions, and their metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Guests(Feature):
-    """All guests of a run. Raises UserError if one does not fit; see `GuestFile` and `GuestModel`."""
+    """All guests of a run. Raises UserError if a guest does not fit the policy; see `GuestFile` and `GuestModel`."""
 
     name = "guests"
     is_timed = True
@@ -52,13 +52,13 @@ class Guests(Feature):
             writer.load(policy.engine.device)
 
     def write(self, prompts: Sequence[Prompt], step: int, beat: Callable[[], None]) -> dict[int, Completion]:
-        """See `Feature`. Guests write the last completions of a group, `per_group` each."""
+        """See `Feature`. Guests write the last completions of each group; each guest writes `per_group` of them."""
         requests = requests_of(prompts, self.config.rollout, self.config.run.seed, step)
         slot = self.plan.own_generations
         given: dict[int, Completion] = {}
         for guest, writer in self._guests:
             for request, written in zip(requests, writer.write(prompts, step, beat), strict=True):
-                # A writer may have fewer than it has slots.
+                # A writer may have fewer completions than slots.
                 named = [replace(c, writer=guest.name, learned=guest.weight == "importance") for c in written]
                 given.update(zip(request.keys[slot : slot + guest.per_group], named, strict=False))
             slot += guest.per_group
@@ -67,8 +67,8 @@ class Guests(Feature):
     def loss(
         self, batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor, found: Sequence[Tensor]
     ) -> tuple[Tensor | float, Numbers]:
-        """The surrogate, with the ratio of the policy to the guest; without KL, entropy and the sampler's correction,
-        which are expectations under the policy."""
+        """The surrogate loss, with the ratio of the policy to the guest. KL, entropy and the sampler's correction are
+        left out, since they are expectations under the policy."""
         total: Tensor | float = 0.0
         numbers, zeros_bT = Numbers(), torch.zeros_like(entropy_bT)
         for name, rows_b1 in batch.writers.items():
@@ -82,7 +82,7 @@ class Guests(Feature):
         return total, numbers
 
     def measure(self, rollout: Rollout, scores: Scores) -> Numbers:
-        """Numbers of the guests' completions, and the share of groups that still teach nothing."""
+        """Metrics of the guests' completions, and the share of groups that teach nothing even with guests."""
         numbers = Numbers()
         for guest, _ in self._guests:
             rows = [row for row, completion in enumerate(rollout.completions) if completion.writer == guest.name]

@@ -7,7 +7,7 @@ from hybrid_grpo.run.memory.plan import FeatureMemory, Part, Plan
 
 
 class GuestMemory(FeatureMemory):
-    """The weights of guest models, all of them on every rank. Their memory for decoding is not counted, since it is
+    """The weights of guest models, which every rank holds in full. Their memory for decoding is not counted: it is
     released before the policy decodes."""
 
     name = "guests"

@@ -1,4 +1,4 @@
-"""Settings of guests: completions of other writers that join the groups of a rollout."""
+"""Settings of guests: completions by other writers that join the groups of a rollout."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class GuestConfig:
     name: Name
     """Name in the metrics and in the rollouts."""
     weight: Literal["importance", "baseline"]
-    """`importance`: its completions are part of the loss, with the ratio of the policy to the guest, whose recorded
-    log-probabilities are `old_logp`. `baseline`: they only count in the mean and standard deviation of their group."""
+    """`importance`: the guest's completions are part of the loss, with the ratio of the policy to the guest, whose
+    recorded log-probabilities serve as `old_logp`. `baseline`: they only count in the mean and standard deviation of
+    their group."""
     path: Text | None = None
-    """File of completions: rows with a prompt and a `completion`, or `completions`, for prompts of the data. Weight
-    importance also needs the tokens, `token_ids`, and their log-probabilities, `token_logp`, as `generate` writes
-    them."""
+    """File of completions: rows with a prompt from the data and a `completion` or a list of `completions`. Weight
+    importance also needs `token_ids` and their log-probabilities, `token_logp`, as `generate` writes them."""
     model: Text | None = None
-    """Folder or hub name of a model that completes the prompts in every step, instead of a file. Every rank holds all
-    of it. It must have the policy's tokenizer."""
+    """Folder or hub name of a model that completes the prompts in every step, instead of a file. Every rank holds the
+    whole model. It must have the policy's tokenizer."""
     per_group: Count = 1
-    """Completions of each group that the guest writes, out of rollout.num_generations."""
+    """Number of completions that the guest writes in each group, out of rollout.num_generations."""
 
     @model_validator(mode="after")
     def _check(self) -> GuestConfig:

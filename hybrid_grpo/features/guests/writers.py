@@ -1,4 +1,4 @@
-"""Where the completions of guests come from: a file, or a frozen model. What they count for is decided in guests.py."""
+"""Sources of guests' completions: a file, or a frozen model. How the completions are used is decided in guests.py."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -21,12 +21,12 @@ from hybrid_grpo.model.files import check_files
 from hybrid_grpo.model.loading import load_config, load_model, load_tokenizer, stop_ids
 
 _SMALLEST_LOGP, _LARGEST_LOGP = -1e9, 1e-3
-"""Nats. Log-probabilities computed in half precision may be above 0 by rounding."""
+"""Bounds in nats. Log-probabilities computed in half precision may be above 0 because of rounding."""
 
 
 @dataclass(frozen=True)
 class Learner:
-    """The policy that learns from guests, and what these must fit."""
+    """The policy that learns from the guests, as far as guests must fit it."""
 
     config: TrainConfig
     tokenizer: Any
@@ -38,7 +38,7 @@ class Learner:
 
 
 class GuestFile:
-    """Completions from a file, drawn anew for every step."""
+    """Completions from a file, drawn again in every step."""
 
     def __init__(self, guest: GuestConfig, learner: Learner) -> None:
         self._guest, self._seed = guest, learner.config.run.seed
@@ -69,7 +69,7 @@ class GuestFile:
         """Nothing to load."""
 
     def write(self, prompts: Sequence[Prompt], step: int, beat: Callable[[], None]) -> list[list[Completion]]:
-        """[P], at most `per_group` completions of each prompt, drawn as a function of seed, step and prompt."""
+        """[P], at most `per_group` completions of each prompt. The draw depends only on seed, step and prompt."""
         groups = []
         for prompt in prompts:
             found = self._by_prompt.get(_key(prompt.text), [])
@@ -80,7 +80,7 @@ class GuestFile:
 
 
 class GuestModel:
-    """A frozen model that completes prompts as the policy does, with random streams of its own."""
+    """A frozen model that completes prompts in the same way as the policy, with its own random streams."""
 
     def __init__(self, guest: GuestConfig, learner: Learner) -> None:
         self._guest, self._learner, self._model = guest, learner, None
@@ -120,7 +120,7 @@ class GuestModel:
         self._model = load_model(self._policy, attention, self._setting).to(device).eval()
 
     def write(self, prompts: Sequence[Prompt], step: int, beat: Callable[[], None]) -> list[list[Completion]]:
-        """[P], `per_group` completions of each prompt, without those that have a token unknown to the policy."""
+        """[P], `per_group` completions of each prompt, except completions with tokens that the policy does not know."""
         config, count = self._learner.config, self._guest.per_group
         seed, own = config.run.seed, f"guest {self._guest.name}"
         requests = [
@@ -129,7 +129,7 @@ class GuestModel:
         assert self._model is not None, "load() comes first"
         sampling = sampling_of(config.rollout, self._learner.ends)
         groups, _ = complete(self._model, self._learner.tokenizer, requests, sampling, config.rollout, on_step=beat)
-        # Models of one family may differ in how many embeddings they have beyond the tokens of the tokenizer.
+        # Models of one family may have different numbers of embeddings beyond the tokens of the tokenizer.
         return [[c for c in group if max(c.token_ids) < self._learner.vocabulary] for group in groups]
 
 
@@ -169,7 +169,7 @@ def _completions(group: Rollout, guest: GuestConfig, learner: Learner, where: st
 
 
 def _each(value: Any, count: int) -> list[Any]:
-    """The values of a column for each completion of the row: a list of them, or the value of its only completion."""
+    """The column's value for each completion of a row: `value` is a list of them, or belongs to the only completion."""
     if count == 1 and not (isinstance(value, list) and len(value) == 1 and isinstance(value[0], list | str)):
         return [value]
     return value if isinstance(value, list) and len(value) == count else [None] * count

@@ -1,1 +1,1 @@
-"""Next-token prediction on texts, learned beside the rewards (PPO-ptx, InstructGPT, arXiv:2203.02155)."""
+"""Next-token prediction on texts, learned in addition to rewards (PPO-ptx, InstructGPT, arXiv:2203.02155)."""

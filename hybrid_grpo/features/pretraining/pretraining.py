@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class PretrainingLoss(Feature):
-    """`coef` times the mean cross-entropy of the tokens of a batch of texts (arXiv:2203.02155, equation 2).
+    """`coef` times the mean cross-entropy of the tokens in a batch of texts (arXiv:2203.02155, equation 2).
 
     Each optimizer step draws the next batch, in a seeded order that does not depend on the number of ranks. Raises
     UserError as `read_texts` does.
@@ -59,7 +59,7 @@ class PretrainingLoss(Feature):
         return self._loader
 
     def gradient(self, policy: Policy, beat: Callable[[], None]) -> Numbers:
-        """Add the gradient of the next batch; returns the loss without its coefficient. `beat` is called before each
+        """Add the gradient of the next batch; returns the loss without the coefficient. `beat` is called before each
         micro-batch. Collective."""
         rows = [row for row, _ in self._loader.next_batch()]
         parts = list(policy.learn([row[:1] for row in rows], [row[1:] for row in rows], beat, self._coef))
@@ -68,9 +68,9 @@ class PretrainingLoss(Feature):
 
 
 def read_texts(config: PtxConfig, tokenizer: Any) -> tuple[list[list[int]], str]:
-    """Rows of 2 to `max_tokens` tokens, the first of which is not predicted, and a line that says what was read.
+    """Rows of 2 to `max_tokens` tokens, and a line that describes what was read. No row's first token is predicted.
 
-    A text ends with end-of-sequence if the tokenizer has that token; longer ones are split into consecutive rows.
+    A text ends with end-of-sequence if the tokenizer has that token. Longer texts are split into consecutive rows.
     Raises UserError if a row has no text, or there is nothing to predict.
     """
     source = Source(config.path, config.split, config.subset, config.limit, "ptx.path", "ptx.split")
@@ -85,7 +85,7 @@ def read_texts(config: PtxConfig, tokenizer: Any) -> tuple[list[list[int]], str]
         try:
             token_ids = [*tokenizer(text)["input_ids"], *end]
         except TypeError as error:
-            # Tokenizers raise this for text that is not Unicode: one with half of a surrogate pair.
+            # Tokenizers raise this for text that is not valid Unicode, with half of a surrogate pair.
             raise UserError(f"{where} cannot be tokenized: {error}") from error
         starts = range(0, len(token_ids), config.max_tokens)
         pieces += (token_ids[start : start + config.max_tokens] for start in starts)

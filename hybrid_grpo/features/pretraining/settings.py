@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, config=SECTION)
 class PtxConfig(FeatureConfig):
-    """Texts whose next-token loss is added to the loss of the policy (PPO-ptx in InstructGPT, arXiv:2203.02155,
-    equation 2), so that it does not unlearn its pretraining. Each optimizer step draws new rows."""
+    """Texts whose next-token loss is added to the policy's loss (PPO-ptx in InstructGPT, arXiv:2203.02155, equation 2),
+    so that the policy does not forget what it learned in pretraining. Each optimizer step draws new rows."""
 
     coef: NotNegative = 0.0
-    """Weight of the loss, a mean over the tokens of the rows (gamma); 0: it is not computed."""
+    """Weight of the loss (gamma), which is a mean over the tokens of the rows. 0: the loss is not computed."""
     path: Source = ""
     """JSONL or parquet file, folder of a saved dataset, or hub name."""
     subset: Text | None = None
     """Configuration name of a hub dataset."""
     split: Text = "train"
-    """Split to read, where the source has splits."""
+    """Split to read, if the source has splits."""
     column: Text = "text"
-    """Column with the text, to which the tokenizer adds its special tokens; end-of-sequence follows."""
+    """Column with the text. The tokenizer adds its special tokens, and end-of-sequence is appended."""
     limit: Count | None = None
-    """Read only the first texts, this many."""
+    """Read only this many texts, from the beginning."""
     rows_per_step: Count = 32
     """Rows of one optimizer step, over all ranks."""
     max_tokens: Count = 512
-    """Longest row; longer texts are split into several."""
+    """Maximum number of tokens of a row; longer texts are split into several rows."""
 
     section = "ptx"
     feature = "pretraining:PretrainingLoss"
@@ -51,6 +51,6 @@ class PtxConfig(FeatureConfig):
         refuse(self.max_tokens < 2, "ptx.max_tokens 1 leaves no token to predict: set it to 2 or more")
 
     def check_place(self, config: TrainConfig, world_size: int) -> None:
-        """Refuse texts that do not exist, and rows that do not divide evenly among the ranks."""
+        """Raise UserError if the texts do not exist, or the rows do not divide evenly among the ranks."""
         check_source("ptx.path", self.path)
         refuse_indivisible("ptx.rows_per_step", self.rows_per_step, world_size, "ranks")

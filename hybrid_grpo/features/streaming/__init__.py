@@ -1,1 +1,1 @@
-"""Training on rows that are read as the run goes, of sources too large to download or to hold in memory."""
+"""Training on rows that are read during the run, from sources too large to download or to hold in memory."""

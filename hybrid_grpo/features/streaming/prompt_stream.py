@@ -1,4 +1,4 @@
-"""Prompts of a source that is read while the run goes on, and the order in which they are drawn.
+"""Prompts from a source that is read during the run, and the order in which they are drawn.
 
 The first rank reads rows, turns them into prompts, and sends the other ranks what each step draws. So a source on the
 hub is read only once, not by every rank, and only the first rank holds a block of rows. What is drawn depends only on
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _LOOKED_AT = 1000
-"""Rows of the first block that are turned into prompts before the run, to find errors in them."""
+"""Number of rows of the first block that are turned into prompts before the run, to find errors in them."""
 _AGAIN = "resume with the same, or start anew with another run.name"
 _SHARD_IDS = 10**9
-"""The id of a prompt is the number of its shard times this, plus that of its row: the same in every pass."""
+"""The id of a prompt is the number of its shard times this, plus the number of its row: the same in every pass."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """How far a stream of prompts has come."""
+    """A position in a stream of prompts."""
 
     place: Place = field(default_factory=Place)
-    """Where the block under way begins."""
+    """Where the current block begins."""
     offset: int = 0
     """Rows of this block that were drawn or dropped."""
     checksum: int | None = None
@@ -55,21 +55,21 @@ class Position:
 
 
 class PromptStream:
-    """The prompts of the rows of a source, from any position on. Collective, as are its methods.
+    """The prompts of a source's rows, starting at any position. The constructor and all methods are collective.
 
     Raises UserError on all ranks if the source cannot be read, or the first rows are not prompts; see `prompts_of`.
 
     Args:
-        config: source, and how rows become prompts.
-        tokenizer: of the policy.
-        seed: of the order of shards and rows.
+        config: the source, and how its rows become prompts.
+        tokenizer: the policy's.
+        seed: seed of the order of shards and rows.
         check: raises UserError for prompts that the model cannot read.
-        block: rows of a block.
+        block: number of rows in a block.
 
     Attributes:
-        prompts: those of some rows of the first block, the same on every rank.
-        fact: what was read, in a line.
-        longest: most tokens of a prompt.
+        prompts: the prompts of some rows of the first block, the same on every rank.
+        fact: a line that describes what was read.
+        longest: maximum number of tokens of a prompt.
     """
 
     def __init__(
@@ -99,13 +99,13 @@ class PromptStream:
         self._on_first_rank(lambda: self._find(position), UserError)
 
     def take(self, position: Position, count: int) -> tuple[list[Prompt], Position]:
-        """The next prompts from a position on, each with its epoch, and the position after them. Raises RunStopped
-        if a row is not a prompt, or cannot be read."""
+        """The next `count` prompts starting at a position, each with its epoch, and the position after them. Raises
+        RunStopped if a row is not a prompt, or cannot be read."""
         return self._on_first_rank(lambda: self._take(position, count), RunStopped)
 
     def _on_first_rank(self, work: Callable[[], T], refusal: type[UserError]) -> T:
-        """Do `work` on the first rank, and return its result on all ranks; a UserError is raised on all of them, as a
-        `refusal`."""
+        """Do `work` on the first rank, and return its result on all ranks. If it raises UserError, all ranks raise
+        `refusal` with the same message."""
         done: tuple[Any, str | None] = None, None
         if rank() == 0:
             try:
@@ -187,14 +187,14 @@ class PromptStream:
         return prompt
 
     def _read(self, streamed: StreamedRow) -> Row:
-        """The row as its task reads it."""
+        """The row as its task converts it."""
         row, number = streamed.row, streamed.number
         return row if self._reader is None else self._reader(streamed.shard_name)(number, row)
 
 
 @dataclass(frozen=True)
 class StreamedPrompts(TrainingPrompts):
-    """The prompts of a stream; `prompts` are those of some of its first rows."""
+    """The prompts of a stream; `prompts` contains only those of some of the first rows."""
 
     stream: PromptStream
 
@@ -209,10 +209,10 @@ class StreamedPrompts(TrainingPrompts):
 
 
 class StreamLoader:
-    """Draws prompts from a stream, each rank its own part of every step, as `ListLoader` does from a list.
+    """Draws prompts from a stream, as `ListLoader` does from a list. Each rank gets its own part of every step.
 
-    Success rates are not kept, since the number of prompts is not known. What is drawn, and every position, is the same
-    on any number of ranks.
+    Success rates are not kept, since the number of prompts is not known. The number of ranks affects neither what is
+    drawn nor the positions.
 
     Args:
         stream: the prompts.
@@ -227,14 +227,13 @@ class StreamLoader:
         self._position = Position()
 
     def next_prompts(self, batches: int) -> list[Prompt]:
-        """This rank's prompts of the next global batches, batch after batch, each with the epoch it was drawn in.
-        Collective."""
+        """This rank's prompts of the next `batches` global batches, in order, each with its epoch. Collective."""
         size = self._share * self._world_size
         starts = [batch * size + self._rank * self._share for batch in range(batches)]
         return self.more_prompts(batches * size, [n for start in starts for n in range(start, start + self._share)])
 
     def more_prompts(self, count: int, wanted: list[int]) -> list[Prompt]:
-        """The prompts `wanted` on this rank, among the next `count` over all ranks. Collective."""
+        """Draw the next `count` prompts over all ranks; returns those whose indices are `wanted`. Collective."""
         prompts, self._position = self._stream.take(self._position, count)
         return [prompts[number] for number in wanted]
 
@@ -249,7 +248,7 @@ class StreamLoader:
         return []
 
     def numbers(self) -> Numbers:
-        """How far the run has come, and how many rows were dropped."""
+        """Metrics of the run's progress through the data, and of the rows that were dropped."""
         at = self._position
         return {
             "data/epoch": (at.place.epoch, 1),

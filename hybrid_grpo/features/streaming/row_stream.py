@@ -1,9 +1,9 @@
-"""Rows that are read as the run goes, block by block, on the first rank.
+"""Reads rows during the run, block by block, on the first rank.
 
 A source is a list of shards: its files, or the shards of a `datasets.IterableDataset`. A pass reads the shards one
-after the other, in an order that depends on the seed and the epoch. Every row comes with the place after it, so that a
-block can be read again from its place alone. The shuffled streams of `datasets` are not used, as their buffer is no
-part of their state.
+after another, in an order that depends on the seed and the epoch. Every row comes with a mark of the position after it,
+so that a block can be read again from its place alone. The shuffled streams of `datasets` are not used, because their
+state does not include their buffer.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from hybrid_grpo.data.sources import Files, Source, file_rows, one_line, open_so
 from hybrid_grpo.data.tasks import Row
 
 PATIENCE_S = 300.0
-"""For so long a shard that cannot be reached is tried again, before the run stops."""
+"""How long a shard that cannot be reached is tried again before the run stops."""
 _LONGEST_WAIT_S = 60.0
 _NETWORK = {"aiohttp", "fsspec", "httpcore", "httpx", "requests", "urllib3"}
-"""Libraries whose errors are those of a connection. Not all of them are OSErrors."""
+"""Libraries whose exceptions are connection errors. Not all of these exceptions are OSErrors."""
 
 
 @dataclass(frozen=True)
@@ -36,69 +36,69 @@ class Place:
     """Where a block begins."""
 
     epoch: int = 0
-    """Passes before."""
+    """Number of complete passes before the block."""
     block: int = 0
-    """Blocks of the pass before."""
+    """Number of blocks in this pass before the block."""
     turn: int = 0
-    """Shards of the pass before."""
+    """Index, in the order of this pass, of the shard to read from."""
     row: int = 0
-    """Rows of the shard before."""
+    """Number of rows of this shard before the block."""
     at: Any = None
-    """The shard's own mark of that row; None: its start."""
+    """The shard's mark of this position; None: the start of the shard."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a source that is read from its start to its end."""
+    """A part of a source that is read from start to end."""
 
     name: str
-    """In words, for messages."""
+    """Description of the shard for messages."""
     rows: Callable[[Any], Iterator[tuple[Row, Any]]]
-    """Its rows from a mark on (None: all), each with the mark of the row after it."""
+    """The shard's rows starting at a mark (None: all), each with the mark of the next row."""
 
 
 @dataclass(frozen=True)
 class StreamedRow:
-    """A row and where it stands."""
+    """A row and where it is in the source."""
 
     shard: int
-    """Number of its shard in the source."""
+    """Number of the shard in the source."""
     shard_name: str
     number: int
-    """Number of the row in its shard."""
+    """Number of the row in the shard."""
     row: Row
 
     @property
     def where(self) -> str:
-        """The row in words, for messages."""
+        """Description of the row for messages."""
         return f"row {self.number} (from 0) of {self.shard_name}"
 
 
 @dataclass(frozen=True)
 class Block:
-    """Rows that follow each other in the source, in the order in which they are drawn."""
+    """Consecutive rows of a pass, in the order in which they are drawn."""
 
     place: Place
     rows: list[StreamedRow]
-    """`block_rows`, or fewer at the end of a pass, where it may also be none."""
+    """`block_rows` rows; fewer or none at the end of a pass."""
     after: Place
     """Where the next block begins."""
     checksum: int
-    """Of its first row in the source: tells whether it is still the block that it was."""
+    """Checksum of the block's first row in the source, to detect that the source has changed."""
 
 
 class RowStream:
-    """The blocks of a source.
+    """The blocks of a source. Raises UserError if the source cannot be opened.
 
     Args:
-        source: what is read; raises UserError where it cannot be opened.
-        seed: of the order.
-        shuffle: whether shards, and rows within a block, come in a seeded order or in the source's.
-        block_rows: rows of a block.
+        source: the source to read.
+        seed: seed of the order.
+        shuffle: whether shards, and rows within a block, come in a seeded order instead of the source's.
+        block_rows: number of rows in a block.
 
     Attributes:
         patient: whether a shard that cannot be reached is tried again.
-        shards: how many there are.
+        shards: number of shards.
     """
 
     def __init__(self, source: Source, seed: int, shuffle: bool, block_rows: int) -> None:
@@ -109,10 +109,10 @@ class RowStream:
         self.patient, self.shards = False, len(self._shards)
 
     def block(self, place: Place) -> Block:
-        """The block that begins at a place: the next one at the cost of its rows, another one by reading its shard
-        again. Raises UserError where a row cannot be read."""
+        """The block that begins at a place. If it follows the last block, reading continues; otherwise its shard is
+        opened again. Raises UserError if a row cannot be read."""
         if self._last is None or self._last.place != place:
-            # A source that has raised is opened anew.
+            # If reading raises, the shard is opened again the next time.
             opened, self._open, self._last = self._open, None, None
             rows = opened[1] if opened is not None and opened[0] == place else self._rows(place)
             taken = list(islice(rows, self._block_rows))
@@ -122,7 +122,7 @@ class RowStream:
                 self._open = after, rows
             else:
                 after = Place(place.epoch + 1)
-            # An entropy of zero would be as if it were not given.
+            # Plus 1, because a trailing zero does not change the entropy.
             order = self._order(len(taken), place.epoch, place.block + 1)
             drawn = [taken[number][0] for number in order]
             self._last = Block(place, drawn, after, _checksum(taken[0][0].row) if taken else 0)
@@ -134,7 +134,7 @@ class RowStream:
         return np.random.default_rng(np.random.SeedSequence([self._seed, *entropy])).permutation(count).tolist()
 
     def _rows(self, place: Place) -> Iterator[tuple[StreamedRow, int, Any]]:
-        """The rows of the pass from a place on, each with the turn of its shard and the mark after it."""
+        """The rows of the pass starting at a place, each with its shard's turn and the mark of the next row."""
         order = self._order(len(self._shards), place.epoch)
         number, mark = place.row, place.at
         for turn in range(place.turn, len(order)):
@@ -145,8 +145,8 @@ class RowStream:
             number, mark = 0, None
 
     def _shard_rows(self, shard: Shard, number: int, mark: Any) -> Iterator[tuple[Row, Any]]:
-        """The rows of a shard from a mark on, which stands before the row of a number. Where it cannot be reached, it
-        is tried again after 1 s, 2 s, 4 s and so on."""
+        """The rows of a shard starting at `mark`, which is the mark of row `number`. A patient stream retries a shard
+        that cannot be reached, after 1 s, 2 s, 4 s and so on."""
         from datasets.exceptions import DatasetsError
 
         failing_since, wait_s = 0.0, 1.0
@@ -175,7 +175,7 @@ class RowStream:
 
 
 def open_shards(source: Source) -> list[Shard]:
-    """The shards of a source. Raises UserError where it cannot be opened, has no such split, or is not a stream."""
+    """The shards of a source. Raises UserError if it cannot be opened, has no such split, or is already in memory."""
     import datasets
 
     with readable(source):
@@ -197,14 +197,14 @@ def open_shards(source: Source) -> list[Shard]:
 
 
 def _rows_of(dataset: Any, number: int, start: int | None) -> Iterator[tuple[Row, int]]:
-    """The rows of a shard of a `datasets.IterableDataset` from a number on, each with the number of the next."""
+    """The rows of shard `number` of a `datasets.IterableDataset`, from row `start`, each with the next row's number."""
     shard, first = dataset.shard(dataset.num_shards, number), start or 0
     for after, row in enumerate(shard.skip(first) if first else shard, first + 1):
         yield row, after
 
 
 def _checksum(row: Row) -> int:
-    # Some values, such as images, are no JSON, and are written differently in every process.
+    # Some values, such as images, are not JSON, and their text differs between processes: use the names of their types.
     return zlib.crc32(json.dumps(row, default=lambda value: type(value).__name__).encode())
 
 

@@ -1,4 +1,4 @@
-"""Settings of streaming: whether rows are read as the run goes, and in what blocks."""
+"""Settings of streaming: whether rows are read during the run, and the size of a block."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, config=SECTION)
 class StreamingConfig(FeatureConfig):
-    """Rows that are read as the run goes, for data too large to download or to hold in memory: one rank reads
-    `data.path` in blocks for all."""
+    """Rows that are read during the run, for data too large to download or to hold in memory: one rank reads
+    `data.path` in blocks for all ranks."""
 
     enabled: Switch = False
-    """Read rows as the run goes. Files come in a seeded random order, a new one every epoch, and so do the rows within
-    a block."""
+    """Read rows during the run. The files, and the rows within a block, come in a seeded random order, which is
+    different in every epoch."""
     block: Count = 10_000
-    """Rows of one block, which are held in memory and shuffled among each other."""
+    """Number of rows in a block. A block is held in memory, and its rows are shuffled."""
 
     section = "streaming"
     streams_prompts = True
 
     @property
     def is_on(self) -> bool:
-        """Whether rows are read as the run goes."""
+        """Whether rows are read during the run."""
         return self.enabled
 
     @model_validator(mode="after")
@@ -50,7 +50,7 @@ class StreamingConfig(FeatureConfig):
         return self
 
     def check(self, config: TrainConfig) -> None:
-        """Refuse sources that have to be read whole."""
+        """Raise UserError if the source has to be read completely before the run."""
         if not self.enabled:
             return
         data = config.data
@@ -72,7 +72,7 @@ class StreamingConfig(FeatureConfig):
             )
 
     def held_out_source(self, source: Source, data: DataConfig) -> Source:
-        """Held-out rows of the source that is streamed are not downloaded either; they must be another split."""
+        """The held-out source, streamed if it is the training source; raises UserError if it has the same split."""
         from dataclasses import replace
 
         same = source.path is data.path or (isinstance(source.path, str) and source.path == data.path)
@@ -86,7 +86,7 @@ class StreamingConfig(FeatureConfig):
     def training_prompts(
         self, data: DataConfig, tokenizer: Any, seed: int, check: Callable[[list[Any]], None]
     ) -> StreamedPrompts:
-        """The stream of prompts. Collective."""
+        """The prompts of the stream. Collective."""
         from hybrid_grpo.features.streaming.prompt_stream import PromptStream, StreamedPrompts
 
         stream = PromptStream(data, tokenizer, seed, check, self.block)

@@ -1,10 +1,10 @@
 """The mathematics of on-policy distillation.
 
-The policy approaches the teacher in the reverse KL divergence of the next token, KL(policy || teacher), at prefixes
-that it samples itself (GKD, arXiv:2306.13649, section 3, with this divergence). As there, no gradient flows through the
-sampling of prefixes: a token is only responsible for its own divergence, whereas MiniLLM (arXiv:2306.08543) also
-credits it with those of later tokens. With policy p and teacher q, the gradient at a prefix is sum_v p_v (log p_v - log
-q_v) grad log p_v. There are two ways to compute it:
+The policy learns to minimize the reverse KL divergence of the next token, KL(policy || teacher), at prefixes that it
+samples itself (GKD, arXiv:2306.13649, section 3, with this divergence). As in GKD, no gradient flows through the
+sampling of prefixes: a token is only responsible for its own divergence, whereas in MiniLLM (arXiv:2306.08543) it is
+also responsible for the divergences at later tokens. With policy p and teacher q, the gradient at a prefix is
+sum_v p_v (log p_v - log q_v) grad log p_v. There are two ways to compute it:
 
 - as the expectation of (log p_v - log q_v) grad log p_v over tokens v drawn from p: a constant advantage of -(log p_v -
   log q_v) for the sampled token ("On-Policy Distillation", Thinking Machines Lab, 2025);
@@ -18,23 +18,23 @@ from hybrid_grpo.data.batch import Numbers
 
 
 def measure_teacher(old_logp_BT: Tensor, teacher_logp_BT: Tensor, mask_BT: Tensor) -> Numbers:
-    """The teacher's mean log-probability of the sampled tokens, and the mean difference of the policy's and the
-    teacher's, an unbiased estimate of the KL divergence from the policy that sampled to the teacher."""
+    """The teacher's mean log-probability of the sampled tokens, and the mean of `old_logp` minus the teacher's. The
+    latter is an unbiased estimate of KL(policy || teacher) for the policy that sampled."""
     tokens = mask_BT.sum()
     teacher, policy = (torch.where(mask_BT, logp_BT, 0.0).sum() / tokens for logp_BT in (teacher_logp_BT, old_logp_BT))
     return {"teacher/logp": (teacher, tokens), "teacher/kl": (policy - teacher, tokens)}
 
 
 def teacher_advantages(old_logp_BT: Tensor, teacher_logp_BT: Tensor, coef: float) -> Tensor:
-    """-coef (old_logp - teacher_logp), [B, T], a term of the advantages; see the module."""
+    """-coef (old_logp - teacher_logp), [B, T], a term of the advantages; see the docstring of the module."""
     return -coef * (old_logp_BT - teacher_logp_BT)
 
 
 def teacher_loss(kl_bT: Tensor, weight_bT: Tensor, coef: float) -> Tensor:
-    """coef times the weighted sum of the divergences of a micro-batch, a scalar.
+    """`coef` times the weighted sum of the divergences in a micro-batch, a scalar.
 
     Args:
-        kl_bT: with gradient.
+        kl_bT: the divergence at each token, with gradient.
         weight_bT: see `token_weights`; the caller chose the denominator.
         coef: weight relative to the loss of the policy.
     """

@@ -1,7 +1,7 @@
-"""A teacher's full distributions of the next token, and the divergence of the policy from them.
+"""A teacher's distributions of the next token, and the divergence of the policy from them.
 
-The head of `LogprobModel` calls `reverse_kl` and `most_likely` in addition to computing log-probabilities. Both see a
-few rows of logits at a time. distillation.py explains what the divergence is for.
+The head of `LogprobModel` calls `reverse_kl` or `most_likely` in addition to computing log-probabilities. Both compute
+a few rows of logits at a time. distillation.py explains what the divergence is for.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class NextTokens:
     """Distributions of the next token at N positions, at the sampling temperature."""
 
     logp_NK: Tensor
-    """float32, log-probabilities of all tokens; with `token_NK`, [N, K + 1], of those tokens and of all others
-    together."""
+    """float32, log-probabilities of all tokens. If there is `token_NK`: [N, K + 1], log-probabilities of those tokens,
+    and of all other tokens together."""
     token_NK: Tensor | None
-    """int32, the tokens that are distinguished; None for all."""
+    """int32, the tokens that are distinguished; None if all are."""
     vocabulary: int
-    """Number of tokens in the distributions: the first ones of the model's vocabulary."""
+    """Number of tokens in the distributions, which are the first tokens of the model's vocabulary."""
 
     def split(self, lengths: list[int]) -> list[NextTokens]:
         tokens = [None] * len(lengths) if self.token_NK is None else self.token_NK.split(lengths)
@@ -49,8 +49,8 @@ class NextTokens:
 
 
 def grouped(logp_NV: Tensor, token_NK: Tensor | None) -> Tensor:
-    """[N, K + 1], log-probabilities of the chosen tokens and of all others together; without chosen ones, all [N,
-    V]."""
+    """[N, K + 1], log-probabilities of the chosen tokens, and of all others together. If no tokens are chosen, all
+    log-probabilities, [N, V]."""
     if token_NK is None:
         return logp_NV
     token_NK = token_NK.long()
@@ -59,15 +59,15 @@ def grouped(logp_NV: Tensor, token_NK: Tensor | None) -> Tensor:
 
 
 def kl_divergence(logp_NK: Tensor, teacher_logp_NK: Tensor) -> Tensor:
-    """[N], in nats, of the first distribution relative to the second: sum p (log p - log q)."""
+    """[N] in nats, the KL divergence of p (`logp_NK`) from q (`teacher_logp_NK`): sum p (log p - log q)."""
     return (logp_NK.exp() * (logp_NK - teacher_logp_NK)).sum(1)
 
 
 class _ReverseKl(torch.autograd.Function):
     """See `reverse_kl`; differentiable in hidden states, weight and bias.
 
-    With x = logits / temperature and R_v = log(p / q) of the token v, or of the group of tokens that it belongs to:
-    dKL / dx_v = p_v (R_v - KL), for which the logits are computed again.
+    Let x = logits / temperature, and R_v = log(p / q) of token v, or of the group of tokens that v belongs to. Then
+    dKL / dx_v = p_v (R_v - KL). Backward computes the logits again.
     """
 
     @staticmethod
@@ -125,16 +125,15 @@ def reverse_kl(
     teacher: NextTokens,
     tile_bytes: int | None = None,
 ) -> tuple[Tensor]:
-    """KL divergence of the model's next-token distribution relative to the teacher's, [N] in nats, float32 and
-    differentiable.
+    """KL(model || teacher) of the next token, [N] in nats, float32 and differentiable.
 
-    Both are over the teacher's `vocabulary`. Tokens that the teacher does not distinguish count as one, which gives a
-    lower bound by the log sum inequality.
+    Both distributions are over the teacher's `vocabulary`. Tokens that the teacher does not distinguish count as one
+    token, which gives a lower bound by the log sum inequality.
 
     Args:
         hidden_ND: the hidden state before each position.
         weight_VD, bias_V: the output head.
-        teacher: on the same device.
+        teacher: the teacher's distributions, on the same device.
         tile_bytes: size limit of a tile of float32 logits. Default: as for log-probabilities.
     """
     tiles = _tiles(hidden_ND, teacher.vocabulary, tile_bytes)
@@ -152,7 +151,7 @@ def most_likely(
     vocabulary: int,
     top_k: int,
 ) -> tuple[Tensor, ...]:
-    """The tensors of `NextTokens` in host memory, for the `top_k` most probable tokens or (0) all.
+    """The tensors of `NextTokens` in host memory, for the `top_k` most probable tokens, or for all tokens if it is 0.
 
     Args:
         hidden_ND, weight_VD, bias_V: see `reverse_kl`.
@@ -177,7 +176,7 @@ def _tiles(hidden_ND: Tensor, vocabulary: int, tile_bytes: int | None) -> list[s
 def _softmax(
     hidden_nD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, V: int, shape: LogitShape, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the first V tokens, at least in float32, and their logits in the model's type."""
+    """Log-probabilities of the first V tokens, in float32 or higher, and their logits in the model's type."""
     logits_nV = logits_of(hidden_nD, weight_VD, bias_V, slice(0, V), shape)
     exact = torch.promote_types(logits_nV.dtype, torch.float32)
     return (logits_nV.to(exact) / temperature).log_softmax(1), logits_nV
@@ -188,7 +187,7 @@ def _both(logp_nV: Tensor, teacher: NextTokens, rows: slice) -> tuple[Tensor, Te
 
 
 def _ungrouped(value_nK: Tensor, teacher: NextTokens, rows: slice) -> Tensor:
-    """[n, V], for each token its own value, or that of all others together."""
+    """[n, V], for each distinguished token its own value, for all others the last column's."""
     if teacher.token_NK is None:
         return value_nK
     value_nV = value_nK[:, -1:].repeat(1, teacher.vocabulary)

@@ -20,30 +20,30 @@ _OF_POLICY = ("dtype", "attn_implementation", "shared_prefix", "pickled_weights"
 
 @dataclass(frozen=True, config=SECTION)
 class TeacherConfig(FeatureConfig):
-    """On-policy distillation (GKD, arXiv:2306.13649): a frozen teacher scores the tokens that the policy has sampled,
-    and the policy learns to agree with it in addition to earning rewards. There is a teacher if `model` or
+    """On-policy distillation (GKD, arXiv:2306.13649): a frozen teacher scores the tokens that the policy has sampled.
+    In addition to earning rewards, the policy learns to agree with the teacher. There is a teacher if `model` or
     `prompt_column` is set."""
 
     model: Text | None = None
-    """Folder or hub name of the teacher, a causal language model with the policy's tokenizer. Default: with
-    prompt_column, the policy itself as it is at the beginning of each step."""
+    """Folder or hub name of the teacher, a causal language model with the policy's tokenizer. Default: if prompt_column
+    is set, the policy itself as it is at the beginning of each step."""
     coef: Positive = 1.0
     """Weight of the KL divergence from the policy to the teacher, in nats per token, relative to rewards (`into`
     advantage) or to the loss of the policy (`into` loss)."""
     into: Literal["advantage", "loss"] = "advantage"
     """`advantage` lowers the advantage of every token by coef * (old_logp - teacher_logp), which only needs the
     teacher's log-probability of that token. `loss` adds coef times the KL divergence over the vocabulary at every
-    token, which is less noisy, and keeps the teacher's distributions in host memory until the step is done."""
+    token, which is less noisy, but keeps the teacher's distributions in host memory until the end of the step."""
     top_k: Whole = 0
     """With `into` loss: the number of most probable tokens that the teacher's distribution distinguishes at each
-    position; all others count as one, and the KL divergence is a lower bound. 0: the whole vocabulary, which takes 4
-    bytes per token of the vocabulary for each sampled token."""
+    position. All others count as one token, so the KL divergence is a lower bound. 0: the whole vocabulary, which takes
+    4 bytes per token of the vocabulary for each sampled token."""
     prompt_column: Text | None = None
-    """Column with what the teacher reads instead of the prompt, text or a chat, such as the question with its solution.
-    Default: what the policy reads."""
+    """Column with the teacher's prompt, as text or a chat, such as the question with its solution. Default: the
+    policy's prompt."""
     offload: Switch = True
-    """Keep the weights of `model` in host memory, from which they are read once per rollout, like those of the
-    reference; or (false) on the devices. Either way they are sharded over the ranks."""
+    """Keep the weights of `model` in host memory and read them once per rollout, as for the reference; if false, keep
+    them on the devices. In both cases they are sharded over the ranks."""
 
     section = "teacher"
     feature, planned = "teacher:Teacher", "memory:TeacherMemory"
@@ -100,7 +100,7 @@ class TeacherConfig(FeatureConfig):
         )
 
     def check_place(self, config: TrainConfig, world_size: int) -> None:
-        """Refuse a run without reward functions, whose metrics and report would be empty."""
+        """Raise UserError if there are no reward functions, since metrics and report would be empty."""
         refuse(
             not config.reward_names,
             "rewards is empty: to learn from the teacher alone give one that is only measured, as in --rewards"

@@ -1,4 +1,4 @@
-"""The teacher of a run: a frozen model beside the policy, or the policy itself with more to read.
+"""The teacher of a run: a frozen model next to the policy, or the policy itself with another prompt.
 
 What the policy learns from it is in distillation.py.
 """
@@ -32,11 +32,11 @@ from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.turns.partners import with_tools
 
 _LONGEST_PROMPT = 2**20
-"""Tokens that a teacher may read: limited by its own positions, not by the policy's settings."""
+"""Tokens; practically no limit, since the teacher's positions limit its prompts, not the policy's settings."""
 
 
 class Teacher(Feature):
-    """Scores what the policy has sampled. Without `teacher.model` the policy is its own teacher. See
+    """Scores the tokens that the policy has sampled. If `teacher.model` is not set, the policy is its own teacher. See
     distillation.py."""
 
     name = "teacher"
@@ -66,8 +66,8 @@ class Teacher(Feature):
         self._engine = engines.Frozen(read, own.dtype, fetching)
 
     def bonus(self, scored: Scored) -> tuple[Tensor | None, Numbers]:
-        """The term of the advantages; with `teacher.into` loss none, and its distributions are kept for `head`.
-        Collective."""
+        """The teacher's term in the advantages. With `teacher.into` loss there is none, and the teacher's distributions
+        are kept for `head`. Collective."""
         assert scored.old_logp_BT is not None
         logp_BT, self._next_tokens = self.read(scored.rollout, scored.old_logp_BT)
         real_BT = upload(scored.rollout.mask_BT, logp_BT.device)
@@ -78,8 +78,8 @@ class Teacher(Feature):
 
     @torch.no_grad()
     def read(self, rollout: Rollout, old_logp_BT: Tensor) -> tuple[Tensor, list[NextTokens]]:
-        """Its log-probabilities [B, T] of a rollout, at the sampling temperature; and, with `teacher.into` loss, its
-        distributions at each token, [B] in host memory. `old_logp_BT` is on the policy's device. Collective."""
+        """The teacher's log-probabilities [B, T] of a rollout, at the sampling temperature; with `teacher.into` loss
+        also its distributions, [B] in host memory. `old_logp_BT` is on the policy's device. Collective."""
         prompt_ids = [ids for ids in map(self._reads, rollout.prompts) for _ in range(rollout.num_generations)]
         _, completion_ids, places = rollout.read_ids
         head: HeadFunction | None = None
@@ -99,8 +99,8 @@ class Teacher(Feature):
         return logp_BT, [found[row] for row in range(len(places))] if head is not None else []
 
     def head(self, micro: MicroBatch) -> HeadFunction | None:
-        """The divergence from the policy at the completion tokens of a micro-batch, with `teacher.into` loss. A
-        micro-batch without rows computes an arbitrary one."""
+        """A function that computes KL(policy || teacher) at the completion tokens of a micro-batch, with `teacher.into`
+        loss. For a micro-batch without rows it computes an arbitrary divergence."""
         if not self._next_tokens:
             return None
         first, *others = [self._next_tokens[row] for row in micro.rows] or [self._next_tokens[0].first()]
@@ -118,7 +118,7 @@ class Teacher(Feature):
 
 
 def check_teacher(config: TrainConfig, inputs: RunInputs) -> None:
-    """Refuse a teacher that cannot read its prompts, or cannot be compared with the policy, before weights load."""
+    """Raise UserError, before weights load, if the teacher cannot read its prompts or be compared with the policy."""
     settings = config.of(TeacherConfig)
     policy = settings.as_policy(config.policy)
     setting = "policy.model" if settings.model is None else "teacher.model"
@@ -151,13 +151,13 @@ def _check_model(config: TrainConfig, model_config: Any, tokenizer: Any) -> None
 
 
 def _vocabulary(config: TrainConfig) -> int:
-    """Number of tokens that both heads have. Models of one family may have rows for tokens that no tokenizer gives."""
+    """Number of tokens that both heads have. Models of one family may have heads of different sizes."""
     names = {config.policy.model, config.of(TeacherConfig).as_policy(config.policy).model}
     return min(load_config(name).get_text_config().vocab_size for name in names)
 
 
 def _reader(config: TrainConfig, inputs: RunInputs) -> Callable[[Prompt], list[int]]:
-    """A function that gives what the teacher reads for a prompt; raises UserError if the row has nothing for it."""
+    """A function that returns the teacher's prompt tokens for a prompt; raises UserError if the row has none."""
     column = config.of(TeacherConfig).prompt_column
     if column is None:
         return lambda prompt: prompt.token_ids
