@@ -14,14 +14,14 @@ from hybrid_grpo.config.features import feature_folders, registered
 
 PACKAGE = ROOT / "hybrid_grpo"
 MOST_ENTRIES, MOST_FILE, MOST_FUNCTION = 16, 400, 60
-MOST_LINES, MOST_CORE_LINES = 40_300, 24_600
+MOST_LINES, MOST_CORE_LINES = 39_850, 24_000
 MOST_FILES_OF_A_STEP, MOST_LINES_OF_A_STEP = 20, 5_500
 BESIDE_THE_CORE = (
     *("features/", "commands/", "watch/", "turns/"),
     *("rewards/code/", "rewards/maths/", "rewards/models/", "rewards/remote/"),
     *("records/publishing/", "records/trackers/"),
 )
-"""What a run can do without; everything else is the core, which trains GRPO."""
+"""Rooms that a run with plain functions as rewards does not enter; everything else is the core, which trains GRPO."""
 LONG_FILES: set[str] = set()
 LONG_FUNCTIONS = {
     "model/kernels/gpu/sampling.py:_sample",
