@@ -219,7 +219,7 @@ class Scores:
     whole_B: Tensor | None = None
     """float64, the part of `reward_B` that is not earned by steps; None if `steps` is None."""
     extra: dict[str, list[Any]] = field(default_factory=dict)
-    """[B] by FUNCTION/NAME: values that functions returned to be stored with the completions."""
+    """[B] by FUNCTION/NAME: values that functions store with the completions."""
     failures: dict[str, list[str | None]] = field(default_factory=dict)
     """[B] by the name of each function that failed: the reason for each row; None for rows on which it succeeded."""
 
@@ -229,8 +229,8 @@ class Scores:
         return self.reward_B if self.whole_B is None else self.whole_B
 
     def right_B(self, name: str, prompts: Sequence[Prompt]) -> Tensor:
-        """float64 [B], the reward that decides which completions of these prompts, [P], are right. It is the reward of
-        function `name` or, for a source of a mixture to which `name` does not apply, of the first that does."""
+        """float64 [B], the reward that decides which completions of these prompts, [P], are right: that of function
+        `name`. In a mixture, rows to which `name` does not apply take the first function that applies to them."""
         value_B = self.by_function[name]
         of_source = [bool(prompt.source) for prompt in prompts]
         if not any(of_source):

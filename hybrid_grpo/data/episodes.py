@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Opening:
-    """The initial observation of a prompt's environment, the same for all completions of the prompt."""
+    """The start of a prompt's environment, the same for all completions of the prompt."""
 
     seed: int
     """Seed of `random`, set before the environment is created and reset."""
