@@ -160,8 +160,12 @@ def _changes(base: ReplayConfig, config: ReplayConfig) -> dict[str, str]:
 def _arrive(
     folder: Path, step: int, base: ReplayConfig, config: ReplayConfig, saved: SavedRollouts, logged: Logged
 ) -> tuple[Trainer, int, int | None]:
-    """A trainer that is about to make the step, with the settings of `config`; the first step after the checkpoint; and
-    the first replayed step before `step` that did not match the log, or None. Collective."""
+    """Repeat the steps before `step`. Collective.
+
+    Returns:
+        A trainer that is ready to make `step` with the settings of `config`; the number of the first step after the
+        checkpoint; and the number of the first repeated step that did not match the log, or None if all did.
+    """
     from hybrid_grpo import engine
     from hybrid_grpo.model.ranks import world_size
     from hybrid_grpo.records.saved_rollouts import SavedCompletions, SavedRewards

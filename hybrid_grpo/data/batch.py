@@ -229,8 +229,9 @@ class Scores:
         return self.reward_B if self.whole_B is None else self.whole_B
 
     def right_B(self, name: str, prompts: Sequence[Prompt]) -> Tensor:
-        """float64 [B], the reward that decides which completions of these prompts, [P], are right: that of function
-        `name`. In a mixture, rows to which `name` does not apply take the first function that applies to them."""
+        """float64 [B], the reward that decides whether each completion of `prompts` ([P]) is right. It is the reward
+        from the function `name`. In a mixture, rows to which `name` does not apply take the first function that applies
+        to them."""
         value_B = self.by_function[name]
         of_source = [bool(prompt.source) for prompt in prompts]
         if not any(of_source):

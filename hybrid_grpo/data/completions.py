@@ -36,8 +36,8 @@ def read_completions(
 
     Args:
         tokenizer: makes the tokens of completions; without one, completions have no tokens.
-        setting: name of the setting for `path`, for errors. By default it is the argument of `score`, whose columns are
-            chosen by settings.
+        setting: the name of `path` in errors, by default that of the argument of `score`. Only with the default do
+            errors about missing columns name the settings that choose the columns; otherwise they name `setting`.
 
     Returns:
         Rollouts without prompt tokens and log-probabilities. The id of a prompt is the number of its row, from 0, and

@@ -62,8 +62,8 @@ class Geometry:
 
 
 def cached_forward(model: Any, ids: Tensor, positions: Tensor, batch: Any) -> Any:
-    """The output of a transformers model for new tokens (int64 [rows, n], like their positions). `batch` is both the
-    cache of this forward and the `Batch` of `routed_attention`."""
+    """The output of a transformers model for the new tokens `ids`; `ids` and `positions` are int64 [rows, n]. The
+    forward receives `batch` twice: as its cache, and as the `Batch` that `routed_attention` uses."""
     kind: Any = type(model)
     given = {"batch": batch, cache_keyword(kind): batch}
     return model(input_ids=ids, position_ids=positions, use_cache=True, **given)

@@ -41,7 +41,7 @@ class _Batches:
         self.sampler = Sampler(sampling, self.device)
 
     def decode(self, rows: list[Sequence]) -> None:
-        """Sample the rest of the rows' turns; the rows are equally long."""
+        """Decode every row to the end of its turn. All rows must have the same number of tokens."""
         key_n = self._integers(row.key for row in rows)
 
         def ended(*_: Any, **__: Any) -> Tensor:

@@ -49,7 +49,8 @@ def read_for(pages: int, most: int) -> int:
 
 
 def reads_up_to(most: int, follows: bool) -> list[int]:
-    """All numbers of pages that graphs read, the largest first; only `most` if attention follows their lengths."""
+    """All values of `read_for` for sequences of up to `most` pages, the largest first. If attention follows the lengths
+    of the sequences, graphs need only `most`."""
     return [most] if follows else sorted({read_for(pages, most) for pages in range(1, most + 1)}, reverse=True)
 
 

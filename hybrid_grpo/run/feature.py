@@ -106,12 +106,13 @@ class Feature:
         return None
 
     def checkpoint_bytes(self, weights: int) -> int:
-        """The size of `shards` over all ranks, if the policy trains this many weights."""
+        """The bytes that `shards` takes in a checkpoint, over all ranks, if the policy trains `weights` weights."""
         return 0
 
     @property
     def exports(self) -> Mapping[str, Callable[[], AbstractContextManager[None]]]:
-        """More models to export: for each folder name, `model_...`, a context in which the policy has its weights."""
+        """More models to export. Maps the name of each model's folder, `model_...`, to a function whose context gives
+        the policy the weights of that model."""
         return {}
 
     @property

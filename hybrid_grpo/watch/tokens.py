@@ -46,7 +46,8 @@ def read_tokens(folder: Path, step: int, row: int, sample: int | None) -> Record
 
 
 def _read(path: Path, row: int, columns: tuple[str, ...]) -> Record | None:
-    """The last row with the number `row`, with those of `columns` that the file has; None if either is missing."""
+    """The last row of a parquet file whose column `row` is `row`, reduced to those of `columns` that the file has. None
+    if no such row can be read."""
     import pyarrow.parquet  # only here: it takes longer to load than the rest of the server
 
     try:

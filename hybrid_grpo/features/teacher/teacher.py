@@ -99,8 +99,8 @@ class Teacher(Feature):
         return logp_BT, [found[row] for row in range(len(places))] if head is not None else []
 
     def head(self, micro: MicroBatch) -> HeadFunction | None:
-        """A function that computes KL(policy || teacher) at the completion tokens of a micro-batch, with `teacher.into`
-        loss. For a micro-batch without rows it computes an arbitrary divergence."""
+        """A function that computes KL(policy || teacher) at the completion tokens of a micro-batch; None unless
+        `teacher.into` is `loss`. For a micro-batch without rows, the computed value has no meaning."""
         if not self._next_tokens:
             return None
         first, *others = [self._next_tokens[row] for row in micro.rows] or [self._next_tokens[0].first()]

@@ -126,7 +126,7 @@ class TrainedRun:
 
     @property
     def recipe(self) -> str:
-        """config.yaml as strangers may read it, with its head."""
+        """The text of config.yaml, with the comments at its head, in the form that strangers may read."""
         head = "".join(f"# {name}: {fact}\n" for name, fact in self.facts.items())
         return head + _as_yaml(publishable(self.settings))
 

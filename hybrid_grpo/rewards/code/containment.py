@@ -135,7 +135,8 @@ def _limit(limits: Limits) -> None:
 
 
 def _become(uid: int | None) -> None:
-    """Switch to this user, in no group (None: stay this one), and give up all capabilities."""
+    """Switch to the user `uid` and leave all supplementary groups, unless it is None. In any case, give up all
+    capabilities."""
     if uid is not None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)

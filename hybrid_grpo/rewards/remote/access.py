@@ -1,4 +1,4 @@
-"""Hosts and tokens, for clients and servers of rewards."""
+"""Bearer tokens and host names, for the clients and servers of rewards."""
 
 import ipaddress
 import os
