@@ -1,6 +1,7 @@
 """The types of settings, taken apart and put into words: for help, and for messages about wrong values."""
 
 import dataclasses
+import functools
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -8,12 +9,15 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from hybrid_grpo.config.fields import LIMITS
 
+_hints: Any = functools.cache(functools.partial(get_type_hints, include_extras=True))
+"""Python compiles the annotations anew at each call, and the settings of a run are looked at often."""
 _WORDS = {float: "a finite number", int: "a whole number", str: "text", bool: "true or false", Any: "text"}
 
 
 def fields_of(cls: Any) -> dict[str, Any]:
     """The type of every field of a dataclass: a section's settings, or a configuration's sections."""
-    return get_type_hints(cls, include_extras=True)
+    found: dict[str, Any] = _hints(cls)
+    return found
 
 
 def plain_types(hint: Any) -> list[Any]:

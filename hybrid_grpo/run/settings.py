@@ -50,7 +50,8 @@ def settings_of(config: ModelRunConfig) -> dict[str, Any]:
 def identity(config: ModelRunConfig, inputs: dict[str, str], rollbacks: int) -> str:
     """Everything that decides what is sampled in a step: the settings and input fingerprints that must not change, and
     the number of roll-backs. Not the code of reward functions: what was sampled before a fix to it remains valid."""
-    bound = {name: value for name, value in settings_of(config).items() if not is_free(name, config)}
+    settings = settings_of(config)
+    bound = {name: value for name, value in settings.items() if not _is_free(name, config, [settings])}
     inputs = {name: value for name, value in inputs.items() if not name.startswith(REWARDS)}
     return json.dumps([bound, inputs, rollbacks], sort_keys=True)
 
@@ -68,7 +69,10 @@ def changes(saved: dict[str, Any], config: ModelRunConfig) -> dict[str, str]:
 
 def is_free(setting: str, config: ModelRunConfig, saved: dict[str, Any] | None = None) -> bool:
     """Whether a setting may differ from a checkpoint's, whose settings are `saved`; see `FREE`."""
-    each = [settings_of(config), saved or {}]
+    return _is_free(setting, config, [settings_of(config), saved or {}])
+
+
+def _is_free(setting: str, config: ModelRunConfig, each: list[dict[str, Any]]) -> bool:
     if setting.startswith("alarms.") and any(_acts(settings.get(setting)) for settings in each):
         return False
     if setting in _OF_ROLL_BACKS and any(_rolls_back(settings) for settings in each):
