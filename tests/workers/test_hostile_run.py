@@ -21,6 +21,7 @@ def test_a_hostile_reward_costs_its_completions_and_nothing_else(tmp_path: Path,
     assert spec is not None and spec.loader is not None
     benchmark = module_from_spec(spec)
     spec.loader.exec_module(benchmark)
+    benchmark.TIMEOUT = 1.0  # where tests share the processor, calls that do not hang have taken half a second
     benchmark.make_task(tmp_path)
     rows = benchmark.train(tmp_path, "faults", 15, True)
     found = benchmark.counts(tmp_path / "faults", rows)
