@@ -34,7 +34,7 @@ CHECKS = {
 
 def registered() -> dict[str, str]:
     """The registered entry of every feature, by its folder."""
-    entries = re.search(r"^REGISTERED = \((.*?)\)$", (ROOT / REGISTRATION).read_text(), re.M | re.S)
+    entries = re.search(r"^REGISTERED: tuple\[str, ...\] = \((.*?)\)$", (ROOT / REGISTRATION).read_text(), re.M | re.S)
     assert entries is not None
     return {entry.partition(":")[0]: entry for entry in re.findall(r'"([\w:]+)"', entries[1])}
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hybrid_grpo.config.data import DataConfig
     from hybrid_grpo.config.train import TrainConfig
 
-REGISTERED = (
+REGISTERED: tuple[str, ...] = (
     "critic:CriticConfig",
     "teacher:TeacherConfig",
     "pretraining:PtxConfig",
