@@ -1,6 +1,6 @@
-"""Reward functions: what they are, how they are found and called, and how their rewards add up.
+"""Reward functions: how they are loaded and called, and how their rewards are added up.
 
-A run uses `scorer.Rewards`, which `loader` makes of the configuration. `functions` has the calling convention and the
-list of built-in functions, which are in `rules`, `text`, `countdown`, `maths/`, `code/`, `models/` and `remote/`.
-Functions are called by `workers/`. Advantages are in `grpo/`.
+A run uses `scorer.Rewards`, with the functions that `loader` loads. `functions` defines the calling convention and
+lists the built-in functions, which are in `rules`, `text`, `countdown`, `maths/`, `code/`, `models/` and `remote/`.
+The package `workers/` calls the functions, and `grpo/` turns rewards into advantages.
 """

@@ -1,4 +1,4 @@
-"""The built-in `countdown`: expressions of given numbers that must have a given value.
+"""The built-in reward `countdown`: a completion must combine given numbers into an expression with a given value.
 
 Expressions are parsed by Python but not executed; values are exact fractions.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from hybrid_grpo.rewards.rules import Completions, completion_texts
 
 _LONGEST = 500
-"""Characters of an expression; bounds the time and the nesting."""
+"""Maximum length of an expression in characters, which bounds the parsing time and the depth of nesting."""
 _SPELLINGS = {"\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212": "-", r"\times": "*", r"\cdot": "*", r"\div": "/"}
 _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -27,11 +27,11 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] 
 def countdown(
     completions: Completions, nums: list[Any], target: list[Any], *, use_all: bool = True
 ) -> list[float | None]:
-    """1.0 if the completion is an expression of the numbers `nums` with the value `target`, else 0.0.
+    """1.0 if the completion gives an expression of the numbers `nums` whose value is `target`, else 0.0.
 
-    The expression is in the last `<answer> </answer>`, or else is the whole completion; anything after a `=` is
-    ignored. It consists of whole numbers, + - * / and parentheses, with every number of `nums` exactly once, or, unless
-    `use_all`, at most once. Values are exact: 8 / (3 - 8 / 3) is 24. None if `target` is None.
+    The expression is in the last `<answer> </answer>`; without this tag, it is the whole completion. Anything after a
+    `=` is ignored. It consists of whole numbers, + - * / and parentheses, and uses every number of `nums` exactly once
+    (at most once if `use_all` is false). Values are exact: 8 / (3 - 8 / 3) is 24. None if `target` is None.
     """
     return [
         None if goal is None else float(_solves(_expression(text), Counter(numbers), goal, use_all))
@@ -57,9 +57,9 @@ def _solves(expression: str, numbers: Counter[int], target: int, use_all: bool) 
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
-    """The value and the numbers of an expression of whole numbers, + - * / and parentheses; None if it is not one.
+    """Return the value of an expression and the numbers in it; None if it is not a valid expression.
 
-    It must not have signs: -3 is not one of the given numbers.
+    It may have whole numbers, + - * / and parentheses, but no signs: -3 is not one of the given numbers.
     """
     if len(expression) > _LONGEST or not re.fullmatch(r"[-+*/()0-9\s]*", expression):
         return None

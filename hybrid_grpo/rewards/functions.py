@@ -1,21 +1,21 @@
-"""Reward functions: how an entry of `rewards` is loaded and called, and how its return value is checked.
+"""Loads the reward function that an entry of `rewards` names, calls it, and checks its return value.
 
 The convention is TRL's, so that functions written for TRL run unchanged:
 
     f(prompts, completions, completion_ids=..., **dataset_columns, **kwargs) -> list[float | None]
 
 Every input is a list with one element per row and is passed by name. A function without **kwargs receives only what its
-signature names. Chat prompts are lists of messages, and so are their completions (one message of the assistant). None
-means that the function does not apply to the row. Of TRL's further arguments, `trainer_state` has the `global_step`;
-what a function passes to `log_extra` and `log_metric` is stored with the completions.
+signature names. Chat prompts are lists of messages, and so are their completions (usually one assistant message). None
+means that the function does not apply to the row. Of TRL's additional arguments, `trainer_state` has `global_step`, and
+whatever a function passes to `log_extra` and `log_metric` is stored with the completions.
 
 A function in verl's convention is recognized by the argument `solution_str` and called for one row at a time:
 
     compute_score(data_source, solution_str, ground_truth, extra_info) -> float | {"score": float, ...}
 
-Process rewards: instead of a number, a function may return the rewards of a completion's steps as a list of pairs.
-Pairs are (text, reward), whose texts follow each other from the beginning of the completion, or (end, reward), where
-`end` is the number of completion tokens up to the end of the step.
+Process rewards: instead of a number, a function may return a list with one pair for each step of a completion. The
+pairs are either (text, reward), where the texts of the steps follow each other from the beginning of the completion, or
+(end, reward), where `end` is the number of completion tokens up to the end of the step.
 
 This module runs in the process that calls the function, and needs no torch.
 """
@@ -46,10 +46,10 @@ class Builtin:
     """Where a built-in reward function is defined, and how it may be called."""
 
     module: str
-    """Module of this package with a function of the built-in's name; imported by the process that calls it."""
+    """Module of this package that defines a function with the built-in's name; only the calling process imports it."""
     called: Literal["process", "thread", "inline"] = "process"
-    """Where it runs with `isolation: auto`: `thread` if it holds a model; `inline`, in the rank itself and on a whole
-    group at once, if it is fast, cannot hang and judges each row by itself."""
+    """Where the function runs with `isolation: auto`: in a `thread` if it holds a model; `inline`, that is in the rank
+    itself and on a whole group at once, if it is fast, cannot hang and judges each row independently of the others."""
 
 
 BUILTINS: dict[str, Builtin] = {
@@ -67,14 +67,14 @@ BUILTINS: dict[str, Builtin] = {
     "code_tests": Builtin("code.code_tests"),
     "remote": Builtin("remote.client"),
 }
-"""The reward functions that a configuration names without a path."""
+"""The built-in reward functions, which a configuration names without a path."""
 
 INPUTS = ("prompts", "completions", "completion_ids")
 """What every reward function can receive in addition to the columns of the data set."""
 ENVIRONMENTS = "environments"
-"""TRL's input for the environments of completions, in their final state; only with `rollout.environment`."""
+"""TRL's name for the input with each completion's environment in its final state; needs `rollout.environment`."""
 CONTEXT = ("trainer_state", "log_extra", "log_metric")
-"""Further arguments that TRL passes to functions that name them."""
+"""Additional arguments that TRL passes to functions whose signature names them."""
 
 _LARGEST = 1e15  # gradients computed from a reward of this size, and their squares, are finite in float32
 _EXPECTED = f"a finite number (at most {_LARGEST:g} in size)"
@@ -82,24 +82,24 @@ _EXPECTED = f"a finite number (at most {_LARGEST:g} in size)"
 TextStep = tuple[str, float]
 """Text and reward of a step."""
 TokenStep = tuple[int, float]
-"""End, in tokens, and reward of a step; data/batch.py's `RewardStep`, without torch."""
+"""End (in tokens) and reward of a step. The type equals `RewardStep` of data/batch.py, a module that needs torch."""
 RewardValue = float | list[TokenStep] | list[TextStep] | None
 """What a function returns for one completion; None if it does not apply."""
 
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A reward function in the process that calls it; a `workers.calls.Callee`."""
+    """A loaded reward function in the process that calls it; implements `workers.calls.Callee`."""
 
     name: str
     function: Callable[..., Any]
-    """With its `kwargs`."""
+    """The callable, to which the `kwargs` of its entry are already bound."""
     interface: Interface
     file: str | None
-    """Its source file."""
+    """Source file of the function; None if unknown."""
 
     def __call__(self, inputs: Inputs, context: dict[str, Any] | None = None) -> Any:
-        """Call the function with those inputs that it accepts."""
+        """Call the function with the inputs and context arguments that it accepts."""
         given = inputs | (context or {})
         given = {name: value for name, value in given.items() if self.interface.accepts(name)}
         if ENVIRONMENTS in given:  # it may also be a column of the data
@@ -116,7 +116,7 @@ class RewardFunction:
             return self._raised(error, call)
 
     async def reply_async(self, call: Call) -> Reply:
-        """`reply` for an `async def` function."""
+        """Do the same as `reply`, for an `async def` function."""
         extra: dict[str, list[Any]] = {}
         try:
             return _checked_reply(await self(call.inputs, _context(call, extra)), call, extra)
@@ -132,7 +132,7 @@ class RewardFunction:
 
 
 def _context(call: Call, extra: dict[str, list[Any]]) -> dict[str, Any]:
-    """TRL's further arguments; what the function logs goes to `extra`."""
+    """Return TRL's additional arguments; whatever the function logs is added to `extra`."""
     return {
         "trainer_state": SimpleNamespace(global_step=call.step),
         "log_extra": lambda column, values: extra.update({str(column): list(values)}),
@@ -141,7 +141,7 @@ def _context(call: Call, extra: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 def _checked_reply(result: Any, call: Call, extra: dict[str, list[Any]]) -> Reply:
-    """A function's return value as a reply; every row whose value is not a valid reward counts as failed."""
+    """Convert a function's return value to a reply; a row whose value is not a valid reward counts as failed."""
     rows = len(call.expected)
     result = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(result, list | tuple):
@@ -161,7 +161,7 @@ def _checked_reply(result: Any, call: Call, extra: dict[str, list[Any]]) -> Repl
 
 
 def checked(value: Any, length: int) -> RewardValue:
-    """The value for a completion of `length` tokens; raises ValueError unless it is a number, None or steps."""
+    """Return the value for a completion of `length` tokens; raise ValueError unless it is a number, None or steps."""
     if isinstance(value, list | tuple):
         return _checked_steps(value, length)
     number = finite_reward(value)
@@ -199,7 +199,7 @@ def finite_reward(value: Any) -> float | None:
 
 @dataclass(frozen=True)
 class RewardEntry:
-    """An entry of `rewards` for worker processes; a `workers.calls.Entry`."""
+    """An entry of `rewards` that worker processes load; implements `workers.calls.Entry`."""
 
     config: RewardConfig
 
@@ -217,14 +217,14 @@ class RewardEntry:
 def load_function(config: RewardConfig, entry: str) -> RewardFunction:
     """Find the function of an entry of `rewards` and check its `kwargs`; `entry` names the entry in messages.
 
-    Raises UserError if it cannot be imported or called, or does not accept its `kwargs`.
+    Raises UserError if the function cannot be imported or called, or does not accept these `kwargs`.
     """
     found = config.function
     return bind(found if callable(found) else _find(found, f"{entry}.function {found}"), config, entry)
 
 
 def bind(found: Callable[..., Any], config: RewardConfig, entry: str) -> RewardFunction:
-    """A callable with the settings of its entry; raises UserError like `load_function`."""
+    """Combine a callable with the settings of its entry; raises UserError like `load_function`."""
     name, setting = reward_name(config), f"{entry}.function {config.function}"
     plain = inspect.unwrap(found)
     is_async = any(map(inspect.iscoroutinefunction, (found, plain, type(found).__call__)))
@@ -271,7 +271,7 @@ def bind(found: Callable[..., Any], config: RewardConfig, entry: str) -> RewardF
 def _called_by_row(
     compute_score: Callable[..., Any], names: set[str], takes_any: bool, is_async: bool
 ) -> Callable[..., Any]:
-    """Turn a function of verl's convention, with parameters `names`, into one of TRL's."""
+    """Wrap a function in verl's convention, which has the parameters `names`, so that it follows TRL's convention."""
 
     def function(completions: Any, log_extra: Any, **columns: Any) -> Any:
         unknown = [None] * len(completions)
@@ -297,7 +297,7 @@ def _called_by_row(
 
 
 def _check_builtin(function: RewardFunction, entry: str) -> None:
-    """Check the settings of a built-in by a call without rows."""
+    """Check the settings of a built-in by calling it with no rows; raises UserError."""
     try:
         result = function({name: [] for name in function.interface.required})
         if inspect.iscoroutine(result):
@@ -307,7 +307,7 @@ def _check_builtin(function: RewardFunction, entry: str) -> None:
 
 
 def _find(spec: str, setting: str) -> Callable[..., Any]:
-    """The function that a configuration names; messages begin with `setting`."""
+    """Return the function that a configuration names by `spec`; error messages begin with `setting`."""
     place, colon, attribute = spec.rpartition(":")
     if not colon:
         if spec not in BUILTINS:

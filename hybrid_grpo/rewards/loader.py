@@ -1,4 +1,4 @@
-"""Loads the functions of `rewards`, and refuses what cannot work."""
+"""Loads the reward functions that the setting `rewards` lists, and refuses entries that cannot work."""
 
 import os
 import pickle
@@ -27,16 +27,16 @@ class Reward:
     """Name in the metrics."""
     weight: float
     kwargs: frozenset[str]
-    """Names of its fixed arguments."""
+    """Names of the arguments that the configuration gives the function."""
     interface: Interface
     caller: Caller
     model: RewardModel | None = None
-    """The model that the rank holds for it."""
+    """The reward model that this rank holds for the function, if it needs one."""
     sources: frozenset[str] = frozenset()
-    """Sources of the prompts that it is for; empty for all."""
+    """The prompt sources for which the function is called; empty for all sources."""
 
     def applies(self, prompt: Prompt) -> bool:
-        """Whether it is called for completions of this prompt. Held-out prompts have no source."""
+        """Whether the function is called for completions of this prompt; always true for held-out prompts."""
         return not self.sources or not prompt.source or prompt.source in self.sources
 
 
@@ -46,9 +46,9 @@ def load_rewards(configs: Sequence[RewardConfig], scoring: ScoringConfig | None 
 
 
 def load_entries(configs: Mapping[str, RewardConfig], scoring: ScoringConfig | None = None) -> list[Reward]:
-    """Load entries, given by the names of their settings; raises UserError like `functions.load_function`.
+    """Load entries, whose keys are names of settings such as `rewards[0]`; raises UserError like `load_function`.
 
-    Functions that run in worker processes are imported only there. All share the same workers.
+    Functions that run in worker processes are imported only there, and share the same workers.
     """
     scoring = scoring or ScoringConfig()
     entries = {entry: _by_name(config) for entry, config in configs.items()}
@@ -81,7 +81,7 @@ def load_entries(configs: Mapping[str, RewardConfig], scoring: ScoringConfig | N
 
 
 def _by_name(config: RewardConfig) -> RewardConfig:
-    """The entry, with the function replaced by its name if another process can import it."""
+    """Return the entry; a function that another process can import is replaced by the text `module:name`."""
     function = config.function
     if not callable(function):
         return config
@@ -96,7 +96,7 @@ def _by_name(config: RewardConfig) -> RewardConfig:
 
 
 def _called(config: RewardConfig) -> str | None:
-    """Where a built-in is called; None for a user's own function."""
+    """Where a built-in runs, as in `Builtin.called`; None for a user's own function."""
     return BUILTINS[config.function].called if config.function in BUILTINS else None
 
 
@@ -121,12 +121,12 @@ def _isolated(config: RewardConfig, entry: str) -> bool:
 
 
 def worker_count() -> int:
-    """One worker per core of this rank, but 2 to 8."""
+    """Return the number of workers of this rank: one per available core, but at least 2 and at most 8."""
     return min(8, max(2, len(os.sched_getaffinity(0)) // local_ranks()))
 
 
 def _enter_gpu() -> Callable[[], None]:
-    """A function that makes a new thread use this one's GPU; otherwise the threads of all ranks would use the first."""
+    """Return a function that makes a new thread use this thread's GPU; by default, threads use the first GPU."""
     if not torch.cuda.is_initialized():
         return lambda: None
     return partial(torch.cuda.set_device, torch.cuda.current_device())

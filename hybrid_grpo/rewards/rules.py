@@ -1,8 +1,8 @@
 """Built-in reward functions for exact answers, format and repetition.
 
-They are called like a user's own functions (see functions.py): inputs and columns of the data set by name, one number
-per row, or None if the function does not apply. Columns come first in a signature. Settings (`kwargs` of the
-configuration) are keyword-only and are checked before any row (ValueError).
+They are called like a user's own functions (see functions.py): inputs and columns of the data set are passed by name,
+and each row gets a number, or None if the function does not apply. In a signature, columns come first. Settings
+(`kwargs` of the configuration) are keyword-only; an invalid one raises ValueError before any row is scored.
 """
 
 import operator
@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 PromptText = str | list[dict[str, Any]]
 """Text or chat messages."""
 Completions = list[str] | list[list[dict[str, Any]]]
-"""[B], texts; for chat prompts, lists with the assistant's message."""
+"""[B], the completions: texts or, for chat prompts, lists of messages."""
 LogExtra = Callable[[str, list[Any]], None]
-"""Stores a list with an element per completion, under a name; `answer` is what evaluation compares."""
+"""Stores a list with one element per completion under a name. Majority votes in evaluations use the name `answer`."""
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ def compared(
     log_extra: LogExtra | None = None,
     same: Callable[[T, T], bool] = operator.eq,
 ) -> list[float | None]:
-    """1.0 if a completion states the same as the reference, else 0.0; None if there is no reference."""
+    """Return for each row 1.0 if the stated answer equals the reference, else 0.0; None if there is no reference."""
     if log_extra is not None:
         log_extra("answer", [None if answer is None else str(answer) for answer in stated])
     return [
@@ -55,8 +55,8 @@ def letters_in_place(
 ) -> list[float | list[tuple[str, float]] | None]:
     """Share of positions at which the completion and the column `answer`, both stripped, have the same character.
 
-    Positions are counted in the longer of the two, so longer completions gain nothing. None if `answer` is None.
-    With `steps` every character is a step, whose reward is its change of the share: the sum is the same.
+    The share is one of the longer text's positions, so longer completions gain nothing. None if `answer` is None.
+    With `steps`, every character is a step whose reward is the change that it makes to the share; the sum is the same.
     """
     rewards: list[float | list[tuple[str, float]] | None] = []
     for text, gold in zip(completion_texts(completions), answer, strict=True):
@@ -75,7 +75,7 @@ def letters_in_place(
 
 
 def format_regex(completions: Completions, *, pattern: str) -> list[float | None]:
-    r"""1.0 if `pattern` matches the whole completion (re.fullmatch), else 0.0; `.` also matches a line end.
+    r"""1.0 if `pattern` matches the whole completion (re.fullmatch), else 0.0; `.` also matches a newline.
 
     An example is `<think>.*?</think>\s*<answer>.*?</answer>`. Nested repetition, such as `(a+)+`, can take time
     exponential in the length of a completion.
@@ -97,13 +97,13 @@ def format_tags(
 ) -> list[float | None]:
     """1.0 if the completion is `<think>...</think><answer>...</answer>`, else 0.0.
 
-    Each of the `tags` opens and closes exactly once, in their order (the format of DeepSeek-R1, arXiv:2501.12948,
-    section 2.2.2). Any text, or none, may be between the tags.
+    Each of the `tags` must open and close exactly once, in the given order (the format of DeepSeek-R1,
+    arXiv:2501.12948, section 2.2.2). Any text, or none, may stand between an opening tag and its closing tag.
 
     Args:
         strict: allow nothing but white space outside of the tags.
-        partial: instead of 0.0, a completion that fails earns half the share of the marks (`<think>`, `</think>`, ...)
-            that it contains exactly once, so at most 0.5.
+        partial: a completion that fails earns, instead of 0.0, half the share of the marks (`<think>`, `</think>`, ...)
+            that it contains exactly once; the maximum is 0.5.
         opened: the chat template has already written the first opening tag, as for reasoning models.
     """
     if isinstance(tags, str) or not tags or len(set(tags)) < len(tags):
@@ -126,14 +126,14 @@ def format_tags(
 
 
 def repeated_share(items: Iterable[Hashable], ngram: int) -> float:
-    """The share of n-grams that repeat an earlier one; 0 if there are none."""
+    """Return the share of n-grams that repeat an earlier n-gram; 0.0 if the items are too few for an n-gram."""
     items = list(items)
     runs = list(zip(*(items[start:] for start in range(ngram)), strict=False))
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
 
 def repetition_penalty(completion_ids: list[list[int]], *, ngram: int = 3) -> list[float | None]:
-    """Minus the share of n-grams (`ngram` tokens) that repeat an earlier one: near -1.0 in a loop, 0.0 without any."""
+    """Minus the share of n-grams (`ngram` tokens) that repeat an earlier one: near -1.0 in a loop, 0.0 if none do."""
     if ngram < 1:
         raise ValueError(f"ngram {ngram} must be 1 or greater")
     return [0.0 - repeated_share(ids, ngram) for ids in completion_ids]

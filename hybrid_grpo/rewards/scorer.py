@@ -1,7 +1,7 @@
 """Scores completions with the reward functions of a run, and adds up their rewards.
 
-Completions are scored while others are still being sampled: a function is called as soon as one batch for it is
-finished, which is a number of completions or all completions of a prompt.
+Completions are scored while others are still being sampled: a function is called as soon as its next batch is complete.
+A batch is a fixed number of completions, or all completions of a prompt.
 
 A completion on which a function fails (it raises, hangs, dies, or returns something that is not a reward) has no reward
 and is left out of its group. If too many fail, the run ends.
@@ -33,16 +33,16 @@ from hybrid_grpo.workers.pool import busy_seconds
 from hybrid_grpo.workers.snapshots import Snapshot
 
 EPISODES = "episodes/"
-"""Input with the episodes of environments, for their own rewards; no column or parameter can have this name."""
+"""Name of the input from which environments' own rewards read the episodes; no column or parameter can be called so."""
 _PATIENCE_S = 0.2
 """Seconds between two checks of whether the run is stopping."""
 
 
 class Rewards:
-    """The reward functions of a run, which have different names.
+    """The reward functions of a run, each with a unique name.
 
-    The policy's `tokenizer` finds the tokens at which steps given as texts end; without one they all end with the
-    completion. `environments` are the rewards that environments give.
+    The policy's `tokenizer` serves to find the token at which a step given as text ends; without a tokenizer, all such
+    steps end with the completion. `environments` are the rewards that the environments themselves give.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class Rewards:
 
     @property
     def models(self) -> list[RewardModel]:
-        """The models that functions hold in this process, each once."""
+        """The reward models that functions hold in this process, without duplicates."""
         return list({id(reward.model): reward.model for reward in self.functions if reward.model is not None}.values())
 
     def load_models(self, shard: Shard | None = None) -> None:
-        """Load `models`, which otherwise happens in their first call; raises UserError. Collective.
+        """Load `models` now rather than when they are first called. Collective.
 
-        `shard` shards a model over the ranks; without it none is sharded.
+        `shard` shards a model over the ranks. Raises UserError if a model does not load, or needs a missing `shard`.
         """
         for model in self.models:
             try:
@@ -79,9 +79,9 @@ class Rewards:
                 raise UserError(f"rewards: reward_model: {error}") from error
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Raise UserError unless the functions can be called with these columns of the data, besides the prompt.
+        """Raise UserError unless the functions can be called with these columns of the data, which exclude the prompt.
 
-        None may have the name of an input or of one of `kwargs`, and none that is required may be missing.
+        No column may have the name of an input or of one of `kwargs`, and no required column may be missing.
         """
         for name in self.inputs:
             if name in columns:
@@ -106,7 +106,7 @@ class Rewards:
         return Stream(self, prompts, num_generations, step)
 
     def refuse_failures(self, scores: Scores, device: torch.device) -> None:
-        """Raise RunStopped, on all ranks, if a function failed on too many of the completions of all ranks.
+        """Raise RunStopped on every rank if a function failed on too large a share of all ranks' completions.
 
         Collective: each rank passes the scores of its own completions, and the device on which counts are exchanged.
         """
@@ -129,7 +129,7 @@ class Rewards:
         Args:
             prompts: [B], the prompt of each row.
             completions: [B]
-            num_generations: rows of a group, for functions that score whole groups.
+            num_generations: rows per group, for functions that score whole groups.
             step: step of the run.
         """
         with self.stream(prompts[::num_generations], num_generations, step) as stream:
@@ -138,7 +138,7 @@ class Rewards:
             return stream.scores()
 
     def report(self, name: str, failure: Failure) -> None:
-        """Print the first failure of each kind of a function."""
+        """Print a failure, unless a failure of the same function and kind has already been printed."""
         if (name, failure.kind) not in self._reported:
             self._reported.add((name, failure.kind))
             print(
@@ -156,7 +156,7 @@ class Stream:
             ...  # call stream.add for every completion
             scores = stream.scores()
 
-    An exception in the block cancels the calls in progress. There may be no prompts.
+    Leaving the block cancels the calls that are still in progress. `prompts` may be empty.
     """
 
     def __init__(self, rewards: Rewards, prompts: list[Prompt], num_generations: int, step: int) -> None:
@@ -171,9 +171,9 @@ class Stream:
             rewards.check_columns(self._columns)
         self._completions: dict[int, Completion] = {}
         self._waiting: dict[tuple[str, int | None], list[int]] = defaultdict(list)
-        """Rows of the next call, by function, and by prompt if a call takes a group."""
+        """Rows for the next call of each function, by function name and, if a call takes a group, by prompt."""
         self._calls: dict[str, list[tuple[list[int], Future[Reply]]]] = {name: [] for name in rewards.names}
-        """Rows and future reply of each call, by function."""
+        """The rows and the future reply of each call, by function name."""
 
     def __enter__(self) -> Stream:
         return self
@@ -183,7 +183,7 @@ class Stream:
             reply.cancel()
 
     def add(self, prompt: int, sample: int, completion: Completion) -> None:
-        """Take completion `sample` of prompt `prompt`. Does not wait, nor raise what functions raise."""
+        """Add completion `sample` of prompt `prompt`. This neither waits for functions nor raises their exceptions."""
         row = prompt * self._num_generations + sample
         assert row not in self._completions, f"completion {sample} of prompt {prompt} came twice"
         self._completions[row] = completion
@@ -197,9 +197,10 @@ class Stream:
                 self._start(reward, group)
 
     def scores(self, gives_up: Callable[[], bool] = lambda: False) -> Scores:
-        """Wait for the functions, at most `max_wait_s` and until `gives_up`; rows are ordered by prompt and sample.
+        """Wait for the functions and return the scores, ordered by prompt and sample. Rows without a reply after
+        `scoring.max_wait_s`, or once `gives_up` returns True, count as timed out.
 
-        Collective if a function is, see `Interface.batch_size`.
+        Collective if all ranks call one of the functions together; see `Interface.batch_size`.
         """
         assert len(self._completions) == len(self._prompts) * self._num_generations, "a completion is missing"
         functions = self._rewards.functions
@@ -244,7 +245,7 @@ class Stream:
         self._calls[reward.name].append((rows, reward.caller(call)))
 
     def _reply(self, name: str, until_s: float, gives_up: Callable[[], bool]) -> Reply:
-        """A function's replies for all rows, as far as they arrive in time; steps are given by their ends in tokens."""
+        """Join a function's replies for all rows. Late rows count as timed out; step texts become ends in tokens."""
         rows = len(self._completions)
         values: list[RewardValue] = [None] * rows
         failures: list[Failure | None] = [None] * rows
@@ -283,23 +284,23 @@ class Stream:
 
 
 def _lacks_environment(reward: Reward, completion: Completion) -> bool:
-    """Whether a function is not called for a completion: it requires environments, and the completion's has failed.
-    Functions of whole groups are called all the same, with None in place of that environment."""
+    """Whether a function is skipped for a completion because it requires environments and this completion's has failed.
+    Functions that score whole groups are called even then, with None in place of that environment."""
     failed = completion.episode is not None and completion.episode.failure is not None
     return failed and ENVIRONMENTS in reward.interface.required and reward.interface.batch_size != "group"
 
 
 def combined(rewards: Sequence[Reward], replies: dict[str, Reply], lengths: list[int], num_generations: int) -> Scores:
-    """The weighted sums of the rewards that functions returned.
+    """Combine the rewards that functions returned into weighted sums.
 
-    A function that does not apply to a row adds nothing to its reward, which is 0.0 if none applies, as in TRL. A row
-    on which a function failed has no reward. In a group in which a function scores steps, a number that it returns is
-    the reward of a single step, the whole completion.
+    A function that does not apply to a row adds nothing to the row's reward, which is 0.0 if no function applies, as in
+    TRL. A row on which a function failed has no reward. If a function scores steps anywhere in a group, then a number
+    that it returns for another row of that group is the reward of a single step, the whole completion.
 
     Args:
-        replies: by name; steps by their ends in tokens.
-        lengths: [B], tokens of the completions.
-        num_generations: G, rows of a group.
+        replies: by function name; steps are given by their ends in tokens.
+        lengths: [B], number of tokens of each completion.
+        num_generations: G, rows per group.
     """
     failed_B = torch.tensor(
         [any(reply.failures[row] for reply in replies.values()) for row in range(len(lengths))], dtype=torch.bool
@@ -354,6 +355,6 @@ def _status(value: RewardValue, failure: Failure | None) -> int:
 
 
 def _by_steps(values: list[RewardValue], num_generations: int) -> torch.Tensor:
-    """bool [B], True in groups of which a function scored the steps of at least one row."""
+    """Return bool [B]: True for all rows of a group in which the function scored the steps of at least one row."""
     in_steps = torch.tensor([isinstance(value, list) for value in values], dtype=torch.bool)
     return in_steps.view(-1, num_generations).any(1).repeat_interleave(num_generations)

@@ -7,7 +7,7 @@ from hybrid_grpo.data.batch import Completion, RewardStep
 from hybrid_grpo.rewards.functions import TextStep
 
 _UNFINISHED = "\ufffd"
-"""What tokenizers decode an incomplete character to."""
+"""The character to which tokenizers decode the tokens of an incomplete character."""
 
 
 class TokenEnds:
@@ -20,9 +20,9 @@ class TokenEnds:
         self._texts: dict[tuple[bool, tuple[int, ...]], str] = {}
 
     def __call__(self, token_ids: list[int], text: str) -> list[int]:
-        """[T], for each token the number of characters up to its end in `text`, the decoded tokens.
+        """Return [T]: for each token, the number of characters of `text` (the decoded tokens) up to the token's end.
 
-        Special tokens have no characters. A character of several tokens belongs to the last of them.
+        Special tokens have no characters. A character that consists of several tokens belongs to the last of them.
         """
         lengths: list[int] = []
         run: list[int] = []
@@ -40,7 +40,7 @@ class TokenEnds:
         return [min(len(self._decode(token_ids[: k + 1])), len(text)) for k in range(len(token_ids))]
 
     def _text(self, first: bool, token_ids: tuple[int, ...]) -> str:
-        """The text of tokens that begin a completion (`first`) or follow others."""
+        """Decode tokens that begin a completion (`first`) or that follow other tokens."""
         if (first, token_ids) not in self._texts:
             anchor = [] if first else self._anchor
             self._texts[first, token_ids] = self._decode([*anchor, *token_ids])[len(self._decode(anchor)) :]
@@ -52,11 +52,11 @@ class TokenEnds:
 
 
 def token_steps(text_steps: list[TextStep], completion: Completion, token_ends: TokenEnds | None) -> list[RewardStep]:
-    """The end, in tokens, and the reward of each step: it ends with the token that has its last character.
+    """Return the end (in tokens) and the reward of each step. A step ends with the token that has its last character.
 
-    Rewards of steps that end with the same token are added up, and an empty step ends where the previous one does.
-    Without a tokenizer all steps end with the completion. Raises ValueError if the texts do not follow each other from
-    the beginning of the completion.
+    Rewards of steps that end with the same token are added up, and an empty step ends where the previous step does.
+    If `token_ends` is None, all steps end with the completion. Raises ValueError if the texts do not follow each other
+    from the beginning of the completion.
     """
     text, at = completion.text, 0
     rewards: dict[int, float] = {}

@@ -52,13 +52,13 @@ def multiple_choice(
 ) -> list[float | None]:
     r"""1.0 if the completion chooses the letter of the column `answer`, else 0.0.
 
-    A completion chooses by `The answer is (B)`, `Answer: B`, `\boxed{B}`, `<answer>B</answer>` or `B is correct`;
-    without any of these, by `**B**`; else by a line that is just `B.`, or the only line that begins with `B. `. The
-    last choice counts; `B or C` chooses nothing. The column `choices`, the texts of each row's choices, limits the
-    letters, and a completion that is the text of a choice chooses it.
+    A completion states its choice as `The answer is (B)`, `Answer: B`, `\boxed{B}`, `<answer>B</answer>` or
+    `B is correct`; failing that, as `**B**`; failing that, as a line that is just `B.`, or as the only letter that
+    begins a line, as in `B. `. Of several choices the last one counts; `B or C` chooses nothing. The column `choices`
+    has the texts of each row's choices. It limits the letters, and a completion that is one of these texts chooses it.
 
-    An answer is a letter, the index of a choice from 0, or the text of one of `choices`. None if the answer is None;
-    ValueError for any other.
+    `answer` is a letter, the zero-based index of a choice, or the text of one of `choices`; any other value raises
+    ValueError. If `answer` is None, so is the reward.
     """
     texts = completion_texts(completions)
     rows = [None] * len(texts) if choices is None else choices
@@ -68,7 +68,7 @@ def multiple_choice(
 
 
 def choice_letter(answer: Any, choices: Sequence[Any] | None = None) -> str:
-    """The letter of a choice, given by its letter, its index from 0 or its text; raises ValueError for others."""
+    """Return the letter of a choice, given as a letter, a zero-based index or a text; raise ValueError otherwise."""
     letters = _LETTERS if choices is None else _LETTERS[: len(choices)]
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(letters):
         return letters[answer]
@@ -84,7 +84,7 @@ def choice_letter(answer: Any, choices: Sequence[Any] | None = None) -> str:
 
 
 def chosen_letter(text: str, choices: Sequence[Any] | None = None) -> str | None:
-    """The letter of the choice that a completion makes, or None; see `multiple_choice`."""
+    """Return the letter that a completion chooses, or None; see `multiple_choice`."""
     letters = _LETTERS if choices is None else _LETTERS[: len(choices)]
     for pattern in _CHOSEN:
         found = [match[match.lastgroup or 0].upper() for match in pattern.finditer(text)]
@@ -100,11 +100,11 @@ def chosen_letter(text: str, choices: Sequence[Any] | None = None) -> str | None
 def language_penalty(completions: Completions, *, scripts: Sequence[str] = ("latin",)) -> list[float | None]:
     """Minus the share of letters that belong to none of the `scripts`, from 0.0 to -1.0.
 
-    A guard against reasoning that drifts into another language (compare the language consistency of DeepSeek-R1,
+    It guards against reasoning that drifts into another language (compare the language consistency of DeepSeek-R1,
     arXiv:2501.12948, section 2.3.2, which counts words). Scripts are not languages: French instead of English goes
-    unnoticed, and an alpha in an English proof is Greek (allow `greek`). Digits and letters of no single script, such
-    as mathematical symbols, do not count. The `scripts` have Unicode's names, such as [han, hiragana, katakana] for
-    Japanese.
+    unnoticed, and an alpha in an English proof counts as Greek (so allow `greek`). Digits and letters that belong to no
+    single script, such as mathematical symbols, do not count. `scripts` lists Unicode's names of scripts, such as [han,
+    hiragana, katakana] for Japanese.
     """
     if isinstance(scripts, str) or not scripts:
         raise ValueError(f"scripts {scripts!r} must be a list of names, as in [latin]")

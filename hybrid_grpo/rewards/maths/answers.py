@@ -1,4 +1,4 @@
-r"""The built-in `math_answer` and `numeric_answer`: finding the final answer of a completion and judging it.
+r"""The built-in rewards `math_answer` and `numeric_answer`: they find a completion's final answer and judge it.
 
 `math_answer` compares values (parser.py, grader.py). `numeric_answer` compares plain numbers and reads no expressions:
 0.5, 1/2 and \frac{1}{2} are the same number, 0.333 is not 1/3, and 2+3, \sqrt{4} and 1e3 are not numbers.
@@ -23,14 +23,14 @@ def math_answer(
     r"""1.0 if the final answer of a completion is mathematically equal to the column `answer`, else 0.0.
 
     **Where the answer is.** Only text after the last `</think>` counts. The answer is in the last `\boxed{}`, or
-    follows a later `####` (unless only words follow: a heading). Boxes that only `,`, `and`, `or` or `x =` separate
-    form a list. Without such a mark it is in the last `<answer>` tag, else it follows the last "answer is" or
-    "Answer:", else it is whatever follows the last `####`. With `boxed_only` nothing but a box counts. An unclosed last
-    box states no answer, nor does a number that merely occurs.
+    follows a later `####` (which is a heading if only words follow). Boxes separated only by `,`, `and`, `or` or `x =`
+    form a list. Failing that, the answer is in the last `<answer>` tag; failing that, it follows the last "answer is"
+    or "Answer:"; failing that, it is whatever follows the last `####`. With `boxed_only`, only a box counts. If the
+    last box is not closed, there is no answer. A number that merely occurs in the text is not an answer.
 
-    **What it must equal.** The column holds a bare answer, or a worked solution that ends in `####` or contains
+    **What it must equal.** The column holds a bare answer, or a worked solution whose answer follows `####` or is in
     `\boxed{}`. Values are compared by the conventions of docs/rewards/maths.md. None if `answer` is None. Raises
-    ValueError if math-verify is not installed or an answer of the data set is empty.
+    ValueError if math-verify is not installed or an answer in the data set is empty.
     """
     if not _HAS_MATH_VERIFY:
         raise ValueError("math_answer needs math-verify: pip install 'hybrid_grpo[math]'")
@@ -40,7 +40,7 @@ def math_answer(
 
 
 def _reference(gold: Any) -> str:
-    """The answer that the data set gives: bare, or stated in a worked solution."""
+    """Return the answer that the data set gives, either by itself or within a worked solution."""
     text = str(gold).strip()
     stated = next((found for find in (_marked, _after_last_hashes) if (found := find(text)) is not None), text).strip()
     if not stated:
@@ -60,18 +60,18 @@ def numeric_answer(
 ) -> list[float | None]:
     r"""1.0 if the number that the completion gives as its answer equals the column `answer`, else 0.0.
 
-    The number follows `####` (GSM8K, arXiv:2110.14168) or is in `\boxed{}`. With `last_number`, the last number counts
-    in a completion that marks none. `parse_number` lists the notations that are understood; the comparison is exact.
+    The number follows `####` (GSM8K, arXiv:2110.14168) or is in `\boxed{}`. With `last_number`, the last number of a
+    completion counts if none is marked. `parse_number` lists the notations that are understood; comparison is exact.
 
-    `answer` is a number, its text, or a worked solution that itself ends in `####` or `\boxed{}`. The result is None
-    if `answer` is None. Raises ValueError if it is not a number.
+    `answer` is a number, a number as text, or a worked solution that marks a number in the same way. The result is
+    None if `answer` is None. Raises ValueError if `answer` gives no number.
     """
     references = [None if gold is None else _reference_number(gold) for gold in answer]
     return compared([stated_number(text, last_number) for text in completion_texts(completions)], references, log_extra)
 
 
 def stated_number(text: str, last_number: bool = False) -> Fraction | None:
-    """The number that a completion gives as its answer, or None; see `numeric_answer`."""
+    """Return the number that a completion gives as its answer, or None; see `numeric_answer`."""
     marked = _marked(text, lambda line: parse_number(line) is not None)
     number = None if marked is None else parse_number(marked)
     return _last_number(text) if number is None and last_number else number
@@ -104,12 +104,12 @@ _JOINED = re.compile(
     r"(?:[A-Za-z](?:_\w)?\s*=\s*)?[\s$]*"
 )
 _SPACING = re.compile(r"\\(?:q?quad|text|textrm|mathrm|mbox|hspace)(?![A-Za-z])|\\[,;:! ]|[{}~]")
-"""Spacing and the commands of text between two boxes: \\quad \\text{and} is "and"."""
+"""Spacing and text commands of LaTeX between two boxes; they are removed: \\quad \\text{and} becomes "and"."""
 _LONGEST_JOINT, _MOST_JOINED, _MOST_HEADINGS = 60, 20, 20
 
 
 def _marked(text: str, is_answer: Callable[[str], bool] = is_mathematical) -> str | None:
-    """The answer in a box, or after a `####` that follows all boxes; a line that is not an answer is a heading."""
+    """Return the answer after the last `####` that follows all boxes and is no heading, or else the one in a box."""
     end = max((box.end() for box in _BOX.finditer(text)), default=0)
     lines = _after_hashes(text[end:])[-_MOST_HEADINGS:]
     return next((line for line in reversed(lines) if is_answer(line)), None) or _boxed(text)
@@ -124,9 +124,9 @@ def _after_hashes(text: str) -> list[str]:
 
 
 def _boxed(text: str) -> str | None:
-    """The content of the last box and of those joined to it, as a list; None if there is no box.
+    """Return the content of the last box and of the boxes joined to it, separated by commas; None if there is no box.
 
-    Empty if one of them is not closed, or if too many are joined.
+    The result is empty if one of these boxes is not closed, or if too many are joined.
     """
     boxes = list(_BOX.finditer(text))
     if not boxes:
@@ -146,7 +146,7 @@ def _boxed(text: str) -> str | None:
 
 
 def _content(text: str, box: re.Match[str]) -> tuple[str, int]:
-    """The content of a box and its end; the content is empty if it is not closed or too long."""
+    """Return a box's content and the position of its end; the content is empty if the box is unclosed or too long."""
     if not box[0].endswith("{"):
         content = re.compile(r"[^\s$]+").match(text, box.end())
         return (content[0], content.end()) if content else ("", box.end())
@@ -181,11 +181,11 @@ _LONGEST = 100  # characters of a number: int() refuses, and takes quadratic tim
 
 
 def parse_number(text: str) -> Fraction | None:
-    r"""The number that `text` is, or None.
+    r"""Return the number that `text` consists of, or None.
 
-    Apart from the notation that `clean` removes, it may have a sign, thousands commas, decimals, a/b or \frac{a}{b}, a
-    currency sign, a percent or degree sign (dropped: 50% is 50) and a unit. Anything else, above all a second number,
-    makes it None.
+    Apart from the notation that `clean` removes, the text may have a sign, thousands commas, decimals, a/b or
+    \frac{a}{b}, a currency sign, a percent or degree sign (dropped: 50% is 50) and a unit. If it has anything else,
+    such as a second number, the result is None.
     """
     if len(text) > _LONGEST:
         return None

@@ -1,4 +1,4 @@
-r"""Expressions in LaTeX or plain notation: their values, and whether two are the same everywhere.
+r"""Parses expressions in LaTeX or plain notation, evaluates them, and decides whether two are equal everywhere.
 
 Two expressions are compared by their values at fixed points: their variables are replaced by pseudo-random rationals,
 positive and negative (Schwartz-Zippel identity testing). Nothing is rewritten, so the time is proportional to the
@@ -52,9 +52,9 @@ _TOKEN = re.compile(
 @dataclass(frozen=True)
 class Expression:
     values: tuple[Value, ...]
-    """The value at each point: a single one without variables, none if it is undefined at some point."""
+    """The value at each point; only one value if there are no variables, and empty if any value is undefined."""
     names: frozenset[str] = frozenset()
-    """Its variables."""
+    """The variables of the expression."""
 
     def __sub__(self, other: Expression) -> Expression:
         return applied(operator.sub, self, other)
@@ -64,7 +64,7 @@ class Expression:
 
 
 def applied(function: Callable[..., Value], *parts: Expression) -> Expression:
-    """The expression that results from applying a function at every point."""
+    """Return the expression that results from applying a function to the values of `parts` at every point."""
     names = frozenset[str]().union(*(part.names for part in parts))
     try:
         found = tuple(values.bounded(function(*values.alike(*at))) for at in _at_points(*parts))
@@ -107,7 +107,7 @@ def read_expression(text: str) -> Expression:
 
 
 def _at_points(*parts: Expression) -> list[tuple[Value, ...]]:
-    """The values of all parts, point by point; empty if one of them is undefined."""
+    """Return the values of all parts, point by point; empty if any part is undefined."""
     if not all(part.values for part in parts):
         return []
     points = max(len(part.values) for part in parts)
@@ -126,7 +126,7 @@ def _variable(name: str) -> Expression:
 
 
 def _tokens(text: str) -> list[tuple[str, str]]:
-    """(kind, text) of each token; each letter of an unknown word is a variable."""
+    """Return (kind, text) for each token; every letter of an unknown short word is a variable."""
     tokens, at = [], 0
     text = _MIXED.sub(lambda m: f"({m[1]}+{m[2]})" if int(m[3]) < int(m[4]) else m[0], text).rstrip()
     # 0.1\overline{6} is 0.1 + 6/90.
@@ -173,7 +173,7 @@ class _Parser:
             raise Unreadable(f"{token!r} expected")
 
     def expression(self, above: int = 0) -> Expression:
-        """An expression whose operators bind more tightly than `above`."""
+        """Parse an expression whose operators bind more tightly than the level `above`."""
         self.depth += 1
         if self.depth > _DEEPEST:
             raise Unreadable("too deep")
@@ -197,7 +197,7 @@ class _Parser:
                 return left
 
     def starts_factor(self) -> bool:
-        """Whether the next token can begin a factor without a sign in front: 2x is a product, 2 3 is not."""
+        """Whether the next token can begin a factor with no sign before it: 2x is a product, 2 3 is not."""
         starts = self.kind == "name" or self.token in _WORDS | {"(", "[", "{", "|", "π", "∞"}
         return starts and self.token != self.closing[-1]
 

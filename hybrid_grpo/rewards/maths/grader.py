@@ -54,7 +54,7 @@ def same_answer(stated: str, gold: str) -> bool:
 
 
 def is_mathematical(text: str) -> bool:
-    """Whether a text is an answer other than words; letters alone are words."""
+    """Whether a text is a mathematical answer rather than words; letters alone count as words."""
     text = clean(text)
     if len(text) > LONGEST or re.fullmatch("[A-Za-z ]*", text):
         return False
@@ -133,7 +133,7 @@ def _same_number(a: Quantity, b: Quantity) -> bool:
 
 
 def _unlike(a: str, b: str) -> bool:
-    """Whether two names certainly stand for different things, as only single letters and ratios of names do."""
+    """Whether two names certainly stand for different things: two single letters do, and two ratios of names."""
     return a != b and (len(a) == len(b) == 1 or (":" in a and ":" in b))
 
 
@@ -170,7 +170,7 @@ def _same_relation(a: Relation, b: Relation) -> bool:
 
 @lru_cache(maxsize=1024)
 def _same_by_math_verify(first: str, second: str) -> bool:
-    """Whether math-verify finds two expressions equal, in a process that is killed after `_MATH_VERIFY_S`."""
+    """Whether math-verify finds two expressions equal; it runs in a process that is killed after `_MATH_VERIFY_S`."""
     import math_verify
 
     if pid := os.fork():

@@ -1,4 +1,4 @@
-r"""The notation of answers: brings them to one spelling, and splits them outside of brackets."""
+r"""Normalizes the notation of answers, and splits answers at separators that are outside of brackets."""
 
 import re
 from itertools import accumulate
@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 LONGEST = 500
-"""Characters of an answer that is parsed; longer answers are compared as words."""
+"""Maximum length in characters of an answer that is parsed; longer answers are only compared as words."""
 
 TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 _BEFORE, _AFTER = (
@@ -18,9 +18,9 @@ _OPENING, _CLOSED = "([{⦃", ")]}⦄"
 
 
 def clean(text: str) -> str:
-    r"""Normalize a text by notation.yaml: no spacing, no `$`, one sign for each operation.
+    r"""Normalize a text by the rules of notation.yaml: no `$`, no spacing commands, one sign for each operation.
 
-    Commands such as \frac and \text{} stay; `⦃` and `⦄` are the braces of sets.
+    Commands such as \frac and \text{} are kept; `⦃` and `⦄` stand for the braces of sets.
     """
     text = text[: 4 * LONGEST].strip(" \t\n*`")
     if text.replace(r"\$", "").count("$") % 2:  # an unpaired $ is a currency sign
@@ -34,13 +34,13 @@ def clean(text: str) -> str:
 
 
 def bare(text: str) -> str:
-    r"""Remove \text{} and doubled spaces."""
+    r"""Replace \text{...} with its content, and remove redundant spaces, quotes and final punctuation."""
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text)
     return re.sub(r"\s+", " ", text).strip(' "').rstrip(" .,")
 
 
 def words(text: str) -> str:
-    """The form in which words are compared: words of three letters or more in lower case, no redundant spaces."""
+    """Return the form in which texts are compared: lower case for words of three letters, else no redundant spaces."""
     text = bare(text)
     if re.fullmatch(r"[A-Za-z][A-Za-z .,'-]*", text) and re.search(r"[A-Za-z]{3}|^no$", text, re.IGNORECASE):
         return text.casefold()
@@ -48,7 +48,7 @@ def words(text: str) -> str:
 
 
 def outside(text: str) -> str:
-    """The text with spaces in place of everything in brackets, which need not match, as in [0, 1)."""
+    """Replace everything inside brackets with spaces; the kinds of the two brackets may differ, as in [0, 1)."""
     kept, depth = [], 0
     for character in text:
         depth -= character in _CLOSED
@@ -63,12 +63,12 @@ def wrapped(text: str) -> bool:
 
 
 def nesting(text: str) -> int:
-    """Depth of nested brackets."""
+    """Return the greatest depth to which brackets are nested."""
     return max(accumulate((character in _OPENING) - (character in _CLOSED) for character in text), default=0)
 
 
 def split(text: str, separator: str) -> list[str]:
-    """Split the text at the matches of a pattern outside of all brackets."""
+    """Split the text at the matches of the pattern `separator` that are outside of all brackets."""
     parts, begin = [], 0
     for match in re.finditer(separator, outside(text)):
         parts.append(text[begin : match.start()])

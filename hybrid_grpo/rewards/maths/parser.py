@@ -1,6 +1,6 @@
-r"""The kinds of answers, and the parser that finds the kind of a text.
+r"""Defines the kinds of answers, and parses a text into one of them.
 
-A text is read from the outside in: `read_answer` tries one kind after another. If it is none of them, it is words.
+A text is parsed from the outside in: `read_answer` tries one kind after another. If none fits, the text is words.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Quantity:
 
 @dataclass(frozen=True)
 class Ordered:
-    """Parts in brackets: a point, a vector, an interval, the rows of a matrix, a time of day; without brackets (','),
-    named values."""
+    """Parts in a fixed order: a point, a vector, an interval, the rows of a matrix, a time of day or, if `brackets` is
+    ',', named values without brackets."""
 
     brackets: str
     parts: tuple[Answer, ...]
@@ -63,7 +63,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Ratio:
-    """a:b or a:b:c, of which only the proportions count."""
+    """A ratio, a:b or a:b:c; only its proportions count."""
 
     parts: tuple[Expression, ...]
     name: str = ""
@@ -80,7 +80,7 @@ class Relation:
 
 @dataclass(frozen=True)
 class Chain:
-    """a = b = c, which is the answer if all of its parts are."""
+    """A chain, a = b = c; it matches an answer if all of its parts do."""
 
     parts: tuple[Answer, ...]
 
@@ -154,13 +154,13 @@ def _is_name(text: str) -> bool:
 
 
 def _is_asked(text: str) -> bool:
-    """Whether a text can be the unknown: a name, or a term that consists of variables (m + n, not m + 2)."""
+    """Whether a text can be the unknown: a name, a ratio of names, or a term of only variables (m + n, not m + 2)."""
     expression = None if re.search(r"\d", text) else expression_of(text)
     return _is_name(text) or _is_ratio(text) or (expression is not None and len(expression.names) > 1)
 
 
 def _is_ratio(text: str) -> bool:
-    """Whether a text is a ratio of names, such as AB:CD. With words it is a heading (Answer: x)."""
+    """Whether a text is a ratio of names, such as AB:CD. If it has words, as in Answer: x, the word is a heading."""
     names = split(text, ":")
     return len(names) > 1 and all(_is_name(name) and not _WORD.search(name) for name in names)
 
@@ -193,7 +193,7 @@ def _list(text: str) -> Answer | None:
 
 
 def _signed(texts: Iterable[str]) -> list[str]:
-    """The texts that are not empty; 1 ± 2 becomes two."""
+    """Return the texts that are not empty; a text such as 1 ± 2 becomes two texts."""
     signed = []
     for text in filter(str.strip, texts):
         if "±" in text:
@@ -224,7 +224,7 @@ _SIGNS = "<=|>=|<|>|=|≠|≈"
 
 
 def _chain(text: str) -> Answer | None:
-    """A text with = < > ≠ or ≈ outside of brackets."""
+    """Parse a text that has =, <, >, ≠ or ≈ outside of brackets."""
     texts = [part.strip() for part in split(text, _SIGNS)]
     signs = re.findall(_SIGNS, outside(text))
     if not 1 < len(texts) <= MOST_PARTS:
@@ -258,7 +258,7 @@ def _equation(texts: list[str]) -> Answer:
 
 
 def _inequality(texts: list[str], signs: list[str]) -> Answer | None:
-    """A chain of < and <=, which is an interval if it bounds a name."""
+    """Parse a chain of < and <=; it is an interval if it bounds a name."""
     opening, closing = "[" if signs[0] == "<=" else "(", "]" if signs[-1] == "<=" else ")"
     if len(texts) == 3 and _is_name(texts[1]):
         return read_answer(f"{opening}{texts[0]},{texts[2]}{closing}")
@@ -272,7 +272,7 @@ def _inequality(texts: list[str], signs: list[str]) -> Answer | None:
 
 
 def _all_but(left: str, right: str) -> Answer | None:
-    """x ≠ 2, as a relation and as a union of intervals."""
+    """Parse x ≠ 2 both as a relation and as a union of intervals."""
     relation = _relation("≠", left, right)
     name, value = (left, right) if _is_name(left) else (right, left)
     if not _is_name(name) or expression_of(value) is None:
@@ -287,7 +287,7 @@ def _relation(sign: str, left: str, right: str) -> Relation | None:
 
 
 def _either(strict: Relation | None, loose: Answer) -> Answer:
-    """Both readings of a relation; without variables it is not a relation."""
+    """Return both readings of a text, or only `loose` if the relation has no variables."""
     return Either((strict, loose)) if strict is not None and strict.difference.names else loose
 
 
@@ -335,7 +335,7 @@ def _ratio(text: str, named: bool = False) -> Answer | None:
 
 
 def _based(text: str) -> Answer | None:
-    """A number in a given base, such as 2516_8; the other answer may leave the base out."""
+    """Parse a number in a given base, such as 2516_8; the answer that it is compared with may omit the base."""
     digits, _, base = text.partition("_")
     digits, base = digits.strip(), re.sub(r"\\text|[{}\s]", "", base)
     base = TABLE["bases"].get(base, base)
@@ -375,7 +375,7 @@ _QUALIFIED = re.compile(
 
 
 def _unit(text: str) -> tuple[str, Unit]:
-    """The text before the unit, and the unit."""
+    """Split a text into the part before its unit, and the unit."""
     match = _TEXT_UNIT.fullmatch(text)
     if match and r"\text" not in match[1] and not _QUALIFIED.search(match[2]):
         words = match[2] + (match[3] or "") + re.sub(r"\\text|[{}]", " ", match[4])

@@ -1,7 +1,7 @@
 r"""Sets of real numbers and their operations: (-∞,∞) \setminus \{3\} is (-∞,3) \cup (3,∞).
 
-To compare two sets, membership is tested at every interval end and single number that occurs in either of them, at a
-point between each two neighbours, and beyond the outermost ones. Nothing is rewritten or solved.
+To compare two sets, membership is tested at every interval end and single number of either set, at a point between
+every two neighboring ones, and at a point beyond each of the outermost ones. Nothing is rewritten or solved.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from hybrid_grpo.rewards.maths.values import Value
 
 @dataclass(frozen=True)
 class RealSet:
-    """Finitely many intervals and single numbers."""
+    """A set that consists of finitely many intervals and single numbers."""
 
     ends: tuple[Value, ...]
     """The numbers where membership may change."""
     holds: Callable[[Value], bool]
     names: frozenset[str] = frozenset()
-    """Variables of the inequalities that describe it: x > 2 and y > 2 are not the same set."""
+    """Variables of the inequalities that describe the set: x > 2 and y > 2 are not the same set."""
 
 
 def real_set(answer: Answer) -> RealSet | None:
@@ -85,7 +85,7 @@ def _combined(parts: tuple[Answer, ...], holds: Callable[[list[bool]], bool]) ->
 
 
 def _real(answer: Answer) -> Value | None:
-    """The answer as a real number or ±∞; None if it has a name, a unit or no value."""
+    """Return the answer as a real number or ±∞; None if it has a name, a sign, a unit, variables or no value."""
     if not isinstance(answer, Quantity) or answer.name or answer.sign or answer.unit.dimensions:
         return None
     if answer.expression.names or len(answer.expression.values) != 1:

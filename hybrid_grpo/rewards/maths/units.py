@@ -1,4 +1,4 @@
-"""Units of measurement, named by the words after a number; units.yaml lists those that are known."""
+"""Recognizes the unit of measurement that the words after a number name; units.yaml lists the known units."""
 
 import re
 from collections import Counter
@@ -31,7 +31,7 @@ _PART = re.compile(r"(/)|([a-z.]+)(?: ?\^ ?\{? ?(\d))?")
 
 
 def read_unit(words: str) -> Unit:
-    """The unit that the words name; NO_UNIT if it is not known (eggs, red apples)."""
+    """Return the unit that the words name; NO_UNIT if they name none that is known (eggs, red apples)."""
     words = words.lower()
     for pattern, replacement in _TABLE["spellings"]:
         words = re.sub(pattern, replacement, words)

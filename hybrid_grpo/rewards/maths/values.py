@@ -20,7 +20,7 @@ _LARGEST_FACTORIAL = 3000
 _LOGARITHMS = {"ln": "log", "log": "log10", "lg": "log10"}
 _MPMATH_NAMES = {"arcsin": "asin", "arccos": "acos", "arctan": "atan", **_LOGARITHMS}
 context = mpmath.MPContext()
-"""A separate context, so that its precision changes nothing elsewhere."""
+"""A separate context of mpmath, so that its precision affects no other code."""
 context.dps = _DIGITS
 
 
@@ -34,17 +34,17 @@ def wide(value: Value) -> Value:
 
 
 def alike(*values: Value) -> tuple[Value, ...]:
-    """The values, all as mpmath numbers if one is: mpmath does not always accept Fractions."""
+    """Return the values, all as mpmath numbers if any of them is one: mpmath does not always accept Fractions."""
     return values if _exact(*values) else tuple(map(wide, values))
 
 
 def bounded(value: Value) -> Value:
-    """The value, rounded to 60 digits if exactness would take far more."""
+    """Return the value, rounded to 60 digits if its exact form is much longer."""
     return wide(value) if isinstance(value, Fraction) and _bits(value) > _MOST_BITS else value
 
 
 def close(a: Value, b: Value) -> bool:
-    """Whether the values are equal: exactly if rational, else to 40 digits."""
+    """Whether the values are equal: exactly if both are rational, otherwise to 40 digits."""
     a, b = alike(a, b)
     if a == b or _exact(a, b) or context.isinf(a) or context.isinf(b):
         return bool(a == b)
@@ -95,7 +95,7 @@ def floor(value: Value) -> Value:
 
 
 def applied(function: str, value: Value) -> Value:
-    """The value of a function, given by its name in LaTeX."""
+    """Apply a function, given by its name in LaTeX, to a value."""
     if function == "exp":
         return power(named("e"), value)
     if not abs(wide(value)) < _LARGEST_ANGLE and function not in _LOGARITHMS:
@@ -104,7 +104,7 @@ def applied(function: str, value: Value) -> Value:
 
 
 def named(name: str) -> Value:
-    """π, ∞, e or i."""
+    """Return the constant with this name: π, ∞, e or i."""
     constants = {"π": context.pi, "∞": context.inf, "e": context.e, "i": context.mpc(0, 1)}
     return +constants[name]
 
