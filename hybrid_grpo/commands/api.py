@@ -1,9 +1,9 @@
 """The commands from Python: `import hybrid_grpo as hg; hg.train(model=..., data=..., rewards=[f], ...)`.
 
-Every keyword is a section of the configuration, as a dictionary. `model`, `data` and `rewards` are short for the
-settings that nearly every call has, and also take objects, while the command line takes names. A single process needs
-no launcher; under the `deepspeed` launcher the same script runs on every rank, and every rank returns. A mistake raises
-UserError: one line that names the setting and the way out.
+Every keyword is a section of the configuration, as a dictionary. `model`, `data` and `rewards` are shorthand for
+settings that nearly every call has; they also accept objects, whereas the command line accepts only names. A single
+process needs no launcher; under the `deepspeed` launcher, the same script runs on every rank, and every rank returns. A
+mistake raises UserError: one line that names the setting and the way out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class FinishedRun:
     """The results of a run."""
 
     folder: Path
-    """Folder of the run."""
+    """The run folder."""
 
     @property
     def model(self) -> Path:
@@ -42,7 +42,7 @@ class FinishedRun:
 
     @property
     def metrics(self) -> pandas.DataFrame:
-        """metrics.jsonl as a table: one row per step, one column per metric."""
+        """The metrics of metrics.jsonl as a table: one row per step, one column per metric."""
         import pandas
 
         return pandas.DataFrame(read_jsonl(self.folder / "metrics.jsonl"))
@@ -55,9 +55,9 @@ def train(
 
     Args:
         model: folder or hub name of the starting model, `policy.model`.
-        data: the prompts: what `data.path` takes, a `datasets.Dataset`, a list of dictionaries; or the section `data`.
+        data: the prompts (a value of `data.path`, a `datasets.Dataset`, a list of dictionaries) or the section `data`.
         rewards: names, functions, or dictionaries with a `function` and its settings.
-        config: a recipe in YAML or a list of recipes, of which later ones win; the other arguments win over them.
+        config: a YAML recipe or a list of recipes. Later recipes override earlier ones; other arguments override both.
         sections: sections of the configuration, as in `policy={"lr": 1e-6}`; `hybrid-grpo train --help` lists them.
     """
     from hybrid_grpo.commands.train import train as run
@@ -82,10 +82,10 @@ def reward(model: Any = None, data: Any = None, *, config: Any = None, **section
 def evaluate(
     model: Any = None, data: Any = None, rewards: Any = None, *, config: Any = None, **sections: Any
 ) -> dict[str, float]:
-    """Accuracy, reward and more on held-out sets, as `hybrid-grpo eval` measures them.
+    """Measure accuracy, reward and more on held-out sets, as `hybrid-grpo eval` does.
 
-    The arguments are those of `train`, but `data` has the held-out prompts; a section `data` is used as it is. Returns
-    the numbers by their metric names, such as `eval/heldout/accuracy`; they are the same on every rank.
+    The arguments are those of `train`, except that `data` has the held-out prompts; a section `data` is used as it is.
+    Returns the numbers by metric name, such as `eval/heldout/accuracy`; they are the same on every rank.
     """
     from hybrid_grpo.commands.eval import evaluate as run
 
@@ -98,12 +98,12 @@ def evaluate(
 
 
 def generate(model: Any = None, data: Any = None, *, config: Any = None, **sections: Any) -> list[dict[str, Any]]:
-    """Completions of prompts, as `hybrid-grpo generate` makes them; for the arguments see `train`. `data` may also be a
-    list of texts.
+    """Sample completions of prompts, as `hybrid-grpo generate` does; for the arguments see `train`. `data` may also be
+    a list of texts.
 
-    Returns a dictionary for every completion of this rank's share of the prompts, in the order of the prompts: `id`,
-    `sample`, `prompt`, `completion`, `finish`, `tokens`, `logp` and `columns`; with `generate={"token_logp": True}`
-    also `token_ids` and `token_logp`.
+    Returns one dictionary per completion of this rank's share of the prompts, in the order of the prompts. Its keys are
+    `id`, `sample`, `prompt`, `completion`, `finish`, `tokens`, `logp` and, if the data has any, `columns`; with
+    `generate={"token_logp": True}` also `token_ids` and `token_logp`.
     """
     from hybrid_grpo.commands.generate import generate as run
 

@@ -1,6 +1,6 @@
-"""`chat`: a conversation in the terminal or through a pipe. Each line is a message.
+"""`chat`: holds a conversation in the terminal or through a pipe. Each line of the input is a message.
 
-The answers go to standard output, everything else to standard error. No engine: one process holds the whole model.
+The answers go to standard output, everything else to standard error. One process holds the whole model; no engine runs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 COMMAND = "chat MODEL"
 Answer = Callable[[list[int], int, Callable[[str], None]], tuple[str, str]]
-"""Samples an answer. Takes the tokens of the prompt, the number of the answer, which selects its random numbers, and a
-function that receives the text as it comes. Returns the whole text, and why it is incomplete ("" if it is not)."""
+"""Samples an answer. Takes the tokens of the prompt, the answer's number, which selects its random numbers, and a
+function that receives the text piece by piece. Returns the whole text, and why it is incomplete ("" if it is not)."""
 _COMMANDS = {
     "/reset": "forget what was said",
     "/system TEXT": "another system prompt; without a text none",
@@ -45,7 +45,7 @@ class _Stopped(Exception):
 
 
 def run(arguments: list[str]) -> None:
-    """Parse, load and talk, until the input ends; end quietly if the reader of the output closes it."""
+    """Parse the arguments, load the model and chat until the input ends, or until the output's reader closes it."""
     name, options = leading_argument(arguments, f"hybrid-grpo {COMMAND} [--chat.system TEXT] [options]")
     config = parse(ChatConfig, [*_defaults(name, options), *options], COMMAND).config
     check_chat(config, int(os.environ.get("WORLD_SIZE", "1")))
@@ -54,7 +54,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _defaults(name: str, options: list[str]) -> list[str]:
-    """The settings that follow from MODEL, which options may override; none if help is requested."""
+    """Return the settings that follow from MODEL, which `options` may override; none if help is requested instead."""
     folder = Path(name)
     if name and (folder / "config.yaml").is_file():
         trained = (folder / "model" / "config.json").is_file()
@@ -71,7 +71,7 @@ def _defaults(name: str, options: list[str]) -> list[str]:
 
 
 def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
-    """An empty conversation, and the function that answers. Raises UserError."""
+    """Load the model; return an empty conversation and the function that samples answers. Raises UserError."""
     import torch
 
     from hybrid_grpo.data.chat_history import ChatHistory
@@ -131,7 +131,7 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
 
 @contextmanager
 def _interruptible() -> Iterator[Callable[[], None]]:
-    """Inside, Ctrl-C is only noted; the yielded function raises _Stopped once that has happened."""
+    """Inside this context, Ctrl-C is only recorded; the yielded function raises _Stopped once it has been pressed."""
     asked = False
 
     def note(*_: Any) -> None:
@@ -159,7 +159,7 @@ class _Terminal:
         self._answers = self._left_out = 0
 
     def talk(self) -> None:
-        """Take lines until the input ends or /quit."""
+        """Read and process lines until the input ends or a line is /quit."""
         if self._typed:
             says = "a chat" if self._history.templated else "plain text that the model continues"
             self._say(f"{says}; /help lists the commands")
@@ -184,7 +184,7 @@ class _Terminal:
                     raise
 
     def _lines(self) -> Iterator[str]:
-        """Lines without their ends."""
+        """Yield the lines of the input without their line ends."""
         if not self._typed:
             for number, data in enumerate(sys.stdin.buffer, start=1):
                 try:

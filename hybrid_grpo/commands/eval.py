@@ -1,7 +1,7 @@
-"""`eval`: accuracy and more on the held-out sets, with intervals; two models compared on the same prompts.
+"""`eval`: measures a model on the held-out sets, with confidence intervals, or compares two on the same prompts.
 
-No engine: every rank holds the whole model. Given the config.yaml of a run, it measures the model that the run trained,
-unless `--policy.model` names another.
+Every rank holds the whole model, without an engine. Given the config.yaml of a run, the command measures the model that
+the run trained, unless `--policy.model` names another.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Measured:
 
     model: str
     values: dict[str, float]
-    """By metric."""
+    """The numbers by metric name."""
     by_prompt: dict[str, dict[int, float]] = field(default_factory=dict)
     """Numbers of single prompts, by metric and then by the prompt's row in its source."""
     lines: list[dict[str, Any]] = field(default_factory=list)
@@ -41,8 +41,8 @@ class Measured:
 
 
 def run(arguments: list[str]) -> None:
-    """Parse, load, complete and score. Prints a table on standard error and one JSON object on standard output: the
-    model, its numbers and their intervals; with `eval.against` also those of the other model, and the differences."""
+    """Measure the model. Prints a table on standard error, and one JSON object on standard output: the model, its
+    numbers and their intervals; with `eval.against` also those of the other model, and the differences."""
     config = parse(EvaluateConfig, with_trained_models(arguments), "eval").config
     check_eval(config)
     other = _model_of(config.eval.against) if config.eval.against else None
@@ -77,7 +77,7 @@ def run(arguments: list[str]) -> None:
 
 
 def evaluate(config: EvaluateConfig) -> dict[str, float]:
-    """The numbers of the evaluation by name, the same on every rank. Raises UserError."""
+    """Return the numbers of the evaluation by metric name; they are the same on every rank. Raises UserError."""
     check_eval(config)
     return measure(config).values
 
@@ -118,8 +118,8 @@ def measure(config: EvaluateConfig) -> Measured:
 
 
 def _model_of(name: str) -> str:
-    """The model to compare with. If `name` is the folder or the config.yaml of a run, this is the model that the run
-    trained; otherwise `name` itself. Raises UserError if it does not exist, before the first model is measured."""
+    """Return the model to compare with: if `name` is a run's folder or config.yaml, the model that the run trained, or
+    else `name` itself. Raises UserError if that model does not exist."""
     from hybrid_grpo.model.loading import load_config
 
     folder = Path(name).parent if Path(name).name == "config.yaml" else Path(name)
@@ -138,7 +138,7 @@ def _facts(measured: Measured) -> dict[str, Any]:
 
 
 def _intervals(measured: Measured) -> dict[str, list[float] | None]:
-    """95 % intervals of the numbers that are means over prompts; None if no prompt has a number."""
+    """Return 95 % intervals of the metrics that are means over prompts; None for a metric that no prompt has."""
     from hybrid_grpo.records.metrics.statistics import interval, share_interval
 
     bounds: dict[str, list[float] | None] = {}
@@ -150,7 +150,7 @@ def _intervals(measured: Measured) -> dict[str, list[float] | None]:
 
 
 def _compared(one: Measured, other: Measured) -> dict[str, Comparison]:
-    """The two models compared on the prompts that both have: if tokenizers differ, one may have dropped some."""
+    """Compare two models on the prompts that both have; if their tokenizers differ, one may have dropped prompts."""
     import numpy as np
 
     from hybrid_grpo.records.metrics.statistics import compare
@@ -168,7 +168,7 @@ def _compared(one: Measured, other: Measured) -> dict[str, Comparison]:
 
 
 def _plain(low: float, high: float) -> list[float] | None:
-    """Bounds as a list for JSON; None if they are NaN."""
+    """Return the bounds of an interval as a list for JSON; None if they are NaN."""
     return None if math.isnan(low) else [low, high]
 
 
@@ -213,9 +213,9 @@ def _bounds(interval: list[float] | None) -> str:
 
 
 def with_trained_models(arguments: list[str]) -> list[str]:
-    """The arguments, with the trained model as `--policy.model` after every config.yaml of a run that has one.
+    """Return the arguments, with a run's trained model as `--policy.model` added after the run's config.yaml.
 
-    Later settings win. If the arguments name a model themselves, nothing is added.
+    Later settings override earlier ones. If the arguments name a model themselves, nothing is added.
     """
     if any(argument.partition("=")[0] == "--policy.model" for argument in arguments):
         return arguments

@@ -1,7 +1,7 @@
-"""`generate`: prompts in, completions out, one JSON object per line. No engine: every rank holds the whole model.
+"""`generate`: reads prompts and writes completions, one JSON object per line. Every rank holds the whole model.
 
 The completions are those that step 0 of a training run with the same settings would sample. Each is written as soon as
-it finishes, so lines are in finishing order; `id` (the number of the prompt) and `sample` identify them.
+it finishes, so the order of the lines varies; `id` (the number of the prompt) and `sample` identify them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def run(arguments: list[str]) -> None:
 
 
 def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[dict[str, Any]], None]]) -> None:
-    """Complete this rank's share of the prompts. `output` is opened when the prompts have been read, and called with
-    every completion as soon as it is finished. Raises UserError."""
+    """Complete this rank's share of the prompts. `output` is entered once the prompts have been read; the function that
+    it yields is called with every completion as soon as it is finished. Raises UserError."""
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     check_generate(config, ranks)
 
@@ -94,7 +94,7 @@ def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[di
 
 
 def _device() -> torch.device:
-    """The device of this rank; there is no process group to ask."""
+    """Return the device of this rank, found without a process group."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""`plan`: the memory and time of a training run, without loading weights."""
+"""`plan`: estimates the memory and time of a training run without loading weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(arguments: list[str]) -> None:
 
 
 def lines(plan: Plan) -> list[str]:
-    """The plan as text: a table of parts and phases in GiB, what is in host memory, tokens and time of a step."""
+    """Return the plan as lines: a table of parts and phases in GiB, the host memory, and a step's tokens and time."""
     from hybrid_grpo.records.metrics.catalogue import duration
     from hybrid_grpo.run.memory.plan import gib
 
@@ -80,9 +80,9 @@ def lines(plan: Plan) -> list[str]:
 
 
 def step_seconds(plan: Plan) -> dict[str, float]:
-    """Seconds of a step by stage, for the longest possible rollout.
+    """Return the seconds that each stage of a step takes at least, for the longest possible rollout.
 
-    A lower bound: matrix products at full speed, and no decode step faster than one read of the weights and the cache.
+    Matrix products run at full speed, and a decode step takes at least one read of the weights and the cache.
     """
     length = plan.longest - plan.prompt
     product = 2 * plan.sizes.active / plan.hardware.flops

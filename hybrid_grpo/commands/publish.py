@@ -1,4 +1,4 @@
-"""`publish`: the trained model of a run with a model card, on the Hugging Face hub or in a folder."""
+"""`publish`: puts the trained model of a run, with a model card, on the Hugging Face hub or into a folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COMMAND = "publish RUN"
 
 
 def run(arguments: list[str]) -> None:
-    """Parse and publish; prints the address of the repository, or the folder."""
+    """Parse the arguments, publish the model, and print the address of the repository, or the folder."""
     folder, options = leading_argument(
         arguments, f"hybrid-grpo {COMMAND} --publish.hub NAME or --publish.folder FOLDER"
     )
@@ -20,7 +20,7 @@ def run(arguments: list[str]) -> None:
 
 
 def publish(folder: Path, options: PublishOptionsConfig) -> str:
-    """Publish the run in `folder`; returns the address of the repository, or the folder. Raises UserError."""
+    """Publish the model of the run in `folder`; return the address of the repository or folder. Raises UserError."""
     check_publish(options)
 
     from hybrid_grpo.records.publishing import publication

@@ -1,6 +1,7 @@
 """`replay-step`: repeats a step of a run from the checkpoint before it, and shows it token by token.
 
-The trainer makes the step, on the run's own data: nothing of the algorithm is here. The run's files are only read.
+The trainer itself repeats the step on the run's data; this module has no part of the algorithm, and changes no files of
+the run.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ _TOLD = (
 _DECIDE = ("policy/loss", "policy/grad_norm")
 """The metrics by which a replayed step is compared with the logged one."""
 _SAMPLES = ("grpo.dynamic_sampling", "grpo.max_resamples", "grpo.ref_every", "grpo.ref_mix")
-"""Settings of `grpo` that decide what was sampled, or what came before the step."""
+"""Settings of `grpo` that may not change, since they decide what was sampled or what happened before the step."""
 
 Logged = Mapping[int, Mapping[str, Any]]
 """The lines of metrics.jsonl by step."""
 
 
 def run(arguments: list[str]) -> None:
-    """Parse, replay up to the step, make it, and report what the loss saw."""
+    """Parse the arguments, repeat the step after those that lead to it, and report the inputs of the loss."""
     asked = next((argument for argument in arguments if argument in ("-h", "--help")), "")
     if asked:
         parse(ReplayConfig, arguments[arguments.index(asked) :], COMMAND)
@@ -65,8 +66,8 @@ def run(arguments: list[str]) -> None:
 
 
 def replay(folder: Path, step: int, base: ReplayConfig, config: ReplayConfig) -> None:
-    """Repeat a step of the run in `folder`, and write what the loss saw. `base` are the run's settings, `config` those
-    for the step. Raises UserError. Collective."""
+    """Repeat a step of the run in `folder`, and write the inputs of its loss to files. `base` has the run's settings,
+    and `config` those for the repeated step. Raises UserError. Collective."""
     start = time.perf_counter()
     logged = {line["step"]: line for line in read_jsonl(folder / "metrics.jsonl")}
     refuse(step not in logged, f"{folder} has no step {step}: it has steps 1 to {max(logged, default=0)}")
@@ -111,7 +112,7 @@ def replay(folder: Path, step: int, base: ReplayConfig, config: ReplayConfig) ->
 
 
 def _out(folder: Path, config: ReplayConfig) -> Path:
-    """The folder for the result."""
+    """Return the folder for the result; raises UserError if it cannot be used."""
     out = Path(config.replay.out) if config.replay.out else folder / "replay"
     refuse(
         out.resolve() == (folder / "rollouts").resolve(),
@@ -129,7 +130,7 @@ def _make_folder(out: Path) -> None:
 
 
 def _changes(base: ReplayConfig, config: ReplayConfig) -> dict[str, str]:
-    """What differs from the run, by setting. Raises UserError if a change affects more than the loss of the step."""
+    """Describe each changed setting, by name. Raises UserError if a change affects more than the loss of the step."""
     from hybrid_grpo.run.settings import changes, is_free, settings_of
 
     changed = {
@@ -211,7 +212,7 @@ def _arrive(
 
 
 def _nearest(checkpoints: Checkpoints, base: ReplayConfig, step: int) -> Checkpoint | None:
-    """The newest checkpoint before a step; None if there is none and the run began without one. Collective."""
+    """Return the newest checkpoint before a step, else the one from which the run began, else None. Collective."""
     from hybrid_grpo.run.saving.manifest import Damaged
     from hybrid_grpo.run.settings import changes, is_free
 
@@ -238,7 +239,7 @@ def _nearest(checkpoints: Checkpoints, base: ReplayConfig, step: int) -> Checkpo
 
 
 def _with_settings(trainer: Trainer, base: ReplayConfig, config: ReplayConfig, inputs: RunInputs) -> Trainer:
-    """A trainer in the same state as this one, but with the loss settings and rewards of `config`."""
+    """Return a trainer in the same state as `trainer`, but with the loss settings and rewards of `config`."""
     from hybrid_grpo import engine
     from hybrid_grpo.trainer import Trainer
 
@@ -258,7 +259,7 @@ def _with_settings(trainer: Trainer, base: ReplayConfig, config: ReplayConfig, i
 
 
 def _make(trainer: Trainer, step: int, saved: SavedRollouts) -> tuple[pyarrow.Table | None, dict[str, float]]:
-    """Make the step. Returns what the loss saw, on rank 0 for all completions, and the metrics. Collective."""
+    """Make the step. Return the metrics and, on rank 0, a table of the inputs of the loss of all ranks. Collective."""
     from hybrid_grpo.model.ranks import gather_objects, rank
     from hybrid_grpo.records.tokens import TokenText
     from hybrid_grpo.run.replay import LossRecorder, in_saved_order
@@ -294,7 +295,7 @@ def _say(message: str) -> None:
 
 
 def _told(summary: dict[str, Any], table: pyarrow.Table, target: Path) -> str:
-    """The summary in words."""
+    """Return the summary as text for the terminal."""
     lines = ["", f"  {'':28}{'replayed':>16}{'logged':>16}"]
     for name, pair in summary["numbers"].items():
         cells = (f"{value:16.9g}" if value is not None else f"{'-':>16}" for value in pair.values())

@@ -1,4 +1,4 @@
-"""`report`: write report.html of a run again."""
+"""`report`: writes report.html of an existing run again."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from hybrid_grpo.config.errors import UserError
 
 
 def run(arguments: list[str]) -> None:
-    """Write the report of the run folder that is the only argument."""
+    """Write the report of a run, whose folder is the only argument."""
     if arguments in (["-h"], ["--help"]):
         print("usage: hybrid-grpo report RUN_FOLDER")
         return

@@ -1,4 +1,4 @@
-"""`reward`: a reward model from pairs of answers."""
+"""`reward`: trains a reward model on pairs of answers."""
 
 import os
 from pathlib import Path
@@ -9,12 +9,12 @@ from hybrid_grpo.config.parsing import Parsed, parse
 
 
 def run(arguments: list[str]) -> None:
-    """Parse, build and train."""
+    """Parse the arguments and train."""
     reward(parse(RewardStageConfig, arguments, "reward"))
 
 
 def reward(parsed: Parsed[RewardStageConfig]) -> Path:
-    """Train as the configuration says; return the folder of the run. Raises UserError."""
+    """Train a reward model as the configuration says; return the folder of the run. Raises UserError."""
     config = parsed.config
     check_reward(config, int(os.environ.get("WORLD_SIZE", "1")))
 

@@ -1,4 +1,4 @@
-"""`score`: try reward functions on completions that exist already. It loads no policy and needs no launcher.
+"""`score`: tries reward functions on existing completions. It loads no policy and needs no launcher.
 
 The completions come from a file, or from the saved rollouts of a run. For each one a JSON line is written: the reward
 from every function, the reason for each failure and, for a run, its original rewards. Standard error gets a summary.
@@ -38,8 +38,8 @@ _FOREVER_S = 1e9
 """Replaces scoring.max_wait_s, since no model waits for the rewards; a call keeps its own time limit."""
 Line = dict[str, Any]
 Parts = tuple[int, "Iterator[tuple[int, list[Rollout], list[Line]]]"]
-"""What is scored, a part at a time: the number of parts; then for each part its step, its groups and, if it comes from
-a run, the rewards that the run's own functions gave each completion."""
+"""The completions to score: the number of parts, then for each part its step, its groups and, if it comes from a run,
+the rewards that the run's own functions gave each completion."""
 
 
 def run(arguments: list[str]) -> None:
@@ -109,7 +109,7 @@ def _score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
 
 
 def _rows(config: ScoreConfig, source: str, tokenizer: Any) -> Parts:
-    """The rows of a file, which belong to no step."""
+    """Return the completions of a file in parts, all with step 0."""
     from hybrid_grpo.data.completions import read_completions
 
     groups = read_completions(source, config.data, sys.stdin.buffer, tokenizer)
@@ -118,7 +118,7 @@ def _rows(config: ScoreConfig, source: str, tokenizer: Any) -> Parts:
 
 
 def _saved_steps(config: ScoreConfig, source: str, tokenizer: Any) -> Parts:
-    """The saved rollouts of a run, for the requested steps."""
+    """Return the saved rollouts of a run for the steps that `score.steps` requests, one part per step."""
     from hybrid_grpo.data.completions import read_step, saved_files
 
     files, steps = saved_files(Path(source)), config.score.steps
@@ -137,20 +137,20 @@ def _saved_steps(config: ScoreConfig, source: str, tokenizer: Any) -> Parts:
 
 
 class _RecordingCaller:
-    """Passes calls on to another caller and keeps them, to report later how long they took."""
+    """Passes calls on to another caller, and keeps the replies to report later how long the calls took."""
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
         self.calls: list[Future[Reply]] = []
 
     def __call__(self, call: Call) -> Future[Reply]:
-        """Call the function."""
+        """Pass on a call, and keep the future reply in `calls`."""
         self.calls.append(self._caller(call))
         return self.calls[-1]
 
 
 def _lines(rollout: Rollout, scores: Scores) -> list[Line]:
-    """[B], what is written about each completion."""
+    """Return [B]: for each completion, the line that is written about it."""
     return [
         {
             "id": prompt.id,
@@ -165,7 +165,7 @@ def _lines(rollout: Rollout, scores: Scores) -> list[Line]:
 
 
 def _summary(scores: Scores, name: str, calls: Sequence[Future[Reply]]) -> dict[str, float]:
-    """Statistics of one function over all completions, its rewards and its speed, by the label shown for each."""
+    """Return statistics of one function's rewards and speed over all completions, by the label that is shown."""
     from hybrid_grpo.data.batch import RewardStatus
     from hybrid_grpo.workers.pool import busy_seconds
 
@@ -191,7 +191,7 @@ def _summary(scores: Scores, name: str, calls: Sequence[Future[Reply]]) -> dict[
 
 
 def _compared(before: list[float | None], now: list[float], threshold: float) -> dict[str, float]:
-    """Old and new rewards of the completions that have both; a reward of `threshold` or more counts as right."""
+    """Compare the old and new rewards of completions that have both; `threshold` or more counts as right."""
     import torch
 
     pairs = [(b, n) for b, n in zip(before, now, strict=True) if b is not None and not math.isnan(n)]
@@ -209,7 +209,7 @@ def _compared(before: list[float | None], now: list[float], threshold: float) ->
 
 
 def _table(columns: dict[str, dict[str, Any]]) -> Table:
-    """A column for every record, by name, and a row for every key of any record."""
+    """Return a table with one column for every record and one row for every key that occurs in a record."""
     table = Table(box=None, pad_edge=False)
     table.add_column("", no_wrap=True)
     for name in columns:
@@ -227,10 +227,10 @@ def _shown(value: Any) -> str:
 
 
 def _tokenizer(rewards: Sequence[Reward], model: str) -> Any:
-    """The tokenizer of the model, if the model is a folder or a function names `completion_ids`; else None.
+    """Return the model's tokenizer if the model is a folder or a function requests `completion_ids`; else None.
 
     Raises:
-        UserError: a function names `completion_ids`, and there is no tokenizer.
+        UserError: a function requests `completion_ids`, and there is no tokenizer.
     """
     named = [(reward.name, (*reward.interface.required, *(reward.interface.accepted or ()))) for reward in rewards]
     needing = ", ".join(name for name, parameters in named if "completion_ids" in parameters)

@@ -1,4 +1,4 @@
-"""`serve-reward`: reward functions as an HTTP service for other machines. No model, no ranks."""
+"""`serve-reward`: serves reward functions over HTTP, also to other machines. It needs no policy and no ranks."""
 
 import ssl
 import sys
@@ -15,7 +15,7 @@ PATH = "/get_reward"
 
 
 def run(arguments: list[str]) -> None:
-    """Parse, load the functions, and serve until SIGINT or SIGTERM."""
+    """Parse the arguments, load the functions, and serve until SIGINT or SIGTERM."""
     config = parse(ServeRewardConfig, arguments, "serve-reward").config
     _check_place(config)
     serve = config.serve

@@ -1,4 +1,4 @@
-"""`sft`: supervised fine-tuning."""
+"""`sft`: trains by supervised fine-tuning."""
 
 import os
 from pathlib import Path
@@ -9,12 +9,12 @@ from hybrid_grpo.config.parsing import Parsed, parse
 
 
 def run(arguments: list[str]) -> None:
-    """Parse, build and train."""
+    """Parse the arguments and train."""
     sft(parse(SftConfig, arguments, "sft"))
 
 
 def sft(parsed: Parsed[SftConfig]) -> Path:
-    """Train as the configuration says; return the folder of the run. Raises UserError."""
+    """Fine-tune as the configuration says; return the folder of the run. Raises UserError."""
     config = parsed.config
     check_sft(config, int(os.environ.get("WORLD_SIZE", "1")))
 

@@ -1,4 +1,4 @@
-"""`train`: a GRPO run, built in the order in which mistakes are cheapest to find."""
+"""`train`: builds a GRPO run, with the checks that find mistakes cheaply before the expensive parts, and runs it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 def run(arguments: list[str]) -> None:
-    """Parse, build and train."""
+    """Parse the arguments and train."""
     train(parse(TrainConfig, arguments, "train"))
 
 
 def train(parsed: Parsed[TrainConfig]) -> Path:
-    """Train as the configuration says; return the folder of the run. Raises UserError."""
+    """Train by GRPO as the configuration says; return the folder of the run. Raises UserError."""
     config = parsed.config
     plan = check_train(config, int(os.environ.get("WORLD_SIZE", "1")))
 
@@ -65,7 +65,7 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
 
 
 def read_inputs(config: TrainConfig) -> RunInputs:
-    """Everything that a run reads before any model loads. Raises UserError if something is missing or does not fit."""
+    """Read everything that a run needs before any model loads. Raises UserError if something is missing or invalid."""
     from hybrid_grpo import engine
     from hybrid_grpo.run.inputs import RunInputs
 
@@ -74,7 +74,7 @@ def read_inputs(config: TrainConfig) -> RunInputs:
 
 
 def planned_memory(config: TrainConfig, plan: BatchPlan, inputs: RunInputs, device: torch.device) -> Plan | None:
-    """The memory plan for this rank's device; see `estimate`."""
+    """Return the memory plan for this rank's device, or None if none can be made; see `estimate`."""
     from hybrid_grpo.model.hardware import of_device
     from hybrid_grpo.run.memory.plan import estimate
 
@@ -91,7 +91,7 @@ def make_trainer(
     device: torch.device,
     memory: Plan | None,
 ) -> Trainer:
-    """Load the models of a run, and put them together. Collective."""
+    """Load the models of a run, and make the trainer from them. Collective."""
     from hybrid_grpo import engine
     from hybrid_grpo.policy import Policy
     from hybrid_grpo.run.feature import load_features
@@ -116,7 +116,7 @@ def make_trainer(
 
 
 def make_reference(config: TrainConfig, policy: Policy) -> Reference | None:
-    """The starting weights, which the KL holds the policy close to; None if beta is 0. Collective."""
+    """Load the starting weights, to which the KL term keeps the policy close; None if `grpo.beta` is 0. Collective."""
     from hybrid_grpo.policy import Reference, UnadaptedReference
 
     if not config.grpo.beta:
@@ -127,7 +127,7 @@ def make_reference(config: TrainConfig, policy: Policy) -> Reference | None:
 
 
 def summary(folder: Path, held_out: Sequence[HeldOut], planned_bytes: int | None = None) -> str:
-    """What a finished run achieved, in a few lines from its metrics, with its peak memory next to the planned one."""
+    """Summarize a finished run in a few lines from its metrics, with the peak memory next to the estimated memory."""
     rows = read_jsonl(folder / "metrics.jsonl")
     steps = [row for row in rows if "time/step_s" in row]
     seconds = sum(row["time/step_s"] for row in steps)
@@ -155,7 +155,7 @@ def summary(folder: Path, held_out: Sequence[HeldOut], planned_bytes: int | None
 
 
 def _change(rows: list[dict[str, float]], name: str) -> str:
-    """The first and the last accuracy on a held-out set."""
+    """Return the first and the last accuracy on a held-out set as text; empty if there is none."""
     accuracies = [row[metric] for row in rows if (metric := f"eval/{name}/accuracy") in row]
     return f"{accuracies[0]:.3f} -> {accuracies[-1]:.3f}" if accuracies else ""
 
@@ -165,7 +165,7 @@ def _existing(path: Path) -> str:
 
 
 def _best(model: Path) -> str:
-    """The folder of the best model, with its step and its metric; empty if there is none."""
+    """Return the folder of the best model as text, with the model's step and metric; empty if there is none."""
     from hybrid_grpo.records.exports import exported
 
     facts = exported(model)

@@ -1,4 +1,4 @@
-"""`watch`: a page in the browser that shows runs, also while they train. Files are only read, never changed."""
+"""`watch`: serves a web page that shows runs, even while they train. Files are only read, never changed."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Isolated processes for other people's code, with time limits; they are replaced when they die.
+"""Runs other people's code in isolated processes, with time limits; processes that die are replaced.
 
-What runs in them is an `Entry` (calls.py); this package knows nothing about kinds of entries. Callers use `pool`.
+What a process runs is an `Entry` (calls.py), of whatever kind. Other packages start processes through `pool`.
 """

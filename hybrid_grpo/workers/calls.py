@@ -14,9 +14,9 @@ from typing import Any, Literal, Protocol
 Inputs = dict[str, list[Any]]
 """Arguments of a call by name, each with one element per row."""
 Kind = Literal["raised", "invalid", "timeout", "died"]
-"""What went wrong."""
+"""Kinds of failures: the callee raised, returned an invalid value, took too long, or ended its process."""
 LONGEST_TRACEBACK = 20_000
-"""Characters."""
+"""Maximum number of characters of a traceback."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Call:
 
     inputs: Inputs
     expected: list[Any]
-    """One per row: passed to `Entry.checked` with the row's value."""
+    """One element per row, which is passed to `Entry.checked` together with the row's value."""
     step: int = 0
     """Step of the run."""
 
     def rows(self, rows: list[int]) -> Call:
-        """The same call for some of the rows."""
+        """Return the same call, restricted to the rows with these indices."""
         inputs = {name: [values[row] for row in rows] for name, values in self.inputs.items()}
         return Call(inputs, [self.expected[row] for row in rows], self.step)
 
@@ -50,37 +50,37 @@ class Reply:
     """The result of one call."""
 
     values: list[Any]
-    """One per row; None also if the row failed."""
+    """One value per row; None if the row failed, or if the callee returned None."""
     failures: list[Failure | None]
-    """One per row."""
+    """One element per row; None if the row did not fail."""
     extra: dict[str, list[Any]] = field(default_factory=dict)
     """Lists by name, one element per row: what the callee wants stored with the values, in JSON types."""
     spent: bool = False
-    """The process has run out of memory: another process should make the next call."""
+    """Whether the process has run out of memory, so that another process should make the next call."""
     whole: bool = False
-    """The call failed as a whole; some of its rows may not be at fault."""
+    """Whether the call failed as a whole, so that some of its rows may not be at fault."""
     spans: list[tuple[float, float]] = field(default_factory=list)
     """Start and end of each time that the callee ran, in seconds by `time.perf_counter` of the rank."""
 
 
 def failed(failure: Failure, rows: int, *, spent: bool = False) -> Reply:
-    """The reply of a call that failed as a whole."""
+    """Return the reply to a call that failed as a whole."""
     return Reply([None] * rows, [failure] * rows, spent=spent, whole=rows > 1)
 
 
 def raised(error: BaseException, message: str, rows: int) -> Reply:
-    """The reply of a call that raised as a whole; `message` describes the error."""
+    """Return the reply to a call that raised `error`, which fails all rows; `message` describes the error."""
     trace = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
     return failed(Failure("raised", message, trace), rows, spent=isinstance(error, MemoryError))
 
 
 def timed_out(timeout_s: float, rows: int) -> Reply:
-    """The reply to a call that took too long."""
+    """Return the reply to a call that took too long."""
     return failed(Failure("timeout", f"took longer than its timeout_s, {timeout_s:g}"), rows)
 
 
 def died(status: int | None, rows: int) -> Reply:
-    """The reply to a call whose process has ended, with this exit status if it is known."""
+    """Return the reply to a call whose process has ended, with this exit status if it is known."""
     if status is None:
         how = ""
     elif status == -9:
@@ -100,13 +100,13 @@ class Interface:
     """Parameters that can be given by name; None if any can (**kwargs)."""
     is_async: bool
     batch_size: int | Literal["group", "all"]
-    """Rows of one call. `all`: all of a rank, possibly none, called by all ranks at the same time."""
+    """Rows per call. `group`: the completions of a prompt. `all`: a rank's rows, if any, in a call by all ranks."""
     instead: dict[str, str] = field(default_factory=dict)
-    """By required parameter, the input that can take its place."""
+    """For some required parameters, the name of the input that can replace each of them."""
     settings: list[str] = field(default_factory=list)
-    """Parameters that only `kwargs` gives, even if there is an input of the same name."""
+    """Parameters that only `kwargs` may set, even if there is an input of the same name."""
     schema: dict[str, Any] = field(default_factory=dict)
-    """Whatever else an entry reports about what it has loaded, in JSON types."""
+    """Anything else that an entry reports about the callee that it has loaded, in JSON types."""
 
     def accepts(self, name: str) -> bool:
         """Whether the callee can be given an input of this name."""
@@ -114,7 +114,7 @@ class Interface:
 
 
 class Callee(Protocol):
-    """What an entry has loaded, in the process that calls it."""
+    """The code that an entry has loaded, in the process that calls it."""
 
     @property
     def interface(self) -> Interface: ...
@@ -123,19 +123,19 @@ class Callee(Protocol):
         """Carry out a call. Whatever other people's code raises becomes a failure."""
 
     async def reply_async(self, call: Call) -> Reply:
-        """`reply`, if the interface is async."""
+        """Carry out a call like `reply`, but as a coroutine; only called if the interface is async."""
 
 
 class Entry(Protocol):
-    """What worker processes load. It is pickled, and its module needs no torch."""
+    """Other people's code that worker processes load. An entry is pickled, and its module needs no torch."""
 
     @property
     def kwargs(self) -> Mapping[str, Any]:
-        """Fixed arguments. Environment variables that they name stay visible to the processes."""
+        """Arguments from the configuration. Environment variables that they name stay visible to worker processes."""
 
     def load(self, name: str) -> Callee:
         """Load the entry, in a worker process; `name` names it in messages. Raises UserError if that is impossible."""
 
     def checked(self, value: Any, expected: Any) -> Any:
-        """Called in the rank: rebuilds the value of a row from parsed JSON, in a form that is safe to use. Raises
-        ValueError or TypeError if it is not a valid value."""
+        """Rebuild a row's value from parsed JSON in a form that is safe to use; called in the rank. Raises ValueError
+        or TypeError if the value is not valid."""

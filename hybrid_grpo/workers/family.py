@@ -1,4 +1,4 @@
-"""Parents and children of processes, as the Linux kernel records them."""
+"""Finds, adopts and kills descendants of processes, and ties a process to its parent, by means of the Linux kernel."""
 
 import ctypes
 import os
@@ -13,17 +13,17 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def die_with_parent(dies: bool = True) -> None:
-    """Have the kernel kill this process when its parent ends. A parent that ended before the call goes unnoticed."""
+    """Make the kernel kill this process when its parent ends; it does not notice a parent that has ended already."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if dies else 0)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of the processes that descendants leave behind."""
+    """Make this process the parent of the processes that its descendants leave behind when they end."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def children(pid: int) -> list[int]:
-    """Children of a process, from the kernel's own list if it has one: psutil takes milliseconds."""
+    """Return a process's children; they are read from the kernel's list if possible, as psutil takes milliseconds."""
     try:
         lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
         if lists:
@@ -34,13 +34,13 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Children of a process, their children, and so on."""
+    """Return the children of a process, their children, and so on."""
     direct = children(pid)
     return direct + [descendant for child in direct for descendant in descendants(child)]
 
 
 def kill(processes: Iterable[int]) -> None:
-    """Kill those processes that are still there."""
+    """Kill the processes that still exist."""
     for process in processes:
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)

@@ -32,9 +32,9 @@ from hybrid_grpo.workers.messages import encode_reply, framed, read_frame
 
 
 def serve_forks(descriptor: int, rank: int) -> None:
-    """Main function of the fork server: import, describe, then fork and kill on demand.
+    """Main function of the fork server: load entries, report their interfaces, then fork and kill workers on demand.
 
-    `descriptor` is the socket to the process `rank`. What to import comes on standard input.
+    `descriptor` is the socket to the rank, whose process id is `rank`. The entries are read from standard input.
     """
     control = socket.socket(fileno=descriptor)
     control.set_inheritable(False)
@@ -135,8 +135,8 @@ def _end_orphans(ours: set[int]) -> None:
 
 
 def _settle(memory_bytes: int) -> None:
-    """Set up a new worker: it dies with its parent, has a process group of its own, adopts the orphans of programs that
-    it starts, and has its limits."""
+    """Set up a new worker: it dies with its parent, has its own process group, adopts the orphans of programs that it
+    starts, and cannot use more than `memory_bytes` of additional memory."""
     os.setpgid(0, 0)
     die_with_parent()
     adopt_orphans()
@@ -163,7 +163,7 @@ def _work(connection: socket.socket, callees: Sequence[Callee]) -> None:
 
 
 async def _work_async(connection: socket.socket, callees: Sequence[Callee]) -> None:
-    """Calls overlap: each is a task of this loop."""
+    """Carry out calls as they arrive; calls may overlap, since each is a task of this event loop."""
     reader, writer = await asyncio.open_connection(sock=connection)
     tasks: set[asyncio.Task[None]] = set()
 

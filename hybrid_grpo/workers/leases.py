@@ -1,4 +1,4 @@
-"""Workers that hold objects of users' classes for a while: one object each, or as many as the class allows.
+"""Leases worker processes to objects of users' classes: a process holds one object, or as many as the class allows.
 
 The thread that makes a request also sends it; the Pool's event loop reads replies as they arrive. A game makes hundreds
 of requests per second of decoding and must not hold up the decoding thread, so no request has a task or a timer. A
@@ -26,12 +26,12 @@ Done = Callable[[Reply], None]
 
 
 class Lease:
-    """The lease of a process for one object, from its first request until it is released. If a request takes too long,
-    or ends the process, that request and all later ones fail.
+    """The lease of a process for one object, from the object's first request until its release. If a request takes too
+    long, or ends the process, that request and all later ones fail.
 
     Args:
         index: index of the object's entry in the fork server.
-        shares: most objects in one process.
+        shares: maximum number of objects in one process.
     """
 
     def __init__(self, leases: Leases, index: int, shares: int) -> None:
@@ -39,12 +39,12 @@ class Lease:
         self.index, self.shares = index, shares
         self.process: _Process | None = None
         self.lost: Reply | None = None
-        """The reply to all requests once the process is lost."""
+        """The reply to all requests after the process is lost; None until then."""
         self.waiting: list[_Request] = []
-        """Requests made before there is a process."""
+        """Requests that were made before the object got a process."""
 
     def ask(self, request: dict[str, Any], done: Done) -> None:
-        """Make a request; `done` is called with the reply once."""
+        """Make a request; `done` is called once, with the reply."""
         call = Call({"request": [{**request, "number": self._number}]}, [request["do"]])
         leases = self._leases
         try:
@@ -63,8 +63,8 @@ class Lease:
         done(self.lost)
 
     def release(self) -> None:
-        """Once all requests are carried out, close the object and leave its place to others. Earlier replies stay valid
-        even if closing takes too long or ends the process."""
+        """Close the object once all its requests are carried out, and give its place to others. Earlier replies stay
+        valid even if closing takes too long or ends the process."""
         with self._leases.lock:
             if self.lost is not None or (self.process is None and not self.waiting):
                 return
@@ -86,7 +86,7 @@ class _Process:
         self.leases: set[Lease] = set()
         self.is_ending = False
         self.requests: deque[_Request] = deque()
-        """The first is under way."""
+        """The requests in order; the process is carrying out the first one."""
         self.worker = Worker(all_leases.fork_server, all_leases.loop, "sync", lambda: all_leases.lose(self))
 
     def give(self, request: _Request) -> None:
@@ -100,7 +100,7 @@ class _Process:
         self.worker.send(self.requests[0].call, self._take)
 
     def _take(self, reply: Reply | None) -> None:
-        """Pass on the reply to the first request. Called on the loop's thread."""
+        """Pass on `reply`, which answers the first request. Called on the loop's thread."""
         if reply is None:
             return  # the process is lost: `lose` replies
         if reply.spent:
@@ -114,16 +114,16 @@ class _Process:
 
 
 class Leases:
-    """The processes for objects. They are started when they are needed, and reused. An object for which there is no
+    """The processes that hold objects. They are started when needed, and reused. An object for which there is no
     process waits until another object is released.
 
     Args:
         loop: reads replies, and starts and ends processes.
-        timeout_s: limit of one request, counted from when its process begins with it.
+        timeout_s: seconds that one request may take, from the moment at which its process begins it.
         most: maximum number of processes; None for as many as there are objects.
 
     Attributes:
-        deadlines_s: time by which each process must finish its request, by `time.monotonic`.
+        deadlines_s: the time, by `time.monotonic`, by which each process must finish its current request.
         lock: guards whatever both the requesting threads and the loop's thread change.
     """
 
@@ -139,12 +139,12 @@ class Leases:
         self._starting = 0
         self._idle: list[_Process] = []
         self._with_room: defaultdict[int, dict[_Process, None]] = defaultdict(dict)
-        """Processes that hold objects of an entry, and may hold more."""
+        """By index of an entry, the processes that hold objects of the entry and have room for more."""
         self._queue: deque[Lease] = deque()
         loop.call_soon_threadsafe(self._watch)
 
     def lease(self, index: int, shares: int = 1) -> Lease:
-        """A lease for an object of the entry with this index, of which a process may hold `shares`."""
+        """Return a lease for an object of the entry with this index; a process may hold `shares` such objects."""
         return Lease(self, index, shares)
 
     def place(self, lease: Lease) -> None:
@@ -176,7 +176,7 @@ class Leases:
         return self._idle.pop() if self._idle else None
 
     def _sort(self, process: _Process, lease: Lease) -> None:
-        """Note whether a process has room after `lease` came or went. Called with the lock held."""
+        """Record whether a process has room after `lease` was added or removed. Called with the lock held."""
         self._with_room[lease.index].pop(process, None)
         if not process.leases:
             self._idle.append(process)
@@ -215,8 +215,8 @@ class Leases:
                 self._place_waiting()
 
     def lose(self, process: _Process, reply: Reply | None = None) -> None:
-        """End a process; called on the loop's thread. The request under way and all later ones of its object get this
-        reply, by default that the process has died. Objects that shared the process are lost as well."""
+        """End a process; called on the loop's thread. The request in progress, and all later requests of its object,
+        get `reply`, by default one that reports a dead process. Objects that share the process are lost as well."""
         with self.lock:
             self.deadlines_s.pop(process, None)
             process.is_ending = True
@@ -237,7 +237,7 @@ class Leases:
             request.done(request.lease.lost or reply)
 
     def _watch(self) -> None:
-        """End the processes whose requests take too long; look again at the next deadline."""
+        """End the processes whose requests take too long, and call this method again at the next deadline."""
         now_s, deadlines_s = time.monotonic(), self.deadlines_s.copy()
         late = [process for process, deadline_s in deadlines_s.items() if deadline_s <= now_s]
         # A request that is made from now on has a later deadline.

@@ -19,9 +19,9 @@ from typing import Any, get_args
 from hybrid_grpo.workers.calls import LONGEST_TRACEBACK, Call, Entry, Failure, Kind, Reply
 
 LONGEST_TEXT = 1 << 20
-"""Characters of a message, and of a text that is a value."""
+"""Maximum number of characters of a failure's message, and of a value that is text."""
 _MOST_COLUMNS, _LONGEST_NAME, _LONGEST_STORED = 64, 100, 10_000
-"""Limits on what is stored with values: columns, characters of a name, and characters of a value."""
+"""Limits on what is stored with a call's values: columns, characters of a name, and characters of a stored value."""
 _LARGEST_WHOLE = 2**63
 
 
@@ -32,18 +32,18 @@ _LARGEST_REPLY = 1 << 28
 
 @dataclass(frozen=True)
 class PendingCall:
-    """A call that is sent to a worker and waits for its reply."""
+    """A call that is sent to a worker and awaits a reply."""
 
     entry: Entry
     expected: Sequence[Any]
-    """One per row: passed to `Entry.checked` with the row's value."""
+    """One element per row, which is passed to `Entry.checked` together with the row's value."""
     number: int
     message: bytes
-    """As it is sent."""
+    """The encoded call, as it is sent."""
 
     @classmethod
     def of(cls, entry: Entry, index: int, call: Call, timeout_s: float) -> PendingCall:
-        """A call to the entry with this index. Raises whatever pickling the call raises."""
+        """Make a call to the entry with this index. Raises whatever the pickling of the call raises."""
         number = secrets.randbits(52)  # random, so that a function can answer no call but its own
         return cls(entry, call.expected, number, framed(pickle.dumps((number, index, call, timeout_s))))
 
@@ -54,8 +54,8 @@ def framed(message: bytes) -> bytes:
 
 
 def unframed(received: bytearray) -> bytes | None:
-    """Remove the first message from what a worker sent, and return it; None if it is not complete. Raises ValueError
-    if it is longer than a reply may be."""
+    """Remove the first message from the bytes that a worker sent, and return it; None if it is not complete yet. Raises
+    ValueError if the message is longer than a reply may be."""
     if len(received) < _HEADER.size:
         return None
     (size,) = _HEADER.unpack_from(received)
@@ -70,23 +70,23 @@ def unframed(received: bytearray) -> bytes | None:
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """The next message of the rank. Raises IncompleteReadError if the rank sends no more."""
+    """Read the next message from the rank. Raises IncompleteReadError if the rank sends no more."""
     (size,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
     return await reader.readexactly(size)
 
 
 def encode_reply(number: int, reply: Reply) -> bytes:
-    """A reply as a message, without its length."""
+    """Encode the reply to the call with this number as a message, without the length that precedes it."""
     failures = {row: vars(failure) for row, failure in enumerate(reply.failures) if failure is not None}
     return json.dumps([number, reply.values, failures, reply.extra, reply.spent, reply.whole]).encode()
 
 
 def decode_reply(message: bytes, calls: Mapping[int, PendingCall]) -> tuple[int, Reply] | None:
-    """The number of a call under way, and the reply to it; None if the message is about another call. Raises
-    ValueError if it is not a reply.
+    """Return the number of a call and the reply to it; None if that call is not among `calls`. Raises ValueError if the
+    message is not a reply.
 
     Args:
-        calls: under way, by number.
+        calls: the calls in progress, by number.
     """
     try:
         number, values, failures, extra, spent, whole = json.loads(message)
@@ -116,15 +116,15 @@ def _failure(kind: Any, message: Any, traceback: Any) -> Failure:
 
 
 def checked_text(text: Any, longest: int = LONGEST_TEXT) -> str:
-    """The text, cut to this length. Lone surrogates, which neither files nor tokenizers accept, are replaced. Raises
-    TypeError if it is not text."""
+    """Return the text, cut to this length. Lone surrogates, which neither files nor tokenizers accept, are replaced.
+    Raises TypeError if `text` is not text."""
     if not isinstance(text, str):
         raise TypeError(text)
     return text[:longest].encode(errors="replace").decode()
 
 
 def finite(value: Any, largest: float = math.inf) -> float | None:
-    """The value as a finite float of at most this size; None if it is not one."""
+    """Return the value as a finite float; None if it is not a number, or its absolute value exceeds `largest`."""
     # float() would also parse text, but a number given as text is a mistake.
     try:
         number = float(value) if hasattr(value, "__float__") or hasattr(value, "__index__") else math.nan
@@ -134,7 +134,7 @@ def finite(value: Any, largest: float = math.inf) -> float | None:
 
 
 def stored(extra: dict[str, list[Any]], rows: int) -> dict[str, list[Any]]:
-    """What a callee wants stored with its values, as plain values. Columns that do not have `rows` elements are left
+    """Convert the columns that a callee wants stored to plain values. Columns that do not have `rows` elements are left
     out, as are columns beyond `_MOST_COLUMNS`; long text is cut."""
     columns = [(str(name)[:_LONGEST_NAME], column) for name, column in extra.items() if len(column) == rows]
     return {checked_text(name): [_plain(v) for v in column] for name, column in columns[:_MOST_COLUMNS]}

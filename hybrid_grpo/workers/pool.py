@@ -1,12 +1,12 @@
-"""Calling other people's code with time limits.
+"""Calls other people's code with time limits, in one of four ways.
 
-    call_inline    at once, in the calling thread: what is fast and cannot hang, and what all ranks call together
-    Threads        in a thread of the rank, one call at a time: functions that hold a GPU
+    call_inline    in the calling thread: for functions that are fast and cannot hang, or that all ranks call together
+    Threads        in a thread of the rank, one call at a time: for functions that hold a GPU
     Workers        in worker processes, as many calls at the same time as there are processes
-    Tasks          `async def` functions: many calls at the same time in one worker process
+    Tasks          in one worker process, many calls at the same time: for `async def` functions
 
 A call that takes too long is given up: a worker is killed, with all that it has started, and replaced; a thread is
-abandoned. The Pool's event loop drives all of this in a thread of its own; a rank only waits for results.
+abandoned. The Pool's event loop drives all calls but inline ones in its own thread; a rank only waits for results.
 """
 
 import asyncio
@@ -32,12 +32,12 @@ _ASYNC_CALLS = 64
 _ASYNC_GRACE_SECONDS = 2.0  # a worker cancels slow coroutines itself, unless one of them blocks its event loop
 
 Caller = Callable[[Call], "Future[Reply]"]
-"""One way to call a callee. It returns at once and never raises; only `call_inline` waits, and lets `ask` raise."""
+"""A way to call a callee. It returns a future at once and never raises; only `call_inline` waits and may raise."""
 Ask = Callable[[Call], Coroutine[Any, Any, Reply]]
 
 
 def call_inline(ask: Callable[[Call], Reply], call: Call) -> Future[Reply]:
-    """Call at once, in this thread, without a time limit; what `ask` raises ends the run."""
+    """Call at once, in this thread and without a time limit; an exception that `ask` raises ends the run."""
     start_s = time.perf_counter()
     reply = ask(call)
     if reply.whole:
@@ -48,12 +48,12 @@ def call_inline(ask: Callable[[Call], Reply], call: Call) -> Future[Reply]:
 
 
 class Pool:
-    """The event loop, and the worker processes of entries; raises UserError as `ForkServer` does.
+    """The event loop that drives calls, and the worker processes of entries. Raises UserError like `ForkServer`.
 
     Args:
-        entries: what runs in processes, each with its name in messages.
-        workers: processes for callees that are not async.
-        scoring: limits of a process.
+        entries: what runs in worker processes; each entry comes with its name for messages.
+        workers: number of processes for callees that are not async.
+        scoring: limits of each process.
     """
 
     def __init__(
@@ -71,19 +71,19 @@ class Pool:
         self._finalizer = weakref.finalize(self, _close, self._loop, thread)
 
     def isolated(self, index: int, timeout_s: float) -> Caller:
-        """The caller of the entry with this index."""
+        """Return a caller that calls the entry with this index in worker processes."""
         assert self._fork_server is not None and self._workers is not None
         interface = self.interfaces[index]
         workers: Workers | Tasks = Tasks(self._fork_server, self._workers) if interface.is_async else self._workers
         return partial(self._start, partial(workers.ask, index, timeout_s), interface.batch_size != "group")
 
     def leases(self, timeout_s: float, most: int | None = None) -> Leases:
-        """Processes for objects of the entries; see `Leases`."""
+        """Return the processes that hold objects of the entries; see `Leases`."""
         assert self._fork_server is not None
         return Leases(self._fork_server, self._loop, timeout_s, most)
 
     def threaded(self, function: Callee, timeout_s: float, enter: Callable[[], None]) -> Caller:
-        """The caller of a callee in this process; every thread begins with `enter`."""
+        """Return a caller that calls a callee in threads of this process; every thread first calls `enter`."""
         ask = partial(Threads(enter).ask, function, timeout_s)
         return partial(self._start, ask, function.interface.batch_size != "group")
 
@@ -97,7 +97,7 @@ class Pool:
 
 
 def busy_seconds(replies: Iterable[Reply]) -> float:
-    """Seconds in which at least one call ran: calls overlap."""
+    """Return the seconds during which at least one call was running; calls that overlap are not counted twice."""
     total, until = 0.0, float("-inf")
     for start_s, end_s in sorted(span for reply in replies for span in reply.spans):
         total += max(0.0, end_s - max(start_s, until))
@@ -106,7 +106,7 @@ def busy_seconds(replies: Iterable[Reply]) -> float:
 
 
 def joined(replies: Sequence[Reply]) -> Reply:
-    """The replies to successive rows as one; `extra` has None if a reply stores nothing under a name."""
+    """Join the replies to successive rows. In `extra`, rows have None under a name that their reply does not store."""
     extra = {
         name: [value for reply in replies for value in reply.extra.get(name, [None] * len(reply.values))]
         for name in {name: None for reply in replies for name in reply.extra}
@@ -124,7 +124,7 @@ def _single_rows(call: Call) -> list[Call]:
 
 
 async def _replied(ask: Ask, splits: bool, call: Call) -> Reply:
-    """The reply to a call. If `splits`, a call of several rows that fails as a whole is repeated row by row."""
+    """Return the reply to a call. If `splits` is true, a call that fails as a whole is repeated row by row."""
 
     async def timed(part: Call) -> Reply:
         start_s = time.perf_counter()
@@ -142,8 +142,8 @@ async def _replied(ask: Ask, splits: bool, call: Call) -> Reply:
 
 
 class Workers:
-    """Processes that take one call at a time. They are started by the first calls. Each of them calls one function
-    only: what a function does to its process does not affect others."""
+    """Processes that take one call at a time; each is started by a call that finds none free. Each process calls only
+    one function, so what a function does to its process does not affect other functions."""
 
     def __init__(self, fork_server: ForkServer, count: int) -> None:
         self._fork_server = fork_server
@@ -154,7 +154,7 @@ class Workers:
         """Idle workers by the index of their function."""
 
     async def ask(self, index: int, timeout_s: float, call: Call) -> Reply:
-        """Call the entry with this index; `timeout_s` counts from when a process is free."""
+        """Call the entry with this index; `timeout_s` counts from the moment at which a process is free."""
         async with self._slots:
             reply = await self._ask(index, timeout_s, call)
         if reply is None:
@@ -166,7 +166,7 @@ class Workers:
         return reply or died(None, len(call.expected))
 
     async def _ask(self, index: int, timeout_s: float, call: Call) -> Reply | None:
-        """The reply; None if the fork server has died together with the worker."""
+        """Call once and return the reply; None if the fork server has died together with the worker."""
         rows = len(call.expected)
         worker = self._free(index)
         try:
@@ -196,8 +196,8 @@ class Workers:
 
 
 class Tasks:
-    """One process for the many calls of an `async def` function. If it dies or its event loop is blocked, each call
-    under way is repeated in a process of its own, so that one call cannot spoil the others."""
+    """One process that runs many calls of an `async def` function at the same time. If it dies or its event loop is
+    blocked, each call in progress is repeated in a process of its own, so that one call cannot spoil the others."""
 
     def __init__(self, fork_server: ForkServer, workers: Workers) -> None:
         self._fork_server = fork_server
@@ -206,13 +206,13 @@ class Tasks:
         self._worker: Worker | None = None
 
     async def ask(self, index: int, timeout_s: float, call: Call) -> Reply:
-        """Call the function; `timeout_s` counts from when fewer than 64 calls are under way."""
+        """Call the function; `timeout_s` counts from the moment at which fewer than 64 other calls are in progress."""
         async with self._slots:
             reply = await self._ask(index, timeout_s, call)
         return reply or await self._workers.ask(index, timeout_s, call)
 
     async def _ask(self, index: int, timeout_s: float, call: Call) -> Reply | None:
-        """The reply; None if the process is lost, and other calls with it."""
+        """Call once and return the reply; None if the process is lost, and with it all calls in progress."""
         worker = self._worker = self._worker or Worker(self._fork_server, asyncio.get_running_loop(), "async")
         try:
             reply = await asyncio.wait_for(worker.ask(index, call, timeout_s), timeout_s + _ASYNC_GRACE_SECONDS)
@@ -230,14 +230,14 @@ class Tasks:
 
 
 class Threads:
-    """A thread for each call of one function, one call at a time; a thread that takes too long is abandoned."""
+    """Runs each call of one function in a new thread, one call at a time; a thread that takes too long is abandoned."""
 
     def __init__(self, enter: Callable[[], None]) -> None:
         self._enter = enter
         self._turn = asyncio.Lock()
 
     async def ask(self, function: Callee, timeout_s: float, call: Call) -> Reply:
-        """Call the function; `timeout_s` counts from when the previous call is over."""
+        """Call the function; `timeout_s` counts from the moment at which the previous call is over."""
         async with self._turn:
             answer: Future[Reply] = Future()
             threading.Thread(target=self._run, args=(answer, function, call), name="callee", daemon=True).start()

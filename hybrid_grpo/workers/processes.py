@@ -28,13 +28,13 @@ _VARIABLE = re.compile(
     re.IGNORECASE,
 )
 IMPORT_ROOT = Path(__file__).parents[2]
-"""The folder that this package is imported from, in worker processes as well."""
+"""The folder from which the package hybrid_grpo is imported, in worker processes as well."""
 _MOST_PRINTED = 4 << 20
-"""Bytes that the processes of a fork server may print, to each stream."""
+"""Maximum number of bytes that the processes of a fork server may print to each stream."""
 _PART = 1 << 15
-"""Most bytes read at once."""
+"""Maximum number of bytes that are read at once."""
 _END_SECONDS = 2.0
-"""Seconds in which a fork server must end its workers and itself."""
+"""Seconds that a fork server has to end its workers and itself."""
 
 
 class ForkServer:
@@ -103,7 +103,7 @@ class ForkServer:
         return [Interface(**interface) for interface in answer["interfaces"]]
 
     def fork(self, kind: str) -> tuple[int, socket.socket]:
-        """Fork a worker; `kind` is `sync` or `async`. Returns its process id and the socket to it."""
+        """Fork a worker of the kind `sync` or `async`. Returns the worker's process id and the socket to it."""
         try:
             return self._fork(kind)
         except (OSError, EOFError):
@@ -119,7 +119,7 @@ class ForkServer:
         return int(self._answer()), ours
 
     def end(self, pid: int) -> int | None:
-        """Kill a worker. Returns its exit status, negative for a signal; None if its fork server is gone."""
+        """Kill a worker. Returns its exit status, which is negative for a signal; None if its fork server is gone."""
         try:
             self._control.sendall(f"end {pid}".encode())
             answer = self._answer()
@@ -156,7 +156,7 @@ class ForkServer:
 
 
 def _forward(stream: IO[bytes], descriptor: int) -> None:
-    """Print a stream until it ends: at most `_MOST_PRINTED` bytes, then a notice if there are more."""
+    """Copy a stream to a descriptor until it ends: at most `_MOST_PRINTED` bytes, then a notice if there are more."""
     left = _MOST_PRINTED
     with stream, suppress(OSError):
         while text := os.read(stream.fileno(), 1 << 16):
@@ -176,14 +176,14 @@ def _forward(stream: IO[bytes], descriptor: int) -> None:
 
 
 class Worker:
-    """A worker process and the socket to it: sends calls, and matches the replies to them.
+    """A worker process and the socket to it. This class sends calls, and matches replies to calls.
 
     Calls are sent on any thread, without a task or a timer for each; replies are read on the loop's thread as they
-    arrive. A `sync` worker carries out one call at a time, an `async` one all at once.
+    arrive. A `sync` worker carries out one call at a time, an `async` worker all calls concurrently.
 
     Args:
         kind: `sync` or `async`.
-        lost: called on the loop's thread when the process is gone, or sends something that is not a reply.
+        lost: called on the loop's thread when the process ends, or sends something that is not a reply.
     """
 
     def __init__(
@@ -206,8 +206,8 @@ class Worker:
         loop.add_reader(self._socket, self._read)
 
     async def ask(self, index: int, call: Call, timeout_s: float) -> Reply:
-        """Call the entry with this index, and wait for the reply. Raises EOFError if the worker is gone or is lost
-        meanwhile."""
+        """Call the entry with this index, and wait for the reply. Raises EOFError if the worker is gone, or is lost
+        before it replies."""
         answer: asyncio.Future[Reply] = self._loop.create_future()
 
         def done(reply: Reply | None) -> None:
@@ -230,7 +230,7 @@ class Worker:
 
     def send(self, call: PendingCall, done: Callable[[Reply | None], None]) -> None:
         """Send a call; may be called on any thread. `done` is called once, on the loop's thread, with the reply, or
-        with None if the worker is lost. If it is gone already, the loop notices."""
+        with None if the worker is lost, even if its process ended before this call."""
         self._calls[call.number], self._waiting[call.number] = call, done
         with self._sending:
             sent = 0 if self._unsent else self._try_to_send(call.message)
@@ -246,7 +246,7 @@ class Worker:
             return 0
 
     def _write(self) -> None:
-        """Send the rest of long calls as fast as the process reads. Called on the loop's thread."""
+        """Send the rest of long calls as fast as the process reads it. Called on the loop's thread."""
         if self.is_gone:
             return
         with self._sending:
@@ -308,10 +308,10 @@ class Worker:
 
 
 def public_environment(environment: Mapping[str, str], named: set[str]) -> dict[str, str]:
-    """The variables whose names do not look like names of secrets, and the variables that settings name."""
+    """Return the environment variables whose names do not look like those of secrets, and those in `named`."""
     return {name: value for name, value in environment.items() if name in named or not _VARIABLE.search(name)}
 
 
 def named_variables(kwargs: Mapping[str, Any]) -> set[str]:
-    """Environment variables that the arguments of a function name, as in `token_env: MY_TOKEN`."""
+    """Return the environment variables that a function's arguments name, as in `token_env: MY_TOKEN`."""
     return {value for name, value in kwargs.items() if name.endswith("_env") and isinstance(value, str)}

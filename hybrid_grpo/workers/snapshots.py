@@ -1,7 +1,7 @@
-"""An object of one worker process as other processes see it: a snapshot of its attributes.
+"""Snapshots of objects: they carry an object's attributes from the worker process where it lives to other processes.
 
 An object is pickled attribute by attribute in the process where it lives, carried as text, and restored in the process
-that uses it; never in the rank.
+that uses it, but never in the rank.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Snapshot:
     """An object that is restored by the process to which it is sent."""
 
     state: dict[str, Any]
-    """See `state_of`."""
+    """The object's attributes, as returned by `state_of`."""
 
 
 def state_of(instance: Any, place: str) -> dict[str, Any]:
-    """All attributes of an object, in JSON types; `place` is the file or module that defines its class. An
+    """Return all attributes of an object, in JSON types; `place` is the file or module that defines its class. An
     attribute that cannot be carried is listed with the reason."""
     attributes, missing = {}, {}
     for name, value in getattr(instance, "__dict__", {}).items():
@@ -47,8 +47,8 @@ def state_of(instance: Any, place: str) -> dict[str, Any]:
 
 
 def restored(snapshot: Snapshot) -> Any:
-    """An object of the same class with the attributes that were carried. Reading one that was left out raises
-    AttributeError with the reason."""
+    """Rebuild the object, with its class and the attributes that were carried. Reading an attribute that was left out
+    raises AttributeError with the reason."""
     state = snapshot.state
     import_place(state["place"], "an object of another process")
     kind = pickle.loads(b64decode(state["class"]))

@@ -1,4 +1,4 @@
-"""A reward model from pairs of a better and a worse text, on the same engine."""
+"""Trains a reward model on pairs of a better and a worse text, with the same engine as GRPO."""
 
 import time
 from collections.abc import Sequence
@@ -25,19 +25,19 @@ _BINS = 10
 
 
 def pair_losses(chosen_p: Tensor, rejected_p: Tensor, margin_p: Tensor, center: float) -> Tensor:
-    """Loss of every pair of rewards, float32 [p], in nats.
+    """Return the loss of every pair of rewards, float32 [p], in nats.
 
     It is -log sigmoid(chosen - rejected - margin), the preference's negative log-likelihood by Bradley and Terry
     (Biometrika 39, 1952; margins as in Llama 2, arXiv:2307.09288, equation 2), plus `center` * (chosen + rejected)^2
-    (arXiv:2312.09244, equation 2), since differences alone leave the level of rewards open.
+    (arXiv:2312.09244, equation 2), since differences alone do not determine the level of the rewards.
     """
     return -F.logsigmoid(chosen_p - rejected_p - margin_p) + center * (chosen_p + rejected_p).square()
 
 
 def calibration_bins(difference_p: Tensor) -> Tensor:
-    """Pairs, right pairs and summed confidence in each of 10 bins of the confidence from 0.5 to 1, float64 [10, 3].
+    """Return for 10 bins of confidence from 0.5 to 1 the numbers of pairs and right pairs, and the summed confidence.
 
-    A pair is right if the better text has the higher reward; the confidence is the sigmoid of the difference.
+    Shape [10, 3], float64. A pair is right if its better text has a higher reward; confidence is sigmoid(|difference|).
     """
     confidence_p = difference_p.double().abs().sigmoid()
     # NaN, from a model that has diverged, is counted too, so that the error becomes NaN.
@@ -47,14 +47,14 @@ def calibration_bins(difference_p: Tensor) -> Tensor:
 
 
 def calibration_error(bins_K3: Tensor) -> float:
-    """Expected calibration error (arXiv:1706.04599, equation 3) from the counts of `calibration_bins`."""
+    """Return the expected calibration error (arXiv:1706.04599, equation 3) from the sums of `calibration_bins`."""
     pairs, right_K, confidence_K = bins_K3[:, 0].sum(), bins_K3[:, 1], bins_K3[:, 2]
     return float((right_K - confidence_K).abs().sum() / pairs)
 
 
 @dataclass(frozen=True)
 class HeldOutPairs:
-    """This rank's share of the held-out pairs, and the steps between evaluations on them."""
+    """This rank's share of the held-out pairs, and the number of steps between evaluations on them."""
 
     every: int
     pairs: list[Preference]
@@ -85,7 +85,7 @@ class RewardTrainer(Stage):
         self.eval_sets = [HeldOutPairs(config.eval.every, mine)] if held_out else []
 
     def step(self, step: int) -> None:
-        """One optimizer step."""
+        """Make one optimizer step on the next batch of pairs."""
         self.progress.enter("update", step)
         start = time.perf_counter()
         pairs = [pair for pair, _ in self.loader.next_batch()]
@@ -103,7 +103,7 @@ class RewardTrainer(Stage):
         self.meter.update(measure_memory())
 
     def compare(self, micro: MicroBatch, pairs: list[Preference]) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss and both rewards of the pairs of a micro-batch, float32 [p]. Collective."""
+        """Return the losses and the chosen and rejected rewards of a micro-batch's pairs, float32 [p]. Collective."""
         # A filler row has a token, but belongs to no pair.
         score_N = self.policy.forward(micro)[: len(micro.rows)]
         chosen_p, rejected_p = score_N.view(-1, 2).unbind(1)
@@ -112,7 +112,7 @@ class RewardTrainer(Stage):
 
     @torch.no_grad()
     def evaluate(self, step: int, sets: Sequence[HeldOutPairs]) -> None:
-        """Loss, accuracy and calibration on the held-out pairs."""
+        """Measure loss, accuracy and calibration error on the held-out pairs."""
         (held_out,) = sets
         bins_K3 = torch.zeros(_BINS, 3, dtype=torch.float64, device=self.device)
         with self.meter.time("time/eval_s"):
@@ -127,7 +127,7 @@ class RewardTrainer(Stage):
 
 
 def measure_pairs(loss_p: Tensor, chosen_p: Tensor, rejected_p: Tensor) -> Numbers:
-    """The numbers of a micro-batch of pairs."""
+    """Return the metrics of a micro-batch of pairs, each with the number of pairs that it averages."""
     count = len(loss_p)
     return {
         "reward_model/loss": (loss_p.detach().mean(), count),

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on prompt and completion pairs: what people run before RL, on the same engine."""
+"""Supervised fine-tuning on pairs of prompt and completion, usually before RL, with the same engine as GRPO."""
 
 import time
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class SftTrainer(Stage):
         self.parts = {"loader": self.loader}
 
     def step(self, step: int) -> None:
-        """One optimizer step."""
+        """Make one optimizer step on the next batch of pairs."""
         self.progress.enter("update", step)
         start = time.perf_counter()
         pairs = [pair for pair, _ in self.loader.next_batch()]

@@ -1,6 +1,6 @@
 """The built-in `code_tests`: the share of tests that a program passes in a sandbox.
 
-The program cannot influence the verdict: asserts run in another process (judge.py), and this one compares outputs.
+The program cannot influence the verdict: asserts run in another process (judge.py), and this module compares outputs.
 """
 
 import ast
@@ -39,17 +39,17 @@ def code_tests(
     tolerance: float = 0.0,
     require: Collection[str] = tuple(PROTECTIONS),
 ) -> list[float | None]:
-    """Share of tests that the program in a completion passes; 0.0 without a program, None if `tests` is None.
+    """Share of tests that the program in a completion passes; 0.0 if there is no program, None if `tests` is None.
 
     Args:
-        tests: [B], in one of the formats of docs/rewards/code.md, which also explains the settings. Python tests take
-            names that they do not define from the program, which they can also import as `solution`.
+        tests: [B], in one of the formats of docs/rewards/code.md, which also explains the settings. In Python tests,
+            names that the tests do not define are those of the program, which can also be imported as `solution`.
         entry_point: [B], name of the tested function, if the tests need it.
         tolerance: absolute or relative difference allowed between numbers on standard output.
-        require: the `containment.PROTECTIONS` that must be in force; otherwise nothing is run.
+        require: the `containment.PROTECTIONS` that must be in force; if one is not, no program is run.
 
     Raises:
-        ValueError: a setting is invalid or not possible here, or the data set's tests test nothing.
+        ValueError: a setting is invalid or cannot be met on this machine, or the data set's tests are invalid.
         RuntimeError: the sandbox has failed.
     """
     _check(score, fence, timeout_s, memory_mb, disk_mb, tolerance)
@@ -72,7 +72,7 @@ def code_tests(
 
 
 def program_of(text: str, bare: bool = False) -> str | None:
-    """The last closed block fenced as Python, else the last without a language, else, if `bare`, the whole text."""
+    """Return the last closed block marked as Python, else the last unmarked one, else, if `bare`, the whole text."""
     fence, language = "", ""
     block: list[str] = []
     found: dict[bool, str] = {}
@@ -122,7 +122,7 @@ class _Pairs:
         self._pairs = [(_lines(given), _lines(expected)) for given, expected in zip(inputs, outputs, strict=True)]
 
     def verdicts(self, sandbox: Sandbox, program: str, limits: Limits, tolerance: float) -> Iterator[bool]:
-        """Run the program once per test and yield whether it passes."""
+        """Run the program once per test, and yield for each test whether the program passes it."""
         deadline = time.monotonic() + limits.timeout_s
         for given, expected in self._pairs:
             left_s = deadline - time.monotonic()
@@ -144,7 +144,7 @@ def _check(score: str, fence: str, timeout_s: float, memory_mb: int, disk_mb: in
 
 
 def own_sandbox(require: Collection[str]) -> Sandbox:
-    """The sandbox of this thread."""
+    """Return the sandbox of this thread, started if necessary; raises ValueError if a protection is not in force."""
     sandbox = getattr(_local, "sandbox", None)
     if sandbox is None or not sandbox.usable:
         sandbox = _local.sandbox = Sandbox()
@@ -167,11 +167,11 @@ def _job(tests: Any, entry_point: str | None) -> _Asserts | _Pairs:
 
 
 _asserts = lru_cache(maxsize=1024)(_Asserts)
-"""Cached, as all completions of a prompt have the same tests."""
+"""Makes `_Asserts`, with a cache because all completions of a prompt have the same tests."""
 
 
 def _parts(module: ast.Module, entry_point: str | None) -> list[tuple[str, bool]]:
-    """The statements of the tests and calls of their test functions, each with whether it counts as a test."""
+    """Return the statements of the tests, and calls of test functions if needed; True marks those that are tests."""
     definitions = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
     functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
     testing = {name for name, node in functions.items() if _has_test(node, set())}
@@ -190,13 +190,13 @@ def _parts(module: ast.Module, entry_point: str | None) -> list[tuple[str, bool]
 
 
 def _has_test(node: ast.AST, testing: set[str]) -> bool:
-    """Whether a statement contains an assert or calls one of the functions `testing`."""
+    """Whether a statement contains an assert, or calls a function whose name is in `testing`."""
     calls = {n.func.id for n in ast.walk(node) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
     return bool(calls & testing) or any(isinstance(child, ast.Assert) for child in ast.walk(node))
 
 
 def _names_of_the_program(text: str, entry_point: str | None) -> set[str]:
-    """Names that the tests use and do not define, except builtins: the program could redefine `sorted`."""
+    """Return names that the tests use but do not define. Builtins are excluded: the program could redefine `sorted`."""
     top = symtable.symtable(text, "<tests>", "exec")
     defined = {s.get_name() for s in top.get_symbols() if s.is_assigned() or s.is_imported()}
     used: set[str] = set()
@@ -226,7 +226,7 @@ try:
 except (NameError, AttributeError):
     _function = {name}
 """
-"""Precedes the asserts that compare values. JSON has no tuples, and APPS puts some values into a list of one."""
+"""Code before the asserts that compare values. JSON has no tuples, and APPS wraps some values in a list of one."""
 
 
 def _calls(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> str:
@@ -238,7 +238,7 @@ def _calls(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> str:
 
 
 def _decoded(value: Any, each_line: bool = False) -> Any:
-    """LiveCodeBench gives arguments as lines of JSON, and the value as JSON."""
+    """Decode the JSON of LiveCodeBench: with `each_line`, one argument per line; otherwise a single value."""
     if not isinstance(value, str):
         return value
     return [json.loads(line) for line in value.splitlines() if line.strip()] if each_line else json.loads(value)
@@ -249,7 +249,7 @@ def _lines(text: Any) -> str:
 
 
 def _same(output: str, expected: str, tolerance: float) -> bool:
-    """Whether the lines have the same words, apart from white space and trailing empty lines."""
+    """Whether each line has the same words, or numbers within `tolerance`; trailing empty lines are ignored."""
     ours, theirs = ([line.split() for line in text.rstrip().splitlines()] for text in (output, expected))
     return list(map(len, ours)) == list(map(len, theirs)) and all(
         x == y or (tolerance > 0 and _near(x, y, tolerance))

@@ -1,14 +1,14 @@
-"""Makes a process give up its rights, irrevocably, before it runs an untrusted program.
+"""Makes a process irrevocably give up its rights before it runs an untrusted program.
 
 The Linux kernel offers these protections to unprivileged processes (docs/rewards/code.md says what they promise):
 
-    seccomp      allows no system call that starts a process, opens a connection, signals or traces
-    landlock     the folders that can be read, and the one that can be written (man 7 landlock)
-    rlimits      CPU time, address space, open files, bytes of a file (man 2 setrlimit)
-    user         if the caller is root: another user's id, or root without capabilities (man 7 capabilities)
+    seccomp      forbids system calls that start a process, open a connection, send a signal or trace
+    landlock     limits which folders can be read, and to which folder files can be written (man 7 landlock)
+    rlimits      limit CPU time, address space, open files and the size of a file (man 2 setrlimit)
+    user         if the caller is root: changes to another user, or gives up root's capabilities (man 7 capabilities)
 
-`Containment` finds out which of them work here, applies those, and raises if one has stopped working. Standard library
-only: this runs in a process without site-packages.
+`Containment` finds out which of them work on this machine, applies these, and raises an error if one has stopped
+working. This module uses only the standard library, because it runs in a process without site-packages.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ PROTECTIONS = {
     "processes": "no process or thread can be started, and no other process be signalled or looked into",
     "privileges": "the program has none of root's privileges",
 }
-"""The protections that can be required, and what each promises."""
+"""The protections that can be required, and what each of them promises."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,15 @@ class Limits:
     memory_mb: int = 512
     """MiB of address space, including Python itself."""
     output_kb: int = 1024
-    """KiB of standard output, and of any other file."""
+    """KiB of standard output, and of standard error, that are returned; the rest is dropped."""
     disk_mb: int = 16
-    """MiB of all files in its folder; 0: the program has no folder and cannot write at all."""
+    """MiB of all files in the program's folder. With 0, the program has no folder and cannot write at all."""
     files: int = 200
-    """Files and folders in its folder."""
+    """Number of files and folders in the program's folder."""
 
 
 class Containment:
-    """The protections that this kernel offers this user, for processes forked from this one.
+    """The protections that this kernel offers to this user, applied to processes that are forked from this process.
 
     Args:
         folder: the only place where programs may write.
@@ -74,7 +74,7 @@ class Containment:
         self._landlock = f"landlock {version}" if landlock else ""
         self._rules = {w: _file_rules(version, folder if w else None) for w in (True, False) if landlock}
         self._user = None
-        """Id of the user that programs run as; None for the caller, without privileges."""
+        """Id of the user that programs run as; None if they run as the caller, without privileges."""
         if os.getuid() == 0 and "user" not in without:
             # Unique, so that two programs cannot reach each other. The second is for containers with only 65536 ids.
             users = (0x7A000000 + os.getpid() % 0x1000000, 64000 + os.getpid() % 1000)
@@ -84,7 +84,7 @@ class Containment:
 
     @property
     def protections(self) -> dict[str, str]:
-        """The PROTECTIONS in force, and the means of each."""
+        """The PROTECTIONS in force, each with the means that enforces it."""
         seccomp = "seccomp" if self.seccomp else ""
         found = {
             "reads": self._landlock,
@@ -135,8 +135,7 @@ def _limit(limits: Limits) -> None:
 
 
 def _become(uid: int | None) -> None:
-    """Switch to the user `uid` and leave all supplementary groups, unless it is None. In any case, give up all
-    capabilities."""
+    """Give up all capabilities. Unless `uid` is None, first switch to that user and leave all supplementary groups."""
     if uid is not None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -145,7 +144,7 @@ def _become(uid: int | None) -> None:
 
 
 def _read_as(uid: int) -> None:
-    """Switch to this user; raises OSError if it cannot read Python's modules."""
+    """Switch to this user; raises OSError if that user cannot read Python's modules."""
     _become(uid)
     for folder in _libraries():
         os.listdir(folder)
@@ -163,7 +162,7 @@ def _libraries() -> list[str]:
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _EXECUTE, _WRITE, _READ, _LIST, _TRUNCATE, _DEVICE_CALLS = 1, 2, 4, 8, 1 << 14, 1 << 15
 _RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
-"""All rights to files, by version of landlock."""
+"""Bit mask of all rights to files, by Landlock version."""
 _SPECIAL_FILES = 1 << 6 | 1 << 9 | 1 << 11
 """Rights to make devices and sockets."""
 
@@ -174,7 +173,7 @@ _READABLE = (
 
 
 def _file_rules(version: int, folder: str | None) -> int:
-    """File descriptor of rules for reading, and for writing to `folder`."""
+    """Return a file descriptor of Landlock rules that allow reading libraries and, if given, writing to `folder`."""
     rights = _RIGHTS[min(version, 5)]
     # TCP (from version 4), and signals and abstract sockets to processes outside (from 6): seccomp forbids more.
     attributes = struct.pack("QQQ", rights, 3, 3)[: 24 if version >= 6 else 16 if version >= 4 else 8]
@@ -206,7 +205,7 @@ def _allow(rules: int, path: str, rights: int) -> None:
 # ---- seccomp
 
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-"""By machine: the kernel's number for it, and its column in system_calls.ini."""
+"""For each kind of machine, the kernel's number for its architecture, and its column in system_calls.ini."""
 _LOAD, _EQUAL, _AND, _RETURN = 0x20, 0x15, 0x54, 0x06
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
 _step = struct.Struct("=HBBI").pack
@@ -216,7 +215,7 @@ _CREATE_UNNAMED = 0o20000000
 
 @cache
 def _system_calls() -> dict[str, dict[str, int]]:
-    """Numbers of the system calls on this machine, by the section of system_calls.ini and by name."""
+    """Return the numbers of the system calls on this machine, by section of system_calls.ini and then by name."""
     file = ConfigParser()
     file.read_string(Path(__file__).with_name("system_calls.ini").read_text())
     column = _ARCHITECTURES[platform.machine()][1]
@@ -229,7 +228,7 @@ def _system_calls() -> dict[str, dict[str, int]]:
 
 
 def _conditions(writing: bool) -> dict[str, list[tuple[int, int, Sequence[int]]]]:
-    """Conditions by call: number of an argument (32 bits), mask, allowed values."""
+    """Return the conditions of each conditional system call: (index of a 32-bit argument, mask, allowed values)."""
     if writing:
         # Opening for reading with O_TRUNC writes, which landlock before version 3 does not notice.
         flags = os.O_ACCMODE | os.O_TRUNC
@@ -249,7 +248,7 @@ def _conditions(writing: bool) -> dict[str, list[tuple[int, int, Sequence[int]]]
 
 
 def _filter(writing: bool) -> bytes:
-    """The part of the filter that allows the listed system calls, except signals."""
+    """Return the part of the seccomp filter that allows the system calls of system_calls.ini, except signals."""
     calls = _system_calls()
     steps = [_step(_LOAD, 0, 0, 4), _step(_EQUAL, 1, 0, _ARCHITECTURES[platform.machine()][0])]
     steps += [_step(_RETURN, 0, 0, _REFUSE), _step(_LOAD, 0, 0, 0)]
@@ -261,7 +260,7 @@ def _filter(writing: bool) -> bytes:
 
 
 def _install(steps: bytes) -> None:
-    """Make all calls fail with EPERM except those that these steps allow and signals to this process itself."""
+    """Make system calls fail with EPERM, except those that `steps` allow and signals to this process itself."""
     own = [(0, _ALL_BITS, (os.getpid(),))]
     signals = [step for name in ("kill", "tgkill") for step in _block(_system_calls()["conditional"][name], own)]
     program = steps + b"".join([*signals, _step(_RETURN, 0, 0, _REFUSE)])
@@ -271,7 +270,7 @@ def _install(steps: bytes) -> None:
 
 
 def _block(number: int, conditions: Sequence[tuple[int, int, Sequence[int]]]) -> list[bytes]:
-    """The part of the filter that allows one call under conditions."""
+    """Return the part of the filter that allows one system call if its arguments meet all conditions."""
     block = []
     for argument, mask, values in conditions:
         block += [_step(_LOAD, 0, 0, 16 + 8 * argument), _step(_AND, 0, 0, mask)]

@@ -2,10 +2,10 @@
 
 The judge runs the tests; calls of the program's functions are carried out in the program's process. The program thus
 sees no test and no expected value, and cannot change what `==`, `assert` or `sorted` mean to the judge. If the program
-ends, the remaining tests fail. The judge receives copies of plain data, of exact types only: numbers, text, containers
-and a few types of the standard library. Any other object stays in the program's process; the judge holds a `Proxy`.
+ends, the remaining tests fail. The judge receives copies of plain data: numbers, text, containers and a few types of
+the standard library, but no subclasses. Any other object stays in the program's process, and the judge gets a `Proxy`.
 
-Standard library only: this runs in processes without site-packages.
+This module uses only the standard library, because it runs in processes without site-packages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _EXACT = (
 _NAMES = {(kind.__module__, kind.__qualname__): kind for kind in _EXACT}
 """The only types that a message of the program can make the judge construct."""
 _IMMUTABLE = {int, float, complex, str, bytes, bytearray, range, date, datetime, time, timedelta, timezone, Decimal}
-"""The exact types whose instances have neither attributes nor parts."""
+"""Those of the exact types whose instances have neither attributes nor parts."""
 _PLAIN: dict[type, Callable[[Any], Any]] = {
     int: int.__int__, float: float.__float__, str: str.__str__, dict: dict.items,
     tuple: tuple.__iter__, list: list.__iter__, set: set.__iter__,
@@ -45,12 +45,12 @@ _PREDICATES = {
     *(name for kind in (str, bytes) for name in vars(kind) if name.startswith("is")),
     *("startswith", "endswith", "issubset", "issuperset", "isdisjoint", "equals"),
 }
-"""Methods to which tests pass an expected value: an object of the program could read it and return True."""
+"""Methods that a `Proxy` refuses: the program's own version could return True for every expected value."""
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 
 def _kept(by: str, number: int) -> Any:
-    """In a message: an object with this number that stays with the `sender` or the `receiver` of the message."""
+    """Stands in a message for the object with this number, which stays with the message's `sender` or `receiver`."""
     raise AssertionError
 
 
@@ -60,8 +60,8 @@ def _remote_method(operation: str) -> Any:
 
 
 class Proxy:
-    """Stands for an object in the other process. It can be called, iterated, indexed and has its attributes; it can
-    only equal another `Proxy`."""
+    """Stands for an object in the other process. It can be called, iterated and indexed like the object, and has the
+    same attributes, but it can be equal only to another `Proxy`."""
 
     __slots__ = ("_target",)
     _target: tuple[Channel, int]
@@ -109,7 +109,7 @@ class Proxy:
 
 class _Own:
     """Wraps a function of the judge that the program returns, or a class that a message names, so that it can only be
-    called: a message can set the attributes of what it names, such as a function's defaults."""
+    called. Without this, a message could set attributes of the function or class, such as a function's defaults."""
 
     __slots__ = ("_function",)
 
@@ -121,7 +121,7 @@ class _Own:
 
 
 class Channel:
-    """One end of the connection. Both ends can ask, even while answering: a test may pass a function to the program."""
+    """One end of the connection. Both ends can send requests, even while answering one: arguments may be functions."""
 
     def __init__(self, connection: Connection, *, trusting: bool) -> None:
         self._connection = connection
@@ -135,7 +135,7 @@ class Channel:
     def ask(self, what: str, *arguments: Any) -> Any:
         """Make the other side perform one of `_OPERATIONS` or a call.
 
-        Raises the exception raised there if it is builtin, else RuntimeError; EOFError or OSError if that side is gone.
+        Raises the other side's exception if it is builtin, else RuntimeError; EOFError or OSError if that side is gone.
         """
         self._connection.send_bytes(self.dump((what, *arguments)))
         while True:
@@ -170,7 +170,7 @@ class Channel:
         return self._numbers[id(value)]
 
     def kept(self, by: str, number: int) -> Any:
-        """The object with this number: the other side's if `by` is `sender`, this side's if it is `receiver`."""
+        """Return the object with this number: the other side's if `by` is `sender`, this side's if it is `receiver`."""
         if by == "receiver" and self.trusting:
             return self.objects[number]
         if by == "receiver":
@@ -192,7 +192,7 @@ class Channel:
         self._connection.send_bytes(message)
 
     def _call(self, function: Any, sent: bytes) -> tuple[Any, Any]:
-        """The return value of a function, and its arguments if it has changed them."""
+        """Call a function. Return its return value, and its arguments if the call has changed them, else None."""
         args, kwargs = self.load(sent)
         result = function(*args, **kwargs)
         with suppress(Exception):
@@ -207,7 +207,7 @@ class _Pickler(pickle.Pickler):
         self._channel = channel
 
     def reducer_override(self, value: Any) -> Any:
-        """Reduce an object that is sent; see pickle.Pickler.reducer_override."""
+        """Choose how an object that is sent is pickled; see pickle.Pickler.reducer_override."""
         if isinstance(value, Proxy):
             return _kept, ("receiver", value._target[1])
         if value is _kept or type(value) in _EXACT or (isinstance(value, type) and value in _EXACT):
@@ -226,7 +226,7 @@ class _Unpickler(pickle.Unpickler):
         self._channel = channel
 
     def find_class(self, module: str, name: str) -> Any:
-        """Anything that a trusted sender names, or a type of plain data."""
+        """Return what a message names: anything if the sender is trusted, otherwise only a type of plain data."""
         if (module, name) == (__name__, "_kept"):
             return self._channel.kept if self._channel.trusting else _Own(self._channel.kept)
         if self._channel.trusting:
@@ -242,9 +242,9 @@ def _is_importable(function: Any) -> bool:
 
 
 def _copied(value: Any, made: dict[int, Any]) -> Any:
-    """A copy of a loaded value without attributes, which include methods, that a message can add to its objects.
+    """Copy a loaded value without the attributes (and so the methods) that a message can add to its objects.
 
-    `made` has copies by the ids of their originals, which preserves references.
+    `made` maps the id of each original to its copy, so that an object that occurs twice is copied once.
     """
     kind = type(value)
     if id(value) in made:
@@ -271,7 +271,7 @@ def _copied(value: Any, made: dict[int, Any]) -> Any:
 
 
 def _update(old: Any, new: Any) -> None:
-    """Apply the program's changes of an argument."""
+    """Apply to an argument the changes that the program made to its copy."""
     if type(old) is not type(new):
         return
     if isinstance(old, list | bytearray):
@@ -303,7 +303,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "iter": iter,
     "next": lambda iterator: list(islice(iterator, 1)),
 }
-"""What the judge can ask for besides calls; the object comes first."""
+"""What the judge can request besides calls; each operation takes the object as its first argument."""
 
 
 def run_program(source: str, name: str) -> dict[str, Any]:
@@ -316,7 +316,7 @@ def run_program(source: str, name: str) -> dict[str, Any]:
 
 
 def serve_program(source: str, connection: Connection) -> None:
-    """Run a program, then answer the judge."""
+    """Run a program, then carry out the judge's requests."""
     program = run_program(source, "solution")
     channel = Channel(connection, trusting=True)
     channel.keep(lambda names: {name: program[name] for name in names if name in program})  # number 0
@@ -326,8 +326,8 @@ def serve_program(source: str, connection: Connection) -> None:
 def judge(tests: str, verdict: int, connection: Connection) -> None:
     """Run tests against the program at the other end, and write "1" or "0" for each to the descriptor `verdict`.
 
-    `tests` is JSON: `names` lists the names of the program that the tests use; `parts` are pairs of code and whether
-    it is a test. The parts run one after the other in one module.
+    `tests` is JSON: `names` lists the program's names that the tests use; `parts` lists pairs of code and whether that
+    code counts as a test. The parts run one after the other in one module.
     """
     order = json.loads(tests)
     channel = Channel(connection, trusting=False)

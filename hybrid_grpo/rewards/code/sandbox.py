@@ -3,10 +3,10 @@
     with Sandbox() as sandbox:
         sandbox.run("print(input()[::-1])", "abc", Limits(timeout_s=2.0)).stdout  # "cba\n"
 
-Each program is a process, forked from a small template process (template.py) without the caller's memory, files and
-environment, and gives up its rights before its first line runs (containment.py). It is killed when its time is up, and
-when its caller or the template ends. `python -m hybrid_grpo.rewards.code.sandbox` prints the protections that this
-machine offers. Linux and standard library only, so that every Python can run it.
+Each program runs in a process that is forked from a small template process (template.py), so it has none of the
+caller's memory, files or environment. The process gives up its rights before the program's first line runs
+(containment.py). It is killed when its time is up, or when the caller or the template ends. This module needs only the
+standard library, and Linux; `python -m hybrid_grpo.rewards.code.sandbox` prints the protections of this machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ENVIRONMENT = {
     "PYTHONDONTWRITEBYTECODE": "1",
 }
 _SLACK_S = 30.0
-"""Seconds beyond a program's time limit after which the template counts as failed; it needs milliseconds."""
+"""Seconds beyond a program's time limit after which the template counts as failed; it usually needs milliseconds."""
 _DEFAULT_LIMITS = Limits()
 
 
@@ -141,7 +141,7 @@ class Sandbox:
     def test(self, source: str, tests: str, limits: Limits = _DEFAULT_LIMITS) -> list[bool]:
         """Run `tests` (see `judge.judge`) against a program, in two processes, each under `limits`.
 
-        Returns for each test, up to the last one that was reached, whether it passed. Raises the same error as `run`.
+        Returns one bool per test, up to the last test that was reached: whether it passed. Raises errors like `run`.
         """
         with _files(source, tests, "") as files:
             self._request(files, limits, judged=True)
@@ -172,7 +172,7 @@ class Sandbox:
 
 @contextmanager
 def _files(*texts: str) -> Iterator[list[int]]:
-    """Descriptors of in-memory files with these texts."""
+    """Yield the descriptors of in-memory files that contain these texts."""
     with ExitStack() as stack:
         numbers = []
         for text in texts:

@@ -43,9 +43,9 @@ _WATCH_S = 0.005
 def main() -> None:
     """Serve requests until the other end of the socket is closed.
 
-    Arguments of the command line: the parent folder of this package, the descriptor of a socket that preserves message
-    boundaries, and `without` of `Containment`. A request is JSON of `limits` and of whether there are tests (`judged`),
-    with open files: source, input, output, error output; with tests: source, tests, verdict.
+    The command line has the parent folder of this package, the descriptor of a socket that preserves message
+    boundaries, and the argument `without` of `Containment`. A request is JSON with `limits` and `judged`. Open files
+    come with it: source, input, output and error output or, if `judged` is true, source, tests and verdict.
     """
     _, _, descriptor, *without = sys.argv
     # A program finds neither this package nor these arguments.
@@ -121,9 +121,9 @@ class SandboxTemplate:
     def _fork(
         self, family: list[int], limits: Limits, files: list[int], writing: bool, main: Callable[[], object]
     ) -> None:
-        """Add a process to `family` that has only these files, numbered from 0, and is contained before it runs `main`.
+        """Fork a process, which gets only these files (numbered from 0), contain it, and let it run `main`.
 
-        Raises NotContained, before anything has run, if it cannot be contained.
+        Its id is appended to `family`. Raises NotContained, before `main` runs, if the process cannot be contained.
         """
         template = os.getpid()
         ready, tell = os.pipe()
@@ -159,7 +159,7 @@ class SandboxTemplate:
             os._exit(1)
 
     def _watch(self, family: list[int], deadline: float, limits: Limits, writing: bool) -> str:
-        """Wait until the first process ends or has to be ended; returns the reason."""
+        """Wait until the first process exits or has to be ended; return why: exited, timeout, disk, or caller gone."""
         first, control, hidden = os.pidfd_open(family[0]), self._control.fileno(), set[int]()
         try:
             while (left_s := deadline - time.monotonic()) > 0:
@@ -192,7 +192,7 @@ def _end(pid: int) -> int:
 
 
 def _main(main: Callable[[], object]) -> None:
-    """Run `main` with the exit status that Python gives a program."""
+    """Run `main`, and exit with the status with which Python would end such a program."""
     random.seed(0)  # Python reseeds it in every fork
     status: Any = 0
     try:
@@ -248,8 +248,8 @@ def _locked(folder: str, how: int) -> int:
 
 
 def _look(folder: str, pid: int, limits: Limits) -> tuple[bool, set[int]]:
-    """Whether a program exceeds the limits of its folder, including deleted files that it holds open, and the inodes
-    of deleted files that it has only mapped, whose size cannot be seen without privileges."""
+    """Return whether a program exceeds the limits of its folder, including deleted files that it holds open, and return
+    the inodes of deleted files that it has only mapped: their size cannot be seen without privileges."""
     count, size, hidden = 0, 0, _mapped(folder, pid)
     with suppress(OSError):
         for file in os.listdir(f"/proc/{pid}/fd"):

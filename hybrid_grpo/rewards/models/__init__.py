@@ -1,1 +1,1 @@
-"""Reward models: sequence classifiers that score completions. Sharding one over the ranks is the engine's part."""
+"""Reward models: sequence classifiers that score completions. The engine, not this package, shards them."""

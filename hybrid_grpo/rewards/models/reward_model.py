@@ -29,12 +29,12 @@ from hybrid_grpo.workers.calls import Call, Failure, Reply
 Template = Literal["auto", "chat", "text"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Shard = Callable[[Callable[[], Any], str], Any]
-"""Called with a function that reads a model and the type of its weights; returns the sharded model's forward, which has
-a `device`."""
+"""Takes a function that reads a model, and the type of the model's weights. Returns the forward function of the sharded
+model, which has an attribute `device`."""
 
 _CLASSIFIER = "ForSequenceClassification"
 _BATCH_TOKENS = {"cuda": 16384, "cpu": 2048}
-"""Tokens of one forward. A CPU is slower if activations do not fit into its caches."""
+"""Maximum number of tokens in one forward pass. A CPU is slower if activations do not fit into its caches."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,12 @@ class RewardModel:
 
     @property
     def sharded(self) -> bool:
-        """Whether all ranks must call it together."""
+        """Whether the model is sharded, so that all ranks must call it together."""
         return self.settings.zero_stage == 3
 
     @property
     def on_host(self) -> bool:
-        """Whether its weights are in host memory."""
+        """Whether the model's weights are in host memory."""
         return self.sharded or self.settings.device == "cpu"
 
     def load(self, shard: Shard | None = None) -> None:
@@ -131,10 +131,10 @@ class RewardModel:
         return parameters * int(getattr(torch, self._dtype).itemsize) // (ranks if self.sharded else 1)
 
     def tokens(self, prompt: PromptText, completion: str) -> tuple[list[int], int]:
-        """The tokens that the model reads, at most `max_tokens`, and how many were cut off.
+        """Return the tokens that the model reads, at most `max_tokens`, and the number of tokens that were cut off.
 
-        They are cut off at the beginning, after a beginning-of-sequence token. Raises ValueError if there is no token
-        at all, or if the prompt is a chat and there is no chat template.
+        Tokens are cut off at the beginning, but a beginning-of-sequence token is kept. Raises ValueError if there is no
+        token at all, or if the prompt is a chat and there is no chat template.
         """
         ids = (chat_tokens if self._is_chat(prompt) else text_tokens)(self._tokenizer, prompt, completion)
         if not ids:
@@ -155,7 +155,7 @@ class RewardModel:
         return isinstance(prompt, list)
 
     def scores(self, ids_B: Sequence[list[int]]) -> list[float]:
-        """[B], the scores of rows of tokens. Collective if sharded; each rank may have any number of rows."""
+        """Return the scores, [B], of rows of tokens. Collective if sharded; each rank may have any number of rows."""
         from hybrid_grpo.model.ranks import all_reduce
 
         self.load()
@@ -175,7 +175,7 @@ class RewardModel:
         return scores_B
 
     def _logits(self, ids_b: list[list[int]]) -> Tensor:
-        """One forward of rows of tokens, padded on the right; [b, labels]."""
+        """Run one forward pass on rows of tokens, padded on the right; return the logits, [b, labels]."""
         # Decoders read the score at the last token that is not padding. A model without a padding token is given one
         # with which no text of the batch ends.
         if self._pad_id is None:
@@ -189,7 +189,7 @@ class RewardModel:
         return logits
 
     def reply(self, call: Call) -> Reply:
-        """The scores of a rank's rows, for a model that all ranks call together.
+        """Score a rank's rows with a model that all ranks call together.
 
         A row whose text cannot be formatted fails alone. Any other error ends the run, as the other ranks wait.
         """
@@ -225,10 +225,10 @@ def reward_model(
     sigmoid: bool = False,
     zero_stage: Literal[0, 3] = 0,
 ) -> list[float]:
-    """Scores of prompts with their completions by a sequence classifier of transformers.
+    """Score prompts with their completions by a sequence classifier of transformers.
 
-    A score is the logit of a model with one label, and the second logit minus the first of a model with two, the
-    log-odds of the second label. It does not depend on what else is in the batch.
+    If the model has one label, a score is its logit; if it has two, a score is the second logit minus the first, the
+    log-odds of the second label. A score does not depend on what else is in the batch.
 
     The settings are those of docs/rewards/models.md. Raises ValueError like `RewardModel` and `RewardModel.tokens`.
     """
@@ -245,7 +245,7 @@ reward_model.batch_size = 32  # type: ignore[attr-defined]
 
 
 def held(kwargs: dict[str, Any]) -> RewardModel:
-    """The model that `reward_model` uses with these settings, made once per process."""
+    """Return the model that `reward_model` uses with these settings; it is made once per process."""
     return _held(RewardModelSettings(**{**(reward_model.__kwdefaults__ or {}), **kwargs}))
 
 
@@ -255,7 +255,7 @@ def _held(settings: RewardModelSettings) -> RewardModel:
 
 
 def forwards(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Batches of rows of similar length, with at most `batch_tokens` tokens including padding, or a single row.
+    """Group rows of similar length into batches of at most `batch_tokens` tokens, with padding, or of one longer row.
 
     The longest rows come first, so that later forwards reuse the memory of the first.
     """

@@ -6,8 +6,8 @@ import re
 
 
 def bearer_token(setting: str, variable: str) -> str:
-    """The bearer token in an environment variable. Raises ValueError if there is none, or if it is not valid in a
-    header; the message begins with `setting` and does not show the token."""
+    """Return the bearer token in an environment variable. Raises ValueError if there is none, or if it is not valid in
+    a header; the error message begins with `setting` and does not show the token."""
     value = os.environ.get(variable, "").strip()
     if not value:
         raise ValueError(f"{setting} {variable}: there is no such environment variable, or it is empty: set it")

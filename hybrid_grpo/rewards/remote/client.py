@@ -31,9 +31,9 @@ for _library in ("httpx", "httpcore"):
     logging.getLogger(_library).setLevel(logging.WARNING)  # at lower levels they log URLs and headers
 
 _LARGEST_ANSWER = 16 * 2**20
-"""Bytes of an answer; a longer one is cut off."""
+"""Maximum size of an answer in bytes; a larger answer counts as a failed attempt."""
 _LONGEST_WAIT_S = 60.0
-"""Seconds between two attempts, even if the service requests more."""
+"""Maximum wait between two attempts in seconds, even if the service requests more."""
 _TEMPORARY = {408, 425, 429}
 """Statuses below 500 after which another attempt may succeed."""
 
@@ -98,7 +98,7 @@ async def remote(
 
 
 _Answer = tuple[list[float | None], dict[str, list[Any]]]
-"""Rewards, and the lists of `extra_logs`, each with an element per row."""
+"""The rewards, and the lists of `extra_logs` by name; each list has one element per row."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class _Settings:
 
 
 class _AttemptError(Exception):
-    """An attempt without a usable answer. If `retry`, another may succeed, `after_s` seconds later at the earliest."""
+    """An attempt brought no usable answer. If `retry` is true, a later one may succeed, after at least `after_s` s."""
 
     def __init__(self, message: str, *, retry: bool = True, after_s: float = 0.0) -> None:
         super().__init__(message)
@@ -159,7 +159,7 @@ class _Client:
         )
 
     async def request(self, body: bytes, rows: int) -> _Answer:
-        """Post until there is an answer, or attempts are used up."""
+        """Post the request until there is an answer; raise RuntimeError when all attempts are used up."""
         attempts = tenacity.AsyncRetrying(
             stop=tenacity.stop_after_attempt(self._settings.retries + 1),
             wait=self._wait_s,
@@ -203,7 +203,7 @@ class _Client:
         return received.decode("utf-8-sig", "replace")
 
     def _sign(self, request: httpx.Request) -> httpx.Request:
-        """Read the token when a request is sent, so that no variable, nor a traceback with variables, contains it."""
+        """Read the token only when a request is sent, so that it is in no variable, and so in no traceback."""
         request.headers["Authorization"] = f"Bearer {bearer_token('token_env', self._settings.token_env or '')}"
         return request
 
@@ -214,7 +214,7 @@ class _Client:
 
 
 _clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Settings, _Client]] = weakref.WeakKeyDictionary()
-"""Connections belong to the event loop in which they were opened."""
+"""The clients of each event loop, by their settings; connections belong to the loop in which they were opened."""
 
 
 def _client(settings: _Settings) -> _Client:

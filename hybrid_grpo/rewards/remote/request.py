@@ -17,11 +17,11 @@ def request_body(
     sent: list[str] | None,
     tokenizer: str | None,
 ) -> bytes:
-    """JSON of B completions; see docs/rewards/remote.md.
+    """Return the JSON of a request for B completions; see docs/rewards/remote.md.
 
     Args:
-        columns: what can also be sent: columns of the data set and `completion_ids`.
-        sent: names of the columns that are sent. Default: none in the format openrlhf, all in the format full.
+        columns: the columns that can be sent in addition: those of the data set, and `completion_ids`.
+        sent: names of the columns to send. None: no columns in the format openrlhf, all columns in the format full.
 
     Raises:
         ValueError: a column is missing or cannot be sent.
@@ -43,7 +43,7 @@ def request_body(
 
 
 def _rendered(chat: list[dict[str, Any]], tokenizer: str | None) -> tuple[str, str]:
-    """A chat as text, and the text between it and the completion."""
+    """Return a chat as text, and the text that stands between it and the completion."""
     if tokenizer is None:
         return "\n".join(str(message["content"]) for message in chat), "\n"
     return _tokenizer(tokenizer).apply_chat_template(chat, add_generation_prompt=True, tokenize=False), ""

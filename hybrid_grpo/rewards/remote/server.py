@@ -1,7 +1,7 @@
-"""The HTTP server of `serve-reward`: takes and returns JSON at one path, and knows nothing about rewards.
+"""The HTTP server of `serve-reward`: receives and returns JSON at one path, and knows nothing about rewards.
 
-Starlette does the routing, uvicorn HTTP/1.1, and this module adds deadlines for slow clients. All connections share one
-event loop, so that slow clients take up no threads.
+Starlette does the routing, uvicorn handles HTTP/1.1, and this module adds deadlines for slow clients. All connections
+share one event loop, so that slow clients take up no threads.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ from hybrid_grpo.rewards.remote.access import is_loopback
 
 _MOST_CONNECTIONS = 1024
 _LONGEST_HEAD = 16 * 2**10
-"""Bytes of request line and headers."""
+"""Maximum size, in bytes, of the request line and headers."""
 _GRACE_S = 10
-"""Seconds left to requests in progress when the server is asked to end."""
+"""Seconds that requests in progress may still take once the server has been asked to end."""
 _GOODBYE_S = 1.0
 """Seconds for idle clients to close their side of the connection when the server ends; TLS waits for that."""
 
@@ -42,7 +42,7 @@ _GOODBYE_S = 1.0
 def application(
     path: str, answer: Callable[[Any], Any], config: ServeOptionsConfig, token: str | None = None
 ) -> Starlette:
-    """An application that answers POST of `path`, and GET of /health.
+    """Return an application that answers POST requests to `path` and GET requests to /health.
 
     Args:
         path: such as /get_reward.
@@ -58,7 +58,7 @@ def application(
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that accepts connections at this address; raises OSError if that is not possible."""
+    """Return a socket that accepts connections at this address; raises OSError if that is not possible."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=_MOST_CONNECTIONS)
 
@@ -72,7 +72,7 @@ def serve(
 ) -> None:
     """Serve until SIGINT or SIGTERM; requests in progress then have ten more seconds.
 
-    `announce` is called once a signal would end the server gracefully.
+    `announce` is called as soon as a signal would end the server gracefully.
     """
     settings = uvicorn.Config(
         app,
@@ -160,7 +160,7 @@ class _Endpoint:
 
 
 def _host(request: Request) -> str:
-    """The Host header without the port; empty if invalid."""
+    """Return the host name in the Host header, without the port; empty if the header is invalid."""
     try:
         return urlsplit("//" + request.headers.get("host", "")).hostname or ""
     except ValueError:

@@ -1,9 +1,9 @@
-"""The JSON of `serve-reward`: questions, which become rows to score, and answers.
+"""The JSON protocol of `serve-reward`: turns a question into rows to score, and their scores into an answer.
 
 A question has one of two formats, each a mapping of lists with one element per row:
 
-    {"query": [...], "prompts": [...], "labels": [...]}         OpenRLHF's; `query` is prompt and completion as one text
-    {"prompts": [...], "completions": [...], "answer": [...]}   what local functions are called with
+    {"query": [...], "prompts": [...], "labels": [...]}         OpenRLHF's: a query is prompt and completion in one text
+    {"prompts": [...], "completions": [...], "answer": [...]}   the arguments of local reward functions
 
 Any other name is a column of the data. Rows with the same prompt and columns form a group. The answer is
 
@@ -67,7 +67,7 @@ class RewardService:
             raise _refused(str(error)) from None
 
     def _completion(self, query: str, prompt: str) -> str:
-        """The text after the prompt; a template or a tokenizer may have put something before the prompt."""
+        """Return the text after the prompt in a query, without end marks. Other text may precede the prompt."""
         _, found, completion = query.partition(prompt) if prompt else ("", True, query)
         if not found:
             raise _refused("a `query` does not contain its prompt: give `completions` instead")
@@ -98,7 +98,7 @@ class RewardService:
 
 
 def _error(status: dict[str, int]) -> str | None:
-    """Which functions failed on a row, and how; None if none did."""
+    """Return a text that names the functions that failed on a row, and how they failed; None if none did."""
     what = {RewardStatus.FAILED: "failed", RewardStatus.TIMED_OUT: "timed out"}
     return ", ".join(f"{name} {what[RewardStatus(s)]}" for name, s in status.items() if s in what) or None
 
