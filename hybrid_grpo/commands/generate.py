@@ -1,7 +1,7 @@
 """`generate`: reads prompts and writes completions, one JSON object per line. Every rank holds the whole model.
 
 The completions are those that step 0 of a training run with the same settings would sample. Each is written as soon as
-it finishes, so the order of the lines varies; `id` (the number of the prompt) and `sample` identify them.
+it finishes, so lines are in the order of finishing; `id` (the number of the prompt) and `sample` identify them.
 """
 
 from __future__ import annotations

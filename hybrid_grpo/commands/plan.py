@@ -82,7 +82,7 @@ def lines(plan: Plan) -> list[str]:
 def step_seconds(plan: Plan) -> dict[str, float]:
     """Return the seconds that each stage of a step takes at least, for the longest possible rollout.
 
-    Matrix products run at full speed, and a decode step takes at least one read of the weights and the cache.
+    It is assumed that matrix products run at full speed, and that every decode step reads the weights and the cache.
     """
     length = plan.longest - plan.prompt
     product = 2 * plan.sizes.active / plan.hardware.flops

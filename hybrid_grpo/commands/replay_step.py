@@ -47,7 +47,7 @@ Logged = Mapping[int, Mapping[str, Any]]
 
 
 def run(arguments: list[str]) -> None:
-    """Parse the arguments, repeat the step after those that lead to it, and report the inputs of the loss."""
+    """Parse the arguments, repeat the run from a checkpoint to the step, and report what the loss of the step saw."""
     asked = next((argument for argument in arguments if argument in ("-h", "--help")), "")
     if asked:
         parse(ReplayConfig, arguments[arguments.index(asked) :], COMMAND)

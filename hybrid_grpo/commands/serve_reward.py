@@ -1,4 +1,4 @@
-"""`serve-reward`: serves reward functions over HTTP, also to other machines. It needs no policy and no ranks."""
+"""`serve-reward`: serves reward functions over HTTP to this machine or others. It needs no policy and no ranks."""
 
 import ssl
 import sys

@@ -1,4 +1,4 @@
-"""`train`: builds a GRPO run, with the checks that find mistakes cheaply before the expensive parts, and runs it."""
+"""`train`: trains a policy by GRPO. Cheap checks come before expensive ones, so that mistakes are found early."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def make_trainer(
 
 
 def make_reference(config: TrainConfig, policy: Policy) -> Reference | None:
-    """Load the starting weights, to which the KL term keeps the policy close; None if `grpo.beta` is 0. Collective."""
+    """Return the starting weights, to which the KL term keeps the policy close; None if beta is 0. Collective."""
     from hybrid_grpo.policy import Reference, UnadaptedReference
 
     if not config.grpo.beta:

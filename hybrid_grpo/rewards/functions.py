@@ -82,7 +82,7 @@ _EXPECTED = f"a finite number (at most {_LARGEST:g} in size)"
 TextStep = tuple[str, float]
 """Text and reward of a step."""
 TokenStep = tuple[int, float]
-"""End (in tokens) and reward of a step. The type equals `RewardStep` of data/batch.py, a module that needs torch."""
+"""End (in tokens) and reward of a step, like `RewardStep` of data/batch.py, a module that needs torch."""
 RewardValue = float | list[TokenStep] | list[TextStep] | None
 """What a function returns for one completion; None if it does not apply."""
 

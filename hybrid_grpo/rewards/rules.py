@@ -55,7 +55,7 @@ def letters_in_place(
 ) -> list[float | list[tuple[str, float]] | None]:
     """Share of positions at which the completion and the column `answer`, both stripped, have the same character.
 
-    The share is one of the longer text's positions, so longer completions gain nothing. None if `answer` is None.
+    The positions are those of the longer text, so longer completions gain nothing. None if `answer` is None.
     With `steps`, every character is a step whose reward is the change that it makes to the share; the sum is the same.
     """
     rewards: list[float | list[tuple[str, float]] | None] = []

@@ -33,7 +33,7 @@ from hybrid_grpo.workers.pool import busy_seconds
 from hybrid_grpo.workers.snapshots import Snapshot
 
 EPISODES = "episodes/"
-"""Name of the input from which environments' own rewards read the episodes; no column or parameter can be called so."""
+"""Name of the input with the episodes, for environments' own rewards; no column or parameter can have this name."""
 _PATIENCE_S = 0.2
 """Seconds between two checks of whether the run is stopping."""
 
@@ -41,7 +41,7 @@ _PATIENCE_S = 0.2
 class Rewards:
     """The reward functions of a run, each with a unique name.
 
-    The policy's `tokenizer` serves to find the token at which a step given as text ends; without a tokenizer, all such
+    The policy's `tokenizer` is used to find the token at which a step given as text ends; without a tokenizer, all such
     steps end with the completion. `environments` are the rewards that the environments themselves give.
     """
 
@@ -70,7 +70,7 @@ class Rewards:
     def load_models(self, shard: Shard | None = None) -> None:
         """Load `models` now rather than when they are first called. Collective.
 
-        `shard` shards a model over the ranks. Raises UserError if a model does not load, or needs a missing `shard`.
+        `shard` shards a model over the ranks. Raises UserError if a model does not load, for example without `shard`.
         """
         for model in self.models:
             try:

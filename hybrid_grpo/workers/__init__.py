@@ -1,4 +1,4 @@
 """Runs other people's code in isolated processes, with time limits; processes that die are replaced.
 
-What a process runs is an `Entry` (calls.py), of whatever kind. Other packages start processes through `pool`.
+The processes can run the code of any `Entry` (calls.py). Other packages start them through `pool`.
 """

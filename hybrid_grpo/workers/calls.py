@@ -95,12 +95,12 @@ class Interface:
     """How a callee is to be called."""
 
     required: list[str]
-    """Parameters without a default that `kwargs` does not give."""
+    """Parameters that have no default and are not set by `kwargs`."""
     accepted: list[str] | None
     """Parameters that can be given by name; None if any can (**kwargs)."""
     is_async: bool
     batch_size: int | Literal["group", "all"]
-    """Rows per call. `group`: the completions of a prompt. `all`: a rank's rows, if any, in a call by all ranks."""
+    """Rows per call. `group`: the completions of a prompt. `all`: a rank's rows, if any; all ranks call together."""
     instead: dict[str, str] = field(default_factory=dict)
     """For some required parameters, the name of the input that can replace each of them."""
     settings: list[str] = field(default_factory=list)

@@ -216,7 +216,7 @@ class Leases:
 
     def lose(self, process: _Process, reply: Reply | None = None) -> None:
         """End a process; called on the loop's thread. The request in progress, and all later requests of its object,
-        get `reply`, by default one that reports a dead process. Objects that share the process are lost as well."""
+        get `reply`, by default one that says that the process died. Objects that share the process are lost as well."""
         with self.lock:
             self.deadlines_s.pop(process, None)
             process.is_ending = True

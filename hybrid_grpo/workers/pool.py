@@ -106,7 +106,7 @@ def busy_seconds(replies: Iterable[Reply]) -> float:
 
 
 def joined(replies: Sequence[Reply]) -> Reply:
-    """Join the replies to successive rows. In `extra`, rows have None under a name that their reply does not store."""
+    """Join the replies to successive rows. In `extra`, rows have None under names that their reply does not use."""
     extra = {
         name: [value for reply in replies for value in reply.extra.get(name, [None] * len(reply.values))]
         for name in {name: None for reply in replies for name in reply.extra}

@@ -3,7 +3,7 @@
 The Linux kernel offers these protections to unprivileged processes (docs/rewards/code.md says what they promise):
 
     seccomp      forbids system calls that start a process, open a connection, send a signal or trace
-    landlock     limits which folders can be read, and to which folder files can be written (man 7 landlock)
+    landlock     limits the folders that can be read, and the one that can be written to (man 7 landlock)
     rlimits      limit CPU time, address space, open files and the size of a file (man 2 setrlimit)
     user         if the caller is root: changes to another user, or gives up root's capabilities (man 7 capabilities)
 
@@ -51,7 +51,7 @@ class Limits:
     disk_mb: int = 16
     """MiB of all files in the program's folder. With 0, the program has no folder and cannot write at all."""
     files: int = 200
-    """Number of files and folders in the program's folder."""
+    """Maximum number of files and folders in the program's folder."""
 
 
 class Containment:

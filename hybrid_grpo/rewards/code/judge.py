@@ -192,7 +192,7 @@ class Channel:
         self._connection.send_bytes(message)
 
     def _call(self, function: Any, sent: bytes) -> tuple[Any, Any]:
-        """Call a function. Return its return value, and its arguments if the call has changed them, else None."""
+        """Call a function. Return its result, and its arguments if the call has changed them, else None."""
         args, kwargs = self.load(sent)
         result = function(*args, **kwargs)
         with suppress(Exception):

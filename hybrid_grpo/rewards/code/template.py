@@ -248,7 +248,7 @@ def _locked(folder: str, how: int) -> int:
 
 
 def _look(folder: str, pid: int, limits: Limits) -> tuple[bool, set[int]]:
-    """Return whether a program exceeds the limits of its folder, including deleted files that it holds open, and return
+    """Return whether a program exceeds its folder's limits (deleted files that it holds open count as well), and
     the inodes of deleted files that it has only mapped: their size cannot be seen without privileges."""
     count, size, hidden = 0, 0, _mapped(folder, pid)
     with suppress(OSError):

@@ -60,7 +60,7 @@ def numeric_answer(
 ) -> list[float | None]:
     r"""1.0 if the number that the completion gives as its answer equals the column `answer`, else 0.0.
 
-    The number follows `####` (GSM8K, arXiv:2110.14168) or is in `\boxed{}`. With `last_number`, the last number of a
+    The number follows `####` (GSM8K, arXiv:2110.14168) or is in `\boxed{}`. With `last_number`, the last number in a
     completion counts if none is marked. `parse_number` lists the notations that are understood; comparison is exact.
 
     `answer` is a number, a number as text, or a worked solution that marks a number in the same way. The result is
@@ -109,7 +109,7 @@ _LONGEST_JOINT, _MOST_JOINED, _MOST_HEADINGS = 60, 20, 20
 
 
 def _marked(text: str, is_answer: Callable[[str], bool] = is_mathematical) -> str | None:
-    """Return the answer after the last `####` that follows all boxes and is no heading, or else the one in a box."""
+    """Return the answer at the last `####` that follows all boxes and is no heading, or else that in the last box."""
     end = max((box.end() for box in _BOX.finditer(text)), default=0)
     lines = _after_hashes(text[end:])[-_MOST_HEADINGS:]
     return next((line for line in reversed(lines) if is_answer(line)), None) or _boxed(text)

@@ -133,7 +133,7 @@ def _same_number(a: Quantity, b: Quantity) -> bool:
 
 
 def _unlike(a: str, b: str) -> bool:
-    """Whether two names certainly stand for different things: two single letters do, and two ratios of names."""
+    """Whether two names certainly stand for different things: unequal single letters do, or unequal ratios."""
     return a != b and (len(a) == len(b) == 1 or (":" in a and ":" in b))
 
 

@@ -40,7 +40,7 @@ def bare(text: str) -> str:
 
 
 def words(text: str) -> str:
-    """Return the form in which texts are compared: lower case for words of three letters, else no redundant spaces."""
+    """Return the form in which texts are compared: words of 3 or more letters in lower case, else no extra spaces."""
     text = bare(text)
     if re.fullmatch(r"[A-Za-z][A-Za-z .,'-]*", text) and re.search(r"[A-Za-z]{3}|^no$", text, re.IGNORECASE):
         return text.casefold()

@@ -160,7 +160,7 @@ def _is_asked(text: str) -> bool:
 
 
 def _is_ratio(text: str) -> bool:
-    """Whether a text is a ratio of names, such as AB:CD. If it has words, as in Answer: x, the word is a heading."""
+    """Whether a text is a ratio of names, such as AB:CD. A word before the colon, as in Answer: x, is a heading."""
     names = split(text, ":")
     return len(names) > 1 and all(_is_name(name) and not _WORD.search(name) for name in names)
 

@@ -132,7 +132,7 @@ class _Settings:
 
 
 class _AttemptError(Exception):
-    """An attempt brought no usable answer. If `retry` is true, a later one may succeed, after at least `after_s` s."""
+    """An attempt got no usable answer. If `retry` is true, another may succeed, but not within `after_s` seconds."""
 
     def __init__(self, message: str, *, retry: bool = True, after_s: float = 0.0) -> None:
         super().__init__(message)
@@ -203,7 +203,7 @@ class _Client:
         return received.decode("utf-8-sig", "replace")
 
     def _sign(self, request: httpx.Request) -> httpx.Request:
-        """Read the token only when a request is sent, so that it is in no variable, and so in no traceback."""
+        """Read the token only when a request is sent, so that no variable, and no traceback, contains it."""
         request.headers["Authorization"] = f"Bearer {bearer_token('token_env', self._settings.token_env or '')}"
         return request
 
