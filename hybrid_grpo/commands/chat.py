@@ -30,8 +30,8 @@ Answer = Callable[[list[int], int, Callable[[str], None]], tuple[str, str]]
 """Samples an answer. Takes the tokens of the prompt, the answer's number, which selects its random numbers, and a
 function that receives the text piece by piece. Returns the whole text, and why it is incomplete ("" if it is not)."""
 _COMMANDS = {
-    "/reset": "forget what was said",
-    "/system TEXT": "another system prompt; without a text none",
+    "/reset": "forget the conversation",
+    "/system TEXT": "set the system prompt; without TEXT, use none",
     "/undo": "take back the last message and its answer",
     "/save FILE": "append the conversation to a file of JSON lines, as a row for sft",
     "/quit": "end, as Ctrl-D does; Ctrl-C stops an answer",

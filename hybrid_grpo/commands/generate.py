@@ -57,7 +57,7 @@ def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[di
     source = training_source(config.data)
     if config.reads_stdin:
         if sys.stdin.isatty():
-            print("one prompt a line, until the end of the input (Ctrl-D)", file=sys.stderr, flush=True)
+            print("one prompt per line, until the end of the input (Ctrl-D)", file=sys.stderr, flush=True)
         source = standard_input(sys.stdin.buffer, "data.path", config.data.limit, config.data.prompt_column)
     partners = partners_of(config, tokenizer, ends)
     prompts, data = read_prompts(with_tools(config.data, partners), tokenizer, source)

@@ -78,8 +78,8 @@ def replay(folder: Path, step: int, base: ReplayConfig, config: ReplayConfig) ->
     refuse(bool(logged[step].get("policy/skipped_update")), f"step {step} was skipped by an alarm: nothing was learned")
     refuse(
         base.rollout.environment is not None and config.replay.completions == "saved" != config.replay.rewards,
-        "replay.completions saved has not what came of rollout.environment, whose rewards need it: set replay.rewards"
-        " to saved too",
+        "replay.completions saved does not restore the episodes of rollout.environment, which its rewards need: set"
+        " replay.rewards to saved too",
     )
     out = _out(folder, config)
 
@@ -142,18 +142,18 @@ def _changes(base: ReplayConfig, config: ReplayConfig) -> dict[str, str]:
         refuse(
             name != "rewards" and (not name.startswith("grpo.") or name in _SAMPLES),
             f"{text} cannot be replayed, since it decides what is sampled or what comes before the step: leave it as it"
-            " was; others of grpo, rewards and scoring may be given",
+            " was; other settings of grpo, rewards and scoring may change",
         )
     saves = config.replay.rewards == "saved"
     setting = "replay.rewards saved" if saves else "rewards"
     refuse(
         config.grpo.dynamic_sampling and (saves or "rewards" in changed),
-        f"{setting}: with grpo.dynamic_sampling rewards decide which groups are sampled again, and those that were"
-        " replaced are not saved: leave the rewards of the run, and call them again",
+        f"{setting}: with grpo.dynamic_sampling, rewards decide which groups are sampled again, and groups that were"
+        " replaced are not saved: keep the rewards of the run, and set replay.rewards to again",
     )
     refuse(
         saves and "rewards" in changed,
-        "replay.rewards saved takes what the run's own functions said, and rewards names others: take out one of them",
+        "replay.rewards saved uses the rewards of the run's own functions, and rewards names others: take out one",
     )
     return changed
 
@@ -185,8 +185,8 @@ def _arrive(
         missing = [k for k in range(first, step + 1) if not saved.has(k)]
         refuse(
             getattr(config.replay, setting) == "saved" and bool(missing),
-            f"replay.{setting} saved: the run has not saved the tokens of step {(missing or [0])[0]}, which is made"
-            " again: set it to again",
+            f"replay.{setting} saved: the run has not saved the tokens of step {(missing or [0])[0]}, which is to be"
+            " repeated: set it to again",
         )
     if config.replay.rewards == "saved":
         inputs = replace(inputs, rewards=SavedRewards(inputs.rewards, saved))
@@ -204,10 +204,10 @@ def _arrive(
     for k in range(first, step):
         trainer.step(k)
         values = trainer.meter.reduce()
-        _say(f"made step {k} on the way to it")
+        _say(f"repeated step {k}, which comes before it")
         if strayed is None and not all(same(values.get(name), logged.get(k, {}).get(name)) for name in _DECIDE):
             strayed = k
-            _say(f"WARNING: step {k} has not the loss or the gradient norm of the run: what follows differs")
+            _say(f"WARNING: step {k} does not have the loss or gradient norm of the run: later steps differ too")
     return _with_settings(trainer, base, config, others), first, strayed
 
 
@@ -304,17 +304,17 @@ def _told(summary: dict[str, Any], table: pyarrow.Table, target: Path) -> str:
     if summary["settings"]:
         lines += [f"  with {change}" for change in summary["settings"]]
     else:
-        lines.append(f"  loss and gradient norm are {'' if summary['same'] else 'not '}those logged")
+        lines.append(f"  loss and gradient norm {'equal' if summary['same'] else 'differ from'} the logged ones")
     compared = summary["completions"]
     if compared is None:
         lines.append("  the run has not saved the tokens of this step")
     else:
         lines.append(
-            f"  {compared['same']} of {compared['made']} completions are those saved, token by token; log-probabilities"
-            f" differ by at most {compared['logp']:.3g}, advantages by {compared['advantage']:.3g}"
+            f"  {compared['same']} of {compared['made']} completions equal the saved ones token by token;"
+            f" log-probabilities differ by at most {compared['logp']:.3g}, advantages by {compared['advantage']:.3g}"
         )
         if "first_to_differ" in compared:
-            lines.append(f"  the first that is another: {compared['first_to_differ']}")
+            lines.append(f"  the first that differs: {compared['first_to_differ']}")
     clipped = [value for row in table["clipped"].to_pylist() for value in row or ()]
     lines.append(
         f"  {len(clipped):,} tokens in the loss, {sum(value > 0 for value in clipped):,} clipped from above and"

@@ -43,7 +43,7 @@ def run(arguments: list[str]) -> None:
     def announce() -> None:
         print(f"serving {', '.join(reward.name for reward in loaded)} at {url}", file=sys.stderr, flush=True)
         if token and not tls and not is_loopback(serve.host):
-            print("without serve.certificate the token can be read on the way", file=sys.stderr, flush=True)
+            print("without serve.certificate the token can be intercepted", file=sys.stderr, flush=True)
 
     server.serve(app, listener, serve, tls, announce)
 

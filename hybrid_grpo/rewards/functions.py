@@ -166,7 +166,7 @@ def checked(value: Any, length: int) -> RewardValue:
         return _checked_steps(value, length)
     number = finite_reward(value)
     if number is None and value is not None:
-        raise ValueError(f"return {_EXPECTED}, or None where it does not apply")
+        raise ValueError(f"return {_EXPECTED}, or None if the function does not apply")
     return number
 
 
@@ -237,7 +237,7 @@ def bind(found: Callable[..., Any], config: RewardConfig, entry: str) -> RewardF
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     batch_size = getattr(found, "batch_size", 1) if config.batch_size == "auto" else config.batch_size
     if batch_size != "group" and not (isinstance(batch_size, int) and batch_size >= 1):
-        raise UserError(f"{setting} asks for batch_size {batch_size!r}: group, or 1 or more")
+        raise UserError(f"{setting} has batch_size {batch_size!r}: set it to group, or to 1 or more")
     is_builtin = isinstance(config.function, str) and config.function in BUILTINS
     for kwarg in config.kwargs:
         if kwarg in INPUTS:
@@ -303,7 +303,7 @@ def _check_builtin(function: RewardFunction, entry: str) -> None:
         if inspect.iscoroutine(result):
             asyncio.run(result)
     except Exception as error:
-        raise UserError(f"{entry}.kwargs do not suit {function.name}: {describe(error, None)}") from error
+        raise UserError(f"{entry}.kwargs are not valid for {function.name}: {describe(error, None)}") from error
 
 
 def _find(spec: str, setting: str) -> Callable[..., Any]:

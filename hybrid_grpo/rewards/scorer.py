@@ -86,7 +86,7 @@ class Rewards:
         for name in self.inputs:
             if name in columns:
                 raise UserError(
-                    f"data: column {name} has the name under which rewards receive {name} of the rollout: rename it"
+                    f"data: column {name} has the name of an input that rewards receive from the rollout: rename it"
                 )
         for reward in self.functions:
             for name in columns:
@@ -269,7 +269,7 @@ class Stream:
             return None, Failure("invalid", f"returned steps that do not make up the text: {error}")
 
     def _wait(self, reply: Future[Reply], rows: int, until_s: float, gives_up: Callable[[], bool]) -> Reply:
-        why = "was not awaited because the run stops"
+        why = "was not awaited because the run is stopping"
         while not gives_up():
             left_s = until_s - time.perf_counter()
             try:

@@ -168,7 +168,7 @@ def test_text_and_objects_come_in(terminal: Terminal) -> None:
 def test_prompts_may_be_typed_until_the_end_of_the_input(terminal: Terminal) -> None:
     rows = terminal.generate(stdin="\n".join(WORDS), typed=True)
     assert [row["prompt"] for row in rows] == WORDS
-    assert terminal.err.startswith("one prompt a line, until the end of the input (Ctrl-D)\n")
+    assert terminal.err.startswith("one prompt per line, until the end of the input (Ctrl-D)\n")
 
 
 def test_greedy_is_that_of_eval_and_ends_by_the_same_rules(terminal: Terminal, folder: Path) -> None:

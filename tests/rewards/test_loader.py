@@ -168,7 +168,7 @@ def test_settings_of_a_builtin_are_checked_before_any_row() -> None:
     assert "missing 1 required keyword-only argument: 'pattern'" in refusal("format_regex")
     assert "ValueError: pattern '(' is not a regular expression" in refusal("format_regex", kwargs={"pattern": "("})
     assert "ngram 0 must be" in refusal("repetition_penalty", kwargs={"ngram": 0})
-    assert "do not suit repetition_penalty: TypeError" in refusal("repetition_penalty", kwargs={"ngram": "3"})
+    assert "are not valid for repetition_penalty: TypeError" in refusal("repetition_penalty", kwargs={"ngram": "3"})
 
 
 def test_a_column_may_be_called_as_a_setting_of_a_builtin() -> None:
@@ -214,7 +214,7 @@ def test_an_object_without_a_signature() -> None:
 
 def test_a_batch_size_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "sized.py").write_text("def f(completions): return []\nf.batch_size = 0\n")
-    assert "asks for batch_size 0: group, or 1 or more" in refusal(f"{tmp_path}/sized.py:f")
+    assert "has batch_size 0: set it to group, or to 1 or more" in refusal(f"{tmp_path}/sized.py:f")
     assert load(f"{tmp_path}/sized.py:f", batch_size=2).interface.batch_size == 2
 
 

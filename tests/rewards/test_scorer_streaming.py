@@ -160,4 +160,4 @@ def test_a_run_that_stops_waits_for_no_function():
         for k, done in enumerate(rollout(1)[0]):
             stream.add(0, k, done)
         scores = stream.scores(gives_up=lambda: next(answers))
-    assert all(why == "was not awaited because the run stops" for why in scores.failures[reward.name])
+    assert all(why == "was not awaited because the run is stopping" for why in scores.failures[reward.name])

@@ -30,9 +30,9 @@ from pathlib import Path
 
 PROTECTIONS = {
     "reads": "of the files of this machine, only the libraries of Python and the system can be read",
-    "writes": "nothing can be written but the program's own folder",
+    "writes": "nothing can be written outside of the program's own folder",
     "network": "no socket can be opened",
-    "processes": "no process or thread can be started, and no other process be signalled or looked into",
+    "processes": "no process or thread can be started, and no other process can be signaled or inspected",
     "privileges": "the program has none of root's privileges",
 }
 """The protections that can be required, and what each of them promises."""

@@ -153,7 +153,7 @@ class Sandbox:
             socket.send_fds(self._control, [json.dumps(request).encode()], files)
         reply = self._receive(limits.timeout_s + _SLACK_S)
         if "error" in reply:
-            raise RuntimeError(f"the sandbox does not contain programs: {reply['error']}")
+            raise RuntimeError(f"the sandbox cannot contain programs: {reply['error']}")
         return reply
 
     def _receive(self, timeout_s: float) -> dict[str, Any]:

@@ -280,12 +280,13 @@ def _find_config(name: str) -> Any:
     classes = config.architectures or []
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or config.is_encoder_decoder:
         raise ValueError(
-            f"model {name} is an encoder-decoder, {config.model_type}: take a ...{_CLASSIFIER} that is not"
+            f"model {name} ({config.model_type}) is an encoder-decoder or has no classifier: take another"
+            f" ...{_CLASSIFIER}"
         )
     if classes and not any(_CLASSIFIER in each for each in classes):
         raise ValueError(f"model {name} is a {classes[0]}: take one that was trained as a ...{_CLASSIFIER}")
     if config.num_labels > 2:
-        raise ValueError(f"model {name} has {config.num_labels} labels: a reward model has 1, or 2, bad and good")
+        raise ValueError(f"model {name} has {config.num_labels} labels: a reward model has 1, or 2 (bad and good)")
     return config
 
 
@@ -295,7 +296,7 @@ def _dtype(settings: RewardModelSettings, config: Any) -> str:
     else:
         dtype = settings.dtype
     if settings.zero_stage == 3 and dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"zero_stage 3 does not run {dtype}, as model {settings.model} is: set dtype to bfloat16")
+        raise ValueError(f"zero_stage 3 does not support {dtype} for model {settings.model}: set dtype to bfloat16")
     return dtype
 
 

@@ -12,7 +12,7 @@ def bearer_token(setting: str, variable: str) -> str:
     if not value:
         raise ValueError(f"{setting} {variable}: there is no such environment variable, or it is empty: set it")
     if not re.fullmatch(r"[!-~]+", value):
-        raise ValueError(f"{setting} {variable}: a token has visible ASCII characters only: set another")
+        raise ValueError(f"{setting} {variable}: a token may have visible ASCII characters only: set another")
     return value
 
 

@@ -38,7 +38,7 @@ def request_body(
     }
     for name, column in _chosen(columns, sent or []).items():
         if payload.setdefault(name, column) is not column:
-            raise ValueError(f"column {name} has a name with a meaning of its own in the format openrlhf: rename it")
+            raise ValueError(f"column {name} has a name that is reserved in the format openrlhf: rename it")
     return _json(payload)
 
 

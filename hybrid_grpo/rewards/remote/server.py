@@ -131,11 +131,11 @@ class _Endpoint:
         is_right = hmac.compare_digest(given.strip().encode(), (self._token or "").encode())
         if self._token is not None and not (scheme.lower() == "bearer" and is_right):
             headers = {"WWW-Authenticate": "Bearer"}
-            raise HTTPException(HTTPStatus.UNAUTHORIZED, "the bearer token is not right", headers)
+            raise HTTPException(HTTPStatus.UNAUTHORIZED, "the bearer token is wrong", headers)
 
     async def _body(self, request: Request) -> bytes:
         limit = int(self._config.max_body_mb * 2**20)
-        too_large = HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body may have {limit} bytes")
+        too_large = HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body may have at most {limit} bytes")
         if int(request.headers.get("content-length", 0)) > limit:
             raise too_large
         body = bytearray()

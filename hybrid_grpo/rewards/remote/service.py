@@ -113,11 +113,11 @@ def _refused(reason: str) -> HTTPException:
 
 def _columns(question: Any) -> dict[str, list[Any]]:
     if not isinstance(question, dict) or not all(isinstance(values, list) for values in question.values()):
-        raise _refused("a question is a mapping of lists, one element per row")
+        raise _refused("a question must be a mapping of lists with one element per row")
     if len({len(values) for values in question.values()}) != 1:
         raise _refused("the lists must be of the same length")
     if len(next(iter(question.values()))) > _MOST_ROWS:
-        raise _refused(f"a question may have {_MOST_ROWS} rows")
+        raise _refused(f"a question may have at most {_MOST_ROWS} rows")
     return dict(question)
 
 

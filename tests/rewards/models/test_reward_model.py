@@ -196,7 +196,7 @@ def test_settings_are_refused_before_weights_are_read(tmp_path):
     )
     assert "device 'gpu' must be auto, cpu, cuda" in refusal(**good, device="gpu")
     assert "leave device out" in refusal(**good, zero_stage=3, device="cpu")
-    assert "zero_stage 3 does not run float16" in refusal(**good, zero_stage=3, dtype="float16")
+    assert "zero_stage 3 does not support float16" in refusal(**good, zero_stage=3, dtype="float16")
     assert "there is no such folder" in refusal(model=str(tmp_path / "none"))
     assert "model: Input should be a valid string" in refusal(model=[1])
 
@@ -208,7 +208,7 @@ def test_folders_that_hold_no_reward_model_are_refused(tmp_path):
     build(tiny_config("qwen2")).save_pretrained(language_model)
     assert "is a Qwen2ForCausalLM: take one" in refusal(model=str(language_model))
     T5Config(d_model=8, num_layers=1).save_pretrained(tmp_path / "t5")
-    assert "is an encoder-decoder, t5: take a ...ForSequenceClassification that is not" in refusal(
+    assert "(t5) is an encoder-decoder or has no classifier: take another ...ForSequenceClassification" in refusal(
         model=str(tmp_path / "t5")
     )
     without_tokenizer = make_reward_model(tmp_path / "bare")

@@ -156,7 +156,7 @@ REFUSED = {
     "a lost column": ({"query": ["abc"]}, 422, "exact_match needs answer"),
     "bad chats": ({"completions": ["a"], "prompts": [[1]], "answer": ["x"]}, 422, "lists of messages"),
     "bad ids": ({"completions": ["a"], "completion_ids": [["x"]], "answer": ["x"]}, 422, "whole numbers"),
-    "too large": (b" " * 20_000, 413, "may have 10485 bytes"),
+    "too large": (b" " * 20_000, 413, "may have at most 10485 bytes"),
 }
 
 
