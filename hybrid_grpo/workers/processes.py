@@ -230,7 +230,7 @@ class Worker:
 
     def send(self, call: PendingCall, done: Callable[[Reply | None], None]) -> None:
         """Send a call; may be called on any thread. `done` is called once, on the loop's thread, with the reply, or
-        with None if the worker is lost, even if its process ended before this call."""
+        with None if the worker is lost. If `is_gone` is true before the call, `done` is never called."""
         self._calls[call.number], self._waiting[call.number] = call, done
         with self._sending:
             sent = 0 if self._unsent else self._try_to_send(call.message)
