@@ -123,7 +123,7 @@ class Log:
             replace_text(self._rollouts / f"step_{step:06d}.jsonl", "".join(f"{line}\n" for line in lines))
 
     def write_trace(self, step: int, own: dict[str, Any] | None) -> None:
-        """Write the step's trace, joined from the part `own` of every rank; if `own` is None, do nothing. Collective."""
+        """Write the step's trace, joined from every rank's `own` part; if `own` is None, do nothing. Collective."""
         parts = None if own is None else ranks.gather_objects(own)
         if parts is not None:
             line = as_json(trace_line(step, parts), separators=(",", ":"))
