@@ -61,8 +61,8 @@ class FolderLock:
 
 
 def _locked(folder: Path) -> int:
-    """Lock the folder's lock file and return its descriptor; closing any descriptor of that file would release the
-    lock. Raise UserError if another process holds the lock."""
+    """Lock the file `.lock` and return its descriptor; closing any descriptor of that file would release the lock.
+    Raise UserError if another process holds the lock."""
     path = folder / ".lock"
     _refuse_other_machine(path)
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
