@@ -123,7 +123,7 @@ def json_safe(value: Any) -> Any:
 
 
 def as_json(value: Any, **options: Any) -> str:
-    """Return a value as JSON. It is converted by `json_safe` only if necessary, because that copies it."""
+    """Return a value as JSON. `json_safe` converts the value only if necessary, because it makes a copy."""
     try:
         return json.dumps(value, allow_nan=False, **options)
     except (TypeError, ValueError):

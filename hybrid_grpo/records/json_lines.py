@@ -1,6 +1,6 @@
 """Reads JSON lines: complete files of a run, files that are still being written, and untrusted files.
 
-`read_jsonl` refuses a damaged file. Everything else here is for the pages that show a run: time and memory are bounded
+`read_jsonl` refuses a damaged file. Everything else here is for programs that watch a run: time and memory are bounded
 whatever a file contains, and malformed lines are skipped.
 """
 

@@ -1,4 +1,4 @@
-"""The lock on a run's folder, with which at most one run writes there.
+"""The lock on a run's folder, which ensures that at most one run writes there.
 
 On one machine, and on file systems whose locks reach other machines, a POSIX lock on the file `.lock` decides; the
 kernel releases it however its process ends. Elsewhere the owner's heartbeat decides: a counter in the file that rises

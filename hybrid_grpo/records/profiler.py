@@ -30,7 +30,7 @@ class Profiler:
 
     @contextmanager
     def step(self, step: int, meter: Meter) -> Iterator[None]:
-        """Profile the `with` block if `step` is in `steps`; this is noted in the meter, since profiling is slow."""
+        """Profile the `with` block if `step` is in `steps`. The meter records it, since profiling takes time."""
         if step not in self._steps:
             yield
             return
@@ -50,7 +50,7 @@ class Profiler:
 
 
 def table(events: Sequence[Any]) -> str:
-    """Return a table of a step's stages with the operations that took longest, without the operations they called.
+    """Return a table of a step's stages, each with the operations that took longest, not counting calls inside them.
 
     An operation belongs to the innermost stage in which it began, on any thread. The time of a GPU kernel counts for
     the operation that launched it.

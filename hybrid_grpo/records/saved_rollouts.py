@@ -30,7 +30,7 @@ class SavedRollouts:
         self._step, self._rows = 0, dict[Key, SavedRow]()
 
     def has(self, step: int) -> bool:
-        """Whether the tokens of a step were saved."""
+        """Return whether the tokens of a step were saved."""
         return self._files(step)[0].is_file()
 
     def rows(self, step: int) -> dict[Key, SavedRow]:

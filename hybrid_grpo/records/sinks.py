@@ -103,7 +103,7 @@ class Log:
         advantages_BT: Tensor | None = None,
         always: bool = False,
     ) -> None:
-        """Write all ranks' completions in the first, the last and every n-th step, or if `always`. Collective."""
+        """Write all ranks' completions in the first, last and every n-th step, or in any if `always`. Collective."""
         due = self._every and (step % self._every == 0 or step in (1, self._steps))
         if not (due or always):
             return
@@ -131,7 +131,7 @@ class Log:
                 print(line, file=file)
 
     def close(self, patience_s: float = _FINISH_SECONDS, failed: bool = False) -> None:
-        """Close the outputs. The trackers together have `patience_s` seconds to finish; files are already complete."""
+        """Close the outputs. All trackers together have `patience_s` seconds to finish; the files need no time."""
         sinks, trackers, self._sinks, self._trackers = self._sinks, self._trackers, [], []
         with one_line(self._rollouts.parent):
             for sink in sinks:
@@ -144,10 +144,10 @@ class Log:
 
 
 class JsonlSink:
-    """metrics.jsonl: one flat JSON object per step, readable at any moment. NaN and infinity become null."""
+    """Writes metrics.jsonl: one flat JSON object per step, readable at any moment. NaN and infinity become null."""
 
     def __init__(self, path: Path, done: int = -1) -> None:
-        """Open the file, without the lines of steps after `done` and any line that a crash left incomplete."""
+        """Open the file, after removing lines of steps after `done` and a line that a crash left incomplete."""
         cut_lines(path, done)
         self._last, self._file = done, path.open("a", encoding="utf-8")
 

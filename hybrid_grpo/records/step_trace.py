@@ -27,7 +27,7 @@ can be added up over micro-batches and ranks before the lowest and highest value
 _TOPS = {"entropy": 16.0, "ratio": 4.0}
 """Upper end of the fine buckets of each quantity; the last bucket also holds all larger values."""
 _MOMENTS = 512
-"""Maximum number of moments of decoding in a step's trace, for all ranks together; each rank may have at least 8."""
+"""Maximum number of moments of decoding in a step's trace, for all ranks together; a rank's share is at least 8."""
 
 
 class StepTrace:

@@ -33,7 +33,7 @@ _LONGEST = 4
 
 
 class TokenText:
-    """Decodes tokens one by one, such that their texts joined are the text of the whole sequence."""
+    """Decodes tokens one by one, so that their texts, when joined, are the text of the whole sequence."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -44,7 +44,7 @@ class TokenText:
         """The texts of tokens that consist of whole characters."""
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each token, special or not. The last token of a split character has its whole text."""
+        """Return the text of each token, special or not. The last of the tokens that form a character has its text."""
         texts: list[str] = [self._known[token] for token in ids if token in self._known]
         if len(texts) == len(ids):
             return texts

@@ -1,4 +1,4 @@
-"""Raises failed writes on all ranks and reports them in one line. A disk may become full or read-only at any time."""
+"""Handles failed writes: raises them on all ranks, in one line. A disk may become full or read-only at any time."""
 
 import errno
 import json

@@ -108,7 +108,7 @@ class EvalResults:
 
     @property
     def right_PG(self) -> torch.Tensor:
-        """Whether each completion is right, bool; if the outcome function failed, it is not."""
+        """Whether each completion is right, bool; a completion whose outcome function failed is not."""
         right_B = self.scores.by_function[self.settings.outcome] >= self.settings.threshold
         return right_B.view(-1, self.settings.rollout.num_generations)
 

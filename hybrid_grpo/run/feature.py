@@ -181,7 +181,7 @@ class Features:
 
     @property
     def policy_waits(self) -> bool:
-        """Whether the policy must not learn yet."""
+        """Whether any feature requires that the policy must not learn yet."""
         return any(feature.policy_waits for feature in self._features)
 
     @property

@@ -205,7 +205,7 @@ def read_eval_set(
     rewards: Rewards,
     trained: Sequence[Prompt],
 ) -> tuple[EvalSet, str]:
-    """Read a held-out set that `rewards` score. Also return a line on what was read and how much is in `trained`."""
+    """Read a held-out set, scored by `rewards`. Also return a line on what was read and how much is in `trained`."""
     source, rollout = held_out_source(held_out), held_out.rollout
     for feature in config.active_features:
         source = feature.held_out_source(source, held_out.data)

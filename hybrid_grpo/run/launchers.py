@@ -31,7 +31,7 @@ def adopt_rank() -> None:
     """Set torch's variables for a task that srun or mpirun has started.
 
     Raises:
-        UserError: there are several tasks, and the environment does not say which one this is or where they connect.
+        UserError: if there are several tasks, and the environment does not say which one this is or where they connect.
     """
     _check_numbers()
     given = [name for name in _RANK if name in os.environ]

@@ -34,11 +34,11 @@ _CELLS = {"rows": 60, "columns": 100}
 _BYTES = 250_000
 """Maximum size of a step's completions, including their tokens."""
 _WITH_TOKENS = 16
-"""Number of a step's completions that may include their tokens; each takes time to read."""
+"""Number of completions of a step that may include their tokens, which take time to read."""
 _READ_S = 60.0
 """Maximum number of seconds for reading a large run's metrics, and again for reading the traces of its steps."""
 _POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
-"""Content security policy, which forbids the file to load anything from a network, whatever a completion contains."""
+"""Content security policy that keeps the file from loading anything from a network, whatever completions contain."""
 
 
 def write_report(folder: Path) -> Path:

@@ -25,7 +25,7 @@ _CAUSES = {
 
 
 class RollBack(Exception):
-    """Raised on all ranks if the run must restart from a checkpoint before step `since`, at a lower learning rate."""
+    """Raised on all ranks if the run must go back to a checkpoint before step `since`, at a lower learning rate."""
 
     def __init__(self, message: str, since: int) -> None:
         super().__init__(message)
@@ -70,7 +70,7 @@ class Alarms:
 
     @classmethod
     def of(cls, config: ModelRunConfig) -> "Alarms":
-        """The alarms of a run with these settings."""
+        """Return the alarms of a run with these settings."""
         return cls(config.alarms, Symptoms.of(config), config.guard, config.run.steps)
 
     @property
@@ -118,8 +118,8 @@ class Alarms:
         return records
 
     def remember(self, step: int, values: dict[str, float]) -> None:
-        """Take in the metrics of a step before the run was resumed, with which later steps are compared. Alarms are not
-        reported again. Those that stop the run or roll it back count from 0, unless `load_state_dict` is called."""
+        """Take in a step's metrics from before the run was resumed, with which later steps are compared. No alarm is
+        reported again. Alarms that stop the run or roll it back count from 0, until `load_state_dict` is called."""
         self.watch(step, values)
         self._bad = {name: count for name, count in self._bad.items() if self._limits[name].action in ("say", "skip")}
         self._due = []

@@ -40,11 +40,11 @@ class Sign:
     """One symptom at one step."""
 
     value: float
-    """The number that the alarm's limits apply to; NaN if it cannot be bad."""
+    """The number to which the alarm's limits apply; NaN if it cannot be bad."""
     words: str
     """Text that says what is wrong, with the numbers."""
     since: int | None = None
-    """The step at which the problem began; None: the step of the first bad value."""
+    """The step at which the problem began; None if that is the step of the first bad value."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Symptoms:
 
     @classmethod
     def of(cls, config: ModelRunConfig) -> "Symptoms":
-        """The symptoms of a run with these settings."""
+        """Return the symptoms of a run with these settings."""
         if not isinstance(config, TrainConfig):
             return cls()
         outcome = config.eval.outcome or next(iter(config.reward_names), "")
@@ -116,7 +116,7 @@ class Symptoms:
                 self._held_out[stage] = _Best(step, accuracy, trained)
 
     def _reward_since_evaluation(self, stage: str, *newest: float) -> float:
-        """Return the mean training reward since the last evaluation of a set, with `newest`; NaN if there was none."""
+        """Return the mean training reward since a set's last evaluation, including `newest`; NaN if there was none."""
         rewards = [*self._past["reward/mean"][self._rewards_seen.get(stage, 0) :], *newest]
         return fmean(rewards) if rewards else math.nan
 

@@ -35,7 +35,7 @@ class Metric:
 
 
 def read_with_features(name: str) -> list[dict[str, Any]]:
-    """Return the contents of a YAML file in this folder, followed by files of the same name in feature folders."""
+    """Return the contents of a YAML file in this folder and of the files with the same name in feature folders."""
     files = [Path(__file__).with_name(name), *(folder / name for folder in feature_folders())]
     return [yaml.safe_load(file.read_text(encoding="utf-8")) for file in files if file.exists()]
 

@@ -1,4 +1,4 @@
-"""Counts the floating-point operations of a step's stages, and the share of the device's peak that they reach."""
+"""Counts the floating-point operations of a step's stages, and computes the share of the device's peak they reach."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def measure_flops(rollout: Rollout, passes: int, policy: Policy, meter: Meter) -
 
 def stage_flops(rollout: Rollout, cost: Cost) -> tuple[float, float, float]:
     """Return the floating-point operations of sampling the policy's completions, of one forward pass over the
-    completions that are learned from, and of one training pass over these.
+    completions that are learned from, and of one training pass over the same completions.
 
     A prompt counts once for its group, even if training computes it once per completion. In a forward pass over whole
     sequences, attention counts at full length, as in PaLM, although causal attention needs only half of that. In

@@ -117,7 +117,7 @@ def measure_lengths(stage: str, completions: list[Completion]) -> Numbers:
 
 
 def measure_health(rollout: Rollout, scores: Scores) -> Numbers:
-    """Return signs of reward hacking, such as correlations within groups, without groups of equal rewards."""
+    """Return signs of reward hacking. Comparisons within groups leave out groups whose rewards are all equal."""
     shape = (len(rollout.prompts), rollout.num_generations)
     reward_PG = scores.reward_B.view(shape)
     shares = [repeated_share(completion.token_ids, _NGRAM) for completion in rollout.completions]
@@ -156,7 +156,7 @@ def group_correlation(reward_PG: Tensor, value_PG: Tensor) -> Tensor:
 
 
 def measure_parity(batch: TrainBatch, logp_bT: Tensor) -> Numbers:
-    """Return the gap in log-probability between sampler and training forward on tokens that the policy sampled."""
+    """Return the gap in log-probability between sampler and training forward pass, on the policy's own tokens."""
     if not batch.micro.rows:
         return {}
     gap_bT = torch.where(batch.own_bT, (logp_bT.detach() - batch.sampler_logp_bT).abs(), 0.0)

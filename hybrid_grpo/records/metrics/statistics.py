@@ -104,8 +104,8 @@ def standard_error(value_P: Any) -> float:
 def interval(value_P: Any, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
     """Return a confidence interval of the mean over prompts; NaN if all values are equal.
 
-    A bootstrap over prompts (Efron, 1979), with percentiles widened for few prompts (Hesterberg, arXiv:1411.5279,
-    section 3.3).
+    The method is a bootstrap over prompts (Efron, 1979), with percentiles widened for few prompts (Hesterberg,
+    arXiv:1411.5279, section 3.3).
     """
     value_P = np.asarray(value_P, dtype=np.float64)
     if np.all(value_P == value_P[0]):

@@ -5,11 +5,11 @@ import numpy.typing as npt
 
 Column = npt.NDArray[np.float64]
 Points = tuple[Column, Column]
-"""Positions on the axis, ascending, and the values there; both [points]."""
+"""Ascending positions on the axis, and the values at these positions; both have the shape [points]."""
 
 
 def present(x: Column, y: Column) -> Points:
-    """Return the points of which neither position nor value is NaN."""
+    """Leave out the points whose position or value is NaN."""
     kept = ~(np.isnan(x) | np.isnan(y))
     return x[kept], y[kept]
 

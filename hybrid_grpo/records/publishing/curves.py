@@ -42,7 +42,7 @@ def draw_curves(lines: list[Line]) -> str | None:
 
 
 def _panel(chart: Chart, lines: list[Line], steps: Column) -> dict[str, Any]:
-    """Return a chart with its curves as points in pixels; empty if no curve has two values or all are equal."""
+    """Return a chart with its curves as points in pixels; empty if no curve has two values or all values equal."""
     columns = [(curve, np.array([line.get(curve.name) for line in lines], np.float64)) for curve in chart.curves]
     drawn = [(curve.label, _thinned(steps, column, curve.noisy)) for curve, column in columns]
     drawn = [(label, (x, _share(y) if chart.compared else y)) for label, (x, y) in drawn if len(y) > 1]

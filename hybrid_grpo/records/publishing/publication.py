@@ -28,7 +28,7 @@ from hybrid_grpo.records.write_failures import one_line
 CONTENTS = "publication.json"
 """Name of the file that lists the files of a publication and their sizes, and by which a publication is recognized."""
 _NAMING_FOLDERS = ("config.json", "generation_config.json", "tokenizer_config.json", "adapter_config.json")
-"""Files of a model in which libraries may have recorded the folder from which it was loaded."""
+"""Files of a model in which libraries may have recorded the folder from which the model was loaded."""
 
 
 def publish(folder: Path, options: PublishOptionsConfig) -> str:

@@ -17,7 +17,7 @@ WandbMode = Literal["online", "offline", "disabled"]
 
 
 def resolve_wandb_mode(mode: Literal["auto"] | WandbMode) -> WandbMode:
-    """Turn `auto` into the mode that WANDB_MODE names, else online if an account is configured, else offline."""
+    """Replace `auto` by the mode in WANDB_MODE or, if unset, by online if an account is configured, else offline."""
     if mode != "auto":
         return mode
     known: WandbMode

@@ -35,7 +35,7 @@ class Footprint:
     """Bytes of one micro-batch, not counting the weights and the gradients that are already complete."""
 
     kept: int
-    """What the layers keep for the backward pass when the LM head begins."""
+    """What the layers keep for the backward pass, measured when the LM head begins."""
     head: int
     """The most that log-probabilities add to `kept`, forward and backward, including the head's gradient."""
     layers: int

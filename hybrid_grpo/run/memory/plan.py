@@ -334,8 +334,8 @@ class Plan:
         return Part("keys and values", needed, "rollout.cache_gb, rollout.max_slots", min(least, needed))
 
     def choosing(self) -> int:
-        """Return the bytes for choosing a token in every slot: logits and, if torch chooses, weights and sums, with
-        filters also sorted ones (measured). Kernels need only logits; they choose on GPUs or in unfiltered float32."""
+        """Return the bytes for choosing a token in every slot: logits and, in torch, weights and sums, which filters
+        also sort (measured). Kernels, which run on GPUs and for float32 without filters, need only logits."""
         rollout = self.config.rollout
         filters = rollout.top_k or rollout.top_p < 1
         in_torch = 60 if filters else 24 if self.dtype == 2 or rollout.min_p else 0

@@ -168,7 +168,7 @@ class Checkpoints:
         return text if re.fullmatch("[0-9a-f]{16}", text) else ""
 
     def _remove(self, tag: str) -> None:
-        """Rename a checkpoint to a draft, to be removed: a half removed folder must not look like a checkpoint."""
+        """Rename a checkpoint to a draft, to be deleted later: a half-deleted one must not look like a checkpoint."""
         if (self.folder / tag).exists():
             (self.folder / tag).rename(self.folder / f"{_DRAFT}removed_{tag}")
 

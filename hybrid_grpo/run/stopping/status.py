@@ -1,7 +1,7 @@
 """Shared memory in which the ranks of one machine and their watchers (watcher.py) exchange status without waiting.
 
-Every rank has an entry, which the rank and its watcher write and all others read. Times come from `time.monotonic`, one
-clock for all processes of a machine. The module imports neither torch nor anything else that is slow to import.
+Every rank has an entry, which the rank and its watcher write, and which all of them read. Times come from
+`time.monotonic`, one clock for all processes of a machine. The module imports nothing that is slow to import.
 """
 
 import ctypes
