@@ -119,7 +119,7 @@ def read_tokens(path: Path) -> list[dict[str, Any]]:
         table = parquet.read_table(path)
         missing = [name for name in SCHEMA.names if name not in table.column_names]
         if missing:
-            raise UserError(f"{path} has no column {missing[0]} as a run writes it: remove the file")
+            raise UserError(f"{path} lacks the column {missing[0]}, which a run writes: remove the file")
         return list(table.to_pylist())
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"{path} cannot be read ({' '.join(str(error).split())}): remove the file") from None

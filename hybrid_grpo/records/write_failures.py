@@ -68,7 +68,7 @@ def one_line(folder: Path, go_on: str = ", then go on with --run.resume auto") -
         yield
     except OSError as error:
         raise UserError(
-            f"{folder} cannot be written: {why(error, folder.absolute())}: make room or mend it{go_on}"
+            f"{folder} cannot be written: {why(error, folder.absolute())}: make room or fix the cause{go_on}"
         ) from error
 
 

@@ -51,7 +51,7 @@ def adopt_rank() -> None:
         rank, size, local_rank, local_size = (os.environ.get(name, "") for name in names)
         if not rank.isdigit() or not size.isdigit() or int(size) == 1:
             continue
-        refuse(not local_rank.isdigit(), f"{starter} has started {size} tasks and does not say {names[2]}: set it")
+        refuse(not local_rank.isdigit(), f"{starter} has started {size} tasks without setting {names[2]}: set it")
         here = re.match(r"\d+", local_size)
         address = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if here and here[0] == size else _first_host())
         refuse(

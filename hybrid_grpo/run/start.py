@@ -76,7 +76,7 @@ def _newest(folder: Path, checkpoints: Checkpoints) -> Checkpoint | None:
     if checkpoint is None:
         refuse(
             bool(passed_over),
-            f"run.resume auto: no checkpoint in {checkpoints.folder} is whole: {'; '.join(passed_over[:3])}: put one"
+            f"run.resume auto: no checkpoint in {checkpoints.folder} is intact: {'; '.join(passed_over[:3])}: put one"
             f" back as it was, or start anew with {_ANOTHER}",
         )
         refuse(
@@ -92,7 +92,7 @@ def _named(resume: str, folder: Path, checkpoints: Checkpoints) -> tuple[Checkpo
     try:
         checkpoint = checkpoints.verify(Path(resume).absolute())
     except Damaged as damage:
-        raise UserError(f"run.resume {resume}: {damage}: give the folder of a whole checkpoint") from None
+        raise UserError(f"run.resume {resume}: {damage}: give the folder of an intact checkpoint") from None
     forks = checkpoint.folder.parent.resolve() != checkpoints.folder.resolve()
     refuse(
         forks and (bool(checkpoints.tags()) or _has_steps(folder / "metrics.jsonl")),
@@ -109,7 +109,7 @@ def _checked_changes(config: ModelRunConfig, checkpoint: Checkpoint, inputs: dic
     others = [name for name in inputs if name in manifest.inputs and inputs[name] != manifest.inputs[name]]
     bound = [text for name, text in changed.items() if not is_free(name, config, manifest.settings)]
     for what, names, were in (
-        ("settings that decide on learning", bound, "set them as they were"),
+        ("settings that affect what is learned", bound, "set them as they were"),
         ("inputs", [name for name in others if not name.startswith(CODE)], "put them back as they were"),
     ):
         refuse(

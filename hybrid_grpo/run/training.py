@@ -225,7 +225,7 @@ class TrainingRun:
         try:
             if self._alarms.stops and self.saver.is_on and not self._alarms.diverged:
                 self.saver.save(stage, step, self._states(stage))
-            self._alarms.act(f"the newest checkpoint is of step {self.saver.step}")
+            self._alarms.act(f"the newest checkpoint is from step {self.saver.step}")
         except (RunStopped, RollBack):
             # A repeated step must not learn from completions that a diverged policy has sampled.
             if rank() == 0:
@@ -290,7 +290,7 @@ class TrainingRun:
                 self.saver.save(stage, step, self._states(stage))
             raise UserError(
                 f"{model} could not be written: {failure}; the newest checkpoint, of step {self.saver.step}, has the"
-                " weights: make room or mend it, and --run.resume auto writes the model again"
+                " weights: make room or fix the cause, and --run.resume auto writes the model again"
             ) from failure
 
     def watched(self, step: int, values: dict[str, float]) -> dict[str, float]:

@@ -133,12 +133,13 @@ class Symptoms:
         )
 
     def _length(self, values: dict[str, float]) -> Sign:
-        return self._compared("completion/length_mean", values, "completions have {:.1f} tokens, {:.1f} times as usual")
+        words = "completions have {:.1f} tokens, {:.1f} times as many as usual"
+        return self._compared("completion/length_mean", values, words)
 
     def _throughput(self, values: dict[str, float]) -> Sign | None:
         if "time/profiled" in values:  # tracing takes time
             return None
-        words = "{:.0f} tokens are generated per second, {:.2f} times as usual"
+        words = "{:.0f} tokens are generated per second, {:.2f} times the usual rate"
         return self._compared("throughput/generated_tokens_per_s", values, words)
 
     def _compared(self, name: str, values: dict[str, float], words: str) -> Sign:
@@ -153,7 +154,7 @@ class Symptoms:
 
     def _dead_groups(self, values: dict[str, float]) -> Sign | None:
         dead, right = values["group/zero_std_frac"], values.get("group/all_right_frac", 0.0)
-        words = f"{dead:.0%} of the groups teach nothing, and {right:.0%} are all right"
+        words = f"{dead:.0%} of the groups give no gradient, and in {right:.0%} all completions are right"
         return Sign(dead - right, words) if self._groups else None
 
     def _constant(self, values: dict[str, float]) -> Sign | None:
@@ -176,7 +177,7 @@ class Symptoms:
         return Sign(
             fall if reward > best.reward and fall > chance else math.nan,
             f"{self._outcome} fell from {best.value:.3f} at step {best.step} to {now:.3f} in training, while the reward"
-            f" rose from {best.reward:.3f} to {reward:.3f}: other reward functions pay for what is wrong",
+            f" rose from {best.reward:.3f} to {reward:.3f}: other reward functions reward wrong completions",
             best.step + 1,
         )
 
@@ -204,8 +205,8 @@ class Symptoms:
         entropy = values["policy/entropy"] * values["completion/length_mean"]
         return Sign(
             share if entropy > _ENTROPY else math.nan,
-            f"{share:.0%} of completions equal another of their group, although the policy has {entropy:.1f} nats of"
-            " entropy per completion: what is sampled is not the policy",
+            f"{share:.0%} of completions equal another one in their group, although the policy has {entropy:.1f} nats"
+            " of entropy per completion: the samples do not come from the policy",
         )
 
     def _failing(self, values: dict[str, float]) -> Sign | None:
@@ -246,8 +247,8 @@ _SYMPTOMS: dict[str, tuple[Callable[[Symptoms, dict[str, float]], Sign | None], 
     "ratio": _plain("policy/ratio_max", "a token became {:.4g} times as likely within one step"),
     "parity": _plain(
         "parity/logp_abs_diff_mean",
-        "sampler and training forward differ by {:.4f} nats per token on average: old_logp is not the policy's, so"
-        " ratios and clipping are off",
+        "sampler and training forward differ by {:.4f} nats per token on average: old_logp is not the policy's"
+        " log-probability, so ratios and clipping are wrong",
     ),
     "duplicates": (Symptoms._duplicates, ("completion/duplicate_frac", "completion/length_mean", "policy/entropy")),
     "throughput_drop": (Symptoms._throughput, ("throughput/generated_tokens_per_s",)),

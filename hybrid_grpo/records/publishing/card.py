@@ -105,7 +105,7 @@ class TrainedRun:
         for section, stage in _STAGES.items():
             if section in self.settings:
                 return stage
-        raise UserError(f"{self.folder / 'config.yaml'} is of no stage of training: give the folder of a run")
+        raise UserError(f"{self.folder / 'config.yaml'} belongs to no stage of training: give the folder of a run")
 
     @cached_property
     def facts(self) -> dict[str, str]:
@@ -179,7 +179,7 @@ class TrainedRun:
         return Evaluation(
             numbers,
             "Means over the held-out data, measured by the run. The interval of an accuracy of completions is 1.96"
-            " standard errors to both sides; it is missing where all prompts had the same result.",
+            " standard errors on either side; it is missing if all prompts had the same result.",
         )
 
 

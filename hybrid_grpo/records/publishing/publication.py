@@ -73,7 +73,7 @@ def _evaluation(file: Path, run: TrainedRun) -> Evaluation:
         ) from None
     refuse(
         of_model.resolve() != run.model.resolve(),
-        f"publish.evaluation {file} is of {of_model}, not of {run.model}: evaluate that one with --policy.model",
+        f"publish.evaluation {file} measures {of_model}, not {run.model}: evaluate the latter with --policy.model",
     )
     return evaluation
 
@@ -179,7 +179,7 @@ def _onto_hub(run: TrainedRun, evaluation: Evaluation, options: PublishOptionsCo
             files = set(api.list_repo_files(name)) - {".gitattributes"}
             refuse(
                 bool(files) and CONTENTS not in files,
-                f"publish.hub {name} has files that are not a publication: give the name of another repository",
+                f"publish.hub {name} has files that do not belong to a publication: name another repository",
             )
             api.upload_folder(
                 repo_id=name,

@@ -93,7 +93,7 @@ class TrackerProcess:
         try:
             self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
-            self._warn(f"did not finish within {patience_s:.0f} s of the end of the run, and is ended")
+            self._warn(f"did not finish within {patience_s:.0f} s of the end of the run, and was killed")
             self._kill()
         self.look()
         with suppress(OSError):

@@ -57,16 +57,16 @@ class Manifest:
             document = json.loads((folder / NAME).read_bytes())
             content = document["checkpoint"]
             if document["crc32"] != _checksum(content):
-                raise Damaged(f"{NAME} is damaged: its checksum is another")
+                raise Damaged(f"{NAME} is damaged: its checksum differs")
             manifest = cls(**content)
         except FileNotFoundError:
-            raise Damaged(f"{NAME} is missing: the checkpoint was not finished, or is of an older version") from None
+            raise Damaged(f"{NAME} is missing: the checkpoint is unfinished, or from an older version") from None
         except OSError as error:
             raise Damaged(f"{NAME} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise Damaged(f"{NAME} is damaged: it is not a manifest") from error
         if folder.name != (tag := f"step_{manifest.step:06d}"):
-            raise Damaged(f"{NAME} is that of {tag}")
+            raise Damaged(f"{NAME} belongs to {tag}")
         return manifest
 
     def check(self, folder: Path, rank: int, ranks: int) -> list[Path]:
@@ -79,7 +79,7 @@ class Manifest:
                 if found != size:
                     raise Damaged(f"{name} has {found} bytes, {size} were written")
                 if measure(folder / name)[1] != crc32:
-                    raise Damaged(f"{name} is not what was written: its checksum is another")
+                    raise Damaged(f"{name} is not what was written: its checksum differs")
             except FileNotFoundError:
                 raise Damaged(f"{name} is missing") from None
             except OSError as error:

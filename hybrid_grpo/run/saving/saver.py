@@ -35,7 +35,7 @@ class Saver:
 
     @property
     def newest(self) -> str:
-        return "there is none before it" if self.step is None else f"the newest is that of step {self.step}"
+        return "there is none before it" if self.step is None else f"the newest one is from step {self.step}"
 
     def is_due(self, step: int, stage: Stage) -> bool:
         """Return whether to save after a step, because of its number or the time on rank 0's clock. Collective."""
@@ -61,7 +61,7 @@ class Saver:
         except WriteFailed as failure:
             if self._config.on_failure == "stop" or step == 0:
                 raise RunStopped(
-                    f"{failure}; {self.newest}: make room or mend it, and go on with --run.resume auto"
+                    f"{failure}; {self.newest}: make room or fix the cause, and go on with --run.resume auto"
                 ) from None
             say(f"WARNING: {failure}; {self.newest}, and the run goes on (checkpoint.on_failure say)")
         self._saved_at = time.monotonic()
@@ -81,7 +81,7 @@ def load_stage(stage: Stage, checkpoints: Checkpoints, checkpoint: Checkpoint) -
     stage.policy.load_state_dict(state["policy"])
     for name, part in stage.all_parts.items():
         # Settings that were added with run.allow_changes may need parts that the checkpoint lacks.
-        refuse(name not in state, f"run.resume: {checkpoint.folder} was made without {name}: take its settings out")
+        refuse(name not in state, f"run.resume: {checkpoint.folder} was made without {name}: remove its settings")
         part.load_state_dict(state[name])
     if (lr_scale := checkpoint.manifest.lr_scale) is not None:
         stage.policy.lr_scale = lr_scale

@@ -33,7 +33,7 @@ def check_space(folder: Path, config: CheckpointConfig, stage: Stage, models: in
         f"run.dir: the disk of {folder} has {free / 1e9:.3g} GB free, and the run needs {needed / 1e9:.3g}:"
         f" {count} checkpoints of {checkpoint / 1e9:.3g} GB (checkpoint.keep {config.keep}, and one while it is"
         f" written) and {'the model' if models == 1 else f'{models} models'} of {model / 1e9:.3g} GB: make room,"
-        " lower checkpoint.keep, or take another run.dir",
+        " lower checkpoint.keep, or use another run.dir",
     )
     return checkpoint
 

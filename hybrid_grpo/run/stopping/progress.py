@@ -79,7 +79,7 @@ class Progress:
 
     def why(self) -> str:
         cause = int(all_reduce(torch.tensor(self._shared.mine.cause, device=self._device), "max"))
-        named = {LAUNCHER_GONE: "the launcher has ended", TIME_OVER: "run.stop_after is over"}
+        named = {LAUNCHER_GONE: "the launcher has ended", TIME_OVER: "run.stop_after has passed"}
         return named.get(cause) or signal.Signals(cause).name
 
     def asked(self) -> bool:
