@@ -1,1 +1,1 @@
-"""What a run leaves and shows: metrics, rollouts, step traces, alarms, trackers, profiles, the published model."""
+"""The records of a run: metrics, rollouts, step traces, alarms, trackers, profiles, and the published model."""

@@ -1,11 +1,11 @@
-"""The file of a run's folder that records the alarms that went off. Needs no torch."""
+"""Records the alarms that went off in a file in the run's folder. This module does not import torch."""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
 ALARMS_FILE = "alarms.jsonl"
-"""One JSON object per alarm that went off: the fields of `AlarmRecord`."""
+"""Name of the file, which has one JSON object with the fields of `AlarmRecord` per alarm that went off."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,6 @@ class AlarmRecord:
 
 
 def write_alarm(folder: Path, record: AlarmRecord) -> None:
-    """Append an alarm to the file in a run's folder."""
+    """Append an alarm to `ALARMS_FILE` in a run's folder."""
     with (folder / ALARMS_FILE).open("a", encoding="utf-8") as file:
         print(json.dumps(vars(record), ensure_ascii=False), file=file)

@@ -1,4 +1,4 @@
-"""Export of the trained model to a folder in Hugging Face format, which is complete or absent."""
+"""Exports the trained model to a folder in Hugging Face format, completely or not at all."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from hybrid_grpo.policy import TrainedModel
 
 FACTS = "run.json"
-"""File in that folder with facts about the export, such as the step after which it was written."""
+"""Name of the file in an exported folder with facts about the export, such as the step after which it was written."""
 
 
 def export(policy: TrainedModel, model: Path, facts: dict[str, float]) -> None:
-    """Write the folder `model`, completely or not at all, with facts about it, such as its step. Raises WriteFailed on
-    all ranks. Collective."""
+    """Export the policy to the folder `model`, completely or not at all, with `facts` about it, such as its step.
+    Raise WriteFailed on all ranks if any rank cannot write. Collective."""
     folder = model.parent
     draft, old = (folder / f".{model.name}_{kind}" for kind in ("draft", "old"))
 
@@ -46,7 +46,7 @@ def export(policy: TrainedModel, model: Path, facts: dict[str, float]) -> None:
 
 
 def exported(model: Path) -> dict[str, float]:
-    """The facts in the folder `model`; empty if there is no such folder, or if another program wrote it."""
+    """Return the facts about the export in the folder `model`; empty if it is missing or another program wrote it."""
     try:
         facts = json.loads((model / FACTS).read_bytes())
         return {name: float(value) for name, value in facts.items()} | {"step": int(facts["step"])}

@@ -1,4 +1,4 @@
-"""Writing a run's files: atomically, so that readers see the old or the new content, and as valid JSON."""
+"""Writes a run's files atomically, so that readers see the old or the new content, and as valid JSON."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from typing import Any
 from hybrid_grpo.config.errors import UserError
 
 TRACE_FILE = "details.jsonl"
-"""In a run's folder: the traces of its steps, one JSON object per step."""
+"""Name of the file in a run's folder with the traces of its steps, one JSON object per step."""
 _STEP = re.compile(rb'\{"step": ?(\d+)[,}]')
 
 
@@ -24,7 +24,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def replace_bytes(path: Path, content: Any) -> None:
-    """`replace_text` for bytes."""
+    """Like `replace_text`, but for bytes."""
     draft = path.with_name(f".{path.name}.draft")
     with draft.open("wb") as file:
         file.write(content)
@@ -35,7 +35,7 @@ def replace_bytes(path: Path, content: Any) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged file or folder, so that another can take its place; returns its new name."""
+    """Rename a damaged file or folder, so that a new one can take its place, and return its new path."""
     return path.rename(_name_aside(path))
 
 
@@ -47,7 +47,7 @@ def _name_aside(path: Path) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or a folder's list of names, to the disk, so that it survives a power cut."""
+    """Flush a file, or the directory entries of a folder, to disk, so that they survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -56,15 +56,15 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """`sync` a folder and everything in it."""
+    """Flush a folder and everything in it to disk."""
     for path in sorted(folder.rglob("*")):
         sync(path)
     sync(folder)
 
 
 def cut_lines(path: Path, step: int) -> Path | None:
-    """Truncate a file of JSON lines, each beginning with its step, before the first line that is incomplete, damaged,
-    or later than `step`. If that line is damaged, the original is copied first; returns the path of the copy."""
+    """Truncate a file of JSON lines, each of which begins with its step, before the first line that is incomplete,
+    damaged, or later than `step`. If that line is damaged, copy the file first and return the path of the copy."""
     if not path.exists():
         return None
     with path.open("r+b") as file:
@@ -81,7 +81,7 @@ def cut_lines(path: Path, step: int) -> Path | None:
 
 
 def replace_folder(target: Path, draft: Path, old: Path) -> None:
-    """Rename the folder `target`, if it exists, to `old`, and `draft` to `target`; if that fails, `target` stays."""
+    """Rename `target` to `old`, if it exists, and then `draft` to `target`; if that fails, rename `old` back."""
     replaces = target.exists()
     if replaces:
         target.rename(old)
@@ -95,15 +95,15 @@ def replace_folder(target: Path, draft: Path, old: Path) -> None:
 
 
 def rollout_files(folder: Path, kind: str = "jsonl") -> dict[int, Path]:
-    """The rollout files in a folder by step, in ascending order: texts (`jsonl`) or tokens (`parquet`). Other files,
-    such as copies, are left out."""
+    """Return the rollout files in a folder by step, in ascending order: texts (`kind` is `jsonl`) or tokens
+    (`parquet`). Other files, such as copies, are left out."""
     found = {path.stem.removeprefix("step_"): path for path in folder.glob(f"step_*.{kind}")}
     steps = sorted((int(n), path) for n, path in found.items() if n.isdecimal())
     return {step: path for step, path in steps if step < 2**53}
 
 
 def flattened(settings: dict[str, Any], levels: int = 99) -> Iterator[tuple[str, Any]]:
-    """Nested settings as pairs of a dotted name and a value; what lies deeper than `levels` stays nested."""
+    """Yield nested settings as pairs of a dotted name and a value; settings deeper than `levels` stay nested."""
     for name, value in settings.items():
         if isinstance(value, dict) and value and levels:
             yield from ((f"{name}.{below}", of) for below, of in flattened(value, levels - 1))
@@ -112,7 +112,7 @@ def flattened(settings: dict[str, Any], levels: int = 99) -> Iterator[tuple[str,
 
 
 def json_safe(value: Any) -> Any:
-    """`value` with everything that JSON cannot hold replaced by null (NaN, infinity) or text."""
+    """Return `value` with NaN and infinity replaced by None, and anything else that JSON cannot hold by text."""
     if isinstance(value, dict):
         return {str(key): json_safe(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -123,7 +123,7 @@ def json_safe(value: Any) -> Any:
 
 
 def as_json(value: Any, **options: Any) -> str:
-    """A value as JSON, made safe by `json_safe` if necessary; most values are safe already, and are not copied."""
+    """Return a value as JSON. `json_safe` converts the value only if necessary, because it makes a copy."""
     try:
         return json.dumps(value, allow_nan=False, **options)
     except (TypeError, ValueError):
@@ -132,9 +132,9 @@ def as_json(value: Any, **options: Any) -> str:
 
 @contextmanager
 def json_lines(name: str, setting: str) -> Iterator[Callable[[Any], None]]:
-    """Writes values as JSON lines, flushed one by one, into a new file or to standard output (`-`).
+    """Yield a function that writes a value as a JSON line and flushes it, to a new file or to standard output (`-`).
 
-    Raises UserError, which names the setting, if the file cannot be opened.
+    Raise UserError, which names `setting`, if the file cannot be opened.
     """
     with ExitStack() as stack:
         try:
@@ -152,7 +152,7 @@ def json_lines(name: str, setting: str) -> Iterator[Callable[[Any], None]]:
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """Ends the block quietly when the reader of standard output has gone away."""
+    """End the `with` block quietly if whoever reads standard output has closed it."""
     try:
         yield
     except BrokenPipeError:

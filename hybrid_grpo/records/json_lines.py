@@ -1,7 +1,7 @@
-"""Reading JSON lines: complete files of a run, files that are still being written, and untrusted files.
+"""Reads JSON lines: complete files of a run, files that are still being written, and untrusted files.
 
-`read_jsonl` refuses a damaged file. Everything else here is for watching: whatever a file contains, time and memory are
-bounded, and malformed lines are skipped.
+`read_jsonl` refuses a damaged file. Everything else here is for programs that watch a run: time and memory are bounded
+whatever a file contains, and malformed lines are skipped.
 """
 
 import errno
@@ -16,18 +16,18 @@ from typing import Any, BinaryIO
 from hybrid_grpo.config.errors import UserError
 
 LONGEST = 8 * 2**20
-"""Most bytes of a line; longer ones are left out."""
+"""Maximum length of a line in bytes; longer lines are left out."""
 _DEEPEST = 50
 _END = 2**20
 _CHUNK = 2**18
 _MARK = 512
-"""Number of bytes to remember before the end of what was read. If they have changed, the file was replaced."""
+"""Number of bytes to remember from the end of what was read. If they have changed, the file was replaced."""
 
 Record = dict[str, Any]
 
 
 def read_jsonl(path: Path) -> list[Record]:
-    """The objects in a run's file; none if there is no file. An incomplete last line is left out.
+    """Return the JSON objects in a run's file; none if there is no file. An incomplete last line is left out.
 
     Raises UserError, which names the file and the line, if a line is not a JSON object.
     """
@@ -47,8 +47,8 @@ def read_jsonl(path: Path) -> list[Record]:
 
 
 def parse(line: bytes) -> Record | None:
-    """The object in a line; None if it is not an object, or is nested deeper than a run writes. NaN becomes None, and
-    integers that are too large for a browser become floats."""
+    """Return the JSON object in a line; None if the line is not an object, or is nested deeper than a run writes. NaN
+    and infinity become None, and integers that are too large for a browser become floats."""
     if line[:1] not in (b"{", b" "):
         return None
     try:
@@ -59,7 +59,7 @@ def parse(line: bytes) -> Record | None:
 
 
 def parse_step(line: bytes) -> Record | None:
-    """Like `parse`, but None also if the line does not belong to a step."""
+    """Like `parse`, but also return None if the line does not belong to a step."""
     record = parse(line)
     step = record.get("step") if record else None
     return record if type(step) is int and 0 <= step < 2**31 else None
@@ -85,7 +85,7 @@ _DECODER = json.JSONDecoder(parse_int=_whole, parse_constant=lambda _: None)
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file for reading. Raises OSError also for anything but a plain file: a pipe would wait for its writer."""
+    """Open a file for reading. Raise OSError if it is not a regular file, since a pipe would wait for its writer."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -95,7 +95,7 @@ def open_file(path: Path) -> BinaryIO:
 
 def read_lines(file: BinaryIO, begin: int) -> Iterator[tuple[int, bytes | None]]:
     """Yield the offset and content of each line from the byte `begin` on. A line longer than `LONGEST` comes in parts:
-    None first, then empty ones. If `begin` is inside a line, the rest of that line is empty too."""
+    None first, then empty parts. If `begin` is inside a line, the rest of that line comes as empty parts too."""
     file.seek(max(0, begin - 1))
     is_rest = begin > 0 and file.read(1) != b"\n"
     while line := file.readline(LONGEST):
@@ -107,7 +107,7 @@ def read_lines(file: BinaryIO, begin: int) -> Iterator[tuple[int, bytes | None]]
 
 
 def last_lines(path: Path) -> list[bytes]:
-    """Lines from the last megabyte of a file; none if it cannot be read. The first may be only part of a line."""
+    """Return the lines in the last MiB of a file; none if it cannot be read. The first may be only part of a line."""
     try:
         with open_file(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _END))
@@ -119,9 +119,9 @@ def last_lines(path: Path) -> list[bytes]:
 class GrowingFile:
     """Reads a file line by line as it is written, each line once.
 
-    A resumed run truncates the file and continues writing, and a folder may be replaced by another. Then `on_restart`
-    is called, and the file is read again from the first line. An incomplete last line waits until it is complete. A
-    line longer than `LONGEST` is read as an empty one.
+    If the file is truncated by a resumed run, or replaced by another, `on_restart` is called, and the file is read
+    again from the first line. An incomplete last line is not read until it is complete. A line longer than `LONGEST`
+    is read as an empty one.
     """
 
     def __init__(self, path: Path, on_line: Callable[[bytes], None], on_restart: Callable[[], None]) -> None:
@@ -140,7 +140,7 @@ class GrowingFile:
 
     @property
     def share_read(self) -> float:
-        """Share of the file that has been read; 1 once no complete line is left."""
+        """Share of the file that has been read; 1 once no complete line is left to read."""
         return 1.0 if self._caught_up else min(0.999, self.place / self.size)
 
     def check(self) -> bool:
@@ -170,7 +170,7 @@ class GrowingFile:
         self._caught_up = caught_up
 
     def _read_chunk(self, file: BinaryIO) -> bool:
-        """Read some whole lines, or part of one that is too long; False if there is neither."""
+        """Read some complete lines, or part of a line that is too long; return False if there is neither."""
         file.seek(self.place)
         chunk = file.read(_CHUNK)
         if b"\n" not in chunk:

@@ -1,8 +1,8 @@
-"""The lock on a run's folder: at most one run writes there.
+"""The lock on a run's folder, which ensures that at most one run writes there.
 
 On one machine, and on file systems whose locks reach other machines, a POSIX lock on the file `.lock` decides; the
 kernel releases it however its process ends. Elsewhere the owner's heartbeat decides: a counter in the file that rises
-while the owner lives. `python -m hybrid_grpo.records.lock FOLDER` exits with status 2 if a run holds the lock.
+while the owner is alive. `python -m hybrid_grpo.records.lock FOLDER` exits with status 2 if a run holds the lock.
 """
 
 import fcntl
@@ -25,8 +25,8 @@ _LENGTH = 512
 
 
 class FolderLock:
-    """This process's lock on an existing folder. Raises UserError if another process, which the message names, holds
-    the lock, or if the lock file cannot be written."""
+    """This process's lock on an existing folder. Raises UserError if another process holds the lock (the message names
+    that process), or if the lock file cannot be written."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / ".lock"
@@ -41,7 +41,7 @@ class FolderLock:
         threading.Thread(target=self._beat, name="lock", daemon=True).start()
 
     def release(self) -> None:
-        """Free the folder for runs on any machine."""
+        """Release the lock, so that a run on any machine can use the folder."""
         self._ended.set()
         # On another machine only the file shows that this run has ended.
         os.ftruncate(self._file, 0)
@@ -61,8 +61,8 @@ class FolderLock:
 
 
 def _locked(folder: Path) -> int:
-    """Lock the file and return its descriptor; closing any descriptor of the file would release the lock. Raises
-    UserError if another process holds the lock."""
+    """Lock the file `.lock` and return its descriptor; closing any descriptor of that file would release the lock.
+    Raise UserError if another process holds the lock."""
     path = folder / ".lock"
     _refuse_other_machine(path)
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -86,8 +86,8 @@ def _refuse_other_machine(path: Path) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The owner that the file names; empty if there is none. The file is reopened each time, so that a network file
-    system fetches its newest content."""
+    """Return the owner that the lock file names; empty if there is none. The file is reopened each time, so that a
+    network file system fetches its newest content."""
     try:
         owner = json.loads(path.read_text())
     except (OSError, ValueError):

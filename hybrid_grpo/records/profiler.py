@@ -1,4 +1,4 @@
-"""Profiles of single steps by torch's profiler, for log.profile: which operations a stage spends its time on."""
+"""Profiles single steps with torch's profiler, for log.profile: shows which operations each stage spends time on."""
 
 import sys
 from bisect import bisect_right
@@ -18,19 +18,19 @@ from hybrid_grpo.records.metrics.meter import Meter
 STAGE = "stage/"
 """Prefix of the stages' names in a profile."""
 _SHOWN = 10
-"""Number of operations that the table shows for a stage."""
+"""Number of operations that the table shows for each stage."""
 
 
 class Profiler:
-    """Profiles the steps in `steps`. Every rank writes its trace to the folder, and rank 0 also writes a table; if that
-    fails, a warning is printed and the run goes on."""
+    """Profiles the steps in `steps`. Every rank writes its trace to the folder, and rank 0 also writes a table. If
+    writing fails, a warning is printed and the run goes on."""
 
     def __init__(self, steps: Sequence[int], folder: Path) -> None:
         self._steps, self._folder = frozenset(steps), folder
 
     @contextmanager
     def step(self, step: int, meter: Meter) -> Iterator[None]:
-        """Profiles the code of a step in `steps`; the meter records this, since profiling makes the step slower."""
+        """Profile the `with` block if `step` is in `steps`. The meter records it, since profiling takes time."""
         if step not in self._steps:
             yield
             return
@@ -50,7 +50,7 @@ class Profiler:
 
 
 def table(events: Sequence[Any]) -> str:
-    """The stages of a profiled step, each with the operations that took longest, not counting what these called.
+    """Return a table of a step's stages, each with the operations that took longest, not counting calls inside them.
 
     An operation belongs to the innermost stage in which it began, on any thread. The time of a GPU kernel counts for
     the operation that launched it.
@@ -77,8 +77,8 @@ def table(events: Sequence[Any]) -> str:
 
 
 def _innermost(stages: list[Any]) -> tuple[list[float], list[str]]:
-    """The times at which the innermost stage changes, and its name from then on, which is empty outside all stages.
-    `stages` are sorted by their start, and any two are nested or disjoint."""
+    """Return the times at which the innermost stage changes, and for each time the name of the stage that then becomes
+    innermost, empty outside all stages. `stages` are sorted by their start, and any two are nested or disjoint."""
     begins: list[float] = []
     names: list[str] = []
     around: list[Any] = []

@@ -1,4 +1,4 @@
-"""Reuses the rollouts that a run saved with their tokens, instead of sampling and scoring them again."""
+"""Reuses rollouts that a run saved with their tokens, instead of sampling and scoring them again."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,25 +16,25 @@ from hybrid_grpo.records.tokens import read_tokens
 from hybrid_grpo.rewards.scorer import Rewards, Stream
 
 Key = tuple[int, int, int]
-"""Identifies a completion within a step, whatever the number of ranks: its prompt's row in the source, the epoch, and
-the sample index."""
+"""Identifies a completion within a step, regardless of the number of ranks: the row of its prompt in the source, the
+epoch, and the sample index."""
 SavedRow = dict[str, Any]
 """A row of the token file; its entry `line` is the completion's line in the text file."""
 
 
 class SavedRollouts:
-    """The folder `rollouts/` of a run."""
+    """Reads the completions in the folder `rollouts/` of a run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._step, self._rows = 0, dict[Key, SavedRow]()
 
     def has(self, step: int) -> bool:
-        """Whether the tokens of a step were saved."""
+        """Return whether the tokens of a step were saved."""
         return self._files(step)[0].is_file()
 
     def rows(self, step: int) -> dict[Key, SavedRow]:
-        """The completions of a step. Raises UserError if they cannot be read."""
+        """Return the saved completions of a step, by their keys. Raise UserError if they cannot be read."""
         if step != self._step:
             tokens, lines = self._files(step)
             rows, texts = read_tokens(tokens), read_jsonl(lines)
@@ -49,14 +49,14 @@ class SavedRollouts:
 
 
 def key_of(row: Mapping[str, Any]) -> Key:
-    """The key of the completion that a row of a token file belongs to."""
+    """Return the key of the completion to which a row of a token file belongs."""
     return row["prompt_id"], row["epoch"], row["sample"]
 
 
 class SavedCompletions(Journal):
-    """Returns the completions that a run saved and samples the missing ones; nothing is written.
+    """Returns the completions that a run saved, and samples missing ones. Nothing is written.
 
-    `seed` is the seed of that run, on which its random streams depend.
+    `seed` is the seed of that run, which determines its random streams.
     """
 
     def __init__(self, saved: SavedRollouts, seed: int) -> None:
@@ -114,10 +114,10 @@ class _SavedStream(Stream):
         self._lines, self._names = lines, rewards.names
 
     def add(self, prompt: int, sample: int, completion: Completion) -> None:
-        """Does nothing: no function is called."""
+        """Do nothing, since no reward function is called."""
 
     def scores(self, gives_up: Callable[[], bool] = lambda: False) -> Scores:
-        """The saved scores."""
+        """Return the saved scores."""
         reward_B = _numbers([line["reward"] for line in self._lines])
         scores_steps = any("steps" in line for line in self._lines)
         steps = [[(end, reward) for end, reward in line.get("steps", ())] for line in self._lines]

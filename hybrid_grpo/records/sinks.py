@@ -1,7 +1,7 @@
-"""Where a run's numbers and rollouts go: metrics.jsonl, details.jsonl, rollouts/, the console, trackers such as wandb.
+"""Writes a run's metrics and rollouts to metrics.jsonl, details.jsonl, rollouts/, the console, and experiment trackers.
 
-Rank 0 writes everything and the other ranks hand over their rollouts, so no shared file system is needed. `meter.py`
-decides how the numbers are reduced.
+Rank 0 writes everything and the other ranks send it their rollouts, so no shared file system is needed. `meter.py`
+decides how the metrics are reduced across ranks.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from hybrid_grpo.records.trackers.process import TrackerProcess, start_trackers
 from hybrid_grpo.records.write_failures import one_line
 
 _FINISH_SECONDS, _STOP_SECONDS = 60.0, 8.0
-"""How long the trackers may take at the end of a run, and after a request to stop, when little time is left."""
+"""How long the trackers may take at the end of a run, and how long after a request to stop, when time is short."""
 
 
 class Log:
-    """All outputs of a run. It exists on every rank, and writes on rank 0 only."""
+    """All outputs of a run. Every rank has a `Log`, but only rank 0 writes."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Log:
         self.close(_STOP_SECONDS if stopped else _FINISH_SECONDS, failed=not goes_on)
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Write a step's numbers, once per step; raises KeyError for a name that is not in the catalogue."""
+        """Write a step's metrics, once per step. Raise KeyError for a metric that is not in the catalogue."""
         for name in values:
             describe(name)
         with one_line(self._rollouts.parent):
@@ -103,7 +103,7 @@ class Log:
         advantages_BT: Tensor | None = None,
         always: bool = False,
     ) -> None:
-        """Write all ranks' completions, in the first, last and every n-th step, or in any if `always`. Collective."""
+        """Write all ranks' completions in the first, last and every n-th step, or in any if `always`. Collective."""
         due = self._every and (step % self._every == 0 or step in (1, self._steps))
         if not (due or always):
             return
@@ -123,7 +123,7 @@ class Log:
             replace_text(self._rollouts / f"step_{step:06d}.jsonl", "".join(f"{line}\n" for line in lines))
 
     def write_trace(self, step: int, own: dict[str, Any] | None) -> None:
-        """Write the step's trace from the parts of all ranks (here `own`), or nothing if they are None. Collective."""
+        """Write the step's trace, joined from every rank's `own` part; if `own` is None, do nothing. Collective."""
         parts = None if own is None else ranks.gather_objects(own)
         if parts is not None:
             line = as_json(trace_line(step, parts), separators=(",", ":"))
@@ -131,7 +131,7 @@ class Log:
                 print(line, file=file)
 
     def close(self, patience_s: float = _FINISH_SECONDS, failed: bool = False) -> None:
-        """Close the outputs. The trackers have `patience_s` seconds in all to finish; the files are complete anyway."""
+        """Close the outputs. All trackers together have `patience_s` seconds to finish; the files need no time."""
         sinks, trackers, self._sinks, self._trackers = self._sinks, self._trackers, [], []
         with one_line(self._rollouts.parent):
             for sink in sinks:
@@ -144,10 +144,10 @@ class Log:
 
 
 class JsonlSink:
-    """metrics.jsonl: one flat JSON object per step, readable at any moment. NaN and infinity become null."""
+    """Writes metrics.jsonl: one flat JSON object per step, readable at any moment. NaN and infinity become null."""
 
     def __init__(self, path: Path, done: int = -1) -> None:
-        """Removes lines of steps after `done`, and a line that a crash left incomplete."""
+        """Open the file, after removing lines of steps after `done` and a line that a crash left incomplete."""
         cut_lines(path, done)
         self._last, self._file = done, path.open("a", encoding="utf-8")
 
@@ -161,7 +161,7 @@ class JsonlSink:
 
 
 def rollout_lines(step: int, rollout: Rollout, scores: Scores, advantages_B: Tensor) -> list[str]:
-    """One JSON object per completion of this rank, [B]; groups are numbered across all ranks."""
+    """Return one JSON object per completion of this rank, [B]; groups are numbered across all ranks."""
     first_group = ranks.rank() * len(rollout.prompts)
     rewards = {name: reward_B.tolist() for name, reward_B in scores.by_function.items()}
     rows = zip(rollout.row_prompts, rollout.completions, scores.reward_B.tolist(), advantages_B.tolist(), strict=True)
@@ -207,11 +207,11 @@ _CONSOLE = (
     ("throughput/generated_tokens_per_s", "{:,.0f} tok/s"),
     ("time/step_s", "{:.2f} s"),
 )
-"""The numbers of the console line, in order; `accuracy` is the latest result on the first held-out set."""
+"""The metrics of the console line, in order; `accuracy` is the latest result on the first held-out set."""
 
 
 class ConsoleSink:
-    """A progress bar with one live line of numbers; without a terminal, plain lines (at most about 200)."""
+    """Shows a progress bar with one live line of metrics, or, without a terminal, about 200 plain lines at most."""
 
     def __init__(self, steps: int, done: int = -1, stream: TextIO | None = None) -> None:
         self._steps, self._stream = steps, stream or sys.stdout

@@ -22,20 +22,20 @@ from hybrid_grpo.records.metrics.meter import Span
 BUCKETS = 20
 """Maximum number of buckets in a histogram."""
 _FINE = 1024
-"""Number of fine buckets in which tokens are counted, and which `of_counts` merges into a histogram. Such counts can be
-added up over micro-batches and ranks before the extremes are known."""
+"""Number of fine buckets in which tokens are counted before `of_counts` merges the buckets into a histogram. The counts
+can be added up over micro-batches and ranks before the lowest and highest values are known."""
 _TOPS = {"entropy": 16.0, "ratio": 4.0}
-"""Upper end of the fine buckets; the last one also holds all larger values."""
+"""Upper end of the fine buckets of each quantity; the last bucket also holds all larger values."""
 _MOMENTS = 512
-"""Moments of decoding in a line, for all ranks together; at least 8 for each rank."""
+"""Maximum number of moments of decoding in a step's trace, for all ranks together; a rank's share is at least 8."""
 
 
 class StepTrace:
-    """Collects this rank's part of a step's trace; nothing if `log.details` is off or `config` is None.
+    """Collects this rank's part of each step's trace, unless `log.details` is off or `config` is None.
 
     Args:
-        config: whether traces are written, and how often they have histograms.
-        steps: the last step of the run; it has histograms, like the first one.
+        config: settings that decide whether traces are written, and how often they have histograms.
+        steps: the last step of the run, whose trace has histograms like that of the first step.
     """
 
     def __init__(self, config: LogConfig | None = None, steps: int = 0) -> None:
@@ -52,13 +52,13 @@ class StepTrace:
         self._timelines, self._counts = [], {}
 
     def decoded(self, timeline: Timeline | None) -> None:
-        """Take the timeline of a rollout; None if nothing was decoded."""
+        """Add the timeline of a rollout, which is None if nothing was decoded."""
         if timeline is not None:
             self._timelines.append(timeline)
 
     def learned(self, batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor) -> None:
-        """Count the tokens of a micro-batch by entropy and, if the policy may have changed since it sampled, by ratio.
-        Does not wait for the GPU."""
+        """Count the tokens of a micro-batch by entropy and, if the policy may have changed since it sampled, by
+        probability ratio. This does not wait for the GPU."""
         if not self._has_histograms:
             return
         self._count("entropy", entropy_bT, batch.own_bT)
@@ -73,8 +73,8 @@ class StepTrace:
         self._counts[name] = self._counts[name] + count_K if name in self._counts else count_K
 
     def own(self, spans: Sequence[Span], taken: tuple[Rollout, Scores, Tensor] | None) -> dict[str, Any] | None:
-        """This rank's part of the trace of the step that has ended, for `trace_line`; None if nothing is collected.
-        `spans` are the stages of the step, and `taken` is `Stage.last_rollout`."""
+        """Return this rank's part of the ended step's trace, for `trace_line`; None if nothing is collected. `spans`
+        are the times of the step's stages, and `taken` is `Stage.last_rollout`."""
         start = next((begin for name, begin, _ in spans if name == "step"), None)
         if not self._on or start is None:
             return None
@@ -99,7 +99,7 @@ class StepTrace:
 
 
 def trace_line(step: int, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A step's line of details.jsonl, from the parts of all ranks."""
+    """Return a step's line of details.jsonl, made from the parts of all ranks."""
     line: dict[str, Any] = {"step": step}
     if "prompts" in parts[0]:
         line["prompts"] = list(chain.from_iterable(part["prompts"] for part in parts))
@@ -119,8 +119,8 @@ def trace_line(step: int, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def histogram(values: NDArray[Any]) -> dict[str, list[Any]] | None:
-    """Edges and counts of `BUCKETS` equal buckets from the lowest to the highest value; a single bucket if all values
-    are equal, and None if there are none. NaN is left out."""
+    """Return the edges and counts of `BUCKETS` equally wide buckets from the lowest to the highest value, or of a
+    single bucket if all values are equal; None if there are no values. NaN is left out."""
     values = values[~np.isnan(values)]
     if not values.size:
         return None
@@ -129,8 +129,8 @@ def histogram(values: NDArray[Any]) -> dict[str, list[Any]] | None:
 
 
 def of_counts(count_K: NDArray[Any], top: float) -> dict[str, list[Any]] | None:
-    """Edges and counts of at most `BUCKETS` buckets, merged from the neighbouring fine buckets between 0 and `top`;
-    empty ones at either end are left out. None if all are empty."""
+    """Merge neighboring fine buckets between 0 and `top` into at most `BUCKETS` buckets and return their edges and
+    counts; None if all are empty. Empty fine buckets at either end are left out."""
     used = np.flatnonzero(count_K)
     if not used.size:
         return None
@@ -143,7 +143,8 @@ def of_counts(count_K: NDArray[Any], top: float) -> dict[str, list[Any]] | None:
 
 
 def _groups(rollout: Rollout, scores: Scores) -> list[list[Any]]:
-    """Of each group: its prompt's row, mean and standard deviation of the policy's rewards, and source in a mixture."""
+    """Return for each group its prompt's row, the mean and standard deviation of the rewards of completions that the
+    policy sampled, and, if the prompts come from a mixture, their source."""
     sampled_B = np.array([not completion.writer for completion in rollout.completions])
     reward_PG = np.where(sampled_B, scores.reward_B.numpy(), np.nan).reshape(-1, rollout.num_generations)
     count_P = (~np.isnan(reward_PG)).sum(1)
@@ -158,7 +159,7 @@ def _groups(rollout: Rollout, scores: Scores) -> list[list[Any]]:
 
 
 def _moments(timelines: list[Timeline], start: float, most: int) -> dict[str, Any]:
-    """The joined timelines of a step's rollouts, thinned to at most `most` moments, including the last one."""
+    """Join the timelines of a step's rollouts, thinned to at most `most` moments, which include the last one."""
     at = list(chain.from_iterable(timeline.at for timeline in timelines))
     apart = -(-len(at) // most)
     kept = list(range(len(at)))[::-apart][::-1]

@@ -1,4 +1,4 @@
-"""The tokens of a step's completions: rollouts/step_*.parquet, next to the .jsonl file with their texts and rewards."""
+"""Stores a step's completions as tokens in rollouts/step_*.parquet, next to the .jsonl file with texts and rewards."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ SCHEMA = pa.schema(
         *(("logp", _NUMBERS), ("advantage", _NUMBERS), ("given", _GIVEN), ("finish", pa.string())),
     ]
 )
-"""docs/rollouts.md explains the columns."""
+"""Schema of the parquet file; docs/rollouts.md explains the columns."""
 _LONGEST = 4
-"""Maximum number of tokens in a character: one for each of its bytes in UTF-8."""
+"""Maximum number of tokens that make up a single character: one for each of its bytes in UTF-8."""
 
 
 class TokenText:
-    """The texts of single tokens, which joined give the text of the whole sequence."""
+    """Decodes tokens one by one, so that their texts, when joined, are the text of the whole sequence."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -44,7 +44,7 @@ class TokenText:
         """The texts of tokens that consist of whole characters."""
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token, including special ones. A character of several tokens counts for the last of them."""
+        """Return the text of each token, special or not. The last of the tokens that form a character has its text."""
         texts: list[str] = [self._known[token] for token in ids if token in self._known]
         if len(texts) == len(ids):
             return texts
@@ -64,7 +64,7 @@ class TokenText:
         return texts
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of tokens, including special ones."""
+        """Return the text of `ids`, including special tokens."""
         return "".join(self.pieces(ids))
 
     def _of(self, ids: list[int]) -> str:
@@ -76,8 +76,8 @@ class TokenText:
 
 
 def token_table(rollout: Rollout, first_group: int, advantages_BT: Tensor | None, text: TokenText) -> pa.Table:
-    """The completions of one rank as a table, with rows numbered within the rank. `first_group` is the number of its
-    first group across all ranks; `advantages_BT` is None if there are no advantages yet."""
+    """Return the completions of this rank as a table, with rows numbered within the rank. `first_group` is the number
+    of its first group across all ranks; `advantages_BT` is None if there are no advantages yet."""
     size, rows = rollout.num_generations, list(zip(rollout.row_prompts, rollout.completions, strict=True))
     advantages = [None] * len(rows) if advantages_BT is None else advantages_BT.tolist()
     columns = {
@@ -101,7 +101,7 @@ def token_table(rollout: Rollout, first_group: int, advantages_BT: Tensor | None
 
 
 def joined(tables: Sequence[pa.Table]) -> pa.Table:
-    """The tables of all ranks, joined in rank order, with rows numbered across all ranks."""
+    """Join the tables of all ranks in rank order, and number the rows across all ranks."""
     table = pa.concat_tables(tables)
     return table.set_column(0, SCHEMA.field("row"), pa.array(range(len(table)), pa.int32()))
 
@@ -114,12 +114,12 @@ def write_table(path: Path, table: pa.Table) -> None:
 
 
 def read_tokens(path: Path) -> list[dict[str, Any]]:
-    """The completions in a file, in row order. Raises UserError if it cannot be read."""
+    """Return the completions in a file, in row order. Raise UserError if the file cannot be read."""
     try:
         table = parquet.read_table(path)
         missing = [name for name in SCHEMA.names if name not in table.column_names]
         if missing:
-            raise UserError(f"{path} has no column {missing[0]} as a run writes it: remove the file")
+            raise UserError(f"{path} lacks the column {missing[0]}, which a run writes: remove the file")
         return list(table.to_pylist())
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"{path} cannot be read ({' '.join(str(error).split())}): remove the file") from None

@@ -1,4 +1,4 @@
-"""Failed writes: raised on all ranks, and reported in one line. A disk may be full or read-only at any moment."""
+"""Handles failed writes: raises them on all ranks, in one line. A disk may become full or read-only at any time."""
 
 import errno
 import json
@@ -21,11 +21,11 @@ _NO_SPACE = "No space left on device"
 
 
 class WriteFailed(UserError):
-    """Something could not be written on some rank; raised on all ranks."""
+    """Raised on all ranks if any rank could not write a file."""
 
 
 def why(error: BaseException, folder: Path) -> str:
-    """The reason for a failed write into `folder`, in the operating system's words if it gave any."""
+    """Return the reason for a failed write to `folder`, in the operating system's words if there are any."""
     link: BaseException | None = error
     while not folder.exists():
         folder = folder.parent
@@ -45,7 +45,7 @@ def _has_no_inodes(folder: Path) -> bool:
 
 
 def write_together(work: Callable[[], T], folder: Path, errors: tuple[type[Exception], ...] = _ERRORS) -> list[T]:
-    """Do `work`, which writes into `folder`, on every rank; return the results of all ranks.
+    """Call `work`, which writes to `folder`, on every rank, and return the results of all ranks.
 
     Raises WriteFailed on all ranks, with the reason of the first rank that failed with one of `errors`. Collective.
     """
@@ -63,17 +63,17 @@ def write_together(work: Callable[[], T], folder: Path, errors: tuple[type[Excep
 
 @contextmanager
 def one_line(folder: Path, go_on: str = ", then go on with --run.resume auto") -> Iterator[None]:
-    """Turns a failed write into `folder` into a UserError of one line; the default of `go_on` is for a run's folder."""
+    """Turn a failed write to `folder` into a UserError of one line, which ends with `go_on`."""
     try:
         yield
     except OSError as error:
         raise UserError(
-            f"{folder} cannot be written: {why(error, folder.absolute())}: make room or mend it{go_on}"
+            f"{folder} cannot be written: {why(error, folder.absolute())}: make room or fix the cause{go_on}"
         ) from error
 
 
 def write_prompts(folder: Path, prompts: list[dict[str, Any]]) -> None:
-    """Write prompts.jsonl into a run's folder: how often each prompt was solved, one JSON object per line."""
+    """Write prompts.jsonl to a run's folder: one JSON object per prompt, which says how often it was solved."""
     if prompts and rank() == 0:
         lines = (json.dumps(prompt, ensure_ascii=False, default=str) + "\n" for prompt in prompts)
         with one_line(folder):

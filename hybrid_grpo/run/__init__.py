@@ -1,5 +1,5 @@
-"""A run's life around its steps: what it reads, its folder and checkpoints, metrics and alarms, where they are written,
-and the plan of its memory.
+"""Everything about a run except what happens in its steps: its inputs, folder, checkpoints and held-out sets, how it
+resumes and stops, and the estimate of its memory.
 
-What a step does is not here (`trainer.py`, `commands/stages/`), nor are the weights (`policy.py`).
+`trainer.py` and `commands/stages/` define the steps; `policy.py` has the weights.
 """

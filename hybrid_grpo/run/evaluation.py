@@ -1,7 +1,7 @@
 """Held-out sets: their prompts and rewards, how they are completed, and the metrics of the results.
 
-The completions of a prompt depend on (run seed, set, prompt, sample) alone: not on the step, so that evaluations of a
-run can be compared, and not on the number of ranks. The estimators are in statistics.py.
+The random numbers of a completion depend on (run seed, set, prompt, sample) alone: not on the step, so that evaluations
+of a run can be compared, and not on the number of ranks. The estimators are in statistics.py.
 """
 
 import json
@@ -25,7 +25,7 @@ from hybrid_grpo.records.metrics.statistics import Floats, majority_at_k, pass_a
 from hybrid_grpo.rewards.scorer import Rewards
 
 _ANSWERS = ("answer", "pred")
-"""Names under which a reward function stores the answer that it extracted: ours, and verl's `pred`."""
+"""Names under which a reward function may store the answer that it extracted; verl's functions use `pred`."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class EvalSet:
 
     settings: HeldOut
     prompts: list[Prompt]
-    """The same on every rank."""
+    """All prompts of the set, the same on every rank."""
     rewards: Rewards
     stop_ids: tuple[int, ...]
     seed: int
     """Seed of the run."""
     opened: Callable[[list[Prompt]], list[Prompt]] = list
-    """Adds the initial observations of environments."""
+    """Function that adds the initial observations of environments to prompts."""
 
     @property
     def name(self) -> str:
@@ -48,7 +48,7 @@ class EvalSet:
 
     @property
     def every(self) -> int:
-        """Steps between evaluations; 0: only before the first step and after the last."""
+        """Number of steps between evaluations; 0 means only before the first step and after the last."""
         return self.settings.every
 
     @property
@@ -60,7 +60,7 @@ class EvalSet:
         return self.settings.rollout.longest(max(len(prompt.token_ids) for prompt in self.prompts))
 
     def own_prompts(self) -> list[Prompt]:
-        """This rank's share of the prompts; environments are reset for them."""
+        """Return this rank's share of the prompts, for which environments are reset."""
         return self.opened(rank_share(self.prompts, rank(), world_size()))
 
     def requests(self, prompts: list[Prompt]) -> list[Request]:
@@ -73,13 +73,13 @@ class EvalSet:
 
     @property
     def sampling(self) -> Sampling:
-        """Greedy, or from the softmax at the set's temperature."""
+        """How completions are sampled: greedily if the set's temperature is 0, otherwise at that temperature."""
         rollout = self.settings.rollout
         greedy = sampling_of(rollout, self.stop_ids, greedy=True)
         return replace(greedy, temperature=rollout.temperature, top_p=rollout.top_p) if rollout.temperature else greedy
 
     def measure(self, policy: Policy, step: int, beat: Callable[[], None]) -> Numbers:
-        """The metrics of the set for the policy after `step`; `beat` is called between tokens. Raises RunStopped if a
+        """Return the set's metrics for the policy after `step`; `beat` is called between tokens. Raise RunStopped if a
         reward function fails too often at step 0. Collective."""
         prompts = self.own_prompts()
         groups = policy.complete(self.requests(prompts), self.sampling, self.settings.rollout, on_step=beat)
@@ -108,13 +108,13 @@ class EvalResults:
 
     @property
     def right_PG(self) -> torch.Tensor:
-        """bool; a completion whose outcome function failed is not right."""
+        """Whether each completion is right, bool; a completion whose outcome function failed is not."""
         right_B = self.scores.by_function[self.settings.outcome] >= self.settings.threshold
         return right_B.view(-1, self.settings.rollout.num_generations)
 
     @property
     def answers(self) -> list[Any]:
-        """[B], the answers of completions: what the outcome function stores as `answer` or `pred`, else their text."""
+        """The completions' answers, [B]: what the outcome function stored as `answer` or `pred`, else their text."""
         for name in _ANSWERS:
             stored = self.scores.extra.get(f"{self.settings.outcome}/{name}")
             if stored is not None:
@@ -122,8 +122,8 @@ class EvalResults:
         return [completion.text.strip() for completion in self.completions]
 
     def by_prompt(self) -> dict[str, Floats]:
-        """float64 [P] by the last part of a metric's name: accuracy and mean reward and, with several completions per
-        prompt, pass@k and maj@k. The reward is NaN if no completion of the prompt has one."""
+        """Return values per prompt, float64 [P], by the last part of a metric's name: accuracy, mean reward and, with
+        several completions per prompt, pass@k and maj@k. The reward is NaN if no completion of the prompt has one."""
         right_PG, count = self.right_PG.numpy(), self.settings.rollout.num_generations
         reward_PG = self.scores.reward_B.view(-1, count)
         values: dict[str, Floats] = {
@@ -144,7 +144,7 @@ class EvalResults:
         return values
 
     def lines(self) -> list[dict[str, Any]]:
-        """One record for each prompt, with its completions."""
+        """Return one record for each prompt, with its completions."""
         count = self.settings.rollout.num_generations
         rewards, rights = self.scores.reward_B.tolist(), self.right_PG.flatten().tolist()
         rows = [
@@ -170,7 +170,7 @@ class EvalResults:
         ]
 
     def numbers(self) -> Numbers:
-        """The metrics of the set. Collective."""
+        """Return the metrics of the set. Collective."""
         prefix, by_prompt = f"eval/{self.settings.name}", self.by_prompt()
         right_B, reward_P = self.right_PG.flatten(), by_prompt["reward_mean"]
         reward_P = reward_P[~np.isnan(reward_P)]

@@ -1,8 +1,8 @@
-"""When a run calls its features, and how several features add up.
+"""Features, which extend GRPO, and how a run calls and combines them.
 
-A feature adds something to GRPO: an advantage, a term of the loss, a model that learns too. It is called at the moments
-that `Feature` names, in the order in which they occur, and every method does nothing by default. Users can bring their
-own. A feature does not reach into the trainer.
+A feature adds, for example, an advantage, a term of the loss, or another model that learns. `Feature` lists the methods
+that a run calls, in the order of the calls; by default they do nothing. Users can write their own features. A feature
+does not access the trainer.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class Scored:
     rollout: Rollout
     scores: Scores
     old_logp_BT: Tensor | None
-    """Of the policy that sampled; None if nothing asks for them (see `Feature.needs_old_logp`)."""
+    """Log-probabilities of the policy that sampled; None if nothing needs them (see `Feature.needs_old_logp`)."""
     kl_BT: Tensor | None
-    """KL to the reference if it is part of the reward, else None."""
+    """KL to the reference if the KL is part of the reward, else None."""
     beta: float
     """Coefficient of this KL in the reward."""
 
 
 class Feature:
-    """One feature of a run on this rank. It is created before any model loads, and raises UserError if its settings
-    do not fit the inputs.
+    """One feature of a run on this rank. It is created before any model is loaded. The constructor raises UserError if
+    the settings do not fit the inputs.
 
     Args:
         config, plan: the run's settings and batch equation.
@@ -57,47 +57,47 @@ class Feature:
     """
 
     name = ""
-    """Name of its metrics, and of its state in a checkpoint."""
+    """Name of the feature in metrics and checkpoints."""
     is_timed = False
-    """Whether its advantages and its own learning are timed as `time/<name>_s`."""
+    """Whether the metric `time/<name>_s` measures the time of `write`, `advantages`, `bonus` and `update`."""
     needs_old_logp = False
-    """Whether it needs `Scored.old_logp_BT`."""
+    """Whether the feature needs `Scored.old_logp_BT`."""
     numbers: Sequence[str] = ()
-    """Its metrics that are not in the catalogue: `x` is logged as `feature/x`."""
+    """Names of the feature's metrics that are not in the catalogue: `x` is logged as `feature/x`."""
 
     def __init__(self, config: TrainConfig, plan: BatchPlan, inputs: RunInputs) -> None:
         self.config, self.plan, self.inputs = config, plan, inputs
 
     def under(self, config: TrainConfig, inputs: RunInputs) -> Feature:
-        """A copy of the feature in its current state, for replaying a step with other settings and rewards. It shares
-        the feature's models."""
+        """Return a copy of the feature in its current state, for replaying a step with other settings and rewards. The
+        copy shares the feature's models."""
         other = copy(self)
         other.config, other.inputs = config, inputs
         return other
 
     @property
     def facts(self) -> dict[str, str]:
-        """What it has read, in lines for the console and the run folder."""
+        """What the feature has read, as lines for the console and the run folder, by name."""
         return {}
 
     @property
     def names(self) -> Mapping[str, Sequence[str]]:
-        """Values for the placeholders in the names of its metrics, such as `{"<number>": ["target"]}`."""
+        """Values for the placeholders in the names of the feature's metrics, such as `{"<number>": ["target"]}`."""
         return {}
 
     @property
     def rows(self) -> Mapping[str, Sequence[Any]]:
-        """The rows it learns from, each list under a name for them: a resumed run must find the same rows."""
+        """The rows from which the feature learns, by a name for them. A resumed run must find the same rows."""
         return {}
 
     @property
     def state(self) -> Stateful | None:
-        """Its part of a checkpoint, saved under `name`."""
+        """The feature's part of a checkpoint, saved under `name`; None if it has no state."""
         return None
 
     @property
     def model(self) -> SavedModel | None:
-        """A model that it trains; a checkpoint holds its shards."""
+        """A model that the feature trains, whose shards are part of a checkpoint; None if there is no such model."""
         return None
 
     @property
@@ -106,13 +106,13 @@ class Feature:
         return None
 
     def checkpoint_bytes(self, weights: int) -> int:
-        """The bytes that `shards` takes in a checkpoint, over all ranks, if the policy trains `weights` weights."""
+        """Return the bytes of `shards` in a checkpoint, over all ranks, if the policy trains `weights` weights."""
         return 0
 
     @property
     def exports(self) -> Mapping[str, Callable[[], AbstractContextManager[None]]]:
-        """More models to export. Maps the name of each model's folder, `model_...`, to a function whose context gives
-        the policy the weights of that model."""
+        """More models to export: maps the name of a model's folder, `model_...`, to a function that makes a context
+        manager, within which the policy has the weights of that model."""
         return {}
 
     @property
@@ -121,24 +121,24 @@ class Feature:
         return False
 
     def load(self, policy: Policy) -> None:
-        """Load its models. Collective."""
+        """Load the feature's models. Collective."""
 
     def write(self, prompts: Sequence[Prompt], step: int, beat: Callable[[], None]) -> dict[int, Completion]:
-        """Completions that replace some of those the policy would sample, at most `rows_per_group` in each group. Keys
-        are those of the random streams that the replaced ones would use. `beat` is called now and then."""
+        """Return completions that replace some of those that the policy would sample, at most `rows_per_group` in each
+        group. Each key is that of the random stream of the completion that is replaced. Calls `beat` now and then."""
         return {}
 
     def measure(self, rollout: Rollout, scores: Scores) -> Numbers:
-        """Metrics of a rollout and its scores, which add to or replace the core's."""
+        """Return metrics of a rollout and its scores, which are added to the core's metrics or replace them."""
         return {}
 
     def advantages(self, scored: Scored, micro_batches: list[MicroBatch]) -> tuple[Tensor, Numbers] | None:
-        """Advantages [B, T] in place of those within groups, once per rollout; `micro_batches` are all its rows.
-        Collective."""
+        """Return advantages [B, T] that replace those within groups, or None to keep them. Called once per rollout;
+        `micro_batches` has all its rows. Collective."""
         return None
 
     def bonus(self, scored: Scored) -> tuple[Tensor | None, Numbers]:
-        """What is added to the advantages [B, T], once per rollout. Collective."""
+        """Return what is added to the advantages, [B, T], or None. Called once per rollout. Collective."""
         return None, {}
 
     def update(self, batches: Sequence[TrainBatch], beat: Callable[[], None]) -> Iterator[Numbers]:
@@ -147,18 +147,18 @@ class Feature:
         yield from ()
 
     def head(self, micro: MicroBatch) -> HeadFunction | None:
-        """What the policy's head is to compute in addition for a micro-batch. The same on every rank, also for a
-        micro-batch without rows."""
+        """Return what the policy's head must compute in addition for a micro-batch; None for nothing. Every rank must
+        return the same, even for a micro-batch without rows."""
         return None
 
     def loss(
         self, batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor, found: Sequence[Tensor]
     ) -> tuple[Tensor | float, Numbers]:
-        """A term of the policy's loss on a micro-batch; `found` is what `head` computed, each [b, T]."""
+        """Return a term of the policy's loss on a micro-batch; `found` has what `head` computed, each [b, T]."""
         return 0.0, {}
 
     def gradient(self, policy: Policy, beat: Callable[[], None]) -> Numbers:
-        """Add a gradient of its own to the policy's, before the optimizer steps. Collective."""
+        """Add a gradient of the feature's own to the policy's, before the optimizer steps. Collective."""
         return {}
 
     def stepped(self) -> None:
@@ -166,7 +166,7 @@ class Feature:
 
 
 class Features:
-    """All features of a run, called together. `meter` times those that ask for it; without features it may be None."""
+    """All features of a run, called together. `meter` times those with `is_timed`; without features it may be None."""
 
     def __init__(self, features: Sequence[Feature] = (), meter: Meter | None = None) -> None:
         self._features, self._meter = features, meter
@@ -176,31 +176,31 @@ class Features:
 
     @property
     def needs_old_logp(self) -> bool:
-        """Whether one of them needs the log-probabilities of the policy that sampled."""
+        """Whether any feature needs the log-probabilities of the policy that sampled."""
         return any(feature.needs_old_logp for feature in self._features)
 
     @property
     def policy_waits(self) -> bool:
-        """Whether the policy must not learn yet."""
+        """Whether any feature requires that the policy must not learn yet."""
         return any(feature.policy_waits for feature in self._features)
 
     @property
     def states(self) -> dict[str, Stateful]:
-        """Their parts of a checkpoint, by name."""
+        """The features' parts of a checkpoint, by the name of the feature."""
         return {feature.name: feature.state for feature in self._features if feature.state is not None}
 
     @property
     def models(self) -> list[SavedModel]:
-        """The models that they train."""
+        """The models that the features train."""
         return [feature.model for feature in self._features if feature.model is not None]
 
     @property
     def shards(self) -> list[Shards]:
-        """Everything that they have in the shards of a checkpoint, their models included."""
+        """Everything that features have in the shards of a checkpoint, including their models."""
         return [*self.models, *(feature.shards for feature in self._features if feature.shards is not None)]
 
     def write(self, prompts: Sequence[Prompt], step: int, beat: Callable[[], None]) -> dict[int, Completion]:
-        """The completions that they supply, by the keys of their random streams."""
+        """Return the completions that features supply, by the keys of their random streams."""
         given: dict[int, Completion] = {}
         for feature in self._with("write"):
             with self._timed(feature):
@@ -208,15 +208,15 @@ class Features:
         return given
 
     def measure(self, rollout: Rollout, scores: Scores) -> Numbers:
-        """Their metrics of a rollout and its scores."""
+        """Return the features' metrics of a rollout and its scores."""
         numbers = Numbers()
         for feature in self._with("measure"):
             numbers |= feature.measure(rollout, scores)
         return numbers
 
     def advantages(self, scored: Scored, split: Callable[[], list[MicroBatch]]) -> tuple[Tensor, Numbers] | None:
-        """The advantages of the first feature that replaces those within groups; None if no feature does. `split`
-        returns all rows in micro-batches. Collective."""
+        """Return the advantages of the first feature that replaces those within groups; None if no feature does.
+        `split` returns all rows in micro-batches. Collective."""
         for feature in self._with("advantages"):
             with self._timed(feature):
                 found = feature.advantages(scored, split())
@@ -225,7 +225,7 @@ class Features:
         return None
 
     def bonus(self, scored: Scored) -> tuple[list[Tensor], Numbers]:
-        """What each of them adds to the advantages. Collective."""
+        """Return what each feature adds to the advantages. Collective."""
         tensors, numbers = [], Numbers()
         for feature in self._with("bonus"):
             with self._timed(feature):
@@ -236,24 +236,24 @@ class Features:
         return tensors, numbers
 
     def update(self, batches: Sequence[TrainBatch], beat: Callable[[], None]) -> Iterator[Numbers]:
-        """Let each learn from the micro-batches of an optimizer step. Collective."""
+        """Let each feature learn from the micro-batches of an optimizer step. Collective."""
         for feature in self._with("update"):
             with self._timed(feature):
                 yield from feature.update(batches, beat)
 
     def term(self, micro: MicroBatch) -> Term:
-        """What they add to the loss of a micro-batch."""
+        """Return what the features add to the loss of a micro-batch."""
         return Term(self._with("loss"), micro)
 
     def gradient(self, policy: Policy, beat: Callable[[], None]) -> Numbers:
-        """Add their gradients to the policy's. Collective."""
+        """Add the features' gradients to the policy's. Collective."""
         numbers = Numbers()
         for feature in self._with("gradient"):
             numbers |= feature.gradient(policy, beat)
         return numbers
 
     def _with(self, method: str) -> list[Feature]:
-        """The features that override a method."""
+        """Return the features that override a method."""
         return [f for f in self._features if getattr(type(f), method) is not getattr(Feature, method)]
 
     def _timed(self, feature: Feature) -> AbstractContextManager[None]:
@@ -261,7 +261,7 @@ class Features:
 
 
 def metric_names(features: Sequence[Feature]) -> dict[str, Sequence[str]]:
-    """Values for the placeholders in the names of their metrics."""
+    """Return values for the placeholders in the names of the features' metrics."""
     names: dict[str, Sequence[str]] = {"<number>": [number for feature in features for number in feature.numbers]}
     for feature in features:
         names |= feature.names
@@ -269,7 +269,7 @@ def metric_names(features: Sequence[Feature]) -> dict[str, Sequence[str]]:
 
 
 class Term:
-    """What features add to the loss of a micro-batch: first to the forward's head, then to the loss."""
+    """What features add to the loss of a micro-batch: first to the head of the forward pass, then to the loss."""
 
     def __init__(self, features: Sequence[Feature], micro: MicroBatch) -> None:
         self._heads = [(feature, feature.head(micro)) for feature in features]
@@ -277,7 +277,7 @@ class Term:
 
     @property
     def head(self) -> HeadFunction | None:
-        """What the policy's head is to compute in addition; None for nothing."""
+        """What the policy's head must compute in addition; None for nothing."""
         heads = [head for _, head in self._heads if head is not None]
         if not heads:
             return None
@@ -292,7 +292,7 @@ class Term:
     def loss(
         self, batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor, found: Sequence[Tensor]
     ) -> tuple[Tensor | float, Numbers]:
-        """The sum of the features' terms; `found` is what `head` computed, each [b, T]."""
+        """Return the sum of the features' terms; `found` has what `head` computed, each [b, T]."""
         total: Tensor | float = 0.0
         numbers, counts, first = Numbers(), iter(self._counts), 0
         for feature, head in self._heads:
@@ -305,7 +305,7 @@ class Term:
 def make_features(
     config: ModelRunConfig, plan: BatchPlan | None = None, inputs: RunInputs | None = None
 ) -> list[Feature]:
-    """The features of a run, the user's own last; raises UserError if one does not fit."""
+    """Return the features of a run, the user's own last. Raise UserError if a feature does not fit the run."""
     given_here = config.features if isinstance(config, TrainConfig) else []
     own = [(f"features {function_text(given)}", _own(given)) for given in given_here]
     classes = [feature.load() for feature in config.active_features]

@@ -1,7 +1,7 @@
-"""Fingerprints of everything that a run reads, to see whether a resumed run still learns from the same inputs.
+"""Takes fingerprints of everything that a run reads, to see whether a resumed run still learns from the same inputs.
 
-Rows, models and their tokenizers decide what is learned, as settings do. The code of functions may be fixed before a
-run resumes, so its changes are only reported. Of code, only the named file is checked, not what it imports.
+Rows, models and their tokenizers decide what is learned, as settings do. Users may fix a bug in a function before a run
+resumes, so changes of code are only reported. Only the file of a function is checked, not what the file imports.
 """
 
 import inspect
@@ -20,13 +20,13 @@ from hybrid_grpo.model.fingerprints import of_file, of_model, of_texts
 from hybrid_grpo.rewards.functions import BUILTINS
 
 CODE, REWARDS = "code of ", "code of rewards"
-"""Prefixes of the names of fingerprints: of all code, and of reward functions."""
+"""Prefixes of the names of fingerprints: of all code, and of the code of reward functions."""
 Fingerprints = Callable[[], dict[str, str]]
-"""Takes the fingerprints of inputs, by their names in messages."""
+"""Function that returns the fingerprints of inputs, by the inputs' names in messages."""
 
 
 def of_inputs(config: ModelRunConfig, tokenizer: Any, rows: Mapping[str, Iterable[Any]]) -> Fingerprints:
-    """The fingerprints of all of a run's inputs; `rows` are dataclasses or plain values."""
+    """Return a function for the fingerprints of all of a run's inputs; `rows` are dataclasses or plain values."""
     found: dict[str, str] = {}
 
     def take() -> dict[str, str]:
@@ -42,7 +42,7 @@ def of_inputs(config: ModelRunConfig, tokenizer: Any, rows: Mapping[str, Iterabl
 
 
 def held_out_name(name: str, place: Any) -> str:
-    """The name of a held-out set's rows. Rows from another place are another set."""
+    """Return the name of a held-out set's rows; it depends on `place`, since rows from elsewhere are another set."""
     return f"held-out rows of {name} ({of_texts([_text(place)])[:8]})"
 
 
@@ -51,7 +51,7 @@ def _text(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A row without what the tokenizer and its environment add to it."""
+    """Return a row's fields except those that the tokenizer and its environment add; of other values, the type."""
     if not is_dataclass(value):
         return type(value).__name__
     return {name: of for name, of in vars(value).items() if name not in ("token_ids", "opening")}
@@ -90,7 +90,7 @@ def _files(config: ModelRunConfig) -> dict[str, str]:
 
 
 def source_file(function: str | Callable[..., Any]) -> Path | None:
-    """The file of a function, found without importing it; None if there is none."""
+    """Return the file that defines a function, found without importing it; None if there is no such file."""
     if callable(function):
         try:
             path = Path(inspect.getsourcefile(inspect.unwrap(function)) or "")

@@ -1,4 +1,4 @@
-"""The folder of a run: who may write to it, what in it is damaged, and what the head of its config.yaml says."""
+"""The folder of a run: locks it, sets damaged files aside, and writes config.yaml with facts at its head."""
 
 import os
 import platform
@@ -63,8 +63,8 @@ class RunFolder:
             shutil.rmtree(self.path)
 
     def begin(self, config_yaml: str, facts: Mapping[str, str], lines: Iterable[str], *, is_damaged: bool) -> None:
-        """On rank 0: set aside what is damaged, and write config.yaml with `facts` at its head and metrics.jsonl with
-        the lines so far; `is_damaged` is whether the existing metrics.jsonl is not whole."""
+        """On rank 0, set damaged files aside, write config.yaml with `facts` at its head, and write `lines` to
+        metrics.jsonl; `is_damaged` says whether the existing metrics.jsonl is damaged."""
         if rank() != 0:
             return
         with one_line(self.path):
@@ -76,8 +76,8 @@ class RunFolder:
 
 
 def set_aside_damaged(folder: Path, *, metrics: bool = False) -> list[str]:
-    """Rename anything else in the place of a file or folder of the run, unreadable alarms, and, with `metrics`,
-    metrics.jsonl; returns a line for each. The run goes on without them."""
+    """Rename anything else in the place of a file or folder of the run, a file of alarms that cannot all be read, and,
+    if `metrics`, metrics.jsonl. Return a warning for each. The run goes on without them."""
     folders = [folder / name for name in (*_FOLDERS_OF_FILES, "profile", "model")] + sorted(folder.glob("model_*"))
     wrong = [folder / name for name in _FILES if not (folder / name).is_file()]
     wrong += [path for path in folders if not path.is_dir()]
@@ -114,7 +114,7 @@ def _provenance() -> dict[str, str]:
 
 
 def _git_commit() -> str:
-    """The commit that the package runs from; "none" outside a git checkout."""
+    """Return the git commit of the package; "none" outside a git checkout."""
     here = Path(__file__).parent
     commands = (["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"])
     try:

@@ -1,4 +1,4 @@
-"""What a GRPO run reads before any model loads: prompts, held-out sets, tokenizer, stop tokens and reward functions."""
+"""Reads what a GRPO run needs before any model loads: prompts, held-out sets, tokenizer, stop tokens and rewards."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ class EvalInputs:
 
     sampler: Sampler
     rewards: Rewards
-    """The run's, which are also used by held-out sets without their own."""
+    """Rewards of the run, which are also used by held-out sets that have none of their own."""
     eval_sets: list[EvalSet]
     """Held-out sets; empty if there is no evaluation."""
     partners: Partners | None
-    """Answer the model's turns; None if every completion has one turn."""
+    """Partners that answer the model's turns; None if every completion has a single turn."""
 
     @property
     def tokenizer(self) -> Any:
-        """The policy's."""
+        """The tokenizer of the policy."""
         return self.sampler.tokenizer
 
     @property
     def reward_models(self) -> list[RewardModel]:
-        """Models that reward functions hold, those of held-out sets included."""
+        """Models that reward functions hold, including the functions of held-out sets."""
         return list({id(model): model for rewards in self._all_rewards for model in rewards.models}.values())
 
     def load_models(self, shard: Shard) -> None:
@@ -63,7 +63,7 @@ class EvalInputs:
     def meter(
         self, device: torch.device, sources: Sequence[str] = (), features: Mapping[str, Sequence[str]] | None = None
     ) -> Meter:
-        """A meter for the metrics of rewards, held-out sets, `sources` of prompts, and `features` (see
+        """Return a meter for the metrics of rewards, held-out sets, `sources` of prompts, and `features` (see
         `metric_names`)."""
         samples = max((held_out.settings.rollout.num_generations for held_out in self.eval_sets), default=1)
         names = [held_out.name for held_out in self.eval_sets]
@@ -71,13 +71,13 @@ class EvalInputs:
         return Meter(self.rewards.names, names, device, sources, samples, tools, features)
 
     def load_user(self, device: torch.device) -> None:
-        """Load the model that plays the user, if there is one, whole and on this device."""
+        """Load the model that plays the user, if there is one, onto this device without sharding it."""
         if self.partners is not None:
             self.partners.load(device)
 
     @property
     def _all_rewards(self) -> list[Rewards]:
-        """All rewards, each once: held-out sets without their own share the run's."""
+        """All rewards, each once: held-out sets without rewards of their own share the run's."""
         return list({id(r): r for r in (self.rewards, *(held_out.rewards for held_out in self.eval_sets))}.values())
 
 
@@ -86,9 +86,9 @@ class RunInputs(EvalInputs):
     """The parts of a run that do not need the model's weights."""
 
     outcome: str
-    """Name of the reward that tells right from wrong."""
+    """Name of the reward that tells right answers from wrong ones."""
     training: TrainingPrompts
-    """The same on every rank."""
+    """Training prompts, the same on every rank."""
     objective: Objective | None
     """The user's own loss; None if the built-in one is used."""
     facts: dict[str, str]
@@ -130,27 +130,27 @@ class RunInputs(EvalInputs):
 
     @property
     def prompts(self) -> list[Prompt]:
-        """Training prompts; for a stream, only those of some of its first rows."""
+        """Training prompts; if the data is a stream, only prompts from its first rows."""
         return self.training.prompts
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens of the longest prompt, training or held-out."""
+        """Number of tokens in the longest prompt, training or held-out."""
         held_out = (len(prompt.token_ids) for of_set in self.eval_sets for prompt in of_set.prompts)
         return max([self.training.longest, *held_out])
 
     @property
     def held_out_rows(self) -> int:
-        """Completions of the largest evaluation, over all ranks."""
+        """Number of completions in the largest evaluation, over all ranks."""
         return max((held_out.rows for held_out in self.eval_sets), default=0)
 
     @property
     def held_out_longest(self) -> int:
-        """Tokens of the longest held-out prompt together with the longest completion of its set."""
+        """Number of tokens in the longest held-out prompt together with the longest completion of its set."""
         return max((held_out.longest for held_out in self.eval_sets), default=0)
 
     def fingerprints(self, config: TrainConfig, more: Mapping[str, Sequence[Any]]) -> Fingerprints:
-        """The fingerprints of everything read; of a stream, only its first rows. `more` are the rows of features."""
+        """Return the fingerprints of all inputs; of a stream, only its first rows. `more` has the rows of features."""
         default = config.data.eval_path, config.data.eval_split, config.data.eval_limit
         rows: dict[str, Sequence[Any]] = {"training rows": self.prompts}
         for held_out in self.eval_sets:
@@ -158,11 +158,11 @@ class RunInputs(EvalInputs):
         return of_inputs(config, self.tokenizer, rows | dict(more))
 
     def opened(self, prompts: list[Prompt], step: int) -> list[Prompt]:
-        """Prompts with the initial observations of a step; see `Partners.opened`."""
+        """Return prompts with the initial observations for a step; see `Partners.opened`."""
         return prompts if self.partners is None else self.partners.opened(prompts, step)
 
     def tool_numbers(self, rollout: Rollout) -> Numbers:
-        """Metrics of what the partners did in a rollout; see `Partners.numbers`."""
+        """Return metrics of what the partners did in a rollout; see `Partners.numbers`."""
         return {} if self.partners is None else self.partners.numbers(rollout)
 
 
@@ -181,7 +181,7 @@ def read_eval_inputs(config: EvaluationConfig) -> EvalInputs:
 
 
 def read_training_prompts(config: TrainConfig, sampler: Sampler, partners: Partners | None) -> TrainingPrompts:
-    """The prompts to train on: the first feature that reads them decides how they are drawn."""
+    """Read the training prompts. If a feature reads them itself, the first such feature decides how they are drawn."""
     data, tokenizer, seed = with_tools(config.data, partners), sampler.tokenizer, config.run.seed
     check = partial(sampler.check_readable, partners=partners)
     read = (feature.training_prompts(data, tokenizer, seed, check) for feature in config.active_features)
@@ -205,7 +205,7 @@ def read_eval_set(
     rewards: Rewards,
     trained: Sequence[Prompt],
 ) -> tuple[EvalSet, str]:
-    """A held-out set, scored by `rewards`, and a line about what was read and how much of it is also `trained` on."""
+    """Read a held-out set, scored by `rewards`. Also return a line on what was read and how much is in `trained`."""
     source, rollout = held_out_source(held_out), held_out.rollout
     for feature in config.active_features:
         source = feature.held_out_source(source, held_out.data)
@@ -223,7 +223,7 @@ def read_eval_set(
 
 
 def load_objective(given: str | Objective | None) -> Objective | None:
-    """The loss that `grpo.objective` names or is, None for the built-in one; raises UserError for a wrong name."""
+    """Return the loss that `grpo.objective` names or is; None for the built-in one. A wrong name raises UserError."""
     if not isinstance(given, str):
         return given
     found: Objective = import_object(given, f"grpo.objective {given}")

@@ -1,7 +1,7 @@
 """Finds out which rank this process is, from the environment variables of its launcher.
 
-The deepspeed launcher and torchrun set those that torch reads (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
-srun and mpirun set their own: if these were ignored, each task would train alone, all into one folder.
+The deepspeed launcher and torchrun set the ones that torch reads (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
+MASTER_PORT). srun and mpirun set others; if these were ignored, each task would train alone, all in the same folder.
 """
 
 import os
@@ -20,8 +20,8 @@ _STARTERS = {
     ),
     "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
-"""Variables for the rank, the number of tasks, and the same two on this machine. For srun, they describe the job step:
-the variables of the whole job are also set in a batch script, which is a single process."""
+"""By launcher: variables of the rank, of the number of tasks, and of the same two within this machine. Those of srun
+describe the job step, since a batch script, which is a single process, has the variables of the whole job too."""
 
 _WHOLE = re.compile(r"[0-9]{1,9}")
 _MOST_RANKS = 1_000_000
@@ -31,7 +31,7 @@ def adopt_rank() -> None:
     """Set torch's variables for a task that srun or mpirun has started.
 
     Raises:
-        UserError: there are several tasks, and the environment does not say which one this is or where they meet.
+        UserError: if there are several tasks, and the environment does not say which one this is or where they connect.
     """
     _check_numbers()
     given = [name for name in _RANK if name in os.environ]
@@ -51,7 +51,7 @@ def adopt_rank() -> None:
         rank, size, local_rank, local_size = (os.environ.get(name, "") for name in names)
         if not rank.isdigit() or not size.isdigit() or int(size) == 1:
             continue
-        refuse(not local_rank.isdigit(), f"{starter} has started {size} tasks and does not say {names[2]}: set it")
+        refuse(not local_rank.isdigit(), f"{starter} has started {size} tasks without setting {names[2]}: set it")
         here = re.match(r"\d+", local_size)
         address = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if here and here[0] == size else _first_host())
         refuse(
@@ -85,6 +85,6 @@ def _check_numbers() -> None:
 
 
 def _first_host() -> str:
-    """The first machine of a Slurm step; its list is written as node[01-04,7],other."""
+    """Return the first machine of a Slurm step, whose machines are listed in the form node[01-04,7],other."""
     first = re.match(r"([^\[,]+)(?:\[(\d+))?", os.environ.get("SLURM_STEP_NODELIST", ""))
     return f"{first[1]}{first[2] or ''}" if first else ""

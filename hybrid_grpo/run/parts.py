@@ -1,4 +1,4 @@
-"""The parts of a checkpoint other than the policy."""
+"""Interfaces of the parts of a checkpoint other than the policy."""
 
 from pathlib import Path
 from typing import Any, Protocol
@@ -7,7 +7,7 @@ from hybrid_grpo.engine import Engine
 
 
 class Stateful(Protocol):
-    """Something whose state is saved."""
+    """An object whose state is saved in a checkpoint."""
 
     def state_dict(self) -> Any: ...
 
@@ -15,7 +15,7 @@ class Stateful(Protocol):
 
 
 class Shards(Protocol):
-    """Tensors that are not the engine's; every rank writes and reads its own part of them."""
+    """Tensors outside the engine, of which every rank writes and reads its own part."""
 
     def save(self, folder: Path) -> None: ...
 

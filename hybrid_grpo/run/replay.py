@@ -1,4 +1,4 @@
-"""Replays a step of a run: records what the loss sees of every token, and compares it with what was saved."""
+"""Replays a step of a run: records what the loss computes for every token, and compares completions with saved ones."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ SEEN = {
     **{"old_logp": _FLOATS, "new_logp": _FLOATS, "ref_logp": _FLOATS, "ratio": _FLOATS, "entropy": _FLOATS},
     **{"kl": _FLOATS, "clipped": pa.list_(pa.int8()), "correction": _FLOATS, "weight": _FLOATS},
 }
-"""Columns that a replay adds to those of a rollout, one number per sampled token; docs/rollouts.md explains them."""
+"""Columns that a replay adds to a rollout's columns, one number per sampled token; see docs/rollouts.md."""
 SKIPPED = "policy/skipped_update"
-"""The metric that is 1 for a step whose update was skipped because of alarms."""
+"""Name of the metric that is 1 for a step whose update was skipped because of alarms."""
 TOLERANCE = 1e-6
 """The largest difference at which two numbers count as the same; relative for numbers above 1."""
 
 
 class LoggedSkips(Alarms):
-    """Skips the updates that the run's alarms skipped, by the lines of its metrics.jsonl."""
+    """Skips the updates that the run's alarms skipped, according to its metrics.jsonl, whose lines are `logged`."""
 
     def __init__(self, logged: Mapping[int, Mapping[str, Any]]) -> None:
         super().__init__()
@@ -46,8 +46,8 @@ class LoggedSkips(Alarms):
 
 
 class LossRecorder:
-    """The loss of micro-batches, which also records the columns `SEEN` of every token, in `seen`, by (pass, row of the
-    rollout). Columns that need a reference are None without one.
+    """Computes the loss of micro-batches and records the columns `SEEN` of every token in `seen`, by (pass, row of the
+    rollout). Without a reference, columns that need one are None.
 
     `policy` counts the optimizer steps; `num_minibatches` of them make one pass over the rollout.
     """
@@ -77,7 +77,7 @@ class LossRecorder:
     def table(
         self, rollout: Rollout, first_group: int, advantages_BT: Tensor, num_iterations: int, text: TokenText
     ) -> pa.Table:
-        """The completions of this rank, once for each pass; see `token_table`."""
+        """Return the table of this rank's completions (see `token_table`), with the rows repeated for each pass."""
         completions = token_table(rollout, first_group, advantages_BT, text)
         passes = []
         for iteration in range(1, num_iterations + 1):
@@ -90,7 +90,7 @@ class LossRecorder:
 
 
 def token_columns(batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor, grpo: GrpoConfig) -> dict[str, Tensor | None]:
-    """The columns `SEEN` of the tokens of a micro-batch, [b, T] each."""
+    """Return the columns `SEEN` for the tokens of a micro-batch, each [b, T]."""
     real_bT = batch.micro.mask_bT
     own_logp_bT = logp_bT if batch.old_logp_bT is None else batch.old_logp_bT
     old_logp_bT, own_bT = torch.where(batch.own_bT, own_logp_bT, batch.sampler_logp_bT), batch.own_bT
@@ -119,7 +119,7 @@ def token_columns(batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor, grpo: 
 
 
 def in_saved_order(tables: Sequence[pa.Table], saved: Mapping[Key, SavedRow]) -> pa.Table:
-    """The completions of all ranks, pass after pass, numbered and ordered as in the saved file, if there is one."""
+    """Join the completions of all ranks, pass by pass, numbered and ordered as in the saved file, if there is one."""
     table = joined(tables)
     keys = list(map(key_of, table.select(["prompt_id", "epoch", "sample"]).to_pylist()))
     known = {key: row["row"] for key, row in saved.items()}
@@ -130,8 +130,8 @@ def in_saved_order(tables: Sequence[pa.Table], saved: Mapping[Key, SavedRow]) ->
 
 
 def compare(table: pa.Table, saved: Mapping[Key, SavedRow]) -> dict[str, Any]:
-    """How the completions of a replay (see `in_saved_order`) differ from the saved ones; there must be some. `logp` and
-    `advantage` are the largest differences of any token, among completions with the same tokens."""
+    """Return how the completions of a replay (see `in_saved_order`) differ from the saved completions. `logp` and
+    `advantage` are the largest differences at any token, among completions whose tokens are the same."""
     equal = ["prompt_ids", "token_ids", "finish"]
     names = ["row", "prompt_id", "epoch", "sample", *equal, "pieces", "logp", "advantage"]
     made = table.filter(pa.compute.equal(table["iteration"], 1)).select(names).to_pylist()
@@ -161,8 +161,8 @@ def _difference(row: Mapping[str, Any], before: Mapping[str, Any] | None) -> str
 
 
 def same(made: float | None, logged: float | None) -> bool:
-    """Whether a number equals the logged one up to rounding; see `TOLERANCE`. None stands for NaN and for a missing
-    number."""
+    """Return whether a number equals the logged one up to rounding; see `TOLERANCE`. None stands for NaN, infinity, or
+    a missing number."""
     if made is None or logged is None:
         return logged is None and (made is None or not math.isfinite(made))
     return abs(made - logged) <= TOLERANCE * max(1.0, abs(logged))

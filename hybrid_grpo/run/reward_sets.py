@@ -1,4 +1,4 @@
-"""The reward functions of a run: those it trains with, and those of held-out sets that have their own."""
+"""The reward functions of a run: those for training, and those of held-out sets that have functions of their own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hybrid_grpo.turns.rewards import rewards_of
 
 
 class RewardSets:
-    """All reward functions, in one pool of processes. Creating it imports them; raises UserError."""
+    """All reward functions, in one pool of processes. The constructor imports them, and raises UserError on failure."""
 
     def __init__(self, config: EvaluationConfig, sets: Sequence[HeldOut]) -> None:
         settings = {"rewards": config.rewards, **{held.setting: held.rewards for held in sets if held.rewards}}
@@ -30,7 +30,7 @@ class RewardSets:
             self._functions[setting].append(reward)
 
     def ready(self, tokenizer: Any, *, by_turn: bool = True) -> dict[str, Rewards]:
-        """The functions with the tokenizer that they need, by the setting that names them; `rewards`: the run's own."""
+        """Give the functions the tokenizer, and return them by the setting that names them (`rewards`: the run's)."""
         config = self._config
         of_environments = rewards_of(list(environment_rewards(config.rollout).values()), by_turn=by_turn)
         return {

@@ -1,4 +1,4 @@
-"""What a model needs to complete prompts, read before its weights; and checks that it can complete them."""
+"""Reads what a model needs to complete prompts, except its weights, and checks that it can complete them."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _SAMPLING_IF_SET = (
 
 @dataclass(frozen=True)
 class Sampler:
-    """A model that samples, without its weights."""
+    """What a model needs to sample completions, except its weights."""
 
     rollout: RolloutConfig
-    """How it samples."""
+    """How the model samples."""
     model_config: Any
     tokenizer: Any
     stop_ids: tuple[int, ...]
@@ -41,7 +41,7 @@ class Sampler:
 
     @classmethod
     def read(cls, policy: PolicyConfig, rollout: RolloutConfig) -> Sampler:
-        """Raises UserError if the model cannot sample, or its files are damaged."""
+        """Read all but the weights. Raise UserError if the model cannot sample, or its files are damaged."""
         config = load_config(policy.model)
         check_architecture(config, rollout.decoder)
         check_files(policy.model, config, pickled=policy.pickled_weights)
@@ -51,7 +51,7 @@ class Sampler:
 
     @property
     def fact(self) -> str:
-        """The sampling settings in force, as one line. Nothing else changes them, not even the model's own generation
+        """One line with the sampling settings in force. Nothing else changes them, not even the model's own generation
         config."""
         rollout, default = self.rollout, RolloutConfig()
         names = [*_SAMPLING, *(n for n in _SAMPLING_IF_SET if getattr(rollout, n) != getattr(default, n))]
@@ -70,8 +70,8 @@ class Sampler:
     def check_prompts(
         self, prompts: list[Prompt], partners: Partners | None, rollout: RolloutConfig | None = None
     ) -> None:
-        """Refuse prompts that the model cannot read, that leave no room for a completion of `rollout` (default: its
-        own), or that lack what their environments need."""
+        """Refuse prompts that the model cannot read, that leave no room for a completion, or that lack what their
+        environments need. `rollout` has the limits of lengths; by default, `self.rollout` is used."""
         self.check_room(max(len(prompt.token_ids) for prompt in prompts), rollout)
         self.check_readable(prompts, partners)
 
@@ -82,13 +82,13 @@ class Sampler:
             partners.check(prompts)
 
     def check_room(self, longest: int, rollout: RolloutConfig | None = None) -> None:
-        """Refuse prompts of up to `longest` tokens that leave no room for a completion, or exceed what the model
-        reads."""
+        """Refuse prompts of up to `longest` tokens if they leave no room for a completion, or are, with a completion,
+        too long for the model."""
         rollout = rollout or self.rollout
         total, opened = rollout.max_total_tokens, longest + (rollout.max_tool_tokens if rollout.environment else 0)
         refuse(
             total is not None and opened >= total,
-            f"rollout.max_total_tokens {total} leaves a prompt of {opened} tokens none to sample: raise it, or lower"
-            " data.max_prompt_tokens below it",
+            f"rollout.max_total_tokens {total} leaves no tokens to sample after a prompt of {opened}: raise it, or"
+            " lower data.max_prompt_tokens below it",
         )
         check_lengths(self.model_config, rollout.longest(longest))

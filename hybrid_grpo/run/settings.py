@@ -1,5 +1,4 @@
-"""Compares a run's settings with a checkpoint's: which may differ when the run resumes, and which decide what is
-sampled."""
+"""Compares a run's settings with those of a checkpoint, and decides which of them may differ when the run resumes."""
 
 import json
 from fnmatch import fnmatch
@@ -24,13 +23,13 @@ FREE = (
 """Settings that may change between a checkpoint and the run that resumes from it: they decide how the run is computed,
 saved and shown. All others decide what is learned from which data; they may change only with run.allow_changes."""
 _OF_ROLL_BACKS = ("guard.non_finite", "guard.patience", "guard.lr_factor")
-"""Guard settings that decide what is learned if a run may roll back, as alarms that skip or roll back do."""
+"""Guard settings that affect what is learned if a run may roll back. Alarms that skip or roll back affect it too."""
 _FREE_OF_REWARD = ("timeout_s", "batch_size", "isolation")
 """Settings of a reward function that may change too."""
 
 
 def settings_of(config: ModelRunConfig) -> dict[str, Any]:
-    """The settings by their dotted names, as a manifest holds them."""
+    """Return the settings by their dotted names, as a manifest holds them."""
     settings: dict[str, Any] = {}
     for section, values in to_dict(config).items():
         if section == "rewards":
@@ -48,8 +47,8 @@ def settings_of(config: ModelRunConfig) -> dict[str, Any]:
 
 
 def identity(config: ModelRunConfig, inputs: dict[str, str], rollbacks: int) -> str:
-    """Everything that decides what is sampled in a step: the settings and input fingerprints that must not change, and
-    the number of roll-backs. Not the code of reward functions: what was sampled before a fix to it remains valid."""
+    """Return, as JSON, what decides which completions a step samples: settings and input fingerprints that must not
+    change, and the number of rollbacks. The code of rewards is left out: a fix of it leaves completions valid."""
     settings = settings_of(config)
     bound = {name: value for name, value in settings.items() if not _is_free(name, config, [settings])}
     inputs = {name: value for name, value in inputs.items() if not name.startswith(REWARDS)}
@@ -57,8 +56,8 @@ def identity(config: ModelRunConfig, inputs: dict[str, str], rollbacks: int) -> 
 
 
 def changes(saved: dict[str, Any], config: ModelRunConfig) -> dict[str, str]:
-    """Settings that differ from a checkpoint's, by name, with both values. One that the checkpoint lacks counts as
-    its default."""
+    """Return the settings that differ from a checkpoint's, by name, as text with both values. A setting that the
+    checkpoint lacks counts as having its default value."""
     before, now = {**settings_of(type(config)()), **saved}, settings_of(config)
     return {
         name: f"{name} {_short(before.get(name))} -> {_short(now.get(name))}"
@@ -68,7 +67,7 @@ def changes(saved: dict[str, Any], config: ModelRunConfig) -> dict[str, str]:
 
 
 def is_free(setting: str, config: ModelRunConfig, saved: dict[str, Any] | None = None) -> bool:
-    """Whether a setting may differ from a checkpoint's, whose settings are `saved`; see `FREE`."""
+    """Return whether a setting may differ from its value in a checkpoint with the settings `saved`; see `FREE`."""
     return _is_free(setting, config, [settings_of(config), saved or {}])
 
 

@@ -16,28 +16,28 @@ from hybrid_grpo.run.stopping.progress import Progress
 
 
 class HeldOutSet(Protocol):
-    """Held-out data that a stage measures its policy on."""
+    """Held-out data on which a stage measures its policy."""
 
     @property
     def every(self) -> int:
-        """Steps between evaluations; 0: only before the first step and after the last."""
+        """Number of steps between evaluations; 0 means only before the first step and after the last."""
 
 
 class Stage:
-    """A stage of training as a run sees it: it makes steps and has a state to save.
+    """A stage of training as a run sees it: it executes steps and has a state to save.
 
     Attributes:
-        policy: what is trained.
-        meter: reduced and logged after every step.
-        features: what is added to the stage.
+        policy: the model that is trained.
+        meter: collects a step's metrics; it is reduced and logged after every step.
+        features: the features that extend the stage.
         parts: the stage's parts of a checkpoint, other than the policy and the features, by name.
         shards: more tensors in a checkpoint, as large as the policy; or None.
-        last_rollout: completions of the step, their scores and mean advantages; None if nothing is sampled.
-        last_advantages_BT: the advantages of its tokens; None until the step has learned from it.
-        trace: what is collected of a step beyond its numbers.
+        last_rollout: completions of the latest step, their scores and mean advantages; None if nothing is sampled.
+        last_advantages_BT: the advantages of that rollout's tokens; None until the step has learned from it.
+        trace: collects what is recorded of a step beyond its metrics.
         progress: where the stage reports its phase and learns that it must stop.
-        eval_sets: what the policy is measured on, each at its own interval.
-        alarms: some of them can make a step skip its update.
+        eval_sets: held-out sets on which the policy is measured, each at its own interval.
+        alarms: the run's alarms, some of which can make a step skip its update.
     """
 
     policy: TrainedModel
@@ -63,11 +63,11 @@ class Stage:
         return [*([] if self.shards is None else [self.shards]), *self.features.shards]
 
     def step(self, step: int) -> None:
-        """Make a step; the first is 1."""
+        """Execute the step with this number; the first is 1."""
         raise NotImplementedError
 
     def step_optimizer(self) -> None:
-        """Make one optimizer step of the policy with the accumulated gradients, and log its numbers. Collective."""
+        """Make one optimizer step of the policy with the accumulated gradients, and log its metrics. Collective."""
         self.meter.add("policy/lr", self.policy.lr)
         result = self.policy.step()
         self.meter.add("policy/grad_norm", result.grad_norm)
@@ -75,7 +75,7 @@ class Stage:
             feature.stepped()
 
     def skips(self, step: int, measure: Callable[[], Numbers]) -> bool:
-        """Whether alarms skip the update of a step, given the numbers of its rollout from `measure`. Collective."""
+        """Return whether alarms skip the update of a step; `measure` returns its rollout's metrics. Collective."""
         if not self.alarms.may_skip:
             return False
         skips = self.alarms.skips(step, self.meter.reduced(measure()))
@@ -83,9 +83,9 @@ class Stage:
         return skips
 
     def evaluate(self, step: int, sets: Sequence[Any]) -> None:
-        """Measure the policy on held-out sets after a step; step 0 is before the first."""
+        """Measure the policy on held-out sets after a step; step 0 means before the first step."""
         raise NotImplementedError
 
     def tried_prompts(self) -> list[dict[str, Any]]:
-        """Rows of prompts.jsonl; none if the stage keeps no success rates."""
+        """Return the rows of prompts.jsonl; none if the stage keeps no success rates."""
         return []

@@ -1,6 +1,6 @@
-"""What `run.resume` means for a folder: which checkpoint a run resumes from, and what it refuses to resume from.
+"""Decides, by `run.resume` and what is in a run's folder, from which checkpoint a run resumes.
 
-It changes nothing on disk. A run that has metrics is never overwritten: what cannot be resumed is refused in one line.
+Nothing on disk is changed. A run that has metrics is never overwritten: if it cannot be resumed, a UserError says why.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Start:
     forks: bool = False
     """Whether the checkpoint belongs to another run."""
     is_damaged: bool = False
-    """Whether the run's own metrics.jsonl lacks some of these lines, or has damaged ones."""
+    """Whether lines up to the checkpoint are missing from the run's own metrics.jsonl, or damaged."""
 
     @property
     def step(self) -> int:
@@ -35,8 +35,8 @@ class Start:
 
 
 def find_start(config: ModelRunConfig, folder: Path, checkpoints: Checkpoints) -> Start:
-    """Where the run in `folder` starts, by `run.resume` and the current fingerprints `checkpoints.inputs`; prints what
-    was passed over and what has changed. Raises UserError. Collective."""
+    """Return where the run in `folder` starts, by `run.resume` and the current fingerprints `checkpoints.inputs`; print
+    what was passed over and what has changed. Raise UserError if the run must not start. Collective."""
     resume, metrics, forks = config.run.resume, folder / "metrics.jsonl", False
     if resume == "never":
         refuse(
@@ -76,7 +76,7 @@ def _newest(folder: Path, checkpoints: Checkpoints) -> Checkpoint | None:
     if checkpoint is None:
         refuse(
             bool(passed_over),
-            f"run.resume auto: no checkpoint in {checkpoints.folder} is whole: {'; '.join(passed_over[:3])}: put one"
+            f"run.resume auto: no checkpoint in {checkpoints.folder} is intact: {'; '.join(passed_over[:3])}: put one"
             f" back as it was, or start anew with {_ANOTHER}",
         )
         refuse(
@@ -88,11 +88,11 @@ def _newest(folder: Path, checkpoints: Checkpoints) -> Checkpoint | None:
 
 
 def _named(resume: str, folder: Path, checkpoints: Checkpoints) -> tuple[Checkpoint, bool]:
-    """The checkpoint that `run.resume` names, and whether it belongs to another run."""
+    """Return the checkpoint that `run.resume` names, and whether it belongs to another run."""
     try:
         checkpoint = checkpoints.verify(Path(resume).absolute())
     except Damaged as damage:
-        raise UserError(f"run.resume {resume}: {damage}: give the folder of a whole checkpoint") from None
+        raise UserError(f"run.resume {resume}: {damage}: give the folder of an intact checkpoint") from None
     forks = checkpoint.folder.parent.resolve() != checkpoints.folder.resolve()
     refuse(
         forks and (bool(checkpoints.tags()) or _has_steps(folder / "metrics.jsonl")),
@@ -102,14 +102,14 @@ def _named(resume: str, folder: Path, checkpoints: Checkpoints) -> tuple[Checkpo
 
 
 def _checked_changes(config: ModelRunConfig, checkpoint: Checkpoint, inputs: dict[str, str]) -> list[str]:
-    """The settings and inputs that have changed since a checkpoint; refuses forbidden changes without
-    run.allow_changes."""
+    """Return the settings and inputs that have changed since a checkpoint. Refuse forbidden changes, unless
+    run.allow_changes is true."""
     manifest = checkpoint.manifest
     changed = changes(manifest.settings, config)
     others = [name for name in inputs if name in manifest.inputs and inputs[name] != manifest.inputs[name]]
     bound = [text for name, text in changed.items() if not is_free(name, config, manifest.settings)]
     for what, names, were in (
-        ("settings that decide on learning", bound, "set them as they were"),
+        ("settings that affect what is learned", bound, "set them as they were"),
         ("inputs", [name for name in others if not name.startswith(CODE)], "put them back as they were"),
     ):
         refuse(
@@ -121,8 +121,8 @@ def _checked_changes(config: ModelRunConfig, checkpoint: Checkpoint, inputs: dic
 
 
 def lines_before(path: Path, step: int) -> list[str]:
-    """The lines of metrics.jsonl up to a step, in increasing order of steps. Lines out of order and lines that cannot
-    be read are left out."""
+    """Return the lines of metrics.jsonl up to a step, in increasing order of steps. Lines out of order and lines that
+    cannot be read are left out."""
     lines: list[str] = []
     last = -1
     for line in path.read_bytes().split(b"\n")[:-1] if path.is_file() else ():
@@ -138,7 +138,7 @@ def _step_of(line: bytes) -> int | None:
 
 
 def _damage(path: Path, lines: list[str], step: int) -> str:
-    """What is wrong with a metrics.jsonl that has these lines up to a step; empty if it is whole."""
+    """Return what is wrong with the metrics.jsonl from which `lines` up to a step were read; empty if nothing is."""
     found = {_step_of(line.encode()) for line in lines}
     missing = [number for number in range(1, step + 1) if number not in found]
     if missing:
@@ -147,7 +147,7 @@ def _damage(path: Path, lines: list[str], step: int) -> str:
 
 
 def _has_steps(path: Path) -> bool:
-    """Whether metrics.jsonl has more than the numbers before the first step. A line that a crash or a full disk left
-    incomplete does not count; one that cannot be read counts as a step."""
+    """Return whether metrics.jsonl has the metrics of any step, other than step 0. An incomplete last line, left by a
+    crash or a full disk, does not count; a line that cannot be read counts as a step."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else ()
     return any(_step_of(line) != 0 for line in lines)

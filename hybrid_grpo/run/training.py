@@ -1,4 +1,4 @@
-"""The life of a run around its steps: resuming, checkpoints, alarms, stopping, and what it leaves behind."""
+"""Takes a run from its start to its end: resuming, steps, checkpoints, alarms, stopping, and the run's results."""
 
 import copy
 import gc
@@ -34,15 +34,15 @@ from hybrid_grpo.run.start import find_start, lines_before
 from hybrid_grpo.run.stopping.progress import Progress
 
 _SAVING_S_PER_GB = 10.0
-"""Assumed time for a rank to write to slow storage that ranks share."""
+"""Assumed time for a rank to write a GB to slow storage that ranks share."""
 WriteReport = Callable[[Path], object]
-"""Writes report.html into the folder that it is given."""
+"""Function that writes report.html to the folder that it is given."""
 
 
 class TrainingRun:
-    """A run and its folder; raises UserError if the folder holds a run that must not be resumed. `facts` are lines
-    for the head of config.yaml, such as the batch equation; `inputs` takes the fingerprints of what the run reads, for
-    its checkpoints."""
+    """A run and its folder. Raises UserError if the folder holds a run that must not be resumed. `facts` are lines for
+    the head of config.yaml, such as the batch equation. `inputs` returns the fingerprints of what the run reads, which
+    its checkpoints store."""
 
     def __init__(self, parsed: Parsed[ModelRunConfig], facts: dict[str, str], inputs: Fingerprints = dict) -> None:
         self.config = parsed.config
@@ -89,8 +89,8 @@ class TrainingRun:
         return self.start.checkpoint is not None and exported(self.folder / "model").get("step") == step and ended
 
     def train(self, stage: Stage, write_report: WriteReport) -> None:
-        """Take a stage from its start or the newest checkpoint to the last step; then export the model and write the
-        report. Raises RunStopped if a step could not be finished (the run is saved as it was before that step) and
+        """Train a stage from its start or a checkpoint to the last step; then export the model and write the report.
+        Raise RunStopped if a step could not be finished (the run is saved as it was before that step), and
         RunInterrupted if the run was asked to stop (it is saved)."""
         stage.progress = Progress(self.config.run, stage.policy.engine.device)
         stage.trace = StepTrace(self.config.log, self._steps)
@@ -113,7 +113,7 @@ class TrainingRun:
             self._run_folder.release()
 
     def _prepare(self, stage: Stage) -> int:
-        """Check the disk space and bring the stage to where the run starts; returns the number of steps done."""
+        """Check the disk space and bring the stage to where the run starts. Return the number of steps done."""
         if rank() == 0:
             with one_line(self.folder):
                 replace_text(self.folder / "deepspeed.json", json.dumps(stage.policy.deepspeed_config, indent=2) + "\n")
@@ -176,7 +176,7 @@ class TrainingRun:
             raise RunStopped(f"{stop}; the run is saved as it was after step {self.saver.step}") from stop
 
     def _finish_step(self, stage: Stage, step: int, log: Log) -> None:
-        """Evaluate the policy, log the numbers of a step, and save the run if that is due."""
+        """After a step, evaluate the policy, log the step's metrics, and save the run, where each is due."""
         is_last = step == self._steps
         if stage.last_rollout is not None:
             log.write_rollouts(step, *stage.last_rollout, stage.last_advantages_BT)
@@ -221,11 +221,11 @@ class TrainingRun:
             raise stop
 
     def _act(self, stage: Stage, step: int) -> None:
-        """Do what the alarms of a step ask for. Raises RunStopped or RollBack."""
+        """Act on the alarms of a step: raise RunStopped or RollBack if an alarm requires it."""
         try:
             if self._alarms.stops and self.saver.is_on and not self._alarms.diverged:
                 self.saver.save(stage, step, self._states(stage))
-            self._alarms.act(f"the newest checkpoint is of step {self.saver.step}")
+            self._alarms.act(f"the newest checkpoint is from step {self.saver.step}")
         except (RunStopped, RollBack):
             # A repeated step must not learn from completions that a diverged policy has sampled.
             if rank() == 0:
@@ -233,7 +233,7 @@ class TrainingRun:
             raise
 
     def _roll_back(self, stage: Stage, diverged: RollBack) -> int:
-        """Go back to the newest checkpoint before the run diverged, and lower the learning rate; returns its step."""
+        """Go back to the newest checkpoint before the run diverged, lower the learning rate, and return its step."""
         config, before = self.config.guard, diverged.since
         if self.saver.step == self._back_to and before == self._back_to + 1:
             # Bad weights show one step later: the checkpoint that the run rolled back to was already bad.
@@ -266,7 +266,7 @@ class TrainingRun:
         return RunInterrupted(f"{asked}, saved after step {step} in {self.folder}: go on with --run.resume auto")
 
     def _save(self, stage: Stage, step: int) -> None:
-        """Save the run after a step, as a timed phase of it."""
+        """Save the run after a step; the time for this is one of the step's metrics."""
         stage.progress.enter("saving", step)
         with stage.meter.time("time/checkpoint_s"):
             self.saver.save(stage, step, self._states(stage))
@@ -276,8 +276,8 @@ class TrainingRun:
             say(warning)
 
     def _export(self, stage: Stage, step: int) -> None:
-        """Write the models of features, and then `model/`, whose presence means that the run is finished; each whole or
-        not at all. Raises UserError if that fails."""
+        """Export the models of features, and then `model/`, whose presence means that the run is finished. Each is
+        written completely or not at all. Raise UserError if that fails."""
         modes = [mode for feature in stage.features for mode in feature.exports.items()]
         model = self.folder
         try:
@@ -290,11 +290,11 @@ class TrainingRun:
                 self.saver.save(stage, step, self._states(stage))
             raise UserError(
                 f"{model} could not be written: {failure}; the newest checkpoint, of step {self.saver.step}, has the"
-                " weights: make room or mend it, and --run.resume auto writes the model again"
+                " weights: make room or fix the cause, and --run.resume auto writes the model again"
             ) from failure
 
     def watched(self, step: int, values: dict[str, float]) -> dict[str, float]:
-        """The numbers of a step with its alarms; those that go off are also printed and recorded."""
+        """Return a step's metrics with those that are alarms. Print and record the alarms that go off."""
         for alarm in self._alarms.watch(step, values):
             say(f"ALARM: {alarm.message}")
             if rank() == 0:
@@ -303,7 +303,7 @@ class TrainingRun:
         return values
 
     def restore(self, stage: Stage) -> int:
-        """Bring a stage to the checkpoint that the run starts from, if any; returns the number of steps done."""
+        """Restore a stage from the checkpoint at which the run starts, if any. Return the number of steps done."""
         if self.start.checkpoint is None:
             return 0
         self._load(stage, self.start.checkpoint)
@@ -311,7 +311,7 @@ class TrainingRun:
         return self.start.step
 
     def _load(self, stage: Stage, checkpoint: Checkpoint) -> None:
-        """Bring a stage and the alarms to where they were when a checkpoint was written."""
+        """Restore a stage and the alarms to their states in a checkpoint."""
         manifest, state = checkpoint.manifest, load_stage(stage, self.checkpoints, checkpoint)
         self._alarms = Alarms.of(self.config)
         self._alarms.recall(self.folder, manifest.step)
@@ -326,8 +326,8 @@ class TrainingRun:
 
 @contextmanager
 def loaded_objects_kept() -> Iterator[None]:
-    """Exclude the objects of libraries and models, which stay for the whole run, from garbage collection. There are
-    half a million: each full collection would take 0.3 s, and 80 steps of the quickstart trigger 7."""
+    """Exclude the objects of libraries and models, which stay for the whole run, from garbage collection. With these
+    half a million objects, a full collection would take 0.3 s, and 80 steps of the quickstart trigger 7 of them."""
     gc.collect()
     gc.freeze()
     try:

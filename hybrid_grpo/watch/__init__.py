@@ -1,9 +1,9 @@
-"""`watch`: a page in the browser that shows runs, even while they train.
+"""The command `watch`: a page in the browser that shows runs, even while they train.
 
-`watched_run` is one run, and `folders` finds all runs to watch. `metrics_file` reads a run's numbers into columns
-(`table`), `trace_file` the traces of its steps (`prompt_rewards`, `histograms`); `rollouts` searches completions,
-`tokens` reads the tokens of one, and `layers` shows where the steps' time went. `answers` answers the page's questions:
-`server` sends the answers to a browser, and `frozen` writes them into report.html together with the page (`page/`).
+`folders` finds all runs to watch, and `watched_run` is a single run. `metrics_file` reads a run's metrics into columns
+(`table`), and `trace_file` reads the traces of its steps (`prompt_rewards`, `histograms`). `rollouts` searches
+completions, `tokens` reads the tokens of a completion, and `layers` shows where the time of steps went. `answers` has
+the page's answers: `server` sends them to a browser, and `frozen` writes them with the page (`page/`) to report.html.
 
-Nothing here needs torch or writes anything but report.html, and a run does not know that it is watched.
+Nothing here imports torch or writes any file but report.html, and a run does not know that it is watched.
 """

@@ -1,6 +1,6 @@
-"""Answers the page's questions about runs from their folders, without writing to them.
+"""Answers the questions of the watch page about runs from the runs' folders, without writing to them.
 
-An answer spends a fraction of a second at most on reading, and the page asks again for the rest.
+An answer takes a fraction of a second at most for reading; if a file needs more, the page asks again.
 """
 
 import math
@@ -28,26 +28,26 @@ QUESTIONS = (
     *("runs", "charts", "curves", "alarms", "settings", "samples", "sample", "rival", "tokens", "prompts", "times"),
     "step",
 )
-"""Each is a method of `Answers`."""
+"""Names of the page's questions, each of which is a method of `Answers`."""
 _READ_S = 0.25
-"""Seconds that an answer may spend reading numbers, for all of its runs together."""
+"""Seconds that an answer may spend on reading files of metrics and traces, for all of its runs together."""
 _WAIT_S = 10.0
-"""Seconds that a question waits for another one about the same run."""
+"""Seconds that a question waits for another question about the same run."""
 _MOST_POINTS = 4000
 _MOST_CELLS = 400
-"""Maximum number of rows, and of columns, of a map."""
+"""Maximum number of rows, and of columns, of a heat map."""
 _HISTOGRAM_STEPS = 120
 _TIME_COLUMNS = 240
 
 
 class Answers:
-    """One method for each question of the page."""
+    """Has one method for each question of the page, with the parameters of the request as `given`."""
 
     def __init__(self, folders: Folders) -> None:
         self._folders = folders
 
     def answer(self, question: str, given: QueryParams) -> Any:
-        """The answer to one of `QUESTIONS`, on any thread. Questions about the same run wait for each other."""
+        """Answer one of `QUESTIONS`, on any thread. Questions about the same run wait for each other."""
         known = self._folders.runs
         with ExitStack() as held:
             for name in sorted(set(given.getlist("run")) & known.keys()):
@@ -57,7 +57,7 @@ class Answers:
             return getattr(self, question)(given)
 
     def runs(self, given: QueryParams) -> Any:
-        """All runs, and the newest numbers of those that are open (`run`, repeated)."""
+        """Return all runs, and the newest metrics of the runs that are open (parameter `run`, repeated)."""
         known = self._folders.look()
         opened = [known[name] for name in given.getlist("run") if name in known]
         for run in opened:
@@ -75,7 +75,7 @@ class Answers:
         return {"runs": [run.outline() for run in known.values()], "open": open_now}
 
     def charts(self, given: QueryParams) -> Any:
-        """The charts of runs by section; metrics that are not in charts.yaml come last, each in a chart of its own."""
+        """Return the charts of runs by section; metrics that are not in charts.yaml come last, one in each chart."""
         runs = self._runs(given)
         known = list(dict.fromkeys(name for run in runs for name in run.table.names if name != "step"))
         charts = charts_of(known)
@@ -84,8 +84,8 @@ class Answers:
         return [_chart(chart) for chart in charts]
 
     def curves(self, given: QueryParams) -> Any:
-        """The curves of metrics (`name`, repeated), by run and name: their points in a range of an axis, thinned, and
-        smoothed if the metric is noisy."""
+        """Return the curves of metrics (parameter `name`, repeated), by run and name: their points in a range of an
+        axis, thinned, and also smoothed if the metric is noisy."""
         axis = given.get("axis", "step")
         if axis not in AXES:
             raise HTTPException(400, f"axis {axis} must be one of {', '.join(AXES)}")
@@ -113,17 +113,17 @@ class Answers:
         return answer
 
     def alarms(self, given: QueryParams) -> Any:
-        """The alarms of runs, with their positions on all axes."""
+        """Return the alarms of runs, with their positions on all axes."""
         return [alarm for run in self._runs(given) for alarm in _alarms(run)]
 
     def settings(self, given: QueryParams) -> Any:
-        """Settings that differ between runs, and config.yaml of each."""
+        """Return the settings that differ between runs, and the text of each run's config.yaml."""
         runs = self._runs(given)
         texts = {run.name: run.config_text for run in runs}
         return {"differing": differing(runs) if len(runs) > 1 else [], "texts": texts}
 
     def samples(self, given: QueryParams) -> Any:
-        """The completions of one run that match a search."""
+        """Return the completions of one run that match a search."""
         run = self._run(given)
         query = Query(
             text=given.get("text", ""),
@@ -144,25 +144,25 @@ class Answers:
         }  # fmt: skip
 
     def sample(self, given: QueryParams) -> Any:
-        """One completion with everything that was saved about it."""
+        """Return a completion with everything that was saved about it."""
         return self._sample(given)[3]
 
     def rival(self, given: QueryParams) -> Any:
-        """The completion to compare another one with: the best of its group, or the worst if it is itself the best;
-        null if all rewards of the group are equal."""
+        """Return the completion with which the requested one is compared: the best of its group, or the worst if it is
+        the best itself; null if all rewards of the group are equal."""
         _, path, offset, _ = self._sample(given)
         kind, other = rivals(read_rows(path)).get(offset, ("", -1))
         return {"kind": kind, "row": read_row(path, other)} if kind else None
 
     def tokens(self, given: QueryParams) -> Any:
-        """What was recorded about each token of a completion; null if nothing was."""
+        """Return what was recorded about each token of a completion; null if nothing was."""
         step, path, offset, row = self._sample(given)
         number, sample = line_number(path, offset), row.get("sample")
         return read_tokens(self._run(given).folder, step, number, sample)
 
     def prompts(self, given: QueryParams) -> Any:
-        """A heat map of one run's mean rewards, by prompt and step: prompts `low` to `high` (exclusive) in the given
-        `order`, steps `first` to `last`."""
+        """Return a heat map of one run's mean rewards, by prompt and step: prompts `low` to `high` (exclusive) in the
+        given `order`, and steps `first` to `last`."""
         run, order = self._run(given), given.get("order", "")
         if order not in ("", *ORDERS):
             raise HTTPException(400, f"order {order} must be one of {', '.join(ORDERS)}")
@@ -182,11 +182,11 @@ class Answers:
         }  # fmt: skip
 
     def times(self, given: QueryParams) -> Any:
-        """How one run's steps spent their time, as the layers of a stacked chart."""
+        """Return how one run's steps spent their time, as the layers of a stacked chart."""
         return time_layers(self._run(given).table, _TIME_COLUMNS)
 
     def step(self, given: QueryParams) -> Any:
-        """The trace of a step of one run (by default the newest), and its histograms over all steps."""
+        """Return the trace of a step of one run (default: the newest step), and the run's histograms over time."""
         run, step = self._run(given), _whole(given, "step")
         run.trace.read(_READ_S)
         path, histograms = run.trace.path, run.trace.histograms
@@ -208,7 +208,7 @@ class Answers:
         )  # fmt: skip
 
     def _sample(self, given: QueryParams) -> tuple[int, Path, int, dict[str, Any]]:
-        """The requested completion: its step, its file, its offset there, and what was saved about it."""
+        """Return the requested completion: its step, its file, its offset in the file, and what was saved about it."""
         step, offset = _whole(given, "step"), _whole(given, "offset")
         path = self._run(given).rollouts().get(-1 if step is None else step)
         row = read_row(path, offset) if path and offset is not None and offset >= 0 else None
@@ -232,7 +232,7 @@ class Answers:
 
 
 def _range(given: QueryParams, low: str, high: str, start: int, end: int) -> tuple[int, int]:
-    """Two numbers of a question, clipped to `start` and `end`, which are also their defaults."""
+    """Return two numbers in a question, clipped to the range from `start` to `end`, which are also their defaults."""
     first, last = _whole(given, low), _whole(given, high)
     first = start if first is None else min(max(first, start), end)
     return first, end if last is None else min(max(last, first), end)

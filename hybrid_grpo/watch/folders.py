@@ -1,4 +1,4 @@
-"""Finds the runs to watch in run folders and in folders that hold run folders, also runs that are added later."""
+"""Finds the runs to watch, in run folders and in folders that hold run folders, even if a run is added later."""
 
 import os
 import threading
@@ -9,14 +9,14 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.watch.watched_run import WatchedRun
 
 _DEPTH = 3
-"""How many levels below a named folder a run may be."""
+"""Number of levels that a run may be below a named folder."""
 
 
 class Folders:
-    """All runs under the folders that were named."""
+    """All runs in and below the folders that the user named."""
 
     def __init__(self, named: Sequence[Path]) -> None:
-        """Raises UserError if one is not a folder."""
+        """Find the runs. Raises UserError if one of `named` is not a folder."""
         for folder in named:
             if not folder.is_dir():
                 raise UserError(f"{folder} is not a folder: give the folder of a run, or one that holds some")
@@ -31,7 +31,7 @@ class Folders:
         return {run.name: run for run in self._runs.values()}
 
     def look(self) -> dict[str, WatchedRun]:
-        """Look for new runs, and for those that are gone; return the runs by name."""
+        """Look for runs that were added or removed, and return all runs by name."""
         with self._looking:
             found = dict.fromkeys(run for folder in self._named for run in _runs_in(folder, _DEPTH))
             runs = {folder: run for folder, run in self._runs.items() if folder in found}
@@ -58,7 +58,7 @@ def _runs_in(folder: Path, depth: int) -> list[Path]:
 
 
 def _unused(folder: Path, names: set[str]) -> str:
-    """The name of a folder, with as many of its parents as it takes to be unique."""
+    """Return the name of a folder, preceded by as many of its parents as make it unique."""
     parts = [part.encode(errors="replace").decode() for part in folder.parts[1:] or ("/",)]
     spelled = ("/".join(parts[-length:]) for length in range(1, len(parts) + 1))
     return next(name for name in spelled if name not in names)

@@ -1,7 +1,7 @@
-"""report.html: the page of `watch` for one run as a single file, which needs neither a server nor a network.
+"""Writes report.html: the page of `watch` for one run as a single file, which needs neither a server nor a network.
 
-The answers to the page's questions are inside, with fewer points and for some steps only; `page/frozen.js` looks them
-up. Whatever the run's folder does not have is left out. Nothing here is needed to train.
+The file contains the answers to the page's questions, with fewer points and for some steps only; `page/frozen.js` looks
+them up. Whatever the run's folder lacks is left out. Nothing here is needed to train.
 """
 
 import base64
@@ -34,15 +34,15 @@ _CELLS = {"rows": 60, "columns": 100}
 _BYTES = 250_000
 """Maximum size of a step's completions, including their tokens."""
 _WITH_TOKENS = 16
-"""Number of a step's completions that may have their tokens, each of which is read from a file."""
+"""Number of completions of a step that may include their tokens, which take time to read."""
 _READ_S = 60.0
-"""Most seconds spent on reading a large run's numbers, and again on the traces of its steps."""
+"""Maximum number of seconds for reading a large run's metrics, and again for reading the traces of its steps."""
 _POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
-"""The file may not load anything from a network, whatever a completion says."""
+"""Content security policy that keeps the file from loading anything from a network, whatever completions contain."""
 
 
 def write_report(folder: Path) -> Path:
-    """Write `report.html` into the folder of a run, and return its path; raises UserError if it has no metrics."""
+    """Write `report.html` to the folder of a run, and return its path. Raise UserError if the run has no metrics."""
     folders = Folders([folder])
     run = next(iter(folders.runs.values())) if (folder / "metrics.jsonl").is_file() else None
     if run is not None:
@@ -55,7 +55,7 @@ def write_report(folder: Path) -> Path:
 
 
 def _frozen(run: WatchedRun, answers: Answers) -> dict[str, Any]:
-    """The page's questions about the run and their answers; see page/frozen.js."""
+    """Return the answers to the page's questions about the run, by question; see page/frozen.js."""
     run.trace.read(_READ_S)
 
     def ask(question: str, **given: Any) -> Any:
@@ -100,7 +100,7 @@ def _frozen(run: WatchedRun, answers: Answers) -> dict[str, Any]:
 
 
 def _curves(run: WatchedRun, ask: Any) -> dict[str, Any]:
-    """The curves over steps, the values of the axes at some steps, and the x positions, which curves share."""
+    """Return the curves over steps, the values of the axes at some steps, and the x positions that curves share."""
     names = [name for name in run.table.names if name != "step"]
     places: dict[tuple[float, ...], int] = {}
     curves: dict[str, Any] = {}
@@ -116,14 +116,14 @@ def _curves(run: WatchedRun, ask: Any) -> dict[str, Any]:
 
 
 def _short(value: float) -> float | int:
-    """A number of a curve: integers as they are, others with more digits than the page shows."""
+    """Shorten a number of a curve: keep integers as they are, and more digits of others than the page shows."""
     return int(value) if value.is_integer() and abs(value) < 2**53 else float(f"{value:.7g}")
 
 
 def _samples(folder: Path, step: int, path: Path) -> Iterator[dict[str, Any]]:
-    """As many completions of a step as fit, with their `row` in the list, `all` that was saved, `tokens`, and `rival`
-    (see `rivals`). The best and the worst of each group come first, starting with the groups whose rewards differ most;
-    the first `_WITH_TOKENS` have their tokens if these fit. The first two are always included."""
+    """Yield as many completions of a step as fit in `_BYTES`, each with its `row` in the list, `all` that was saved,
+    `tokens`, and `rival` (see `rivals`). The best and the worst of each group come first, starting with the groups
+    whose rewards differ most. The first `_WITH_TOKENS` have tokens if these fit. The first two are always yielded."""
     rows = read_rows(path)
     compared, by_byte = rivals(rows), dict(rows)
     ends = {other for _, other in compared.values()}
@@ -150,7 +150,7 @@ def _samples(folder: Path, step: int, path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _rounded(record: Record | None) -> Record | None:
-    """The numbers of tokens, rounded to the 6 digits that the page shows; `logp` has 12, since the page computes
+    """Round the measures of tokens to the 6 digits that the page shows, but `logp` to 12, since the page computes
     probabilities from it."""
     if record is None:
         return None
@@ -164,7 +164,7 @@ def _rounded(record: Record | None) -> Record | None:
 
 
 def _in_one_file(name: str, frozen: dict[str, Any]) -> str:
-    """The page with everything that it loads. Its modules become entries of an import map, by their names."""
+    """Return the page with everything that it loads. Its modules become entries of an import map, by their names."""
     # Escaped, so that no text of a run can close the script element.
     data = json.dumps(json_safe(frozen), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     modules = {path.name: _module(path) for path in sorted(_PAGE.glob("*.js")) if path.name != "theme.js"}

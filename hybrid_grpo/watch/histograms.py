@@ -1,4 +1,4 @@
-"""Histograms of a run's steps, and their change over time, on common edges."""
+"""Keeps the histograms of a run's steps, and shows their change over time on common edges."""
 
 import itertools
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 MOST = 1000
-"""Maximum number of steps that are kept; when there are more, every other one is dropped."""
+"""Maximum number of steps that are kept; whenever there are more, every other step is dropped."""
 BUCKETS = 32
 _MOST_NAMES, _MOST_BUCKETS = 32, 512
-"""Most histograms of a step, and most buckets of a histogram; a run writes fewer."""
+"""Maximum number of histograms of a step, and of buckets of a histogram; a run writes fewer."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -24,7 +24,7 @@ class OverTime:
     edges: Floats
     """[BUCKETS + 1]"""
     shares: Floats
-    """[BUCKETS, steps]: share of the values of a step in each bucket; those beyond the edges are in none."""
+    """[BUCKETS, steps]: share of a step's values in each bucket; values beyond the edges are in no bucket."""
 
 
 class Histograms:
@@ -35,7 +35,7 @@ class Histograms:
         self._stride, self._seen = 1, 0
 
     def append(self, step: int, histograms: Any) -> None:
-        """Add a step's histograms from details.jsonl: `edges` and `counts` by name. Malformed ones are skipped."""
+        """Add a step's histograms from details.jsonl: `edges` and `counts` by name. Skip malformed histograms."""
         if not isinstance(histograms, dict):
             return
         named = itertools.islice(histograms.items(), _MOST_NAMES)
@@ -49,7 +49,7 @@ class Histograms:
             self._steps = dict(list(self._steps.items())[::2])
 
     def near(self, step: int) -> tuple[int, dict[str, dict[str, list[float]]]] | None:
-        """The newest step that is not after `step`, and its histograms: `edges` and `counts` by name."""
+        """Return the newest kept step that is not after `step`, and its histograms: `edges` and `counts` by name."""
         at = max((kept for kept in self._steps if kept <= step), default=None)
         if at is None:
             return None
@@ -57,7 +57,7 @@ class Histograms:
         return at, {name: {"edges": edges.tolist(), "counts": counts.tolist()} for name, (edges, counts) in found}
 
     def over_time(self, columns: int) -> dict[str, OverTime]:
-        """By name, at most `columns` steps each, from the first to the newest; names of a single step are left out."""
+        """Return distributions by name, each at up to `columns` steps from first to newest; a name needs two steps."""
         names = dict.fromkeys(name for found in self._steps.values() for name in found)
         answer = {}
         for name in names:

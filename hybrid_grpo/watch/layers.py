@@ -1,4 +1,4 @@
-"""Where the time of the steps went: mean seconds of each part of a step, in columns of neighbouring steps."""
+"""Shows where the time of steps went: the mean seconds of each part of a step, in columns of neighboring steps."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from hybrid_grpo.watch.table import Table
 
 
 def time_layers(table: Table, columns: int) -> dict[str, Any] | None:
-    """At most `columns` columns, given by their first and last steps, and for each part its mean seconds in each column
-    (`values`) and its seconds in all steps (`total`). The part `other` is what no timer covers; parts that took no time
-    are left out. None if no step was timed."""
+    """Return at most `columns` columns, given by their first and last steps (`steps`), and for each part of a step its
+    mean seconds in each column (`values`) and its seconds in all steps (`total`). The part `other` is what no timer
+    covers; parts that took no time are left out. Return None if no step was timed."""
     whole = table.column("time/step_s")
     timed = np.flatnonzero(whole > 0)
     if not timed.size:

@@ -1,4 +1,4 @@
-"""metrics.jsonl as it is written: its numbers in a table, and a glimpse of them while a large file is read."""
+"""Reads metrics.jsonl into a table as the file is written, and samples it while a large file is being read."""
 
 import os
 from contextlib import suppress
@@ -8,12 +8,12 @@ from hybrid_grpo.records.json_lines import GrowingFile, last_lines, open_file, p
 from hybrid_grpo.watch.table import Table
 
 _LAST_LINES = 100
-"""Lines at the end of a file among which its last step is looked for."""
+"""Number of lines at the end of a file among which the last step is looked for."""
 _GLIMPSE_OVER = 8 * 2**20
-"""A larger file, in bytes, is first sampled in places."""
+"""A file with more bytes than this is first sampled in evenly spaced places."""
 _GLIMPSE_LINES = 400
 _GLIMPSE_LINE = 2**17
-"""Bytes of a line in the sample."""
+"""Maximum number of bytes in a line of the sample."""
 
 Row = dict[str, float | None]
 
@@ -36,7 +36,7 @@ class MetricsFile:
 
     @property
     def share_read(self) -> float:
-        """Share of the file that is in the table; 1 once no complete line is left."""
+        """Share of the file that is in the table; 1 once no complete line is left to read."""
         return self._lines.share_read
 
     @property
@@ -62,12 +62,12 @@ class MetricsFile:
 
 
 def last_row(path: Path) -> Row | None:
-    """The last complete line of a file, without reading the rest; None if there is none."""
+    """Return the row of a file's last step, without reading the whole file; None if there is no step at its end."""
     return next(filter(None, map(parse_step, last_lines(path)[: -_LAST_LINES - 1 : -1])), None)
 
 
 def _glimpse(path: Path) -> Table:
-    """Lines from evenly spaced places of a file, including its first and its last."""
+    """Return a table of lines from evenly spaced places in a file, including its first and its last line."""
     table, lines = Table(), []
     with suppress(OSError), open_file(path) as file:
         size = file.seek(0, os.SEEK_END)

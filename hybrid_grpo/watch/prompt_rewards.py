@@ -1,4 +1,4 @@
-"""Mean rewards of prompts at steps, and a map of them for a screen: prompts by time."""
+"""Keeps the mean rewards of prompts at steps, and draws a heat map of them: prompts by time."""
 
 from array import array
 from collections.abc import Iterator
@@ -12,10 +12,10 @@ import numpy.typing as npt
 _BLOCK = 2**16
 """Number of entries that are processed at a time."""
 _MOST_ENTRIES = 2**26
-"""Maximum number of entries, 800 MB; further ones are ignored."""
+"""Maximum number of entries, which take 800 MB; further entries are ignored."""
 _FEWEST_COLUMNS = 24
 ORDERS = ("row", "mean", "last")
-"""Prompts sorted by their row in the data, by their mean reward or by their newest reward, lowest first."""
+"""Orders of prompts: by their row in the data, by their mean reward or by their newest reward, lowest first."""
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
@@ -23,29 +23,29 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Cells:
-    """A map of mean rewards."""
+    """A heat map of mean rewards."""
 
     means: Floats
     """[rows, columns]: mean reward of each cell; NaN if none of its prompts was drawn in its steps."""
     counts: npt.NDArray[np.int64]
-    """[rows, columns]: number of entries that each mean is taken over."""
+    """[rows, columns]: number of entries over which each mean is taken."""
     tall: int
-    """Prompts per row; the last row may have fewer."""
+    """Number of prompts per row; the last row may have fewer."""
     wide: int
-    """Steps per column; the last column may have fewer."""
+    """Number of steps per column; the last column may have fewer."""
 
 
 class PromptRewards:
-    """Entries in the order of steps: the step, a prompt, and the mean reward of the prompt's completions.
+    """A list of entries in the order of steps: the step, a prompt, and the mean reward of the prompt's completions.
 
-    12 bytes an entry: a hundred thousand steps of 256 prompts are 300 MB.
+    An entry takes 12 bytes: a hundred thousand steps of 256 prompts take 300 MB.
     """
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
-        """By a prompt's row in the data: its number, counted in the order of first appearance."""
+        """The number of each prompt, by its row in the data. Prompts are numbered in the order of first appearance."""
         self._steps, self._prompts, self._rewards = array("i"), array("i"), array("f")
-        """By entry: its step, the number of its prompt, and the reward."""
+        """The step of each entry, the number of its prompt, and its reward."""
 
     @property
     def first(self) -> int:
@@ -58,8 +58,8 @@ class PromptRewards:
         return self._steps[-1] if self._steps else 0
 
     def append(self, step: int, prompts: Any) -> None:
-        """Add a step's prompts from details.jsonl: row in the data, mean reward, and more that is not kept. Malformed
-        ones are skipped."""
+        """Add a step's prompts from details.jsonl, of each the row in the data and the mean reward. Skip malformed
+        prompts."""
         if not isinstance(prompts, list):
             return
         pairs = [
@@ -77,21 +77,21 @@ class PromptRewards:
 
     @property
     def telling_order(self) -> str:
-        """The most informative of `ORDERS`: means say little if prompts are drawn only once or twice."""
+        """The most informative of `ORDERS`: sorting by mean says little if prompts were drawn only once or twice."""
         return "mean" if len(self._steps) >= 3 * len(self) else "row"
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def _blocks(self) -> Iterator[tuple[Ints, Ints, npt.NDArray[np.float32]]]:
-        """Steps, numbers of prompts, and rewards, `_BLOCK` entries at a time."""
+        """Yield the steps, prompt numbers and rewards of up to `_BLOCK` entries at a time."""
         for start in range(0, len(self._steps), _BLOCK):
             parts = (part[start : start + _BLOCK] for part in (self._steps, self._prompts, self._rewards))
             steps, prompts, rewards = map(np.array, parts)
             yield steps, prompts, rewards
 
     def ordered(self, order: str) -> npt.NDArray[np.int64]:
-        """[prompts]: rows in the data, in one of `ORDERS`."""
+        """Return the prompts' rows in the data, [prompts], in one of `ORDERS`."""
         rows = np.fromiter(self._numbers, np.int64, len(self))
         return rows[self._order(order)]
 
@@ -107,9 +107,9 @@ class PromptRewards:
         return np.lexsort((rows, last if order == "last" else totals[0] / totals[1]))
 
     def map(self, order: str, low: int, high: int, first: int, last: int, rows: int, columns: int) -> Cells:
-        """Mean rewards in at most about `rows` rows and `columns` columns, or fewer if there is less to show.
+        """Return a heat map with at most about `rows` rows and `columns` columns, or fewer if there is less to show.
 
-        Rows are the prompts `low` to `high` (excluded) in this order, columns the steps `first` to `last` (included).
+        Rows are the prompts `low` to `high` (exclusive) in this order, columns the steps `first` to `last` (inclusive).
         Columns are wide enough that most cells are filled, whatever share of the prompts a step draws.
         """
         position = np.empty(len(self), np.int64)
@@ -133,7 +133,7 @@ class PromptRewards:
     def _inside(
         self, position: npt.NDArray[np.int64], low: int, high: int, first: int, last: int
     ) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float32]]]:
-        """Steps counted from `first`, positions counted from `low`, and rewards, block by block."""
+        """Yield, block by block, steps counted from `first`, positions counted from `low`, and rewards."""
         for steps, prompts, rewards in self._blocks():
             if steps[-1] >= first and steps[0] <= last:
                 at = position[prompts]

@@ -1,4 +1,4 @@
-"""Search for a run's completions by their text and rewards. Files are read one at a time, the newest first."""
+"""Searches a run's completions by text and reward. Files are read one at a time, the newest first."""
 
 import itertools
 import math
@@ -12,42 +12,42 @@ from typing import Any
 from hybrid_grpo.records.json_lines import open_file, parse, read_lines
 
 _STEP_BYTES, _STEP_LINES = 2**26, 2**17
-"""Most bytes and lines of a step's file that are read to compare its completions."""
+"""Maximum number of bytes and of lines that are read of a step's file to compare its completions."""
 SHOWN = 200
-"""Most characters of a text in the list."""
+"""Maximum number of characters that the list shows of a prompt or completion."""
 _LETTERS = 200
-"""Most characters of a short entry in the list that is text, such as `finish`."""
+"""Maximum number of characters that the list shows of other text, such as `finish`."""
 
 
 @dataclass(frozen=True)
 class Query:
-    """Which completions are searched for. Bounds are inclusive; None is no bound."""
+    """Conditions that completions must meet to be found. Bounds are inclusive; None means no bound."""
 
     text: str = ""
     """Text to find in the prompt, the completion or its messages, ignoring case."""
     finish: str = ""
-    """Why the completion ended; empty: for any reason."""
+    """Why the completion ended; empty means any reason."""
     least: float | None = None
     most: float | None = None
-    """Bounds of the reward; a completion without a reward is not within any."""
+    """`least` and `most` bound the reward; a completion without a reward is within no bounds."""
     first: int | None = None
     last: int | None = None
-    """Bounds of the step."""
+    """`first` and `last` bound the step."""
     prompt: int | None = None
     """Row of the prompt in the data."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """Completions that were found, and where the search goes on."""
+    """Completions that were found, and the place where the search continues."""
 
     rows: list[dict[str, Any]]
     read: int
-    """Completions that were looked at."""
+    """Number of completions that were examined."""
     next: tuple[int, int] | None
-    """Step and offset where the search goes on; None: everything was searched."""
+    """Step and offset at which the search continues; None if everything was searched."""
     left_out: int = 0
-    """Lines that were too long to be read."""
+    """Number of lines that were too long to be read."""
 
 
 def search(
@@ -77,20 +77,21 @@ def search(
 
 
 def read_row(path: Path, offset: int) -> dict[str, Any] | None:
-    """The completion at an offset of a file; None if none begins there."""
+    """Return the completion at an offset in a file; None if no completion begins there."""
     _, line = next(_lines(path, offset), (0, None))
     return parse(line) if line else None
 
 
 def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """All completions of a step with their offsets; only the first ones if the file is far too large."""
+    """Return all completions of a step with their offsets; only the first ones if the file is far too large."""
     begun = itertools.takewhile(lambda found: found[0] < _STEP_BYTES, itertools.islice(_lines(path, 0), _STEP_LINES))
     return [(offset, row) for offset, line in begun if line and (row := parse(line)) is not None]
 
 
 def rivals(rows: list[tuple[int, dict[str, Any]]]) -> dict[int, tuple[str, int]]:
-    """By the offset of each completion of a step, the completion that it is compared with: the best of its group, or
-    the worst if it is the best itself. Completions without a reward, and groups of equal rewards, have none."""
+    """Return, by the offset of each completion of a step, the kind and the offset of the completion with which it is
+    compared: the `best` of its group or, for the best itself, the `worst`. Completions without a reward, and those in
+    groups of equal rewards, are left out."""
     groups: dict[str, list[tuple[float, int]]] = {}
     for offset, row in rows:
         if number(row.get("reward")) is not None:
@@ -104,7 +105,7 @@ def rivals(rows: list[tuple[int, dict[str, Any]]]) -> dict[int, tuple[str, int]]
 
 
 def line_number(path: Path, offset: int) -> int:
-    """The number of lines that end before an offset of a file."""
+    """Return the number of lines that end before an offset in a file."""
     count = 0
     with open_file(path) as file:
         while offset > 0 and (chunk := file.read(min(offset, 2**20))):
@@ -114,14 +115,14 @@ def line_number(path: Path, offset: int) -> int:
 
 
 def prompt_text(prompt: Any) -> str:
-    """A prompt as text; for a conversation, the contents of its messages."""
+    """Return a prompt as text; for a conversation, the contents of its messages."""
     if isinstance(prompt, list):
         return "\n\n".join(str(message.get("content")) for message in prompt if isinstance(message, dict))
     return str(prompt)
 
 
 def _lines(path: Path, begin: int) -> Iterator[tuple[int, bytes | None]]:
-    """`read_lines` of a file; none if there is no such file."""
+    """Yield what `read_lines` yields for a file; nothing if there is no such file."""
     with suppress(OSError), open_file(path) as file:
         yield from read_lines(file, begin)
 
@@ -145,7 +146,7 @@ def _fits(row: dict[str, Any], query: Query) -> bool:
 
 
 def summarize(row: dict[str, Any], step: int, offset: int, text: str = "") -> dict[str, Any]:
-    """What the list shows of a completion; long texts are cut to the beginning, or to the surroundings of `text`."""
+    """Return what the list shows of a completion; long texts are cut to the beginning, or to the part around `text`."""
     numbers = {name: _brief(row.get(name)) for name in ("group", "sample", "reward", "advantage", "length", "finish")}
     prompt, completion = prompt_text(row.get("prompt")), str(row.get("completion", ""))
     return {
@@ -164,7 +165,7 @@ def _around(text: str, wanted: str) -> str:
 
 
 def number(value: Any) -> float | None:
-    """A finite number; None for anything else."""
+    """Return `value` if it is a finite number, else None."""
     return value if type(value) in (int, float) and math.isfinite(value) else None
 
 

@@ -1,7 +1,7 @@
-"""The page's server: it serves the page's files and answers its questions about runs as JSON. It changes nothing.
+"""The server of the watch page: serves the page's files and answers its questions about runs as JSON, read-only.
 
 A question names a run as the list of runs does, never by a path. Each question has a thread of its own, so that a run
-that takes long to read delays no other; the server does not wait for these threads when it ends.
+that takes long to read does not delay others; the server does not wait for these threads when it ends.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from hybrid_grpo.watch.folders import Folders
 HOST = "127.0.0.1"
 _PAGE = Path(__file__).parent / "page"
 _MOST_AT_ONCE = 64
-"""Questions that are answered at the same time; more are refused."""
+"""Maximum number of questions that are answered at the same time; more are refused."""
 _MOST_BYTES = 2**25
 """Maximum size of an answer."""
 _HEADERS = {
@@ -39,7 +39,7 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-"""With the first one, a browser loads nothing from other machines, whatever a completion says."""
+"""Headers of all answers; due to the first, browsers load nothing from elsewhere, whatever a completion contains."""
 
 
 def application(folders: Folders) -> Starlette:
@@ -60,12 +60,12 @@ def application(folders: Folders) -> Starlette:
 
 
 def listen(port: int) -> socket.socket:
-    """A socket that accepts connections from this machine only; port 0 picks a free port. Raises OSError."""
+    """Return a socket that accepts connections from this machine only; port 0 picks a free port. May raise OSError."""
     return socket.create_server((HOST, port))
 
 
 def serve(app: Starlette, listener: socket.socket, announce: Callable[[], None]) -> None:
-    """Serve until SIGINT or SIGTERM; `announce` is called as soon as a signal would shut the server down properly."""
+    """Serve until SIGINT or SIGTERM; call `announce` as soon as these signals would shut the server down properly."""
     server = uvicorn.Server(
         uvicorn.Config(
             app,

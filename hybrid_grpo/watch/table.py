@@ -1,4 +1,4 @@
-"""The numbers of a run in columns: one row for each step, rows appended one at a time.
+"""Stores the metrics of a run in columns, with one row for each step; rows are appended one at a time.
 
 A hundred thousand steps of two hundred metrics take 160 MB here; as dictionaries they would take gigabytes.
 """
@@ -12,26 +12,26 @@ import numpy as np
 from hybrid_grpo.records.metrics.thinning import Column
 
 _MOST_NAMES, _LONGEST_NAME, _MOST_CELLS = 2000, 300, 2**27
-"""Far more than a run has: 2**27 cells are a gigabyte."""
+"""Limits far above what a run has: 2**27 cells take a gigabyte."""
 
 
 class Table:
-    """Rows of numbers by name, in ascending order of their steps. A number that a row does not have is NaN."""
+    """Rows of numbers by name, in ascending order of their steps. A number that a row lacks is NaN."""
 
     def __init__(self) -> None:
         self._columns: dict[str, array[float]] = {}
-        """Each column ends at the last row that has its number."""
+        """By name, the numbers up to the last row that has one."""
         self._last_step = -1.0
         self.rows = 0
 
     @property
     def names(self) -> list[str]:
-        """All names that a row had, in the order of their first appearance."""
+        """All names that any row had, in the order of their first appearance."""
         return list(self._columns)
 
     def append(self, row: dict[str, float | None]) -> bool:
-        """Add a row; None is NaN. Returns False, and leaves the table as it is, for a row that does not belong to a
-        later step, holds something that is not a number, or has more names or cells than a run has."""
+        """Add a row, in which None means NaN, and return True. Return False, and leave the table as it is, if the row's
+        step is not after the last one, if a value is not a number, or if the table would exceed its limits."""
         try:
             values = np.array(list(row.values()), dtype=np.float64).tolist()
         except (TypeError, ValueError, OverflowError):
@@ -52,7 +52,7 @@ class Table:
         return True
 
     def column(self, name: str) -> Column:
-        """[rows]: the numbers of a name; all NaN for an unknown one."""
+        """Return the column of a name, [rows]; all NaN for an unknown name."""
         column, known = np.full(self.rows, np.nan), self._columns.get(name, array("d"))
         column[: len(known)] = known
         return column

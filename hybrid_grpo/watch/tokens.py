@@ -1,5 +1,5 @@
-"""The tokens of saved completions, with what was recorded about each token: the parquet files of rollouts/ and replay/,
-read one completion at a time."""
+"""Reads the tokens of saved completions, with what was recorded about each, from the parquet files of rollouts/ and
+replay/, one completion at a time."""
 
 from pathlib import Path
 
@@ -7,19 +7,19 @@ from hybrid_grpo.records.files import json_safe
 from hybrid_grpo.records.json_lines import Record, open_file
 
 _MOST_ROWS, _MOST_BYTES = 2**17, 2**28
-"""Bounds of a row group, which is read whole."""
+"""Maximum size of a row group, since a row group is read as a whole."""
 SAMPLED = ("logp", "advantage")
-"""Numbers of each token that a run records with its rollouts."""
+"""Numbers that a run records for each token with its rollouts."""
 REPLAYED = ("old_logp", "new_logp", "ref_logp", "kl", "ratio", "entropy", "clipped", "correction", "weight")
-"""Numbers of each token that a replay of the step adds, from the last pass over the rollout."""
+"""Numbers that a replay of the step adds for each token, from the last pass over the rollout."""
 
 
 def read_tokens(folder: Path, step: int, row: int, sample: int | None) -> Record | None:
-    """What a run's folder has about the tokens of one completion; None if nothing in it matches.
+    """Return what a run's folder has about the tokens of one completion; None if nothing in it matches.
 
-    `row` is the completion's line in the rollouts of its step, counted from 0; `sample`, its number in its group, must
-    be the recorded one. The answer has `pieces` (the text of each sampled token), `ids`, `given` (texts that were not
-    sampled, each with the number of tokens before it) and `measures`: lists as long as `pieces`, by name.
+    `row` is the completion's line in the rollouts of its step, counted from 0. `sample` is its number in its group, and
+    must equal the recorded number. The result has `pieces` (the text of each sampled token), `ids`, `given` (texts that
+    were not sampled, each with the number of tokens before it) and `measures`: lists as long as `pieces`, by name.
     """
     name = f"step_{step:06d}.parquet"
     found = _read(folder / "rollouts" / name, row, ("sample", "pieces", "token_ids", "given", *SAMPLED))
@@ -46,8 +46,8 @@ def read_tokens(folder: Path, step: int, row: int, sample: int | None) -> Record
 
 
 def _read(path: Path, row: int, columns: tuple[str, ...]) -> Record | None:
-    """The last row of a parquet file whose column `row` is `row`, reduced to those of `columns` that the file has. None
-    if no such row can be read."""
+    """Return the last row of a parquet file whose column `row` equals `row`, with those of `columns` that the file has;
+    None if no such row can be read."""
     import pyarrow.parquet  # only here: it takes longer to load than the rest of the server
 
     try:

@@ -1,6 +1,6 @@
 """Reads details.jsonl, the traces of a run's steps (`records/step_trace.py`).
 
-One step is found by bisection, since the lines are in the order of their steps. The rewards of prompts and the
+A single step is found by bisection, since the lines are in the order of their steps. The rewards of prompts and the
 histograms of all steps are gathered by reading the file once, as it is written.
 """
 
@@ -55,7 +55,7 @@ class TraceFile:
 
 
 def read_step(path: Path, step: int | None) -> Record | None:
-    """The trace of the newest step that is not after `step` (None: of the newest of all); None if there is none."""
+    """Return the trace of the newest step, or of the newest that is not after `step`; None if there is none."""
     deadline, found = time.monotonic() + _SECONDS, b""
     with suppress(OSError), open_file(path) as file:
         size = file.seek(0, os.SEEK_END)
@@ -68,7 +68,7 @@ def read_step(path: Path, step: int | None) -> Record | None:
 
 
 def _before(file: BinaryIO, size: int, step: int, deadline: float) -> int:
-    """The offset of a line such that the step is found within about `_NEAR` bytes from there."""
+    """Return the offset of a line from which the step is at most about `_NEAR` bytes away."""
     low, high = 0, size
     while high - low > _NEAR:
         middle = (low + high) // 2
@@ -81,7 +81,7 @@ def _before(file: BinaryIO, size: int, step: int, deadline: float) -> int:
 
 
 def first_step(path: Path) -> int | None:
-    """The first step of a file."""
+    """Return the first step of a file; None if it has no steps or cannot be read."""
     with suppress(OSError), open_file(path) as file:
         return next((number for _, number, _ in _steps(file, 0, time.monotonic() + _SECONDS)), None)
     return None

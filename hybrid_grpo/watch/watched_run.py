@@ -1,4 +1,4 @@
-"""A run that is watched: its numbers, settings and alarms, read from its folder when they are asked for."""
+"""A run that is watched: its metrics, settings and alarms, which are read from its folder on demand."""
 
 import itertools
 import math
@@ -26,56 +26,56 @@ from hybrid_grpo.watch.table import Column, Table
 from hybrid_grpo.watch.trace_file import TraceFile
 
 AXES = ("step", "tokens", "hours")
-"""The x axes of curves: steps, tokens so far (sampled; in a supervised run: trained on), hours of work so far."""
+"""The x axes of curves: steps, tokens so far (sampled or, in a supervised run, trained on), and hours worked so far."""
 _TELLING = (
     *("eval/[^/]+/accuracy", "reward/mean", "sft/loss", "reward_model/heldout_accuracy", "reward_model/loss"),
     *("completion/length_mean", "policy/entropy", "throughput/generated_tokens_per_s"),
 )
-"""Numbers by which runs are compared at a glance."""
+"""Patterns of the metrics by which runs are compared at a glance."""
 _RECENT = 10
-"""Number of values of a noisy metric that its first and its newest number are averaged over."""
+"""Number of values over which the first and the newest value of a noisy metric are averaged."""
 _MOST_ALARMS = 1000
 _CONFIG_BYTES = 2**20
 _DEEPEST, _LONGEST_NAME, _LONGEST_VALUE, _MOST_DIFFERING = 6, 300, 1000, 500
-"""Bounds of settings that are compared."""
+"""Limits for settings that are compared."""
 _BEST: dict[str, Callable[[Column], Any]] = {"accuracy": np.argmax, "/loss": np.argmin}
 """Functions that find the index of the best value, by the end of a metric's name."""
 _VERSIONS = itertools.count(time.time_ns() // 10**6)
-"""Never repeated, so that a page notices when a server or a folder has been replaced."""
+"""Numbers that never repeat, so that a page notices when a server or a folder has been replaced."""
 
 
 class WatchedRun:
-    """A run's folder. Nothing is read until it is asked for, and only `refresh` adds to the numbers."""
+    """A run in a folder. Nothing is read before it is requested, and only `refresh` reads new metrics."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        """`name` is what the page calls the run: unique among those that are watched."""
+        """`name` is the run's name on the page, which is unique among the watched runs."""
         self.name, self.folder = name, folder
         self.lock = threading.Lock()
-        """Held while numbers or traces are read."""
+        """Held while metrics or traces are read."""
         self._cached: dict[str, tuple[int, Any]] = {}
-        """By path in the folder: the time of its last change, and what was read from it."""
+        """By path in the folder, the time of the path's last change, and what was read from it."""
         self.numbers = MetricsFile(folder / "metrics.jsonl")
         self.trace = TraceFile(folder / TRACE_FILE)
         self.version = next(_VERSIONS)
-        """Changes whenever the numbers have changed."""
+        """Changes whenever the metrics have changed."""
         self._summary: tuple[int, dict[str, Any]] = (-1, {})
 
     def refresh(self, seconds: float) -> None:
-        """Read the numbers written since the last call, for about `seconds` at most."""
+        """Read the metrics written since the last call, for about `seconds` at most."""
         if self.numbers.read(seconds):
             self.version = next(_VERSIONS)
 
     @property
     def table(self) -> Table:
-        """The numbers; while a large file is being read, a sample of lines from all over it."""
+        """The metrics; while a large file is being read, a sample of lines from all over it."""
         return self.numbers.shown
 
     def changed_ms(self, name: str) -> int:
-        """When a file of the folder was last written, in milliseconds; 0 if there is none."""
+        """Return when a file in the folder was last written, in milliseconds since 1970; 0 if there is no such file."""
         return _changed(self.folder / name) // 10**6
 
     def _of(self, name: str, read: Callable[[Path], Any]) -> Any:
-        """The result of `read` for a path in the folder, cached until the path changes."""
+        """Return the result of `read` for a path in the folder, cached until the path changes."""
         path = self.folder / name
         changed = _changed(path)
         if name not in self._cached or self._cached[name][0] != changed:
@@ -84,7 +84,7 @@ class WatchedRun:
 
     @property
     def config_text(self) -> str:
-        """The text of config.yaml: only the beginning if it is far too large, and empty if there is none."""
+        """The text of config.yaml: only the beginning if the file is far too large, and empty if there is no file."""
         return self._of("config.yaml", _read_config)[0]
 
     @property
@@ -93,11 +93,11 @@ class WatchedRun:
         return self._of("config.yaml", _read_config)[1]
 
     def rollouts(self) -> dict[int, Path]:
-        """The files of saved completions by step, in their order."""
+        """Return the files of saved completions by step, in ascending order."""
         return self._of("rollouts", rollout_files)
 
     def axis(self, name: str) -> Column:
-        """[rows]: the position of each row of the table on an axis of `AXES`."""
+        """Return the position of each row of the table on one of `AXES`, [rows]."""
         steps = self.table.column("step")
         if name == "step":
             return steps
@@ -109,11 +109,11 @@ class WatchedRun:
         return total / 3600 if name == "hours" else total
 
     def alarms(self) -> list[AlarmRecord]:
-        """The alarms that have gone off, with the run's own messages."""
+        """Return the alarms that have gone off, with the run's own messages."""
         return self._of(ALARMS_FILE, _read_alarms)
 
     def outline(self) -> dict[str, Any]:
-        """What the list of runs shows, without reading the numbers: progress, and the age of the newest step."""
+        """Return what the list of runs shows, such as progress and the newest step's age; reads no more than that."""
         row, section = self._of("metrics.jsonl", last_row) or {}, self.settings.get("run")
         steps, changed = section.get("steps") if isinstance(section, dict) else None, self.changed_ms("metrics.jsonl")
         return {
@@ -126,8 +126,8 @@ class WatchedRun:
         }
 
     def summary(self) -> dict[str, Any]:
-        """Numbers by which runs are compared: the first and the newest ones (no first one if they would overlap), and
-        the best accuracies and losses with their steps."""
+        """Return the metrics by which runs are compared, with the first value (None if it would overlap with the
+        newest), the newest value and, for accuracies and losses, the best value and its step."""
         if self._summary[0] != self.version:
             self._summary = self.version, self._summarize()
         return self._summary[1]
@@ -165,7 +165,7 @@ class WatchedRun:
 
 
 def _alarm(line: bytes) -> AlarmRecord | None:
-    """The alarm in a line; earlier versions wrote only the step and the message."""
+    """Return the alarm in a line, or None; earlier versions wrote only the step and the message."""
     found = parse_step(line) or {"step": None}
     step, name, message = found["step"], found.get("alarm", ""), found.get("message")
     since = found.get("since", step)
@@ -175,7 +175,7 @@ def _alarm(line: bytes) -> AlarmRecord | None:
 
 
 def _compared(settings: dict[str, Any]) -> dict[str, str]:
-    """Settings by their dotted names, each value as JSON, text without quotes; long ones are cut."""
+    """Return settings by their dotted names, each value as JSON, but text without quotes; long values are cut."""
     return {
         name[:_LONGEST_NAME]: (value if isinstance(value, str) else as_json(value))[:_LONGEST_VALUE]
         for name, value in flattened(settings, _DEEPEST)
@@ -183,8 +183,8 @@ def _compared(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def differing(runs: list[WatchedRun]) -> list[dict[str, Any]]:
-    """The settings that differ between runs, except for the run's own name and folder: name, and the values by run. If
-    there are far too many, the last entry says how many are left out."""
+    """Return the settings that differ between runs, other than run.name and run.dir: the name, and the values by run.
+    If there are far too many, the last entry says how many are left out."""
     settings = {run.name: _compared(run.settings) for run in runs}
     known = dict.fromkeys(name for values in settings.values() for name in values)
     # Settings that all runs have come first.
@@ -203,7 +203,7 @@ def differing(runs: list[WatchedRun]) -> list[dict[str, Any]]:
 
 
 def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
-    """The text of a config.yaml, and its settings."""
+    """Return the text of a config.yaml, and its settings."""
     content, settings = b"", None
     with suppress(OSError), open_file(path) as file:
         content = file.read(_CONFIG_BYTES + 1)
@@ -220,7 +220,7 @@ def _read_alarms(path: Path) -> list[AlarmRecord]:
 
 
 def _changed(path: Path) -> int:
-    """When a file or folder was last written, in nanoseconds; 0 if there is none."""
+    """Return when a file or folder was last written, in nanoseconds since 1970; 0 if there is none."""
     try:
         return path.stat().st_mtime_ns
     except OSError:

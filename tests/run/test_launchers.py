@@ -56,7 +56,7 @@ def test_the_words_of_a_starter(started_by, variables, expected):
 
 @pytest.mark.parametrize("variables, says", [
     ({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "mpirun has started 2 tasks on several machines: set MASTER_ADDR"),
-    ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "mpiexec has started 2 tasks and does not say MPI_LOCALRANKID"),
+    ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "mpiexec has started 2 tasks without setting MPI_LOCALRANKID"),
     ({"WORLD_SIZE": "2"}, "WORLD_SIZE without RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
 ])  # fmt: skip
 def test_what_is_not_known_is_refused(started_by, variables, says):

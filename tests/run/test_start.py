@@ -100,7 +100,7 @@ def test_a_run_is_never_begun_over(place):
     for step in (2, 4):
         (place.checkpoint(step) / "manifest.json").write_text("{}")
     says = place.refusal()
-    assert says.startswith(f"run.resume auto: no checkpoint in {place.folder}/run/checkpoints is whole: step_000004: ")
+    assert says.startswith(f"run.resume auto: no checkpoint in {place.folder}/run/checkpoints is intact: step_000004: ")
     assert "step_000002: manifest.json is damaged" in says and "another --run.name" in says
 
 
@@ -302,7 +302,7 @@ def test_an_interrupted_run_ends_as_the_uninterrupted_one_to_the_bit(whole_run):
     lines = [line for line in done.err.splitlines() if "error:" in line]
     says = (
         "checkpoint runs/broken/checkpoints/step_000004 could not be written: No space left on device (rank 1);"
-        " the newest is that of step 2: make room or mend it, and go on with --run.resume auto"
+        " the newest one is from step 2: make room or fix the cause, and go on with --run.resume auto"
     )
     assert sorted(lines) == [f"hybrid-grpo [rank 1]: error: {says}", f"hybrid-grpo: error: {says}"]
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
@@ -336,7 +336,7 @@ def test_a_disk_that_is_full_at_any_point_of_a_save_costs_that_save_alone(whole_
     assert done.status == 0, done.err
     folder = whole_run.workshop.folder / "runs" / "full"
     warnings = [line for line in done.out.splitlines() if line.startswith("WARNING: checkpoint")]
-    ends = "; the newest is that of step 0, and the run goes on (checkpoint.on_failure say)"
+    ends = "; the newest one is from step 0, and the run goes on (checkpoint.on_failure say)"
     reasons = [*["No space left on device"] * 7, *["File too large"] * 3]
     ranks = [0, 1, 0, 1, 0, 1, 0, 1, 1, 1]
     assert warnings == [
@@ -383,8 +383,8 @@ def test_a_full_disk_while_rollouts_are_written_stops_the_run_in_one_line(whole_
     assert done.status == 2 and "Traceback" not in done.err
     (line,) = [line for line in done.err.splitlines() if "error:" in line]
     assert line == (
-        "hybrid-grpo: error: runs/rollouts cannot be written: No space left on device: make room or mend it, then go on"
-        " with --run.resume auto"
+        "hybrid-grpo: error: runs/rollouts cannot be written: No space left on device: make room or fix the cause, then"
+        " go on with --run.resume auto"
     )
     draft.unlink()
     done = workshop.run(*arguments, "--run.resume=auto")

@@ -74,7 +74,7 @@ def test_a_checkpoint_without_what_later_settings_need_is_refused(tmp_path):
     run, stage = make(tmp_path)
     stage.policy.load_state_dict, stage.parts = lambda state: None, {"ptx": object()}
     run.checkpoints.load = lambda *_: {"policy": {}, "loader": {}}
-    with pytest.raises(UserError, match="step_000003 was made without ptx: take its settings out"):
+    with pytest.raises(UserError, match="step_000003 was made without ptx: remove its settings"):
         run._load(stage, SimpleNamespace(folder="checkpoints/step_000003", manifest=None))
 
 
@@ -110,13 +110,13 @@ def test_a_save_that_fails_is_said_or_stops_the_run(tmp_path, clock, capsys):
     run.saver.save(stage, 2, {})
     run.checkpoints.save = fails
     run.saver.save(stage, 3, {})
-    says = "checkpoint step_000003 could not be written: Disk quota exceeded; the newest is that of step 2"
+    says = "checkpoint step_000003 could not be written: Disk quota exceeded; the newest one is from step 2"
     assert f"WARNING: {says}, and the run goes on (checkpoint.on_failure say)" in capsys.readouterr().out
     # The next one is tried when it is due, and not after every step.
     assert saved(run, stage, clock, [4, 5], 1) == []
     run, stage = make(tmp_path / "other", on_failure="stop")
     run.checkpoints.save = fails
-    with pytest.raises(RunStopped, match=r"Disk quota exceeded; there is none before it: make room or mend it"):
+    with pytest.raises(RunStopped, match=r"Disk quota exceeded; there is none before it: make room or fix the cause"):
         run.saver.save(stage, 0, {})
 
 

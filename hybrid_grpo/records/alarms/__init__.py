@@ -1,1 +1,1 @@
-"""Symptoms of what goes wrong in a run, and alarms that act on them."""
+"""Symptoms that something is wrong with a run, and the alarms that act on them."""

@@ -1,7 +1,7 @@
-"""The alarms of a run: how long a symptom is tolerated, and what happens then.
+"""The alarms of a run: how long each symptom is tolerated, and what happens after that.
 
 symptoms.py defines the symptoms. Some alarms are also metrics (`health/alarm`, `parity/alarm`), which are added to the
-step's numbers.
+step's metrics.
 """
 
 from pathlib import Path
@@ -21,11 +21,11 @@ _CAUSES = {
     "ratio": {"parity"},
     "held_out": {"reward_hacking"},
 }
-"""Symptoms that follow from others: while one of these causes is bad, only the cause is counted and reported."""
+"""By symptom, the other symptoms that can cause it. While a cause is bad, only the cause is counted and reported."""
 
 
 class RollBack(Exception):
-    """The run must go on from a checkpoint before the step `since`, at a lower learning rate; raised on all ranks."""
+    """Raised on all ranks if the run must go back to a checkpoint before step `since`, at a lower learning rate."""
 
     def __init__(self, message: str, since: int) -> None:
         super().__init__(message)
@@ -33,11 +33,11 @@ class RollBack(Exception):
 
 
 class Alarms:
-    """All alarms of a run. They see the same numbers on all ranks after every step, so all ranks act alike.
+    """All alarms of a run. After every step, all ranks give them the same metrics, so all ranks act alike.
 
     Args:
-        guard: settings of the alarm `non_finite`, for numbers that are not finite; None: no such alarm.
-        last_step: the last step of the run, in which non-finite numbers are not tolerated.
+        guard: settings of the alarm `non_finite`, which goes off if metrics are NaN or infinite; None: no such alarm.
+        last_step: the last step of the run, in which `non_finite` stops the run or rolls it back without patience.
 
     Raises UserError if `alarms.numbers` names an unknown metric.
     """
@@ -58,11 +58,11 @@ class Alarms:
             known = [metric.name for metric in CATALOGUE]
             refuse(find(name) is None, f"alarms.numbers {name} is not a metric: {did_you_mean(name, known)}")
         self._bad: dict[str, int] = {}
-        """Bad steps in a row, by alarm."""
+        """Number of consecutive bad steps, by alarm."""
         self._since: dict[str, int] = {}
         """The step at which the problem began, by alarm."""
         self._first_set = ""
-        """The held-out set that training is compared with: the first that was evaluated."""
+        """The held-out set with which training is compared: the first one that was evaluated."""
         self._due: list[AlarmRecord] = []
         """Alarms of the newest step that stop the run or roll it back."""
         self.note = ""
@@ -70,33 +70,33 @@ class Alarms:
 
     @classmethod
     def of(cls, config: ModelRunConfig) -> "Alarms":
-        """The alarms of a run with these settings."""
+        """Return the alarms of a run with these settings."""
         return cls(config.alarms, Symptoms.of(config), config.guard, config.run.steps)
 
     @property
     def diverged(self) -> bool:
-        """Whether numbers of the newest step are not finite, so that its weights must not be saved."""
+        """Whether a metric of the newest step is NaN or infinite, in which case its weights must not be saved."""
         return self._bad.get(NON_FINITE, 0) > 0
 
     @property
     def doubts(self) -> bool:
-        """Whether the newest step may be rolled back: its checkpoint must not replace older ones."""
+        """Whether the newest step may yet be rolled back, in which case its checkpoint must not replace older ones."""
         return any(count and self._limits[name].action == "roll_back" for name, count in self._bad.items())
 
     @property
     def may_skip(self) -> bool:
-        """Whether an alarm has the action `skip`."""
+        """Whether any alarm has the action `skip`, which skips the update of a step."""
         return any(limit.action == "skip" for limit in self._limits.values())
 
     def skips(self, step: int, values: dict[str, float]) -> bool:
-        """Whether the update of a step must be skipped, judging by the numbers that are known before it."""
+        """Return whether the update of a step must be skipped, given the metrics that are known before the update."""
         limits = {name: self._limits[name] for name in self._bad_signs(self._signs(values))}
         return any(
             limit.action == "skip" and self._bad.get(name, 0) + 1 >= limit.patience for name, limit in limits.items()
         )
 
     def watch(self, step: int, values: dict[str, float]) -> list[AlarmRecord]:
-        """Check the numbers of a step, add to them the alarms that are metrics, and return the alarms that go off."""
+        """Check a step's metrics, add the alarms that are metrics to `values`, and return the alarms that go off."""
         signs = self._signs(values)
         self._add_numbers(values, signs)
         bad = self._bad_signs(signs)
@@ -118,27 +118,27 @@ class Alarms:
         return records
 
     def remember(self, step: int, values: dict[str, float]) -> None:
-        """Take the numbers of a step before the run was resumed, which later ones are compared with. What was reported
-        then is not reported again; alarms that stop or roll back start to count anew, until `load_state_dict`."""
+        """Take in a step's metrics from before the run was resumed, with which later steps are compared. No alarm is
+        reported again. Alarms that stop the run or roll it back count from 0, until `load_state_dict` is called."""
         self.watch(step, values)
         self._bad = {name: count for name, count in self._bad.items() if self._limits[name].action in ("say", "skip")}
         self._due = []
 
     def state_dict(self) -> dict[str, dict[str, int]]:
-        """Bad steps in a row and the first of them, by alarm, as a checkpoint holds them. An alarm that has stopped the
-        run counts from 0 when the run goes on."""
+        """Return the state for a checkpoint: the number of consecutive bad steps, and the step at which the problem
+        began, by alarm. An alarm that stops the run or rolls it back at this step will count from 0."""
         due = {record.alarm for record in self._due}
         bad = {name: count for name, count in self._bad.items() if count and name not in due}
         return {"bad": bad, "since": {name: self._since[name] for name in bad}}
 
     def load_state_dict(self, state: dict[str, dict[str, int]]) -> None:
-        """Continue from a saved state, after `recall`."""
+        """Restore a state that `state_dict` returned; call `recall` first."""
         self._bad, self._since = (
             {name: number for name, number in state[part].items() if name in self._limits} for part in ("bad", "since")
         )
 
     def recall(self, folder: Path, done: int) -> None:
-        """Remember the numbers in a run's folder up to the step `done`; rank 0 reads them. Collective."""
+        """Take in the metrics in a run's folder up to the step `done`, which rank 0 reads for all ranks. Collective."""
         rows = [
             {name: value for name, value in line.items() if name == "step" or self._needs(name, value)}
             for line in (read_jsonl(folder / "metrics.jsonl") if rank() == 0 else ())
@@ -153,8 +153,8 @@ class Alarms:
         return any(record.action == "stop" for record in self._due)
 
     def act(self, saved: str) -> None:
-        """Raise RunStopped or RollBack, on all ranks alike, if an alarm of the newest step requires it. `saved` says in
-        the message which checkpoint there is."""
+        """Raise RunStopped or RollBack, on all ranks alike, if an alarm of the newest step requires it. `saved` is the
+        part of the message that says which checkpoint there is."""
         due = [record for record in self._due if record.alarm == NON_FINITE] or self._due
         for record in due:
             if record.action == "stop":
@@ -175,7 +175,7 @@ class Alarms:
         return {**signs, **own}
 
     def _bad_signs(self, signs: dict[str, Sign]) -> set[str]:
-        """The alarms whose value is bad, without those that follow from others."""
+        """Return the alarms whose value is bad, except alarms with a cause that is bad too."""
         bad = {name for name, sign in signs.items() if _is_bad(self._limits[name], sign.value)}
         return {name for name in bad if not _CAUSES.get(name, set()) & bad}
 
@@ -191,7 +191,7 @@ class Alarms:
         return f"{name}: {sign.words} ({sign.value:.4g}, {bound}{many}; {setting})"
 
     def _add_numbers(self, values: dict[str, float], signs: dict[str, Sign]) -> None:
-        """Add the alarms that are also metrics, and the gap to the held-out reward."""
+        """Add to `values` the alarms that are also metrics, and the gap between training and held-out reward."""
         if "parity/logp_abs_diff_mean" in values and "parity" in self._limits:
             gap = values["parity/logp_abs_diff_mean"]
             # A NaN gap is an alarm too.
@@ -213,9 +213,7 @@ def _way_out(record: AlarmRecord, saved: str) -> str:
             f"checkpoints of steps before {record.since} are kept: look at rollouts/, lower policy.lr or"
             " policy.max_grad_norm, and go on from one of them with --run.resume auto --run.allow_changes true"
         )
-    return (
-        f"{saved}: change what is wrong and go on with --run.resume auto, or give an earlier checkpoint as run.resume"
-    )
+    return f"{saved}: fix the cause and go on with --run.resume auto, or give an earlier checkpoint as run.resume"
 
 
 def _is_bad(limit: AlarmConfig, value: float) -> bool:

@@ -1,7 +1,7 @@
-"""Symptoms: numbers that show what may be wrong with a run, from the metrics of a step and of the steps before it.
+"""Symptoms: numbers that show what may be wrong with a run, computed from the metrics of this and earlier steps.
 
-A symptom is a pure function of what was logged, which is the same on all ranks. alarms.py decides when it becomes an
-alarm, and what happens then.
+A symptom is a pure function of logged metrics, which are the same on all ranks. alarms.py decides when a symptom sets
+off an alarm, and what happens then.
 """
 
 import itertools
@@ -15,23 +15,23 @@ from statistics import fmean, median
 from hybrid_grpo.config import ModelRunConfig, TrainConfig
 
 NON_FINITE = "non_finite"
-"""The alarm that the section `guard` configures."""
+"""Name of the alarm that the section `guard` configures."""
 _FIRST = 10
-"""Number of steps at the start of a run that later ones are compared with."""
+"""Number of steps at the start of a run with which later steps are compared."""
 _RECENT, _BEFORE, _FEWEST = 60, 20, 5
 """A metric's usual value is its median over the last `_RECENT` steps except the newest `_BEFORE`, so that a problem
-does not shift it at once; early in a run, it is the median over the first `_FEWEST`."""
+does not shift it at once. Early in a run, it is the median over the first `_FEWEST` steps."""
 _SMOOTH = 10
-"""Number of steps that reward_hacking averages over."""
+"""Number of steps over which `reward_hacking` averages."""
 _CHANCE, _HELD_OUT_CHANCE = 4.0, 2.0
-"""Standard errors that a fall must exceed to count as more than chance: in training, which is tested at every step, and
-in held-out accuracy."""
+"""Number of standard errors that a fall must exceed to count as more than chance: first for the outcome in training,
+which is tested at every step, then for held-out accuracy."""
 _ENTROPY = 5.0
-"""Entropy of a completion, in nats, above which equal completions should be rare."""
+"""Entropy of a completion, in nats, above which identical completions should be rare."""
 _FINITE = re.compile(r"policy/(kl|ratio_max|entropy)|parity/logp_abs_diff_mean|.*/(loss|grad_norm)")
-"""Metrics that are never NaN or infinite in a healthy run."""
+"""Matches the names of metrics that are never NaN or infinite in a healthy run."""
 _KEPT = {"reward/mean", "completion/length_mean", "completion/clipped_frac", "throughput/generated_tokens_per_s"}
-"""Metrics of a step that later steps are compared with."""
+"""Metrics that are kept so that later steps can be compared with them."""
 _OTHERS = re.compile(r"reward/[^/]+/(mean|failed_frac)|eval/[^/]+/(accuracy|reward_mean|stderr)")
 
 
@@ -40,16 +40,16 @@ class Sign:
     """One symptom at one step."""
 
     value: float
-    """The number that the alarm's limits apply to; NaN if it cannot be bad."""
+    """The number to which the alarm's limits apply; NaN if it cannot be bad."""
     words: str
-    """What is wrong, with the numbers."""
+    """Text that says what is wrong, with the numbers."""
     since: int | None = None
-    """The step at which the problem began; None: the step of the first bad value."""
+    """The step at which the problem began; None if that is the step of the first bad value."""
 
 
 @dataclass(frozen=True)
 class _Best:
-    """The best value of something that should rise, and the training reward at that time."""
+    """The best value so far of a metric that should rise, with its step and the training reward at that time."""
 
     step: int
     value: float
@@ -57,10 +57,10 @@ class _Best:
 
 
 class Symptoms:
-    """Finds the symptoms of a run from the numbers of its steps, which come one after the other.
+    """Finds the symptoms of a run from the metrics of its steps, which must be passed in order.
 
     Args:
-        outcome: the reward function that tells right from wrong; empty if there is none.
+        outcome: name of the reward function that tells right answers from wrong ones; empty if there is none.
         groups: whether the policy learns from differences within groups of completions.
         rewarded: whether the policy learns from rewards alone.
     """
@@ -68,17 +68,18 @@ class Symptoms:
     def __init__(self, outcome: str = "", *, groups: bool = True, rewarded: bool = True) -> None:
         self._outcome, self._groups, self._rewarded = outcome, groups, rewarded
         self._past: dict[str, list[float]] = defaultdict(list)
-        """Values of the steps so far, by metric; under `outcome`, the means of that reward function."""
+        """Values of the steps so far, by metric; the key `outcome` holds the means of the outcome's reward function."""
         self._best: _Best | None = None
-        """The best smoothed outcome in training."""
+        """The best outcome in training, averaged over `_SMOOTH` steps."""
         self._held_out: dict[str, _Best] = {}
-        """The best evaluation of each set; the reward of one at step 0 is that of the first step, NaN until then."""
+        """The best evaluation of each held-out set. If it was made before the first step, its training reward is NaN
+        until that step is done, and then the reward of that step."""
         self._rewards_seen: dict[str, int] = {}
-        """Number of training rewards before the latest evaluation of each set."""
+        """Number of training rewards before the latest evaluation of each held-out set."""
 
     @classmethod
     def of(cls, config: ModelRunConfig) -> "Symptoms":
-        """The symptoms of a run with these settings."""
+        """Return the symptoms of a run with these settings."""
         if not isinstance(config, TrainConfig):
             return cls()
         outcome = config.eval.outcome or next(iter(config.reward_names), "")
@@ -86,16 +87,16 @@ class Symptoms:
         return cls(outcome, groups=groups, rewarded=not any(of.learns_without_rewards for of in config.active_features))
 
     def needs(self, name: str) -> bool:
-        """Whether any symptom needs this metric of earlier steps."""
+        """Return whether any symptom needs this metric."""
         return name in _NEEDED or _OTHERS.fullmatch(name) is not None
 
     def signs(self, values: dict[str, float]) -> dict[str, Sign]:
-        """The symptoms of a step, by alarm, as far as the step has the metrics for them."""
+        """Return the symptoms of a step, by alarm. Symptoms for which the step lacks metrics are left out."""
         found = {name: of(self, values) for name, (of, needed) in _SYMPTOMS.items() if values.keys() >= {*needed}}
         return {name: sign for name, sign in found.items() if sign is not None}
 
     def remember(self, step: int, values: dict[str, float]) -> None:
-        """Remember the numbers of a step, which later steps are compared with."""
+        """Remember the metrics of a step, with which later steps are compared."""
         for name in _KEPT & values.keys():
             self._past[name].append(values[name])
         reward, outcome = values.get("reward/mean"), values.get(f"reward/{self._outcome}/mean")
@@ -115,7 +116,7 @@ class Symptoms:
                 self._held_out[stage] = _Best(step, accuracy, trained)
 
     def _reward_since_evaluation(self, stage: str, *newest: float) -> float:
-        """Mean training reward since the last evaluation of a set; NaN if there was no reward since."""
+        """Return the mean training reward since a set's last evaluation, including `newest`; NaN if there was none."""
         rewards = [*self._past["reward/mean"][self._rewards_seen.get(stage, 0) :], *newest]
         return fmean(rewards) if rewards else math.nan
 
@@ -132,16 +133,17 @@ class Symptoms:
         )
 
     def _length(self, values: dict[str, float]) -> Sign:
-        return self._compared("completion/length_mean", values, "completions have {:.1f} tokens, {:.1f} times as usual")
+        words = "completions have {:.1f} tokens, {:.1f} times as many as usual"
+        return self._compared("completion/length_mean", values, words)
 
     def _throughput(self, values: dict[str, float]) -> Sign | None:
         if "time/profiled" in values:  # tracing takes time
             return None
-        words = "{:.0f} tokens are generated per second, {:.2f} times as usual"
+        words = "{:.0f} tokens are generated per second, {:.2f} times the usual rate"
         return self._compared("throughput/generated_tokens_per_s", values, words)
 
     def _compared(self, name: str, values: dict[str, float], words: str) -> Sign:
-        """A number divided by its usual value."""
+        """Return the symptom whose value is a metric divided by its usual value."""
         usual = _usual(self._past[name])
         share = values[name] / usual if usual else math.nan
         return Sign(share, words.format(values[name], share))
@@ -152,7 +154,7 @@ class Symptoms:
 
     def _dead_groups(self, values: dict[str, float]) -> Sign | None:
         dead, right = values["group/zero_std_frac"], values.get("group/all_right_frac", 0.0)
-        words = f"{dead:.0%} of the groups teach nothing, and {right:.0%} are all right"
+        words = f"{dead:.0%} of the groups give no gradient, and in {right:.0%} all completions are right"
         return Sign(dead - right, words) if self._groups else None
 
     def _constant(self, values: dict[str, float]) -> Sign | None:
@@ -175,7 +177,7 @@ class Symptoms:
         return Sign(
             fall if reward > best.reward and fall > chance else math.nan,
             f"{self._outcome} fell from {best.value:.3f} at step {best.step} to {now:.3f} in training, while the reward"
-            f" rose from {best.reward:.3f} to {reward:.3f}: other reward functions pay for what is wrong",
+            f" rose from {best.reward:.3f} to {reward:.3f}: other reward functions reward wrong completions",
             best.step + 1,
         )
 
@@ -203,8 +205,8 @@ class Symptoms:
         entropy = values["policy/entropy"] * values["completion/length_mean"]
         return Sign(
             share if entropy > _ENTROPY else math.nan,
-            f"{share:.0%} of completions equal another of their group, although the policy has {entropy:.1f} nats of"
-            " entropy per completion: what is sampled is not the policy",
+            f"{share:.0%} of completions equal another one in their group, although the policy has {entropy:.1f} nats"
+            " of entropy per completion: the samples do not come from the policy",
         )
 
     def _failing(self, values: dict[str, float]) -> Sign | None:
@@ -218,12 +220,12 @@ class Symptoms:
 
 
 def _start(values: list[float]) -> float:
-    """Mean over the first steps; NaN while there are too few."""
+    """Return the mean over the first `_FIRST` steps; NaN while there are fewer than `_FEWEST`."""
     return fmean(values[:_FIRST]) if len(values) >= _FEWEST else math.nan
 
 
 def _usual(values: list[float]) -> float:
-    """Median over earlier steps; NaN while there are too few."""
+    """Return a metric's usual value, as `_RECENT` defines it; NaN while there are fewer than `_FEWEST` steps."""
     recent = values[-_RECENT:]
     return median(recent[: max(_FEWEST, len(recent) - _BEFORE)]) if len(recent) >= _FEWEST else math.nan
 
@@ -245,17 +247,17 @@ _SYMPTOMS: dict[str, tuple[Callable[[Symptoms, dict[str, float]], Sign | None], 
     "ratio": _plain("policy/ratio_max", "a token became {:.4g} times as likely within one step"),
     "parity": _plain(
         "parity/logp_abs_diff_mean",
-        "sampler and training forward differ by {:.4f} nats per token on average: old_logp is not the policy's, so"
-        " ratios and clipping are off",
+        "sampler and training forward differ by {:.4f} nats per token on average: old_logp is not the policy's"
+        " log-probability, so ratios and clipping are wrong",
     ),
     "duplicates": (Symptoms._duplicates, ("completion/duplicate_frac", "completion/length_mean", "policy/entropy")),
     "throughput_drop": (Symptoms._throughput, ("throughput/generated_tokens_per_s",)),
     "failing_rewards": (Symptoms._failing, ()),
 }
-"""By alarm: the function that computes its symptom, and the metrics that a step must have for it."""
+"""By alarm: the function that computes its symptom, and the metrics that this function needs."""
 _NEEDED = {"group/all_right_frac", *(name for _, needed in _SYMPTOMS.values() for name in needed)}
 
 
 def evaluated_sets(values: dict[str, float]) -> list[str]:
-    """The held-out sets that a step has evaluated, such as `eval/heldout`."""
+    """Return the names of the held-out sets that were evaluated in a step, such as `eval/heldout`."""
     return [name.removesuffix("/accuracy") for name in values if re.fullmatch("eval/[^/]+/accuracy", name)]

@@ -1,6 +1,6 @@
-"""The catalogue of metrics, metrics.yaml: the name, meaning, unit and reduction of every number of a run.
+"""The catalogue of metrics, read from metrics.yaml: the name, meaning, unit and reduction of every metric of a run.
 
-Needs no torch, so that programs which only read a run start at once.
+This module does not import torch, so that programs that only read a run start quickly.
 """
 
 import difflib
@@ -18,7 +18,7 @@ Reduction = Literal["mean", "sum", "max", "min", "same", "rank_mean"]
 
 TIME_METRICS = ("time/step_s", "time/eval_s", "time/checkpoint_s")
 TOKEN_METRICS = ("completion/sampled_tokens", "sft/tokens")
-"""Their running sums are the axes of hours and of tokens."""
+"""The running sums of `TIME_METRICS` and `TOKEN_METRICS` are the axes of hours and of tokens."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Metric:
     unit: str = ""
     """Empty for a pure number or a fraction."""
     better: Literal["higher", "lower", ""] = ""
-    """Which values are better; empty if neither."""
+    """Whether higher or lower values are better; empty if neither is."""
 
 
 def read_with_features(name: str) -> list[dict[str, Any]]:
-    """The contents of a YAML file in this folder, then those of the files of that name in the features' folders."""
+    """Return the contents of a YAML file in this folder and of the files with the same name in feature folders."""
     files = [Path(__file__).with_name(name), *(folder / name for folder in feature_folders())]
     return [yaml.safe_load(file.read_text(encoding="utf-8")) for file in files if file.exists()]
 
@@ -47,14 +47,14 @@ PATTERNS = [(re.compile(re.sub(r"<\w+>", "[^/]+", metric.name)), metric) for met
 
 
 def find(name: str) -> Metric | None:
-    """The catalogue's entry for `name`, renamed to `name` if it is a pattern; None if there is no entry."""
+    """Return the catalogue's entry for `name`, renamed to `name` if it is a pattern; None if there is no entry."""
     if name in FIXED:
         return FIXED[name]
     return next((replace(metric, name=name) for pattern, metric in PATTERNS if pattern.fullmatch(name)), None)
 
 
 def describe(name: str) -> Metric:
-    """Like `find`, but raises KeyError, which names the nearest entry, if there is none."""
+    """Like `find`, but if there is no entry, raise KeyError, which names the most similar one."""
     metric = find(name)
     if metric is None:
         nearest = difflib.get_close_matches(name, [metric.name for metric in CATALOGUE], n=1, cutoff=0.0)[0]
@@ -63,7 +63,7 @@ def describe(name: str) -> Metric:
 
 
 def duration(seconds: float) -> str:
-    """Readable seconds: under 1 ms, 12 ms, 4.2 s, 3 min 20 s, 2 h 05 min."""
+    """Return a duration as readable text: under 1 ms, 12 ms, 4.2 s, 3 min 20 s, 2 h 05 min."""
     if seconds < 0.1:
         return f"{seconds * 1000:.0f} ms" if seconds >= 0.001 else "under 1 ms"
     if seconds < 60:

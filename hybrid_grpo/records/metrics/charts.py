@@ -1,6 +1,6 @@
 """The charts of a run: charts.yaml with the names of the run's own metrics filled in.
 
-The page of `watch`, report.html, the card's picture and trackers draw them. Needs no torch.
+The page of `watch`, report.html, the model card's picture and trackers draw them. This module does not import torch.
 """
 
 import re
@@ -17,7 +17,7 @@ for _sections in read_with_features("charts.yaml"):
         CHARTS.setdefault(_section, []).extend(_charts)
 
 STEP_PARTS = ("generate", "reward_wait", "reference", "train", "switch")
-"""The parts of a step's time, metrics `time/<part>_s`."""
+"""The parts of a step's time; each is measured by the metric `time/<part>_s`."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Curve:
     label: str
     meaning: str
     noisy: bool
-    """Whether neighbouring values may be averaged (`is_noisy`)."""
+    """Whether neighboring values may be averaged (`is_noisy`)."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,16 @@ class Chart:
     title: str
     unit: str
     top: float | None
-    """Upper end of the axis, if it has a natural one."""
+    """Upper end of the y axis if it has a natural one, such as 1 for a fraction, else None."""
     curves: tuple[Curve, ...]
     band: str | None
-    """Metric that is the half-width of a band around the first curve."""
+    """Name of the metric that is the half-width of a band around the first curve; None if there is no band."""
     compared: bool
     """Whether each curve is scaled to its own lowest and highest value."""
 
 
 def charts_of(known: Sequence[str]) -> list[Chart]:
-    """The charts of charts.yaml that have a curve among these metrics."""
+    """Return the charts with at least one curve among these metrics; a chart that compares curves needs two."""
     drawn = []
     for section, members in CHARTS.items():
         for chart in members:
@@ -61,7 +61,7 @@ def charts_of(known: Sequence[str]) -> list[Chart]:
 
 
 def is_noisy(metric: Metric) -> bool:
-    """Whether a metric scatters from step to step, so that its neighbours may be averaged."""
+    """Return whether a metric scatters from step to step, so that neighboring values may be averaged."""
     return metric.reduction != "same" and not metric.name.startswith("eval/")
 
 

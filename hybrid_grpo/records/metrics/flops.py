@@ -1,4 +1,4 @@
-"""Floating-point operations of the stages of a step, and the share of the device's peak that they reach."""
+"""Counts the floating-point operations of a step's stages, and computes the share of the device's peak they reach."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _TERA = 1e12
 
 
 def measure_flops(rollout: Rollout, passes: int, policy: Policy, meter: Meter) -> Numbers:
-    """Operations of a step on this rank, with `passes` training passes over the rollout, and the model FLOPs
-    utilization if the device's peak is known. `meter` has the other numbers of the step."""
+    """Return the floating-point operations of a step on this rank, with `passes` training passes over the rollout, and
+    the model FLOPs utilization if the device's peak is known. `meter` has the other metrics of the step."""
     generate, read, train = stage_flops(rollout, policy.cost)
     # Groups that dynamic sampling left out are assumed to be like those that it kept.
     kept = sum(len(completion.token_ids) for completion in rollout.completions if not completion.writer)
@@ -41,12 +41,12 @@ def measure_flops(rollout: Rollout, passes: int, policy: Policy, meter: Meter) -
 
 
 def stage_flops(rollout: Rollout, cost: Cost) -> tuple[float, float, float]:
-    """Operations of sampling the policy's completions, of one forward over those that are learned from, and of one
-    training pass over the latter.
+    """Return the floating-point operations of sampling the policy's completions, of one forward pass over the
+    completions that are learned from, and of one training pass over the same completions.
 
-    A prompt counts once for its group, whether or not training shares it. In a forward over whole sequences, attention
-    counts at full length, as in PaLM, although causal attention needs only half of it. In decoding, only the tokens
-    that are attended to count.
+    A prompt counts once for its group, even if training computes it once per completion. In a forward pass over whole
+    sequences, attention counts at full length, as in PaLM, although causal attention needs only half of that. In
+    decoding, only the tokens that are attended to count.
     """
     prompt_P = np.array([len(prompt.token_ids) for prompt in rollout.prompts], float)
     shape = len(rollout.prompts), rollout.num_generations

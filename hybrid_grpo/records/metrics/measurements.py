@@ -1,6 +1,6 @@
-"""Measurements: functions that compute the catalogue's metrics from the records of a step's stages.
+"""Computes the catalogue's metrics from the results of a step's stages.
 
-They return `Numbers`, which a `Meter` reduces.
+The functions return `Numbers`, which a `Meter` reduces.
 """
 
 import math
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from hybrid_grpo.policy import Policy
 
 _NGRAM = 3
-"""Length of the n-grams of tokens that may repeat, as in the built-in reward `repetition_penalty`."""
+"""Number of tokens in the n-grams whose repetition is measured, as in the built-in reward `repetition_penalty`."""
 
 
 def measure_step(rollout: Rollout, scores: Scores, outcome: str, threshold: float, own: int) -> Numbers:
-    """Metrics of a rollout and its scores, over the first `own` completions of every group: the policy's own."""
+    """Return the metrics of a rollout and its scores, for the policy's own completions: the first `own` per group."""
     size = rollout.num_generations
     rollout, scores = rollout.first(own), scores.first(own, size)
     return measure_rollout(rollout, scores, outcome, threshold) | measure_health(rollout, scores)
 
 
 def measure_rollout(rollout: Rollout, scores: Scores, outcome: str, threshold: float) -> Numbers:
-    """Rewards, groups and completions of a rollout."""
+    """Return the metrics of a rollout's rewards, groups and completions."""
     rows, group_size = len(rollout.completions), rollout.num_generations
     outcome_B = scores.right_B(outcome, rollout.prompts)
     stats = group_stats(scores.reward_B, outcome_B, group_size, threshold, scores.steps)
@@ -56,7 +56,7 @@ def measure_rollout(rollout: Rollout, scores: Scores, outcome: str, threshold: f
 
 
 def measure_rewards(scores: Scores, group_size: int) -> Numbers:
-    """Rewards of the completions that have one, and the failures of reward functions."""
+    """Return statistics of the rewards, over completions that have one, and of the reward functions' failures."""
     numbers: Numbers = {}
     scored_B = scores.reward_B[~scores.reward_B.isnan()]
     if len(scored_B):
@@ -81,8 +81,8 @@ def measure_rewards(scores: Scores, group_size: int) -> Numbers:
 
 
 def measure_sources(rollout: Rollout, scores: Scores, outcome_B: Tensor, threshold: float) -> Numbers:
-    """Prompts, reward and accuracy of every source of a mixture; empty without a mixture. A completion is right if its
-    `outcome_B` reaches `threshold`; NaN is left out."""
+    """Return the number of prompts, the reward and the accuracy of each source; empty without a mixture of sources. A
+    completion is right if its `outcome_B` reaches `threshold`; NaN is left out."""
     numbers: Numbers = {}
     of_row = [prompt.source for prompt in rollout.row_prompts]
     for source in dict.fromkeys(filter(None, of_row)):
@@ -95,7 +95,7 @@ def measure_sources(rollout: Rollout, scores: Scores, outcome_B: Tensor, thresho
 
 
 def measure_turns(rollout: Rollout) -> Numbers:
-    """Turns of completions, and the tokens between them; empty if the completions are not conversations."""
+    """Return the number of turns, and of the tokens between them; empty if the completions are not conversations."""
     talks = [completion for completion in rollout.completions if completion.messages]
     if not talks:
         return {}
@@ -108,7 +108,7 @@ def measure_turns(rollout: Rollout) -> Numbers:
 
 
 def measure_lengths(stage: str, completions: list[Completion]) -> Numbers:
-    """Mean length of completions, and the share that was cut at the limit."""
+    """Return the mean length of completions in tokens, and the share that was cut at the length limit."""
     count = len(completions)
     return {
         f"{stage}/length_mean": (sum(len(c.token_ids) for c in completions) / max(count, 1), count),
@@ -117,7 +117,7 @@ def measure_lengths(stage: str, completions: list[Completion]) -> Numbers:
 
 
 def measure_health(rollout: Rollout, scores: Scores) -> Numbers:
-    """Signs of reward hacking: what rewards correlate with within groups. Groups of equal rewards do not count."""
+    """Return signs of reward hacking. Comparisons within groups leave out groups whose rewards are all equal."""
     shape = (len(rollout.prompts), rollout.num_generations)
     reward_PG = scores.reward_B.view(shape)
     shares = [repeated_share(completion.token_ids, _NGRAM) for completion in rollout.completions]
@@ -139,8 +139,8 @@ def measure_health(rollout: Rollout, scores: Scores) -> Numbers:
 
 
 def group_correlation(reward_PG: Tensor, value_PG: Tensor) -> Tensor:
-    """float64 [P], Pearson correlation of rewards with another number within each group. Completions whose reward is
-    NaN are left out; the result is NaN if all rewards or all numbers of a group are equal."""
+    """Return the Pearson correlation of rewards with another number within each group, float64 [P]. Completions whose
+    reward is NaN are left out; the result is NaN if all rewards or all numbers of a group are equal."""
     applies_PG = ~reward_PG.isnan()
     count_P1 = applies_PG.sum(1, keepdim=True).clamp(min=1)
     centred, varies_P = [], torch.ones(len(reward_PG), dtype=torch.bool)
@@ -156,7 +156,7 @@ def group_correlation(reward_PG: Tensor, value_PG: Tensor) -> Tensor:
 
 
 def measure_parity(batch: TrainBatch, logp_bT: Tensor) -> Numbers:
-    """The gap between the sampler and the training forward of the same weights, on the policy's tokens."""
+    """Return the gap in log-probability between sampler and training forward pass, on the policy's own tokens."""
     if not batch.micro.rows:
         return {}
     gap_bT = torch.where(batch.own_bT, (logp_bT.detach() - batch.sampler_logp_bT).abs(), 0.0)
@@ -168,8 +168,8 @@ def measure_parity(batch: TrainBatch, logp_bT: Tensor) -> Numbers:
 
 
 def sampling_spans(start: float, engine: "Engine") -> list[Span]:
-    """The stages of a rollout that began at `start` and ends now, from the durations that `engine` measured: the switch
-    to generation and back, sampling, and the wait for other ranks."""
+    """Return the stages of a rollout that began at `start` and ends now, from the durations that `engine` measured: the
+    switch to generation and back, sampling, and the wait for other ranks."""
     end = time.perf_counter()
     wait = end - engine.wait_s
     generate, release = start + engine.gather_s, wait - engine.release_s
@@ -182,8 +182,8 @@ def sampling_spans(start: float, engine: "Engine") -> list[Span]:
 
 
 def measure_sampling(rollout: Rollout, spans: Sequence[Span], captures: int | None) -> Numbers:
-    """Tokens and times of a rollout whose stages are `spans`. `captures` is the number of decode steps captured as CUDA
-    graphs; None without a GPU."""
+    """Return the sampled tokens and the times of a rollout whose stages are `spans`. `captures` is the number of decode
+    steps captured as CUDA graphs; None without a GPU."""
     sampled = sum(len(completion.token_ids) for completion in rollout.completions if not completion.writer)
     seconds = {name: end - begin for name, begin, end in spans}
     return {
@@ -197,8 +197,8 @@ def measure_sampling(rollout: Rollout, spans: Sequence[Span], captures: int | No
 
 
 def measure_costs(rollout: Rollout, passes: int, policy: "Policy", meter: Meter) -> Numbers:
-    """Memory use, and the tokens per second and operations of sampling and of `passes` training passes over a rollout,
-    using the meter's times. If nothing was learned, the speed of training is left out."""
+    """Return memory use and, from the meter's times, the speed and floating-point operations of sampling and of
+    `passes` training passes over a rollout. If nothing was learned, the speed of training is left out."""
     rows = zip(rollout.row_prompts, rollout.completions, strict=True)
     tokens = sum(len(prompt.token_ids) + len(completion.token_ids) for prompt, completion in rows if completion.learned)
     generated = meter.total("completion/sampled_tokens") / meter.total("time/generate_s")
@@ -209,7 +209,7 @@ def measure_costs(rollout: Rollout, passes: int, policy: "Policy", meter: Meter)
 
 
 def measure_memory() -> Numbers:
-    """Peak memory of the GPU since the last call, and host memory now."""
+    """Return the GPU's peak memory since the last call, and this process's current host memory, in GB."""
     numbers: Numbers = {"memory/rss_gb": (psutil.Process().memory_info().rss / 1e9, 1)}
     if torch.cuda.is_available():
         numbers["memory/peak_gb"] = torch.cuda.max_memory_allocated() / 1e9, 1

@@ -17,11 +17,11 @@ from hybrid_grpo.model import ranks
 from hybrid_grpo.records.metrics.catalogue import FIXED, PATTERNS, Reduction, describe
 
 Span = tuple[str, float, float]
-"""A stage of a step: its name, start and end, the times in seconds of `time.perf_counter`."""
+"""A stage of a step: its name, its start and its end, the latter two in seconds of `time.perf_counter`."""
 
 
 class Meter:
-    """Collects the numbers of one step on this rank and reduces them over all ranks.
+    """Collects the metrics of one step on this rank and reduces them over all ranks.
 
     The layout of the reduction is fixed at the start, by the catalogue and the names of reward functions, evaluation
     sets, sources, tools and features, which are the same on every rank. So a rank may leave out a metric that the
@@ -38,8 +38,8 @@ class Meter:
         tools: Sequence[str] = (),
         features: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """`device` is where the collectives run (with NCCL, the rank's GPU), `samples` the highest number of
-        completions per prompt in an evaluation set, `features` the names for placeholders in features' metrics."""
+        """`device` is where the collectives run (with NCCL, the rank's GPU). `samples` is the highest number of
+        completions per prompt in an evaluation set. `features` has values for placeholders in features' metrics."""
         ks = [str(k) for k in range(2, samples + 1)]
         names = {
             "<function>": rewards,
@@ -74,18 +74,18 @@ class Meter:
             self._added.setdefault(name, []).append((kept, count))
 
     def update(self, numbers: Mapping[str, tuple[float | Tensor, float | Tensor]]) -> None:
-        """Add the numbers of a stage: value and count by name."""
+        """Add the metrics of a stage; `numbers` has the value and count of each, by name."""
         for name, (value, count) in numbers.items():
             self.add(name, value, count)
 
     def total(self, name: str) -> float:
-        """The sum of what was added under a name on this rank since the last `reduce`."""
+        """Return the sum of the values that this rank added under a name since the last `reduce`."""
         return sum(float(value) for value, _ in self._added.get(name, ()))
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
-        """Add the seconds that the block takes, and record it as a stage of the step. Waits for the GPU before and
-        after the block."""
+        """Add the seconds that the `with` block takes, and record the block as a stage of the step. Waits for the GPU
+        before and after the block."""
         stage = name.removeprefix("time/").removesuffix("_s")
         self._synchronize()
         start = time.perf_counter()
@@ -101,7 +101,7 @@ class Meter:
             torch.cuda.synchronize(self._device)
 
     def _read(self) -> dict[str, list[tuple[float, float]]]:
-        """Values and counts by name, without those of count 0; all tensors of a device are copied at once."""
+        """Return values and counts by name, without values of count 0. A device's tensors are copied all at once."""
         tensors = [x for added in self._added.values() for pair in added for x in pair if isinstance(x, Tensor)]
         numbers: dict[int, float] = {}
         for device in {tensor.device for tensor in tensors}:
@@ -114,7 +114,7 @@ class Meter:
         return {name: [(float(value), float(count)) for value, count in added if count] for name, added in read.items()}
 
     def reduced(self, numbers: Mapping[str, tuple[float | Tensor, float | Tensor]]) -> dict[str, float]:
-        """These numbers of a stage, reduced as by `reduce`; what was added to the meter stays there. Collective."""
+        """Reduce only `numbers`, as `reduce` would; what was added to the meter stays there. Collective."""
         added, spans, self._added = self._added, self.spans, {}
         self.update(numbers)
         values = self.reduce()
@@ -122,8 +122,8 @@ class Meter:
         return values
 
     def reduce(self) -> dict[str, float]:
-        """Return the step's numbers by name, the same on all ranks, without metrics that no rank added; empty the
-        meter. Two collectives."""
+        """Return the step's metrics by name, the same on all ranks, without metrics that no rank added, and empty the
+        meter. This takes two collectives."""
         sums = torch.zeros(len(self._reductions), 2, dtype=torch.float64)
         highs = torch.full_like(sums, -math.inf)
         read = self._read()
@@ -151,7 +151,8 @@ class Meter:
 
 
 def _total(added: list[tuple[float, float]], reduction: Reduction) -> tuple[float, float]:
-    """This rank's input to the sum over ranks: total and count; for extremes, the total is NaN if a value is."""
+    """Return this rank's input to the sum over ranks: total and count. The total of an extreme (`max`, `min`, `same`)
+    is NaN if any value is NaN, else 0."""
     if reduction == "mean":
         return sum(value * count for value, count in added), sum(count for _, count in added)
     if reduction in ("sum", "rank_mean"):
@@ -160,7 +161,7 @@ def _total(added: list[tuple[float, float]], reduction: Reduction) -> tuple[floa
 
 
 def _extremes(added: list[tuple[float, float]], reduction: Reduction) -> tuple[float, float]:
-    """This rank's input to the maximum over ranks: the highest value, and minus the lowest one. NaN is left out, since
-    collectives do not compare it in a defined way; the total carries it."""
+    """Return this rank's input to the maximum over ranks: the highest value, and minus the lowest one. NaN is left out,
+    since collectives do not compare it in a defined way; `_total` passes it on."""
     values = [value for value, _ in (added[-1:] if reduction == "same" else added) if not math.isnan(value)]
     return (max(values), -min(values)) if values else (-math.inf, -math.inf)

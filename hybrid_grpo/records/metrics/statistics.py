@@ -1,8 +1,8 @@
 """Statistics of a model's samples: pass@k, maj@k, and how certain a mean over prompts is.
 
-Plain functions of numpy arrays; the letters P and G are those of data/batch.py. A completion is right or wrong. Prompts
-are drawn independently of each other and the completions of one prompt are not, so errors and intervals are those of
-the mean over prompts (clustered by prompt: arXiv:2411.00640).
+Plain functions of numpy arrays; data/batch.py explains the letters P and G. A completion is right or wrong. Prompts are
+drawn independently of each other, but the completions of one prompt are not, so errors and intervals are those of the
+mean over prompts (clustered by prompt: arXiv:2411.00640).
 """
 
 import math
@@ -22,16 +22,16 @@ Floats = NDArray[np.float64]
 RESAMPLES = 10_000
 """Number of resamples in a bootstrap or a test."""
 _EXACT_PROMPTS = 13
-"""Up to this number of prompts all choices of signs are tried: there are fewer of them than RESAMPLES."""
+"""Up to this number of prompts, a test tries all choices of signs, since there are fewer of them than RESAMPLES."""
 _DRAWN_AT_ONCE = 2**22
-"""Random numbers in memory at a time."""
+"""Maximum number of random numbers in memory at a time."""
 
 
 def pass_at_k(right_PG: Any, k: int) -> Floats:
-    """float64 [P]: the probability that at least one of k completions of a prompt is right.
+    """Return the probability that at least one of k completions of a prompt is right, float64 [P].
 
-    The unbiased estimate 1 - C(n - c, k) / C(n, k) from c right ones of n (Chen et al., arXiv:2107.03374, eq. 1), as a
-    product of k fractions that neither overflows nor cancels.
+    This is the unbiased estimate 1 - C(n - c, k) / C(n, k) for c right completions of n (Chen et al., arXiv:2107.03374,
+    eq. 1), computed as a product of k fractions, which avoids overflow and cancellation.
     """
     right_PG = np.asarray(right_PG, dtype=bool)
     n, right_P = right_PG.shape[1], right_PG.sum(1)
@@ -42,14 +42,14 @@ def pass_at_k(right_PG: Any, k: int) -> Floats:
 
 
 def majority_at_k(answers: Sequence[Any], right: Sequence[bool], k: int) -> float:
-    """The probability that the most frequent answer of k completions is right.
+    """Return the probability that the most frequent answer of k completions is right.
 
-    The exact mean over all choices of k completions of one prompt; ties between answers are broken at random. An answer
-    is as right as the share of its completions that are right.
+    This is the exact mean over all choices of k completions of one prompt; ties between answers are broken at random.
+    If only some completions with an answer are right, their share counts.
 
     Args:
         answers: [G], the answer of each completion, of any hashable type. None counts as a different answer each time.
-        right: [G]
+        right: [G], whether each completion is right.
     """
     assert 1 <= k <= len(answers)
     counts: dict[Any, list[int]] = {}
@@ -62,7 +62,7 @@ def majority_at_k(answers: Sequence[Any], right: Sequence[bool], k: int) -> floa
 
 @lru_cache(maxsize=2**14)
 def _majority(counts: tuple[tuple[int, int], ...], k: int) -> float:
-    """`majority_at_k` from how often each answer is given and how often it is right."""
+    """Compute `majority_at_k` from how often each answer is given and how often it is right, in pairs `counts`."""
     wins, given = Fraction(0), [count for count, _ in counts]
     for (own, rights), alike in Counter(counts).items():
         others = list(given)
@@ -75,8 +75,8 @@ def _majority(counts: tuple[tuple[int, int], ...], k: int) -> float:
 
 
 def _ways(counts: list[int], most: int, total: int) -> list[int]:
-    """The number of ways to choose `total` completions so that no answer is chosen more than `most` times, as a list
-    whose index is the number of answers chosen exactly `most` times."""
+    """Return in how many ways `total` completions can be chosen such that no answer is chosen more than `most` times:
+    a list whose index is the number of answers that are chosen exactly `most` times."""
     rare = sum(count for count in counts if count < most)
     ties = total // most
     # ways[t][s]: choices of s completions among the answers so far, with t answers chosen `most` times.
@@ -96,16 +96,16 @@ def _ways(counts: list[int], most: int, total: int) -> list[int]:
 
 
 def standard_error(value_P: Any) -> float:
-    """Standard error of the mean over prompts; NaN for fewer than two."""
+    """Return the standard error of the mean over prompts; NaN for fewer than two prompts."""
     value_P = np.asarray(value_P, dtype=np.float64)
     return float(value_P.std(ddof=1) / math.sqrt(len(value_P))) if len(value_P) > 1 else math.nan
 
 
 def interval(value_P: Any, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
-    """Confidence interval of the mean over prompts; NaN if all values are equal.
+    """Return a confidence interval of the mean over prompts; NaN if all values are equal.
 
-    A bootstrap over prompts (Efron, 1979), with percentiles widened for few prompts (Hesterberg, arXiv:1411.5279,
-    section 3.3).
+    The method is a bootstrap over prompts (Efron, 1979), with percentiles widened for few prompts (Hesterberg,
+    arXiv:1411.5279, section 3.3).
     """
     value_P = np.asarray(value_P, dtype=np.float64)
     if np.all(value_P == value_P[0]):
@@ -116,8 +116,8 @@ def interval(value_P: Any, level: float = 0.95, seed: int = 0) -> tuple[float, f
 
 
 def share_interval(value_P: Any, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
-    """`interval` for numbers from 0 to 1. If all are 0 or all are 1, the exact bound of Clopper and Pearson (1934) is
-    used, since the interval would otherwise have no width."""
+    """Like `interval`, for values from 0 to 1. If all are 0 or all are 1, the exact bound of Clopper and Pearson (1934)
+    is used, since the interval would otherwise have no width."""
     value_P = np.asarray(value_P, dtype=np.float64)
     if np.ptp(value_P) or value_P[0] not in (0.0, 1.0):
         return interval(value_P, level, seed)
@@ -126,8 +126,8 @@ def share_interval(value_P: Any, level: float = 0.95, seed: int = 0) -> tuple[fl
 
 
 def _widened(tail: float, count: int) -> float:
-    """The normal tail below sqrt(n / (n - 1)) times the t quantile of n - 1 degrees of freedom, by the expansion of
-    Fisher and Cornish (1960)."""
+    """Return the normal probability below sqrt(n / (n - 1)) times the t quantile at `tail` with n - 1 degrees of
+    freedom, where n is `count`. The quantile is computed by the expansion of Fisher and Cornish (1960)."""
     normal, freedom = NormalDist(), count - 1
     z = normal.inv_cdf(tail)
     quantile = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
@@ -135,7 +135,7 @@ def _widened(tail: float, count: int) -> float:
 
 
 def _resampled_means(value_P: Floats, seed: int) -> Floats:
-    """Means of RESAMPLES bootstrap samples, drawn as counts of the distinct values."""
+    """Return the means of RESAMPLES bootstrap samples, which are drawn as counts of the distinct values."""
     random, count = np.random.default_rng(seed), len(value_P)
     value_u, occurs_u = np.unique(value_P, return_counts=True)
     draws = (random.multinomial(count, occurs_u / count, size) @ value_u for size in _portions(len(value_u)))
@@ -143,7 +143,7 @@ def _resampled_means(value_P: Floats, seed: int) -> Floats:
 
 
 def _portions(length: int) -> list[int]:
-    """RESAMPLES, divided into portions whose rows of this length fit in memory."""
+    """Divide RESAMPLES into portions, so small that each, with rows of this length, fits in memory."""
     at_once = max(1, _DRAWN_AT_ONCE // length)
     return [min(at_once, RESAMPLES - start) for start in range(0, RESAMPLES, at_once)]
 
@@ -156,7 +156,7 @@ class Comparison:
     """The first model's number minus the second's, averaged over prompts."""
     low: float
     high: float
-    """Bounds of its 95 % interval; NaN if all prompts have the same difference."""
+    """`low` and `high` bound the 95 % interval of `difference`; NaN if all prompts have the same difference."""
     prompts: int
     p: float
     """Probability of a difference at least this large if both models were equally good."""
@@ -166,7 +166,7 @@ def compare(one_P: Any, other_P: Any, seed: int = 0) -> Comparison:
     """Compare two models on the same prompts, in the same order, by one number per prompt.
 
     The interval is a bootstrap over prompts. p comes from the two-sided permutation test that swaps the models prompt
-    by prompt (Fisher, 1935), with all swaps if there are few, otherwise with RESAMPLES of them.
+    by prompt (Fisher, 1935): in all ways if there are few prompts, otherwise in RESAMPLES random ways.
     """
     gap_P = np.asarray(one_P, dtype=np.float64) - np.asarray(other_P, dtype=np.float64)
     return Comparison(
@@ -187,5 +187,5 @@ def _exchange_p(gap_P: Floats, seed: int) -> float:
 
 
 def _as_large(sum_r: Floats, gap_P: Floats) -> NDArray[np.bool_]:
-    """Whether each sum is at least as far from 0 as the sum of the gaps, up to rounding."""
+    """Return whether each sum is at least as far from 0 as the sum of the gaps, up to rounding."""
     return np.abs(sum_r) >= abs(gap_P.sum()) - 1e-9 * np.abs(gap_P).sum()

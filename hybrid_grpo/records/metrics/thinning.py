@@ -1,21 +1,21 @@
-"""Curves for a screen: thinned to as many points as it can show, with extremes kept, and smoothed."""
+"""Prepares curves for a screen: thins them to as many points as it can show, keeping extremes, and smooths them."""
 
 import numpy as np
 import numpy.typing as npt
 
 Column = npt.NDArray[np.float64]
 Points = tuple[Column, Column]
-"""Positions on the axis, ascending, and the values there; both [points]."""
+"""Ascending positions on the axis, and the values at these positions; both have the shape [points]."""
 
 
 def present(x: Column, y: Column) -> Points:
-    """The points that have both a position and a value."""
+    """Leave out the points whose position or value is NaN."""
     kept = ~(np.isnan(x) | np.isnan(y))
     return x[kept], y[kept]
 
 
 def clip(curve: Points, low: float, high: float) -> Points:
-    """The points in [low, high], and one more on either side, so that lines reach the edges."""
+    """Return the points with positions in [low, high], and one more on either side, so that lines reach the edges."""
     x, y = curve
     start = max(0, int(np.searchsorted(x, low, "left")) - 1)
     end = int(np.searchsorted(x, high, "right")) + 1
@@ -23,9 +23,9 @@ def clip(curve: Points, low: float, high: float) -> Points:
 
 
 def thin(curve: Points, points: int) -> Points:
-    """At most about `points` points: neighbours share a bucket, and of each bucket the lowest and the highest stay.
+    """Thin a curve to about `points` points: neighbors share a bucket, whose lowest and highest points are kept.
 
-    The first and the last point stay too, so that the curve keeps its ends.
+    The first and the last point are kept too, so that the curve keeps its ends.
     """
     x, y = curve
     buckets = max(1, points // 2)
@@ -44,7 +44,7 @@ def thin(curve: Points, points: int) -> Points:
 
 
 def smooth(y: Column, window: int) -> Column:
-    """A moving average over up to `window` neighbours, the same number on either side of each value."""
+    """Return a moving average over up to `window` neighbors, the same number on either side of each value."""
     reach = min(window // 2, (len(y) - 1) // 2)
     if reach < 1:
         return y

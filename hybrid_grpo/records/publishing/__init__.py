@@ -1,1 +1,1 @@
-"""The repository of a trained model: its files, its card, its curves."""
+"""Publishes a trained model: its files, its card, and its curves."""

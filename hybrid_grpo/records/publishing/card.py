@@ -1,6 +1,6 @@
-"""The model card of a published model, from the folder of its run.
+"""Writes the model card of a published model from the folder of its run.
 
-`card.md.j2` is the template of its text, and huggingface_hub writes its metadata for the hub. It contains
+`card.md.j2` is the template of the card's text, and huggingface_hub writes its metadata for the hub. The card contains
 neither secrets nor local folders: see `redaction.py`.
 """
 
@@ -32,11 +32,11 @@ _STAGES: dict[str, tuple[str, str, Any]] = {
     "sft": ("sft", "supervised fine-tuning", SftConfig),
     "reward": ("reward", "training a reward model on pairs of answers", RewardStageConfig),
 }
-"""Command, method and configuration class of each stage, by the section that no other stage has."""
+"""Command, method and configuration class of each stage, by the section of settings that only this stage has."""
 _ACCURACY = re.compile(r"eval/[^/]+/(accuracy|(pass|maj)@\d+)|reward_model/heldout_accuracy")
 _MEASURED = re.compile(r"eval/[^/]+/(?!stderr)[^/]+|reward_model/heldout_\w+")
 _OF_THE_PLACE = {"checkpoint": None, "log": None, "run": ("name", "dir", "resume"), "policy": ("model",)}
-"""Settings that do not affect what is learned, by section; None: the whole section."""
+"""Settings that do not affect what is learned, by section; None means the whole section."""
 _MOST_ROWS = 12
 """Maximum number of rows in the table of evaluations during the run."""
 
@@ -50,7 +50,7 @@ class Measurement:
     name: str
     value: float
     before: float | None = None
-    """The same measurement of the model `Evaluation.against`."""
+    """The same measurement for the model that `Evaluation.against` names."""
     interval: Interval | None = None
     """Bounds of the 95 % interval."""
 
@@ -63,16 +63,16 @@ class Evaluation:
     how: str
     """How the numbers and their intervals were measured, in a sentence or two."""
     against: str = "starting model"
-    """The model that `Measurement.before` was measured on."""
+    """Name of the model for which `Measurement.before` was measured."""
 
     def table(self) -> list[list[str]]:
-        """A header, and a row for each number; the column of the other model is left out if it is empty."""
+        """Return a header and a row for each measurement; the other model's column is left out if it is empty."""
         rows = [["number", self.against, "this model", "95 % interval"], *map(_row, self.numbers)]
         return rows if any(row[1] for row in rows[1:]) else [[row[0], *row[2:]] for row in rows]
 
     @staticmethod
     def printed(output: Mapping[str, Any]) -> Evaluation:
-        """Made from the output of `hybrid-grpo eval`; raises errors such as KeyError if it is something else."""
+        """Make an evaluation from what `hybrid-grpo eval` printed; anything else raises errors such as KeyError."""
         bounds, against = output["intervals"], output.get("against", {})
         numbers = [
             Measurement(name, float(value), against.get(name), tuple(bounds[name]) if bounds.get(name) else None)
@@ -85,7 +85,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """The folder of a run, and the model to publish. The properties raise UserError if it is not a run's folder."""
+    """The folder of a run, and the model to publish. Properties raise UserError if `folder` is not a run's folder."""
 
     folder: Path
     model: Path
@@ -98,18 +98,18 @@ class TrainedRun:
 
     @cached_property
     def stage(self) -> tuple[str, str, Any]:
-        """Command, method and configuration class."""
+        """Command, method and configuration class of the run's training stage."""
         for name, feature in feature_sections().items():
             if feature.method and self.settings.get(name, {}).get("enabled"):
                 return "train", feature.method, TrainConfig
         for section, stage in _STAGES.items():
             if section in self.settings:
                 return stage
-        raise UserError(f"{self.folder / 'config.yaml'} is of no stage of training: give the folder of a run")
+        raise UserError(f"{self.folder / 'config.yaml'} belongs to no stage of training: give the folder of a run")
 
     @cached_property
     def facts(self) -> dict[str, str]:
-        """The comments at the head of config.yaml, by name, as strangers may read them."""
+        """The comments at the head of config.yaml, by name, without secrets and local folders."""
         text = (self.folder / "config.yaml").read_text(encoding="utf-8")
         for was, shown in _changed(self.settings):
             text = text.replace(was, shown)
@@ -121,30 +121,30 @@ class TrainedRun:
 
     @cached_property
     def lines(self) -> list[dict[str, Any]]:
-        """metrics.jsonl up to the step of the model."""
+        """The lines of metrics.jsonl up to the step of the model."""
         return [line for line in read_jsonl(self.folder / "metrics.jsonl") if line["step"] <= self.step]
 
     @property
     def recipe(self) -> str:
-        """The text of config.yaml, with the comments at its head, in the form that strangers may read."""
+        """The text of config.yaml, with the comments at its head, without secrets and local folders."""
         head = "".join(f"# {name}: {fact}\n" for name, fact in self.facts.items())
         return head + _as_yaml(publishable(self.settings))
 
     @cached_property
     def place(self) -> Path:
-        """The folder that the run's paths are relative to, inferred from where the run's own folder is."""
+        """The folder to which the run's paths are relative, inferred from the location of the run's folder."""
         run = self.settings.get("run", {})
         own, here = Path(run.get("dir", "")) / run.get("name", ""), self.folder.resolve()
         is_below = not own.is_absolute() and here.parts[-len(own.parts) :] == own.parts
         return here.parents[len(own.parts) - 1] if is_below else Path()
 
     def is_local(self, name: str) -> bool:
-        """Whether a model or data set that the settings name is on this machine and not on the hub."""
+        """Return whether a model or data set named in the settings is on this machine rather than on the hub."""
         return looks_like_path(name) or (self.place / name).exists()
 
     @cached_property
     def ancestors(self) -> list[str]:
-        """The starting model; if another run trained it, also the model that run started from, and so on."""
+        """The starting model; if another run trained it, also the model from which that run started, and so on."""
         models = [str(self.settings["policy"]["model"])]
         while (recipe := (self.place / models[-1]).parent / "config.yaml").is_file():
             model = str(read_recipe(recipe).get("policy", {}).get("model", ""))
@@ -161,7 +161,7 @@ class TrainedRun:
         return list(dict.fromkeys(path for path in paths if path and not self.is_local(path)))
 
     def source_of(self, held_out: str) -> str:
-        """Hub name of a held-out set; its own name if it is not on the hub."""
+        """Return the hub name of a held-out set's data, or the set's own name if its data is not on the hub."""
         data, given = self.settings.get("data", {}), self.settings.get("eval", {}).get("sets", {}).get(held_out)
         if given is not None and given.get("task") in READY_MADE:
             data = ready_made_settings(given["task"]).get("data", {})
@@ -169,7 +169,7 @@ class TrainedRun:
         return held_out if not source or self.is_local(source) else source
 
     def evaluation(self) -> Evaluation:
-        """The run's own latest measurements on held-out data, up to the step of the model."""
+        """Return the run's own latest measurements on held-out data, up to the step of the model."""
         numbers = []
         for name in dict.fromkeys(name for line in self.lines for name in line if _MEASURED.fullmatch(name)):
             lines = [line for line in self.lines if line.get(name) is not None]
@@ -179,12 +179,13 @@ class TrainedRun:
         return Evaluation(
             numbers,
             "Means over the held-out data, measured by the run. The interval of an accuracy of completions is 1.96"
-            " standard errors to both sides; it is missing where all prompts had the same result.",
+            " standard errors on either side; it is missing if all prompts had the same result.",
         )
 
 
 def write_card(path: Path, run: TrainedRun, evaluation: Evaluation, name: str, license: str | None) -> None:
-    """Write the model card of a run; it shows a curves.svg in the same folder. The model loads by `name`."""
+    """Write the model card of a run, which shows the picture curves.svg if that is in the same folder. The model can
+    be loaded under `name`."""
     command, method, cls = run.stage
     is_reward_model = command == "reward"
     head = ModelCardData(
@@ -224,7 +225,7 @@ def write_card(path: Path, run: TrainedRun, evaluation: Evaluation, name: str, l
 
 
 def _changed(value: Any) -> Iterator[tuple[str, str]]:
-    """The texts in settings that strangers must not see, each with its replacement; the longest first."""
+    """Return the texts in settings that must not be published, each with its replacement; the longest first."""
     texts = {text: publishable(text) for text in _texts(value)}
     return iter(sorted(((a, b) for a, b in texts.items() if a != b), key=lambda pair: -len(pair[0])))
 
@@ -242,8 +243,8 @@ def _as_yaml(settings: Any) -> str:
 
 
 def _interval(name: str, line: Mapping[str, float]) -> Interval | None:
-    """1.96 standard errors on either side of an accuracy. None without a standard error, or if it is 0, which means
-    that all prompts had the same result and not that the number is exact."""
+    """Return the interval of 1.96 standard errors on either side of an accuracy. None if there is no standard error or
+    if it is 0, which means that all prompts had the same result, not that the accuracy is exact."""
     stage, _, number = name.rpartition("/")
     error = line.get(f"{stage}/stderr") if number == "accuracy" else None
     return (max(0.0, line[name] - 1.96 * error), min(1.0, line[name] + 1.96 * error)) if error else None
@@ -256,7 +257,7 @@ def _row(number: Measurement) -> list[str]:
 
 
 def _evaluations(run: TrainedRun) -> tuple[list[str], list[list[str]]]:
-    """Names of the accuracies, and a row per step that measured one; of many, the first, the last and some between."""
+    """Return the names of the accuracies, and a row per step that measured one, but at most `_MOST_ROWS` rows."""
     names = list(dict.fromkeys(name for line in run.lines for name in line if _ACCURACY.fullmatch(name)))
     lines = [line for line in run.lines if any(line.get(name) is not None for name in names)]
     if len(lines) > _MOST_ROWS:
@@ -267,7 +268,7 @@ def _evaluations(run: TrainedRun) -> tuple[list[str], list[list[str]]]:
 
 
 def _results(run: TrainedRun, numbers: list[Measurement]) -> list[EvalResult]:
-    """The accuracies in the hub's format."""
+    """Return the accuracies in the hub's format."""
     task = "text-classification" if run.stage[0] == "reward" else "text-generation"
     results = []
     for number in numbers:
@@ -279,7 +280,7 @@ def _results(run: TrainedRun, numbers: list[Measurement]) -> list[EvalResult]:
 
 
 def _differing(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that differ from the defaults, by section, without those in `_OF_THE_PLACE`."""
+    """Return the settings that differ from the defaults, by section, without those in `_OF_THE_PLACE`."""
     changed: dict[str, Any] = {}
     for section, values in settings.items():
         left_out, usual = _OF_THE_PLACE.get(section, ()), defaults.get(section, {})
@@ -292,7 +293,7 @@ def _differing(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
 
 
 def _spelled(model: str, is_local: bool) -> str:
-    """A model as the card names it: by its hub name, or by the name of its run or folder."""
+    """Return the text that names a model in the card: its hub name, or the name of its run or folder."""
     if not is_local:
         return f"[{model}](https://huggingface.co/{model})"
     path = Path(model)

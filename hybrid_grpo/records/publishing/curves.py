@@ -1,6 +1,6 @@
-"""The curves of a run as one SVG picture, for places that cannot show a page: the charts of charts.yaml, drawn plainly.
+"""Draws the charts of charts.yaml as one SVG picture, for places that cannot show an HTML page.
 
-`curves.svg.j2` decides how the picture looks; here values become points.
+`curves.svg.j2` decides how the picture looks; this module turns values into points.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Line = dict[str, Any]
 
 
 def draw_curves(lines: list[Line]) -> str | None:
-    """The curves of these lines of metrics.jsonl as SVG; None if there is nothing to draw, as after one step."""
+    """Return the curves of these lines of metrics.jsonl as SVG; None if there is nothing to draw yet."""
     steps = np.array([line["step"] for line in lines], np.float64)
     known = list(dict.fromkeys(name for line in lines for name, value in line.items() if value is not None))
     panels = [_panel(chart, lines, steps) for chart in charts_of(known) if chart.section in _SECTIONS]
@@ -42,7 +42,7 @@ def draw_curves(lines: list[Line]) -> str | None:
 
 
 def _panel(chart: Chart, lines: list[Line], steps: Column) -> dict[str, Any]:
-    """A chart with its curves as points in pixels; empty if no curve has two values, or all values are equal."""
+    """Return a chart with its curves as points in pixels; empty if no curve has two values or all values equal."""
     columns = [(curve, np.array([line.get(curve.name) for line in lines], np.float64)) for curve in chart.curves]
     drawn = [(curve.label, _thinned(steps, column, curve.noisy)) for curve, column in columns]
     drawn = [(label, (x, _share(y) if chart.compared else y)) for label, (x, y) in drawn if len(y) > 1]
@@ -64,11 +64,11 @@ def _panel(chart: Chart, lines: list[Line], steps: Column) -> dict[str, Any]:
 
 
 def _thinned(steps: Column, column: Column, noisy: bool) -> Points:
-    """The points of a curve, thinned; a long and noisy curve is smoothed first."""
+    """Return the points of a curve, thinned; a long and noisy curve is smoothed first."""
     x, y = present(steps, np.where(np.isfinite(column), column, np.nan))
     return thin((x, smooth(y, 2 * len(y) // _MOST_POINTS) if noisy else y), _MOST_POINTS)
 
 
 def _share(y: Column) -> Column:
-    """The values, rescaled so that the lowest is 0 and the highest is 1."""
+    """Rescale values so that the lowest is 0 and the highest is 1."""
     return (y - y.min()) / (np.ptp(y) or 1.0)

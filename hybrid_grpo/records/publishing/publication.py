@@ -1,4 +1,4 @@
-"""A publication: the trained model of a run with its card, in a repository of the Hugging Face hub or in a folder."""
+"""Publishes the trained model of a run with its card, in a repository of the Hugging Face hub or in a folder."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from hybrid_grpo.records.publishing.redaction import publishable
 from hybrid_grpo.records.write_failures import one_line
 
 CONTENTS = "publication.json"
-"""File that lists the files of a publication and their sizes; a publication is recognized by it."""
+"""Name of the file that lists the files of a publication and their sizes, and by which a publication is recognized."""
 _NAMING_FOLDERS = ("config.json", "generation_config.json", "tokenizer_config.json", "adapter_config.json")
-"""Files of a model in which libraries may have recorded where it was loaded from."""
+"""Files of a model in which libraries may have recorded the folder from which the model was loaded."""
 
 
 def publish(folder: Path, options: PublishOptionsConfig) -> str:
-    """Publish a model of the run in `folder`, on rank 0; return the address of the repository, or the folder. Raises
-    UserError."""
+    """Publish a model of the run in `folder`, on rank 0, and return the address of the repository, or the folder.
+    Raise UserError if the model cannot be published."""
     address = str(options.folder) if options.hub is None else f"{huggingface_hub.constants.ENDPOINT}/{options.hub}"
     if rank() != 0:
         return address
@@ -73,7 +73,7 @@ def _evaluation(file: Path, run: TrainedRun) -> Evaluation:
         ) from None
     refuse(
         of_model.resolve() != run.model.resolve(),
-        f"publish.evaluation {file} is of {of_model}, not of {run.model}: evaluate that one with --policy.model",
+        f"publish.evaluation {file} measures {of_model}, not {run.model}: evaluate the latter with --policy.model",
     )
     return evaluation
 
@@ -85,7 +85,7 @@ def _fill(
     options: PublishOptionsConfig,
     copy: Callable[[Path, Path], Any],
 ) -> None:
-    """Write everything that is published into the folder `draft`, which does not exist yet."""
+    """Write everything that is published to the folder `draft`, which must not exist yet."""
     for source in sorted(path for path in run.model.rglob("*") if path.is_file() and path.name != FACTS):
         target = draft / source.relative_to(run.model)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -105,13 +105,13 @@ def _fill(
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Sizes in bytes of the files of a publication, by their paths in it."""
+    """Return the sizes in bytes of the files of a publication, by their relative paths."""
     files = (path for path in sorted(folder.rglob("*")) if not path.is_dir())
     return {str(path.relative_to(folder)): path.lstat().st_size for path in files if path.name != CONTENTS}
 
 
 def _is_publication(folder: Path) -> bool:
-    """Whether a folder holds an unchanged earlier publication and nothing else."""
+    """Return whether a folder holds an unchanged earlier publication and nothing else."""
     try:
         listed: Any = json.loads((folder / CONTENTS).read_bytes())["files"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -141,7 +141,7 @@ def _check_target(target: Path) -> None:
 
 @contextmanager
 def _folder_beside(target: Path) -> Iterator[Path]:
-    """A temporary folder on the same disk as `target`."""
+    """Yield a temporary folder on the same disk as `target`."""
     target.absolute().parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{target.name}_", dir=target.absolute().parent))
     try:
@@ -179,7 +179,7 @@ def _onto_hub(run: TrainedRun, evaluation: Evaluation, options: PublishOptionsCo
             files = set(api.list_repo_files(name)) - {".gitattributes"}
             refuse(
                 bool(files) and CONTENTS not in files,
-                f"publish.hub {name} has files that are not a publication: give the name of another repository",
+                f"publish.hub {name} has files that do not belong to a publication: name another repository",
             )
             api.upload_folder(
                 repo_id=name,
@@ -192,7 +192,7 @@ def _onto_hub(run: TrainedRun, evaluation: Evaluation, options: PublishOptionsCo
 
 @contextmanager
 def _refused_by_hub(name: str) -> Iterator[None]:
-    """Turns an error of the hub, or of the network, into a UserError of one line."""
+    """Turn an error of the hub, or of the network, into a UserError of one line."""
     try:
         yield
     except UserError:

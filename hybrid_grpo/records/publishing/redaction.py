@@ -1,4 +1,4 @@
-"""Settings and text as strangers may read them: without secrets and without this machine's folders."""
+"""Makes settings and text fit for publication: without secrets and without this machine's folders."""
 
 import re
 from typing import Any
@@ -10,12 +10,12 @@ _LOCAL_FOLDERS = re.compile(r"(?<![^\s'\"(\[=,:])~?/(?:[^/\s'\"]+/)+")
 
 
 def publishable(value: Any, name: str = "") -> Any:
-    """Settings as strangers may read them: secrets are masked, and absolute paths are cut to their last name."""
+    """Return settings fit for publication: secrets are masked, and absolute paths are cut to their last name."""
     return _without_paths(masked(value, name))
 
 
 def publishable_text(text: str) -> str:
-    """Text as strangers may read it: secrets are masked, and paths in it lose their folders."""
+    """Return text fit for publication: secrets are masked, and paths in it lose their folders."""
     return _LOCAL_FOLDERS.sub("", masked_text(text))
 
 

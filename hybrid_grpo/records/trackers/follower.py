@@ -33,10 +33,10 @@ FAILED = 3
 
 class Tracker(Protocol):
     """Shows a run. It is created with the run's folder, the log settings, the configuration of the run, and whether the
-    run is resumed; it may raise anything."""
+    run is resumed. Its methods may raise any exception."""
 
     greeting: str
-    """Where the run is shown, in one line."""
+    """One line that says where the run is shown."""
 
     def write(self, step: TrackedStep) -> None: ...
 
@@ -103,7 +103,7 @@ class _Follower:
             print(message, file=stream, flush=True)
 
     def _leave(self, status: int) -> NoReturn:
-        """Exit without the interpreter's shutdown, in which trackers wait for things that may hang."""
+        """Exit without the interpreter's shutdown, during which trackers wait for things that may hang."""
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 process.kill()

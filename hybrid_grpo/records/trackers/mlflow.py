@@ -1,4 +1,4 @@
-"""A run in MLflow, at MLFLOW_TRACKING_URI or MLflow's own default."""
+"""Shows a run in MLflow, at MLFLOW_TRACKING_URI or MLflow's own default."""
 
 import math
 import re
@@ -10,11 +10,11 @@ from hybrid_grpo.records.files import flattened
 from hybrid_grpo.records.trackers.steps import TrackedStep, table
 
 _LONGEST_PARAMETER = 6000
-"""Most characters that MLflow accepts in a parameter."""
+"""Maximum number of characters that MLflow accepts in a parameter."""
 
 
 class MlflowTracker:
-    """A run of the experiment that log.wandb_project names; MLflow has no histograms."""
+    """Shows a run in the experiment that log.wandb_project names, without histograms, which MLflow does not have."""
 
     def __init__(self, folder: Path, config: LogConfig, settings: dict[str, Any], resumes: bool) -> None:
         import mlflow
@@ -39,7 +39,7 @@ class MlflowTracker:
         self.greeting = f"mlflow: {mlflow.get_tracking_uri()}, experiment {config.wandb_project}"
 
     def write(self, step: TrackedStep) -> None:
-        """Log the numbers of a step, occasionally its samples as a table, and its alarms as tags."""
+        """Log a step's metrics and alarms, and its samples as a table if histograms are due or an alarm went off."""
         # MLflow's names have no @, and its server refuses NaN and infinity.
         numbers = {name.replace("@", "_at_"): value for name, value in step.values.items() if math.isfinite(value)}
         self._mlflow.log_metrics(numbers, step=step.step)
@@ -51,7 +51,7 @@ class MlflowTracker:
             self._mlflow.set_tag(f"alarm_step_{step.step}_{number}", message)
 
     def close(self, files: list[Path], failed: bool) -> None:
-        """Upload files of the run as artifacts, and finish."""
+        """Upload files of the run as artifacts, and end the MLflow run."""
         for file in files:
             self._mlflow.log_artifact(str(file))
         self._mlflow.end_run("FAILED" if failed else "FINISHED")

@@ -22,7 +22,7 @@ from hybrid_grpo.records.trackers.wandb import resolve_wandb_mode
 
 
 def chosen_trackers(config: LogConfig) -> list[str]:
-    """The trackers of log.trackers, without wandb if it is disabled."""
+    """Return the names of the trackers in log.trackers, without wandb if it is disabled."""
     disabled = "wandb" in config.trackers and resolve_wandb_mode(config.wandb) == "disabled"
     return [name for name in config.trackers if not (disabled and name == "wandb")]
 
@@ -38,7 +38,7 @@ def start_trackers(config: LogConfig, folder: Path, settings: dict[str, Any], do
 
 
 class TrackerProcess:
-    """The process of a tracker. It reads what it shows from the run's folder; only `close` waits for it."""
+    """The process of a tracker. It reads what it shows from the run's folder; rank 0 waits for it only in `close`."""
 
     def __init__(
         self,
@@ -89,11 +89,11 @@ class TrackerProcess:
             self._input.flush()
 
     def close(self, patience_s: float) -> None:
-        """Wait at most `patience_s` for the tracker to finish."""
+        """Wait at most `patience_s` seconds for the tracker to finish, then kill it."""
         try:
             self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
-            self._warn(f"did not finish within {patience_s:.0f} s of the end of the run, and is ended")
+            self._warn(f"did not finish within {patience_s:.0f} s of the end of the run, and was killed")
             self._kill()
         self.look()
         with suppress(OSError):
@@ -104,7 +104,7 @@ class TrackerProcess:
         return self._process.poll() is not None
 
     def children(self) -> list[psutil.Process]:
-        """The processes of the tracker, such as the service of wandb."""
+        """Return the processes that the tracker started, such as wandb's service."""
         try:
             return list(psutil.Process(self._process.pid).children(recursive=True))
         except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""The steps of a run as trackers show them, read from its folder while the files grow."""
+"""Reads the steps that trackers show from a run's folder while its files grow."""
 
 import json
 import math
@@ -18,7 +18,7 @@ STEP, TOKENS, HOURS = AXES = ("progress/step", "progress/tokens", "progress/hour
 training, evaluation and checkpoints."""
 
 _EACH, _OF_ALARM = 4, 32
-"""Number of samples of each kind, and of extra ones from a step with an alarm."""
+"""Number of samples of each kind, and number of extra samples from a step with an alarm."""
 
 Row = dict[str, Any]
 """A line of rollouts/step_*.jsonl: a completion with its rewards."""
@@ -30,11 +30,11 @@ class TrackedStep:
 
     step: int
     values: dict[str, float]
-    """The metrics and the AXES by name; NaN where metrics.jsonl has null."""
+    """The metrics and the AXES by name; null in metrics.jsonl becomes NaN."""
     samples: list[tuple[str, Row]] = field(default_factory=list)
     """Completions worth reading, each with the reason: best, worst, surprising, alarm."""
     distributions: dict[str, list[float]] = field(default_factory=dict)
-    """Rewards, lengths in tokens and advantages of all completions, if a histogram is due."""
+    """Rewards, lengths in tokens and advantages of all completions; empty if no histogram is due."""
     alarms: list[str] = field(default_factory=list)
 
 
@@ -42,7 +42,7 @@ class TrackedSteps:
     """Yields the steps of a run after the step `done`, each once, as its folder grows."""
 
     def __init__(self, folder: Path, done: int, histograms_every: int) -> None:
-        """`histograms_every`: steps between histograms; 0: none."""
+        """`histograms_every` is the number of steps between histograms; 0 means no histograms."""
         self._rollouts, self._done, self._every = folder / "rollouts", done, histograms_every
         self._numbers = GrowingFile(folder / "metrics.jsonl", self._take_numbers, lambda: None)
         self._alarms = GrowingFile(folder / ALARMS_FILE, self._take_alarm, lambda: None)
@@ -53,14 +53,14 @@ class TrackedSteps:
         """The last step that was read, and the last one with histograms."""
 
     def new(self) -> Iterator[TrackedStep]:
-        """The steps whose numbers were written since the last call."""
+        """Yield the steps whose metrics were written since the last call."""
         self._numbers.read(math.inf)
         unseen, self._unseen = self._unseen, []
         for step, values in unseen:
             yield self._step(step, values)
 
     def unfinished(self) -> Iterator[TrackedStep]:
-        """A last step that could not be finished: it has rollouts but no numbers."""
+        """Yield a last step that could not be finished: it has rollouts but no metrics."""
         for step in rollout_files(self._rollouts):
             if step > self._last:
                 yield self._step(step, {STEP: step})
@@ -91,8 +91,8 @@ class TrackedSteps:
 
 
 def chosen(rows: list[Row], alarm: bool) -> list[tuple[str, Row]]:
-    """The completions of a step with the highest rewards, the lowest rewards, and the largest absolute advantages,
-    which are the surprising ones, each from a different group. After an alarm, also the first ones of the step."""
+    """Return a step's completions with the highest rewards, the lowest rewards and the largest absolute advantages (the
+    surprising ones), each kind from different groups. After an alarm, also return the step's first completions."""
     scored = [row for row in rows if row["reward"] is not None]
     ranked = sorted(scored, key=lambda row: row["reward"])
     surprising = sorted(scored, key=lambda row: -abs(row["advantage"] or 0.0))
@@ -118,7 +118,7 @@ def distributions(rows: list[Row]) -> dict[str, list[float]]:
 
 
 def table(samples: list[tuple[str, Row]]) -> tuple[list[str], list[list[Any]]]:
-    """Columns and rows of the samples of a step; chat messages become text, since a column has a single type."""
+    """Return a step's samples as columns and rows; chat messages become text, since a column has a single type."""
     names = ["step", "group", "prompt", "completion", "reward", "advantage", "length", "finish"]
     names += ["writer"] if any("writer" in row for _, row in samples) else []
     functions = list(samples[0][1]["rewards"]) if samples else []
@@ -131,7 +131,7 @@ def table(samples: list[tuple[str, Row]]) -> tuple[list[str], list[list[Any]]]:
 
 
 def as_row(step: TrackedStep, library: Any) -> dict[str, Any]:
-    """A step as one row, with the histograms and tables of wandb or trackio."""
+    """Return a step as one row, with histograms and tables of `library`, which is wandb or trackio."""
     row: dict[str, Any] = dict(step.values)
     row |= {name: library.Histogram(values) for name, values in step.distributions.items()}
     if step.samples:

@@ -1,4 +1,4 @@
-"""A run in TensorBoard: `tensorboard --logdir RUNS` finds the event files in the run's folder."""
+"""Shows a run in TensorBoard: `tensorboard --logdir RUNS` finds the event files in the run's folder."""
 
 import json
 import time
@@ -13,7 +13,7 @@ _BINS = 30
 
 
 class TensorboardTracker:
-    """Event files in the folder `tensorboard` of the run, written without TensorFlow and torch."""
+    """Writes event files to the folder `tensorboard` of the run, without using TensorFlow or torch."""
 
     def __init__(self, folder: Path, config: LogConfig, settings: dict[str, Any], resumes: bool) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2

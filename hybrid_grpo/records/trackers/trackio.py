@@ -1,4 +1,4 @@
-"""A run in trackio, the local dashboard of Hugging Face: `trackio show --project PROJECT`."""
+"""Shows a run in trackio, the local dashboard of Hugging Face: `trackio show --project PROJECT`."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from hybrid_grpo.records.trackers.steps import TrackedStep, as_row
 
 
 class TrackioTracker:
-    """A run in trackio's database, or on the Space that TRACKIO_SPACE_ID names."""
+    """Writes a run to trackio's database, or to the Space that TRACKIO_SPACE_ID names."""
 
     def __init__(self, folder: Path, config: LogConfig, settings: dict[str, Any], resumes: bool) -> None:
         import trackio

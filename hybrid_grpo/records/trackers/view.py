@@ -1,4 +1,4 @@
-"""A saved view of a run on wandb: the charts of charts.yaml, as in report.html, grouped by a reader's questions."""
+"""Saves a view of a run on wandb: the charts of charts.yaml, as in report.html, grouped by a reader's questions."""
 
 import re
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ QUESTIONS = {
     "What does it write?": ("Completions",),
     "Where does time go?": ("Speed and memory",),
 }
-"""The sections of the view, each with its sections of charts.yaml; those of features are added to the second."""
+"""The sections of the view, each with its sections of charts.yaml. The second also gets the sections of features."""
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class Plot:
     title: str
     metrics: list[str] = field(default_factory=list)
     pattern: str = ""
-    """Used instead of `metrics` if their names vary: a regular expression, such as for all reward functions or sets."""
+    """Regular expression, used instead of `metrics` if their names vary, such as for all reward functions or sets."""
     top: float | None = None
-    """Upper end of the axis."""
+    """Upper end of the y axis; None if the data decides."""
     is_stacked: bool = False
 
 
 def plots() -> dict[str, list[Plot]]:
-    """The plots of every section of the view, in order."""
+    """Return the plots of every section of the view, in order."""
     known = [section for sections in QUESTIONS.values() for section in sections]
     of_features = {"Is it healthy?": tuple(section for section in CHARTS if section not in known)}
     found = {
@@ -51,14 +51,14 @@ def _plot(chart: dict[str, Any]) -> Plot:
 
 
 def save_view(entity: str, project: str, run: str, run_id: str) -> str:
-    """Save the view of a run, in which other runs can be shown too; return its address. Raises wandb's errors."""
+    """Save the view of a run, to which other runs can be added, and return its URL. Errors of wandb are raised."""
     view = make_view(entity, project, run, run_id)
     view.save()
     return str(view.url)
 
 
 def make_view(entity: str, project: str, run: str, run_id: str) -> Any:
-    """The view as a `wandb_workspaces.workspaces.Workspace`, not saved."""
+    """Return the view as a `wandb_workspaces.workspaces.Workspace`, without saving it."""
     import wandb_workspaces.reports.v2 as panels
     from wandb_workspaces import workspaces
 

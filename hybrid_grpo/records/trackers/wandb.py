@@ -1,4 +1,4 @@
-"""A run on wandb: curves over steps, tokens or hours with their best values, histograms, samples, alerts, report."""
+"""Shows a run on wandb: curves over steps, tokens or hours, their best values, histograms, samples and alerts."""
 
 import netrc
 import os
@@ -17,7 +17,7 @@ WandbMode = Literal["online", "offline", "disabled"]
 
 
 def resolve_wandb_mode(mode: Literal["auto"] | WandbMode) -> WandbMode:
-    """`auto` becomes the value of WANDB_MODE, else online if an account is configured, else offline."""
+    """Replace `auto` by the mode in WANDB_MODE or, if unset, by online if an account is configured, else offline."""
     if mode != "auto":
         return mode
     known: WandbMode
@@ -28,7 +28,7 @@ def resolve_wandb_mode(mode: Literal["auto"] | WandbMode) -> WandbMode:
 
 
 def _logged_in() -> bool:
-    """Whether `wandb login` has left a key in the netrc file."""
+    """Return whether `wandb login` has stored a key in the netrc file."""
     host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].strip("/")
     try:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
@@ -37,7 +37,7 @@ def _logged_in() -> bool:
 
 
 def run_id(folder: Path, resumes: bool) -> str:
-    """The id of the run on wandb, kept in a file of `folder`, so that a resumed run continues there."""
+    """Return the run's id on wandb; a file in `folder` keeps it, so that a resumed run continues under this id."""
     file = folder / "id"
     if not (resumes and file.exists()):
         folder.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def run_id(folder: Path, resumes: bool) -> str:
 
 
 class WandbTracker:
-    """A run on wandb, or offline in the run's folder."""
+    """Shows a run on wandb, or, if the mode is offline, writes it to the run's folder."""
 
     def __init__(self, folder: Path, config: LogConfig, settings: dict[str, Any], resumes: bool) -> None:
         import wandb
@@ -89,7 +89,7 @@ class WandbTracker:
             return f"; no view was saved: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
     def write(self, step: TrackedStep) -> None:
-        """Log a step as one row; its curves are drawn over the step or another of AXES."""
+        """Log a step as one row; its curves can be drawn over each of AXES."""
         for name in step.values.keys() | step.distributions.keys():
             self._define(name)
         for message in step.alarms:
@@ -106,7 +106,7 @@ class WandbTracker:
         self._run.define_metric(name, step_metric=STEP, summary=best)
 
     def close(self, files: list[Path], failed: bool) -> None:
-        """Upload files of the run, and finish."""
+        """Upload files of the run, and finish the run on wandb."""
         if files:
             artifact = self._wandb.Artifact(f"run-{self._run.id}", type="run")
             for file in files:

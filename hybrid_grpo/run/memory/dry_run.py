@@ -1,7 +1,7 @@
-"""Measures the memory of one forward and backward of a model, without its weights and without computing anything.
+"""Measures the memory of a model's forward and backward pass, without its weights and without computing anything.
 
-What is kept for backward differs between architectures, and no table could list it. So the model is built from its
-configuration on fake tensors, which have shapes and types but no data, and all allocations of a micro-batch are added.
+What is kept for the backward pass differs too much between architectures for a table. So the model is built from its
+configuration on fake tensors, which have shapes and types but no data, and a micro-batch's allocations are added up.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,8 @@ from hybrid_grpo.model.lora import Adapters
 from hybrid_grpo.model.memory_tracker import MemoryTracker
 
 HeadOf = Callable[[int, int], HeadFunction | None]
-"""From the number of target tokens and the size of the vocabulary: what the head computes in addition, or None."""
+"""Function that returns what the head computes in addition, or None, from the number of target tokens and the
+vocabulary's size."""
 
 
 @dataclass(frozen=True)
@@ -34,20 +35,20 @@ class Footprint:
     """Bytes of one micro-batch, not counting the weights and the gradients that are already complete."""
 
     kept: int
-    """What the layers keep for backward, at the moment the LM head begins."""
+    """What the layers keep for the backward pass, measured when the LM head begins."""
     head: int
-    """The most that log-probabilities add to that, forward and backward, the head's gradient included."""
+    """The most that log-probabilities add to `kept`, forward and backward, including the head's gradient."""
     layers: int
-    """The most that one layer adds to that: its temporaries, what gradient checkpointing recomputes, and with tied
-    embeddings the head's gradient, which waits for theirs."""
+    """The most that a single layer adds to `kept`: its temporaries, what gradient checkpointing recomputes, and, if the
+    embeddings are tied, the head's gradient, which waits for the gradient of the embeddings."""
 
 
 class NeedsData(Exception):
-    """The model cannot run on shapes alone: its code reads values of tensors."""
+    """Raised if a model cannot run on shapes alone, because its code reads the values of tensors."""
 
 
 class DryRun:
-    """A model built from a transformers configuration on fake tensors, as the policy trains it; `heads` are what its
+    """A model built from a transformers configuration on fake tensors, as the policy trains it; `heads` say what its
     head computes in addition. Methods raise NeedsData if the model cannot run without data."""
 
     def __init__(self, model_config: Any, policy: PolicyConfig, lora: LoraConfig, heads: Sequence[HeadOf] = ()) -> None:
@@ -55,7 +56,7 @@ class DryRun:
         config = without_dropout(deepcopy(model_config))
         attention = training_attention(policy, config)
         self.packs = attention == ATTENTION
-        """Whether it takes micro-batches without padding."""
+        """Whether the model takes micro-batches without padding."""
         # Kernels of flash-attn need a GPU; they keep the same tensors for backward as those of sdpa.
         attention = attention if attention in (ATTENTION, "eager") else "sdpa"
         names, text = ("num_experts", "num_local_experts", "n_routed_experts"), config.get_text_config()
@@ -89,13 +90,13 @@ class DryRun:
 
     @torch.no_grad()
     def reading(self, micro: MicroBatch) -> int:
-        """The most bytes that the layers take in a forward without gradients."""
+        """Return the most bytes that the layers take in a forward pass without gradients."""
         with self._forward(micro) as (_, marks, _):
             return self._scale * marks[1]
 
     @torch.no_grad()
     def cache_bytes(self, paged: bool) -> int:
-        """Bytes of one token's keys and values; 0 without attention."""
+        """Return the bytes of one token's keys and values; 0 if the model has no attention."""
         if paged:
             with self._fake:
                 view = type(self.model)._from_config(deepcopy(self.model.config), attn_implementation=ATTENTION)
@@ -107,7 +108,7 @@ class DryRun:
         return 2 * text.num_hidden_layers * heads * head_dim * self._scale * self.model.dtype.itemsize
 
     def active_parameters(self) -> int:
-        """Parameters in the matrix products of one token: only the experts it is routed to, and no embeddings."""
+        """Return the number of parameters that multiply one token: of experts, only those it uses; no embeddings."""
         tables = {id(m.weight) for m in self.model.modules() if isinstance(m, nn.Embedding)}
         tables.discard(id(self.model.get_output_embeddings().weight))
         active = sum(p.numel() for p in self.model.parameters() if id(p) not in tables)
@@ -120,9 +121,9 @@ class DryRun:
     def _forward(
         self, micro: MicroBatch, heads: Sequence[HeadOf] = ()
     ) -> Iterator[tuple[MemoryTracker, list[int], tuple[Tensor, ...]]]:
-        """Track the memory of a forward, including `heads`, and of the block. Yields the tracker, marks in bytes, and
-        the model's outputs. The marks are what is alive when the LM head begins; the most that was alive until then;
-        and, after a backward, the most that was alive from there until the head's backward ended."""
+        """Track the memory of a forward pass, including `heads`, and of the `with` block. Yield the tracker, marks in
+        bytes, and the model's outputs. The marks are what is alive when the LM head begins, the most that was alive
+        until then, and, after a backward pass, the most alive from then until the end of the head's backward pass."""
         marks: list[int] = []
 
         def at_head(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -155,17 +156,17 @@ class Sizes:
 
     parameters: int
     trained: int
-    """Parameters that have gradients and optimizer states: all, or those of the adapters."""
+    """Number of parameters that have gradients and optimizer states: all, or those of the adapters."""
     largest: int
     """Elements of the largest tensor."""
     active: int
     """See `DryRun.active_parameters`."""
     vocabulary: int
     token_bytes: int
-    """Keys and values of one token."""
+    """Bytes of the keys and values of one token."""
     training: Footprint
     reading: int
-    """Bytes per token of a forward that reads prompts."""
+    """Bytes per token of a forward pass that reads prompts."""
     softcap: float = 0.0
     """Soft cap of the attention logits; see `attend`."""
 
@@ -179,7 +180,7 @@ def measure(
     *,
     on_gpu: bool,
 ) -> Sizes:
-    """The sizes of a model, computed without its weights; `heads`: see `DryRun`."""
+    """Return the sizes of a model, computed without its weights; `DryRun` explains `heads`."""
     dry = DryRun(model_config, config.policy, config.lora, heads)
     parameters = list(dry.model.parameters())
     micro = largest_micro_batch(config, batch, prompt, packs=dry.packs, on_gpu=on_gpu)
@@ -198,7 +199,7 @@ def measure(
 
 
 def largest_micro_batch(config: TrainConfig, batch: BatchPlan, prompt: int, *, packs: bool, on_gpu: bool) -> MicroBatch:
-    """The largest micro-batch if all prompts and completions have full length; not padded if the model `packs`."""
+    """Return the largest micro-batch if all prompts and completions have full length; unpadded if the model `packs`."""
     prompts = batch.prompts_per_rank // batch.num_minibatches
     # No two prompts are the same.
     prompt_ids = [[row // batch.num_generations] * prompt for row in range(prompts * batch.num_generations)]

@@ -1,8 +1,8 @@
 """Estimates the memory that a GRPO run will take, by part and phase, before its weights are read.
 
-It computes with the configuration, the model's configuration and the number of ranks. What a model's layers keep for
-backward comes from a run without data (dry_run.py); what DeepSpeed and the decoder hold follows from their code.
-The numbers are meant for GPUs; on a CPU, where freed memory stays with the process, they are accurate to a quarter.
+It needs the configuration, the model's configuration and the number of ranks. What a model's layers keep for the
+backward pass comes from a run without data (dry_run.py); what DeepSpeed and the decoder hold follows from their code.
+The numbers are meant for GPUs; on a CPU, where freed memory stays with the process, they are accurate within 25 %.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from hybrid_grpo.rewards.models.reward_model import RewardModel
 from hybrid_grpo.run.memory.dry_run import NeedsData, Sizes, measure
 
 REFUSED_ABOVE = 1.15
-"""A run that needs more than this many times the free memory is refused; between 1 and this, there is a warning."""
+"""A run that needs more than this many times the free memory is refused; from 1 to this factor, there is a warning."""
 KEPT_BELOW = 0.85
-"""Memory of decoding stays on the GPU during training if all phases then need at most this share of the free memory:
-the plan may be wrong, and training must not run out of memory because of what is kept."""
+"""Memory of decoding stays on the GPU during training if all phases then need at most this share of the free memory.
+The rest is a margin for errors of the plan, so that training does not run out of memory because of what is kept."""
 NCCL_BYTES = 400 << 20
-"""NCCL's buffers between several ranks: some 24 channels of 8 MiB in each direction. Not measured."""
+"""NCCL's buffers between several ranks: about 24 channels of 8 MiB in each direction. Assumed, not measured."""
 _FRAGMENTS = 0.05
 """Memory that torch holds in addition to its tensors, as a share of them, with the expandable segments that a run
 enables. Assumed, not measured."""
@@ -40,7 +40,7 @@ PROCESS_GROWTH_BYTES = 90 << 20
 _CPU_HEAP = 1.5
 """Ratio of the memory that activations take on a CPU to their bytes: malloc leaves holes between blocks. Measured."""
 _MAX_LIVE, _BUCKET = 10**9, 5 * 10**8
-"""DeepSpeed's defaults, in elements: gathered weights alive, and one bucket of gradients."""
+"""DeepSpeed's defaults, in elements: the most gathered weights alive at a time, and the size of a gradient bucket."""
 _MICRO_BATCH = "policy.micro_batch_tokens, policy.gradient_checkpointing"
 _BUCKETS = "engine.deepspeed.zero_optimization.reduce_bucket_size"
 _FETCHED = "engine.deepspeed.zero_optimization.stage3_max_live_parameters"
@@ -53,9 +53,9 @@ class Part:
     name: str
     bytes: int
     remedy: str = ""
-    """Settings that make it smaller."""
+    """Settings that make the part smaller."""
     least: int | None = None
-    """The fewest bytes that suffice. Default: all of them."""
+    """The fewest bytes that suffice; None means all of them."""
 
 
 @dataclass(frozen=True)
@@ -76,23 +76,23 @@ class Phase:
 
 
 class FeatureMemory:
-    """A feature's share of the plan; see features/."""
+    """A feature's share of the memory plan. Features override the methods."""
 
     name = ""
 
     def __init__(self, config: TrainConfig) -> None: ...
 
     def part(self, plan: Plan, on_host: bool) -> Part:
-        """What it holds from step to step, on the host or on the device."""
+        """Return the memory that the feature holds from step to step, on the host or on the device."""
         raise NotImplementedError
 
     def seconds(self, plan: Plan, forward: float, passes: int) -> float:
-        """Seconds that it adds to a step, if a forward of the policy over a whole rollout takes `forward` seconds, and
-        training on it takes as long as `passes` forwards."""
+        """Return the seconds that the feature adds to a step, if a forward pass of the policy over a rollout takes
+        `forward` seconds, and training on the rollout takes as long as `passes` forward passes."""
         return 0.0
 
     def head(self, places: int, vocabulary: int) -> HeadFunction | None:
-        """What the policy's head computes in addition for this many target tokens in training, or None."""
+        """Return what the policy's head computes in addition for `places` target tokens in training, or None."""
         return None
 
 
@@ -105,8 +105,8 @@ def estimate(
     held_out: int = 0,
     held_out_longest: int = 0,
 ) -> Plan | None:
-    """The plan of a run; None if the model cannot run without data. Raises UserError if the model has no configuration,
-    or does not support the attention or adapters in the settings."""
+    """Return the memory plan of a run; None if the model cannot run without data. Raise UserError if the model has no
+    configuration, or does not support the attention or adapters in the settings."""
     features = [share for feature in config.active_features if (share := feature.memory(config)) is not None]
     heads = [feature.head for feature in features]
     try:
@@ -131,18 +131,18 @@ class Plan:
     """Sizes of the model."""
     batch: BatchPlan
     prompt: int
-    """Tokens of the longest prompt."""
+    """Number of tokens in the longest prompt."""
     hardware: Hardware
     models: Sequence[RewardModel] = ()
     """Reward models, not loaded yet. Their weights are counted, their activations are not."""
     held_out: int = 0
-    """Completions of an evaluation, over all ranks."""
+    """Number of completions in an evaluation, over all ranks."""
     held_out_longest: int = 0
-    """Tokens of the longest prompt of an evaluation with its completion."""
+    """Number of tokens in the longest prompt of an evaluation with its completion."""
     features: Sequence[FeatureMemory] = ()
     user: int = 0
-    """Parameters of the model that plays the user. Its memory for decoding is small compared with the policy's,
-    and is not counted."""
+    """Number of parameters of the model that plays the user. Its memory for decoding is small compared with the
+    policy's, and is not counted."""
 
     def __post_init__(self) -> None:
         config = self.config
@@ -173,7 +173,7 @@ class Plan:
             self.keeps = self.peak.bytes <= KEPT_BELOW * self.hardware.device_bytes
 
     def workspace(self) -> Workspace | None:
-        """Memory of decoding for the whole run; None if it is released after each rollout."""
+        """Return the sizes of the decoding memory that the run keeps; None if it is released after each rollout."""
         return Workspace(self.kept_slots, self.longest_cached) if self.keeps else None
 
     @property
@@ -182,13 +182,13 @@ class Plan:
 
     @property
     def measurable(self) -> int:
-        """The peak as a run measures it: resident memory on a CPU; on a GPU what torch allocates for tensors."""
+        """The peak in bytes as a run measures it: resident memory on a CPU, memory of torch's tensors on a GPU."""
         unseen = _NOT_OF_TENSORS if self.gpu else ()
         return max(sum(part.bytes for part in phase.parts if part.name not in unseen) for phase in self.phases)
 
     @property
     def sequences(self) -> int:
-        """Sequences of the longest length that the cache holds at once."""
+        """Number of sequences of the longest length that the cache holds at once."""
         cache = next(part for phase in self.phases for part in phase.parts if part.name == "keys and values")
         return min(self.laid_out, max(1, (cache.bytes // self.bytes_of_page - 2) // (self.pages + 1)))
 
@@ -202,7 +202,7 @@ class Plan:
     @property
     def phases(self) -> tuple[Phase, ...]:
         """The phases of a step after the first, when all optimizer states exist, and the export. The scoring passes of
-        the reference and the sampler keep nothing for backward: they need less than the loss."""
+        the reference and the sampler are left out: they keep nothing for a backward pass, so they need less memory."""
         kept = [self.gathered(), self.graphs(), self.cache()] if self.keeps else []
         fixed, micro = [*self.fixed(), *kept], self.sizes.training
         gradients, reduction = self.gradients(), self.reduction()
@@ -232,14 +232,14 @@ class Plan:
 
     @property
     def host(self) -> Phase:
-        """Host memory of a rank with a GPU."""
+        """What a rank with a GPU has in host memory."""
         states = self.states() if self.offloads else []
         parts = [self.process, self.reward_models(on_host=True), self.reference(), *states]
         parts += [*self.feature_parts(on_host=True), self.export]
         return Phase("its host", tuple(part for part in parts if part.bytes and self.gpu))
 
     def fixed(self) -> list[Part]:
-        """What is on the device all the time."""
+        """Return the parts that are on the device all the time."""
         shards = self.ranks if self.stage == 3 else 1
         parts = [Part("weights", self.dtype * self.n // shards, _SHARDS), self.reward_models(on_host=False)]
         parts += self.feature_parts(on_host=False)
@@ -251,13 +251,13 @@ class Plan:
         return [self.process, *parts, *on_host, *self.states(), self.reference()]
 
     def held(self, parts: list[Part]) -> list[Part]:
-        """The parts, and on a GPU what torch's allocator holds in addition to them."""
+        """Return the parts and, on a GPU, one more for what torch's allocator holds in addition to them."""
         # The cache is allocated at once, from memory that is free.
         tensors = sum(part.bytes for part in parts if part.name not in (*_NOT_OF_TENSORS, "keys and values"))
         return [*parts, Part("allocator", int(_FRAGMENTS * tensors) if self.gpu else 0)]
 
     def beside_cache(self, parts: list[Part]) -> int:
-        """Bytes of all parts except the cache, and of what the allocator holds in addition to them."""
+        """Return the bytes of all parts except the cache, and of what the allocator holds in addition to them."""
         return sum(part.bytes for part in self.held([part for part in parts if part.name != "keys and values"]))
 
     def reward_models(self, on_host: bool) -> Part:
@@ -265,7 +265,7 @@ class Plan:
         return Part("reward models", weights, "rewards: kwargs zero_stage 3 or dtype")
 
     def states(self) -> list[Part]:
-        """Adam's states; with offloading also the gradients that it reads, and what is copied back."""
+        """Return Adam's states; with offloading, also the gradients that it reads and the weights it copies back."""
         # Stages 1 and 2 clone their partition in any type, 0 has no masters, and 3 steps float32 weights in place.
         masters = 4 if self.stage in (1, 2) or (self.stage == 3 and (self.dtype == 2 or self.offloads)) else 0
         offloaded = {0: 0, 1: 4 + self.dtype, 2: 4 + self.dtype, 3: 8}[self.stage] if self.offloads else 0
@@ -276,7 +276,7 @@ class Plan:
         ]
 
     def gradients(self) -> Part:
-        """What exists from the first backward to the optimizer step."""
+        """Return the gradients that exist from the first backward pass to the optimizer step."""
         # torch.empty of the whole bucket: on a CPU, pages that are never written to take no memory.
         bucket = self.bucket if self.gpu else min(self.t, self.bucket)
         # Stage 0 has no bucket; stage 1 reduces what it has added up in float32.
@@ -284,7 +284,7 @@ class Plan:
         return Part("gradients", staged + (0 if self.offloads else 4 * self.owned), f"{_SHARDS}, {_BUCKETS}")
 
     def reduction(self) -> Part:
-        """Copies while a bucket is reduced: stage 3 lays the shards of all ranks side by side."""
+        """Return the copies made while a bucket is reduced; stage 3 lays the shards of all ranks side by side."""
         elements = min(self.t, self.bucket)
         copies = self.dtype * elements if self.stage in (1, 3) else 0
         # Stage 3 sums bfloat16 and keeps float32.
@@ -292,13 +292,13 @@ class Plan:
         return Part("reduction", copies + own, _BUCKETS)
 
     def gathered(self) -> Part:
-        """Whole weights for generation; adapters are merged into a copy."""
+        """Return the unsharded weights for generation; adapters are merged into a copy."""
         if not (self.sharded or self.config.lora.rank):
             return Part("gathered weights", 0)
         return Part("gathered weights", self.dtype * self.n)
 
     def reference(self) -> Part:
-        """The reference in host memory, sharded over the ranks; with adapters it is the model without them."""
+        """Return the reference in host memory, sharded over the ranks. With adapters, it takes no memory of its own."""
         loaded = self.config.grpo.beta and not self.config.lora.rank
         return Part("reference", self.dtype * self.n // self.ranks if loaded else 0, "grpo.beta 0, more ranks")
 
@@ -307,11 +307,11 @@ class Plan:
 
     @property
     def laid_out(self) -> int:
-        """Sequences for which decoding has memory."""
+        """Number of sequences for which decoding has memory."""
         return self.kept_slots if self.keeps else self.slots
 
     def graphs(self) -> Part:
-        """The captured forwards, and in their pool the logits of each and the temporaries of the largest."""
+        """Return the captured forwards and, in their pool, the logits of each and the temporaries of the largest."""
         follows = might_follow(self.dtype == 2, self.sizes.softcap)
         reads = len(reads_up_to(self.pages, follows))
         size = bytes_of(self.laid_out, reads, self.sizes.vocabulary * self.dtype)
@@ -319,8 +319,8 @@ class Plan:
         return Part("CUDA graphs", size if self.gpu and paged else 0, "rollout.max_slots")
 
     def cache(self, used: int = 0) -> Part:
-        """Pages that the longest completions of all slots fill; if the cache is not kept, at most what the bytes `used`
-        leave for them."""
+        """Return the pages that the longest completions fill in all slots; if the cache is not kept, at most a share of
+        what is free after `used` bytes."""
         rollout = self.config.rollout
         needed = (self.laid_out * (self.pages + 1) + 2) * self.bytes_of_page
         least = (self.pages + 3) * self.bytes_of_page
@@ -334,16 +334,16 @@ class Plan:
         return Part("keys and values", needed, "rollout.cache_gb, rollout.max_slots", min(least, needed))
 
     def choosing(self) -> int:
-        """Bytes for choosing a token in every slot: its logits and, in torch, their weights and sums, with filters also
-        those of the sorted logits (measured). Kernels need only logits: on a GPU, and in float32 without filters."""
+        """Return the bytes for choosing a token in every slot: logits and, in torch, weights and sums, which filters
+        also sort (measured). Kernels, which run on GPUs and for float32 without filters, need only logits."""
         rollout = self.config.rollout
         filters = rollout.top_k or rollout.top_p < 1
         in_torch = 60 if filters else 24 if self.dtype == 2 or rollout.min_p else 0
         return self.laid_out * self.sizes.vocabulary * (self.dtype + (0 if self.gpu else in_torch))
 
     def decoding(self, free: int) -> Part:
-        """The larger of a prefill and a decode step, which runs once before it is captured; these and the cache share
-        `free` bytes."""
+        """Return the larger of a prefill and a decode step, which runs once before it is captured. These and the cache
+        share `free` bytes."""
         wish = self.config.rollout.prefill_tokens
         tokens = prefill_that_fits(wish, self.gpu, self.sizes.reading, free)
         prefill = min(tokens, self.batch.prompts_per_rank * self.prompt) * self.sizes.reading
@@ -351,7 +351,7 @@ class Plan:
         return Part("decoding", largest, "rollout.max_slots, rollout.prefill_tokens")
 
     def stepping(self) -> Part:
-        """Gradients in one float32 tensor, and the temporaries of Adam."""
+        """Return what an optimizer step adds: gradients in one float32 tensor, and the temporaries of Adam."""
         # Stages 1 and 2 have already added up bfloat16 gradients in one float32 tensor.
         whole = min(self.t, self.bucket) if self.stage == 0 else self.owned
         flat = 0 if self.stage in (1, 2) and self.dtype == 2 else 4 * whole
@@ -362,8 +362,8 @@ class Plan:
 
 
 def shortage(plan: Plan) -> str | None:
-    """A warning if a run needs more memory than is free; None if it fits. If it clearly does not, raises UserError,
-    which names the largest parts and the settings that shrink them."""
+    """Return a warning if a run needs more memory than is free; None if it fits. If it clearly does not fit, raise
+    UserError. Both name the largest parts and the settings that shrink them."""
     worst, hardware = max(plan.phases, key=lambda phase: phase.least), plan.hardware
     device = (worst, hardware.device_bytes, "the GPU" if plan.gpu else "the host")
     for phase, free, where in (device, (plan.host, hardware.host_bytes, "the host")):

@@ -1,1 +1,1 @@
-"""Checkpoints, exported models, and the space that they take."""
+"""Saves checkpoints and the best model, and checks the disk space for them."""

@@ -1,6 +1,6 @@
 """Keeps the weights of a run's best evaluation in `model_best/`, and decides when evaluations no longer improve.
 
-The step and value of the best evaluation are written together with its weights. So they survive any end of the run,
+The step and value of the best evaluation are written together with its weights, so they survive however the run ends,
 and always belong to these weights.
 """
 
@@ -29,12 +29,12 @@ class Best:
         self._step = int(facts["step"]) if self._metric in facts else -1
         self._value = facts.get(self._metric or "", -math.inf)
         self._since = 0
-        """Evaluations after the best one."""
+        """Number of evaluations after the best one."""
         self.remember(lines)
 
     @property
     def exhausted(self) -> bool:
-        """Whether the last `eval.patience` evaluations were not better."""
+        """Whether there were `eval.patience` evaluations since the best one."""
         return self._patience is not None and self._since >= self._patience
 
     @property
@@ -42,13 +42,13 @@ class Best:
         return 1 if self._metric is None else 2
 
     def remember(self, lines: Iterable[str]) -> None:
-        """Count the evaluations after the best one in these lines of metrics.jsonl, and no others."""
+        """Set the number of evaluations after the best one to the number in these lines of metrics.jsonl."""
         later = (line for line in map(json.loads, lines) if line["step"] > self._step >= 0)
         self._since = sum(line.get(self._metric) is not None for line in later)
 
     def take(self, policy: TrainedModel, step: int, values: dict[str, float]) -> str:
-        """Keep the weights of a step if its numbers are the best so far; returns a warning if they cannot be
-        written. Collective."""
+        """Keep the weights of a step if its evaluation is the best so far. Return a warning if they cannot be written,
+        otherwise an empty text. Collective."""
         value = values.get(self._metric or "", math.nan)
         if self._metric is None or math.isnan(value):
             return ""

@@ -1,7 +1,7 @@
-"""Checkpoints of a run, which are whole or absent.
+"""Writes and restores the checkpoints of a run, each of which is complete or absent.
 
-Every rank writes into a draft. When all files are on the disk, rank 0 adds the manifest, and one rename makes the
-checkpoint visible. The oldest are removed after that. The folder must be on storage that all ranks share.
+Every rank writes to a draft. When all files are on disk, rank 0 adds the manifest, and a single rename makes the
+checkpoint visible. After that, the oldest ones are removed. The folder must be on storage that all ranks share.
 """
 
 import math
@@ -28,16 +28,16 @@ _DRAFT = ".draft_"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was found whole."""
+    """A checkpoint that was found complete and undamaged."""
 
     folder: Path
     manifest: Manifest
 
 
 class Checkpoints:
-    """The folder `checkpoints/` of a run. The newest `keep` are kept. `settings` (the run's) and `inputs` (the
-    fingerprints of what the run reads) go into the manifests; `rollbacks` counts how often the run has gone back to a
-    checkpoint."""
+    """The folder `checkpoints/` of a run, in which the newest `keep` checkpoints are kept. Their manifests store the
+    run's `settings`, and `inputs`, the fingerprints of what the run reads. `rollbacks` counts how often the run has
+    gone back to a checkpoint."""
 
     def __init__(self, folder: Path, keep: int, settings: dict[str, Any] | None = None) -> None:
         self.folder, self._keep, self._settings = folder, keep, settings or {}
@@ -47,13 +47,13 @@ class Checkpoints:
         """Identity of the run according to its checkpoints, in case the file `run_id` is gone."""
 
     def tags(self) -> list[str]:
-        """Names of all checkpoints, whole or not, the newest first."""
+        """Return the names of all checkpoints, damaged ones included, the newest first."""
         found = [path.name for path in self.folder.glob("step_*") if _TAG.fullmatch(path.name)]
         return sorted(found, key=_step, reverse=True)
 
     def newest_whole(self, before: float = math.inf) -> tuple[Checkpoint | None, list[str]]:
-        """The newest checkpoint before step `before` that is whole, if there is one, and what is wrong with newer
-        ones. Collective."""
+        """Return the newest undamaged checkpoint before step `before`, or None, and what is wrong with the newer ones
+        that were passed over. Collective."""
         passed_over: list[str] = []
         for tag in all_gather_objects([tag for tag in self.tags() if _step(tag) < before])[0]:
             try:
@@ -63,8 +63,8 @@ class Checkpoints:
         return None, passed_over
 
     def verify(self, folder: Path) -> Checkpoint:
-        """The checkpoint in `folder`; raises Damaged on all ranks if it is not whole. Nothing in it is loaded.
-        Collective; every rank reads its share of the files."""
+        """Return the checkpoint in `folder`, without loading it. Raise Damaged on all ranks if it is incomplete or
+        damaged, or lies in this folder but belongs to another run. Collective; every rank reads its share of files."""
         manifest, verdict, is_own = None, "", folder.parent == self.folder
         try:
             manifest = Manifest.read(folder)
@@ -83,8 +83,8 @@ class Checkpoints:
         return Checkpoint(folder, manifest)
 
     def save(self, engine: Engine, step: int, state: dict[str, Any], shards: Sequence[Shards] = ()) -> None:
-        """Write the checkpoint of `step`; `state` and `shards` are this rank's own. Raises WriteFailed on all ranks
-        if it cannot be written; earlier checkpoints then remain as they were. Collective."""
+        """Write the checkpoint of `step`; `state` and `shards` are this rank's own. If it cannot be written, raise
+        WriteFailed on all ranks; earlier checkpoints then remain as they were. Collective."""
         tag = f"step_{step:06d}"
         draft = self.folder / f"{_DRAFT}{tag}"
 
@@ -136,7 +136,7 @@ class Checkpoints:
             sync(self.folder)
 
     def load(self, engine: Engine, checkpoint: Checkpoint, shards: Sequence[Shards] = ()) -> dict[str, Any]:
-        """Restore a checkpoint that was found whole; returns this rank's state. Collective."""
+        """Restore a checkpoint that `verify` returned, and return this rank's state. Collective."""
         folder = checkpoint.folder
         state = dict(engine.load(folder.parent, folder.name)["hybrid_grpo"])
         for part in shards:
@@ -144,8 +144,8 @@ class Checkpoints:
         return state
 
     def roll_back(self, checkpoint: Checkpoint, lr_scale: float, note: str) -> Checkpoint:
-        """Abandon everything after a checkpoint, and record in its manifest the learning-rate factor from there on and
-        the reason. Returns the updated checkpoint. Raises WriteFailed on all ranks if that fails. Collective."""
+        """Abandon everything after a checkpoint, record the reason and the learning-rate factor from there on in its
+        manifest, and return the updated checkpoint. On failure, raise WriteFailed on all ranks. Collective."""
         self.rollbacks += 1
         manifest = replace(checkpoint.manifest, rollbacks=self.rollbacks, lr_scale=lr_scale, note=note)
         write_together(lambda: manifest.write(checkpoint.folder) if rank() == 0 else None, self.folder)
@@ -162,13 +162,13 @@ class Checkpoints:
         barrier()
 
     def _run(self) -> str:
-        """The identity of the run; empty if there is none yet, or its file is damaged."""
+        """Return the identity of the run; empty if there is none yet, or its file is damaged."""
         path = self.folder / "run_id"
         text = path.read_text(errors="replace") if path.is_file() else ""
         return text if re.fullmatch("[0-9a-f]{16}", text) else ""
 
     def _remove(self, tag: str) -> None:
-        """Remove a checkpoint by one rename: a folder that a crash leaves half removed must not look like one."""
+        """Rename a checkpoint to a draft, to be deleted later: a half-deleted one must not look like a checkpoint."""
         if (self.folder / tag).exists():
             (self.folder / tag).rename(self.folder / f"{_DRAFT}removed_{tag}")
 
@@ -182,7 +182,7 @@ def _step(tag: str) -> int:
 
 
 def _synced(draft: Path) -> dict[str, list[int]]:
-    """Sync this rank's files to the disk; returns the size and CRC-32 of each."""
+    """Flush this rank's files to disk, and return the size and CRC-32 of each."""
     names = (str(path.relative_to(draft)) for path in sorted(draft.rglob("*")) if path.is_file())
     own = [name for name in names if owner(name) % world_size() == rank()]
     for name in own:
@@ -191,7 +191,7 @@ def _synced(draft: Path) -> dict[str, list[int]]:
 
 
 def _refuse_code(path: Path) -> None:
-    """Raises Damaged if a file holds more than data, since loading it could run code."""
+    """Raise Damaged if a file holds more than data, since loading it could run code."""
     if path.suffix != ".pt":
         return
     try:

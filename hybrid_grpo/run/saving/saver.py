@@ -1,4 +1,4 @@
-"""When a run saves a checkpoint, what happens if that fails, and how a stage is restored from one."""
+"""Saves checkpoints when they are due, handles failures to do so, and restores a stage from a checkpoint."""
 
 import time
 from pathlib import Path
@@ -35,10 +35,10 @@ class Saver:
 
     @property
     def newest(self) -> str:
-        return "there is none before it" if self.step is None else f"the newest is that of step {self.step}"
+        return "there is none before it" if self.step is None else f"the newest one is from step {self.step}"
 
     def is_due(self, step: int, stage: Stage) -> bool:
-        """Whether to save after a step, by its number or by rank 0's clock. Collective."""
+        """Return whether to save after a step, because of its number or the time on rank 0's clock. Collective."""
         every, limit = self._config.every, self._config.every_minutes
         if not self.is_on or step == self._steps or (every and step % every == 0):
             return self.is_on
@@ -46,9 +46,9 @@ class Saver:
         return bool(all_reduce(torch.tensor(float(late), device=stage.policy.engine.device), "max"))
 
     def save(self, stage: Stage, step: int, states: dict[str, Any]) -> None:
-        """Write the checkpoint of a step; `states` holds the states of everything but the policy. Raises RunStopped
-        if that fails and `checkpoint.on_failure` is stop, or the step is 0: without a first checkpoint there is nothing
-        to resume from. Collective."""
+        """Write the checkpoint of a step; `states` holds the states of everything but the policy. If writing fails,
+        raise RunStopped if `checkpoint.on_failure` is stop, or if the step is 0: without a first checkpoint, a run has
+        nothing to resume from. Collective."""
         start = time.monotonic()
         try:
             # A checkpoint is useless without the numbers before it.
@@ -61,7 +61,7 @@ class Saver:
         except WriteFailed as failure:
             if self._config.on_failure == "stop" or step == 0:
                 raise RunStopped(
-                    f"{failure}; {self.newest}: make room or mend it, and go on with --run.resume auto"
+                    f"{failure}; {self.newest}: make room or fix the cause, and go on with --run.resume auto"
                 ) from None
             say(f"WARNING: {failure}; {self.newest}, and the run goes on (checkpoint.on_failure say)")
         self._saved_at = time.monotonic()
@@ -75,13 +75,13 @@ class Saver:
 
 
 def load_stage(stage: Stage, checkpoints: Checkpoints, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Restore a stage from a checkpoint, and its learning-rate factor if the run went back to it; returns this rank's
-    whole state. Raises UserError if the checkpoint lacks a part. Collective."""
+    """Restore a stage from a checkpoint, including the learning-rate factor if the run went back to it, and return this
+    rank's whole state. Raise UserError if the checkpoint lacks a part. Collective."""
     state = checkpoints.load(stage.policy.engine, checkpoint, stage.all_shards)
     stage.policy.load_state_dict(state["policy"])
     for name, part in stage.all_parts.items():
         # Settings that were added with run.allow_changes may need parts that the checkpoint lacks.
-        refuse(name not in state, f"run.resume: {checkpoint.folder} was made without {name}: take its settings out")
+        refuse(name not in state, f"run.resume: {checkpoint.folder} was made without {name}: remove its settings")
         part.load_state_dict(state[name])
     if (lr_scale := checkpoint.manifest.lr_scale) is not None:
         stage.policy.lr_scale = lr_scale

@@ -15,9 +15,9 @@ _STATE_BYTES = 12
 
 
 def check_space(folder: Path, config: CheckpointConfig, stage: Stage, models: int = 1) -> int:
-    """Check the disk space; returns the bytes of a checkpoint over all ranks. Raises UserError if the kept checkpoints,
-    one more being written, and the exported models (`models` of the run and those of features) do not fit. Rollouts and
-    metrics are small by comparison, and not counted."""
+    """Check the disk space, and return the bytes of a checkpoint over all ranks. Raise UserError if the disk lacks room
+    for the kept checkpoints, one more being written, and the exported models (`models` of the run and those of
+    features). Rollouts and metrics are small by comparison, and not counted."""
     model = sum(size * p.element_size() for p, size in _sizes(stage.policy))
     trained = _trained(stage.policy)
     checkpoint = _STATE_BYTES * (trained + sum(map(_trained, stage.features.models)))
@@ -33,7 +33,7 @@ def check_space(folder: Path, config: CheckpointConfig, stage: Stage, models: in
         f"run.dir: the disk of {folder} has {free / 1e9:.3g} GB free, and the run needs {needed / 1e9:.3g}:"
         f" {count} checkpoints of {checkpoint / 1e9:.3g} GB (checkpoint.keep {config.keep}, and one while it is"
         f" written) and {'the model' if models == 1 else f'{models} models'} of {model / 1e9:.3g} GB: make room,"
-        " lower checkpoint.keep, or take another run.dir",
+        " lower checkpoint.keep, or use another run.dir",
     )
     return checkpoint
 
@@ -43,5 +43,5 @@ def _trained(model: TrainedModel | SavedModel) -> int:
 
 
 def _sizes(model: TrainedModel | SavedModel) -> list[tuple[Any, int]]:
-    """The parameters of a model, each with its number of elements over all ranks."""
+    """Return the parameters of a model, each with its number of elements over all ranks."""
     return [(p, getattr(p, "ds_numel", p.numel())) for p in model.engine.engine.module.parameters()]

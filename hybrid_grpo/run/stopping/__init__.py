@@ -1,1 +1,1 @@
-"""How a run ends when it is asked to, and when it cannot go on."""
+"""Ends a run when it is asked to stop, and when it cannot go on."""

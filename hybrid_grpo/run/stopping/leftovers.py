@@ -1,7 +1,7 @@
 """Removes files in shared memory that ranks killed during start-up leave behind: 66 MiB each, until the next boot.
 
-A rank that has met the others unlinks its buffer (`model.ranks.release_shared_memory`). If a rank is killed before
-that, its own or another rank's watcher does so; if all are killed at once, the next run does. Nothing here is slow to
+A rank that has connected to the others unlinks its buffer (`model.ranks.release_shared_memory`). If a rank is killed
+before that, the watcher of any rank unlinks it; if all are killed at once, the next run does. Nothing here is slow to
 import.
 """
 
@@ -13,8 +13,8 @@ from pathlib import Path
 _MEMORY = Path("/dev/shm")
 _BUFFER, _STATUS = f"deepspeed_allreduce_buffer_{os.getuid()}_", f"hybrid_grpo_{os.getuid()}_"
 _STALE_SECONDS = {_BUFFER: 60.0, _STATUS: 3600.0}
-"""Older files that no process uses are left over. Younger ones may be in use in other containers, unseen: a buffer
-while ranks meet, a shared status (see status.py) until the models are loaded."""
+"""An older file that no process uses is left over. A younger file may be in use in another container, whose processes
+are not seen here: a buffer while ranks connect, a shared status (see status.py) until models are loaded."""
 
 
 def unlink_buffers(*, all_ranks: bool) -> None:

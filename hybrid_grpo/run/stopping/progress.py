@@ -1,8 +1,8 @@
-"""Stopping a run so that nothing is lost: who requests it, and where all ranks agree on it.
+"""Stops a run so that nothing is lost, at points where all ranks agree on it.
 
-A signal or a watcher (watcher.py) asks only one rank to stop. Between the phases of a step there are stop points, where
-ranks ask each other; during sampling, each rank checks for itself after every decode step. So all leave at the same
-point, and none waits for another that has left.
+A signal or a watcher (watcher.py) may ask a single rank to stop. Between the phases of a step there are stop points,
+where ranks ask each other; during sampling, each rank checks for itself after every decode step. So all ranks leave at
+the same point, and none waits for another that has left.
 """
 
 import signal
@@ -18,15 +18,15 @@ from hybrid_grpo.model.ranks import all_reduce
 from hybrid_grpo.run.stopping.status import LAUNCHER_GONE, TIME_OVER, SharedStatus, own_status
 
 _ABANDONED_AT = ("scoring", "old_logp", "update")
-"""Phases before which a step can be abandoned: until then it has changed only state that was copied before it."""
+"""Phases before which a step can be abandoned: until then, it has only changed state of which there is a copy."""
 
 _GRACE_S = 20.0
 """Time to reach a stop point and to save a small model."""
 
 
 class Progress:
-    """Where this rank is in its run, and whether it must stop. Without a `config` nothing asks it to stop; ranks
-    exchange numbers on `device`."""
+    """Records where this rank is in its run, and whether it must stop. Without a `config`, nothing asks it to stop.
+    Ranks exchange numbers on `device`."""
 
     def __init__(self, config: RunConfig | None = None, device: torch.device | None = None) -> None:
         self._shared = SharedStatus() if config is None else own_status()
@@ -56,8 +56,8 @@ class Progress:
             self._shared.mine.grace_s = _GRACE_S + seconds
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Record the phase that begins, and the step (default: unchanged). Before scoring and training this is a stop
-        point: collective, and raises RunInterrupted on all ranks alike."""
+        """Record the phase that begins, and the step (default: unchanged). Before the phases of scoring and training,
+        this is a stop point: the call is collective, and raises RunInterrupted on all ranks if any must stop."""
         self._step = self._step if step is None else step
         self._shared.enter(phase, self._step)
         if phase in _ABANDONED_AT and self.stops():
@@ -67,19 +67,19 @@ class Progress:
         self._shared.beat()
 
     def look(self) -> None:
-        """Record a sign of life; raises RunInterrupted on this rank alone if it was asked to stop."""
+        """Record a sign of life, and raise RunInterrupted, on this rank alone, if it was asked to stop."""
         self._shared.beat()
         if self.asked():
             raise RunInterrupted("stopped")
 
     def stops(self) -> bool:
-        """Whether any rank was asked to stop. Collective."""
+        """Return whether any rank was asked to stop. Collective."""
         asked = torch.tensor(int(self.asked()), device=self._device)
         return self._watched and bool(all_reduce(asked, "max"))
 
     def why(self) -> str:
         cause = int(all_reduce(torch.tensor(self._shared.mine.cause, device=self._device), "max"))
-        named = {LAUNCHER_GONE: "the launcher has ended", TIME_OVER: "run.stop_after is over"}
+        named = {LAUNCHER_GONE: "the launcher has ended", TIME_OVER: "run.stop_after has passed"}
         return named.get(cause) or signal.Signals(cause).name
 
     def asked(self) -> bool:

@@ -1,7 +1,7 @@
 """Shared memory in which the ranks of one machine and their watchers (watcher.py) exchange status without waiting.
 
-Every rank has an entry, which the rank and its watcher write and all read. Times come from `time.monotonic`, one clock
-for all processes of a machine. Needs neither torch nor anything else that is slow to import.
+Every rank has an entry, which the rank and its watcher write, and which all of them read. Times come from
+`time.monotonic`, one clock for all processes of a machine. The module imports nothing that is slow to import.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ PHASES = ("starting", "sampling", "scoring", "old_logp", "update", "evaluation",
 RUNNING = -1
 """`RankStatus.status` of a rank that has not ended."""
 LAUNCHER_GONE, TIME_OVER = 101, 102
-"""`RankStatus.cause` if no signal asked: the launcher has ended, or `run.stop_after` has passed."""
+"""Values of `RankStatus.cause` for a stop without a signal: the launcher has ended, or `run.stop_after` has passed."""
 
 
 class RankStatus(ctypes.Structure):
@@ -47,8 +47,8 @@ RankStatus._fields_ = [(name, _TYPES[kind]) for name, kind in RankStatus.__annot
 
 
 class SharedStatus:
-    """The entries of a run's ranks; those of other machines stay empty. `path` is the shared-memory file; without it,
-    only this process and its forks share the entries."""
+    """The entries of a run's ranks, of which those of ranks on other machines stay empty. `path` is the shared-memory
+    file; without it, only this process and its forks share the entries."""
 
     def __init__(self, rank: int = 0, world: int = 1, path: Path | None = None) -> None:
         size = world * ctypes.sizeof(RankStatus)
@@ -69,7 +69,7 @@ class SharedStatus:
         self.mine.status = RUNNING
 
     def forget_file(self) -> None:
-        """Remove the file; processes that have opened it go on sharing the memory."""
+        """Remove the file; processes that have opened it continue to share the memory."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
 
@@ -102,7 +102,7 @@ class SharedStatus:
 
 
 def shared_status() -> SharedStatus:
-    """The status of the ranks that the environment describes."""
+    """Return the status that is shared by the ranks that the environment describes."""
     rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "1")
     if world == "1" or not rank.isdecimal() or not world.isdecimal() or not int(rank) < int(world) <= 1 << 16:
         return SharedStatus()
@@ -121,7 +121,7 @@ _of_this_process: list[SharedStatus] = []
 
 
 def own_status() -> SharedStatus:
-    """The status that this process shares with its watcher, or one of its own if it has no watcher."""
+    """Return the status that this process shares with its watcher, or one of its own if it has no watcher."""
     if not _of_this_process:
         _of_this_process.append(SharedStatus())
     return _of_this_process[0]

@@ -9,7 +9,7 @@ and of all processes that the rank leaves behind. It
 - notices when no rank of the machine shows a sign of life, and prints where each one stands;
 - kills what the rank has started once the rank has ended, and ends with the rank's status.
 
-It needs Linux, and imports nothing that is slow.
+It needs Linux, and imports nothing that is slow to import.
 """
 
 import os
@@ -39,17 +39,18 @@ from hybrid_grpo.workers.family import adopt_orphans, descendants, die_with_pare
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _LOOK_SECONDS, _LONG_SECONDS = 0.5, 5.0
-"""Time between two looks at a rank; and the gap that shows that this process was suspended."""
+"""Time between two checks of a rank, and the gap between checks that shows that this process was suspended."""
 _STOPPED_WITH_WATCHER = 4
 """`RankStatus.behind` of a rank that is stopped together with its watcher."""
 _GRACE_SECONDS = 20.0
 _LAUNCHER_GRACE_SECONDS = 10.0
 _FOLLOW_SECONDS = 5.0
-"""A rank whose collective fails waits this long for another to be dead; twice this after a death, a rank is ended."""
+"""A rank whose collective fails waits this long for news that another rank has died, which would be the reason. A rank
+that lives on after another's death is ended after twice this time."""
 _INNERMOST = 8
 """Number of innermost frames of a stack that are searched for a collective."""
 _STACK_SECONDS, _VERDICT_SECONDS = 2.0, 4.0
-"""Time from a noticed stall until a stack must be there, and until the verdict is printed and the ranks are killed."""
+"""Time from a noticed stall until ranks must have printed their stacks, and until the verdict is printed."""
 _LEFTOVER_SECONDS = 3.0
 """Time that processes left behind by a successful rank have to end by themselves."""
 _LAUNCHERS = re.compile(
@@ -57,7 +58,7 @@ _LAUNCHERS = re.compile(
     r"|^(deepspeed\.launcher|torch\.distributed)\.|deepspeed/launcher/\w+\.py$"
 )
 _HELPER = re.compile(r"^deepspeed\.launcher\.launch$|deepspeed/launcher/launch\.py$")
-"""The part of DeepSpeed's launcher that another part of it starts."""
+"""Matches the process of DeepSpeed's launcher that another process of it has started."""
 _OF_LAUNCHERS = ("CROSS_SIZE", "TORCHELASTIC_RUN_ID")
 """Variables that the launchers of DeepSpeed and torch set for their ranks."""
 _COLLECTIVE = re.compile(r"torch/distributed/|deepspeed/comm/|/gloo/|NCCL")
@@ -65,7 +66,7 @@ _COLLECTIVE = re.compile(r"torch/distributed/|deepspeed/comm/|/gloo/|NCCL")
 
 
 def watched(work: Callable[[], int]) -> NoReturn:
-    """Run `work` in a watched rank, and end this process with its status, or 128 plus the signal that ended it."""
+    """Run `work` in a watched rank; end this process with the rank's status, or 128 plus the signal that ended it."""
     shared = shared_status()
     mine = shared.mine
     mine.watcher, mine.grace_s = os.getpid(), _GRACE_SECONDS
@@ -107,7 +108,7 @@ def _be_watched(shared: SharedStatus, stops: set[signal.Signals], stacks: int, w
 
 
 def _outcome(work: Callable[[], int], shared: SharedStatus) -> int:
-    """Do the work. If it fails because another rank has died, report only that: that rank has printed the reason."""
+    """Do the work and return its status. If it fails because another rank died, only report that rank's death."""
     try:
         return work()
     except Exception as error:
@@ -124,7 +125,7 @@ def _outcome(work: Callable[[], int], shared: SharedStatus) -> int:
 
 
 def _dead_rank(shared: SharedStatus) -> tuple[int, int] | None:
-    """Another rank of this machine that has ended badly, or whose watcher was killed, with its status."""
+    """Return another rank of this machine that failed, or whose watcher was killed, with its status, or None."""
     for rank, entry in enumerate(shared.entries):
         if rank != shared.rank and entry.tick > shared.mine.started:
             if entry.status > 0:
@@ -171,7 +172,7 @@ class _Watcher:
             self.look(now)
 
     def rank_status(self) -> int | None:
-        """Exit status of the rank, None while it runs; also reaps other processes that have ended."""
+        """Return the exit status of the rank, or None while it runs. Also reap other processes that have ended."""
         with suppress(ChildProcessError):
             while ended := os.waitpid(-1, os.WNOHANG):
                 if ended[0] == self.pid:
@@ -212,14 +213,15 @@ class _Watcher:
             self.report_stall(min(stalled))
 
     def running(self) -> list[int]:
-        """The ranks of this machine that have not ended, this one included. An older entry belongs to an earlier run at
-        the same port. This rank always counts: another run at that port may have overwritten its entry."""
+        """Return the ranks of this machine that have not ended. An older entry belongs to an earlier run at the same
+        port. This rank is always included, since another run at that port may have overwritten its entry."""
         entries = enumerate(self.shared.entries)
         mine = self.shared.rank
         return [r for r, e in entries if r == mine or (e.status == RUNNING and e.tick > self.mine.started)]
 
     def report_stall(self, since: float) -> NoReturn:
-        """Print where this rank stands; one rank of the machine also prints which is behind. Then end resumably."""
+        """Print where this rank stands; one rank per machine also prints which rank is behind. Then end the rank with
+        the status of a run that can be resumed."""
         mine, entries, minutes = self.mine, self.shared.entries, (since - self.mine.beat) / 60
         stopped = _state(self.pid) in "tT"
         stack = [] if stopped else self.stack(since + _STACK_SECONDS)
@@ -250,7 +252,7 @@ class _Watcher:
         self.end(RESUME_STATUS, "")
 
     def stack(self, deadline: float) -> list[str]:
-        """Lines of the Python stack of the rank's main thread, innermost first; none if it does not answer."""
+        """Return the lines of the rank's Python stack (main thread), innermost first; none if it does not answer."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR2)
         while time.monotonic() < deadline:
@@ -269,7 +271,7 @@ class _Watcher:
         self.leave(status)
 
     def leave(self, status: int) -> NoReturn:
-        """Kill what the rank has started, and end."""
+        """Kill the processes that the rank has started, and end with `status`."""
         # A new tick, so that ranks which started after the last one see this end; see `_dead_rank`.
         self.mine.tick, self.mine.status = time.monotonic(), status
         _end_descendants(time.monotonic() + (_LEFTOVER_SECONDS if status == 0 else 0.0))
@@ -286,7 +288,7 @@ def _where(entry: RankStatus) -> str:
 
 
 def _write_status(status: str) -> None:
-    """Write to the file that training_scripts/launch.sh names: launchers do not exit with the status of a run."""
+    """Write the status to the file that training_scripts/launch.sh names, as launchers do not exit with it."""
     if path := os.environ.get("HYBRID_GRPO_STATUS"):
         with suppress(OSError):
             Path(path).write_text(status)
@@ -305,7 +307,7 @@ def _end_descendants(patience: float) -> None:
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the state on; empty if there is no such process."""
+    """Return the fields of /proc/PID/stat from the state on; empty if there is no such process."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return []
@@ -321,8 +323,8 @@ def _lives(pid: int, start: str | None = None) -> bool:
 
 
 def _launchers() -> list[tuple[int, str]]:
-    """The launcher processes above this one, each with its start time; process id 0 stands for launchers that have
-    already ended."""
+    """Return the launcher processes above this one, each with its start time. Process id 0 stands for launchers that
+    have already ended."""
     found, child, pid = [], os.getpid(), os.getppid()
     was_started = any(name in os.environ for name in _OF_LAUNCHERS)
     while stat := _stat(pid):
@@ -338,7 +340,8 @@ def _launchers() -> list[tuple[int, str]]:
 
 
 def _is_orphan(pid: int) -> bool:
-    """Whether a process has lost the parent that started it and now has init, or one of another session."""
+    """Return whether a process has lost the parent that started it, so that its parent is now init or a process of
+    another session."""
     _, parent, _, session, *_ = _stat(pid) or ["", "0", "", ""]
     of_parent = _stat(int(parent))
     return bool(of_parent) and (parent == "1" or (session != str(pid) and session != of_parent[3]))

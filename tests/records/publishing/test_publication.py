@@ -272,10 +272,10 @@ REFUSED: dict[str, tuple[str, list[str], str]] = {
     "a shell's path": ("runs/run", ["--publish.folder=~/out"], "publish.folder ~/out: ~ is only known to shells"),
     "unknown model": ("runs/run", ["--publish.folder=out", "--publish.model=modl"], "did you mean model?"),
     "not finished": ("runs/new", ["--publish.folder=out"], "runs/new: the run has no trained model yet"),
-    "of no stage": ("runs/odd", ["--publish.folder=out"], "runs/odd/config.yaml is of no stage of training"),
+    "of no stage": ("runs/odd", ["--publish.folder=out"], "runs/odd/config.yaml belongs to no stage of training"),
     "a folder with files": ("runs/run", ["--publish.folder=runs"], "publish.folder runs holds something other"),
     "another model's numbers": (
-        "runs/run", ["--publish.folder=out", "--publish.evaluation=eval.json"], "eval.json is of some/base, not of",
+        "runs/run", ["--publish.folder=out", "--publish.evaluation=eval.json"], "eval.json measures some/base, not",
     ),
     "no numbers": (
         "runs/run", ["--publish.folder=out", "--publish.evaluation=runs/run/config.yaml"], "is not what hybrid",
@@ -385,7 +385,7 @@ def test_a_folder_that_cannot_be_put_in_place_leaves_the_earlier_one(
 
 def test_the_hub_says_no(run: Path, hub: Hub) -> None:
     hub.names = ["README.md"]
-    with pytest.raises(hg.UserError, match=r"publish.hub me/x has files that are not a publication"):
+    with pytest.raises(hg.UserError, match=r"publish.hub me/x has files that do not belong to a publication"):
         hg.publish(run, hub="me/x")
     hub.refuses = True
     with pytest.raises(

@@ -89,7 +89,7 @@ OFF = "wandb is off for the rest of this run: "
         ("log raises", f"{OFF}RuntimeError: no log today"),
         ("log hangs", f"{OFF}writing step 1 did not end within 10 s"),
         ("log dies", f"{OFF}its process ended with status 9"),
-        ("finish hangs", "wandb did not finish within 4 s of the end of the run, and is ended"),
+        ("finish hangs", "wandb did not finish within 4 s of the end of the run, and was killed"),
     ],
 )
 def test_a_tracker_that_fails_or_hangs_is_told_of_once_and_ends_alone(

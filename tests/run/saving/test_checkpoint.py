@@ -74,14 +74,14 @@ def take_from_another_step(path):
 DAMAGES = {
     "truncated": (truncate, "bytes, ", "is not a manifest"),
     "empty": (empty, "has 0 bytes, ", "is not a manifest"),
-    "a flipped bit at the start": (flip(0.0), "its checksum is another", "is not a manifest"),
-    "a flipped bit in the middle": (flip(0.5), "its checksum is another", "manifest.json is damaged"),
-    "a flipped bit near the end": (flip(0.97), "its checksum is another", "manifest.json is damaged"),
-    "a block of zeros": (zero_a_block, "its checksum is another", "is not a manifest"),
+    "a flipped bit at the start": (flip(0.0), "its checksum differs", "is not a manifest"),
+    "a flipped bit in the middle": (flip(0.5), "its checksum differs", "manifest.json is damaged"),
+    "a flipped bit near the end": (flip(0.97), "its checksum differs", "manifest.json is damaged"),
+    "a block of zeros": (zero_a_block, "its checksum differs", "is not a manifest"),
     "binary": (overwrite, "bytes, ", "is not a manifest"),
-    "deleted": (delete, "is missing", "is missing: the checkpoint was not finished"),
+    "deleted": (delete, "is missing", "is missing: the checkpoint is unfinished"),
     "of another rank": (swap_ranks, "_00000_of", None),
-    "of another step": (take_from_another_step, "", "manifest.json is that of step_000004"),
+    "of another step": (take_from_another_step, "", "manifest.json belongs to step_000004"),
 }
 
 
@@ -133,13 +133,13 @@ def test_what_else_is_no_whole_checkpoint(checkpoints):
     assert step == 2
     assert passed_over == [
         "step_000009: it belongs to another run",
-        "step_000008: manifest.json is that of step_000002",
+        "step_000008: manifest.json belongs to step_000002",
     ]
     # A number that was changed by hand.
     document = json.loads((folder / "step_000002" / "manifest.json").read_text())
     document["checkpoint"]["step"] = 8
     rewrite(folder / "step_000008" / "manifest.json", json.dumps(document).encode())
-    assert "step_000008: manifest.json is damaged: its checksum is another" in found(checkpoints)[1]
+    assert "step_000008: manifest.json is damaged: its checksum differs" in found(checkpoints)[1]
     for name in ("step_000002", "step_000000"):
         delete(folder / name / "reference_00000_of_00002.pt")
     assert found(checkpoints)[0] is None and len(found(checkpoints)[1]) == 4

@@ -79,7 +79,7 @@ def test_a_run_stopped_again_and_again_ends_as_if_it_had_not_been(workshop):
 def test_a_run_stops_by_itself_when_its_time_is_over(workshop):
     arguments = (*TRAIN, "--run.name", "timed", "--run.steps", "1000000", "--run.stop_after", "6s")
     done = workshop.run(*arguments)
-    assert done.status == 75 and "stopped (run.stop_after is over), saved after step" in done.err
+    assert done.status == 75 and "stopped (run.stop_after has passed), saved after step" in done.err
 
 
 @pytest.mark.ranks
@@ -311,7 +311,7 @@ def test_progress_stops_at_its_time_and_at_stop_points_and_without_a_run_never(m
     for at_stop_point in (progress.look, lambda: progress.enter("update", 8)):
         with pytest.raises(RunInterrupted):
             at_stop_point()
-    assert progress.stops() and shared.mine.cause == TIME_OVER and progress.why() == "run.stop_after is over"
+    assert progress.stops() and shared.mine.cause == TIME_OVER and progress.why() == "run.stop_after has passed"
     # What the user says is not changed by what saving is expected to take, and what was asked before is forgotten.
     progresses.Progress(RunConfig(grace_s=5.0)).expect_saving(100.0)
     assert (shared.mine.grace_s, shared.mine.asked, shared.mine.cause) == (5.0, 0.0, 0)
