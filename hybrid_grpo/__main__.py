@@ -31,13 +31,13 @@ COMMANDS = {
     "score": "try reward functions on a file of completions, or on the rollouts of a run",
     "serve-reward": "reward functions as an HTTP service for other machines",
 }
-"""What the core's commands do; features add theirs (config/features.py)."""
+"""Descriptions of the core's commands by name; features add their own (config/features.py)."""
 
 _GRACE_SECONDS = 3.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command. Returns the exit status: 0, 2 after a mistake of the user, or RESUME_STATUS."""
+    """Run one command and return the exit status: 0, 2 after a user error, RESUME_STATUS after an interruption."""
     arguments = sys.argv[1:] if arguments is None else arguments
     commands = {name: (f"hybrid_grpo.commands.{name.replace('-', '_')}", what) for name, what in COMMANDS.items()}
     commands |= feature_commands()

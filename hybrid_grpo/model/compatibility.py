@@ -36,8 +36,8 @@ def check_compatible(own: PolicyConfig, model_config: Any, policy: PolicyConfig,
 
 
 def check_positions(model: str, config: Any, longest: int) -> None:
-    """Refuse a model with fewer positions than `longest`, the tokens of the longest prompt with its completion. `model`
-    begins the message."""
+    """Refuse a model with fewer than `longest` positions, the number of tokens of the longest prompt with its
+    completion. The message begins with `model`."""
     limit = getattr(config, "max_position_embeddings", None) or longest
     refuse(
         longest > limit,
