@@ -127,7 +127,7 @@ def check_config(policy: PolicyConfig, engine: EngineConfig) -> None:
     config = policy_config(policy, engine)
     name = str(config["optimizer"].get("type"))
     if name.lower() not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, name):
-        raise UserError(f"engine.deepspeed.optimizer.type {name} is not one of DeepSpeed or torch: take it out")
+        raise UserError(f"engine.deepspeed.optimizer.type {name} is not an optimizer of DeepSpeed or torch: remove it")
     try:
         DeepSpeedConfig(config)
     except Exception as error:  # whatever its parser of this section raises on a wrong type

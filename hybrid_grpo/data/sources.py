@@ -298,12 +298,12 @@ def json_rows(
             if not any_letters and ("\\ud" in text or "\\uD" in text):
                 json.dumps(row, ensure_ascii=False).encode()  # raises for one half of a surrogate pair
         except (ValueError, RecursionError) as error:
-            way_out = "write one object a line"
+            way_out = "write one object per line"
             if text_column is not None:
                 way_out = f'write text that begins with {{ as {{"{text_column}": ...}}, all in UTF-8'
             raise UserError(f"{where} line {number} is not JSON ({error}): {way_out}") from error
         if not isinstance(row, dict):
-            raise UserError(f"{where} line {number} is a {type(row).__name__}: write one object a line")
+            raise UserError(f"{where} line {number} is a {type(row).__name__}: write one object per line")
         yield number, row
 
 

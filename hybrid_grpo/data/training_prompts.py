@@ -95,7 +95,7 @@ class ListLoader(PromptLoader[Prompt]):
         super().load_state_dict(state)
         refuse(
             self._mixture is None and "mixture" in state,
-            "data.mixture: the checkpoint was made with one, this run has none: resume with the same, or start anew"
+            "data.mixture: the checkpoint was made with a mixture, this run has none: resume with it, or start anew"
             " with another run.name",
         )
         if self._mixture is not None:

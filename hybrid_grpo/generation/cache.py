@@ -98,7 +98,7 @@ class _Seen:
         attended = (key.shape[1], key.shape[3]), (value.shape[1], value.shape[3])
         if not self.shapes or attended != self.shapes[-1]:
             raise UserError(
-                f"policy.model: {self.name} attends to other keys and values than it caches:"
+                f"policy.model: {self.name} attends to keys and values other than those it caches:"
                 " set rollout.decoder: transformers"
             )
         return query.new_zeros(*query.shape[:3], value.shape[3]).transpose(1, 2)

@@ -123,5 +123,5 @@ class Graphs:
                         " or install torch 2.13"
                     ) from error
                 self.usable = False
-                warnings.warn(f"decoding runs without CUDA graphs, slower: {str(error).splitlines()[0]}", stacklevel=2)
+                warnings.warn(f"decoding is slower without CUDA graphs: {str(error).splitlines()[0]}", stacklevel=2)
         return result

@@ -239,7 +239,7 @@ def describe(policy: PolicyConfig, device: torch.device, *, paged: bool = False)
     if on_gpu(device) and "torch," in line:
         half = dtype in (torch.bfloat16, torch.float16)
         cure = "install flash-attn (the extra flash) or torch 2.12" if half else "set policy.dtype: bfloat16"
-        line += f"; WARNING: slow, as no kernel for GPUs takes it here: {cure}"
+        line += f"; WARNING: slow, because no GPU kernel supports this: {cure}"
     return line
 
 

@@ -118,11 +118,11 @@ def _reasons_in_source(text: str, has_windows: bool) -> Iterator[str]:
     if more := sorted(options - _ATTENTION_OPTIONS):
         yield f"its attention needs {', '.join(more)}"
     if more := sorted(methods - _CACHE_METHODS - _CROSS_ATTENTION_METHODS):
-        yield f"its cache is one of its own ({', '.join(more)})"
+        yield f"it has a cache of its own ({', '.join(more)})"
     if any(attention.mask not in ("attention_mask", "causal_mask") for attention in attentions):
         yield "its attention makes a mask of its own"
     if not all(attention.is_over_the_cache for attention in attentions):
-        yield "its attention is over other keys and values than it caches"
+        yield "it attends to keys and values other than those it caches"
     if keeps_keywords:
         yield "its layers pass no keywords to their attention"
 

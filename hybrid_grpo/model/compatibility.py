@@ -21,7 +21,7 @@ def check_compatible(own: PolicyConfig, model_config: Any, policy: PolicyConfig,
     check_files(own.model, model_config, pickled=own.pickled_weights, setting=setting)
     refuse(
         load_tokenizer(own.model, setting).get_vocab() != tokenizer.get_vocab(),
-        f"{setting} {own.model} has another tokenizer than policy.model {policy.model}: take a {role} of the same"
+        f"{setting} {own.model} has a different tokenizer from policy.model {policy.model}: use a {role} of the same"
         " family of models",
     )
     packs, policy_packs = (
@@ -30,7 +30,7 @@ def check_compatible(own: PolicyConfig, model_config: Any, policy: PolicyConfig,
     )
     refuse(
         packs != policy_packs,
-        f"{setting} {own.model} cannot be given rows as policy.model is, with and without padding: set"
+        f"{setting} {own.model} and policy.model cannot read the same rows, since only one of them needs padding: set"
         " policy.attn_implementation to sdpa",
     )
 

@@ -86,7 +86,7 @@ def take_gpu(accelerator: Any) -> None:
     if local >= count:
         raise UserError(
             f"rank {os.environ['RANK']} is number {local} on its machine, where torch sees {count} GPUs: start one rank"
-            " a GPU, or let it see more (CUDA_VISIBLE_DEVICES)"
+            " per GPU, or let it see more (CUDA_VISIBLE_DEVICES)"
         )
     os.environ["LOCAL_RANK"] = str(local)  # DeepSpeed reads it too
     accelerator.set_device(local)

@@ -40,7 +40,7 @@ def load_tokenizer(name: str, setting: str = "policy.model") -> Any:
         raise UserError(f"{setting} {name}: its tokenizer does not load: {first_line(error)}") from error
     # For a folder without tokenizer files transformers makes a tokenizer that has special tokens only.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise UserError(f"{setting} {name} has no tokenizer: save the one of the model in the same folder")
+        raise UserError(f"{setting} {name} has no tokenizer: save the model's tokenizer in the same folder")
     return tokenizer
 
 
@@ -64,8 +64,8 @@ def first_line(error: Exception) -> str:
 def _refuse_custom_code(error: Exception, name: str, setting: str) -> None:
     if "trust_remote_code" in str(error) or "custom code" in str(error):
         raise UserError(
-            f"{setting} {name} comes with code of its own (auto_map in its configuration), which is not run: take a"
-            " model that transformers has the code of"
+            f"{setting} {name} comes with code of its own (auto_map in its configuration), which is not run: use a"
+            " model whose code is in transformers"
         ) from error
 
 
@@ -220,7 +220,7 @@ def _refuse_broken_weights(model: Any, start: str) -> None:
     count = max(all_gather_objects(len(broken)))
     if count:
         first = f", {broken[0]} among them" if broken else ""
-        raise UserError(f"{start}: {count} of its weights hold NaN or infinity{first}: take one that was not broken")
+        raise UserError(f"{start}: {count} of its weights hold NaN or infinity{first}: use an intact copy")
 
 
 def _refuse_changed_buffers(model: Any, start: str) -> None:
@@ -246,7 +246,7 @@ def _refuse_changed_buffers(model: Any, start: str) -> None:
         if buffer.dtype != right.dtype or not same:
             raise UserError(
                 f"{start}: its buffer {name} was changed while it was loaded ({buffer.dtype}, {right.dtype} by its"
-                " class), so another model would be trained than is exported: update transformers and deepspeed, or"
+                " class), so the exported model would not be the trained one: update transformers and deepspeed, or"
                 " lower the ZeRO stage"
             )
 

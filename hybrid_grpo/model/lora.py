@@ -108,8 +108,7 @@ class Adapters:
         count = sum(layer.r[_NAME] * (layer.in_features + layer.out_features) for layer in layers)
         head = f", and the head ({', '.join(self._head)})" if self._head else ""
         return (
-            f"{count:,} weights are trained, in adapters of rank {self._config.r} beside {len(layers)} linear layers"
-            f"{head}"
+            f"{count:,} weights are trained, in adapters of rank {self._config.r} for {len(layers)} linear layers{head}"
         )
 
     @property
@@ -198,8 +197,8 @@ def _targets(model: Any, lora: LoraConfig) -> list[str]:
         found = [path for path in layers if f".{path}".endswith(f".{target}")]
         if any(layers[path] is head for path in found):
             raise UserError(
-                f"lora.target_modules {target} is the output head, of which only the weight is used, a chunk at a time:"
-                " take it out"
+                f"lora.target_modules {target} is the output head, whose weight is read directly, a tile at a time:"
+                " remove it"
             )
         if not found or not set(linear).issuperset(found):
             what = "is not a linear layer" if found else "is not a layer"

@@ -70,7 +70,7 @@ def meeting() -> Iterator[None]:
         raise UserError(f"NCCL does not start ({facts}): {_cause(str(error))}") from error
     except dist.DistError as error:
         raise UserError(
-            f"the ranks of this run do not meet ({facts}): {str(error).splitlines()[0]}: start all of them within"
+            f"the ranks of this run did not connect ({facts}): {str(error).splitlines()[0]}: start all of them within"
             " engine.timeout_minutes, with the same MASTER_ADDR and a MASTER_PORT that is free"
         ) from error
     finally:
@@ -97,7 +97,7 @@ def check_shared_memory() -> None:
     taken = sum(path.stat().st_size for path in _buffers("*"))
     if free + taken < (needed := local_ranks() * _BUFFER_BYTES):
         raise UserError(
-            f"{_SHARED_MEMORY} has {free >> 20} MiB free, {local_ranks()} ranks on one machine take"
+            f"{_SHARED_MEMORY} has {free >> 20} MiB free, but {local_ranks()} ranks on one machine take"
             f" {(needed >> 20) + 1}: make it larger (docker run --shm-size=1g), or remove files that ended runs left"
             " there"
         )

@@ -65,7 +65,7 @@ def scalar_config(name: str, padding: int | None = None, setting: str = "policy.
     is_classifier = any("ForSequenceClassification" in name for name in config.architectures or [])
     refuse(
         is_classifier and config.num_labels != 1,
-        f"{setting} {name} is a classifier of {config.num_labels} labels, and a reward model has 1: take a causal"
+        f"{setting} {name} is a classifier with {config.num_labels} labels, and a reward model has 1: use a causal"
         " language model, or a reward model",
     )
     config.num_labels = 1

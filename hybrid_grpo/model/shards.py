@@ -203,7 +203,7 @@ def _ranks(folder: Path, name: str) -> int:
     found = {(int(match[1]), int(match[2])) for match in files if match}
     count = max((count for _, count in found), default=1)
     for number, ranks in sorted({(number, count) for number in range(count)} ^ found):
-        what = "is of another save" if (number, ranks) in found else "is missing"
+        what = "belongs to another save" if (number, ranks) in found else "is missing"
         raise UserError(f"run.resume: {_path(folder, name, number, ranks)} {what}")
     return count
 

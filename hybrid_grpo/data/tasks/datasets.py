@@ -18,7 +18,7 @@ def math(row: Row) -> Row:
     r"""Convert a row with the columns problem, solution (with its answer in `\boxed{}`) and, optionally, answer."""
     solution = text(row, "solution", "answer")
     if row.get("answer") is None and r"\boxed" not in solution:
-        raise ValueError(r"has no answer, and its solution none in \boxed{}")
+        raise ValueError(r"has no answer, and its solution has none in \boxed{}")
     ask = r"Reason step by step, and put the final answer in \boxed{}."
     answer = solution if row.get("answer") is None else row["answer"]
     return {"prompt": f"{text(row, 'problem')}\n\n{ask}", "answer": answer, "completion": solution}
@@ -53,7 +53,7 @@ def _letter(answer: Any, texts: list[str], labels: list[str]) -> str:
     for known in (labels, range(len(texts)), texts):
         if answer in known and not isinstance(answer, bool):
             return string.ascii_uppercase[known.index(answer)]
-    raise ValueError(f"has answer {answer!r:.40}, which is no label, no index and no text of its {len(texts)} choices")
+    raise ValueError(f"has answer {answer!r:.40}, which is not a label, index or text of its {len(texts)} choices")
 
 
 def code(row: Row) -> Row:

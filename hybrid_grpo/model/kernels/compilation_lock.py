@@ -88,6 +88,6 @@ def _wait_while(busy: Callable[[], bool], kernel: str) -> None:
     start, printed = time.monotonic(), False
     while busy():
         if not printed and time.monotonic() - start > 5:
-            print(f"hybrid-grpo: another process compiles DeepSpeed's kernel {kernel}: waiting", flush=True)
+            print(f"hybrid-grpo: another process is compiling DeepSpeed's kernel {kernel}: waiting", flush=True)
             printed = True
         time.sleep(0.1)

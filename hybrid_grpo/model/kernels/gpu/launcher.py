@@ -30,7 +30,7 @@ def tried(what: str, check: Callable[[], bool], kernel: str = "a Triton kernel")
     except Exception as error:  # a compiler that is missing or fails raises errors of many types
         agrees, reason = False, (str(error).strip() or type(error).__name__).splitlines()[0]
     if not agrees:
-        warnings.warn(f"{what} does without {kernel}, slower: {reason}", stacklevel=3)
+        warnings.warn(f"{what} is slower without {kernel}: {reason}", stacklevel=3)
     return agrees
 
 
