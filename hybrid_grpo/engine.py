@@ -338,9 +338,10 @@ class Frozen:
 
     @torch.no_grad()
     def blend(self, source: Engine, mix: float) -> None:
-        """Set the weights to `mix` times the weights of `source` plus (1 - `mix`) times their old values, rounded.
+        """Set the weights to `mix` times the weights of `source` plus (1 - `mix`) times their old values.
 
-        `source` holds a module of the same class, at any ZeRO stage. The ranks do not communicate.
+        The sum is rounded to the weights' dtype. `source` has the same class, at any ZeRO stage. Ranks do not
+        communicate.
         """
         sources: dict[str, Any] = dict(source.engine.module.named_parameters())
         self._release()

@@ -175,7 +175,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def prefill_that_fits(wish: int | None, on_gpu: bool, token_bytes: int, free: int) -> int:
-    """Return the tokens of one prefill: `wish`, or the default, which is halved until it fits into `free` bytes."""
+    """Return the tokens of one prefill: `wish`, or the default, halved until it takes little enough of `free`."""
     least = PREFILL_TOKENS["cpu"]
     tokens = wish or PREFILL_TOKENS["cuda" if on_gpu else "cpu"]
     while not wish and tokens > least and tokens * token_bytes > _PREFILL_SHARE * free:

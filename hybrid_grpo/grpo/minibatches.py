@@ -80,7 +80,7 @@ def train_batches(
     """Yield the micro-batches of one optimizer step with their signals, weighted by the step's counts over all ranks.
 
     Args:
-        counts_B: bool [B], True for the completions that take part in the loss.
+        counts_B: bool [B], True for completions in the loss: all that are learned from, or only those not truncated.
         totals: the tokens and rows of this step on all ranks.
         writers_B: bool [B] by name of each writer, other than the policy, that is learned from: True for its
             completions.
