@@ -1,6 +1,6 @@
 """hybrid_grpo: GRPO post-training inside one DeepSpeed engine.
 
-`train`, `sft`, `reward`, `evaluate`, `generate` and `publish` are the commands as functions; see `commands/api.py`.
+The functions `train`, `sft`, `reward`, `evaluate`, `generate` and `publish` run the commands; see `commands/api.py`.
 They are imported on first use, so that importing a subpackage imports nothing else.
 """
 

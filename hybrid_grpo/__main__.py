@@ -19,25 +19,25 @@ from hybrid_grpo.run.stopping.watcher import watched
 COMMANDS = {
     "train": "GRPO training",
     "sft": "supervised fine-tuning on prompt and completion pairs",
-    "reward": "a reward model, trained on pairs of a better and a worse answer",
+    "reward": "training of a reward model on pairs of a better and a worse answer",
     "eval": "accuracy on held-out sets, with intervals; two models compared",
     "plan": "memory and time of a training run, without loading weights",
-    "report": "write report.html of a run again",
-    "watch": "a page in the browser over run folders, also while they train",
+    "report": "write the report.html of a run again",
+    "watch": "a page in the browser that shows runs, also while they train",
     "publish": "the trained model of a run with a model card, on the Hugging Face hub or in a folder",
     "generate": "completions of prompts from a file, a pipe or the terminal, as JSON lines",
     "chat": "a conversation with a model, a run or an adapter in the terminal",
-    "replay-step": "a step of a run made again, with what the loss saw of every token",
+    "replay-step": "repeat a step of a run, and show what the loss saw of every token",
     "score": "try reward functions on a file of completions, or on the rollouts of a run",
     "serve-reward": "reward functions as an HTTP service for other machines",
 }
-"""What the core's commands do; features add theirs (config/features.py)."""
+"""Descriptions of the core's commands by name; features add their own (config/features.py)."""
 
 _GRACE_SECONDS = 3.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command. Returns the exit status: 0, 2 after a mistake of the user, or RESUME_STATUS."""
+    """Run one command and return the exit status: 0, 2 after a user error, RESUME_STATUS after an interruption."""
     arguments = sys.argv[1:] if arguments is None else arguments
     commands = {name: (f"hybrid_grpo.commands.{name.replace('-', '_')}", what) for name, what in COMMANDS.items()}
     commands |= feature_commands()
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
             " deepspeed --no_local_rank --module hybrid_grpo train ...",
         )
         if command not in commands:
-            raise UserError(f"there is no command {command}; known are {', '.join(commands)}")
+            raise UserError(f"there is no command {command}; the commands are {', '.join(commands)}")
         adopt_rank()
         importlib.import_module(commands[command][0]).run(rest)
     except RunInterrupted as stop:

@@ -55,14 +55,14 @@ _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 _REFERENCE = "reference"
 """Name of a frozen model's files in a checkpoint."""
 _DONE, _INTERRUPTED, _STOPPED, _FAILED = range(4)
-"""How generation ended on a rank; the worst of all ranks counts. The number of the rank is added to `_FAILED`."""
+"""How generation ended on a rank; the maximum over ranks decides. A failed rank reports `_FAILED` plus its number."""
 _ENDS: dict[type[Exception], int] = {RunInterrupted: _INTERRUPTED, RunStopped: _STOPPED}
 
 
 def start(timeout_minutes: float = 30.0) -> torch.device:
-    """Join the process group that the launcher describes, or form a group of one; returns this rank's device.
+    """Join the process group that the launcher describes, or form a group of one, and return this rank's device.
 
-    A collective that waits for longer than `timeout_minutes` raises.
+    A collective that waits longer than `timeout_minutes` raises an error.
     """
     # torch warns at every call that DeepSpeed uses the old names of collectives.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
@@ -100,7 +100,7 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
 
 
 def policy_config(policy: PolicyConfig, engine: EngineConfig) -> dict[str, Any]:
-    """The DeepSpeed configuration of the policy, with the user's sections merged in."""
+    """Return the DeepSpeed configuration of the policy, with the user's sections merged in."""
     on_gpu = get_accelerator().device_name() != "cpu"
     torch_adam = engine.adam == "torch" or (engine.adam == "auto" and not (on_gpu and engine.offload_optimizer))
     adam = {"lr": policy.lr, "betas": list(policy.betas), "weight_decay": policy.weight_decay, "torch_adam": torch_adam}
@@ -127,7 +127,7 @@ def check_config(policy: PolicyConfig, engine: EngineConfig) -> None:
     config = policy_config(policy, engine)
     name = str(config["optimizer"].get("type"))
     if name.lower() not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, name):
-        raise UserError(f"engine.deepspeed.optimizer.type {name} is not one of DeepSpeed or torch: take it out")
+        raise UserError(f"engine.deepspeed.optimizer.type {name} is not an optimizer of DeepSpeed or torch: remove it")
     try:
         DeepSpeedConfig(config)
     except Exception as error:  # whatever its parser of this section raises on a wrong type
@@ -146,7 +146,7 @@ def _common(dtype: str) -> dict[str, Any]:
 
 
 def _merged(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `override`, section by section."""
+    """Return `base` with the values of `override` merged in, section by section."""
     merged = dict(base)
     for key, value in override.items():
         below = merged.get(key)
@@ -159,7 +159,7 @@ def _merged(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def sharded_loading(config: dict[str, Any]) -> Iterator[None]:
-    """Inside, under a ZeRO-3 `config`, `from_pretrained` loads weights straight into shards."""
+    """A context in which `from_pretrained` loads weights directly into shards if `config` uses ZeRO-3."""
     if config["zero_optimization"]["stage"] < 3:
         yield
         return
@@ -173,7 +173,7 @@ def sharded_loading(config: dict[str, Any]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The outcome of an optimizer step: the global gradient norm before clipping, and whether the weights changed; if
+    """The outcome of an optimizer step: the global gradient norm before clipping, and whether the weights changed. If
     the norm is not finite, all ranks skip the step."""
 
     grad_norm: float
@@ -185,11 +185,11 @@ class Engine:
 
     Args:
         module: the module to train; its parameters may be sharded already.
-        source: its submodule that generates.
+        source: the submodule of `module` that generates.
         view: a module of the same class and structure as `source`, on the meta device.
         config: see `policy_config`.
         adapters: the adapters in `source`, by the path of their layer in `view`.
-        keep_view: keep the memory of whole weights while the policy trains; see `View`.
+        keep_view: keep the memory of the unsharded weights while the policy trains; see `View`.
     """
 
     def __init__(
@@ -218,10 +218,10 @@ class Engine:
         self._view = View(source, view.eval(), self.stage == 3, self.device, adapters, keep=keep_view)
         self._generating = False
         self.gather_s = self.release_s = self.wait_s = 0.0
-        """Seconds of the last switch: gathering, releasing, and waiting for the other ranks at the end."""
+        """Seconds that the last switch spent gathering, releasing, and waiting for the other ranks at the end."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward of the module. Collective under ZeRO-3."""
+        """Run the module's forward pass. Collective under ZeRO-3."""
         assert not self._generating, "the training forward is closed while the policy generates"
         return self.engine(*args, **kwargs)
 
@@ -250,10 +250,10 @@ class Engine:
 
     @contextlib.contextmanager
     def generation(self) -> Iterator[Any]:
-        """Yields the policy for decoding: a plain module with whole weights, without hooks, in eval mode.
+        """Yield the policy for decoding: a plain module with unsharded weights, without hooks, in eval mode.
 
-        All ranks enter and leave together; nothing in between waits for another rank. At the end, an error on one rank
-        becomes an error on all, and so do RunInterrupted and RunStopped.
+        All ranks enter and leave together; nothing in between waits for another rank. At the end, an exception on one
+        rank raises one on every rank: RunInterrupted or RunStopped if it was one of these, otherwise RuntimeError.
         """
         if self._generating:
             raise RuntimeError("generation() is already open: it does not nest")
@@ -288,7 +288,7 @@ class Engine:
                 raise RunInterrupted("stopped")
 
     def whole(self, parameters: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-        """Whole weights of parameters, on this rank's device; do not write to them. Collective."""
+        """Return the unsharded weights of parameters on this rank's device; do not write to them. Collective."""
         return self._view.whole(parameters)
 
     def print_communication(self) -> None:
@@ -306,7 +306,7 @@ class Engine:
 
     def load(self, folder: Path, tag: str) -> dict[str, Any]:
         """Read the checkpoint `folder/tag`, written by any number of ranks at any ZeRO stage, and return this rank's
-        state, or rank 0's if the number of ranks has changed. Raises UserError if it is unreadable. Collective."""
+        state, or rank 0's if the number of ranks has changed. Raises UserError if a file is unreadable. Collective."""
         saved = shards.load_state(folder / tag)
         shards.load_optimizer(folder / tag, self.engine.module, self.engine.optimizer, self.stage)
         for name, count in saved["counts"].items():
@@ -318,7 +318,7 @@ class Frozen:
     """A model under ZeRO-3 that is only run forward, with its parameters in host memory. Creating one is collective.
 
     The first forward records the order of the layers; from the second on, DeepSpeed prefetches the next layers while
-    one computes. `read` loads the model, straight into shards; for `fetching` see `EngineConfig.fetching`.
+    one computes. `read` loads the model directly into shards; for `fetching` see `EngineConfig.fetching`.
     """
 
     def __init__(self, read: Callable[[], nn.Module], dtype: str, fetching: Mapping[str, Any] | None = None) -> None:
@@ -333,14 +333,15 @@ class Frozen:
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward of the module. Collective."""
+        """Run the module's forward pass without gradients. Collective."""
         return self.engine(*args, **kwargs)
 
     @torch.no_grad()
     def blend(self, source: Engine, mix: float) -> None:
-        """Set the weights to `mix` times those of `source` plus (1 - `mix`) times their own, rounded to their type.
+        """Set the weights to `mix` times the weights of `source` plus (1 - `mix`) times their old values.
 
-        `source` holds a module of the same class, at any ZeRO stage. Nothing is communicated.
+        The sum is rounded to the weights' dtype. `source` has the same class, at any ZeRO stage. Ranks do not
+        communicate.
         """
         sources: dict[str, Any] = dict(source.engine.module.named_parameters())
         self._release()

@@ -44,13 +44,13 @@ def learning_rate(config: PolicyConfig, step: int, total: int) -> float:
 class TrainedModel:
     """A transformers model inside one DeepSpeed engine: its optimizer steps, their counts, and its export.
 
-    `load` reads the model, given the attention of the training forward; `wrap` turns it into the module to train.
+    `load` reads the model, given the attention implementation for training; `wrap` turns it into the module to train.
     `total_steps` counts the optimizer steps of the whole run. With a `lora` of rank above 0, adapters are trained
     instead of the weights, and `seed` initialises them. The engine's view uses the attention `view_attention` (default:
     transformers' own); for `keep_view` see `View`.
 
     Attributes:
-        lr_scale: a factor on the schedule's learning rate, which the guard lowers when it rolls back.
+        lr_scale: a factor on the schedule's learning rate, which the guard lowers after a rollback.
         cost: the cost of one token; see `Cost`.
     """
 
@@ -84,11 +84,11 @@ class TrainedModel:
         self.engine = engines.Engine(wrap(model), model, view, self.deepspeed_config, by_layer, keep_view=keep_view)
 
     def budget(self, gradients: bool) -> int:
-        """Tokens of one micro-batch; see `token_budget`."""
+        """Return the token budget of a micro-batch; see `token_budget`."""
         return token_budget(self.config, on_gpu=self.engine.device.type != "cpu", gradients=gradients)
 
     def step(self) -> StepResult:
-        """One optimizer step; if the gradients are not finite, all ranks skip it and count it."""
+        """Take one optimizer step. If the gradients are not finite, all ranks skip it and count it as skipped."""
         with record_function("stage/optimizer"):
             result = self.engine.step(self.lr)
         self.optimizer_steps += 1
@@ -131,8 +131,8 @@ class TrainedModel:
 class Policy(TrainedModel):
     """A causal language model inside one DeepSpeed engine, both for sampling and for training.
 
-    `decoder` is what samples from it (see `RolloutConfig`). With a `workspace`, the memory for decoding and
-    for gathered weights is kept between rollouts. For the other arguments see `TrainedModel`.
+    `decoder` names the decoder that samples from it (see `RolloutConfig`). With a `workspace`, the memory for decoding
+    and for gathered weights is kept between rollouts. For the other arguments see `TrainedModel`.
 
     Attributes:
         journal: keeps finished completions; set by the run.
@@ -174,8 +174,8 @@ class Policy(TrainedModel):
         on_step: OnStep | None = None,
         given: Mapping[int, Completion] | None = None,
     ) -> tuple[Rollout, Stats]:
-        """Sample `num_generations` completions of every prompt, except for those in the journal and those in `given`,
-        which is keyed by random stream (see `requests_of`). Ranks enter and leave together."""
+        """Sample `num_generations` completions of every prompt, except for those that the journal or `given` already
+        has; `given` is keyed by random stream (see `requests_of`). Ranks enter and leave together."""
         requests, sampling = requests_of(prompts, config, seed, step), sampling_of(config, stop_ids)
         with record_function("stage/generate"), self.engine.generation() as view:
 
@@ -217,8 +217,8 @@ class Policy(TrainedModel):
         gradients: bool = True,
         places: Places | None = None,
     ) -> list[MicroBatch]:
-        """Rows (default: all) in micro-batches within `token_budget`, equally many on every rank; targets are the
-        completion tokens at `places` (default: all). Collective."""
+        """Split rows (default: all) into micro-batches within `token_budget`, the same number on every rank. The
+        targets are the completion tokens at the indices `places` (default: all). Collective."""
         rows = range(len(prompt_ids)) if rows is None else rows
         budget = self.budget(gradients)
         if self.packs:
@@ -227,8 +227,8 @@ class Policy(TrainedModel):
         return pad(prompt_ids, completion_ids, rows, budget, self.engine.device, places)
 
     def forward(self, micro: MicroBatch, temperature: float, more: HeadFunction | None = None) -> tuple[Tensor, ...]:
-        """Log-probability and entropy of the completion tokens, and what `more` computes for them, float32 [b, T]; see
-        `LogprobModel`. Collective."""
+        """Return the log-probabilities and entropies of the completion tokens, then the outputs of `more` for them,
+        each float32 [b, T]; see `LogprobModel`. Collective."""
         return tuple(micro.unflatten(value_N) for value_N in self.engine(*micro.inputs, temperature, more))
 
     def learn(
@@ -239,8 +239,8 @@ class Policy(TrainedModel):
         weight: float = 1.0,
     ) -> Iterator[tuple[Tensor, int]]:
         """Add the gradient of `weight` times the mean cross-entropy of the completion tokens of all ranks, one
-        micro-batch at a time; `beat` is called before each. Yields the mean of each that has rows, in nats, and its
-        number of tokens. Collective."""
+        micro-batch at a time, calling `beat` before each. For every micro-batch with rows, yield its mean cross-entropy
+        in nats and its number of tokens. Collective."""
         tokens = sum(map(len, completion_ids))
         total_tokens = int(all_reduce(torch.tensor(tokens, device=self.engine.device)))
         for micro in self.micro_batches(prompt_ids, completion_ids):
@@ -282,14 +282,14 @@ class Scorer(TrainedModel):
         super().__init__(policy, engine, tokenizer, total_steps, lora, seed, load=load, wrap=ScalarModel)
 
     def pair_batches(self, pairs: Sequence[tuple[list[int], list[int]]], *, gradients: bool = True) -> list[MicroBatch]:
-        """Pairs of texts in micro-batches, equally many on every rank; see `pack_pairs`. Collective."""
+        """Split pairs of texts into micro-batches, the same number on every rank; see `pack_pairs`. Collective."""
         if self.packs:
             share = self.config.shared_prefix
             return pack_pairs(pairs, self.budget(gradients), self.engine.device, share=share)
         return pad_pairs(pairs, self.budget(gradients), self.engine.device)
 
     def forward(self, micro: MicroBatch) -> Tensor:
-        """The numbers at the tokens that `micro.source` selects, float32 [N] (differentiable). Collective."""
+        """Return one number for each token that `micro.source` selects, float32 [N], differentiable. Collective."""
         value_N: Tensor = self.engine(micro.input_ids_bS, micro.position_ids_bS, micro.source, micro.segments)
         return value_N
 
@@ -299,10 +299,10 @@ class Scorer(TrainedModel):
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write a tokenizer, with copies of the files that it was loaded from if they can be found.
+    """Write a tokenizer, then overwrite its files with the originals that it was loaded from, if they can be found.
 
-    transformers 5 chooses the tokenizer's class by the model's, and the class rebuilds the tokenizer: the WordLevel
-    vocabulary of a Qwen2 model would be saved as BPE.
+    transformers 5 chooses the tokenizer's class by the class of the model, and that class rebuilds the tokenizer: the
+    WordLevel vocabulary of a Qwen2 model would be saved as BPE.
     """
     tokenizer.save_pretrained(folder)
     names = {*tokenizer.vocab_files_names.values(), *_TOKENIZER_FILES}
@@ -327,8 +327,8 @@ def _untangled(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def scored(engine: Callable[..., Any], batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
-    """Log-probability of every completion token in `batches`, float32 [B, T] (`shape`), 0 elsewhere. `engine` runs
-    `LogprobModel`, and every rank has equally many batches. Collective."""
+    """Return the log-probability of every completion token in `batches`, float32 [B, T] (`shape`), 0 elsewhere.
+    `engine` runs a `LogprobModel`, and every rank has the same number of batches. Collective."""
     logp_BT = torch.zeros(shape, device=batches[0].input_ids_bS.device)
     for micro in batches:
         logp_N, _ = engine(*micro.inputs, temperature)
@@ -352,8 +352,8 @@ class Reference:
         return scored(self.engine, batches, shape, temperature)
 
     def refresh(self, policy: engines.Engine, mix: float) -> None:
-        """Set the weights to `mix` times the policy's plus (1 - `mix`) times their own (1 is iterative GRPO:
-        DeepSeekMath, arXiv:2402.03300, algorithm 1)."""
+        """Set the weights to `mix` times the policy's weights plus (1 - `mix`) times their present values; `mix` 1 is
+        iterative GRPO (DeepSeekMath, arXiv:2402.03300, algorithm 1)."""
         self.engine.blend(policy, mix)
 
     def save(self, folder: Path) -> None:
@@ -368,8 +368,8 @@ class Reference:
 
 
 class UnadaptedReference(Reference):
-    """The model under a policy's adapters: the policy's own engine with the adapters off. It never changes, so it is
-    never refreshed, saved or loaded."""
+    """The reference of a policy with adapters: the policy's own engine with the adapters off. It never changes, so it
+    is never refreshed, saved or loaded."""
 
     def __init__(self, policy: engines.Engine, adapters: Adapters) -> None:
         self._policy, self._adapters = policy, adapters

@@ -39,7 +39,7 @@ class Trainer(Stage):
         config, plan, inputs: the run's settings, its batch equation, its prompts and rewards.
         policy, device: what is trained, and the device of this rank.
         reference: the model that the policy is kept close to; None if beta is 0.
-        features: what is added to GRPO; their models are loaded already.
+        features: the extensions of GRPO, whose models are already loaded.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Trainer(Stage):
         return measured | self.features.measure(rollout, scores)
 
     def learn(self, rollout: Rollout, scores: Scores) -> None:
-        """Improve the policy by a rollout and its scores."""
+        """Train the policy on a rollout and its scores."""
         old_logp_BT = self.old_logprobs(rollout)
         ref_logp_BT = self.reference_logprobs(rollout)
         advantages_BT = self.advantages(rollout, scores, old_logp_BT, ref_logp_BT)
@@ -93,7 +93,7 @@ class Trainer(Stage):
         self.last_advantages_BT = advantages_BT
 
     def collect(self, step: int) -> tuple[Rollout, Scores]:
-        """The step's groups and their scores; with dynamic sampling, groups that teach nothing are replaced."""
+        """Return the step's rollout and its scores. With dynamic sampling, uninformative groups are replaced."""
         rollout, scores = self.sample_and_score(self.draw_prompts(), step)
         if self.config.grpo.dynamic_sampling:
             plan = self.plan
@@ -116,7 +116,7 @@ class Trainer(Stage):
         return rollout, scores
 
     def sample_and_score(self, prompts: list[Prompt], step: int) -> tuple[Rollout, Scores]:
-        """A rollout of prompts, of which this rank may have none, and its scores."""
+        """Sample completions of `prompts`, which may be empty on this rank, and score them."""
         self.progress.enter("sampling", step)
         prompts = self.inputs.opened(prompts, step)
         with self.inputs.rewards.stream(prompts, self.plan.num_generations, step) as stream:
@@ -131,7 +131,7 @@ class Trainer(Stage):
         return rollout, scores
 
     def draw_prompts(self) -> list[Prompt]:
-        """This rank's prompts of the next rollout, minibatch after minibatch."""
+        """Return this rank's prompts for the next rollout, ordered by minibatch."""
         return self.loader.next_prompts(self.plan.num_minibatches)
 
     def sample(self, prompts: list[Prompt], step: int, on_finish: OnFinish | None = None) -> Rollout:
@@ -149,8 +149,8 @@ class Trainer(Stage):
         return rollout
 
     def old_logprobs(self, rollout: Rollout) -> Tensor | None:
-        """Log-probabilities [B, T] of the policy that sampled, once per rollout: as the sampler recorded them, or from
-        a training forward before the first optimizer step; None if nothing needs them."""
+        """Return the log-probabilities [B, T] under the policy that sampled: those that the sampler recorded, or those
+        of a training forward before the first optimizer step. None if nothing needs them. Called once per rollout."""
         if not self.config.recomputes_old_logp:
             return rollout.logp_BT.to(self.device)
         if self.plan.optimizer_steps == 1 and not (self.kl.in_reward or self.features.needs_old_logp):
@@ -159,22 +159,22 @@ class Trainer(Stage):
             return self.scored(rollout, self.policy)
 
     def reference_logprobs(self, rollout: Rollout) -> Tensor | None:
-        """The reference's log-probabilities, once per rollout; None without a reference."""
+        """Return log-probabilities [B, T] under the reference; None without one. Called once per rollout."""
         if self.reference is None:
             return None
         with self.meter.time("time/reference_s"):
             return self.scored(rollout, self.reference)
 
     def scored(self, rollout: Rollout, model: Policy | Reference) -> Tensor:
-        """Log-probabilities [B, T] of all completions that take part in the loss, without gradients. Collective."""
+        """Return `model`'s log-probabilities [B, T] of the completions in the loss, without gradients. Collective."""
         batches = self.micro_batches(rollout, rollout.learned, gradients=False)
         return model.logprobs(batches, (len(rollout.lengths), max(rollout.lengths)), self.config.rollout.temperature)
 
     def advantages(
         self, rollout: Rollout, scores: Scores, old_logp_BT: Tensor | None, ref_logp_BT: Tensor | None
     ) -> Tensor:
-        """Advantages of tokens relative to their group, or from a feature that replaces these; plus the bonuses of
-        features. float32 [B, T]. Collective."""
+        """Return the advantages of tokens, float32 [B, T]: relative to their group, unless a feature computes them
+        instead, plus the bonuses of features. Collective."""
         config, limit = self.config, self.config.rollout.max_completion_tokens
         kl_BT, beta = self.kl.of_reward(old_logp_BT, ref_logp_BT, rollout.mask_BT), self.kl.beta
         scored = Scored(rollout, scores, old_logp_BT, kl_BT, beta)
@@ -187,7 +187,7 @@ class Trainer(Stage):
         return sum(bonuses, start=advantages_BT.to(self.device))
 
     def improve(self, rollout: Rollout, signals: Signals) -> None:
-        """`num_iterations` passes of `num_minibatches` optimizer steps, all with the `old_logp` of the sampler."""
+        """Make `num_iterations` passes of `num_minibatches` optimizer steps, all with the `old_logp` of the rollout."""
         self.progress.enter("update")
         settings = self.config.grpo, self.kl.beta, self.inputs.objective
         waits, beat = self.features.policy_waits, self.progress.beat
@@ -219,18 +219,18 @@ class Trainer(Stage):
             self.kl.update(self.total)
 
     def optimizer_steps(self, rollout: Rollout, signals: Signals) -> Iterator[Iterator[TrainBatch]]:
-        """The optimizer steps on a rollout, each as its weighted micro-batches. Collective."""
+        """Iterate over the optimizer steps on a rollout, each as its weighted micro-batches. Collective."""
         split, limit = partial(self.micro_batches, rollout), self.config.rollout.max_completion_tokens
         settings = self.config.grpo, limit, self.total
         return optimizer_steps(rollout, signals, split, *settings, starts_on_policy=self.starts_on_policy)
 
     def micro_batches(self, rollout: Rollout, rows: Sequence[int], *, gradients: bool = True) -> list[MicroBatch]:
-        """Rows of a rollout in micro-batches within the token budget, equally many on every rank. Collective."""
+        """Split rows into micro-batches within the token budget, the same number on every rank. Collective."""
         prompts, completions, places = rollout.read_ids
         return self.policy.micro_batches(prompts, completions, rows, gradients=gradients, places=places)
 
     def refresh_reference(self, step: int) -> None:
-        """Every `ref_every` steps the reference follows the policy (iterative GRPO)."""
+        """Move the reference toward the policy every `ref_every` steps (iterative GRPO)."""
         if (grpo := self.config.grpo).ref_every and self.reference is not None and step % grpo.ref_every == 0:
             with self.meter.time("time/reference_s"):
                 self.reference.refresh(self.policy.engine, grpo.ref_mix)
@@ -246,7 +246,7 @@ class Trainer(Stage):
         return self.loader.tried_prompts()
 
     def measure(self, rollout: Rollout, scores: Scores) -> None:
-        """Add the step's metrics that its phases did not."""
+        """Add the metrics of the step that its phases have not already added."""
         self.meter.update(self.numbers_of(rollout, scores) | self.loader.numbers())
         self.meter.update(measure_costs(rollout, self.plan.num_iterations, self.policy, self.meter))
         self.meter.add("policy/skipped_steps", self.policy.skipped_steps)

@@ -140,7 +140,7 @@ def test_graphs_change_nothing_in_bfloat16(architecture, captures, monkeypatch):
         raise RuntimeError("no graphs here")
 
     monkeypatch.setattr(graphs, "on_cuda", refused)
-    with pytest.warns(UserWarning, match="without CUDA graphs, slower: no graphs here"):
+    with pytest.warns(UserWarning, match="slower without CUDA graphs: no graphs here"):
         without, _ = generate(view(architecture, dtype=torch.bfloat16), requests(), sampling, max_slots=7)
     assert tokens(with_graphs) == tokens(without)
     assert logp(with_graphs) == pytest.approx(logp(without), abs=1e-6)

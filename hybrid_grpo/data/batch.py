@@ -1,4 +1,4 @@
-"""The records that the stages hand to each other, and the legend of shapes.
+"""The records that the stages pass to each other, and the legend of shapes.
 
 Letters after a name are its dimensions, here and everywhere in the package:
 
@@ -34,9 +34,8 @@ RewardStep = tuple[int, float]
 """The reward of one step of a completion: the number of its tokens up to and including the step, and the reward."""
 
 Numbers = dict[str, tuple[float | Tensor, float | Tensor]]
-"""What a stage measured, by metric name: a value, and the number of items that it averages (1 for sums and extremes; a
-value with 0 items is ignored). Tensors are only read when the step is logged, so that nothing waits for the GPU
-earlier."""
+"""Measurements by metric name: a value, and the number of items that it averages (1 for sums and extremes; a value with
+0 items is ignored). Tensors are only read when the step is logged, so that nothing waits for the GPU earlier."""
 
 
 @dataclass(frozen=True)
@@ -56,24 +55,24 @@ class Prompt:
     source: str = ""
     """Name of the prompt's source in `data.mixture`; empty without a mixture."""
     opening: Opening | None = None
-    """How its environment begins; None without `rollout.environment`."""
+    """How the prompt's environment begins; None without `rollout.environment`."""
 
 
 Given = tuple[int, list[int]]
-"""Tokens that were inserted between two turns, not sampled: the number of sampled tokens before them, and the
-tokens."""
+"""Tokens that were inserted between two turns rather than sampled: the number of sampled tokens before them, and the
+tokens themselves."""
 
 
 Called = tuple[str, bool]
-"""A call by its name in metrics, `tool/<name>` or `user`, and whether it failed."""
+"""A call, as its name in metrics (`tool/<name>` or `user`) and whether it failed."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One continuation of a prompt, sampled by the policy or written by someone else. It has one turn, or several with
-    the answers of tools between them.
+    """One continuation of a prompt, sampled by the policy or written by someone else. It has one turn, or several turns
+    with answers from tools or a user between them.
 
-    Only sampled tokens count. T, lengths, log-probabilities and everything computed from them exclude the given tokens,
+    Only sampled tokens count: T, lengths, log-probabilities and everything computed from them exclude the given tokens,
     which the model only reads.
     """
 
@@ -87,17 +86,17 @@ class Completion:
     text: str = ""
     """The last turn as text, without special tokens."""
     given: tuple[Given, ...] = ()
-    """The tokens between the turns, in order; empty if there is one turn."""
+    """The tokens inserted between the turns, in order; empty if there is one turn."""
     messages: tuple[Message, ...] = ()
     """The turns and the answers to them, as the messages that follow the prompt; empty without tools."""
     writer: str = ""
     """Who wrote the completion; empty for the policy."""
     learned: bool = True
-    """Whether the completion is part of the loss; if not, it only counts in the comparison within its group."""
+    """Whether the completion is part of the loss; if not, it only takes part in the comparison within its group."""
     episode: Episode | None = None
     """The outcome of the completion's environment; None without one."""
     calls: tuple[Called, ...] = ()
-    """The completion's tool calls, and its turns that the user answered, sorted."""
+    """The completion's tool calls, and a call `user` for each turn that the user answered, sorted."""
 
     @property
     def turns(self) -> int:
@@ -125,7 +124,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Rollout:
-    """All completions of one step on this rank; a group is `num_generations` consecutive rows."""
+    """All completions of one step on this rank. Each group is `num_generations` consecutive rows."""
 
     prompts: list[Prompt]
     """[P]"""
@@ -149,12 +148,12 @@ class Rollout:
 
     @property
     def num_tokens(self) -> int:
-        """Completion tokens of all rows."""
+        """Total number of completion tokens in all rows."""
         return sum(self.lengths)
 
     @property
     def lengths(self) -> list[int]:
-        """[B], tokens of each completion."""
+        """[B], the number of tokens of each completion."""
         return [len(completion.token_ids) for completion in self.completions]
 
     @property
@@ -164,7 +163,7 @@ class Rollout:
 
     @property
     def logp_BT(self) -> Tensor:
-        """float32, recorded while sampling; 0 on padding."""
+        """float32, the log-probabilities recorded while sampling; 0 on padding."""
         known = [completion.logp for completion in self.completions]
         logp_BT = torch.zeros(len(known), max(self.lengths))
         # All at once: a tensor per row takes ten times as long.
@@ -230,8 +229,8 @@ class Scores:
 
     def right_B(self, name: str, prompts: Sequence[Prompt]) -> Tensor:
         """float64 [B], the reward that decides whether each completion of `prompts` ([P]) is right. It is the reward
-        from the function `name`. In a mixture, rows to which `name` does not apply take the first function that applies
-        to them."""
+        from the function `name`. In a mixture, rows to which `name` does not apply get the reward from the first
+        function that applies to them."""
         value_B = self.by_function[name]
         of_source = [bool(prompt.source) for prompt in prompts]
         if not any(of_source):
@@ -276,7 +275,7 @@ class Scores:
         )
 
     def _lists(self, own: dict[str, list[Any]], more: Scores, others: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """The lists of both sides joined by name; a side without a list of that name gets None for its rows."""
+        """Join the lists of both sides by name. A side that has no list of some name gets None for its rows."""
         no_own, no_more = [None] * len(self.reward_B), [None] * len(more.reward_B)
         return {name: own.get(name, no_own) + others.get(name, no_more) for name in {**own, **others}}
 
@@ -299,11 +298,11 @@ def _first(count: int, num_generations: int, rows: int) -> list[int]:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The rows of one forward, and the tokens that it predicts. The last token of a row predicts nothing and is left
+    """The rows of one forward, and the tokens that it predicts. The last token of a row predicts no token and is left
     out.
 
-    When packed, all rows form one sequence, and a prompt that a group shares occurs in it once. Otherwise each row is a
-    right-padded sequence, and no real token attends to padding.
+    When packed, all rows form one sequence, and a prompt that a group shares occurs in the sequence once. Otherwise
+    each row is a right-padded sequence, and no real token attends to padding.
     """
 
     rows: list[int]
@@ -353,7 +352,7 @@ class TrainBatch:
     sampler_logp_bT: Tensor
     """float32, recorded while sampling."""
     old_logp_bT: Tensor | None
-    """float32; None while the policy is still the one that sampled: then its current log-probabilities are used,
+    """float32; None while the policy is still the one that sampled; its current log-probabilities are then used,
     without gradient."""
     ref_logp_bT: Tensor | None
     """float32; None without a reference."""

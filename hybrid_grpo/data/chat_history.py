@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ChatHistory:
-    """The messages and answers so far. Only the settings of the chat template are used.
+    """The messages and answers so far. Of the data settings, only those of the chat template are used.
 
     Without a template the model continues plain text, in which each message begins a new line and its answer follows
     directly.

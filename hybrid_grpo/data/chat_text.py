@@ -18,7 +18,7 @@ _PIECES = re.compile(f"{_BEGIN}([^{_BEGIN}{_END}]*){_END}|[{_BEGIN}{_END}]")
 
 
 def clean(text: str) -> str:
-    """The text with `?` for each half of a surrogate pair, which tokenizers refuse and files cannot hold."""
+    """Replace each half of a surrogate pair, which tokenizers refuse and files cannot hold, by `?`."""
     return text.encode(errors="replace").decode()
 
 
@@ -36,7 +36,7 @@ class ChatText:
         self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def marked(self, value: Any) -> Any:
-        """A text, or all texts in lists and dictionaries, with the names of control tokens marked."""
+        """Return a text, or lists and dictionaries with all their texts, with the names of control tokens marked."""
         if isinstance(value, str):
             text = value.replace(_BEGIN, "").replace(_END, "")
             return self._control.sub(lambda found: f"{_BEGIN}{found[0]}{_END}", text)
@@ -47,7 +47,7 @@ class ChatText:
         return value
 
     def ids(self, text: str) -> list[int]:
-        """Tokens of a text; marked names of control tokens are treated as ordinary text."""
+        """Return the tokens of a text, in which marked names of control tokens are treated as ordinary text."""
         # Texts between marked names have even indices; an unpaired mark also splits.
         pieces = _PIECES.split(text)
         ids = self._encoded(pieces[0])
@@ -64,7 +64,7 @@ class ChatText:
         return self._continued(name[:1]) + self._continued(name[1:])
 
     def _continued(self, text: str, **options: Any) -> list[int]:
-        """Tokens of a text that follows another: some tokenizers insert a space before the first text."""
+        """Return the tokens of a text that follows another, since some tokenizers put a space before the first text."""
         line, ids = self._encoded("\n"), self._encoded(f"\n{text}", **options)
         return ids[len(line) :] if ids[: len(line)] == line else self._encoded(text, **options)
 

@@ -1,7 +1,7 @@
 """Reads existing completions: from rows written by others, and from the saved rollouts of a run.
 
-Both become the records that reward functions are called with. Neither contains the tokens of a completion; if a
-tokenizer is given, it makes them from the text again.
+Both become the records with which reward functions are called. Neither source contains the tokens of a completion; a
+tokenizer, if given, makes them from the text again.
 """
 
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ _FIELDS = {
 def read_completions(
     path: str, config: DataConfig, stdin: Iterable[bytes], tokenizer: Any = None, setting: str = "SOURCE"
 ) -> list[Rollout]:
-    """The rows of a source, each as a rollout of one group. `path` is as in `data.path`, or `-` for standard input.
+    """Read each row of a source as a rollout of one group. `path` is as in `data.path`, or `-` for standard input.
 
     A row has a prompt and either a completion in the column `data.completion_column`, or a list of completions in the
     column of that name plus `s`. A completion is text, or a chat that ends with the assistant's message. All other
@@ -36,7 +36,7 @@ def read_completions(
 
     Args:
         tokenizer: makes the tokens of completions; without one, completions have no tokens.
-        setting: the name of `path` in errors, by default that of the argument of `score`. Only with the default do
+        setting: the name of `path` in errors; the default is the name of the argument of `score`. With the default,
             errors about missing columns name the settings that choose the columns; otherwise they name `setting`.
 
     Returns:
@@ -96,13 +96,13 @@ def _tokens(text: str, tokenizer: Any) -> list[int]:
 
 
 def saved_files(run: Path) -> dict[int, Path]:
-    """The files of a run's saved rollouts by step, in the order of steps."""
+    """Return the files of a run's saved rollouts by step, in the order of steps."""
     files = {path.stem.partition("_")[2]: path for path in (run / "rollouts").glob("step_*.jsonl")}
     return {int(step): files[step] for step in sorted(filter(str.isdigit, files), key=int)}
 
 
 def read_step(path: Path, tokenizer: Any = None) -> tuple[Rollout, list[Row]]:
-    """The rollout of a saved step, and the lines of its file.
+    """Read the rollout of a saved step, and return it with the lines of its file.
 
     Each completion has as many tokens as were sampled. The tokenizer makes them from the text again, and the token that
     ended the completion is appended. Tokens that cannot be recovered (without a tokenizer, all of them) are

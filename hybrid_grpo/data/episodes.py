@@ -11,9 +11,9 @@ class Opening:
     """The start of a prompt's environment, the same for all completions of the prompt."""
 
     seed: int
-    """Seed of `random`, set before the environment is created and reset."""
+    """Seed for `random`, set before the environment is created and reset."""
     text: str | list[dict[str, Any]]
-    """The prompt as in the data set, without the observation."""
+    """The prompt as it is in the data set, without the observation."""
     observation: str | None = None
     """Text that the environment returns when it is reset, appended to the prompt; None if it returns none."""
     failure: str | None = None

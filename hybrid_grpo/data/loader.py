@@ -1,4 +1,4 @@
-"""The order in which prompts, or other items, are drawn. It is divided among the ranks, and can be resumed."""
+"""Draws prompts or other items in a fixed order, which is divided among the ranks and can be resumed."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
@@ -42,18 +42,18 @@ class PromptLoader(Generic[ItemT]):
 
     @property
     def position(self) -> int:
-        """Items drawn so far, over all ranks."""
+        """Number of items drawn so far, over all ranks."""
         return self._position
 
     def next_batch(self) -> list[tuple[ItemT, int]]:
         """This rank's contiguous slice of the next global batch: `batch_size_global / world_size` items.
 
-        Each comes with its epoch, which tells two draws of the same item apart.
+        Each item comes with its epoch, which distinguishes two draws of the same item.
         """
         return self.draw(self._batch_size, self.wanted(1))
 
     def wanted(self, batches: int) -> list[int]:
-        """Indices of this rank's items among the items of the next `batches` global batches."""
+        """Return the indices of this rank's items among the items of the next `batches` global batches."""
         share = self._batch_size // self._world_size
         starts = [batch * self._batch_size + self._rank * share for batch in range(batches)]
         return [number for start in starts for number in range(start, start + share)]
@@ -65,7 +65,7 @@ class PromptLoader(Generic[ItemT]):
         return [(self._prompts[index], epoch) for index, epoch in (drawn[number] for number in wanted)]
 
     def state_dict(self) -> dict[str, Any]:
-        """The current position, over all ranks, and what identifies the stream; the same on every rank."""
+        """The current position over all ranks, and the values that identify the stream; the same on every rank."""
         length = len(self._prompts)
         epoch, offset = divmod(self._position, length)
         return {"epoch": epoch, "offset": offset, "length": length, "seed": self._seed, "shuffle": self._shuffle}
@@ -92,7 +92,7 @@ class PromptLoader(Generic[ItemT]):
         self._position = state["epoch"] * state["length"] + state["offset"]
 
     def _take(self, count: int) -> list[tuple[int, int]]:
-        """Advance the stream by `count` items; returns their indices and epochs."""
+        """Advance the stream by `count` items, and return their indices and epochs."""
         start = self._position
         self._position += count
         return [(self._index(at), at // len(self._prompts)) for at in range(start, self._position)]

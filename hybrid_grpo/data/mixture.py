@@ -1,7 +1,7 @@
 """Mixes several sources into one stream of prompts: how many prompts of each source a step draws, and which ones.
 
-The weights alone decide how many: this depends neither on chance nor on the number of ranks. Which ones are drawn is
-decided for each source separately, by its own seeded epochs.
+The weights alone decide how many prompts; chance and the number of ranks play no part. Each source decides by its own
+seeded epochs which prompts are drawn.
 """
 
 import math
@@ -22,11 +22,11 @@ Choose = Callable[[NDArray[np.int64], int, int], list[tuple[int, int]]]
 
 
 class Mixture:
-    """One stream of prompts for each source, and how far each has been drawn.
+    """One stream of prompts for each source, with the number of prompts drawn from it.
 
     Args:
         sources: the sources with their weights.
-        prompts: prompts of all sources; those of one source are contiguous.
+        prompts: the prompts of all sources; prompts of one source are contiguous.
         seed, shuffle: see `PromptLoader`. The order within a source depends on its name, not on the other sources.
     """
 
@@ -42,11 +42,11 @@ class Mixture:
             self._streams[source.name] = PromptLoader(own, 1, 0, 1, of_source, shuffle)
 
     def take(self, count: int, choose: Choose | None = None) -> list[tuple[int, int]]:
-        """Indices and epochs of the next `count` prompts, with the sources interleaved in about constant proportions.
+        """Return the indices and epochs of the next `count` prompts, with the sources interleaved about evenly.
 
         Args:
-            choose: draws the prompts of a source in place of its own order, given their indices, how many to draw, and
-                how many were drawn before.
+            choose: overrides the order within a source: returns the prompts to draw, given the indices of the source's
+                prompts, how many to draw, and how many were drawn before.
         """
         drawn = [stream.position for stream in self._streams.values()]
         placed = []
@@ -59,7 +59,7 @@ class Mixture:
         return [item for _, item in sorted(placed, key=lambda pair: pair[0])]
 
     def state_dict(self) -> dict[str, Any]:
-        """By name of the source, the position of its stream, what identifies the stream, and its weight."""
+        """For each source by name: the position of its stream, the values that identify the stream, and the weight."""
         return {
             name: {**stream.state_dict(), "weight": str(weight)}
             for (name, stream), weight in zip(self._streams.items(), self._weights, strict=True)
@@ -79,7 +79,7 @@ class Mixture:
 
 
 def quotas(weights: Sequence[Fraction], drawn: Sequence[int], count: int) -> list[int]:
-    """How many of the next `count` items come from each source.
+    """Return how many of the next `count` items come from each source.
 
     The number is the source's weight times `count`, rounded down or up. It is rounded up for the sources that are
     furthest below their share of all draws (largest remainder method).

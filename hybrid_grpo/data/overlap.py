@@ -10,25 +10,25 @@ _PUNCTUATION = re.compile(r"""[\s.,;:!?"'`\u2018-\u201f\u2026\u3001\u3002\uff01\
 
 
 def count_equal(training: Iterable[Prompt], held_out: Iterable[Prompt]) -> int:
-    """How many held-out prompts are also training prompts, ignoring punctuation, case and white space."""
+    """Return how many held-out prompts are also training prompts, ignoring punctuation, case and white space."""
     trained = {without_punctuation(plain_text(prompt.text)) for prompt in training}
     return sum(without_punctuation(plain_text(prompt.text)) in trained for prompt in held_out)
 
 
 def plain_text(prompt: str | list[Message]) -> str:
-    """The text of a prompt, message by message. System messages are left out, since many prompts share them."""
+    """Return the text of a prompt, one message after the other, without system messages, which many prompts share."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(_content(message.get("content")) for message in prompt if message["role"] != "system")
 
 
 def normalized(text: str) -> str:
-    """The text with case folded, white space collapsed and letters composed."""
+    """Return the text with case folded, white space collapsed and letters composed."""
     return " ".join(unicodedata.normalize("NFC", text).casefold().split())
 
 
 def without_punctuation(text: str) -> str:
-    """The normalized text without punctuation. Other symbols are kept: (2 + 3) * 4 is not 2 + 3 * 4."""
+    """Return the normalized text without punctuation. Other symbols are kept: (2 + 3) * 4 is not 2 + 3 * 4."""
     return _PUNCTUATION.sub(" ", normalized(text)).strip()
 
 

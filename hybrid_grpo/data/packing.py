@@ -20,11 +20,11 @@ from hybrid_grpo.model.ranks import all_reduce
 from hybrid_grpo.model.upload import upload
 
 _WORTH_SHARING = 0.1
-"""Minimum fraction of the tokens that sharing prompts must save: attention then has to gather keys and needs masks."""
+"""Minimum fraction of the tokens that sharing prompts must save, since it makes attention gather keys and use masks."""
 _ON_GPU, _ON_CPU = 16_384, 4_096
 """Default number of tokens of one forward and backward pass."""
 _SCORED = 4
-"""Budget factor for forwards without gradients: large, since an offloaded reference streams its weights in each one."""
+"""Budget factor for forwards without gradients; large, since an offloaded reference streams its weights in each one."""
 
 Places = Sequence[Sequence[int] | None]
 """For each row, the indices of some of its tokens, ascending; None stands for all."""
@@ -40,7 +40,7 @@ class _Row:
 
     @property
     def tokens(self) -> int:
-        """Tokens to compute; the last one predicts nothing."""
+        """Number of tokens to compute; the last token of the row is left out, since it predicts nothing."""
         return len(self.prompt) + len(self.completion) - 1
 
 
@@ -49,7 +49,7 @@ class _Group:
     """Rows that belong in the same micro-batch."""
 
     parts: list[list[_Row]]
-    """[part][row]: rows of a part have the same prompt and share its forward."""
+    """Indexed as [part][row]. The rows of a part have the same prompt and share its forward."""
 
     @cached_property
     def tokens(self) -> int:
@@ -67,7 +67,7 @@ def _rows(
 
 
 def token_budget(policy: PolicyConfig, *, on_gpu: bool, gradients: bool) -> int:
-    """Token budget of a micro-batch.
+    """Return the token budget of a micro-batch.
 
     A forward without gradients keeps no activations, so its budget is several times as large. With gradient
     checkpointing, training keeps almost none either, so both budgets are equal.
@@ -86,13 +86,13 @@ def pack(
     share: Literal["auto", "on", "off"],
     places: Places | None = None,
 ) -> list[MicroBatch]:
-    """Micro-batches without padding, with about equal numbers of tokens; every rank gets the same number. Collective.
+    """Make micro-batches without padding, of about equal numbers of tokens, the same number on every rank. Collective.
 
     Args:
         prompt_ids, completion_ids: tokens of every row; neither is empty.
         rows: indices of the rows to take, as in `MicroBatch.rows`.
         budget: maximum tokens of a micro-batch; a longer row gets a micro-batch of its own.
-        share: whether consecutive rows with the same prompt share its forward; `auto`: if that saves enough.
+        share: whether consecutive rows with the same prompt share its forward; `auto`: if that saves enough tokens.
         places: for each row, the completion tokens that are targets. Default: all.
     """
     chosen = _rows(prompt_ids, completion_ids, rows, places)
@@ -107,12 +107,12 @@ def pack_pairs(
     *,
     share: Literal["auto", "on", "off"],
 ) -> list[MicroBatch]:
-    """Like `pack`, for pairs of texts. Each text has one target, which follows its last token, so that
-    `MicroBatch.source` selects the last token. Collective.
+    """Make micro-batches as `pack` does, for pairs of texts. Each text has one target, which follows its last token, so
+    that `MicroBatch.source` selects the last token. Collective.
 
     Args:
-        pairs: tokens of both texts; neither is empty. The texts of pair k are the consecutive rows 2 k and 2 k + 1 of
-            one micro-batch.
+        pairs: the tokens of both texts of each pair; neither is empty. The texts of pair k are the consecutive rows 2 k
+            and 2 k + 1 of one micro-batch.
         share: whether the common prefix of the two texts is computed once.
     """
     alone = [_Group([[row] for row in _pair(number, pair)]) for number, pair in enumerate(pairs)]
@@ -124,14 +124,14 @@ def pack_pairs(
 
 
 def _pair(number: int, texts: tuple[list[int], list[int]], common: int = 0) -> list[_Row]:
-    """The two rows of a pair. Their prompt is the first `common` tokens; the target is an arbitrary token."""
+    """Return the two rows of a pair. Their prompt is the first `common` tokens; their target is an arbitrary token."""
     return [
         _Row(2 * number + k, text[:common], [*text[common:], 0], [len(text) - common]) for k, text in enumerate(texts)
     ]
 
 
 def _common(one: list[int], other: list[int]) -> int:
-    """Length of the common prefix of two texts."""
+    """Return the length of the common prefix of two texts, in tokens."""
     shorter = min(len(one), len(other))
     return next((place for place in range(shorter) if one[place] != other[place]), shorter)
 
@@ -142,7 +142,7 @@ def _worth_it(alone: list[_Group], shared: list[_Group], share: Literal["auto", 
 
 
 def _balanced(groups: list[_Group], budget: int, device: torch.device) -> list[MicroBatch]:
-    """Micro-batches of whole groups; see `pack`. Collective."""
+    """Make micro-batches without splitting groups; see `pack`. Collective."""
     # A row longer than the budget counts as filling it.
     count = -(-sum(min(group.tokens, budget) for group in groups) // budget)
     # Two groups that each exceed half the budget do not fit into one micro-batch.
@@ -155,7 +155,7 @@ def _balanced(groups: list[_Group], budget: int, device: torch.device) -> list[M
 
 
 def _groups(rows: list[_Row], budget: int) -> list[_Group]:
-    """Groups of consecutive rows with the same prompt, each as large as the budget allows."""
+    """Return groups of consecutive rows with the same prompt, each as large as the budget allows."""
     groups: list[_Group] = []
     for row in rows:
         last, more = groups[-1] if groups else None, len(row.completion) - 1
@@ -178,7 +178,7 @@ def _spread(groups: list[_Group], count: int) -> list[list[_Group]]:
 
 
 def _packed(groups: list[_Group], device: torch.device) -> MicroBatch:
-    """One sequence: the prompt of each part, followed by its completions without their last tokens."""
+    """Make one sequence: the prompt of each part, followed by the part's completions without their last tokens."""
     tokens: list[int] = []
     positions: list[int] = []
     source: list[int] = []
@@ -216,14 +216,14 @@ def pad(
     device: torch.device,
     places: Places | None = None,
 ) -> list[MicroBatch]:
-    """Like `pack`, with rows padded to the longest, for models whose rows cannot be packed. Collective."""
+    """Make micro-batches as `pack` does, but pad rows to the longest, for models that cannot be packed. Collective."""
     chosen = _rows(prompt_ids, completion_ids, rows, places)
     parts = plan_rows([row.tokens for row in chosen], budget)
     return _filled([_padded([chosen[i] for i in part], device) for part in parts], device)
 
 
 def pad_pairs(pairs: Sequence[tuple[list[int], list[int]]], budget: int, device: torch.device) -> list[MicroBatch]:
-    """Like `pack_pairs`, with rows padded to the longest. Collective."""
+    """Make micro-batches as `pack_pairs` does, but pad rows to the longest. Collective."""
     parts = plan_rows([2 * max(map(len, pair)) for pair in pairs], budget)
     return _filled([_padded([row for k in part for row in _pair(k, pairs[k])], device) for part in parts], device)
 
@@ -279,7 +279,7 @@ def _micro_batch(
 
 
 def _fillers(count: int, device: torch.device, *, packed: bool = True) -> list[MicroBatch]:
-    """Dummy micro-batches of one token."""
+    """Return dummy micro-batches of one token and no rows."""
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
     segments = Segments([(0, 1)], [(0, 0)], device) if packed else None
     source, [no_token] = Selection(np.array([0]), device), zero

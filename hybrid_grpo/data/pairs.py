@@ -30,7 +30,7 @@ class Pair:
 def read_pairs(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, max_completion_tokens: int
 ) -> tuple[list[Pair], str]:
-    """The training pairs, and a line that describes what was read and dropped.
+    """Return the training pairs, and a line that describes what was read and dropped.
 
     A pair is dropped if its completion, including end-of-sequence, has more than `max_completion_tokens` tokens. Raises
     UserError as `read_prompts` does, and if a completion is missing or all completions are too long.
@@ -62,7 +62,7 @@ def read_pairs(
 
 
 def _completion_ids(value: Any, number: int, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The target tokens of a text or a list of one assistant message, ending with one end-of-sequence token."""
+    """Return the target tokens of a text or a list of one assistant message, with end-of-sequence once at the end."""
     match value:
         case str(text) | [{"role": "assistant", "content": str(text)}]:
             token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]

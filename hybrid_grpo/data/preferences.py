@@ -42,7 +42,7 @@ class Preference:
 def read_preferences(
     config: DataConfig, reward: RewardLoopConfig, tokenizer: PreTrainedTokenizerBase, source: Source | None = None
 ) -> tuple[list[Preference], str]:
-    """The pairs of a source (default: the training rows), and a line that describes what was read and dropped.
+    """Return the pairs of a source (default: the training rows), and a line that describes what was read and dropped.
 
     Raises UserError as `read_rows` does, and if a row is not a pair, a text has no tokens, or all pairs are too long
     (with `over_long: refuse`, if any pair is).
@@ -110,7 +110,7 @@ def _tokens(
 
 
 def _parts(row: Row, name: str, value: Any, where: str, config: DataConfig) -> tuple[str | list[Message], str]:
-    """The prompt and the answer of one text of a pair; the prompt is empty if the text is not divided.
+    """Return the prompt and the answer of one text of a pair; the prompt is empty if the row has none.
 
     Messages that begin with an assistant message continue the chat in the prompt column; others replace it.
     """

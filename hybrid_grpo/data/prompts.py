@@ -30,16 +30,16 @@ _TEMPLATE_SECONDS = 3.0
 _TEMPLATE_BYTES = 2**30
 """Limits on CPU time and memory for one prompt; templates normally need milliseconds and kilobytes."""
 _GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
-"""Tags around the assistant's text, with which transformers extends the syntax of jinja."""
+"""Tags around the assistant's text, which transformers adds to the syntax of jinja."""
 _TRUSTED = ("system", "developer", "assistant")
-"""Roles whose messages may contain control tokens. In messages of other roles, names of control tokens are text."""
+"""Roles whose messages may contain control tokens. In other messages, names of control tokens are treated as text."""
 _GIVEN_TO_TEMPLATES = {"messages", "add_generation_prompt", "raise_exception", "strftime_now"}
 
 
 def read_prompts(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, source: Source | None = None
 ) -> tuple[list[Prompt], str]:
-    """The prompts of a source (default: the training rows), and a line that describes what was read and dropped. Raises
+    """Return the prompts of a source (default: the training rows), and a line on what was read and dropped. Raises
     UserError as `read_rows` and `prompts_of` do."""
     if source is None and config.mixture:
         return _read_mixture(config, tokenizer)
@@ -50,9 +50,9 @@ def read_prompts(
 
 
 def _read_mixture(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], str]:
-    """The prompts of all sources, one source after the other, and a line that describes them. Rows are numbered across
-    sources and get the columns of all sources, with None for missing values. The column data_source contains the name
-    of the source, unless the rows already have this column."""
+    """Return the prompts of all sources, one source after the other, and a line on what was read. Rows are numbered
+    across sources and get the columns of all sources, with None for missing values. The column data_source contains the
+    name of the source, unless the rows already have this column."""
     prompts: list[Prompt] = []
     lines, start = [], 0
     for of_mixture in config.mixture:
@@ -67,7 +67,7 @@ def _read_mixture(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tup
 
 
 def data_line(source: Source, rows: list[Row], kept: list[Prompt], over_long_completions: int = 0) -> str:
-    """A line that describes what was read and dropped. `kept` must not be empty."""
+    """Return a line that describes what was read and dropped. `kept` must not be empty."""
     lengths = [len(prompt.token_ids) for prompt in kept]
     dropped = {"prompt": len(rows) - len(kept) - over_long_completions, "completion": over_long_completions}
     why = "".join(f", {count} dropped for an over-long {what}" for what, count in dropped.items() if count)
@@ -91,8 +91,8 @@ def prompts_of(
     tokenizer: PreTrainedTokenizerBase,
     where: Callable[[int], str] | None = None,
 ) -> list[Prompt]:
-    """The prompts of the rows, numbered by row, without prompts longer than `max_prompt_tokens`. `where` describes a
-    row in messages, given its number; by default it names the number.
+    """Return the prompts of the rows, numbered by row, without prompts longer than `max_prompt_tokens`. `where`
+    describes a row in messages, given its number; by default, messages name the number.
 
     Raises UserError if there is no prompt column, a row is not a prompt, a required chat template is missing, or all
     prompts are too long (with `over_long: refuse`, if any prompt is).
@@ -133,7 +133,7 @@ def prompts_of(
 
 
 def prompt_text(row: Row, where: str, config: DataConfig) -> str | list[Message]:
-    """The prompt of a row as reward functions receive it. Raises UserError if it is neither text nor a chat, or
+    """Return the prompt of a row as reward functions receive it. Raises UserError if it is neither text nor a chat, or
     contradicts the settings; `where` describes the row in messages."""
     value = row[config.prompt_column]
     text = value if isinstance(value, str) else _messages(value, where, config)
@@ -148,8 +148,8 @@ def prompt_text(row: Row, where: str, config: DataConfig) -> str | list[Message]
 
 
 def read_prompt(number: int, row: Row, where: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    """The tokenized prompt of a row. A prompt that is far too long is cut, but remains longer than the limit. Raises
-    UserError as `prompts_of` does; `where` describes the row in messages."""
+    """Return the tokenized prompt of a row. A prompt that is far too long is cut, but remains longer than the limit.
+    Raises UserError as `prompts_of` does; `where` describes the row in messages."""
     text = prompt_text(row, where, config)
     if isinstance(text, list) or config.chat_template == "always":
         given = prompt_text_of(tokenizer)
@@ -182,8 +182,8 @@ def _tokenized(text: str, where: str, config: DataConfig, encode: Callable[[str]
 
 
 def apply_template(tokenizer: Any, chat: list[Message], *, generation: bool = True, **variables: Any) -> str:
-    """A chat as text by the tokenizer's template; with `generation` it ends where the model's turn begins. Raises
-    whatever the template, code by the model's authors, raises; TimeoutError or MemoryError above the limits."""
+    """Render a chat as text with the tokenizer's template; with `generation`, the text ends where the model's turn
+    begins. Raises any error of the template, and TimeoutError or MemoryError above the limits."""
     # The template writes the special tokens itself; transformers adds none.
     with _at_most(_TEMPLATE_SECONDS, _TEMPLATE_BYTES):
         text: str = tokenizer.apply_chat_template(chat, add_generation_prompt=generation, tokenize=False, **variables)
@@ -192,8 +192,8 @@ def apply_template(tokenizer: Any, chat: list[Message], *, generation: bool = Tr
 
 @contextmanager
 def _at_most(seconds: float, more_bytes: int) -> Iterator[None]:
-    """Raise TimeoutError in the block after `seconds` of CPU time, and MemoryError if the process grows by more than
-    `more_bytes`. Has no effect outside the main thread."""
+    """A context that raises TimeoutError after `seconds` of CPU time, and MemoryError if the process grows by more than
+    `more_bytes`. It has no effect outside the main thread."""
 
     def end(*_: Any) -> None:
         raise TimeoutError(f"takes more than {seconds:g} s")
@@ -234,7 +234,7 @@ def _messages(value: Any, where: str, config: DataConfig) -> list[Message]:
 
 
 def _is_message(value: Any) -> bool:
-    """Whether `value` has a role, and as content text or a list of parts; assistant messages may lack content."""
+    """Whether `value` has a role, and content that is text or a list of parts; assistant messages may lack content."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         return False
     return isinstance(value.get("content"), str | list) or value["role"] == "assistant"

@@ -8,16 +8,16 @@ from hybrid_grpo.data.batch import Message
 
 
 def chat_tokens(tokenizer: Any, prompt: str | list[Message], answer: str) -> list[int]:
-    """Tokens of prompt and answer as a chat, by the chat template, with its special tokens. A text prompt becomes a
-    user message, and the answer an assistant message."""
+    """Return the tokens of prompt and answer as a chat, including the special tokens of the chat template. A text
+    prompt becomes a user message, and the answer an assistant message."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     messages = [*messages, {"role": "assistant", "content": answer}]
     return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
 
 
 def text_tokens(tokenizer: Any, prompt: str | list[Message], answer: str) -> list[int]:
-    """Tokens of prompt and answer as one text. The tokenizer's special tokens are added unless the text already has
-    them. Each message of a chat prompt becomes a line."""
+    """Return the tokens of prompt and answer as one text. The tokenizer's special tokens are added unless the text
+    already has them. Each message of a chat prompt becomes a line."""
     text = (prompt if isinstance(prompt, str) else "".join(map(_line, prompt))) + answer
     ids = list(tokenizer(text)["input_ids"])
     if tokenizer.bos_token and text.startswith(tokenizer.bos_token) and ids[:2] == [tokenizer.bos_token_id] * 2:

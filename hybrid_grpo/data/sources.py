@@ -1,7 +1,7 @@
 """Reads rows from a hub dataset, a saved dataset, a folder of files, one file, or a Python object.
 
-Rows are returned as they were written; `prompts` and `pairs` interpret the columns. JSONL is read line by line and not
-through Arrow, so that a column may mix text and messages, and errors name the file and line.
+Rows are returned as they were written; `prompts` and `pairs` interpret the columns. JSONL is read line by line, not
+through Arrow, so that a column may mix text and messages and errors name the file and line.
 """
 
 import json
@@ -51,14 +51,14 @@ class Source:
 
     @property
     def origin(self) -> str:
-        """Where the rows come from, for messages: the path, the type of the Python object, or the task."""
+        """Where the rows come from, as messages show it: the path, the type of the Python object, or the task."""
         if not isinstance(self.path, str):
             return f"a {type(self.path).__name__}"
         return self.path or f"task {self.task}"
 
     @property
     def file(self) -> Path | None:
-        """The local file or folder, if the source is one."""
+        """The local file or folder; None if the source is neither."""
         return Path(self.path) if isinstance(self.path, str) and Path(self.path).exists() else None
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ def mixture_source(config: MixtureConfig) -> Source:
 
 
 def evaluation_source(config: DataConfig) -> Source | None:
-    """The held-out rows; None if neither `eval_path` nor `eval_split` is set. `subset` applies to `path` only."""
+    """Return the source of held-out rows; None without `eval_path` and `eval_split`. `subset` is for `path` only."""
     held_out = replace(
         training_source(config), split=config.eval_split, limit=config.eval_limit, split_setting="data.eval_split"
     )
@@ -98,12 +98,12 @@ def held_out_source(held_out: HeldOut) -> Source:
 
 
 def standard_input(lines: Iterable[bytes], setting: str, limit: int | None, text_column: str | None = None) -> Source:
-    """Rows from a pipe, one JSON object per line; messages begin with `setting`."""
+    """Return a source of rows from a pipe, one JSON object per line; messages begin with `setting`."""
     return Source("standard input", None, limit=limit, path_setting=setting, lines=lines, text_column=text_column)
 
 
 def read_rows(source: Source) -> list[Row]:
-    """All rows of the source, in order. All have the same columns, with None for missing values.
+    """Return all rows of the source, in order. All rows have the same columns, with None for missing values.
 
     A task makes the rows or converts the rows of the source. Raises UserError if the source cannot be reached or read,
     has no such split or no rows, or the task cannot convert a row.
@@ -113,7 +113,7 @@ def read_rows(source: Source) -> list[Row]:
 
 
 def source_rows(source: Source) -> list[Row]:
-    """All rows of the source before its task converts them; see `read_rows`."""
+    """Return all rows of the source as they are before its task converts them; see `read_rows`."""
     if source.task is None or source.path != "":
         return _same_columns(_read(source))
     refuse(source.subset is not None, f"data.subset {source.subset}: data.task {source.task} has none: leave it out")
@@ -137,7 +137,7 @@ def _read(source: Source) -> list[Row]:
 
 @contextmanager
 def readable(source: Source) -> Iterator[None]:
-    """Context for reading a source: raises UserError if it cannot be reached or read."""
+    """A context for reading a source, which raises UserError if the source cannot be reached or read."""
     from datasets.exceptions import DatasetsError
 
     try:
@@ -166,7 +166,7 @@ class Files:
 
 
 def open_source(source: Source) -> Mapping[str, Iterable[Row]]:
-    """The rows by name of the split. A source without splits gets one split, `train`, as in `datasets`."""
+    """Return the rows of each split, by name. A source without splits gets one split, `train`, as in `datasets`."""
     import datasets
 
     path = source.file
@@ -204,7 +204,7 @@ def _named(loaded: Any) -> Mapping[str, Iterable[Row]]:
 
 
 def _split_rows(source: Source, splits: Mapping[str, Iterable[Row]]) -> Iterable[Row]:
-    """The rows of a split, or of slices of splits such as `train[:90%]` or `train[:100]+test[50%:]`."""
+    """Return the rows of a split, or of slices of splits such as `train[:90%]` or `train[:100]+test[50%:]`."""
     from datasets import ReadInstruction
 
     split = source.split
@@ -243,7 +243,7 @@ def split_name(source: Source, split: str | None, names: list[str]) -> str:
 
 
 def file_rows(path: Path, source: Source, at: Any = None) -> Iterator[tuple[Row, Any]]:
-    """The rows of a file, starting at a position (None: the start), each with the position after it."""
+    """Yield the rows of a file, starting at the position `at` (None: the start), each with the position after it."""
     if path.suffix in _JSONL:
         offset, number = at or (0, 0)
         with path.open("rb") as file:
@@ -258,7 +258,7 @@ def file_rows(path: Path, source: Source, at: Any = None) -> Iterator[tuple[Row,
 
 
 def _parquet_rows(path: Path, start: int) -> Iterator[tuple[Row, int]]:
-    """The rows starting at number `start`, each with the number of the next row."""
+    """Yield the rows starting at number `start`, each with the number of the next row."""
     import datasets
     import pyarrow
     from pyarrow.parquet import ParquetFile
@@ -286,7 +286,7 @@ def json_rows(
     any_letters: bool = False,
     lines_before: int = 0,
 ) -> Iterator[tuple[int, Row]]:
-    """The object of each non-blank line, with the number of the line, counted from `lines_before` + 1. For the other
+    """Yield the number of each non-blank line, counted from `lines_before` + 1, and its JSON object. For the other
     arguments see `Source`. Raises UserError, which names `where` and the number, if a line is not an object."""
     for number, line in enumerate(lines, start=lines_before + 1):
         if not line.strip():
@@ -298,12 +298,12 @@ def json_rows(
             if not any_letters and ("\\ud" in text or "\\uD" in text):
                 json.dumps(row, ensure_ascii=False).encode()  # raises for one half of a surrogate pair
         except (ValueError, RecursionError) as error:
-            way_out = "write one object a line"
+            way_out = "write one object per line"
             if text_column is not None:
                 way_out = f'write text that begins with {{ as {{"{text_column}": ...}}, all in UTF-8'
             raise UserError(f"{where} line {number} is not JSON ({error}): {way_out}") from error
         if not isinstance(row, dict):
-            raise UserError(f"{where} line {number} is a {type(row).__name__}: write one object a line")
+            raise UserError(f"{where} line {number} is a {type(row).__name__}: write one object per line")
         yield number, row
 
 

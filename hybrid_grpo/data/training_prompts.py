@@ -16,13 +16,13 @@ from hybrid_grpo.model.ranks import rank
 
 
 class StepLoader(Protocol):
-    """Draws this rank's prompts of every step. The number of ranks does not affect what is drawn over all ranks."""
+    """Draws this rank's prompts for every step. Which prompts all ranks draw does not depend on their number."""
 
     def next_prompts(self, batches: int) -> list[Prompt]:
-        """This rank's prompts of the next `batches` global batches, in order, each with its epoch. Collective."""
+        """Return this rank's prompts of the next `batches` global batches in order, with their epochs. Collective."""
 
     def more_prompts(self, count: int, wanted: list[int]) -> list[Prompt]:
-        """Draw the next `count` prompts over all ranks; returns those whose indices are `wanted`. Collective."""
+        """Draw the next `count` prompts over all ranks, and return the ones whose indices are `wanted`. Collective."""
 
     def note(self, prompts: Sequence[Prompt], outcome_B: Tensor, threshold: float) -> None:
         """Record the outcomes of the groups of these prompts, [P], which this rank drew since the last update. An
@@ -32,7 +32,7 @@ class StepLoader(Protocol):
         """Called once per step, after the outcomes of all its groups were recorded. Collective."""
 
     def numbers(self) -> Numbers:
-        """Metrics of the run's progress through the data."""
+        """Return metrics of the run's progress through the data."""
 
     def tried_prompts(self) -> list[dict[str, Any]]:
         """The rows of prompts.jsonl; empty if success rates are not kept."""
@@ -95,7 +95,7 @@ class ListLoader(PromptLoader[Prompt]):
         super().load_state_dict(state)
         refuse(
             self._mixture is None and "mixture" in state,
-            "data.mixture: the checkpoint was made with one, this run has none: resume with the same, or start anew"
+            "data.mixture: the checkpoint was made with a mixture, this run has none: resume with it, or start anew"
             " with another run.name",
         )
         if self._mixture is not None:
@@ -113,15 +113,15 @@ class TrainingPrompts:
     """The prompts to train on."""
 
     prompts: list[Prompt]
-    """All of them or, if they are streamed, some of the first; the same on every rank."""
+    """All prompts to train on or, if they are streamed, some of the first; the same on every rank."""
     fact: str
     """What was read, as one line for the console and the run folder."""
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt that may be drawn."""
+        """Number of tokens of the longest prompt that may be drawn."""
         return max(len(prompt.token_ids) for prompt in self.prompts)
 
     def loader(self, config: TrainConfig, plan: BatchPlan, device: torch.device) -> StepLoader:
-        """A loader that draws the prompts, from the beginning."""
+        """Return a loader that draws the prompts, starting from the beginning."""
         return ListLoader(self.prompts, config, plan, rank())

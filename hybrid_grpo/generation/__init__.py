@@ -1,8 +1,8 @@
-"""Decoding on a plain module: no engine, no collective, every rank at its own pace.
+"""Decodes with a plain module, without engine and collectives, so that every rank goes at its own pace.
 
-The decode loop with its scheduler, paged cache, sampler and CUDA graphs, and the fallback through transformers'
-`generate()`. Other parts import the names below, rollout.py (the configuration's `rollout` section), and modules whose
-memory they estimate.
+It contains the decode loop with its scheduler, paged cache, sampler and CUDA graphs, and the fallback through
+transformers' `generate()`. Other packages import the names below, rollout.py (which applies the settings of `rollout`),
+and the modules whose memory use they estimate.
 """
 
 from hybrid_grpo.generation.journal import Journal, complete_rest

@@ -1,4 +1,4 @@
-"""The paged cache of keys and values: memory follows the tokens, and a group shares the pages of its prompt.
+"""The paged cache of keys and values: memory grows with the tokens, and a group shares the pages of its prompt.
 
 A page holds some consecutive entries (tokens) of a sequence, in every layer. A sequence has a list of page numbers, and
 sequences with common entries share pages. No sequence owns page 0: padding points there.
@@ -34,7 +34,7 @@ _PROBE_TOKENS = 64
 
 @dataclass(frozen=True)
 class Geometry:
-    """Shapes and type of one token's keys and values, and how layers attend."""
+    """Shapes and dtype of one token's keys and values, and the parameters of each layer's attention."""
 
     shapes: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
     """For each layer, (heads, head_dim) of its keys and of its values."""
@@ -42,7 +42,7 @@ class Geometry:
     attention: tuple[tuple[float, int, float], ...] = ()
     """(scale, window, softcap) of each layer's attention; see `Batch.attend`."""
     reading: int = 0
-    """Bytes that a prefill takes for each token, in addition to the cache."""
+    """Bytes that a prefill needs for each token, in addition to the cache."""
 
     @property
     def token_bytes(self) -> int:
@@ -62,8 +62,8 @@ class Geometry:
 
 
 def cached_forward(model: Any, ids: Tensor, positions: Tensor, batch: Any) -> Any:
-    """The output of a transformers model for the new tokens `ids`; `ids` and `positions` are int64 [rows, n]. The
-    forward receives `batch` twice: as its cache, and as the `Batch` that `routed_attention` uses."""
+    """Return the output of a transformers model for the new tokens `ids`; `ids` and `positions` are int64 [rows, n].
+    The forward receives `batch` twice: as its cache, and as the `Batch` that `routed_attention` uses."""
     kind: Any = type(model)
     given = {"batch": batch, cache_keyword(kind): batch}
     return model(input_ids=ids, position_ids=positions, use_cache=True, **given)
@@ -71,7 +71,7 @@ def cached_forward(model: Any, ids: Tensor, positions: Tensor, batch: Any) -> An
 
 @functools.cache
 def cache_keyword(model: Any) -> str:
-    """The name of the cache argument in the forward of a model's class: transformers 5.24 renamed it."""
+    """Return the name of the cache argument in the forward of a model's class; transformers 5.24 renamed it."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
@@ -98,14 +98,14 @@ class _Seen:
         attended = (key.shape[1], key.shape[3]), (value.shape[1], value.shape[3])
         if not self.shapes or attended != self.shapes[-1]:
             raise UserError(
-                f"policy.model: {self.name} attends to other keys and values than it caches:"
+                f"policy.model: {self.name} attends to keys and values other than those it caches:"
                 " set rollout.decoder: transformers"
             )
         return query.new_zeros(*query.shape[:3], value.shape[3]).transpose(1, 2)
 
 
 class PagedCache:
-    """The pages of all layers, with a count of owners: `pages` pages (page 0 included) of `page` entries each."""
+    """The pages of all layers, with their numbers of owners: `pages` pages (page 0 included) of `page` entries."""
 
     def __init__(self, geometry: Geometry, pages: int, page: int, device: torch.device) -> None:
         self.geometry, self.pages, self.page, self.device = geometry, pages, page, device
@@ -175,7 +175,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def prefill_that_fits(wish: int | None, on_gpu: bool, token_bytes: int, free: int) -> int:
-    """Tokens of one prefill: the `wish`, else the default, reduced on a GPU if it would take too much of `free`."""
+    """Return the tokens of one prefill: `wish`, or the default, halved until it takes little enough of `free`."""
     least = PREFILL_TOKENS["cpu"]
     tokens = wish or PREFILL_TOKENS["cuda" if on_gpu else "cpu"]
     while not wish and tokens > least and tokens * token_bytes > _PREFILL_SHARE * free:
@@ -184,7 +184,7 @@ def prefill_that_fits(wish: int | None, on_gpu: bool, token_bytes: int, free: in
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that decoding may take on the device now."""
+    """Return the bytes of memory that decoding may take on the device now."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         # Blocks that torch holds and no tensor uses are free too, but not those of CUDA graphs, which have pools of
@@ -205,10 +205,10 @@ def cache_for(
     longest: list[int],
     slots: int,
 ) -> PagedCache:
-    """A cache for the `slots` longest sequences at full length, or one as large as memory allows.
+    """Create a cache for the `slots` longest sequences at full length, or the largest one that memory allows.
 
-    `longest` has the most tokens of each sequence, prompt included, in descending order. On a GPU, room for a prefill
-    and `reserved(slots, pages of the longest)` bytes stay free. Raises UserError if the longest sequence does not fit.
+    `longest` lists the maximum tokens of each sequence, prompt included, in descending order. On a GPU, room for a
+    prefill and `reserved(slots, pages of the longest)` is kept. Raises UserError if the longest sequence does not fit.
     """
     needs = [-(-tokens // page) + 1 for tokens in longest]
     on_gpu, page_bytes = device.type == "cuda", page * geometry.token_bytes

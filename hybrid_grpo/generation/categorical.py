@@ -1,8 +1,8 @@
 """Draws one token from each row of logits, using the row's own random stream.
 
-Probabilities are integers in units of 2^-40 of the most probable token's, since a sum of integers is the same in any
-order: no draw and no filter's edge depends on rounding. So torch and the GPU's kernel draw the same token, unless their
-exponentials differ in the last bit at the very edge of a draw. Filters keep or drop equal logits together.
+Probabilities are integers in units of 2^-40 times the probability of the most probable token. A sum of integers is the
+same in any order, so draws and filters do not depend on rounding: torch and the GPU kernel draw the same token, unless
+their exponentials differ in the last bit at the very edge of a draw. Filters keep or drop equal logits together.
 """
 
 from dataclasses import astuple, dataclass
@@ -14,31 +14,31 @@ from hybrid_grpo.model.kernels import gpu
 
 UNIT = 1 << 40
 ONE = 1 << 23
-"""A top-p of 1; also the number of different draws."""
+"""The integer that stands for a top-p of 1; also the number of different draws."""
 
 
 @dataclass(frozen=True)
 class Filters:
-    """Which tokens can be drawn, in the order of application."""
+    """Decides which tokens can be drawn; the fields are in the order in which they are applied."""
 
     inverse_temperature: float = 1.0
     top_k: int = 0
-    """Number of most probable tokens to keep; 0: all."""
+    """Number of most probable tokens to keep; 0 keeps all."""
     top_p: int = ONE
-    """A token is kept if the more probable ones have less than this share of the total, in units of 2^-23."""
+    """A token is kept if the more probable tokens have less than this share of the total, in units of 2^-23."""
     least_weight: int = 0
-    """Smallest probability that is kept, in units of 2^-40 of the most probable token's."""
+    """Smallest probability that is kept, in units of 2^-40 times the probability of the most probable token."""
     greedy: bool = False
-    """Take the first of the tokens that are kept."""
+    """Whether to take the first of the tokens that are kept, instead of drawing one."""
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
+    """Return the logical right shift of int64 numbers."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def draw(key_n: Tensor, counter_n: Tensor) -> Tensor:
-    """Draw number `counter_n` of each stream: int64 [n], uniform on 0 to 2^23 - 1.
+    """Return draw number `counter_n` of each stream: int64 [n], uniform on 0 to 2^23 - 1.
 
     SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), started at the key, in
     wrapping int64 arithmetic.
@@ -51,8 +51,8 @@ def draw(key_n: Tensor, counter_n: Tensor) -> Tensor:
 
 
 def sample(logits_nV: Tensor, key_n: Tensor, counter_n: Tensor, filters: Filters) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns tokens (int64 [n]), their log-probabilities, and their log-probabilities among the tokens that the
-    filters keep (both float32 [n]).
+    """Draw tokens (int64 [n]), and return them with their log-probabilities over the whole vocabulary and over the
+    tokens that the filters keep (both float32 [n]).
 
     The cumulative distribution is inverted at the stream's next draw. A row whose largest logit is not finite gets
     token 0 and NaN. Nothing waits for the device, and no shape depends on a value.
@@ -104,7 +104,7 @@ def _portion(total: Tensor, of_2_23: Tensor | int) -> Tensor:
 
 
 def _kernel_agrees(device: torch.device, dtype: torch.dtype, vocabulary: int, filters: Filters) -> bool:
-    """Whether the kernel draws torch's tokens; each kind of filters compiles to its own kernel."""
+    """Whether the GPU kernel draws the same tokens as torch; each combination of filters compiles to its own kernel."""
     generator = torch.Generator().manual_seed(0)
     logits_nV = (3 * torch.randn(4, vocabulary, generator=generator)).to(device, dtype)
     key_n, counter_n = torch.randint(1 << 62, (2, 4), generator=generator).to(device)

@@ -35,7 +35,7 @@ class _Model(ctypes.Structure):
 
 
 class CpuStep:
-    """The decode step of a recognised model, over a cache whose memory stays where it is."""
+    """The decode step of a recognised model, with a cache whose memory must not move."""
 
     def __init__(self, model: Any, cache: PagedCache) -> None:
         base, head = model.base_model, model.get_output_embeddings()
@@ -63,7 +63,7 @@ class CpuStep:
         self._rope = torch.empty(0, 2 * d)
 
     def __call__(self, token_n: Tensor, table_nw: Tensor, position_n: Tensor, read: int) -> Tensor:
-        """logits_nV after each sequence's token, in memory that the next call overwrites; see `DecodeStep`."""
+        """Return logits_nV after each sequence's token, in memory that the next call overwrites; see `DecodeStep`."""
         entries = read * self._cache.page
         if len(self._rope) < entries:
             position = torch.arange(max(entries, 2 * len(self._rope)))
@@ -85,7 +85,7 @@ def fitting(model: Any, cache: PagedCache) -> bool:
 
 
 def weights(layer: Any) -> tuple[Tensor | None, ...]:
-    """Weights of a layer in the order of `struct layer`."""
+    """Return the weights of a layer in the order of `struct layer`."""
     attention, mlp = layer.self_attn, layer.mlp
     q, k, v, o = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
     return (

@@ -25,7 +25,7 @@ class Decoder:
     """
 
     lag = 0
-    """Steps that may run on the device while the host prepares the next: the host reads their tokens later."""
+    """Number of steps that may be running on the device before the host reads the tokens of the oldest."""
 
     def __init__(
         self, model: Any, cache: PagedCache, sampling: Sampling, slots: int, width: int, capture: Capture | None = None
@@ -40,7 +40,7 @@ class Decoder:
         self.begin(sampling)
 
     def begin(self, sampling: Sampling) -> None:
-        """Use `sampling` from now on; all slots must be free."""
+        """Begin a call that uses `sampling`; all slots must be free."""
         self._captured_before = len(self._graphs or ())
         self._sampler = Sampler(sampling, self._device)
         self._seen_nV: Tensor | None = None
@@ -54,17 +54,17 @@ class Decoder:
 
     @property
     def captured(self) -> bool:
-        """Whether no capture has failed."""
+        """Whether no capture of a CUDA graph has failed."""
         return self._graphs is None or self._graphs.usable
 
     @property
     def captures(self) -> int:
-        """Forwards captured since `begin`."""
+        """Number of forwards captured since `begin`."""
         return len(self._graphs or ()) - self._captured_before
 
     def capture_all(self) -> None:
-        """Capture the forward of every graph size. All slots must be free: a forward runs once before its capture, on
-        padding, which writes to page 0. The largest comes first, so that the others find their memory in the pool."""
+        """Capture the forward of every graph size. All slots must be free: each forward runs once on padding before its
+        capture, and writes to page 0. The largest is captured first, so that the others reuse its memory."""
         slots, width = self._table_nw.shape
         for size in sizes_up_to(slots):
             for read in reads_up_to(width, self._follows):
@@ -96,7 +96,7 @@ class Decoder:
             self._seen_nV[target_k] = self._seen_nV[source_k]
 
     def step(self, active: list[Sequence]) -> Any:
-        """Feed each active sequence its last token and sample the next; `read` turns the result into tokens."""
+        """Feed each active sequence its last token and sample the next one; `read` turns the result into tokens."""
         page = self.cache.page
         grown = [(slot, s.position // page) for slot, s in enumerate(active) if s.position % page == 0]
         if grown:
@@ -122,14 +122,14 @@ class Decoder:
         return token_n, logp_n
 
     def _forward(self, n: int, read: int) -> Tensor:
-        """logits_nV of slots 0 to n - 1. Changes only the cache, at each slot's position."""
+        """Return logits_nV of slots 0 to n - 1. Only the cache changes, at each slot's position."""
         token_n, position_n, table_nw = self._state_4n[_TOKEN, :n], self._state_4n[_POSITION, :n], self._table_nw[:n]
         if self._fused is not None:
             return self._fused(token_n, table_nw, position_n, read)
         return decode_step(self._model, self.cache, token_n, table_nw, position_n, read)
 
     def _replayed(self, graphs: Graphs, n: int, read: int) -> Tensor:
-        """`_forward` replayed by a graph; the next call overwrites the result."""
+        """Run `_forward` as a CUDA graph; the next call overwrites the result."""
         size = size_for(n, self.slots)
         # Rows that pad the graph's size write to page 0.
         self._state_4n[:, n:size] = 0
@@ -138,7 +138,7 @@ class Decoder:
         return graphs.run((size, read), partial(self._forward, size, read))[:n]
 
     def _read_for(self, pages: int) -> int:
-        """Pages that a captured forward reads if the longest sequence has `pages`."""
+        """Return how many pages of each sequence a captured forward reads if the longest has `pages`."""
         width = self._table_nw.shape[1]
         return width if self._follows else read_for(pages, width)
 
@@ -148,7 +148,7 @@ class Decoder:
 
     @staticmethod
     def read(outcome: Any) -> tuple[list[int], list[float]]:
-        """Tokens and log-probabilities of a step, by slot, once it has run."""
+        """Wait for a step, and return its tokens and log-probabilities by slot."""
         rows, copied = outcome
         if copied is not None:
             copied.synchronize()
@@ -157,7 +157,7 @@ class Decoder:
 
 
 def _to_host(packed: Tensor) -> tuple[Tensor, Any]:
-    """Start a copy to host memory; returns it and the event that marks its end (None: the copy is done)."""
+    """Start a copy to host memory. Return it, and the event that marks its end (None if the copy is already done)."""
     if packed.device.type == "cpu":
         return packed.clone(), None
     host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)

@@ -1,8 +1,8 @@
 """The fallback for architectures that the decode loop refuses: transformers' `generate()`, which is slower.
 
-Only the forwards and the cache are transformers'. Tokens, log-probabilities and endings come from the sampler and the
-random streams of loop.py. Only texts of equal length are decoded together, since some recurrent layers do not ignore
-padding. After each answer between turns, the whole text is read again.
+transformers provides only the forwards and the cache. The sampler chooses tokens, with the same random streams as in
+loop.py, and completions end by the same rules. Only texts of equal length are decoded together, since some recurrent
+layers do not ignore padding. After each answer between turns, the model reads the whole text again.
 """
 
 from collections.abc import Iterable, Iterator
@@ -33,7 +33,7 @@ def _no_defaults(model: Any) -> Iterator[None]:
 
 
 class _Batches:
-    """One call of `generate`, which decodes rows in batches."""
+    """The state of one call of `generate`, which decodes rows in batches."""
 
     def __init__(self, model: Any, sampling: Sampling, callbacks: Callbacks) -> None:
         self.model, self.sampling, self.callbacks = model, sampling, callbacks
@@ -59,7 +59,7 @@ class _Batches:
         )
 
     def _choose(self, rows: list[Sequence], key_n: Tensor, ids_nS: Tensor, logits_nV: Tensor) -> Tensor:
-        """Sample the next tokens, and leave them as the only ones that `generate()` can choose."""
+        """Sample the next tokens, and return logits that make `generate()` choose them."""
         if self.callbacks.on_step:
             self.callbacks.on_step()
         seen_nV = None
@@ -76,7 +76,7 @@ class _Batches:
         return torch.full_like(logits_nV, float("-inf")).scatter_(1, token_n[:, None], 0.0)
 
     def answered(self, rows: list[Sequence]) -> list[Sequence]:
-        """Wait for all answers; returns the rows that begin another turn."""
+        """Wait for the answers to all rows, and return the rows that begin another turn."""
         waiting = {row.key: row for row in rows}
         while self.callbacks.turns is not None and waiting:
             if self.callbacks.on_step:
@@ -104,12 +104,12 @@ def generate(
     decode: Decode | None = None,
     turns: Turns | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
-    """Complete every request, as `generate` in loop.py does; see there for what is not described here.
+    """Complete every request as `generate` in loop.py does; see there for the other arguments and the result.
 
     Args:
         model: any transformers causal language model in eval mode, with one of transformers' own attention
             implementations and without hooks that communicate.
-        max_slots: most completions decoded at the same time; fewer if fewer texts have the same length.
+        max_slots: most completions that are decoded at the same time; only texts of equal length are decoded together.
     """
     batches = _Batches(model, sampling, Callbacks(on_finish, on_step, on_token, decode, turns))
     groups = sequences_of(requests, sampling)

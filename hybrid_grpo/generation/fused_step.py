@@ -1,7 +1,7 @@
 """Fused decode steps for models that compute what Llama does: one C call on a CPU, Triton kernels on a GPU.
 
-Models are tested rather than listed: one with exactly the parts of a Llama model decodes a few tokens both ways, and
-the fused step is used only if the results agree. Prefills go through the model's own forward.
+Models are tested rather than listed: a model with exactly the parts of a Llama model decodes a few tokens both ways,
+and the fused step is used only if the logits agree. Prefills use the model's own forward.
 """
 
 from typing import Any
@@ -28,17 +28,17 @@ _HEAD_NORMS = {"self_attn.q_norm", "self_attn.k_norm"}
 _ROPE = {"default", "linear", "llama3", "yarn"}
 """Rotary embeddings that depend on the position only; other kinds look at the whole batch."""
 _FAR = 1 << 17
-"""A position beyond 8,192 and 16,384, from which some models scale their attention by position."""
+"""A test position beyond 8,192 and 16,384, after which some models scale their attention by position."""
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.15}
-"""Largest root mean square difference of the logits, relative to their standard deviation: the rounding of a few dozen
-layers. A step that leaves anything out differs by as much as the logits themselves vary."""
+"""Largest root mean square difference of the logits, relative to their standard deviation: the effect of rounding in a
+few dozen layers. A step that omits anything differs by as much as the logits themselves vary."""
 
 
 _agreed: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def fused_step(model: Any, cache: PagedCache) -> CpuStep | GpuStep | None:
-    """The fused decode step of a model whose weights are whole; None if it cannot be fused."""
+    """Return the fused decode step of a model with unsharded weights; None if the model cannot use one."""
     parameters = list(model.parameters())
     on_gpu = gpu.usable(*parameters)
     if not (on_gpu or usable(*parameters)) or not _looks_right(model, cache):
@@ -87,7 +87,7 @@ def _layer_looks_right(layer: Any, norm: Any) -> bool:
 def _agrees(kind: type[CpuStep] | type[GpuStep], model: Any, like: PagedCache) -> bool:
     """Whether the fused step computes the model's logits.
 
-    Compares them on three sequences, at the first three positions and at a far one: some models scale by position.
+    Compares them on three sequences, at the first three positions and at a far one, as some models scale by position.
     """
     far = min(getattr(model.config.get_text_config(), "max_position_embeddings", None) or _FAR, _FAR) - 1
     device = like.device

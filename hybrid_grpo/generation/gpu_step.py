@@ -1,8 +1,8 @@
 """A decode step with Triton kernels between the matrix products, for models that `fused_step` recognises.
 
-To decode one token of each sequence, a layer in transformers launches about 40 kernels, most of them on vectors that a
-GPU reads in a microsecond. Here a layer launches twelve: the norm kernel also adds the residual, and the rotation
-kernel also writes to the cache.
+To decode one token of each sequence, a layer of transformers launches about 40 kernels, most of which read vectors for
+only a microsecond. Here a layer launches twelve: the norm kernel also adds the residual, and the rotation kernel also
+writes to the cache.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ class GpuStep:
         """Cosines and sines, [positions, 2 * d], by number of positions. CUDA graphs read them in place."""
 
     def __call__(self, token_n: Tensor, table_nw: Tensor, position_n: Tensor, read: int) -> Tensor:
-        """logits_nV after each sequence's token; see `DecodeStep`."""
+        """Return logits_nV after each sequence's token; see `DecodeStep`."""
         base, head, cache = self._model.base_model, self._model.get_output_embeddings(), self._cache
         step = DecodeStep(cache, table_nw, position_n, read)
         x_nD, delta_nD = embedding(token_n, base.embed_tokens.weight), None

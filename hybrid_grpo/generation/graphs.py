@@ -1,8 +1,8 @@
-"""Forwards of decode steps as CUDA graphs: one launch for a whole forward, since Python takes longer to launch the
-kernels than the GPU takes to run them.
+"""Runs the forwards of decode steps as CUDA graphs, with one launch per forward, since Python takes longer to launch
+all kernels than the GPU takes to run them.
 
-A graph replays with the addresses and the number of rows of its capture. So rows are rounded up to a few sizes, and
-what a graph reads and writes must stay at the same address.
+A graph replays with the addresses and the number of rows of its capture. So the number of rows is rounded up to one of
+a few sizes, and tensors that a graph reads or writes must not move.
 """
 
 import warnings
@@ -20,8 +20,8 @@ _SIZE_STEP = 64
 _ROOM = 256 << 20
 """Bytes that must be free before a capture, for its parameters, the logits, and the largest forward's temporaries."""
 SURVIVES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-"""Whether a process survives a failed capture. Before torch 2.13 the allocator believes that it is still under way, and
-fails when it next frees memory (pytorch issues 159594, 180395, 190348)."""
+"""Whether a process survives a failed capture. Before torch 2.13 the allocator acts as if the capture were still under
+way, and fails when it next frees memory (pytorch issues 159594, 180395, 190348)."""
 
 GRAPH_BYTES = 16 << 20
 """Bytes of a captured decode step in addition to its tensors, for the parameters of its kernels. Assumed, not measured:
@@ -29,45 +29,45 @@ vLLM reports about 0.5 GB for 35 graphs of a model with 8B parameters."""
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]
-"""Captures a step without running it; returns the replay, and the tensor that will hold its result."""
+"""Captures a step without running it; returns a function that replays it, and the tensor that will hold its result."""
 
 
 def size_for(rows: int, most: int) -> int:
-    """Number of rows, at most `most`, of the graph that runs `rows` rows."""
+    """Return the number of rows, at most `most`, of the graph that is used for `rows` rows."""
     size = next((size for size in _SIZES if size >= rows), -(-rows // _SIZE_STEP) * _SIZE_STEP)
     return min(size, most)
 
 
 def sizes_up_to(most: int) -> list[int]:
-    """All sizes of `size_for` for up to `most` rows, the largest first."""
+    """Return all values of `size_for` for up to `most` rows, the largest first."""
     return sorted({size_for(rows, most) for rows in range(1, most + 1)}, reverse=True)
 
 
 def read_for(pages: int, most: int) -> int:
-    """Pages that a graph reads of every sequence, if it cannot follow their lengths and the longest has `pages`."""
+    """Return the pages that a graph reads of every sequence if it cannot adapt to lengths; the longest has `pages`."""
     return min(1 << (pages - 1).bit_length(), most)
 
 
 def reads_up_to(most: int, follows: bool) -> list[int]:
-    """All values of `read_for` for sequences of up to `most` pages, the largest first. If attention follows the lengths
-    of the sequences, graphs need only `most`."""
+    """Return all values of `read_for` for sequences of up to `most` pages, the largest first; only `most` if the
+    attention `follows` the length of each sequence."""
     return [most] if follows else sorted({read_for(pages, most) for pages in range(1, most + 1)}, reverse=True)
 
 
 def bytes_of(slots: int, reads: int, row_bytes: int) -> int:
-    """Bytes of a decoder's graphs: the logits of each (`row_bytes` per row), and the temporaries of the largest."""
+    """Return the bytes of a decoder's graphs: each one's logits (`row_bytes` per row), the largest's temporaries."""
     sizes = sizes_up_to(slots)
     return (slots + reads * sum(sizes)) * row_bytes + reads * len(sizes) * GRAPH_BYTES
 
 
 def capture_on(device: torch.device) -> Capture | None:
-    """A function that captures steps on a device into one new memory pool; None if they are not captured there."""
+    """Return a function that captures steps on a device into a new memory pool; None if the device cannot do this."""
     # A pool whose graphs are gone cannot always be opened again (vLLM issue 53682), so each decoder has its own.
     return partial(on_cuda, pool=torch.cuda.graph_pool_handle()) if device.type == "cuda" else None
 
 
 class NoRoom(Exception):
-    """Too little memory is free for a capture, which was not begun."""
+    """Raised before a capture begins if too little memory is free for it."""
 
 
 def on_cuda(step: Callable[[], Tensor], pool: Any = None) -> tuple[Replay, Tensor]:
@@ -89,19 +89,19 @@ def on_cuda(step: Callable[[], Tensor], pool: Any = None) -> tuple[Replay, Tenso
 
 
 class Graphs:
-    """The captured steps of one decoder. The key of a step is the numbers that it depends on: rows and pages."""
+    """The captured steps of one decoder. A step's key is the pair of numbers that it depends on: rows and pages."""
 
     def __init__(self, capture: Capture) -> None:
         self._capture = capture
         self._captured: dict[tuple[int, int], tuple[Replay, Tensor]] = {}
         self.usable = True
-        """False once a capture has failed: from then on steps are not captured."""
+        """False once a capture has failed; from then on, no steps are captured."""
 
     def __len__(self) -> int:
         return len(self._captured)
 
     def run(self, key: tuple[int, int], step: Callable[[], Tensor]) -> Tensor:
-        """The result of `step`, in memory that the next run of the same key overwrites.
+        """Return the result of `step`, in memory that the next run with the same key overwrites.
 
         The first run of a key calls `step` and then captures its graph. Raises RunStopped if a capture fails and the
         process cannot continue.
@@ -123,5 +123,5 @@ class Graphs:
                         " or install torch 2.13"
                     ) from error
                 self.usable = False
-                warnings.warn(f"decoding runs without CUDA graphs, slower: {str(error).splitlines()[0]}", stacklevel=2)
+                warnings.warn(f"decoding is slower without CUDA graphs: {str(error).splitlines()[0]}", stacklevel=2)
         return result

@@ -1,7 +1,7 @@
-"""Finished completions of the steps that no checkpoint covers yet, so that a crash does not lose them.
+"""Keeps the finished completions of steps that no checkpoint covers yet, so that a crash does not lose them.
 
-A step that is repeated after a crash requests the same random streams, which identify completions. Completions in the
-journal are taken from there, and only the rest is sampled.
+A step that is repeated after a crash requests completions with the same random streams, whose keys identify them. Those
+that are in the journal are reused, and only the others are sampled.
 """
 
 import json
@@ -24,7 +24,7 @@ from hybrid_grpo.generation.scheduler import OnFinish
 
 _FILE = re.compile(r"step_(\d{6,})\.rank_\d+")
 Sample = Callable[[list[Request], OnFinish], tuple[list[list[Completion]], Stats]]
-"""A decoder that calls back for every completion as soon as it is finished."""
+"""Completes requests, and calls back for every completion as soon as it is finished."""
 
 
 class Journal:
@@ -43,7 +43,7 @@ class Journal:
         self._identity = 0
 
     def bind(self, identity: str) -> None:
-        """From now on write and read only completions of this `identity`: everything that determines the weights."""
+        """From now on use only completions of this `identity`, which names everything that determines the weights."""
         self._identity, self._step = zlib.crc32(identity.encode()), None
 
     def complete(
@@ -54,24 +54,24 @@ class Journal:
         sample: Sample,
         given: Mapping[int, Completion] | None = None,
     ) -> tuple[list[list[Completion]], Stats]:
-        """`complete_rest`, which also takes completions from the journal and writes new ones to it."""
+        """Do the same as `complete_rest`, but also reuse completions in the journal and write new ones to it."""
         self._turn_to(step)
         return complete_rest(requests, {**self._known, **(given or {})}, on_finish, sample, self._write)
 
     def steps(self) -> list[int]:
-        """The steps that have a file, ascending."""
+        """Return the steps that have a file, in ascending order."""
         names = (_FILE.fullmatch(path.name) for path in self.folder.glob("step_*"))
         return sorted({int(name[1]) for name in names if name})
 
     def forget(self, step: int) -> None:
-        """Remove the files of all steps up to this one. Called on one rank, while no other samples."""
+        """Remove the files of all steps up to this one. Call it on one rank, while no other rank is sampling."""
         for path in self.folder.glob("step_*"):
             name = _FILE.fullmatch(path.name)
             if name and int(name[1]) <= step:
                 path.unlink()
 
     def clear(self) -> None:
-        """Remove the folder. Called on one rank, while no other samples."""
+        """Remove the folder. Call it on one rank, while no other rank is sampling."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _turn_to(self, step: int) -> None:
@@ -103,7 +103,7 @@ class Journal:
         return f"{zlib.crc32(text.encode(), self._identity):08x}"
 
     def _read(self, line: str) -> list[tuple[int, Completion]]:
-        """The key and completion of a line; empty if the line is damaged or has another identity."""
+        """Return a line's key and completion in a list, empty if the line is damaged or has another identity."""
         checksum, _, text = line.partition(" ")
         if checksum != self._checksum(text):
             return []
@@ -131,9 +131,9 @@ def complete_rest(
     sample: Sample,
     keep: Callable[[int, Completion], None] | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
-    """The completions of every request, in order. `known` has some of them, by the keys of their random streams;
-    `on_finish` is called for these first. `sample` adds the others. `keep` is called with the key and the completion of
-    each new one when it is finished."""
+    """Return the completions of every request, in order. `known` maps keys of random streams to completions that exist
+    already; `on_finish` is called for these first. `sample` makes the others. `keep` is called with the key and the
+    completion as soon as a new one is finished."""
     groups = [[known.get(key) for key in request.keys] for request in requests]
     for index, group in enumerate(groups):
         for k, completion in enumerate(group):
@@ -157,13 +157,13 @@ def complete_rest(
 
 
 def _part(request: Request, chosen: list[int]) -> Request:
-    """A request for only the `chosen` completions of another."""
+    """Return a request for only the `chosen` completions of another request."""
     limits = request.limits and [request.limits[k] for k in chosen]
     return replace(request, keys=[request.keys[k] for k in chosen], limits=limits)
 
 
 def _completion(row: dict[str, Any]) -> tuple[int, Completion]:
-    """The key and completion of a record; raises ValueError, KeyError or TypeError if it is malformed."""
+    """Return the key and completion of a record. Raises ValueError, KeyError or TypeError if it is malformed."""
     token_ids: list[int] = np.frombuffer(b64decode(row["tokens"]), "<i4").tolist()
     logp: list[float] = np.frombuffer(b64decode(row["logp"]), "<f8").tolist()
     given = tuple((place, ids) for place, ids in row.get("given", ()))

@@ -50,11 +50,11 @@ class Request:
     keys: list[int]
     """Key of each completion's random stream; see `stream_key`."""
     limits: list[int] | None = None
-    """Most sampled tokens of each completion. Default: `Sampling.max_tokens` for all."""
+    """Maximum number of sampled tokens for each completion. Default: `Sampling.max_tokens` for all."""
     most: int | None = None
-    """Most tokens in total: prompt, sampled, and given between turns. Required if there are turns."""
+    """Maximum number of tokens of prompt, sampled tokens and answers between turns together. Required with `turns`."""
     prompt: Prompt | None = None
-    """What `prompt_ids` encode, for `Turns`."""
+    """The prompt that `prompt_ids` encode, which `Turns` needs."""
 
 
 @dataclass
@@ -64,30 +64,30 @@ class Stats:
     steps: int = 0
     """Forward passes of the decode loop."""
     rows: int = 0
-    """Rows of these passes: one for each token sampled."""
+    """Total rows of these passes: one for each sampled token."""
     context: int = 0
     """Cache entries that these rows attended to."""
     prefills: int = 0
-    """Prompts read; a preempted sequence that is read again counts again."""
+    """Number of prompts read; a preempted sequence that is read again is counted again."""
     answers: int = 0
-    """Answers between turns that were read on top of the cache."""
+    """Number of answers between turns that were added to an existing cache."""
     preempted: int = 0
-    """Sequences that lost their pages while they were decoded or waited."""
+    """Number of sequences that lost their pages while they were being decoded or waiting."""
     peak_cache_bytes: int = 0
     captures: int = 0
-    """Forwards captured as CUDA graphs."""
+    """Number of forwards captured as CUDA graphs."""
     timeline: Timeline | None = None
-    """None if nothing was decoded, and with the fallback."""
+    """None with the fallback, and if nothing was decoded."""
 
 
 PATIENCE_S = 0.2
-"""Longest wait for the answers of turns between two calls of `on_step`."""
+"""Longest wait for answers to turns between two calls of `on_step`, in seconds."""
 
 _geometries: WeakKeyDictionary[Any, Geometry] = WeakKeyDictionary()
 
 
 def _prepared(model: Any) -> Geometry:
-    """The cache geometry of a model; the first time, its modules also switch to the kernels they can use."""
+    """Return the cache geometry of a model. On the first call, its modules also switch to the kernels they can use."""
     if model not in _geometries:
         adopt(model)
         _geometries[model] = Geometry.of(model)
@@ -95,14 +95,14 @@ def _prepared(model: Any) -> Geometry:
 
 
 def _reserved(model: Any, geometry: Geometry, device: torch.device, captured: bool, slots: int, pages: int) -> int:
-    """Bytes that decoding `slots` sequences of `pages` pages takes in addition to the cache, for logits and graphs."""
+    """Return the bytes that decoding `slots` sequences of `pages` pages needs besides the cache: logits and graphs."""
     row_bytes = model.get_output_embeddings().weight.shape[0] * geometry.dtype.itemsize
     reads = len(reads_up_to(pages, all_follow(geometry, device)))
     return slots * row_bytes + (bytes_of(slots, reads, row_bytes) if captured else 0)
 
 
 class _Loop:
-    """One call of `generate`."""
+    """The state of one call of `generate`."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class _Loop:
         self.prefill_tokens, self.sampling, self.callbacks = prefill_tokens, sampling, callbacks
         self.stats = Stats()
         self.in_flight: deque[tuple[list[tuple[Sequence, int]], Any]] = deque()
-        """Running steps: their sequences, each with the number of its turn, and their outcome."""
+        """For each running step, its sequences, each with the number of its turn, and the outcome to be read."""
 
     def run(self) -> Stats:
         schedule, cache = self.schedule, self.schedule.cache
@@ -172,8 +172,8 @@ class _Loop:
                 return
 
     def _read(self, pages: list[list[int]], tokens: list[list[int]], starts: list[int]) -> None:
-        """Prefill the tokens of each sequence from its start up to the one before the last. A single sequence beyond
-        the budget is read in several parts."""
+        """Prefill each sequence's tokens from its start up to, but not including, the last one. A single sequence that
+        exceeds the budget is read in several parts."""
         rows = [row for row in zip(pages, tokens, starts, strict=True) if len(row[1]) - 1 > row[2]]
         longest = max((len(ids) - 1 - start for _, ids, start in rows), default=0)
         for done in range(0, longest, self.prefill_tokens):
@@ -219,7 +219,7 @@ class _Loop:
 
 
 def sequences_of(requests: Iterable[Request], sampling: Sampling) -> list[list[Sequence]]:
-    """The sequences of each request, with nothing sampled yet."""
+    """Create the sequences of each request, with nothing sampled yet."""
     groups = []
     for index, request in enumerate(requests):
         assert request.prompt_ids and request.keys, "a prompt has tokens, a request keys"
@@ -241,7 +241,7 @@ def _decoder(
     cache_gb: float | None,
     workspace: Workspace | None,
 ) -> Decoder:
-    """The decoder of a call of `generate`, with a cache for its sequences, whose lengths are `longest` (descending)."""
+    """Return the decoder for a call of `generate`, with a cache for sequences of the lengths `longest` (descending)."""
     device = next(model.parameters()).device
     geometry, capture, page = _prepared(model), capture_on(device), PAGE[device.type]
     if capture is not None:
@@ -271,14 +271,14 @@ def generate(
     decode: Decode | None = None,
     turns: Turns | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
-    """The completions of every request, in the order of `requests` and their keys, and statistics of the call.
+    """Return the completions of every request, in the order of `requests` and their keys, and statistics of the call.
 
     Raises UserError if `cache_gb`, or the free memory, cannot hold the longest single sequence.
 
     Args:
         model: a transformers causal language model in eval mode whose attention is `ATTENTION`, without hooks that
-            communicate: nothing in here waits for another rank.
-        max_slots: most completions decoded at the same time.
+            communicate, since generation does not wait for other ranks.
+        max_slots: most completions that are decoded at the same time.
         prefill_tokens: tokens of one prefill forward; a longer prompt takes several. Default: `PREFILL_TOKENS`, or less
             if memory is short.
         cache_gb: GiB of keys and values. Default: a fraction of the free memory. If it is too small for `max_slots`

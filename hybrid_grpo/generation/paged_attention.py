@@ -1,7 +1,7 @@
 """Attention over the paged cache: `Prefill` for the tokens of prompts, `DecodeStep` for one token of every sequence.
 
-Both are a `Batch` of `routed_attention` and the cache of their forward: a layer passes its new keys and values to
-`update`, then its queries to `attend`.
+Each is both the `Batch` that `routed_attention` uses and the cache that the forward sees: a layer passes its new keys
+and values to `update`, then its queries to `attend`.
 """
 
 from functools import cached_property
@@ -36,12 +36,12 @@ from hybrid_grpo.model.upload import upload
 
 
 class Prefill:
-    """A prefill without padding: new tokens of several sequences in one row, after what each has in the cache.
+    """A prefill without padding: one row has the new tokens of several sequences, after those in the cache.
 
     Args:
-        pages: pages of each sequence, enough for its tokens up to the end of this forward.
-        starts: entries that each sequence already has in the cache: 0 for a prompt.
-        lengths: new tokens of each sequence, at least one.
+        pages: the pages of each sequence, enough for all its tokens up to the end of this forward.
+        starts: the number of entries that each sequence already has in the cache; 0 for a prompt.
+        lengths: the number of new tokens of each sequence, at least one.
     """
 
     def __init__(self, cache: PagedCache, pages: list[list[int]], starts: list[int], lengths: list[int]) -> None:
@@ -68,7 +68,7 @@ class Prefill:
             self._page_K, self._offset_K = self._places(pages, [0] * len(starts), starts)
 
     def _places(self, pages: list[list[int]], starts: list[int], ends: list[int]) -> tuple[Tensor, Tensor]:
-        """Page and offset of the entries from `starts` to `ends`, sequence after sequence."""
+        """Return the pages and offsets of the entries from `starts` to `ends`, sequence after sequence."""
         page, places = self._cache.page, []
         for own, start, end in zip(pages, starts, ends, strict=True):
             entries = np.arange(start, end)
@@ -106,12 +106,12 @@ class Prefill:
 
 
 class DecodeStep:
-    """One new token for every sequence in decoding.
+    """One decode step: one new token for every active sequence.
 
     Args:
         table: int32 [n, width], the pages of each sequence, padded with page 0.
         position: int64 [n], of the new tokens.
-        read: pages of the longest sequence; attention that cannot follow lengths reads this many of every sequence.
+        read: number of pages of the longest sequence; attention that ignores lengths reads as many of every sequence.
     """
 
     def __init__(self, cache: PagedCache, table: Tensor, position: Tensor, read: int) -> None:
@@ -119,7 +119,7 @@ class DecodeStep:
 
     @cached_property
     def _used(self) -> Tensor:
-        """Entries of each sequence, the new one included."""
+        """Number of entries of each sequence, including the new one."""
         return (self._position + 1).int()
 
     @cached_property
@@ -130,12 +130,12 @@ class DecodeStep:
 
     @cached_property
     def _begins(self) -> tuple[Tensor, Tensor]:
-        """The first query and the first key of each sequence, as if all pages of the table were read."""
+        """Offsets of each sequence's first query and first key, as if all pages of the table were read."""
         begins = torch.arange(len(self._table) + 1, dtype=torch.int32, device=self._table.device)
         return begins, begins * (self._table.shape[1] * self._cache.page)
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Remember the layer; `attend` stores its keys and values."""
+        """Remember the layer; `attend` will store its keys and values."""
         self._layer = layer
         return key, value
 
@@ -156,7 +156,7 @@ class DecodeStep:
     def attend_to(
         self, keys: Tensor, values: Tensor, query: Tensor, scale: float, window: int, softcap: float
     ) -> Tensor:
-        """`attend`, once the new tokens are in the layer's cache: `keys` and `values`, [pages, page, kv, d]."""
+        """Compute `attend` after the new tokens are in the layer's cache: `keys` and `values`, [pages, page, kv, d]."""
         if follows_lengths(keys, values, softcap):
             if has_flash(keys):
                 return self._flash(query, keys, values, scale, window, softcap)
@@ -203,17 +203,17 @@ class DecodeStep:
 
 
 def follows_lengths(keys: Tensor, values: Tensor, softcap: float) -> bool:
-    """Whether a GPU kernel reads only the real entries of each sequence from a layer's cache."""
+    """Whether a GPU kernel reads from a layer's cache only as many entries as each sequence has."""
     return has_paged_kernel(keys) and keys.shape == values.shape and (not softcap or has_flash(keys))
 
 
 def might_follow(half: bool, softcap: float) -> bool:
-    """Whether `follows_lengths` should hold on a GPU, judging by what is installed here."""
+    """Whether `follows_lengths` is expected to be true on a GPU, given the packages that are installed here."""
     return half and (flash_attn_with_kvcache is not None or (PAGED_OPTIONS <= VARLEN_OPTIONS and not softcap))
 
 
 def all_follow(geometry: Geometry, device: torch.device) -> bool:
-    """`follows_lengths` for every layer."""
+    """Whether `follows_lengths` is true for every layer."""
     for pair, (_, _, softcap) in zip(geometry.shapes, geometry.attention, strict=True):
         keys, values = (torch.empty(1, 1, *shape, dtype=geometry.dtype, device=device) for shape in pair)
         if not follows_lengths(keys, values, softcap):
@@ -222,8 +222,8 @@ def all_follow(geometry: Geometry, device: torch.device) -> bool:
 
 
 def describe(policy: PolicyConfig, device: torch.device, *, paged: bool = False) -> str:
-    """One line that says which attention trains a model, and which decodes it with the `paged` cache. On a GPU without
-    a kernel, it also says what to do."""
+    """Return a line that names the attention used for training a model and, if `paged`, for decoding it. If a GPU has
+    no kernel for it, the line includes a remedy."""
     config, dtype = load_config(policy.model), getattr(torch, policy.dtype)
     training, text = training_attention(policy, config), config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // (getattr(text, "num_attention_heads", 0) or 1)
@@ -239,14 +239,14 @@ def describe(policy: PolicyConfig, device: torch.device, *, paged: bool = False)
     if on_gpu(device) and "torch," in line:
         half = dtype in (torch.bfloat16, torch.float16)
         cure = "install flash-attn (the extra flash) or torch 2.12" if half else "set policy.dtype: bfloat16"
-        line += f"; WARNING: slow, as no kernel for GPUs takes it here: {cure}"
+        line += f"; WARNING: slow, because no GPU kernel supports this: {cure}"
     return line
 
 
 def decode_step(
     model: Any, cache: PagedCache, token_n: Tensor, table_nw: Tensor, position_n: Tensor, read: int
 ) -> Tensor:
-    """logits_nV of a model after each sequence's token (int64 [n]); see `DecodeStep`."""
+    """Return the logits_nV of a model after each sequence's token (int64 [n]); see `DecodeStep`."""
     batch = DecodeStep(cache, table_nw, position_n, read)
     logits_nV: Tensor = cached_forward(model, token_n[:, None], position_n[:, None], batch).logits[:, -1]
     return logits_nV
@@ -255,7 +255,7 @@ def decode_step(
 def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, position_nq: Tensor, scale: float, window: int, softcap: float
 ) -> Tensor:
-    """Attention of queries at `position_nq` (int64) over entries 0, 1, ... of their own sequence: [n, q, heads, d]."""
+    """Return the attention of queries at `position_nq` (int64) to the entries of their sequence, [n, q, heads, d]."""
     entry = torch.arange(key.shape[2], device=key.device)
     allowed = entry <= position_nq[:, :, None]
     if window:

@@ -1,4 +1,4 @@
-"""Generation as the configuration's `rollout` section sets it: the `Sampling`, requests, and the chosen decoder."""
+"""Generation with the settings of `rollout`: makes the `Sampling` and the requests, and calls the chosen decoder."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,10 +24,10 @@ from hybrid_grpo.model.attention import ATTENTION
 
 
 def sampling_of(config: RolloutConfig, stop_ids: tuple[int, ...], *, greedy: bool = False) -> Sampling:
-    """How tokens are chosen and completions end; `stop_ids` include those of `config`.
+    """Return how tokens are chosen and completions end; `stop_ids` must include the stop tokens of `config`.
 
     Greedy completions end by the same rules but ignore all other settings, since they measure the model: filters would
-    have no effect, and with a penalty or a bias they would measure the settings.
+    have no effect, and penalties or biases would change what is measured.
     """
     ends = Sampling(
         max_tokens=config.max_completion_tokens,
@@ -51,7 +51,7 @@ def sampling_of(config: RolloutConfig, stop_ids: tuple[int, ...], *, greedy: boo
 
 
 def requests_of(prompts: Sequence[Prompt], config: RolloutConfig, seed: int, step: int) -> list[Request]:
-    """Requests for completions, whose random streams depend neither on ranks nor on the order of prompts."""
+    """Return requests for completions. Their random streams depend neither on ranks nor on the order of prompts."""
     return [
         request_of(p, config, [stream_key(seed, step, p.epoch, p.id, k) for k in range(config.num_generations)])
         for p in prompts
@@ -59,13 +59,13 @@ def requests_of(prompts: Sequence[Prompt], config: RolloutConfig, seed: int, ste
 
 
 def request_of(prompt: Prompt, config: RolloutConfig, keys: list[int]) -> Request:
-    """The request for completions of a prompt with these random streams."""
+    """Return a request for completions of a prompt whose random streams have these keys."""
     most = config.longest(len(prompt.token_ids), opened=prompt.opening is not None)
     return Request(prompt.token_ids, keys, most=most, prompt=prompt)
 
 
 def attention_of(decoder: Literal["paged", "transformers"]) -> str | None:
-    """The attention implementation that a model needs for `complete`; None: one of transformers' own."""
+    """Return the attention implementation that a model needs for `complete`; None for one of transformers' own."""
     return ATTENTION if decoder == "paged" else None
 
 
@@ -81,8 +81,8 @@ def complete(
     on_token: OnToken | None = None,
     turns: Turns | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
-    """Complete every request with the decoder that `config` names, by a model with the attention of `attention_of`; see
-    `generation.generate`."""
+    """Complete every request with the decoder that `config` names. `model` has the attention that `attention_of` names;
+    for the other arguments and the result see `generation.generate`."""
     decoder: Callable[..., Any] = fallback.generate
     if config.decoder == "paged":
         memory: dict[str, Any] = {

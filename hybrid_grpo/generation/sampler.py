@@ -1,4 +1,4 @@
-"""From logits to tokens: penalties, filters, a random stream for every completion, stop strings.
+"""Turns logits into tokens, with penalties, filters, a random stream for every completion, and stop strings.
 
 A completion's randomness is a pure function of its stream key and the number of its tokens. Keys are made from (run
 seed, step, prompt, sample), so a rollout is the same for any number of ranks or slots and any order of prompts.
@@ -29,7 +29,7 @@ class Sampling:
     """
 
     max_tokens: int
-    """Most tokens of a completion."""
+    """Maximum number of tokens of a completion."""
     temperature: float = 1.0
     """0 takes the most probable token."""
     top_k: int = 0
@@ -37,7 +37,7 @@ class Sampling:
     stop_ids: tuple[int, ...] = ()
     """Tokens that end a completion; the completion includes them."""
     max_turn_tokens: int = sys.maxsize
-    """Most tokens of a turn; a turn that is cut there is the last."""
+    """Maximum number of tokens of a turn; a turn that is cut at this limit is the last."""
     min_tokens: int = 0
     """Stop tokens cannot be drawn, and stop strings are ignored, before this many tokens."""
     min_p: float = 0.0
@@ -47,8 +47,8 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()
     """A completion ends with the token that completes one of these in its text."""
     logprobs: Literal["softmax", "sampling"] = "softmax"
-    """The distribution whose log-probabilities are recorded: the softmax at the temperature (1 when greedy) over the
-    whole vocabulary, as in the training forward, or the one that the token was drawn from."""
+    """The distribution whose log-probabilities are recorded. `softmax` is over the whole vocabulary at the temperature
+    (1 if greedy), as in the training forward; `sampling` is the distribution that the token was drawn from."""
 
 
 GREEDY = 0.0
@@ -56,13 +56,13 @@ GREEDY = 0.0
 
 
 def stream_key(*parts: int | str) -> int:
-    """The 64-bit key of a completion's random stream, from what identifies the completion."""
+    """Return the 64-bit key of a completion's random stream, made from the values that identify the completion."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 class Sampler:
-    """Chooses tokens by `sampling`; `device` is where the logits are."""
+    """Chooses tokens as `sampling` says; `device` is the device of the logits."""
 
     def __init__(self, sampling: Sampling, device: torch.device | str = "cpu") -> None:
         self.sampling = sampling
@@ -76,16 +76,16 @@ class Sampler:
         self._filters = _filters_of(sampling)
         filters = sampling.top_k or sampling.top_p < 1 or sampling.min_p
         self._is_plain = not (self._changes_logits or filters)
-        """Whether tokens are drawn from the softmax at the temperature as it is."""
+        """Whether tokens are drawn from the unchanged softmax at the temperature."""
 
     def __call__(
         self, logits_nV: Tensor, key_n: Tensor, counter_n: Tensor, seen_nV: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """One token of each row, int64 [n], and its log-probability, float32 [n]; see `Sampling.logprobs`. For the
-        other arguments see `categorical.sample`. It can be part of a CUDA graph.
+        """Choose one token for each row, int64 [n], and return it with its log-probability, float32 [n]; see
+        `Sampling.logprobs`. For the other arguments see `categorical.sample`. The call can be part of a CUDA graph.
 
         Args:
-            seen_nV: bool, tokens of the prompt and the completion so far; required for a repetition penalty.
+            seen_nV: bool, True for tokens of the prompt or the completion so far; required for a repetition penalty.
         """
         sampling = self.sampling
         if self._is_plain and usable(logits_nV):
@@ -127,7 +127,7 @@ def _may_end(token: int, lasts: str, decode: Callable[[list[int]], str]) -> bool
     """Whether the text of a token may contain one of `lasts`, the last characters of stop strings. Only this token is
     decoded, since decoding every row at every step would take longer than the rest of the step.
 
-    Decoded alone, a token may lack spaces that it has after others, and a part of a character becomes U+FFFD.
+    Decoded alone, a token may lack spaces that it has after other tokens, and an incomplete character becomes U+FFFD.
     """
     text = decode([token])
     return "\ufffd" in text or any(last in text or last.isspace() for last in lasts)
@@ -139,7 +139,7 @@ def text_ends(
     """Whether the last token of a turn completes a stop string.
 
     Only the end of the text is decoded: a character takes at most four tokens, one for each of its UTF-8 bytes.
-    `token_ids` are the turn so far, after `earlier` tokens sampled in previous turns; stop strings require `decode`.
+    `token_ids` are the tokens of the turn so far; previous turns had `earlier` tokens. Stop strings require `decode`.
     """
     if not sampling.stop_strings or earlier + len(token_ids) < sampling.min_tokens:
         return False

@@ -1,9 +1,9 @@
-"""Which prompts are read and which sequences are decoded next, and the pages that they share. No tensors.
+"""Decides which prompts are read and which sequences are decoded next, and which pages they share. No tensors.
 
 A prompt is read once for its group. Its full pages then belong to all of its completions; the page in which it ends is
-copied for each. When pages run out, prompts that were read ahead give up theirs first, then sequences that wait for an
-answer between two turns. Finally the sequence admitted last is preempted: it returns to the pending ones, to be read
-again with all its tokens so far.
+copied for each. When pages run out, prompts that were read ahead give up their pages first, then sequences that wait
+for an answer between two turns. Finally the sequence admitted last is preempted: it becomes pending again, and all its
+tokens so far will be read again.
 """
 
 import sys
@@ -17,41 +17,41 @@ from hybrid_grpo.generation.cache import PagedCache
 from hybrid_grpo.generation.sampler import Sampling, text_ends
 
 OnFinish = Callable[[int, int, Completion], None]
-"""Called with the index of the request, the index of the sample in it, and the completion."""
+"""Called with the index of the request, the index of the sample within the request, and the completion."""
 OnToken = Callable[[int, int, int], None]
-"""Called with the index of the request, the index of the sample in it, and the token that was sampled."""
+"""Called with the index of the request, the index of the sample within the request, and the sampled token."""
 OnStep = Callable[[], None]
 """Called before every decode step."""
 Decode = Callable[[list[int]], str]
-"""Tokens to text."""
+"""Converts tokens to text."""
 Finish = Literal["stop", "length"]
-"""How a completion ends: by itself, or cut at a limit."""
+"""How a completion ends: `stop` by itself, `length` because it was cut at a limit."""
 
 
 class Turns(Protocol):
     """What happens between the turns of completions. A completion is named by the key of its random stream."""
 
     def begin(self, requests: Any) -> None:
-        """The completions of a list of `Request` begin; any that are still under way are abandoned."""
+        """Called when the completions of a list of `Request` begin; completions still under way are abandoned."""
 
     def ended(self, key: int, turn_ids: list[int], room: int) -> Finish | None:
-        """A turn has ended by itself, with these tokens, and `room` more tokens may be sampled. Returns how the
-        completion ends, or None if it waits for an answer."""
+        """Called when a turn with these tokens has ended by itself, and `room` more tokens may be sampled. Returns how
+        the completion ends, or None if it waits for an answer."""
 
     def cut(self, key: int) -> Finish | None:
-        """A turn was cut at a limit of tokens; see `ended`."""
+        """Called when a turn was cut at a token limit; returns the same as `ended`."""
 
     def answers(self, patience_s: float) -> list[tuple[int, list[int] | Finish]]:
-        """The answers since the last call: each has a key, and the answer's tokens or how the completion ends. Waits up
-        to `patience_s` for the first."""
+        """Return the answers since the last call: for each, the key, and the answer's tokens or how the completion
+        ends. Waits up to `patience_s` seconds for the first."""
 
     def finished(self, key: int, completion: Completion) -> Completion:
-        """A completion has ended; returns it with its messages."""
+        """Called when a completion has ended; returns it with its messages."""
 
 
 @dataclass(frozen=True)
 class Callbacks:
-    """The callbacks of a call of `generate`; see its arguments of the same names."""
+    """The callbacks of a call of `generate`; see the arguments of `generate` with the same names."""
 
     on_finish: OnFinish | None = None
     on_step: OnStep | None = None
@@ -77,24 +77,24 @@ class Sequence:
     prompt: int
     """Number of prompt tokens in `tokens`."""
     limit: int
-    """Most tokens to sample."""
+    """Maximum number of tokens to sample."""
     logp: list[float] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     position: int = 0
-    """Entry that the next step writes; ahead of `tokens` by the steps whose outcome has not been read yet."""
+    """Cache entry that the next step writes; ahead of `tokens` by the steps whose outcome has not been read yet."""
     completion: Completion | None = None
     most: int = sys.maxsize
-    """Most tokens in total: prompt, sampled, and given between turns."""
+    """Maximum number of tokens of the prompt, the sampled tokens and the answers between turns together."""
     turn_limit: int = sys.maxsize
-    """Most tokens to sample in one turn."""
+    """Maximum number of tokens to sample in one turn."""
     sampled: list[int] = field(default_factory=list)
     given: list[Given] = field(default_factory=list)
     begin: int = field(init=False)
-    """Where in `tokens` the turn begins."""
+    """Index in `tokens` at which the turn begins."""
     until: int = field(init=False)
     """Length of `tokens` at which a limit ends the turn."""
     waits: bool = False
-    """The turn has ended and is not yet answered."""
+    """Whether the turn has ended and has not been answered yet."""
 
     def __post_init__(self) -> None:
         self._begin_turn()
@@ -109,12 +109,12 @@ class Sequence:
 
     @property
     def room(self) -> int:
-        """Tokens that may still be sampled."""
+        """Number of tokens that may still be sampled."""
         return min(self.limit - len(self.logp), self.most - len(self.tokens))
 
     def add(self, token: int, logp: float, sampling: Sampling, callbacks: Callbacks) -> None:
-        """Append a sampled token. If it ends the completion, call `end`; if it ends only the turn, let the sequence
-        wait for the answer."""
+        """Append a sampled token. If the token ends the completion, call `end`; if it ends only the turn, set
+        `waits`."""
         self.tokens.append(token)
         self.sampled.append(token)
         self.logp.append(logp)
@@ -136,8 +136,8 @@ class Sequence:
             self.end(finish, callbacks)
 
     def answer(self, given: list[int] | Finish) -> Finish | None:
-        """Begin the next turn after the answer's tokens. Returns how the completion ends instead, if the answer says so
-        or leaves no room."""
+        """Begin the next turn after the answer's tokens, and return None. If the answer ends the completion or leaves
+        no room, return how it ends instead."""
         if isinstance(given, str):
             return given
         if len(self.tokens) + len(given) >= self.most:
@@ -149,7 +149,7 @@ class Sequence:
         return None
 
     def end(self, finish: Finish, callbacks: Callbacks) -> None:
-        """Set the completion and pass it to the callbacks."""
+        """Set `completion`, and pass it to the callbacks."""
         text = callbacks.decode(self.tokens[self.begin :]) if callbacks.decode else ""
         self.waits = False
         self.completion = Completion(self.sampled, self.logp, finish, text, tuple(self.given))
@@ -166,7 +166,7 @@ class Group:
     tokens: list[int]
     sequences: deque[Sequence]
     pages: list[int] = field(default_factory=list)
-    """Pages of all tokens but the last, once they have been read."""
+    """Pages that hold all tokens but the last, once the tokens have been read."""
 
 
 class Scheduler:
@@ -178,11 +178,11 @@ class Scheduler:
         self.ready: deque[Group] = deque()
         """Groups that were read, with sequences that still wait for a slot."""
         self.active: list[Sequence] = []
-        """Sequences in decoding, by slot."""
+        """Sequences that are being decoded, by slot."""
         self.waiting: dict[int, Sequence] = {}
         """Sequences that wait for an answer, by their keys; they may have lost their pages."""
         self.answered: deque[Sequence] = deque()
-        """Sequences that kept their pages and whose answer has yet to be read."""
+        """Sequences that kept their pages, and whose answers have arrived but have not been read by the model."""
         self.preempted = 0
 
     @property
@@ -196,15 +196,15 @@ class Scheduler:
 
     @property
     def _spare(self) -> int:
-        """Free pages beyond one for each active sequence to grow into."""
+        """Number of free pages, minus one for each active sequence to grow into."""
         return self.cache.free - len(self.active)
 
     def to_read(self, budget: int) -> list[Group]:
-        """The next groups to read in one forward of `budget` tokens, with pages taken for them; a longer group goes
-        alone.
+        """Take pages for the next groups to read in one forward of `budget` tokens, and return the groups. A longer
+        group is returned alone.
 
-        Few slots become free at a time, and a forward for one group costs nearly as much as one for several. So groups
-        are read ahead for a quarter of all slots.
+        Few slots become free at a time, and a forward for one group costs nearly as much as a forward for several. So
+        groups are read ahead for a quarter of all slots.
         """
         batch: list[Group] = []
         if self.answered:
@@ -229,8 +229,8 @@ class Scheduler:
         return batch
 
     def admit(self) -> tuple[list[Sequence], list[int], list[int]]:
-        """Move as many ready sequences as slots and pages allow to the end of `active`. Returns these sequences, and
-        the pages to copy: sources and targets."""
+        """Move as many ready sequences as slots and pages allow to the end of `active`. Return these sequences, and the
+        source and target pages of the copies to make."""
         admitted: list[Sequence] = []
         source: list[int] = []
         target: list[int] = []
@@ -254,9 +254,9 @@ class Scheduler:
         return admitted, source, target
 
     def resume(self, budget: int) -> list[Sequence]:
-        """Move answered sequences to the end of `active`, in the order of their answers, as slots and pages allow.
-        The caller reads their tokens from `position` up to the one before the last, in one forward of `budget` tokens;
-        a longer answer goes alone."""
+        """Move answered sequences to the end of `active`, in the order of their answers, as slots and pages allow. The
+        caller reads their tokens from `position` up to the one before the last, in one forward of `budget` tokens; a
+        longer answer is read alone."""
         moved: list[Sequence] = []
         tokens = 0
         while self.answered and len(self.active) < self.slots:
@@ -273,7 +273,7 @@ class Scheduler:
         return moved
 
     def answer(self, key: int, given: list[int] | Finish) -> tuple[Sequence, Finish | None]:
-        """Take the answer to a waiting sequence. Returns the sequence, and how it ends (None: it continues)."""
+        """Take the answer to a waiting sequence. Return the sequence, and how it ends (None if it continues)."""
         sequence = self.waiting.pop(key)
         finish = sequence.answer(given)
         if finish is not None:
@@ -286,8 +286,8 @@ class Scheduler:
         return sequence, finish
 
     def reclaim(self) -> bool:
-        """Free the pages of a group that was read ahead, else of the sequence that began to wait last, else of the one
-        answered last. Their tokens are read again. Returns False if none of these has pages."""
+        """Free the pages of a group that was read ahead, or of the sequence that began to wait last, or of the sequence
+        answered last, in this order. Their tokens are read again later. Return False if none has pages."""
         if self.ready:
             group = self.ready.pop()
             self.cache.give_back(group.pages)
@@ -306,8 +306,8 @@ class Scheduler:
         return True
 
     def reserve(self) -> bool:
-        """Give every active sequence a page to write to. Returns False, giving none, if too few pages can be freed. A
-        sequence that gets a page writes the page's first entry next."""
+        """Give every active sequence a page to write to; return False, without giving any, if too few pages can be
+        freed. A sequence that gets a page writes the page's first entry next."""
         page = self.cache.page
         short = [sequence for sequence in self.active if sequence.position == len(sequence.pages) * page]
         while len(short) > self.cache.free and self.reclaim():
@@ -319,15 +319,15 @@ class Scheduler:
         return True
 
     def preempt(self) -> None:
-        """Return the sequence admitted last to the pending ones; its tokens so far will be read again."""
+        """Make the sequence admitted last pending again; its tokens so far will be read again."""
         sequence = self.active[-1]
         self.retire([len(self.active) - 1])
         self.pending.appendleft(Group(list(sequence.tokens), deque([sequence])))
         self.preempted += 1
 
     def retire(self, slots: list[int]) -> tuple[list[int], list[int]]:
-        """Remove the sequences of `slots` (ascending) from decoding, and fill the gaps from the end. Those that wait
-        for an answer keep their pages. Returns the slots whose sequences moved: sources and targets."""
+        """Remove the sequences of `slots` (ascending) from decoding, and fill the gaps from the end. Sequences that
+        wait for an answer keep their pages. Return the source and target slots of the sequences that moved."""
         left = len(self.active) - len(slots)
         gone = set(slots)
         holes = [slot for slot in slots if slot < left]

@@ -1,13 +1,13 @@
-"""The text of an answer while its tokens arrive; a character of several tokens is returned when it is complete."""
+"""Converts an answer to text while its tokens arrive; a character of several tokens is returned once it is complete."""
 
 from collections.abc import Callable
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-"""What tokenizers write for an incomplete character."""
+"""The character that tokenizers return for an incomplete character."""
 
 
 class TextStream:
-    """The text of `tokens`, which are added one by one; `decode` turns tokens into text."""
+    """Turns `tokens`, which are added one by one, into text, by means of `decode`."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
@@ -17,7 +17,7 @@ class TextStream:
         self._start = self._given = 0
 
     def add(self, token: int) -> str:
-        """Add a token; returns the characters that it completes."""
+        """Add a token, and return the characters that it completes."""
         self.tokens.append(token)
         text = self._text()
         if not text or text.endswith(_BROKEN):
@@ -26,7 +26,7 @@ class TextStream:
         return text
 
     def rest(self) -> str:
-        """The incomplete characters after the last token."""
+        """Return the text that `add` has not returned: characters that are still incomplete."""
         text = self._text()
         self._start = self._given = len(self.tokens)
         return text

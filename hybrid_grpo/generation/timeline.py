@@ -1,4 +1,4 @@
-"""The timeline of decoding: how many sequences were decoded, waited or were queued, from moment to moment.
+"""The timeline of decoding: how many sequences were being decoded, waiting or queued at each moment.
 
 It reads the host's own lists, so nothing waits for a GPU.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from hybrid_grpo.generation.scheduler import Scheduler
 
 POINTS = 64
-"""Most moments that are kept."""
+"""Maximum number of moments that are kept."""
 
 
 class Timeline:
@@ -19,11 +19,11 @@ class Timeline:
     doubles.
 
     Attributes:
-        at: seconds of `clock`, one entry for each moment, as in the next three.
-        decoding: sequences in decoding.
-        waiting: sequences between two turns, whose answers are awaited or not yet read.
-        queued: sequences that have no slot yet, or were preempted.
-        slots: most sequences that could be decoded at a time.
+        at: seconds of `clock`; this and the next three lists have one entry for each moment.
+        decoding: number of sequences being decoded.
+        waiting: number of sequences between two turns, whose answers have not arrived or have not been read.
+        queued: number of sequences that have no slot yet, or were preempted.
+        slots: maximum number of sequences that are decoded at the same time.
         pages_used_max: share of the cache's pages in use at the fullest moment.
     """
 
@@ -37,13 +37,13 @@ class Timeline:
         self.slots, self.pages_used_max = schedule.slots, 0.0
 
     def look(self) -> None:
-        """Note this moment, if one is due."""
+        """Record this moment if enough time has passed since the last one."""
         now = self._clock()
         if now >= self._next:
             self._note(now)
 
     def end(self) -> None:
-        """Note the last moment."""
+        """Record the last moment."""
         self._note(self._clock())
         cache = self._schedule.cache
         self.pages_used_max = cache.peak / (cache.pages - 1)

@@ -12,9 +12,9 @@ from hybrid_grpo.generation.sampler import Sampling
 class Workspace:
     """The cache, slots and CUDA graphs of one model, kept from call to call of `generate`.
 
-    The first call allocates them, for `slots` completions at a time of at most `tokens` tokens each, prompts included,
-    and captures all graphs. Only a longer sequence allocates again, and graphs are captured again only if weights have
-    moved or the last capture failed. On a CPU, where nothing is captured, nothing is kept.
+    The first call allocates memory for `slots` completions at a time, each of at most `tokens` tokens including its
+    prompt, and captures all graphs. Only a longer sequence allocates again, and graphs are captured again only if
+    weights have moved or the last capture failed. On a CPU, where nothing is captured, nothing is kept.
     """
 
     def __init__(self, slots: int, tokens: int) -> None:
@@ -30,8 +30,8 @@ class Workspace:
         new_cache: Callable[[list[int], int], PagedCache],
         capture: Capture,
     ) -> Decoder:
-        """The decoder for a call whose longest sequence has `longest` tokens, with all pages and slots free.
-        `new_cache` makes a cache from the tokens of each sequence and the number of slots."""
+        """Return the decoder for a call whose longest sequence has `longest` tokens, with all pages and slots free.
+        `new_cache` makes a cache, given the lengths of the sequences and the number of slots."""
         if longest > self.tokens:
             # The memory is given back first: the new cache may need it.
             self.tokens, self._decoder = longest, None

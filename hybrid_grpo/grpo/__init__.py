@@ -1,5 +1,5 @@
-"""The mathematics of GRPO and nothing else: losses, advantages, the weight of the KL, dynamic sampling, minibatches.
+"""The mathematics of GRPO and nothing else: losses, advantages, the KL coefficient, dynamic sampling, minibatches.
 
-Tensors in, tensors and numbers out; callers pass the function that sums over ranks. This file imports nothing, because
-the workers of reward functions import `length` and have no torch.
+Functions take and return tensors and numbers; callers pass the function that sums over ranks. This file imports
+nothing, because the workers of reward functions import `length` and must not load torch.
 """

@@ -1,9 +1,9 @@
 """Turns the rewards of a group into the advantages of its tokens, and gathers statistics of a step's groups.
 
-`token_advantages` does the whole computation; the functions after it are its parts. A group never spans ranks; for a
-number over all ranks, the caller passes `total`, which sums over them. Arithmetic is float64. A group whose rewards are
-all equal is recognised by comparing them: in floating point their mean can differ from them in the last digit, and that
-difference, divided by a standard deviation that is also rounding noise, would become a gradient.
+`token_advantages` does the whole computation; the functions after it are its parts. A group never spans ranks; for
+statistics over all ranks, the caller passes `total`, which sums over ranks. Arithmetic is float64. To find out whether
+all rewards of a group are equal, they are compared: in floating point their mean can differ from them in the last
+digit, and that difference, divided by a standard deviation that is also rounding noise, would become a gradient.
 """
 
 import math
@@ -22,14 +22,14 @@ from hybrid_grpo.grpo.length import overlong_penalty
 _STD_EPSILON = 1e-4  # keeps rounding noise in nearly equal rewards from becoming advantages of size 1
 
 _LENGTH = "length/penalty"
-"""The length penalty among the reward functions; no function can have this name, since names contain no slash."""
+"""Name of the length penalty among the reward functions; no function can have it, since names contain no slash."""
 
 Total = Callable[[Tensor], Tensor]
 """Sums a tensor over ranks; the sum is on the CPU."""
 Baseline = Literal["mean", "leave_one_out"]
 Scale = Literal["group", "batch", "none"]
 Steps = list[list[tuple[int, float]]]
-"""[B], the (end, reward) of each completion's steps; `end` is the number of completion tokens up to the step's end."""
+"""For each of B completions, the (end, reward) of its steps; `end` is the number of tokens up to the step's end."""
 
 
 def token_advantages(
@@ -42,7 +42,7 @@ def token_advantages(
     beta: float,
     total: Total,
 ) -> tuple[Tensor, Numbers]:
-    """The advantage of every token, from its completion's reward and, if functions score steps, its step rewards.
+    """Compute the advantage of every token, from its completion's reward and, if functions score steps, step rewards.
 
     The reward is reduced by the length penalty, and by the KL if the KL is part of the reward.
 
@@ -82,8 +82,8 @@ def token_advantages(
 def penalized_rewards(
     rollout: Rollout, scores: Scores, grpo: GrpoConfig, max_completion_tokens: int, weights: Mapping[str, float]
 ) -> tuple[Tensor, Numbers]:
-    """The rewards of whole completions including the length penalty, float64 [B], and the mean penalty. `weights` are
-    the weights of the reward functions, by name."""
+    """Return the rewards of whole completions including the length penalty, float64 [B], and the mean penalty as a
+    metric. `weights` are the weights of the reward functions, by name."""
     penalties = overlong_penalty(rollout.lengths, max_completion_tokens, grpo.overlong_buffer, grpo.overlong_penalty)
     penalty_B = torch.tensor(penalties, dtype=torch.float64)
     own_B = penalty_B[[row for row, completion in enumerate(rollout.completions) if not completion.writer]]
@@ -100,7 +100,7 @@ def penalized_rewards(
 
 
 def mean_over_tokens(values_BT: Tensor, rollout: Rollout) -> Tensor:
-    """The mean of each row, float32 [B] on the CPU; computed in float64, so that the mean of equal numbers is exact."""
+    """Return the mean of each row, float32 [B] on the CPU, computed in float64: the mean of equal numbers is exact."""
     real_BT = rollout.mask_BT
     return (values_BT.cpu().double() * real_BT).sum(1).div(real_BT.sum(1)).float()
 
@@ -111,7 +111,7 @@ class GroupStats:
 
     groups: int
     zero_std: int
-    """Groups whose rewards are all equal: they teach nothing."""
+    """Groups whose rewards are all equal, so that nothing can be learned from them."""
     all_right: int
     """Groups in which every completion reaches the threshold."""
     all_wrong: int
@@ -142,18 +142,19 @@ SCALES: dict[str, Callable[[Tensor, Tensor, Total], Tensor]] = {
     "batch": _batch_scale,
     "none": _no_scale,
 }
-"""The divisor of centred rewards (0 if they do not apply): the unbiased standard deviation + 1e-4, or 1."""
+"""Functions that return the divisor of centred rewards (0 where none applies): unbiased standard deviation + 1e-4, or
+1."""
 
 BASELINES: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": torch.ones_like,
     "leave_one_out": lambda g: g / (g - 1).clamp(min=1),
 }
-"""Factor from a reward's distance to the group mean to its distance to the baseline, in a group of g. A reward is part
-of the group mean, so it is g / (g - 1) times as far from the mean of the others."""
+"""The factor that turns a reward's distance to the mean of its group of g into its distance to the baseline. A reward
+is part of the group mean, so it is g / (g - 1) times as far from the mean of the others."""
 
 
 def _centred(value_PN: Tensor, applies_PN: Tensor) -> Tensor:
-    """Each number minus the mean of its group's numbers that apply; 0 for others, and exactly 0 if all are equal."""
+    """Return each number that applies minus their mean in its group, 0 for others; exactly 0 if all are equal."""
     value_PN = torch.where(applies_PN, value_PN, 0.0)
     mean_P1 = value_PN.sum(1, keepdim=True) / applies_PN.sum(1, keepdim=True).clamp(min=1)
     teaches_PN = applies_PN & _differ(value_PN, applies_PN)[:, None]
@@ -161,7 +162,7 @@ def _centred(value_PN: Tensor, applies_PN: Tensor) -> Tensor:
 
 
 def _differ(value_PN: Tensor, applies_PN: Tensor) -> Tensor:
-    """bool [P], whether a group's numbers that apply differ; False if fewer than two apply."""
+    """Return whether the numbers of each group that apply differ, bool [P]; False if fewer than two apply."""
     highest_P = torch.where(applies_PN, value_PN, -torch.inf).amax(1)
     return highest_P > torch.where(applies_PN, value_PN, torch.inf).amin(1)
 
@@ -174,14 +175,14 @@ def group_advantages(
     scale: Scale,
     total: Total = _on_one_rank,
 ) -> Tensor:
-    """Rewards relative to their group: (r - baseline) / scale, exactly 0 in a group whose rewards are all equal.
+    """Return rewards relative to their group: (r - baseline) / scale, exactly 0 in a group with equal rewards.
 
     Baseline `mean` is the group's mean (DeepSeekMath, arXiv:2402.03300, section 4.1.2), `leave_one_out` the mean of the
-    group's other completions (RLOO, arXiv:2402.14740). Scale `group` is std + 1e-4 with the unbiased standard
-    deviation of the group's rewards; `none` is 1 (Dr. GRPO, arXiv:2503.20783); `batch` is std + 1e-4 with the unbiased
-    standard deviation of r - baseline over all completions of all ranks, groups that teach nothing included: with
-    baseline `mean` this is REINFORCE++ with baseline (arXiv:2501.03262), whose second centring, over the batch,
-    changes nothing, since groups are of one size. (TRL's `batch` divides by the deviation of r itself.)
+    group's other completions (RLOO, arXiv:2402.14740). Scale `group` is std + 1e-4 with the unbiased standard deviation
+    of the group's rewards; `none` is 1 (Dr. GRPO, arXiv:2503.20783); `batch` is std + 1e-4 with the unbiased standard
+    deviation of r - baseline over all completions of all ranks, including groups with equal rewards. With baseline
+    `mean`, `batch` is REINFORCE++ with baseline (arXiv:2501.03262), whose second centring, over the batch, changes
+    nothing, since all groups are of one size. (TRL's `batch` divides by the deviation of r itself.)
 
     Applied to `normalized_rewards` with scale `batch`, this gives the advantages of GDPO.
 
@@ -204,16 +205,16 @@ def group_advantages(
 
 
 def normalized_rewards(by_function: dict[str, Tensor], weights: Mapping[str, float], num_generations: int) -> Tensor:
-    """Weighted sum of the reward functions, each first centred and scaled within the group.
+    """Return the weighted sum of the reward functions, each of which is first centred and scaled within the group.
 
     The first half of GDPO (arXiv:2601.05242): functions with a wide range do not drown out those with a narrow one, and
     different combinations of rewards stay different. The second half, over the batch, is `group_advantages` of the
     result with scale `batch`: a group's sum is 0 already, so centring by group or by batch is the same.
 
     Args:
-        by_function: [B] by name; NaN if a function does not apply, which counts neither in its group's mean and
-            standard deviation nor in the sum.
-        weights: of the same functions.
+        by_function: the rewards [B] by function name; NaN where a function does not apply, which counts neither in the
+            mean and standard deviation of the group nor in the sum.
+        weights: the weights of the same functions, by name.
 
     Returns:
         float64 [B]; exactly 0 in groups where every function gives equal rewards.
@@ -231,7 +232,7 @@ def normalized_rewards(by_function: dict[str, Tensor], weights: Mapping[str, flo
 def step_advantages(
     steps: Steps, lengths: list[int], num_generations: int, *, scale: Scale, total: Total = _on_one_rank
 ) -> Tensor:
-    """Token advantages from step rewards: process supervision, DeepSeekMath, arXiv:2402.03300, section 4.1.3.
+    """Return token advantages from step rewards (process supervision: DeepSeekMath, arXiv:2402.03300, section 4.1.3).
 
     The mean of all step rewards of a group is subtracted from each of them, and the result is divided by `scale` (see
     `group_advantages`; `batch` takes the deviation over all steps on all ranks). A token's advantage is the sum over
@@ -267,7 +268,7 @@ def reward_to_go_advantages(
     scale: Scale,
     total: Total = _on_one_rank,
 ) -> Tensor:
-    """Token advantages from rewards to go, relative to the group's rewards to go at the same token.
+    """Return token advantages from rewards to go, relative to the group's rewards to go at the same token.
 
     Let o be the reward of the whole completion, and g_t the sum of the rewards of its steps that end at or after token
     t (0 after the completion's end). The advantage of token t is (o - baseline of o + g_t - baseline of g_t) / scale.
@@ -276,9 +277,9 @@ def reward_to_go_advantages(
     (Peters and Schaal 2008, "Reinforcement learning of motor skills with policy gradients"). Without steps this is
     `group_advantages`.
 
-    `scale` means the same as there, but is computed at the token where the group's numbers vary most: completions
-    with equal sums may have earned them at different tokens. `whole_B` is o, NaN for a completion without a reward,
-    which no baseline includes. Returns float32 [B, T], undefined after a completion's end.
+    `scale` is defined as in `group_advantages`, but computed at the token where the group's numbers vary most, since
+    completions with equal sums may have earned them at different tokens. `whole_B` is o; it is NaN for completions
+    without a reward, which no baseline includes. Returns float32 [B, T], undefined after a completion's end.
     """
     whole_PG = _groups(whole_B, num_generations)
     applies_PG = ~whole_PG.isnan()
@@ -294,7 +295,7 @@ def reward_to_go_advantages(
 
 
 def _still_to_come(steps: Steps, lengths: list[int]) -> Tensor:
-    """float64 [B, T], at every token the sum over the steps that end at or after it."""
+    """Return, for every token, the sum over the steps that end at or after it, float64 [B, T]."""
     assert len(steps) == len(lengths)
     assert all(1 <= end <= length for row, length in zip(steps, lengths, strict=True) for end, _ in row)
     at_end_BT = torch.zeros(len(steps), max(lengths), dtype=torch.float64)
@@ -307,8 +308,8 @@ def _still_to_come(steps: Steps, lengths: list[int]) -> Tensor:
 
 
 def informative(reward_B: Tensor, num_generations: int, steps: Steps | None = None) -> Tensor:
-    """bool [P], True for groups whose rewards (NaN: none) are not all equal: the ones that DAPO's eq. 11 keeps. With
-    `steps`, groups that earned the same sum at different tokens are informative too."""
+    """Return whether the rewards of each group (NaN means no reward) differ, bool [P]; DAPO's eq. 11 keeps such groups.
+    With `steps`, groups that earned the same sum at different tokens are informative too."""
     reward_PG = reward_B.view(-1, num_generations)
     differs_P = _differ(reward_PG, ~reward_PG.isnan())
     if steps is None:
@@ -322,11 +323,11 @@ def informative(reward_B: Tensor, num_generations: int, steps: Steps | None = No
 def group_stats(
     reward_B: Tensor, outcome_B: Tensor, num_generations: int, threshold: float, steps: Steps | None = None
 ) -> GroupStats:
-    """Count the groups that teach nothing, and the groups that are too easy or too hard.
+    """Count the groups from which nothing can be learned, and the groups that are too easy or too hard.
 
     Args:
         reward_B, steps: see `informative`.
-        outcome_B: the reward that tells right from wrong; NaN (does not apply, or failed) is wrong.
+        outcome_B: the reward that decides if a completion is right; NaN (does not apply, or failed) is wrong.
         threshold: smallest outcome of a right completion.
     """
     right_PG = (outcome_B >= threshold).view(-1, num_generations)

@@ -1,4 +1,4 @@
-"""The weight of the KL to the reference: constant, or adapted from step to step to hold the KL at a target."""
+"""The coefficient of the KL to the reference: constant, or adapted after every step to keep the KL near a target."""
 
 import torch
 from torch import Tensor
@@ -9,13 +9,13 @@ from hybrid_grpo.grpo.advantages import Total
 from hybrid_grpo.grpo.loss import reward_kl
 
 _HORIZON = 10_000
-"""Completions over which a KL that is 20 % or more off its target changes beta by a fifth."""
+"""Number of completions over which a KL that is off its target by 20 % or more changes beta by a fifth."""
 
 
 class KlController:
-    """Beta, the weight of the KL: always `grpo.beta`, or, with `grpo.kl_target`, only at first; see `adaptive_beta`.
+    """Controls beta, the coefficient of the KL: it stays at `grpo.beta`, or only starts there with `grpo.kl_target`.
 
-    `rows` is the number of completions of a step, over all ranks; `device` holds the numbers of micro-batches.
+    `rows` is the number of completions of a step over all ranks; `device` is the device of the KLs that `add` sums.
     """
 
     def __init__(self, grpo: GrpoConfig, rows: int, device: torch.device) -> None:
@@ -27,21 +27,21 @@ class KlController:
         return self._grpo.beta != 0 and self._grpo.kl_in == "reward"
 
     def of_reward(self, old_logp_BT: Tensor | None, ref_logp_BT: Tensor | None, mask_BT: Tensor) -> Tensor | None:
-        """The KL of each token, float32 [B, T]; None if it is not part of the reward. See `reward_kl`."""
+        """Return the KL of each token, float32 [B, T]; None if the KL is not part of the reward. See `reward_kl`."""
         if not self.in_reward:
             return None
         assert old_logp_BT is not None and ref_logp_BT is not None
         return reward_kl(old_logp_BT, ref_logp_BT, mask_BT.to(old_logp_BT.device), self._grpo.kl_estimator)
 
     def add(self, numbers: Numbers) -> None:
-        """Record the KL of a micro-batch, which is `policy/kl` in its numbers: a mean over its tokens."""
+        """Record the KL of a micro-batch: `policy/kl` in its `numbers`, a mean over its tokens."""
         if self._grpo.kl_target is not None and "policy/kl" in numbers:
             kl, tokens = numbers["policy/kl"]
             self._seen[0] += kl * tokens
             self._seen[1] += tokens
 
     def update(self, total: Total) -> None:
-        """Set the coefficient of the next step, from the KL per token of this one; `total` sums over ranks."""
+        """Set the coefficient for the next step from this step's KL per token; `total` sums over ranks."""
         if self._grpo.kl_target is None:
             return
         kl, tokens = total(self._seen).tolist()
@@ -59,10 +59,10 @@ class KlController:
 
 
 def adaptive_beta(beta: float, kl: float, target: float, horizon: int, rows: int) -> float:
-    """The coefficient for the next step (Ziegler et al., arXiv:1909.08593, section 2.2).
+    """Return the coefficient for the next step (Ziegler et al., arXiv:1909.08593, section 2.2).
 
-    beta (1 + e rows / horizon) with the relative error e = kl / target - 1, clipped to 0.2 either way. `rows`,
-    the completions of the step, count at most as the horizon, so that beta stays positive.
+    It is beta (1 + e rows / horizon), where e = kl / target - 1 is the relative error, clipped to [-0.2, 0.2]. `rows`,
+    the number of completions of the step, is capped at the horizon, so that beta stays positive.
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
     return beta * (1 + error * min(rows / horizon, 1.0))

@@ -19,7 +19,7 @@ from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.data.batch import Numbers, TrainBatch
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios beyond this would overflow exp in float32; the ratio is far outside any clip range by then."""
+"""Log-ratios are clamped to this, to keep exp from overflowing; such a ratio is far outside any clip range anyway."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class LossStats:
 
     tokens: Tensor
     kl: Tensor
-    """The chosen estimator; 0 without a reference."""
+    """Sum of the chosen KL estimator; 0 without a reference."""
     clipped_low: Tensor
     clipped_high: Tensor
     ratio: Tensor
@@ -47,7 +47,7 @@ class LossStats:
 
 @dataclass(frozen=True)
 class CorrectionStats:
-    """How far the sampler is from the training forward, over real tokens; scalars."""
+    """Scalars that show how far the sampler is from the training forward, over real tokens."""
 
     tokens: Tensor
     mean: Tensor
@@ -66,7 +66,7 @@ class CorrectionStats:
 
 
 Objective = Callable[..., Tensor]
-"""The user's own loss, `grpo.objective`: called with the arguments of `policy_loss`, returns the scalar loss."""
+"""The user's own loss, `grpo.objective`: called with the arguments of `policy_loss`, it returns the scalar loss."""
 
 
 def micro_batch_loss(
@@ -77,18 +77,18 @@ def micro_batch_loss(
     beta: float,
     objective: Objective | None = None,
 ) -> tuple[Tensor, Numbers]:
-    """This micro-batch's share of the loss of its optimizer step, and its numbers.
+    """Return this micro-batch's share of the loss of its optimizer step, and its metrics.
 
-    Before the first optimizer step on a rollout the policy is the one that sampled, so its ratio is 1 by construction;
-    recorded log-probabilities would only add their rounding (`old_logp_bT` of the batch is None there).
+    In the first optimizer step on a rollout, the policy is still the one that sampled, so its ratio is 1 by
+    construction; recorded log-probabilities would only add rounding errors (the batch's `old_logp_bT` is None then).
 
-    Tokens of other writers are left out: the KL, the entropy, the sampler's correction and all `policy/`
-    statistics are expectations under the policy.
+    Tokens that the policy did not write are left out, since the KL, the entropy, the sampler's correction and all
+    `policy/` statistics are expectations under the policy.
 
     Args:
         logp_bT, entropy_bT: float32, of the current policy; they carry the gradient.
         beta: current coefficient of the KL.
-        objective: the user's own loss, which replaces that of `policy_loss`; the statistics stay the same.
+        objective: the user's own loss, which replaces the one from `policy_loss`; the statistics stay the same.
     """
     old_logp_bT = logp_bT.detach() if batch.old_logp_bT is None else batch.old_logp_bT
     weight_bT = torch.where(batch.own_bT, batch.weight_bT, 0.0) if batch.writers else batch.weight_bT
@@ -118,7 +118,7 @@ AVERAGES: dict[str, Callable[[Tensor, int, int, int], Tensor | int]] = {
     "grpo": lambda mask_bT, tokens, rows, limit: rows * mask_bT.sum(1, keepdim=True).clamp(min=1),
     "dr_grpo": lambda mask_bT, tokens, rows, limit: rows * limit,
 }
-"""The divisor of a token's loss, from the mask, all tokens, all rows, and the longest completion allowed."""
+"""Functions of the mask, all tokens, all rows and the longest completion allowed; the result divides a token's loss."""
 
 
 def token_weights(
@@ -129,14 +129,14 @@ def token_weights(
     total_rows: int,
     max_completion_tokens: int,
 ) -> Tensor:
-    """Weight of every token's loss, such that the weighted sum over a minibatch on all ranks is its average.
+    """Return the weight of every token's loss: the weighted sum over a minibatch on all ranks is the average loss.
 
     `dapo`: 1 / all tokens (DAPO eq. 8). `grpo`: 1 / (rows * tokens of the row) (DeepSeekMath eq. 3).
     `dr_grpo`: 1 / (rows * max_completion_tokens), which removes the length bias (Dr. GRPO section 3.2).
 
     Args:
         mask_bT: bool, True on the tokens that take part.
-        total_tokens, total_rows: counts that take part over the whole minibatch and all ranks.
+        total_tokens, total_rows: the numbers of tokens and rows that take part, over the whole minibatch and all ranks.
 
     Returns:
         float32 [b, T], 0 where the mask is False.
@@ -155,7 +155,7 @@ LOG_RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "token": lambda log_ratio_bT, real_bT: log_ratio_bT,
     "sequence": _sequence_log_ratio,
 }
-"""The log-ratio in a token's loss, [b, T], from the tokens' log-ratios and the mask of real tokens.
+"""Functions of the tokens' log-ratios and the mask of real tokens that return the log-ratios for the loss, [b, T].
 
 `sequence` has, at every token, the value of GSPO's s = exp(mean over tokens of log(policy / old)) (GSPO eq. 7), and
 passes the gradient to that token alone (GSPO-token: s_t = sg[s] policy_t / sg[policy_t]). If a row's tokens share
@@ -164,7 +164,7 @@ weight and advantage, this is the gradient of GSPO's own objective (eq. 5): each
 
 
 Surrogate = tuple[Tensor, Tensor, Tensor]
-"""What is maximised, per token, and where (bool) the ratio is clipped from below and from above."""
+"""The objective of each token, which is maximized, and where (bool) its ratio is clipped from below and from above."""
 
 
 def _clip(ratio_bT: Tensor, logp_bT: Tensor, advantages_bT: Tensor, grpo: GrpoConfig) -> Surrogate:
@@ -183,10 +183,10 @@ def _cispo(ratio_bT: Tensor, logp_bT: Tensor, advantages_bT: Tensor, grpo: GrpoC
 
 
 SURROGATES: dict[str, Callable[[Tensor, Tensor, Tensor, GrpoConfig], Surrogate]] = {"clip": _clip, "cispo": _cispo}
-"""From ratio r, log-probability and advantage A to the surrogate.
+"""Functions of ratio r, log-probability logp and advantage A that return the surrogate.
 
 `clip`: min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A) (PPO eq. 7, with DAPO's separate bounds, eq. 8). With
-`dual_clip` c, where A < 0, no less than c A (arXiv:1912.09729 eq. 5): beyond it there is no gradient.
+`dual_clip` c and A < 0, it is no less than c A (arXiv:1912.09729 eq. 5), below which there is no gradient.
 
 `cispo`: sg[min(r, 1 + epsilon_high)] A logp (MiniMax-M1 eq. 4 and 5, without the lower bound, as in its training).
 """
@@ -195,7 +195,7 @@ SURROGATES: dict[str, Callable[[Tensor, Tensor, Tensor, GrpoConfig], Surrogate]]
 def surrogate(
     token_log_ratio_bT: Tensor, logp_bT: Tensor, advantages_bT: Tensor, real_bT: Tensor, grpo: GrpoConfig
 ) -> tuple[Tensor, Surrogate]:
-    """The ratio of every token, [b, T], and its surrogate; the tensors are 0 outside the mask."""
+    """Return the ratio of every token, [b, T], and its surrogate. The arguments must be 0 outside the mask."""
     ratio_bT = _exp(LOG_RATIOS[grpo.importance](token_log_ratio_bT, real_bT))
     return ratio_bT, SURROGATES[grpo.surrogate](ratio_bT, logp_bT, advantages_bT, grpo)
 
@@ -210,17 +210,17 @@ divergence"; k3 is DeepSeekMath eq. 4). k2 and k3 are never negative; k1 and k3 
 
 
 def kl_penalty(logp: Tensor, ref_logp: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
-    """The estimator, element by element, in nats. The clamp keeps exp finite when the two have drifted far apart."""
+    """Return the estimator of each element, in nats. A clamp keeps exp finite if policy and reference are far apart."""
     return KL[estimator]((ref_logp - logp).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
 def reward_kl(
     old_logp_bT: Tensor, ref_logp_bT: Tensor, mask_bT: Tensor, estimator: Literal["k1", "k2", "k3"]
 ) -> Tensor:
-    """KL of tokens to the reference, [b, T], in nats, 0 outside the mask.
+    """Return each token's KL to the reference, [b, T], in nats, 0 outside the mask.
 
     `kl_in: reward` subtracts beta times this KL from the reward: summed over the completion's tokens (as in RLOO,
-    arXiv:2402.14740), or, with a learned value, token by token. The KL of the policy that sampled; it has no gradient.
+    arXiv:2402.14740), or, with a learned value, token by token. It is the sampling policy's KL, without gradient.
     """
     return kl_penalty(_real(old_logp_bT, mask_bT), _real(ref_logp_bT, mask_bT), estimator).detach()
 
@@ -241,20 +241,20 @@ CORRECTIONS: dict[str, Callable[[Tensor, Tensor, GrpoConfig], tuple[Tensor, Tens
     "truncate": _truncate,
     "mask": _mask,
 }
-"""From log(old / sampler) of tokens: the ratio, the factor of the policy loss, and where (bool) it was cut."""
+"""Functions of the tokens' log(old / sampler) that return the ratio, the loss's factor, and where (bool) it was cut."""
 
 
 def sampler_correction(
     old_logp_bT: Tensor, sampler_logp_bT: Tensor, mask_bT: Tensor, grpo: GrpoConfig
 ) -> tuple[Tensor, CorrectionStats]:
-    """Factors of the policy loss for a sampler that is not quite the policy of the training forward.
+    """Return factors for the policy loss that correct for the difference between the sampler and the training forward.
 
     `truncate`: min(old / sampler, sampler_ratio_max) of every token (truncated importance sampling, Yao et al. 2025,
     "Your efficient RL framework secretly brings you off-policy RL training"). `mask`: 0 for completions whose
     exp(mean over tokens of log(old / sampler)) is outside [1 / sampler_ratio_max, sampler_ratio_max], else 1.
 
-    `old_logp_bT` comes from the training forward with the weights that sampled. Returns factors without gradient,
-    [b, T], 0 on padding, and statistics of the ratios.
+    `old_logp_bT` comes from the training forward with the weights that sampled. The factors are [b, T], without
+    gradient, and 0 on padding; statistics of the ratios are returned too.
     """
     log_ratio_bT = (_real(old_logp_bT, mask_bT) - _real(sampler_logp_bT, mask_bT)).detach()
     ratio_bT, factor_bT, cut_bT = CORRECTIONS[grpo.sampler_correction](log_ratio_bT, mask_bT, grpo)
@@ -280,7 +280,7 @@ def policy_loss(
     entropy_bT: Tensor | None = None,
     correction_bT: Tensor | None = None,
 ) -> tuple[Tensor, LossStats]:
-    """Surrogate, KL to the reference and entropy bonus, weighted and summed.
+    """Return the weighted sum of the surrogate, the KL to the reference and the entropy bonus.
 
     Per token (DeepSeekMath eq. 3):  -correction * surrogate + beta * KL - entropy_coef * entropy.  With `kl_unbiased`
     the KL is multiplied by its token's exp(logp - old_logp), differentiable (DeepSeek-V3.2, eq. 7): with k1 or k3 its
@@ -290,11 +290,11 @@ def policy_loss(
         logp_bT: float32, of the current policy; carries the gradient.
         old_logp_bT: float32, of the policy that sampled.
         advantages_bT: float32; the same on all tokens of a row if only outcomes are rewarded.
-        weight_bT: float32, 0 on padding; see `token_weights`. The caller chose the denominator. What the other
-            tensors hold at weight 0, NaN included, has no effect.
+        weight_bT: float32, 0 on padding; includes the denominator, see `token_weights`. Where it is 0, the values of
+            the other tensors, even NaN, have no effect.
         beta: coefficient of the KL; used only with `kl_in` loss.
-        ref_logp_bT: float32, of the reference; needed for a KL in the loss; if given, the KL is measured.
-        entropy_bT: float32, differentiable; needed when entropy_coef is not 0.
+        ref_logp_bT: float32, of the reference; required for a KL in the loss. If it is given, the KL is measured.
+        entropy_bT: float32, differentiable; required if entropy_coef is not 0.
         correction_bT: float32, see `sampler_correction`; default: 1.
 
     Returns:
@@ -330,12 +330,12 @@ def policy_loss(
 
 
 def _real(values_bT: Tensor, real_bT: Tensor) -> Tensor:
-    """0 outside the mask. Before any arithmetic: NaN * 0 is NaN, in the gradient too."""
+    """Set values outside the mask to 0. This must precede any arithmetic: NaN * 0 is NaN, in the gradient too."""
     return torch.where(real_bT, values_bT, 0.0)
 
 
 def _mean_over_tokens(values_bT: Tensor, real_bT: Tensor) -> Tensor:
-    """[b, 1], over real tokens; values are 0 on others. 0 for a row without any."""
+    """Return the mean over real tokens, [b, 1], 0 for a row without any. Values must be 0 on other tokens."""
     return values_bT.sum(1, keepdim=True) / real_bT.sum(1, keepdim=True).clamp(min=1)
 
 

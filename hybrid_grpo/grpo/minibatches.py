@@ -1,4 +1,4 @@
-"""The optimizer steps on a rollout: which rows each one takes, in which micro-batches, and with which weights."""
+"""Divides a rollout into optimizer steps: which rows each step uses, in which micro-batches, and with which weights."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ class Signals:
 
     sampler_logp_BT: Tensor
     old_logp_BT: Tensor | None
-    """None: the log-probabilities of the training forward itself stand for them."""
+    """None to use the log-probabilities of the training forward itself."""
     ref_logp_BT: Tensor | None
     advantages_BT: Tensor
 
@@ -38,17 +38,17 @@ def optimizer_steps(
     *,
     starts_on_policy: bool,
 ) -> Iterator[Iterator[TrainBatch]]:
-    """`num_iterations` passes of `num_minibatches` optimizer steps, each as its micro-batches. Collective.
+    """Yield `num_iterations` passes of `num_minibatches` optimizer steps, each as its micro-batches. Collective.
 
     In all passes, `old_logp` comes from the policy that sampled (DeepSeekMath, arXiv:2402.03300, algorithm 1).
     Completions that are not learned from are left out.
 
     Args:
-        split: splits rows into micro-batches, equally many on every rank; called once for each minibatch.
+        split: splits rows into micro-batches, the same number on every rank; called once for each minibatch.
         max_completion_tokens: see `token_weights`.
         total: sums over ranks; called once.
-        starts_on_policy: the ratio of the first optimizer step is 1 by construction: its own log-probabilities serve
-            as `old_logp`.
+        starts_on_policy: whether the ratio of the first optimizer step is 1 by construction, so that its own
+            log-probabilities serve as `old_logp`.
     """
     rows, device = rollout.completions, signals.device
     counts = [c.learned and not (grpo.mask_truncated and c.finish == "length") for c in rows]
@@ -77,12 +77,13 @@ def train_batches(
     max_completion_tokens: int,
     writers_B: Mapping[str, Tensor],
 ) -> Iterator[TrainBatch]:
-    """The micro-batches of one optimizer step with their signals, weighted by its counts over all ranks.
+    """Yield the micro-batches of one optimizer step with their signals, weighted by the step's counts over all ranks.
 
     Args:
-        counts_B: bool [B], the completions that take part in the loss: all, or those that ended by themselves.
-        totals: see `totals`, for this step.
-        writers_B: bool [B] by writer's name, the completions of each other writer that is learned from.
+        counts_B: bool [B], True for completions in the loss: all that are learned from, or only those not truncated.
+        totals: the tokens and rows of this step on all ranks.
+        writers_B: bool [B] by name of each writer, other than the policy, that is learned from: True for its
+            completions.
     """
     for micro in micro_batches:
         weight_bT = token_weights(
@@ -106,10 +107,10 @@ def train_batches(
 def totals(
     lengths: Sequence[int], counts: Sequence[bool], minibatches: Sequence[Sequence[int]], total: Total
 ) -> list[tuple[int, int]]:
-    """For each minibatch, the tokens and rows of all ranks that take part in its optimizer step.
+    """Return, for each minibatch, the numbers of tokens and of rows on all ranks that take part in its optimizer step.
 
-    `lengths` are the token counts of this rank's completions, `counts` whether each takes part; `minibatches` are rows
-    of this rank, and `total` sums over ranks.
+    `lengths` are the token counts of this rank's completions, and `counts` says whether each takes part. `minibatches`
+    lists the rows of this rank in each minibatch, and `total` sums over ranks.
     """
     taken = [[lengths[row] for row in rows if counts[row]] for rows in minibatches]
     sums = total(torch.tensor([(sum(part), len(part)) for part in taken]))

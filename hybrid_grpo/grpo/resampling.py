@@ -1,8 +1,8 @@
 """Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): which groups of a step are kept, and which are replaced.
 
-Every group of a step has a slot, counted over all ranks. A group that teaches nothing gives its slot to the first of
-its candidates that teaches something. Candidates belong to slots rather than to ranks, and are drawn from the common
-stream of prompts, so the same groups are kept on any number of ranks. No group moves to another rank.
+Every group of a step has a slot, counted over all ranks. A group with equal rewards teaches nothing, and gives its slot
+to the first of its candidates that teaches something. Candidates belong to slots rather than to ranks, and are drawn
+from the common stream of prompts, so the same groups are kept on any number of ranks. No group moves to another rank.
 """
 
 import math
@@ -16,7 +16,7 @@ from hybrid_grpo.grpo.advantages import Total, informative
 
 
 def group_slots(prompts_per_rank: int, num_minibatches: int, rank: int, ranks: int) -> list[int]:
-    """The slots of a rank's groups: their numbers when all ranks' groups are counted by minibatch and then by rank."""
+    """Return the slots of a rank's groups: slots number all ranks' groups, ordered by minibatch and then by rank."""
     share = prompts_per_rank // num_minibatches
     return [
         (minibatch * ranks + rank) * share + group for minibatch in range(num_minibatches) for group in range(share)
@@ -24,8 +24,8 @@ def group_slots(prompts_per_rank: int, num_minibatches: int, rank: int, ranks: i
 
 
 class GroupSlots:
-    """The slots of a step's groups, and which are open: held by a group that teaches nothing. `mine` are the slots of
-    this rank's groups, `count` is the number over all ranks, and `total` sums over ranks."""
+    """The slots of a step's groups, and which slots are open because their groups teach nothing. `mine` lists the slots
+    of this rank's groups, `count` is the number of slots over all ranks, and `total` sums over ranks."""
 
     def __init__(self, mine: list[int], count: int, total: Total) -> None:
         self._mine, self._count, self._total = mine, count, total
@@ -34,8 +34,8 @@ class GroupSlots:
         self.open: list[int] = list(range(count))
 
     def close(self, teaches_P: Tensor, informative: int) -> None:
-        """Record a round: for each group of this rank, whether the one now in its slot teaches something, and how many
-        of the groups that the rank sampled in this round are `informative`."""
+        """Record a round. `teaches_P` says, for each slot of this rank, whether the group now in it teaches something;
+        `informative` is the number of groups that this rank sampled in this round and that teach something."""
         closed = torch.zeros(self._count + 1, dtype=torch.int64)
         closed[self._mine] = teaches_P.to(torch.int64)
         closed[-1] = informative
@@ -44,11 +44,11 @@ class GroupSlots:
         self.open = [slot for slot, taken in enumerate(slots) if not taken]
 
     def candidates(self) -> tuple[int, list[int], list[int]]:
-        """Prompts to draw in place of groups that teach nothing.
+        """Decide which prompts to draw as replacements for groups that teach nothing.
 
-        Every open slot gets as many as a slot needs on average, and in total no more are drawn than a step has groups.
-        Returns how many candidates all ranks draw together; the indices of this rank's candidates among all that are
-        drawn; and, for each of these, the group on this rank that it may replace.
+        Every open slot gets as many candidates as a slot needs on average; in total, no more are drawn than a step has
+        groups. Returns how many candidates all ranks draw together; the indices of this rank's candidates among all
+        that are drawn; and, for each of these, the group on this rank that it may replace.
         """
         needed = math.ceil(self._sampled / self._informative) if self._informative else self._count
         each = min(self._count // len(self.open), needed)
@@ -70,17 +70,17 @@ def resample(
     sample: Callable[[list[Prompt]], tuple[Rollout, Scores]],
     max_rounds: int,
 ) -> tuple[Rollout, Scores, Numbers]:
-    """Sample other prompts in place of groups that teach nothing, until none is left or `max_rounds` times.
+    """Replace groups that teach nothing by groups of other prompts, until none is left or for `max_rounds` rounds.
 
     Groups are judged by the reward before penalties for length or KL (DAPO eq. 11). Every rank takes part in every
-    round, even if it needs no further group, and keeps its number of groups.
+    round, even if it needs no replacements, and keeps its number of groups.
 
     Args:
         rollout, scores: the step's first rollout on this rank, and its scores.
         mine, slots, total: see `GroupSlots`.
-        draw: takes the number of prompts to draw over all ranks and the indices of those that are wanted here, and
-            returns these prompts.
-        sample: takes prompts, possibly none, and returns a rollout of them and its scores. Collective.
+        draw: takes the number of prompts to draw over all ranks and the indices of the prompts that this rank wants,
+            and returns these prompts.
+        sample: takes a list of prompts, which may be empty, and returns a rollout of them and its scores. Collective.
     """
     groups, group_size = len(rollout.prompts), rollout.num_generations
     held = GroupSlots(mine, slots, total)

@@ -1,6 +1,6 @@
-"""A Hugging Face causal language model as this package uses it.
+"""Everything about a Hugging Face causal language model: loading it, running it, and reading and writing its weights.
 
-Loading, the architectures that can be packed and decoded, packed attention, log-probabilities without whole logits,
-LoRA, the view for generation, files of sharded weights, and kernels, which only generation and tests import from
-outside. Sampling, losses and DeepSpeed live elsewhere.
+This includes checks of the architecture, packed attention, log-probabilities that are computed without holding all
+logits, LoRA, the view for generation, and the kernels, which only this folder, generation and tests import. Sampling,
+losses and DeepSpeed live elsewhere.
 """

@@ -1,8 +1,9 @@
 """Which architectures can be packed and decoded exactly, judged from a configuration before any weights are read.
 
-Packed training and the paged decoder store the keys and values of attention layers, and derive masks from positions
-and windows. An architecture that keeps other state, or whose attention needs more, is refused with the reason. What a
-configuration does not show is read from the source of the model's class; what cannot be found there is refused too.
+Packed training and the paged decoder store the keys and values of attention layers, and derive masks from positions and
+windows. An architecture that keeps other state, or whose attention needs more, is refused with the reason. What a
+configuration does not show is read from the source code of the model's class. If it is not found there, the
+architecture is refused too.
 """
 
 import ast
@@ -51,7 +52,7 @@ def check_architecture(config: Any, decoder: Literal["paged", "transformers"], s
 
 
 def undecodable(config: Any) -> str | None:
-    """Why neither the decode loop nor the fallback can run an architecture, or None."""
+    """Return why neither the decode loop nor the fallback can run an architecture; None if one of them can."""
     if _causal_lm(config) is None:
         return "transformers has no causal language model of this kind"
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
@@ -60,7 +61,7 @@ def undecodable(config: Any) -> str | None:
 
 
 def unsupported(config: Any) -> str | None:
-    """Why the decode loop and packed training cannot run an architecture exactly, or None."""
+    """Return why the decode loop and packed training cannot run an architecture exactly; None if they can."""
     return undecodable(config) or next(_reasons(config), None)
 
 
@@ -117,11 +118,11 @@ def _reasons_in_source(text: str, has_windows: bool) -> Iterator[str]:
     if more := sorted(options - _ATTENTION_OPTIONS):
         yield f"its attention needs {', '.join(more)}"
     if more := sorted(methods - _CACHE_METHODS - _CROSS_ATTENTION_METHODS):
-        yield f"its cache is one of its own ({', '.join(more)})"
+        yield f"it has a cache of its own ({', '.join(more)})"
     if any(attention.mask not in ("attention_mask", "causal_mask") for attention in attentions):
         yield "its attention makes a mask of its own"
     if not all(attention.is_over_the_cache for attention in attentions):
-        yield "its attention is over other keys and values than it caches"
+        yield "it attends to keys and values other than those it caches"
     if keeps_keywords:
         yield "its layers pass no keywords to their attention"
 

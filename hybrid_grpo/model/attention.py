@@ -39,13 +39,13 @@ PAGED_OPTIONS = {"block_table", "seqused_k", "enable_gqa"}
 
 ATTENTION = "hybrid"
 Kernel = Callable[[tuple[Any, ...], float, int, float], Tensor]
-"""Computes `ragged_attention` from its tensors and longest lengths, scale, window and soft cap."""
+"""Computes `ragged_attention`; takes its tensors and longest lengths, the scale, the window and the soft cap."""
 _ROUNDING = 0.03
-"""Largest relative error of a bfloat16 kernel, torch in float32 being exact: 0.004 is normal, a wrong head gives 1."""
+"""Largest accepted relative error of a bfloat16 kernel against float32; 0.004 is normal, and a wrong head gives 1."""
 
 
 class Batch(Protocol):
-    """Which tokens of one forward attend to which, and how that is computed."""
+    """Defines which tokens of one forward attend to which, and computes their attention."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float
@@ -64,7 +64,7 @@ def routed_attention(
     batch: Batch | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention, called by transformers: [n, q, heads, head_dim], and None for the attention weights.
+    """Compute causal attention; called by transformers. Returns [n, q, heads, head_dim], and None as attention weights.
 
     Args:
         query: [n, heads, q, head_dim]; key, value: [n, key_value_heads, q, head_dim], of the same tokens.
@@ -80,12 +80,12 @@ AttentionInterface.register(ATTENTION, routed_attention)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, scale: float, softcap: float) -> Tensor:
-    """Attention [n, heads, q, d] in torch, with grouped query heads.
+    """Compute attention with grouped query heads in torch, and return the output [n, heads, q, d].
 
     Args:
         query: [n, heads, q, d]; key, value: [n, key_value_heads, k, d].
-        allowed: bool, broadcast to [n, 1, q, k]; None: causal, with q = k.
-        softcap: logits become softcap * tanh(logits / softcap) (Gemma 2, arXiv:2408.00118 section 2); 0: none.
+        allowed: bool mask that is broadcast to [n, 1, q, k]; None means causal attention with q = k.
+        softcap: logits become softcap * tanh(logits / softcap) (Gemma 2, arXiv:2408.00118 section 2); 0 means no cap.
     """
     if not softcap:
         return F.scaled_dot_product_attention(
@@ -117,7 +117,7 @@ def has_ragged_kernel(query: Tensor, softcap: float) -> bool:
 
 
 def has_flash(x: Tensor) -> bool:
-    """Whether flash-attn is installed and correct for tensors like `x` [..., head_dim]; preferred to torch's kernel."""
+    """Whether flash-attn is installed and correct for tensors like `x` [..., head_dim]; if so, it is preferred."""
     return flash_attn_varlen_func is not None and _is_right(_flash, x, "flash-attn")
 
 
@@ -141,14 +141,14 @@ def ragged_attention(
     window: int,
     softcap: float,
 ) -> Tensor:
-    """Causal attention [N, heads, d] of consecutive sequences, by a GPU kernel.
+    """Compute the causal attention of concatenated sequences with a GPU kernel, and return [N, heads, d].
 
-    The last query of a sequence is at its last key; a sequence may have more keys than queries.
+    The queries of a sequence are its last tokens, so a sequence may have more keys than queries.
 
     Args:
         query: [N, heads, d]; key, value: [K, key_value_heads, d].
-        begins: int32 [sequences + 1], the first query and the first key of each sequence.
-        longest: the most queries and the most keys of a sequence.
+        begins: the offsets of each sequence's first query and of its first key, both int32 [sequences + 1].
+        longest: the most queries and the most keys of any sequence.
     """
     kernel = _flash if has_flash(query) else _varlen
     return kernel((query.contiguous(), key.contiguous(), value.contiguous(), *begins, *longest), scale, window, softcap)
@@ -189,7 +189,7 @@ def _agrees(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: 
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of x by index, possibly repeated. Backward sums in a fixed order, unlike index_add on a GPU."""
+    """Selects rows of x by index; a row may be repeated. Backward sums in a fixed order, unlike index_add on a GPU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, uses: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -229,8 +229,8 @@ class Segments:
 
     Args:
         own: (start, length) of every segment; together they fill the row, in order.
-        prefix: (start, length) of each segment's prefix; length 0: none. A prefix is another whole segment, or keys and
-            values without queries; these follow the row's own keys and values, in segment order.
+        prefix: (start, length) of each segment's prefix; length 0 means no prefix. A prefix is another whole segment,
+            or keys and values without queries; these follow the row's own keys and values, in segment order.
     """
 
     def __init__(self, own: Sequence[tuple[int, int]], prefix: Sequence[tuple[int, int]], device: torch.device) -> None:
@@ -240,7 +240,7 @@ class Segments:
             _ = self._lengths
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-        """See `routed_attention`, with n = 1. Takes the fastest kernel for the device and the types."""
+        """Compute `routed_attention` for n = 1, with the fastest kernel for the device and the dtypes."""
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         if k.shape == v.shape and usable(q, k, v):
             out = SegmentAttention.apply(q, k, v, *self._table, scale, window, softcap)
@@ -255,7 +255,7 @@ class Segments:
 
     @cached_property
     def _table(self) -> tuple[Tensor, int, int]:
-        """Arguments of `SegmentAttention`: segments, most keys of a segment, and total tokens of all prefixes."""
+        """Arguments of `SegmentAttention`: the segments, the most keys of a segment, the total length of prefixes."""
         rows = [(*own, *prefix) for own, prefix in zip(self._own, self._prefix, strict=True)]
         longest = max(length + before for _, length, _, before in rows)
         before = sum(before for *_, before in rows)
@@ -283,8 +283,8 @@ class Segments:
 
     @cached_property
     def _lengths(self) -> tuple[Selection | None, tuple[Tensor, Tensor], tuple[int, int]]:
-        """For variable-length GPU kernels: the keys to gather (None: the row itself), the first query and the first
-        key of each segment (both int32 [segments + 1]), and the most queries and keys of a segment."""
+        """For GPU kernels of variable lengths: which keys to gather (None: the row itself), the first query and the
+        first key of each segment (both int32 [segments + 1]), and the most queries and keys of a segment."""
         queries = [length for _, length in self._own]
         keys = [p + length for (_, p), length in zip(self._prefix, queries, strict=True)]
         query_begins, key_begins = (

@@ -21,7 +21,7 @@ def check_compatible(own: PolicyConfig, model_config: Any, policy: PolicyConfig,
     check_files(own.model, model_config, pickled=own.pickled_weights, setting=setting)
     refuse(
         load_tokenizer(own.model, setting).get_vocab() != tokenizer.get_vocab(),
-        f"{setting} {own.model} has another tokenizer than policy.model {policy.model}: take a {role} of the same"
+        f"{setting} {own.model} has a different tokenizer from policy.model {policy.model}: use a {role} of the same"
         " family of models",
     )
     packs, policy_packs = (
@@ -30,14 +30,14 @@ def check_compatible(own: PolicyConfig, model_config: Any, policy: PolicyConfig,
     )
     refuse(
         packs != policy_packs,
-        f"{setting} {own.model} cannot be given rows as policy.model is, with and without padding: set"
+        f"{setting} {own.model} and policy.model cannot read the same rows, since only one of them needs padding: set"
         " policy.attn_implementation to sdpa",
     )
 
 
 def check_positions(model: str, config: Any, longest: int) -> None:
-    """Refuse a model with fewer positions than `longest`, the tokens of the longest prompt with its completion. `model`
-    begins the message."""
+    """Refuse a model with fewer than `longest` positions, the number of tokens of the longest prompt with its
+    completion. The message begins with `model`."""
     limit = getattr(config, "max_position_embeddings", None) or longest
     refuse(
         longest > limit,

@@ -1,4 +1,4 @@
-"""Checks a model folder's weights against its configuration. Reads only the headers of weight files.
+"""Checks the weights in a model folder against its configuration, reading only the headers of the weight files.
 
 Models that are still on the hub are checked when they load.
 """
@@ -21,7 +21,7 @@ SAFE, PICKLED = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-"""A single file with all weights, or an index that maps each weight to its file."""
+"""Names of the single file with all weights, and of the index that maps each weight to its file, for each format."""
 
 
 def check_files(name: str, config: Any, *, pickled: bool = False, setting: str = "policy.model") -> None:
@@ -63,8 +63,8 @@ def check_pickled(name: str, *, allowed: bool, setting: str = "policy.model") ->
 
 
 def _check_layers(shapes: dict[str, list[int]], model: Any, start: str) -> None:
-    """Refuse files with more layers than the configuration, since the rest would be dropped silently, and files with
-    fewer."""
+    """Raise UserError if the files have fewer layers than the configuration, or more, which would be dropped
+    silently."""
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
     numbers = {
@@ -88,7 +88,7 @@ def _check_layers(shapes: dict[str, list[int]], model: Any, start: str) -> None:
 
 
 def _files(folder: Path, start: str) -> Iterator[Path]:
-    """The safetensors files with the weights."""
+    """Yield the paths of the safetensors files that hold the weights."""
     whole, index = (folder / file for file in SAFE)
     if whole.exists():
         yield whole
@@ -103,7 +103,7 @@ def _files(folder: Path, start: str) -> Iterator[Path]:
 
 
 def _shapes(file: Path, start: str) -> dict[str, list[int]]:
-    """Shapes by name, from the header of a safetensors file."""
+    """Return the shape of each weight by name, from the header of a safetensors file."""
     try:
         with safe_open(file, framework="pt") as opened:
             return {name: list(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118

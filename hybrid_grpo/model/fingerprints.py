@@ -1,8 +1,8 @@
 """Fingerprints of files, and of the models in them, which show whether they have changed.
 
 A file of up to 64 MiB is read whole. Of a larger safetensors file, the header and a block of 4 KiB from the middle of
-every tensor are read; of another large file, 1,024 evenly spaced blocks. This takes seconds for a large model, and
-different weights of the same shapes differ there. A change outside these blocks goes unnoticed.
+every tensor are read; of another large file, 1,024 evenly spaced blocks. This takes seconds for a large model. Models
+with the same shapes but different weights differ in these blocks. A change outside them goes unnoticed.
 """
 
 import json
@@ -25,7 +25,7 @@ _PARTS = {
 
 
 def of_model(name: str) -> dict[str, str]:
-    """Fingerprints of a model's weights, configuration and tokenizer, in a folder or the hub's cache."""
+    """Return fingerprints of a model's weights, configuration and tokenizer, from a folder or the hub's cache."""
     try:
         config = cached_file(name, "config.json", local_files_only=True)
     except OSError:
@@ -36,7 +36,7 @@ def of_model(name: str) -> dict[str, str]:
 
 
 def of_file(path: Path) -> str:
-    """Name, size and digest of a file."""
+    """Return the fingerprint of a file: its name, size and digest."""
     size = path.stat().st_size
     seen = blake2b(digest_size=16)
     with path.open("rb") as file:
@@ -53,7 +53,7 @@ def of_file(path: Path) -> str:
 
 
 def of_texts(texts: Iterable[str]) -> str:
-    """One fingerprint of several texts; their order matters."""
+    """Return one fingerprint for several texts; their order matters."""
     seen = blake2b(digest_size=16)
     for text in texts:
         encoded = text.encode(errors="surrogatepass")

@@ -24,10 +24,10 @@ _EXPERTS = re.compile(r"(^|\.)experts\.")
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a token, in parameters of matrix products.
+    """The cost of a token, in numbers of parameters that take part in matrix products.
 
-    Arguments of the methods, numbers or arrays of one shape: `tokens` are read, each attends to `context` entries on
-    average, and the head computes the distribution after `scored` of them.
+    The arguments of the methods are numbers, or arrays of one shape: the model reads `tokens` tokens, each attends to
+    `context` entries on average, and the head computes the distribution after `scored` of them.
     """
 
     body: float
@@ -44,7 +44,7 @@ class Cost:
 
     @classmethod
     def of(cls, model: Any) -> Cost:
-        """The cost of a transformers model, sharded or not."""
+        """Return the cost of a token for a transformers model, sharded or not."""
         config, head = model.config.get_text_config(), model.get_output_embeddings()
         apart = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
         apart |= set() if head is None else {id(head.weight)}
@@ -63,12 +63,12 @@ class Cost:
         return cls(body, body_trained, of_head, trained, _width(config), _layers(config))
 
     def forward(self, tokens: ArrayLike, context: ArrayLike, scored: ArrayLike) -> Floats:
-        """Operations of a forward."""
+        """Return the operations of a forward pass."""
         tokens = np.asarray(tokens, float)
         return tokens * (2 * self.body + self._attention(context)) + 2 * self.head * np.asarray(scored, float)
 
     def training(self, tokens: ArrayLike, context: ArrayLike, scored: ArrayLike) -> Floats:
-        """Operations of a forward and its backward. A frozen weight costs only the gradient of its input."""
+        """Return the operations of a forward and its backward. A frozen weight costs only the gradient of its input."""
         tokens = np.asarray(tokens, float)
         of_body = tokens * (4 * self.body + 2 * self.body_trained + 3 * self._attention(context))
         return of_body + np.asarray(scored, float) * (4 * self.head + 2 * self.head_trained)

@@ -19,7 +19,7 @@ _CGROUPS = (
 )
 """Files with the memory limit and use of this container, under cgroups version 2 and 1."""
 CUDA_CONTEXT_BYTES = 550 << 20
-"""CUDA's context and workspaces: what `nvidia-smi` shows for a process on top of torch's memory. Not measured."""
+"""CUDA's context and workspaces: what `nvidia-smi` shows for a process on top of torch's memory. An estimate."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Hardware:
     name: str
     on_gpu: bool
     device_bytes: int
-    """Free on the device, including what CUDA itself takes in this process; on a CPU, `host_bytes`."""
+    """Free memory of the device, plus the memory that CUDA itself takes in this process; on a CPU, `host_bytes`."""
     host_bytes: int
     """This rank's share of the host's free memory, plus `process_bytes`."""
     process_bytes: int
-    """Host memory that the process already has."""
+    """Host memory that the process already uses."""
     flops: float
     """Floating-point operations per second in large matrix products of the weights' dtype."""
     bandwidth: float
@@ -49,7 +49,7 @@ GPUS = {
     "h200": (141, 989e12, 4.8e12),
     "b200": (180, 2250e12, 8.0e12),
 }
-"""From data sheets: memory in 10^9 bytes, dense bfloat16 operations per second, bytes per second read from memory."""
+"""GPUs from data sheets: memory in 10^9 bytes, dense bfloat16 operations per second, bytes read per second."""
 _CALLED = {
     r"RTX 4090$": "rtx4090",
     r"A100\b": "a100-80gb",
@@ -59,7 +59,7 @@ _CALLED = {
     r"\bH200\b(?!.*NVL)": "h200",
     r"\bB200\b": "b200",
 }
-"""Keys of `GPUS` by patterns of CUDA's device names."""
+"""Keys of `GPUS`, by regular expressions that match the device names that CUDA reports."""
 
 
 def take_gpu(accelerator: Any) -> None:
@@ -86,7 +86,7 @@ def take_gpu(accelerator: Any) -> None:
     if local >= count:
         raise UserError(
             f"rank {os.environ['RANK']} is number {local} on its machine, where torch sees {count} GPUs: start one rank"
-            " a GPU, or let it see more (CUDA_VISIBLE_DEVICES)"
+            " per GPU, or let it see more (CUDA_VISIBLE_DEVICES)"
         )
     os.environ["LOCAL_RANK"] = str(local)  # DeepSpeed reads it too
     accelerator.set_device(local)
@@ -105,20 +105,20 @@ def refuse_idle_gpus() -> None:
 
 
 def peak_flops(name: str) -> float | None:
-    """Dense bfloat16 operations per second of the GPU with this CUDA name; None if unknown, or only a part (MIG)."""
+    """Return the dense bfloat16 operations per second of a GPU by its CUDA name; None if unknown or a MIG slice."""
     kind = next((kind for called, kind in _CALLED.items() if re.search(called, name)), None)
     return None if kind is None or "MIG" in name else GPUS[kind][1]
 
 
 def of_table(name: str) -> Hardware:
-    """A GPU according to its data sheet, with all memory free, on a host with unlimited memory."""
+    """Return a GPU according to its data sheet, with all of its memory free, on a host with unlimited memory."""
     gigabytes, flops, bandwidth = GPUS[name]
     process = psutil.Process().memory_info().rss
     return Hardware(name, True, int(gigabytes * 1e9), 1 << 62, process, flops, bandwidth)
 
 
 def of_device(device: torch.device, dtype: Literal["bfloat16", "float32"]) -> Hardware:
-    """The device in its present state. Measuring its speed takes a fraction of a second."""
+    """Return the device in its present state. Measuring its speed takes a fraction of a second."""
     process = psutil.Process().memory_info().rss
     host = process + host_free_bytes() // local_ranks()
     flops, bandwidth = _speed(device, getattr(torch, dtype))
@@ -131,7 +131,7 @@ def of_device(device: torch.device, dtype: Literal["bfloat16", "float32"]) -> Ha
 
 
 def host_free_bytes() -> int:
-    """Host memory that is still free, within the limit of this container."""
+    """Return the bytes of host memory that are still free within the limit of this container."""
     free = int(psutil.virtual_memory().available)
     for limit, used in _CGROUPS:
         if limit.is_file() and (most := limit.read_text().strip()) != "max":
@@ -141,14 +141,14 @@ def host_free_bytes() -> int:
 
 
 def _file_cache(cgroup: Path) -> int:
-    """Bytes of cached files that the system can drop: they are neither mapped nor modified."""
+    """Return the bytes of cached files that the system can drop, since they are neither mapped nor modified."""
     statistics = cgroup / "memory.stat"
     lines = (line.split() for line in statistics.read_text().splitlines()) if statistics.is_file() else ()
     return sum(int(value) for name, value in lines if name in ("inactive_file", "total_inactive_file"))
 
 
 def _speed(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Floating-point operations per second of a square matrix product, and bytes per second of a sum."""
+    """Measure floating-point operations per second in a square matrix product, and bytes per second in a sum."""
     size, mebibytes = (512, 32) if device.type == "cpu" else (8192, 1024)
     a = torch.ones(size, size, dtype=dtype, device=device)
     long = torch.ones(mebibytes << 18, dtype=torch.float32, device=device)

@@ -1,6 +1,6 @@
-"""Models, their configurations and tokenizers, from a folder or the hub.
+"""Loads models, their configurations and their tokenizers, from a folder or the hub.
 
-The weights load sharded inside `engine.sharded_loading`; nothing here knows the engine.
+Inside `engine.sharded_loading` the weights are loaded into shards; this module does not import the engine.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ Start = Callable[[Any], None]
 
 
 def load_tokenizer(name: str, setting: str = "policy.model") -> Any:
-    """The tokenizer of a model folder or hub name; raises UserError if none loads."""
+    """Load the tokenizer of a model folder or hub name; raises UserError if this fails."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # transformers raises anything for files that it did not write
@@ -40,13 +40,13 @@ def load_tokenizer(name: str, setting: str = "policy.model") -> Any:
         raise UserError(f"{setting} {name}: its tokenizer does not load: {first_line(error)}") from error
     # For a folder without tokenizer files transformers makes a tokenizer that has special tokens only.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise UserError(f"{setting} {name} has no tokenizer: save the one of the model in the same folder")
+        raise UserError(f"{setting} {name} has no tokenizer: save the model's tokenizer in the same folder")
     return tokenizer
 
 
 def load_config(name: str, setting: str = "policy.model") -> Any:
-    """The unchanged configuration of a model folder or hub name; raises UserError if it has none, or transformers does
-    not know the architecture. `setting` begins error messages, here and in the other functions."""
+    """Load the unchanged configuration of a model folder or hub name. Raises UserError if there is none, or
+    transformers does not know the architecture. `setting` begins error messages, here and in the other functions."""
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # transformers raises anything for files that it did not write
@@ -55,7 +55,7 @@ def load_config(name: str, setting: str = "policy.model") -> Any:
 
 
 def first_line(error: Exception) -> str:
-    """First line of an error's message, and the next if it ends in a colon; the error's type if there is no message."""
+    """Return the first line of an error's message (two if it ends in a colon), or the error's type if it has none."""
     text = f"KeyError: {error}" if isinstance(error, KeyError) else str(error).strip()
     lines = text.splitlines() or [type(error).__name__]
     return " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])[:500]
@@ -64,8 +64,8 @@ def first_line(error: Exception) -> str:
 def _refuse_custom_code(error: Exception, name: str, setting: str) -> None:
     if "trust_remote_code" in str(error) or "custom code" in str(error):
         raise UserError(
-            f"{setting} {name} comes with code of its own (auto_map in its configuration), which is not run: take a"
-            " model that transformers has the code of"
+            f"{setting} {name} comes with code of its own (auto_map in its configuration), which is not run: use a"
+            " model whose code is in transformers"
         ) from error
 
 
@@ -100,8 +100,8 @@ def check_prompt_ids(longest: Sequence[list[int]], config: Any) -> None:
 
 
 def plain_attention(config: Any, attn_implementation: str) -> str:
-    """Which of transformers' own attention implementations a setting selects for an architecture; raises UserError if
-    the architecture lacks it."""
+    """Return the name of the transformers attention implementation that a setting selects for an architecture; raises
+    UserError if the architecture lacks it."""
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     has_sdpa = model is None or model._supports_sdpa
     if attn_implementation in ("auto", "packed"):
@@ -114,8 +114,8 @@ def plain_attention(config: Any, attn_implementation: str) -> str:
 
 
 def training_attention(policy: PolicyConfig, config: Any = None) -> str:
-    """The attention implementation of the training forward. Raises UserError if the settings require packed rows and
-    the architecture does not allow them. `config` defaults to the configuration of `policy.model`."""
+    """Return the name of the attention implementation for training. Raises UserError if the settings require packed
+    rows and the architecture does not allow them. `config` defaults to the configuration of `policy.model`."""
     config = load_config(policy.model) if config is None else config
     if policy.attn_implementation in ("auto", "packed"):
         reason = unsupported(config)
@@ -141,7 +141,7 @@ def without_dropout(config: Any) -> Any:
 
 
 def load_model(policy: PolicyConfig, attn_implementation: str | None = None, setting: str = "policy.model") -> Any:
-    """The causal language model that `policy` names.
+    """Load the causal language model that `policy` names.
 
     Dropout is off in training too: with it, the trained policy would differ from the one that sampled.
     `attn_implementation` overrides the policy's setting. Raises UserError as `load_weights` and `plain_attention` do.
@@ -152,7 +152,7 @@ def load_model(policy: PolicyConfig, attn_implementation: str | None = None, set
 
 
 def parameters_of(name: str, setting: str = "policy.model") -> int:
-    """Number of parameters of a causal language model, from its configuration."""
+    """Return a causal language model's number of parameters, computed from its configuration."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_config(name, setting), trust_remote_code=False)
     return sum(parameter.numel() for parameter in model.parameters())
@@ -166,8 +166,8 @@ def load_for_training(
     fresh: Mapping[str, Start] | None = None,
     setting: str = "policy.model",
 ) -> Any:
-    """A model of one of transformers' AutoModel classes with the settings of `policy`, without dropout; changes
-    `config`. For `fresh` and errors see `load_weights`."""
+    """Load a model through `auto`, one of transformers' AutoModel classes, with the settings of `policy` and without
+    dropout, which changes `config` in place. For `fresh` and errors see `load_weights`."""
     model = load_weights(
         auto,
         policy.model,
@@ -186,8 +186,8 @@ def load_for_training(
 def load_weights(
     auto: Any, name: str, config: Any, setting: str, fresh: Mapping[str, Start] | None = None, **options: Any
 ) -> Any:
-    """A model of one of transformers' AutoModel classes, with all of its weights. Raises UserError if weights do not
-    load or are missing. `fresh` maps the names of weights that may be missing to their initialisers."""
+    """Load a model through `auto`, one of transformers' AutoModel classes. Raises UserError if weights do not load, are
+    missing or are not finite. `fresh` maps the names of weights that may be missing to their initialisers."""
     try:
         # Mismatched weights are reported below, by name.
         safe = {"ignore_mismatched_sizes": True, "trust_remote_code": False, "weights_only": True}
@@ -220,7 +220,7 @@ def _refuse_broken_weights(model: Any, start: str) -> None:
     count = max(all_gather_objects(len(broken)))
     if count:
         first = f", {broken[0]} among them" if broken else ""
-        raise UserError(f"{start}: {count} of its weights hold NaN or infinity{first}: take one that was not broken")
+        raise UserError(f"{start}: {count} of its weights hold NaN or infinity{first}: use an intact copy")
 
 
 def _refuse_changed_buffers(model: Any, start: str) -> None:
@@ -246,7 +246,7 @@ def _refuse_changed_buffers(model: Any, start: str) -> None:
         if buffer.dtype != right.dtype or not same:
             raise UserError(
                 f"{start}: its buffer {name} was changed while it was loaded ({buffer.dtype}, {right.dtype} by its"
-                " class), so another model would be trained than is exported: update transformers and deepspeed, or"
+                " class), so the exported model would not be the trained one: update transformers and deepspeed, or"
                 " lower the ZeRO stage"
             )
 
@@ -263,7 +263,7 @@ def _outside_deepspeed() -> Iterator[None]:
 
 
 def _held(parameter: Any) -> Tensor:
-    """The part of a weight that this rank holds, without the padding at the end of its shard."""
+    """Return the part of a weight that this rank holds, without the padding at the end of its shard."""
     if not hasattr(parameter, "ds_tensor"):
         return cast(Tensor, parameter)
     shard: Tensor = parameter.ds_tensor.view(-1)
@@ -272,7 +272,7 @@ def _held(parameter: Any) -> Tensor:
 
 @torch.no_grad()
 def draw_normal(parameter: Any, std: float, seed: int) -> None:
-    """Fill a weight from a normal distribution with this standard deviation, equally for any number of ranks."""
+    """Fill a weight from a normal distribution with this standard deviation, the same for any number of ranks."""
     count = getattr(parameter, "ds_numel", parameter.numel())
     whole = torch.empty(count).normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
     held = _held(parameter).view(-1)
@@ -281,8 +281,8 @@ def draw_normal(parameter: Any, std: float, seed: int) -> None:
 
 
 def stop_ids(name: str, tokenizer: Any, more: list[int], config: Any, setting: str = "policy.model") -> tuple[int, ...]:
-    """All tokens that end a completion: the tokenizer's EOS, the stop tokens of the model's generation config, and
-    `more`. Raises UserError if one is not a token of the model."""
+    """Return all tokens that end a completion: the tokenizer's EOS, the stop tokens of the model's generation config,
+    and `more`. Raises UserError if one is not a token of the model."""
     ids = {*more, tokenizer.eos_token_id}
     generation = Path(name) / "generation_config.json"
     if generation.is_file() or not Path(name).exists():

@@ -27,7 +27,7 @@ enough that a tile has 4,096 rows, so that the output head is read and its gradi
 GPU_TILE_BYTES = 256 << 20
 GPU_TILE_COLUMNS = 8192
 """Larger tiles for the GPU kernel, which reads them in the model's dtype and without temporaries. Each column of tiles
-adds to the hidden states' gradient; with fewer columns it is read and written less often."""
+adds to the gradient of the hidden states, so wider tiles mean that it is read and written less often."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,19 @@ class LogitShape:
 
     @classmethod
     def of(cls, config: Any) -> LogitShape:
-        """From a transformers text configuration: Gemma's soft cap; the scales of Cohere, Granite and Falcon-H1."""
+        """Read a transformers text configuration: Gemma's soft cap, and the scales of Cohere, Granite and Falcon-H1."""
         scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1)
         scale *= float(getattr(config, "lm_head_multiplier", None) or 1.0)
         return cls(scale, getattr(config, "final_logit_softcapping", None))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The logits; x is overwritten."""
+        """Return the logits of x, which is overwritten."""
         if self.scale != 1.0:
             x = x.mul_(self.scale)
         return x if self.softcap is None else x.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def backward_(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """Gradient with respect to x, from the gradient of the logits; both arguments are overwritten."""
+        """Return the gradient with respect to x, given the gradient of the logits. Both arguments are overwritten."""
         if self.softcap is not None:
             grad.mul_(logits.float().div_(self.softcap).square_().neg_().add_(1.0))
         return grad.mul_(self.scale) if self.scale != 1.0 else grad
@@ -139,8 +139,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def slices(n: int, most: int) -> list[slice]:
-    """Split 0 to n into as few slices as possible, about equally long and at most `most` each. Long slices begin at
-    multiples of 64, as matrix products on a GPU need."""
+    """Split the range 0 to n into as few slices as possible, of about equal length and at most `most` long. Long slices
+    begin at multiples of 64, since a GPU needs that for fast matrix products."""
     count = max(1, -(-n // most))
     unit = 64 if n // count >= 1024 else 1
     bounds = [n * i // count // unit * unit for i in range(count)] + [n]
@@ -148,7 +148,7 @@ def slices(n: int, most: int) -> list[slice]:
 
 
 def logits_of(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, columns: slice, shape: LogitShape) -> Tensor:
-    """Some columns of the logits, in the model's dtype, as its own forward computes them."""
+    """Return some columns of the logits, in the model's dtype, as its own forward computes them."""
     bias = None if bias_V is None else bias_V[columns]
     return shape(nn.functional.linear(hidden_ND, weight_VD[columns], bias))
 
@@ -164,7 +164,7 @@ def token_logprobs(
     tile_bytes: int | None = None,
     tile_columns: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy of its distribution, both float32 [N] in nats and differentiable.
+    """Return the log-probability of each target and the entropy there, both float32 [N] in nats, differentiable.
 
     Args:
         hidden_ND: the hidden state before each target.
@@ -218,7 +218,7 @@ class LogprobModel(nn.Module):
         temperature: float,
         more: HeadFunction | None = None,
     ) -> tuple[Tensor, ...]:
-        """Log-probability and entropy of tokens, float32 [N]; see `token_logprobs`. Then what `more` returns.
+        """Return log-probabilities and entropies, float32 [N] (see `token_logprobs`), then what `more` returns.
 
         Args:
             input_ids_bS, position_ids_bS: int64; right-padded rows (causal attention needs no mask for them), or

@@ -53,7 +53,7 @@ class Adapter:
         return cls(layer, layer.base_layer, down, up, layer.scaling[_NAME])
 
     def merged(self, weight: Tensor, down: Tensor, up: Tensor, out: Tensor) -> Tensor:
-        """`weight` plus the adapter, rounded once and written to `out`, which may be `weight`. All are unsharded."""
+        """Return `weight` plus the adapter, rounded once and written to `out`, which may be `weight`. All are whole."""
         if self.layer.fan_in_fan_out:
             # GPT-2's layers keep W transposed, and (B A)^T = A^T B^T.
             up, down = down.T, up.T
@@ -94,7 +94,7 @@ class Adapters:
             for path, layer in model.named_modules()
             if isinstance(layer, peft.tuners.lora.LoraLayer)
         }
-        """Adapters by the path that their linear layer has in a model without adapters."""
+        """Adapters, by the path of their linear layer in a model without adapters."""
         for path, adapter in self.by_layer.items():
             # Experts were separate layers once; peft applies their old names to the module that now holds them all.
             if not isinstance(adapter.linear, _LINEAR):
@@ -108,8 +108,7 @@ class Adapters:
         count = sum(layer.r[_NAME] * (layer.in_features + layer.out_features) for layer in layers)
         head = f", and the head ({', '.join(self._head)})" if self._head else ""
         return (
-            f"{count:,} weights are trained, in adapters of rank {self._config.r} beside {len(layers)} linear layers"
-            f"{head}"
+            f"{count:,} weights are trained, in adapters of rank {self._config.r} for {len(layers)} linear layers{head}"
         )
 
     @property
@@ -119,8 +118,8 @@ class Adapters:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Inside, the adapters add exactly 0. Their forwards still run: ZeRO-3 prefetches in the order of the last
-        forward, and would have to record a new order at each change."""
+        """A context in which the adapters add exactly 0. Their forwards still run: ZeRO-3 prefetches in the order of
+        the last forward, and would have to record a new order at each change."""
         for adapter in self.by_layer.values():
             adapter.layer.scaling[_NAME] = 0.0
         try:
@@ -147,8 +146,8 @@ class Adapters:
 
 
 def read_adapter(folder: str, setting: str) -> dict[str, Any]:
-    """The configuration of a causal language model's adapter in peft's format. Raises UserError, with `setting` at the
-    beginning of the message, if the folder has none."""
+    """Read the configuration of a causal language model's adapter in peft's format. If the folder has none, raises
+    UserError with a message that begins with `setting`."""
     path = Path(folder) / "adapter_config.json"
     try:
         config = json.loads(path.read_bytes())
@@ -162,8 +161,8 @@ def read_adapter(folder: str, setting: str) -> dict[str, Any]:
 
 
 def with_adapter(model: Any, folder: str, setting: str) -> Any:
-    """The model with an adapter in peft's format merged into its weights. Raises UserError, with `setting` at the
-    beginning of the message, if the adapter does not belong to the model."""
+    """Return the model with an adapter in peft's format merged into its weights. If the adapter does not belong to the
+    model, raises UserError with a message that begins with `setting`."""
     import peft
 
     read_adapter(folder, setting)
@@ -181,7 +180,7 @@ def with_adapter(model: Any, folder: str, setting: str) -> Any:
 
 
 def check_lora(lora: LoraConfig, config: Any) -> None:
-    """Raise the errors of `Adapters` from a model's configuration alone, before its weights are read."""
+    """Raise the errors that `Adapters` would raise, from a model's configuration alone, before its weights are read."""
     if lora.rank:
         with torch.device("meta"):
             Adapters(AutoModelForCausalLM.from_config(config), lora, seed=0)
@@ -198,8 +197,8 @@ def _targets(model: Any, lora: LoraConfig) -> list[str]:
         found = [path for path in layers if f".{path}".endswith(f".{target}")]
         if any(layers[path] is head for path in found):
             raise UserError(
-                f"lora.target_modules {target} is the output head, of which only the weight is used, a chunk at a time:"
-                " take it out"
+                f"lora.target_modules {target} is the output head, whose weight is read directly, a tile at a time:"
+                " remove it"
             )
         if not found or not set(linear).issuperset(found):
             what = "is not a linear layer" if found else "is not a layer"

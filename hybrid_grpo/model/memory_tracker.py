@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Bytes of all live storages except those of `known` tensors, and their peak since `mark`."""
+    """Counts the bytes of all live storages except those of `known` tensors, and their peak since the last `mark`."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()
@@ -33,6 +33,6 @@ class MemoryTracker(TorchDispatchMode):
         self.live -= size
 
     def mark(self) -> int:
-        """Return the peak since the last mark, and begin the next."""
+        """Return the peak since the last mark, and set a new mark."""
         peak, self.peak = self.peak, self.live
         return peak

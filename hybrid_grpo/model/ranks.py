@@ -1,4 +1,4 @@
-"""Ranks, the collectives that this package adds to DeepSpeed's, and the shared memory that DeepSpeed's use.
+"""Ranks, the collectives that this package adds to DeepSpeed's, and the shared memory that DeepSpeed's collectives use.
 
 In a single process the collectives are the identity, whether or not a process group exists.
 """
@@ -55,8 +55,8 @@ def form_group_of_one() -> None:
 
 @contextmanager
 def meeting() -> Iterator[None]:
-    """Wraps the start of the process group. Prints a line if this rank waits long for the others, in case they were
-    never started. Raises UserError if the ranks do not meet, or NCCL does not start."""
+    """A context for starting the process group. Prints a line if this rank waits long for the others, in case they were
+    never started. Raises UserError if the ranks do not find each other, or NCCL does not start."""
     facts = ", ".join(f"{name} {os.environ[name]}" for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
     line = f"hybrid-grpo: waiting for the other ranks ({facts})"
@@ -70,7 +70,7 @@ def meeting() -> Iterator[None]:
         raise UserError(f"NCCL does not start ({facts}): {_cause(str(error))}") from error
     except dist.DistError as error:
         raise UserError(
-            f"the ranks of this run do not meet ({facts}): {str(error).splitlines()[0]}: start all of them within"
+            f"the ranks of this run did not connect ({facts}): {str(error).splitlines()[0]}: start all of them within"
             " engine.timeout_minutes, with the same MASTER_ADDR and a MASTER_PORT that is free"
         ) from error
     finally:
@@ -78,7 +78,7 @@ def meeting() -> Iterator[None]:
 
 
 def _cause(message: str) -> str:
-    """NCCL's last error in one line, with the way out."""
+    """Return NCCL's last error and a remedy, in one line."""
     first, _, last = message.partition("Last error:")
     cause = " ".join((last.strip() or first).split())
     free = shutil.disk_usage(_SHARED_MEMORY).free
@@ -88,7 +88,7 @@ def _cause(message: str) -> str:
 
 
 def check_shared_memory() -> None:
-    """Raise UserError if the ranks' buffers do not fit: DeepSpeed would map them anyway, and ranks would crash."""
+    """Raise UserError if shared memory is too small for the ranks' buffers: DeepSpeed would map them and crash."""
     # Only DeepSpeed's launcher, with all ranks on one machine, uses these buffers.
     if os.environ.get("LOCAL_SIZE") != os.environ["WORLD_SIZE"]:
         return
@@ -97,7 +97,7 @@ def check_shared_memory() -> None:
     taken = sum(path.stat().st_size for path in _buffers("*"))
     if free + taken < (needed := local_ranks() * _BUFFER_BYTES):
         raise UserError(
-            f"{_SHARED_MEMORY} has {free >> 20} MiB free, {local_ranks()} ranks on one machine take"
+            f"{_SHARED_MEMORY} has {free >> 20} MiB free, but {local_ranks()} ranks on one machine take"
             f" {(needed >> 20) + 1}: make it larger (docker run --shm-size=1g), or remove files that ended runs left"
             " there"
         )
@@ -123,12 +123,12 @@ def all_reduce(tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tens
 
 
 def sum_over_ranks(values: Tensor, device: torch.device) -> Tensor:
-    """The sum over ranks, on the CPU; the collective takes place on `device`."""
+    """Return the sum over ranks, on the CPU; the collective takes place on `device`."""
     return all_reduce(values.to(device)).cpu()
 
 
 def gather_objects(value: Any) -> list[Any] | None:
-    """The values of all ranks in rank order, on rank 0; None on the others."""
+    """Return the values of all ranks in rank order on rank 0, and None on the others."""
     if world_size() == 1:
         return [value]
     values: list[Any] | None = [None] * world_size() if rank() == 0 else None
@@ -137,7 +137,7 @@ def gather_objects(value: Any) -> list[Any] | None:
 
 
 def all_gather_objects(value: T) -> list[T]:
-    """The values of all ranks in rank order, on every rank."""
+    """Return the values of all ranks in rank order, on every rank."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
@@ -146,7 +146,7 @@ def all_gather_objects(value: T) -> list[T]:
 
 
 def from_first_rank(value: T) -> T:
-    """Rank 0's value, on every rank."""
+    """Return rank 0's value on every rank."""
     if world_size() == 1:
         return value
     values = [value]

@@ -44,7 +44,7 @@ class ScalarModel(nn.Module):
     def forward(
         self, input_ids_bS: Tensor, position_ids_bS: Tensor, source: Selection, segments: Segments | None
     ) -> Tensor:
-        """The numbers of the tokens that `source` selects, float32 [N]; arguments: see `LogprobModel.forward`."""
+        """Return a number for each token that `source` selects, float32 [N]; see `LogprobModel.forward`."""
         packed = {} if segments is None else {"batch": segments}
         out = self.model.base_model(input_ids=input_ids_bS, position_ids=position_ids_bS, use_cache=False, **packed)
         value_N: Tensor = self.model.score(source(out.last_hidden_state.flatten(0, 1)))
@@ -52,10 +52,10 @@ class ScalarModel(nn.Module):
 
 
 def scalar_config(name: str, padding: int | None = None, setting: str = "policy.model") -> Any:
-    """The configuration of a model (folder or hub name) as a classifier with one label and a `padding` token. `setting`
-    begins error messages, here and in the other functions.
+    """Return the configuration of a model (folder or hub name) as a classifier with one label and a `padding` token.
+    Error messages begin with `setting`, here and in the other functions.
 
-    Raises UserError if transformers has no such classifier for a causal language model of this kind, or if it is
+    Raises UserError if transformers has no such classifier for a causal language model of this kind, or if the model is
     already a classifier with several labels.
     """
     config = load_config(name, setting)
@@ -65,7 +65,7 @@ def scalar_config(name: str, padding: int | None = None, setting: str = "policy.
     is_classifier = any("ForSequenceClassification" in name for name in config.architectures or [])
     refuse(
         is_classifier and config.num_labels != 1,
-        f"{setting} {name} is a classifier of {config.num_labels} labels, and a reward model has 1: take a causal"
+        f"{setting} {name} is a classifier with {config.num_labels} labels, and a reward model has 1: use a causal"
         " language model, or a reward model",
     )
     config.num_labels = 1
@@ -76,7 +76,7 @@ def scalar_config(name: str, padding: int | None = None, setting: str = "policy.
 
 
 def check_scalar(name: str, setting: str = "policy.model") -> Any:
-    """`scalar_config`, which also raises UserError unless the classifier reads its last token with a linear head."""
+    """Return `scalar_config`; also raise UserError unless the classifier reads its last token with a linear head."""
     config = scalar_config(name, setting=setting)
     is_linear = isinstance(getattr(_without_weights(config), _HEAD, None), nn.Linear)
     refuse(not is_linear, f"{setting} {name}: {config.model_type}: {_NO_CLASSIFIER}: take another model")
@@ -101,10 +101,11 @@ def load_scalar_model(
     head_std: float | None = None,
     setting: str = "policy.model",
 ) -> Any:
-    """The classifier with one label that `policy` names, without dropout.
+    """Load the model that `policy` names as a classifier with one label, without dropout.
 
-    A causal language model gets a new head, drawn with `seed`: normal with standard deviation `head_std`, by default
-    `initializer_range`, as in transformers. Raises UserError as `load_model` and `scalar_config` do.
+    A causal language model gets a new head, drawn with `seed` from a normal distribution with standard deviation
+    `head_std` (default: `initializer_range`, as in transformers). Raises UserError as `load_model` and `scalar_config`
+    do.
     """
     config = scalar_config(policy.model, setting=setting)
     std = getattr(config.get_text_config(), "initializer_range", 0.02) if head_std is None else head_std
@@ -113,10 +114,10 @@ def load_scalar_model(
 
 
 def padding_token(tokenizer: Any, ends: Collection[int]) -> int:
-    """The padding token of a classifier: the tokenizer's, unless a text ends with it.
+    """Return the padding token of a classifier: the tokenizer's, unless a text ends with it.
 
-    transformers reads the score at the last token that is not padding. So if the tokenizer's padding is among `ends`,
-    the last tokens of the texts, another token is taken, a special one if possible.
+    transformers reads the score at the last token that is not padding. So if the tokenizer's padding token is among
+    `ends`, the last tokens of the texts, another token is chosen, a special one if possible.
     """
     candidates = [tokenizer.pad_token_id, tokenizer.eos_token_id, *tokenizer.all_special_ids, *range(len(ends) + 1)]
     return next(token for token in candidates if token is not None and token not in ends)

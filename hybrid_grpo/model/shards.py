@@ -26,7 +26,7 @@ from hybrid_grpo.model.ranks import rank, world_size
 _POLICY, _STATE = "policy", "state"
 _WEIGHT = "weight"
 _STEP = "step"
-"""Optimizer steps of a flat tensor; everything else in an optimizer's state is as long as the weights."""
+"""Key of the number of optimizer steps; all other tensors in an optimizer's state are as long as the weights."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class _Piece:
 
 @dataclass(frozen=True, eq=False)
 class _Flat:
-    """A flat tensor of this rank, and the pieces of weights in it. The tensor is the key of its optimizer state."""
+    """A flat tensor of this rank, and the pieces of weights in it. The optimizer's state is keyed by the tensor."""
 
     tensor: Any
     pieces: list[_Piece]
@@ -58,8 +58,8 @@ def save_optimizer(folder: Path, module: nn.Module, optimizer: Any, stage: int) 
 
 @torch.no_grad()
 def load_optimizer(folder: Path, module: nn.Module, optimizer: Any, stage: int) -> None:
-    """Read what `save_optimizer` wrote, on any number of ranks and at any stage. Raises UserError if something is
-    missing, or belongs to another model. Collective."""
+    """Read what `save_optimizer` wrote, on any number of ranks and at any stage. Raises UserError if a file or weight
+    is missing, or the checkpoint belongs to another model. Collective."""
     saved = _Saved(folder, _POLICY, _shapes(module))
     with changing(optimizer, stage):
         for flat in _optimizer_flats(module, optimizer, stage):
@@ -67,14 +67,14 @@ def load_optimizer(folder: Path, module: nn.Module, optimizer: Any, stage: int) 
 
 
 def trained_tensors(module: nn.Module, optimizer: Any, stage: int) -> list[Tensor]:
-    """The float32 weights that DeepSpeed's `optimizer` updates on this rank: flat tensors of weights, or parts of them,
-    with padding."""
+    """Return the float32 weights that DeepSpeed's `optimizer` updates on this rank, as flat tensors that hold weights
+    or parts of weights, with padding."""
     return [flat.tensor.detach() for flat in _optimizer_flats(module, optimizer, stage)]
 
 
 @contextmanager
 def changing(optimizer: Any, stage: int) -> Iterator[None]:
-    """Inside, `trained_tensors` may be written to; on exit the module's weights are updated from them. Collective."""
+    """A context in which `trained_tensors` may be changed; on exit the weights follow the changes. Collective."""
     if stage == 3:
         # No weight may stay gathered while its shards change.
         optimizer.checkpoint_event_prologue()
@@ -121,12 +121,12 @@ def load_module(folder: Path, name: str, module: nn.Module) -> None:
 
 
 def save_state(folder: Path, state: dict[str, Any]) -> None:
-    """Write plain values and tensors of this rank."""
+    """Write this rank's `state`, which holds plain values and tensors."""
     tensor_files.write(state, _path(folder, _STATE, rank(), world_size()))
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """What `save_state` wrote on this rank, or on rank 0 if the number of ranks has changed."""
+    """Return what `save_state` wrote on this rank, or on rank 0 if the number of ranks has changed."""
     count = _ranks(folder, _STATE)
     return _read(_path(folder, _STATE, rank() if count == world_size() else 0, count))
 
@@ -136,7 +136,7 @@ def _inner(optimizer: Any, stage: int) -> Any:
 
 
 def _shapes(module: nn.Module, trained: bool = True) -> dict[str, tuple[int, ...]]:
-    """Unsharded shapes of the weights, or of the `trained` ones, by name."""
+    """Return the unsharded shapes of the trained weights, or of all weights if not `trained`, by name."""
     named: Iterable[tuple[str, Any]] = module.named_parameters()
     return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in named if p.requires_grad or not trained}
 
@@ -175,7 +175,7 @@ def _module_flats(module: Any) -> list[_Flat]:
 
 
 def _sharded_pieces(group: Iterable[Any], names: Mapping[Any, str]) -> Iterator[_Piece]:
-    """This rank's consecutive shards. Shards are equally large on all ranks; the last may end in, or be, padding."""
+    """Yield this rank's consecutive shards. They are equally large on all ranks; the last may be or end in padding."""
     at = 0
     for parameter in group:
         size = parameter.ds_tensor.ds_numel
@@ -185,7 +185,7 @@ def _sharded_pieces(group: Iterable[Any], names: Mapping[Any, str]) -> Iterator[
 
 
 def _row_pieces(row: Sequence[Any], starts: Sequence[int], size: int, names: Mapping[Any, str]) -> Iterator[_Piece]:
-    """This rank's pieces of a row of weights, which begin at `starts`; each rank holds `size` elements of the row."""
+    """Yield this rank's pieces of a row of weights that begin at `starts`; each rank holds `size` elements."""
     first = rank() * size
     for parameter, start in zip(row, starts, strict=True):
         begin, end = max(start, first), min(start + parameter.numel(), first + size)
@@ -198,12 +198,12 @@ def _path(folder: Path, name: str, number: int, count: int) -> Path:
 
 
 def _ranks(folder: Path, name: str) -> int:
-    """Number of ranks that wrote the files `name` in a folder; raises UserError if any is missing."""
+    """Return the number of ranks that wrote the files `name` in a folder; raises UserError if a file is missing."""
     files = [re.fullmatch(rf"{name}_(\d+)_of_(\d+)\.pt", path.name) for path in folder.glob(f"{name}_*.pt")]
     found = {(int(match[1]), int(match[2])) for match in files if match}
     count = max((count for _, count in found), default=1)
     for number, ranks in sorted({(number, count) for number in range(count)} ^ found):
-        what = "is of another save" if (number, ranks) in found else "is missing"
+        what = "belongs to another save" if (number, ranks) in found else "is missing"
         raise UserError(f"run.resume: {_path(folder, name, number, ranks)} {what}")
     return count
 
@@ -257,7 +257,7 @@ class _SavedPiece:
 
 
 class _Saved:
-    """What all ranks have written under a name; tensors are read from the files when they are copied.
+    """Everything that all ranks have written under a name; tensors are read from the files when they are copied.
 
     Raises UserError, on every rank, if files are missing, or do not hold exactly the weights of `shapes`.
     """
@@ -290,7 +290,7 @@ class _Saved:
                 )
 
     def restore(self, flat: _Flat, optimizer: Any = None) -> None:
-        """Copy the saved numbers into a flat tensor, and their moments into an `optimizer`; padding stays."""
+        """Copy the saved weights into a flat tensor, and their moments into an `optimizer`, but not into padding."""
         parts = [(piece, saved) for piece in flat.pieces for saved in self._pieces[piece.name]]
         moments = {key: saved.tensors[key].dtype for _, saved in parts for key in saved.tensors if key != _WEIGHT}
         steps = [saved.step for _, saved in parts if saved.step is not None]

@@ -1,4 +1,4 @@
-"""Log-softmax, entropy and their gradient over logits that come tile by tile, never all at once.
+"""Log-softmax, entropy and their gradient, over logits that are computed tile by tile rather than all at once.
 
 The running sums are those of the online softmax (Milakov and Gimelshein, arXiv:1805.02867, algorithm 3), plus one for
 the entropy. kernels/softmax.c (float32 on a CPU) and kernels/gpu/softmax.py read each tile once; elsewhere torch takes
@@ -13,13 +13,13 @@ from hybrid_grpo.model.kernels.build import run, usable
 
 
 def on_gpu_kernel(logits: Tensor) -> bool:
-    """Whether tiles like `logits` go to the GPU kernel, which reads them once and in their own dtype."""
+    """Whether the GPU kernel, which reads a tile once and in its own dtype, can be used for tiles like `logits`."""
     return gpu.usable(logits) and gpu.proven("the log-probability head", _kernel_agrees, logits.device, logits.dtype)
 
 
 class TiledSoftmax:
-    """Running log-probability of each row's target and running entropy of each row, for x = logits / temperature.
-    `target_N` holds the targets' columns."""
+    """Running sums for the log-probability of each row's target and the entropy of each row, for x = logits /
+    temperature. `target_N` holds the targets' columns."""
 
     def __init__(self, target_N: Tensor, temperature: float) -> None:
         self._target_N = target_N
@@ -79,13 +79,13 @@ def softmax_gradient(
     temperature: float,
     keep: bool,
 ) -> Tensor:
-    """Gradient of sum(dlogp logp + dentropy entropy) with respect to a tile of logits.
+    """Return the gradient of sum(dlogp logp + dentropy entropy) with respect to a tile of logits.
 
     d logp / dx = [target] - p, d H / dx = -p (log p + H), x = logits / temperature.
 
     Args:
         logits: [N, columns], of any float type, starting at column `first`; may be overwritten unless `keep`.
-        target_N, normalizer_N, entropy_N: over all columns; see `TiledSoftmax`.
+        target_N, normalizer_N, entropy_N: computed over all columns; see `TiledSoftmax`.
         dentropy_N: None means zeros.
     """
     if on_gpu_kernel(logits):
@@ -114,7 +114,7 @@ def softmax_gradient(
 
 
 def _columns(target_N: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
-    """Column of each target within the tile (clamped to it), and whether the tile contains the target."""
+    """Return each target's column within the tile (clamped to it), and whether the tile contains the target."""
     column = target_N - first
     return column.clamp(0, width - 1), (column >= 0) & (column < width)
 

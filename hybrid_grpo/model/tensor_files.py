@@ -1,4 +1,4 @@
-"""Files of `torch.save`: a failed write gives its reason, and reading never runs code from the file."""
+"""Reads and writes `torch.save` files. A failed write reports its reason, and reading never runs code from the file."""
 
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,11 @@ def write(value: Any, path: Path) -> None:
 
 
 def read(path: Path) -> Any:
-    """The value in a file; tensors are read when they are used. Raises `pickle.UnpicklingError` if it holds more than
-    tensors and plain values."""
+    """Return the value in a file, whose tensors are read when they are used. Raises `pickle.UnpicklingError` if the
+    file holds more than tensors and plain values."""
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 def foreign_types(path: Path) -> list[str]:
-    """Names of types in a file that `read` would refuse. Raises ValueError or RuntimeError if it is not torch's."""
+    """List the types in a file that `read` would refuse. Raises ValueError or RuntimeError if it is not torch's."""
     return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))

@@ -21,7 +21,7 @@ _ALIGNED_BYTES = 128
 
 
 def meta_copy(model: Any, attn_implementation: str) -> nn.Module:
-    """A module like a transformers model, on the meta device, with the given attention implementation."""
+    """Return a copy of a transformers model on the meta device, with the given attention implementation."""
     config = deepcopy(model.config)
     with torch.device("meta"):
         copy: nn.Module = type(model)._from_config(config, attn_implementation=attn_implementation)
@@ -29,7 +29,7 @@ def meta_copy(model: Any, attn_implementation: str) -> nn.Module:
 
 
 class View:
-    """A module whose parameters are the whole weights of another while they are gathered.
+    """A module whose parameters, while gathered, are the whole weights of another module.
 
     Args:
         source: the module in training. If it is `sharded`, under ZeRO-3, its parameters may be empty.
@@ -83,7 +83,7 @@ class View:
 
     @torch.no_grad()
     def whole(self, parameters: Iterable[Any]) -> dict[Any, Tensor]:
-        """Whole weights of parameters in training, read-only. Collective when sharded over ranks."""
+        """Return the whole weights of parameters in training, to be read only. Collective when sharded over ranks."""
         return self._whole(list(parameters), self._new)
 
     def release(self) -> None:
@@ -102,7 +102,7 @@ class View:
         return self._sharded and (world_size() > 1 or any(p.ds_tensor.device != self._device for p in every))
 
     def _whole(self, every: list[Any], memory: Callable[[Any, int, torch.dtype], Tensor]) -> dict[Any, Tensor]:
-        """Whole weights; copies are in one buffer from `memory` for each dtype."""
+        """Return the whole weights. If they are copies, all weights of one dtype are in one buffer from `memory`."""
         if not self._sharded:
             return {p: p.data for p in every}
         if not self._copies(every):
@@ -125,7 +125,7 @@ class View:
         return torch.empty(size, dtype=dtype, device=self._device)
 
     def _memory(self, what: Any, size: int, dtype: torch.dtype) -> Tensor:
-        """Memory of `size` elements for `what`; the same every time if it is kept."""
+        """Return memory of `size` elements for `what`; every time the same memory if it is kept."""
         if not self._keep:
             return self._new(what, size, dtype)
         if what not in self._kept:

@@ -122,7 +122,7 @@ def test_a_checkpoint_of_other_sources_is_refused():
         ):
             other.load_state_dict(saved.state_dict())
     without = ListLoader([Prompt(n, "p", [1], {}) for n in range(52)], TrainConfig(), BatchPlan(1, 12, 2, 1, 1), 0)
-    with pytest.raises(UserError, match=r"^data.mixture: the checkpoint was made with one, this run has none"):
+    with pytest.raises(UserError, match=r"^data.mixture: the checkpoint was made with a mixture, this run has none"):
         without.load_state_dict(saved.state_dict())
     (one,) = streams(mixture(2, 1, 3))
     state = {name: value for name, value in one.state_dict().items() if name != "mixture"}

@@ -123,7 +123,7 @@ def test_a_data_set_saved_in_another_output_format_gives_plain_rows(tmp_path):
     ("text", "message"),
     [
         (b'{"prompt": "a"}\n\n{"prompt": \n', "rows.jsonl line 3 is not JSON "),
-        (b'{"prompt": "a"}\n["a"]\n', "rows.jsonl line 2 is a list: write one object a line$"),
+        (b'{"prompt": "a"}\n["a"]\n', "rows.jsonl line 2 is a list: write one object per line$"),
         (b'{"prompt": "\xff"}\n', "rows.jsonl line 1 is not JSON "),
         (b"\n\n", r" \[train\] is empty: it has no rows$"),
     ],

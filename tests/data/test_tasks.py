@@ -240,8 +240,8 @@ def test_a_task_that_is_none(own, task, says):
     [
         ("gsm8k", {"question": "a"}, "has no answer: its columns are question"),
         ("gsm8k", {"question": 3, "answer": "a"}, "has question 3, where text is expected"),
-        ("math", {"problem": "a", "solution": "b"}, r"has no answer, and its solution none in \boxed{}"),
-        ("multiple_choice", {**MMLU, "answer": 4}, "has answer 4, which is no label, no index and no text of its 4"),
+        ("math", {"problem": "a", "solution": "b"}, r"has no answer, and its solution has none in \boxed{}"),
+        ("multiple_choice", {**MMLU, "answer": 4}, "has answer 4, which is not a label, index or text of its 4"),
         ("multiple_choice", {**MMLU, "choices": "ab"}, "has choices 'ab', where a list of 2 to 26 texts is expected"),
         ("code", {"prompt": "a"}, "has no tests or test_list or test or input_output: its columns are task_id, "),
         ("countdown", {"nums": "1, 2", "target": 3}, "has nums '1, 2' and target 3, where whole numbers are expected"),

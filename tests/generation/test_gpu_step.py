@@ -50,7 +50,7 @@ def test_a_step_is_fused_where_the_model_is_that_of_llama(architecture, kernels)
 def test_a_kernel_with_other_results_or_without_a_compiler_is_left_with_one_warning(kernels, monkeypatch):
     monkeypatch.setattr(gpu.gate, "silu_times", lambda gate, up: gate * up)
     view = pair("llama")[1].to(DEVICE)
-    with pytest.warns(UserWarning, match="decoding LlamaForCausalLM does without a Triton kernel, slower: its results"):
+    with pytest.warns(UserWarning, match="decoding LlamaForCausalLM is slower without a Triton kernel: its results"):
         assert fused_step(view, cache_of(view)) is None
     assert fused_step(view, cache_of(view)) is None
 
@@ -59,7 +59,7 @@ def test_a_kernel_with_other_results_or_without_a_compiler_is_left_with_one_warn
 
     monkeypatch.setattr(gpu.gate, "silu_times", failing)
     view = pair("llama")[1].to(DEVICE)
-    with pytest.warns(UserWarning, match="slower: Failed to find C compiler$"):
+    with pytest.warns(UserWarning, match="slower without a Triton kernel: Failed to find C compiler$"):
         assert fused_step(view, cache_of(view)) is None
 
 

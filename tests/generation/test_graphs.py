@@ -259,7 +259,7 @@ def test_a_capture_that_failed_is_tried_again_at_the_next_rollout(monkeypatch):
     model, requests, workspace, flaky = model_of(), requests_of([1, 9, 4]), Workspace(9, 30), Flaky()
     monkeypatch.setattr(graphs, "SURVIVES", True)
     monkeypatch.setattr(loops, "capture_on", lambda _: flaky)
-    with pytest.warns(UserWarning, match="without CUDA graphs, slower: CUDA out of memory$"):
+    with pytest.warns(UserWarning, match="slower without CUDA graphs: CUDA out of memory$"):
         counts = [generate(model, requests, Sampling(5), workspace=workspace)[1].captures for _ in range(3)]
     assert counts == [0, 5, 0]
 
@@ -276,7 +276,7 @@ def test_a_capture_that_failed_ends_the_run_where_torch_cannot_go_on(monkeypatch
         raise graphs.NoRoom("3 MiB are free")
 
     monkeypatch.setattr(loops, "capture_on", lambda _: no_room)
-    with pytest.warns(UserWarning, match="without CUDA graphs, slower: 3 MiB are free$"):
+    with pytest.warns(UserWarning, match="slower without CUDA graphs: 3 MiB are free$"):
         generate(model, requests, Sampling(5))
 
 
@@ -288,7 +288,7 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is_and_says_so_once(monkeypat
     sampling, requests, model = SAMPLINGS[-1], requests_of([1, 9, 4]), model_of()
     plain, _ = plainly(model, requests, sampling)
     monkeypatch.setattr(loops, "capture_on", lambda _: refuse)
-    with pytest.warns(UserWarning, match="without CUDA graphs, slower: operation not permitted .* capturing$") as said:
+    with pytest.warns(UserWarning, match="slower without CUDA graphs: operation not permitted .* capturing$") as said:
         groups, stats = generate(model, requests, sampling, workspace=workspace)
     assert len(said) == 1 and stats.captures == 0
     assert_alike(groups, plain)

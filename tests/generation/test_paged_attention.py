@@ -147,7 +147,7 @@ def test_flash_attn_is_taken_only_where_its_functions_are_there_and_right(monkey
     for kernel, reason in ((lacking, "no kernel image"), (of_another_head, "results differ from torch's")):
         gpu_attention.install(monkeypatch, flash=True)
         monkeypatch.setattr(attention, "flash_attn_varlen_func", kernel)
-        with pytest.warns(UserWarning, match=f"^attention does without flash-attn, slower: .*{reason}.*$") as said:
+        with pytest.warns(UserWarning, match=f"^attention is slower without flash-attn: .*{reason}.*$") as said:
             assert not attention.has_flash(x) and not attention.has_flash(x)
         assert len(said) == 1 and attention.has_paged_kernel(x), "torch's is taken"
 
@@ -165,7 +165,7 @@ def test_which_attention_runs_is_said(monkeypatch, tmp_path):
     cases["caps"] = describe(replace(half, model=str(tmp_path / "gemma2")), cpu)
     gpu_attention.install(monkeypatch, flash=False, torch_kernel=gpu_attention.varlen_attn_of_2_11)
     cases["2.11"] = describe(half, cpu, paged=True)
-    slow = "; WARNING: slow, as no kernel for GPUs takes it here: "
+    slow = "; WARNING: slow, because no GPU kernel supports this: "
     cure = "install flash-attn (the extra flash) or torch 2.12"
     assert cases == {
         "flash": "training by flash-attn, decoding by flash-attn",

@@ -35,13 +35,13 @@ def test_layers_with_a_state_are_for_generate(architecture):
         ("deepseek_v4", "compressed_sparse_attention"),
         ("llama4_text", "chunked_attention"),
         # Short convolutions, which no layer of this configuration has.
-        ("lfm2", "cache is one of its own (get_conv_state"),
+        ("lfm2", "cache of its own (get_conv_state"),
         # The compressed keys and values are cached, those attended to are made of them.
-        ("deepseek_v2", "other keys and values than it caches"),
-        ("deepseek_v3", "other keys and values than it caches"),
+        ("deepseek_v2", "keys and values other than those it caches"),
+        ("deepseek_v3", "keys and values other than those it caches"),
         # Keys repeated, or values split, behind the cache.
-        ("jetmoe", "other keys and values than it caches"),
-        ("diffllama", "other keys and values than it caches"),
+        ("jetmoe", "keys and values other than those it caches"),
+        ("diffllama", "keys and values other than those it caches"),
         ("gemma3n_text", "share keys and values"),
         ("gpt_oss", "needs s_aux"),
         ("granite_swa", "needs s_aux"),

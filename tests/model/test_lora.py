@@ -127,7 +127,7 @@ def test_the_head_and_what_is_not_linear_have_no_adapters():
     _, _, some = adapted("qwen2", LoraConfig(rank=2, target_modules=["q_proj", "layers.1.mlp.up_proj"]))
     paths = ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"]
     assert list(some.by_layer) == paths
-    assert str(some) == "448 weights are trained, in adapters of rank 2 beside 3 linear layers"
+    assert str(some) == "448 weights are trained, in adapters of rank 2 for 3 linear layers"
 
 
 @pytest.mark.parametrize(("targets", "message"), [
@@ -249,7 +249,7 @@ def test_the_supervised_stage_trains_adapters_too(folder):
     run = ["--run.dir", f"{folder / 'runs'}", "--run.steps=2", "--log.wandb=disabled", "--engine.zero_stage=0"]
     done = forks.run("-m", "hybrid_grpo", "sft", *data, *run, "--lora.rank=2", "--policy.lr=0.01")
     assert done.status == 0, done.err
-    assert "lora: 12,288 weights are trained, in adapters of rank 2 beside 21 linear layers" in done.out
+    assert "lora: 12,288 weights are trained, in adapters of rank 2 for 21 linear layers" in done.out
     out = folder / "runs" / "run" / "model"
     assert len(load_file(out / "adapter" / "adapter_model.safetensors")) == 42
     start, trained = (load_file(f / "model.safetensors") for f in (folder / "model", out))

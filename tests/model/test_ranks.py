@@ -28,7 +28,7 @@ def shared_memory(tmp_path, monkeypatch):
 
 
 def test_too_little_shared_memory_is_told_before_the_ranks_crash(shared_memory):
-    with pytest.raises(UserError, match=r"100 MiB free, 2 ranks on one machine take 133: .* --shm-size=1g"):
+    with pytest.raises(UserError, match=r"100 MiB free, but 2 ranks on one machine take 133: .* --shm-size=1g"):
         ranks.check_shared_memory()
 
 
@@ -59,7 +59,7 @@ def test_a_rank_that_is_left_alone_says_whom_it_waits_for(monkeypatch, capfd):
     for name, value in address.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(ranks, "_SILENT_SECONDS", 0.1)
-    with pytest.raises(UserError, match="the ranks of this run do not meet") as error, ranks.meeting():
+    with pytest.raises(UserError, match="the ranks of this run did not connect") as error, ranks.meeting():
         torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=1))
     facts = ", ".join(f"{name} {value}" for name, value in address.items())
     assert facts in str(error.value) and "engine.timeout_minutes" in str(error.value)

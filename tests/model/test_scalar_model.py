@@ -68,7 +68,7 @@ def test_a_reward_model_goes_on_with_its_own_head_and_others_are_refused(tmp_pat
     model = load_scalar_model(PolicyConfig(model=folder, dtype="float32"), "eager", seed=0)
     assert torch.equal(model.score.weight, head)
     assert scalar_config(folder, padding=7).pad_token_id == 7 and check_scalar(folder).pad_token_id == 2
-    with pytest.raises(UserError, match="is a classifier of 3 labels, and a reward model has 1: take a causal"):
+    with pytest.raises(UserError, match="is a classifier with 3 labels, and a reward model has 1: use a causal"):
         scalar_config(saved("qwen2", 3))
     (tmp_path / "bert").mkdir()
     (tmp_path / "bert/config.json").write_text('{"model_type": "bert", "architectures": ["BertForMaskedLM"]}')

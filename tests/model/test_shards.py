@@ -59,7 +59,7 @@ def test_what_belongs_to_another_model_is_refused(tmp_path: Path) -> None:
     [
         ([], f"{POLICY} is missing"),
         (["policy_00001_of_00002.pt"], "policy_00000_of_00002.pt is missing"),
-        ([POLICY, "policy_00000_of_00002.pt", "policy_00001_of_00002.pt"], f"{POLICY} is of another save"),
+        ([POLICY, "policy_00000_of_00002.pt", "policy_00001_of_00002.pt"], f"{POLICY} belongs to another save"),
     ],
 )
 def test_files_of_one_save_belong_together(tmp_path: Path, files: list[str], message: str) -> None:

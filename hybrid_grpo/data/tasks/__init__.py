@@ -1,6 +1,6 @@
 """Ready-made tasks: for each name in `data.task`, a YAML file of settings and a function that converts a row.
 
-The user's settings override the settings of the task. Imports neither torch nor `datasets`.
+The user's settings override the settings of the task. This package imports neither torch nor `datasets`.
 """
 
 from hybrid_grpo.config.tasks import Row, TaskRecipe

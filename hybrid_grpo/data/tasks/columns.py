@@ -6,7 +6,7 @@ from hybrid_grpo.config.tasks import Row
 
 
 def column(row: Row, *names: str) -> Any:
-    """The value of the first of these columns that has one; raises ValueError if none of them does."""
+    """Return the value of the first of these columns that has a value; raises ValueError if none has."""
     for name in names:
         if row.get(name) is not None:
             return row[name]
@@ -14,7 +14,7 @@ def column(row: Row, *names: str) -> Any:
 
 
 def text(row: Row, *names: str) -> str:
-    """Like `column`, for text; also raises ValueError if the value is not text."""
+    """Return the same as `column`, but also raise ValueError if the value is not text."""
     value = column(row, *names)
     if not isinstance(value, str):
         raise ValueError(f"has {' or '.join(names)} {value!r:.40}, where text is expected")

@@ -8,25 +8,25 @@ from hybrid_grpo.data.tasks.columns import column, text
 
 
 def gsm8k(row: Row) -> Row:
-    """Columns question, answer (a solution that ends with, for example, `#### 42`)."""
+    """Convert a row with the columns question and answer (a solution that ends with, for example, `#### 42`)."""
     solution = text(row, "answer")
     ask = 'Think step by step, then give the final answer as a number behind "####".'
     return {"prompt": f"{text(row, 'question')}\n\n{ask}", "answer": solution, "completion": solution}
 
 
 def math(row: Row) -> Row:
-    r"""Columns problem, solution (with its answer in `\boxed{}`) and optionally answer."""
+    r"""Convert a row with the columns problem, solution (with its answer in `\boxed{}`) and, optionally, answer."""
     solution = text(row, "solution", "answer")
     if row.get("answer") is None and r"\boxed" not in solution:
-        raise ValueError(r"has no answer, and its solution none in \boxed{}")
+        raise ValueError(r"has no answer, and its solution has none in \boxed{}")
     ask = r"Reason step by step, and put the final answer in \boxed{}."
     answer = solution if row.get("answer") is None else row["answer"]
     return {"prompt": f"{text(row, 'problem')}\n\n{ask}", "answer": answer, "completion": solution}
 
 
 def multiple_choice(row: Row) -> Row:
-    """Columns question, choices ({text, label}), answerKey, as in ARC; or question, choices, answer (an index), as in
-    MMLU, arXiv:2009.03300."""
+    """Convert a row with the columns question, choices ({text, label}) and answerKey, as in ARC; or question, choices
+    and answer (an index), as in MMLU, arXiv:2009.03300."""
     texts, labels = _choices(column(row, "choices"))
     letters = list(string.ascii_uppercase[: len(texts)])
     letter = _letter(column(row, "answerKey", "answer"), texts, labels)
@@ -49,16 +49,16 @@ def _choices(value: Any) -> tuple[list[str], list[str]]:
 
 
 def _letter(answer: Any, texts: list[str], labels: list[str]) -> str:
-    """The letter of the answer, which is given as a label, an index from 0, or a text."""
+    """Return the letter of the answer, which is given as a label, an index from 0, or a text."""
     for known in (labels, range(len(texts)), texts):
         if answer in known and not isinstance(answer, bool):
             return string.ascii_uppercase[known.index(answer)]
-    raise ValueError(f"has answer {answer!r:.40}, which is no label, no index and no text of its {len(texts)} choices")
+    raise ValueError(f"has answer {answer!r:.40}, which is not a label, index or text of its {len(texts)} choices")
 
 
 def code(row: Row) -> Row:
-    """Columns of MBPP (text or prompt, test_list, code), of HumanEval, arXiv:2107.03374 (prompt, test), of APPS,
-    arXiv:2105.09938 (question, input_output), or prompt and tests."""
+    """Convert a row with the columns of MBPP (text or prompt, test_list, code), of HumanEval, arXiv:2107.03374 (prompt,
+    test), or of APPS, arXiv:2105.09938 (question, input_output), or with the columns prompt and tests."""
     tests = column(row, "tests", "test_list", "test", "input_output")
     ask = "Write Python code that solves it, in one ```python block."
     asserts = row.get("test_list")

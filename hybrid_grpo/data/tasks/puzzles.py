@@ -15,7 +15,7 @@ _HELD_OUT_SHARE = 8
 
 
 def _distinct(draw: Callable[[random.Random], tuple[Hashable, Row]], held_out: bool) -> Iterator[Row]:
-    """Endless rows with distinct keys, either held out or for training. The key alone decides which of the two."""
+    """Yield endless rows with distinct keys, either held out or for training; the key decides which of the two."""
     source = random.Random(f"held out {held_out}")
     seen: set[Hashable] = set()
     while True:
@@ -54,8 +54,8 @@ def _draw_numbers(source: random.Random) -> tuple[Hashable, Row]:
 
 
 def _joined(nums: list[int], source: random.Random) -> tuple[int, str] | None:
-    """A random expression with all numbers, as its value and its text; None if a division leaves a remainder. Two parts
-    at a time are joined at random until one is left."""
+    """Return the value and the text of a random expression with all numbers; None if a division leaves a remainder or
+    is by zero. Two parts at a time are joined at random until one is left."""
     parts = [(number, str(number)) for number in nums]
     while len(parts) > 1:
         source.shuffle(parts)
@@ -69,7 +69,7 @@ def _joined(nums: list[int], source: random.Random) -> tuple[int, str] | None:
 
 
 def countdown(row: Row) -> Row:
-    """Combine numbers to reach a target. Columns nums, target, as in Jiayi-Pan/Countdown-Tasks-3to4."""
+    """Combine numbers to reach a target. The columns are nums and target, as in Jiayi-Pan/Countdown-Tasks-3to4."""
     nums, target = column(row, "nums"), column(row, "target")
     if not isinstance(nums, list) or not all(type(number) is int for number in [*nums, target]):
         raise ValueError(f"has nums {nums!r:.40} and target {target!r:.20}, where whole numbers are expected")
@@ -84,4 +84,4 @@ def countdown(row: Row) -> Row:
 
 make_letters = partial(_distinct, _draw_word)
 make_countdown = partial(_distinct, _draw_numbers)
-"""Endless rows of the tasks; the argument says whether they are held out."""
+"""Functions that yield endless rows of the tasks; the argument says whether the rows are held out."""

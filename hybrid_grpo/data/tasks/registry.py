@@ -15,13 +15,13 @@ TASKS = {f.__name__: TaskRecipe(f, ready_made_settings(f.__name__), _MADE.get(f.
 
 
 def load_task(name: str) -> TaskRecipe:
-    """A built-in task, or the user's own task: `path/to/file.py:name` or `package.module:name`, see `own_task`."""
+    """Load a built-in task, or the user's own: `path/to/file.py:name` or `package.module:name`, see `own_task`."""
     return TASKS[name] if name in TASKS else own_task(name)
 
 
 def make_rows(name: str, split: str | None, limit: int | None, split_setting: str) -> list[Row]:
-    """The first `limit` rows that a task makes for a split. Raises UserError if the task makes no rows, `split` is
-    neither train nor test, or `limit` is None."""
+    """Return the first `limit` rows that a task makes for a split. Raises UserError if the task makes no rows, `split`
+    is neither train nor test, or `limit` is None."""
     made = load_task(name).made
     if made is None:
         raise UserError(f"data.path is not set, and data.task {name} makes no rows of its own: give a source")
@@ -34,14 +34,14 @@ def make_rows(name: str, split: str | None, limit: int | None, split_setting: st
 
 
 def map_rows(name: str, rows: Iterable[Row], source: str) -> list[Row]:
-    """The rows of a source, converted by a task; columns that the task does not set are kept. Raises UserError, naming
-    the row, if the task cannot convert one."""
+    """Return the rows of a source, converted by a task; columns that the task does not set are kept. Raises UserError,
+    naming the row, if the task cannot convert it."""
     read = row_reader(name, source)
     return [read(number, row) for number, row in enumerate(rows)]
 
 
 def row_reader(name: str, source: str) -> Callable[[int, Row], Row]:
-    """A function that converts a row, given its number in the source; see `map_rows`."""
+    """Return a function that converts a row, given the row's number in the source; see `map_rows`."""
     task = load_task(name)
     file = getattr(getattr(task.row, "__code__", None), "co_filename", None)  # not every callable has code
 

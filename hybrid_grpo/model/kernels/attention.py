@@ -13,9 +13,9 @@ class SegmentAttention(torch.autograd.Function):
 
     Args:
         segments_S4: int64; start and length of each segment, then of its prefix.
-        longest: most keys of a segment.
+        longest: the most keys that a segment attends to.
         before: sum of the lengths of all prefixes.
-        scale, window, softcap: see `model.attention.routed_attention`; 0: no window, no cap.
+        scale, window, softcap: see `model.attention.routed_attention`; 0 means no window and no cap.
     """
 
     @staticmethod

@@ -43,7 +43,7 @@ _ARGUMENTS = {
 
 @functools.cache
 def load() -> Any | None:
-    """The compiled kernels, or None, with one warning, if they cannot be compiled."""
+    """Return the compiled kernels; if they cannot be compiled, warn once and return None."""
     compiler = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
     if compiler is None:
         warnings.warn("no C compiler (cc, gcc, clang) found: computing on the CPU is slower", stacklevel=2)
@@ -63,7 +63,7 @@ def load() -> Any | None:
 
 
 def _compiled(compiler: str) -> Path:
-    """Path of the shared library, compiled if it is not cached."""
+    """Return the path of the shared library, which is compiled first if it is not cached."""
     folder = Path(os.environ.get("HYBRID_GRPO_CACHE") or Path.home() / ".cache" / "hybrid_grpo")
     # Link the OpenMP library that torch has loaded: two of them would keep two pools of threads spinning.
     openmp = sorted(map(str, (Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))) or ["-fopenmp"]
@@ -84,7 +84,7 @@ def _compiled(compiler: str) -> Path:
 
 
 def _processor() -> str:
-    """The processor's features, which -march=native depends on: machines may share a home folder."""
+    """Return the processor's features, which -march=native depends on, since machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -93,7 +93,7 @@ def _processor() -> str:
 
 
 def usable(*tensors: Tensor) -> bool:
-    """Whether the kernels can be called on tensors: float32, in host memory, with contiguous rows."""
+    """Whether the kernels can be called on these tensors: float32, in host memory, with contiguous rows."""
     fitting = (
         t.dtype == torch.float32 and t.device.type == "cpu" and (not t.dim() or t.stride(-1) == 1) for t in tensors
     )
@@ -101,7 +101,7 @@ def usable(*tensors: Tensor) -> bool:
 
 
 def run(name: str, *arguments: Tensor | float | None) -> None:
-    """Call a kernel with the addresses of tensors. Fake tensors (in a dry run) have none: then nothing is computed."""
+    """Call a kernel with the addresses of tensors. Fake tensors (in a dry run) have none, so nothing is computed."""
     if not any(isinstance(argument, FakeTensor) for argument in arguments):
         pointed = (a.data_ptr() if isinstance(a, Tensor) else a for a in arguments)
         getattr(load(), name)(*pointed)

@@ -22,10 +22,10 @@ _COMPILE_SECONDS = 600
 
 @contextlib.contextmanager
 def compilation_lock(kernel: str) -> Iterator[None]:
-    """Inside, no other process of hybrid_grpo compiles this kernel. Raises UserError if it cannot be compiled.
+    """A context in which no other hybrid_grpo process compiles this kernel. Raises UserError if compilation fails.
 
     torch's own lock is the existence of a file: a killed process leaves it behind, and torch would wait forever. The
-    owner of this lock removes torch's if the previous owner did not finish.
+    owner of this lock removes the file that was left behind.
     """
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", get_default_build_root()))
     root.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def one_at_a_time(compile_and_load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _locked(file: TextIO) -> bool:
-    """Lock a file unless another process has it; succeeds on file systems without locks."""
+    """Try to lock a file; False if another process has locked it. Succeeds on file systems without locks."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -84,10 +84,10 @@ def _age(path: Path) -> float:
 
 
 def _wait_while(busy: Callable[[], bool], kernel: str) -> None:
-    """Wait for another process that compiles a kernel; after five seconds, print a line."""
+    """Wait while another process compiles a kernel; print a line after five seconds."""
     start, printed = time.monotonic(), False
     while busy():
         if not printed and time.monotonic() - start > 5:
-            print(f"hybrid-grpo: another process compiles DeepSpeed's kernel {kernel}: waiting", flush=True)
+            print(f"hybrid-grpo: another process is compiling DeepSpeed's kernel {kernel}: waiting", flush=True)
             printed = True
         time.sleep(0.1)

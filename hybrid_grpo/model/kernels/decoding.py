@@ -16,8 +16,8 @@ FEW_ROWS = 512
 
 
 def adopt(model: Any) -> None:
-    """Make a model's linear and RMS-norm modules use the kernels; its weights must be whole. A norm is replaced only if
-    one of the two known formulas (weight, or 1 + weight) agrees with its own forward."""
+    """Make a model's linear and RMS-norm modules use the kernels; its weights must not be sharded. A norm is replaced
+    only if one of the two known formulas (weight, or 1 + weight) agrees with its own forward."""
     if not usable(*model.parameters()):
         return
     for module in model.modules():
@@ -72,7 +72,7 @@ def decode_attention(
     scale: float,
     softcap: float,
 ) -> Tensor:
-    """Store the new keys and values in the cache and return attention, [n, 1, heads, d]; see `DecodeStep`, `Batch`.
+    """Store the new keys and values in the cache, and return the attention output [n, 1, heads, d]; see `DecodeStep`.
 
     Args:
         query: [n, heads, 1, d]; key, value: [n, kv, 1, d], of the new tokens.
@@ -102,12 +102,12 @@ def can_attend(query: Tensor, keys: Tensor, values: Tensor) -> bool:
 
 
 def fits(group: int, page: int, d: int) -> bool:
-    """Whether the page scores and the sums of one key head's `group` query heads fit on the kernel's stack."""
+    """Whether one page's scores and sums, for the `group` query heads of one key head, fit on the kernel's stack."""
     return group <= 64 and group * page <= 2048 and group * d <= 8192
 
 
 def sample(logits_nV: Tensor, key_n: Tensor, counter_n: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Tokens (int64 [n]) and log-probabilities (float32 [n]), without filters or penalties; see `Sampler`."""
+    """Draw tokens (int64 [n]) with log-probabilities (float32 [n]), without filters or penalties; see `Sampler`."""
     n, vocabulary = logits_nV.shape
     token_n, logp_n = key_n.new_empty(n), logits_nV.new_empty(n)
     run("sample", token_n, logp_n, logits_nV, key_n, counter_n, temperature, n, vocabulary)

@@ -197,7 +197,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(alone: Path) -> None:
 @pytest.mark.ranks
 def test_adapters_and_the_head_are_trained_and_exported_merged_and_for_peft(alone: Path) -> None:
     done, run = train(alone.parent.parent, "adapted", "--lora.rank=2", "--engine.zero_stage=2")
-    assert "in adapters of rank 2 beside 14 linear layers, and the head (score)" in done.out
+    assert "in adapters of rank 2 for 14 linear layers, and the head (score)" in done.out
     start, trained = (load_file(f / "model.safetensors") for f in (alone / "../../model", run / "model"))
     changed = {name for name in trained if name not in start or not torch.equal(start[name], trained[name])}
     assert changed == {name for name in trained if name.endswith("_proj.weight")} | {"score.weight"}

@@ -1,7 +1,7 @@
 """Triton kernels for GPUs, each with a torch path in the module that calls it.
 
-Triton comes with torch's builds for GPUs; without it torch computes everything. A kernel is used if its caller's check,
-run once on the device, finds that it agrees with torch; see `tried`.
+Triton comes with torch's builds for GPUs; without it torch computes everything. A kernel is used only if its caller has
+checked, once on the device, that it agrees with torch; see `tried`.
 """
 
 from hybrid_grpo.model.kernels.gpu.launcher import proven, tried, triton, usable

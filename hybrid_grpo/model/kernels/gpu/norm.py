@@ -25,7 +25,7 @@ def _add_norm(out, total, x, residual, weight, size, epsilon, ADD: tl.constexpr,
 
 
 def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """The sum x + residual (x itself without one), and weight * sum / rms(sum), both [n, size].
+    """Return the sum x + residual (x itself if there is no residual), and weight * sum / rms(sum), both [n, size].
 
     Root mean square layer normalisation: Zhang and Sennrich, arXiv:1910.07467. Rounds where a Llama layer rounds.
     """

@@ -9,7 +9,7 @@ from hybrid_grpo.model.kernels.gpu.launcher import launch
 
 @triton.jit
 def _half(x, norm, base, half, d, epsilon, NORM: tl.constexpr, BLOCK: tl.constexpr):
-    """Both halves of a head in float32, each rounded as in memory; normed first if the model norms its heads."""
+    """Load both halves of a head in float32, rounded as in memory, and norm them if the model norms its heads."""
     place = tl.arange(0, BLOCK)
     inside = place < half
     a = tl.load(x + base + place, mask=inside, other=0.0)

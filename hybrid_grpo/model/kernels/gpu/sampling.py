@@ -14,7 +14,7 @@ _SEARCH_BLOCK = 1024
 
 @triton.jit
 def _row(logits, start, vocabulary, BLOCK: tl.constexpr):
-    """A block of a row in float32, and which of its columns exist. Minus zero becomes zero: they are equal."""
+    """Load a block of a row in float32, with a mask of the columns that exist. Minus zero becomes zero, its equal."""
     column = start + tl.arange(0, BLOCK)
     inside = column < vocabulary
     x = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
@@ -23,14 +23,14 @@ def _row(logits, start, vocabulary, BLOCK: tl.constexpr):
 
 @triton.jit
 def _weight(x, inside, peak, inverse_temperature):
-    """Probabilities in units of 2^-40 of the most probable token's."""
+    """Return probabilities as integers; the unit is 2^-40 times the probability of the most probable token."""
     w = tl.exp((x - peak) * inverse_temperature) * 1099511627776.0
     return tl.where(inside & (w == w), w, 0.0).to(tl.int64)
 
 
 @triton.jit
 def _key(x, BITS: tl.constexpr):
-    """Integers from 0 to 2^BITS - 1 in the order of x; bfloat16 has 16 bits."""
+    """Map x to integers from 0 to 2^BITS - 1 that have the same order; 16 bits are enough for bfloat16."""
     bits = x.to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (bits.to(tl.int64) + 2147483648) >> (32 - BITS)
@@ -44,7 +44,7 @@ def _portion(total, of_2_23):
 
 @triton.jit
 def _draw(key, counter):
-    """SplitMix64, the upper 23 bits."""
+    """Return the upper 23 bits of the SplitMix64 draw with this number; see `generation.categorical.draw`."""
     x = key + (counter + 1) * -7046029254386353131
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
@@ -64,9 +64,9 @@ def _lowest_kept(
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The smallest key above which the tokens' weights (or numbers) add up to less than `limit`.
+    """Return the smallest key above which the tokens' weights (or their count) add up to less than `limit`.
 
-    A search in place of a sort: four bits of the key in each pass over the row. Keys below `least` do not count.
+    This searches instead of sorting: each pass over the row finds four bits. Keys below `least` do not count.
     """
     digit = tl.arange(0, 16)
     lowest = tl.zeros([], tl.int64)
@@ -178,7 +178,7 @@ def sample(
     least_weight: int,
     greedy: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `generation.categorical.sample`; the last five arguments are the fields of its `Filters`."""
+    """Draw tokens as `generation.categorical.sample` does; the last five arguments are the fields of its `Filters`."""
     n, vocabulary = logits_nV.shape
     token_n, logp_n = key_n.new_empty(n), torch.empty(n, dtype=torch.float32, device=logits_nV.device)
     kept_logp_n = torch.empty_like(logp_n)

@@ -67,7 +67,7 @@ def _gradient(
 def add(
     sums: tuple[Tensor, Tensor, Tensor, Tensor], logits: Tensor, target_N: Tensor, temperature: float, first: int
 ) -> None:
-    """Add a tile of logits to the running sums of `TiledSoftmax` (peak, total, below, chosen); reads it once."""
+    """Add a tile of logits to the running sums of `TiledSoftmax` (peak, total, below, chosen), reading it once."""
     rows, columns = logits.shape
     given = (*sums, logits, logits.stride(0), target_N, first, columns, 1 / temperature)
     launch(_add, (rows,), *given, BLOCK=_BLOCK, num_warps=8)
@@ -84,7 +84,7 @@ def gradient(
     temperature: float,
     first: int,
 ) -> None:
-    """Write `model.softmax.softmax_gradient` of a tile to `out`, which may be the tile itself."""
+    """Compute `model.softmax.softmax_gradient` of a tile, and write it to `out`, which may be the tile itself."""
     rows, columns = logits.shape
     given = (out, out.stride(0), logits, logits.stride(0), normalizer_N, target_N, entropy_N, dlogp_N)
     dentropy = dlogp_N if dentropy_N is None else dentropy_N
