@@ -1,4 +1,4 @@
-"""The help of a command: one line for each of its own options and the usual settings; or one section in full."""
+"""Writes a command's help: a line for each of its own options and the usual settings, or one section in full."""
 
 import dataclasses
 import re
@@ -27,7 +27,7 @@ _OPTIONS = {
 
 
 def help_text(cls: Any, command: str, section: str | None) -> str:
-    """The help of a command, or of one of its sections. Raises UserError if there is no such section."""
+    """Return the help of a command, or of one of its sections. Raises UserError if there is no such section."""
     return "\n".join(_section(cls, section) if section else _overview(cls, command))
 
 
