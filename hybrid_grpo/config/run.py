@@ -83,7 +83,7 @@ class LogConfig:
     """Where the run is shown live: any of wandb, tensorboard, trackio and mlflow. A tracker that fails does not affect
     the run."""
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """Mode of wandb; `auto` is online if an account is configured, and offline otherwise."""
+    """`auto` is online if an account is configured, and offline otherwise."""
     wandb_project: Text = "hybrid_grpo"
     """Project on wandb and trackio, experiment on MLflow."""
     wandb_entity: Text | None = None

@@ -35,9 +35,9 @@ class TeacherConfig(FeatureConfig):
     teacher's log-probability of that token. `loss` adds coef times the KL divergence over the vocabulary at every
     token, which is less noisy, but keeps the teacher's distributions in host memory until the end of the step."""
     top_k: Whole = 0
-    """With `into` loss: the number of most probable tokens that the teacher's distribution distinguishes at each
-    position. All others count as one token, so the KL divergence is a lower bound. 0: the whole vocabulary, which takes
-    4 bytes per token of the vocabulary for each sampled token."""
+    """Number of most probable tokens that the teacher's distribution distinguishes at each position, with `into` loss.
+    All others count as one token, so the KL divergence is a lower bound. 0: the whole vocabulary, which takes 4 bytes
+    per token of the vocabulary for each sampled token."""
     prompt_column: Text | None = None
     """Column with the teacher's prompt, as text or a chat, such as the question with its solution. Default: the
     policy's prompt."""
@@ -66,7 +66,7 @@ class TeacherConfig(FeatureConfig):
         return {"teacher.model": self.model}
 
     def as_policy(self, policy: PolicyConfig) -> PolicyConfig:
-        """The settings of the teacher's model, given those of the policy."""
+        """Return the settings of the teacher's model, given those of the policy."""
         shared = {name: getattr(policy, name) for name in _OF_POLICY}
         return PolicyConfig(model=self.model or policy.model, **shared)
 
