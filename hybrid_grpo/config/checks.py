@@ -161,14 +161,14 @@ def check_generate(config: GenerateConfig, world_size: int) -> None:
         refuse(world_size > 1, f"data.path is standard input, which {world_size} ranks cannot share: give a source")
     elif config.data.path != "":
         check_source("data.path", config.data.path)
-    refuse(output == "-" and world_size > 1, f"generate.output -: {world_size} ranks write a file each: give its name")
+    refuse(output == "-" and world_size > 1, f"generate.output - cannot be shared by {world_size} ranks: name a file")
     check_output("generate.output", output, "the prompts of data.path", config.data.path)
 
 
 def check_chat(config: ChatConfig, world_size: int) -> None:
     """Raise UserError if a chat cannot work on this machine with this number of ranks."""
     _check_policy(config.policy)
-    refuse(world_size > 1, f"chat is one process, and here are {world_size} ranks: start it without a launcher")
+    refuse(world_size > 1, f"chat runs in one process, but there are {world_size} ranks: start it without a launcher")
     adapter = config.chat.adapter
     refuse(
         adapter is not None and find_spec("peft") is None,
@@ -205,7 +205,7 @@ def check_publish(options: PublishOptionsConfig) -> None:
     )
     refuse(
         options.folder is not None and options.folder.startswith("~"),
-        f"publish.folder {options.folder}: ~ is only known to shells: write the whole path",
+        f"publish.folder {options.folder}: only shells expand ~: write the full path",
     )
 
 

@@ -219,13 +219,13 @@ class GenerateConfig(RecipeReader):
         rollout = self.rollout
         refuse(
             rollout.temperature == 0 and rollout.num_generations > 1,
-            f"rollout.temperature 0 has one completion for a prompt, and rollout.num_generations is"
-            f" {rollout.num_generations}: set it to 1, or the temperature above 0",
+            f"rollout.num_generations {rollout.num_generations}: at temperature 0 all completions of a prompt are the"
+            " same: set it to 1, or rollout.temperature above 0",
         )
         refuse(
             self.reads_stdin and self.data.task is not None,
-            f"data.path - is prompts from standard input, and data.task {self.data.task} reads rows: take out one of"
-            " them",
+            f"data.path - reads prompts from standard input, but data.task {self.data.task} makes them from rows: take"
+            " out one of them",
         )
         return self
 
@@ -346,7 +346,7 @@ class ReplayConfig(TrainConfig):
     def _check_replay(self) -> ReplayConfig:
         refuse(
             bool(self.rollout.environment) and (self.replay.completions, self.replay.rewards) == ("saved", "again"),
-            "replay.completions saved brings no environments, which rollout.environment takes rewards from: set"
+            "replay.completions saved runs no environments, from which rollout.environment takes rewards: set"
             " replay.rewards to saved, or replay.completions to again",
         )
         return self

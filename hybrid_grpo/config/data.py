@@ -88,7 +88,7 @@ class DataConfig:
     def _check(self) -> DataConfig:
         refuse(
             self.task is not None and self.prompt_column != "prompt",
-            f"data.prompt_column {self.prompt_column}: data.task {self.task} makes the prompts, of other columns: take"
+            f"data.prompt_column {self.prompt_column}: data.task {self.task} makes the prompts from other columns: take"
             " out one of them",
         )
         self._check_mixture()

@@ -129,7 +129,7 @@ class GrpoConfig:
         refuse(
             self.kl_unbiased and self.kl_in == "reward",
             "grpo.kl_unbiased corrects a KL in the loss, and grpo.kl_in reward has no gradient to correct: set one of"
-            " them back",
+            " them back to its default",
         )
         refuse(
             self.kl_unbiased and self.kl_estimator == "k2",

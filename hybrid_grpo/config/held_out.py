@@ -89,7 +89,7 @@ def check_best(config: EvaluationConfig, sets: list[HeldOut]) -> None:
     every = {name: of_set.every for of_set in sets for name in of_set.better_higher}
     refuse(
         best not in every,
-        f"eval.best {best} is not measured, or not better where it is higher: {did_you_mean(best, every)}",
+        f"eval.best {best} is not measured, or not better when it is higher: {did_you_mean(best, every)}",
     )
     refuse(
         patience is not None and not every[best],
@@ -144,7 +144,7 @@ def _rows(data: DataConfig, given: EvalSetConfig, of_task: Mapping[str, Any] | N
     if given.split is not None:
         return Rows(data.path, given.split, given.subset or data.subset, given.limit)
     refuse(not _has_default(data), f"{setting} names no prompts: give it a path, a split or a task")
-    refuse(given.subset is not None, f"{setting}.subset {given.subset} is one of no source: give path or split as well")
+    refuse(given.subset is not None, f"{setting}.subset {given.subset} has no source: give path or split as well")
     return None
 
 

@@ -20,9 +20,9 @@ _USUAL = """
 """
 """Settings that most people change first."""
 _OPTIONS = {
-    "--config FILE": "YAML file of settings; of several files and options the later ones win",
-    "--print_config": "print all settings as YAML, and end",
-    "--help [SECTION]": "this help, or all settings of a section",
+    "--config FILE": "YAML file of settings; later files and options override earlier ones",
+    "--print_config": "print all settings as YAML, and exit",
+    "--help [SECTION]": "show this help, or all settings of a section",
 }
 
 

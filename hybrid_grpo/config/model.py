@@ -110,7 +110,7 @@ _OTHER_WEIGHTS = "generation would not use the weights that are trained"
 _UNSUPPORTED = {
     "tensor_parallel": "generation and the loss need whole layers on a rank",
     "sequence_parallel_size": "the loss needs whole sequences on a rank",
-    "torch_autocast": "generation would compute in another type than training: set policy.dtype",
+    "torch_autocast": "generation would not compute in the same type as training: set policy.dtype",
     "checkpoint": "checkpoints are written by hybrid_grpo itself",
     "compile.deepcompile": "it does not run under the hybrid engine",
     "zero_optimization.zero_quantized_weights": _OTHER_WEIGHTS,
@@ -181,8 +181,8 @@ class EngineConfig:
         for size in self._given(name):
             refuse(
                 size not in range(1, world_size + 1) or world_size % size != 0,
-                f"engine.deepspeed.{name} {size} does not divide the ranks, of which there are {world_size}: give the"
-                " GPUs of a machine",
+                f"engine.deepspeed.{name} {size} does not divide the number of ranks, {world_size}: give the number of"
+                " GPUs in a machine",
             )
 
     def _given(self, name: str) -> list[Any]:

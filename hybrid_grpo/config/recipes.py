@@ -48,7 +48,7 @@ for _reads_numbers in (_Loader, Dumper):
 def check_text(text: str, what: str) -> None:
     """Refuse text that cannot be written as UTF-8; `what` begins the message."""
     if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise UserError(f"{what} is not UTF-8: {text.encode(errors='backslashreplace').decode():.60}: type it anew")
+        raise UserError(f"{what} is not UTF-8: {text.encode(errors='backslashreplace').decode():.60}: type it again")
 
 
 def load_yaml(text: str) -> Any:

@@ -119,7 +119,7 @@ class ScoringConfig:
 
 def _check_identifier(name: str) -> str:
     if not name.isidentifier():
-        raise ValueError(f"{name!r} must be a name")
+        raise ValueError(f"{name!r} must be a name in Python")
     return name
 
 

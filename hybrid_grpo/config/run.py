@@ -51,7 +51,7 @@ class RunConfig:
     def _check(self) -> RunConfig:
         for name in ("dir", "resume"):
             path = getattr(self, name)
-            refuse(path.startswith("~"), f"run.{name} {path}: ~ is only known to shells: write the whole path")
+            refuse(path.startswith("~"), f"run.{name} {path}: only shells expand ~: write the full path")
         return self
 
 

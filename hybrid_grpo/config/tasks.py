@@ -71,7 +71,7 @@ def own_task(name: str, setting: str = "data.task") -> TaskRecipe:
         refuse(
             not callable(found),
             f"{setting} {name} is a {type(found).__name__}: give a TaskRecipe of hybrid_grpo.data.tasks, or a function"
-            " that makes a row with a prompt of a row",
+            " that turns a row of the source into a row with a prompt",
         )
         found = TaskRecipe(found)
     rewards = found.settings.get("rewards", [])

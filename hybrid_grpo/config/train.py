@@ -193,7 +193,7 @@ def _check_objective(grpo: GrpoConfig, rollout: RolloutConfig, lora: LoraConfig,
     )
     refuse(
         grpo.mask_truncated and rollout.ignore_eos,
-        "grpo.mask_truncated leaves nothing to learn from where rollout.ignore_eos cuts every completion: set one of"
+        "grpo.mask_truncated leaves nothing to learn from if rollout.ignore_eos cuts every completion: set one of"
         " them to false",
     )
     refuse(

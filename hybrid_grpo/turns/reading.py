@@ -76,8 +76,8 @@ def reader_of(
     if tool_format == "auto":
         if not fitting:
             raise UserError(
-                "rollout.tool_format auto: the chat template of policy.model writes a call in none of the formats that"
-                f" are known: if the model writes one of them, set it to {', '.join(FORMATS)}"
+                "rollout.tool_format auto: the chat template of policy.model writes calls in none of the known formats:"
+                f" if the model writes one of them, set it to {', '.join(FORMATS)}"
             )
         return made(fitting[0], schemas, prompt)
     if tool_format not in fitting and os.environ.get("RANK", "0") == "0":
@@ -99,8 +99,7 @@ def _reads(reader: Reader, text: str, end: str) -> bool:
 
 def _examples(tokenizer: Any, variables: dict[str, Any], ends: tuple[str, ...]) -> list[tuple[str, str, str]]:
     """Return triples of a prompt, the turn with the example's call that the chat template writes after it, and the
-    turn's end token. If prompts begin the model's thinking, the template may write a turn with or without that
-    start."""
+    turn's end token. If prompts begin the model's thinking, the template may write turns with or without it."""
     examples = []
     # Templates of Kimi K2 write a call's id in place of its name.
     for call in (_EXAMPLE, replace(_EXAMPLE, id=f"functions.{_EXAMPLE.name}:0")):
@@ -167,7 +166,7 @@ def _without_thoughts(text: str) -> tuple[str, list[str]]:
 
 
 def _turn(text: str, parts: Iterator[Part], most_calls: int) -> Turn:
-    """Build a turn from its parts. Whatever they raise becomes a fault of the turn."""
+    """Build a turn from its parts. Whatever the parts raise becomes a fault of the turn."""
     content: list[str] = []
     calls: list[ToolCall] = []
     faults: list[Exception] = []

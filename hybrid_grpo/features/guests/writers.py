@@ -26,7 +26,7 @@ _SMALLEST_LOGP, _LARGEST_LOGP = -1e9, 1e-3
 
 @dataclass(frozen=True)
 class Learner:
-    """What a guest must know about the policy that learns from it."""
+    """Properties of the policy that learns from the guests, which guests must fit."""
 
     config: TrainConfig
     tokenizer: Any
@@ -58,7 +58,7 @@ class GuestFile:
         refuse(
             not self._by_prompt,
             f"{self._setting} {guest.path}: none of its {others} prompts is one of data.path: give completions of the"
-            " prompts to train on, with a data.system_prompt where these have one",
+            " prompts to train on, with a data.system_prompt if these have one",
         )
         count, having = sum(map(len, self._by_prompt.values())), len(self._by_prompt)
         self.fact = f"{count:,} completions of {having:,} of {len(known):,} prompts, from {guest.path}"

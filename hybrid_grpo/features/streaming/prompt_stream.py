@@ -227,7 +227,8 @@ class StreamLoader:
         self._position = Position()
 
     def next_prompts(self, batches: int) -> list[Prompt]:
-        """Return this rank's prompts of the next `batches` global batches, in order, with epochs. Collective."""
+        """Return this rank's prompts of the next `batches` global batches, in order, each with its epoch.
+        Collective."""
         size = self._share * self._world_size
         starts = [batch * size + self._rank * self._share for batch in range(batches)]
         return self.more_prompts(batches * size, [n for start in starts for n in range(start, start + self._share)])
@@ -244,7 +245,7 @@ class StreamLoader:
         """Does nothing: there is nothing to update after a step."""
 
     def tried_prompts(self) -> list[dict[str, Any]]:
-        """Return nothing, since success rates are not kept."""
+        """Return an empty list, since success rates are not kept."""
         return []
 
     def numbers(self) -> Numbers:

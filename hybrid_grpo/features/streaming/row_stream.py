@@ -187,7 +187,7 @@ def open_shards(source: Source) -> list[Shard]:
             opened = opened.to_iterable_dataset(num_shards=max(1, len(opened.cache_files)))
         refuse(
             not isinstance(opened, datasets.IterableDataset),
-            f"{source.path_setting} is a {type(opened).__name__}, which is in memory as it is: take out streaming",
+            f"{source.path_setting} is a {type(opened).__name__}, which is already in memory: take out streaming",
         )
         count = opened.num_shards
         return [

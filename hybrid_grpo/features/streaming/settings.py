@@ -72,7 +72,7 @@ class StreamingConfig(FeatureConfig):
             )
 
     def held_out_source(self, source: Source, data: DataConfig) -> Source:
-        """Return the held-out source, streamed if it is the training source. Raises UserError for the same split."""
+        """Return the held-out source, streamed if it is the training source. Raises UserError if it has that split."""
         from dataclasses import replace
 
         same = source.path is data.path or (isinstance(source.path, str) and source.path == data.path)

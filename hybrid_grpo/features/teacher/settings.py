@@ -77,7 +77,7 @@ class TeacherConfig(FeatureConfig):
         if self.into == "advantage":
             self.refuse_idle("with teacher.into advantage: set teacher.into to loss", "top_k")
         if self.model is None:
-            self.refuse_idle("where the policy itself is the teacher: set teacher.model", "offload")
+            self.refuse_idle("if the policy itself is the teacher: set teacher.model", "offload")
         refuse(
             self.prompt_column == prompt_column,
             f"teacher.prompt_column {prompt_column} is data.prompt_column, which the policy reads: name another column,"

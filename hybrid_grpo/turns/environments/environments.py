@@ -78,8 +78,7 @@ class Environments:
     Creating it raises UserError if a class cannot be imported, or is not an environment.
 
     Attributes:
-        kinds: entries of `rollout.environment`, by their names in the column `environment`; empty for a single
-            entry.
+        kinds: entries of `rollout.environment`, by name; a single entry has an empty name.
     """
 
     setting, reads_last = "rollout.environment", True
@@ -147,9 +146,9 @@ class Environments:
         if failed:
             prompt, failure = failed[0]
             print(
-                f"rollout.environment: {len(failed)} of {len(prompts)} prompts could not be opened; of row {prompt.id}"
-                f" (from 0) {self.kind(prompt).reward} {failure.message}. Their completions are left without a reward,"
-                f" and counted as failed\n{failure.traceback}",
+                f"rollout.environment: {len(failed)} of {len(prompts)} prompts could not be opened; for row {prompt.id}"
+                f" (from 0) {self.kind(prompt).reward} {failure.message}. Their completions get no reward, and are"
+                f" counted as failed\n{failure.traceback}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -180,7 +180,7 @@ class EnvironmentProcess:
             raise _Refused(
                 f"said {said!r:.200} when it was reset, and {observation!r:.200} when it was reset for the prompt: draw"
                 " from `random` or numpy's global generator, which are seeded before, and annotate reset with None"
-                " only where it returns nothing"
+                " only if it returns nothing"
             )
         return {"text": said}
 

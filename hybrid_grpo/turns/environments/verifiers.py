@@ -96,7 +96,7 @@ class VerifiersRollout:
         if kept != read or turn.role != "assistant" or turn.content != text:
             raise ValueError("rewrote the conversation: only environments that add to it can be trained with")
         if not said or any(message.role != "user" or not isinstance(message.content, str) for message in said):
-            raise ValueError("answered with other than texts of the user")
+            raise ValueError("answered with something other than text messages of the user")
         return "\n\n".join(message.content for message in said), None, False
 
     async def get_reward(self) -> float:

@@ -83,7 +83,7 @@ class User(ABC):
         if failure.kind not in self._printed:
             self._printed.add(failure.kind)
             print(
-                f"{self.setting} failed: {failure.message}. The conversation ends there, which is counted\n"
+                f"{self.setting} failed: {failure.message}. The conversation ends there, and the failure is counted\n"
                 f"{failure.traceback}",
                 file=sys.stderr,
                 flush=True,
@@ -133,8 +133,7 @@ class ScriptedUser(User):
 
 
 class ModelUser(User):
-    """A frozen model that plays the user. For each turn, it reads the whole conversation anew, with the roles
-    exchanged.
+    """A frozen model that plays the user. It reads the whole conversation anew in each turn, with roles exchanged.
 
     What it says depends only on the conversation and the key of the completion's random stream, not on the other
     conversations that wait for an answer. Creating it raises UserError if the model cannot play a user.
