@@ -64,7 +64,7 @@ def refuse_unused(cls: Any, given: Mapping[str, Any]) -> None:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Return the settings as nested mappings of plain values, with masked secrets and with the names of functions."""
+    """Return the settings as nested mappings of plain values: secrets masked, functions and data sets by name."""
     settings: dict[str, Any] = masked(_plain(config))
     return settings
 

@@ -65,7 +65,8 @@ def reward_name(reward: RewardConfig) -> str:
 
 
 def _read_list(rewards: Any) -> Any:
-    """Convert text such as `exact_match,mine.py:f`, or null (an empty section in YAML), to a list. Raises UserError."""
+    """Convert text such as `exact_match,mine.py:f`, or null (an empty section), to a list. Raises UserError for bad
+    YAML."""
     # Text that begins like this was meant as YAML but could not be read.
     refuse(
         isinstance(rewards, str) and rewards.lstrip().startswith(("[", "{")),
