@@ -1,8 +1,8 @@
-"""The settings, each with its meaning and bounds; how they are read; and `UserError`, the error that users see.
+"""Defines and reads the settings, and defines `UserError`, the error that reports users' mistakes.
 
 `train.py` composes the configuration of training, and `commands.py` the configuration of every other command; the
-sections have their own files. Nothing here imports torch or transformers: a mistake costs a moment, not a model load.
-What the settings do is in the other packages.
+sections have their own files. Nothing here imports torch or transformers, so a wrong setting is reported before any
+model loads. The other packages implement what the settings do.
 """
 
 # ruff: noqa: F401

@@ -13,12 +13,12 @@ from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.fields import SECTION, Count, Number
 
 SKIPPABLE = ("length_runaway", "truncated", "dead_groups", "constant_reward", "failing_rewards")
-"""Alarms whose numbers are known before the policy learns from a step."""
+"""Alarms whose metrics are known before the policy learns from a step, so that they can have the action `skip`."""
 
 
 @dataclass(frozen=True, config=SECTION)
 class AlarmConfig:
-    """Bounds for the number that an alarm watches, and what happens when it is outside them for too long."""
+    """Bounds for the metric that an alarm watches, and what happens when it is out of bounds for too long."""
 
     above: Number | None = None
     """Values above this are bad."""
@@ -27,10 +27,10 @@ class AlarmConfig:
     patience: Count = 3
     """Consecutive bad steps (for held-out sets: evaluations) after which the alarm goes off."""
     action: Literal["say", "skip", "stop", "roll_back"] = "say"
-    """What happens then, besides a report. `skip`: the policy learns nothing from bad steps until a good one. `stop`:
-    the run is saved and ends with status 2. `roll_back`: the run continues from the newest checkpoint before the first
-    bad step, with the learning rate multiplied by guard.lr_factor, at most guard.max_rollbacks times; no checkpoint is
-    written while steps are bad."""
+    """What happens when the alarm goes off, in addition to a report. `skip`: the policy does not learn from bad steps,
+    until there is a good one. `stop`: the run is saved and ends with status 2. `roll_back`: the run continues from the
+    newest checkpoint before the first bad step, with the learning rate multiplied by guard.lr_factor, at most
+    guard.max_rollbacks times; no checkpoint is written while steps are bad."""
 
     def __str__(self) -> str:
         bounds = {name: bound for name in ("above", "below") if (bound := getattr(self, name)) is not None}
@@ -61,27 +61,27 @@ def _default(name: str) -> Any:
 
 @dataclass(frozen=True, config=SECTION)
 class AlarmsConfig:
-    """What may go wrong in a run, by symptom: when it is reported, and what else happens. Settings given for an alarm
-    override its defaults, as in `kl: {above: 5, action: stop}`; null turns the alarm off. All ranks see the same
-    numbers and do the same."""
+    """The alarms of a run, one for each symptom of trouble. Settings given for an alarm override its defaults, as in
+    `kl: {above: 5, action: stop}`; null turns the alarm off. All ranks see the same metrics and take the same
+    action."""
 
     entropy_collapse: AlarmConfig | None = _default("entropy_collapse")
-    """policy/entropy in nats, in steps in which fewer than half of the groups are all right: the policy has stopped
-    exploring before it solved the task."""
+    """policy/entropy in nats, in steps in which fewer than half of the groups have only right completions: the policy
+    has stopped exploring before it solved the task."""
     length_runaway: AlarmConfig | None = _default("length_runaway")
     """completion/length_mean, divided by its median over the 40 steps that ended 20 steps ago (early in a run: over the
     first 5 steps)."""
     truncated: AlarmConfig | None = _default("truncated")
     """completion/clipped_frac, minus its mean over the first 10 steps of the run."""
     dead_groups: AlarmConfig | None = _default("dead_groups")
-    """Share of the groups that teach nothing and are not all right: group/zero_std_frac minus group/all_right_frac. Off
-    if a feature makes groups unnecessary."""
+    """Share of groups that teach nothing although they have wrong completions: group/zero_std_frac minus
+    group/all_right_frac. The alarm is off if a feature makes groups unnecessary."""
     constant_reward: AlarmConfig | None = _default("constant_reward")
-    """reward/max minus reward/min. A learned task sets off no alarm: all completions are right, but were not in the
-    first steps. Off if a feature teaches without rewards."""
+    """reward/max minus reward/min. A task that has been learned does not set off the alarm: every completion is right
+    now, but was not in the first steps. The alarm is off if a feature teaches without rewards."""
     reward_hacking: AlarmConfig | None = _default("reward_hacking")
-    """How far the reward that tells right from wrong (eval.outcome) is below its best in training, both averaged over
-    10 steps, while reward/mean has risen: the other functions reward wrong completions. A fall of up to 4 standard
+    """How far the reward that tells right from wrong (eval.outcome) is below its best value in training, both averaged
+    over 10 steps, while reward/mean has risen: the other functions reward wrong completions. A fall of up to 4 standard
     errors may be chance and is not counted."""
     held_out: AlarmConfig | None = _default("held_out")
     """How far held-out accuracy is below its best while reward/mean has risen, for each held-out set. A fall of up to 2
@@ -91,14 +91,14 @@ class AlarmsConfig:
     ratio: AlarmConfig | None = _default("ratio")
     """policy/ratio_max."""
     parity: AlarmConfig | None = _default("parity")
-    """parity/logp_abs_diff_mean in nats: how far the sampler and the training forward disagree."""
+    """parity/logp_abs_diff_mean in nats: how far the sampler and the training forward pass disagree."""
     duplicates: AlarmConfig | None = _default("duplicates")
     """completion/duplicate_frac, in steps whose completions have more than 5 nats of entropy (policy/entropy times
     completion/length_mean). Equal completions should then be rare; if not, the sampler does not follow the policy."""
     throughput_drop: AlarmConfig | None = _default("throughput_drop")
     """throughput/generated_tokens_per_s, divided by its median, as for length_runaway."""
     failing_rewards: AlarmConfig | None = _default("failing_rewards")
-    """The largest reward/<function>/failed_frac."""
+    """reward/<function>/failed_frac of the function that fails most."""
     numbers: dict[str, AlarmConfig] = field(default_factory=dict)
     """Your own limits for any metric, as in `{completion/length_mean: {above: 400}}`."""
 

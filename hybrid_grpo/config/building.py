@@ -1,4 +1,4 @@
-"""From nested mappings to a configuration and back."""
+"""Builds configurations from nested mappings, and turns them back into mappings or YAML."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ ConfigT = TypeVar("ConfigT")
 
 
 def build(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
-    """A configuration from nested mappings: `{"policy": {"lr": 1e-6}, "rewards": [f]}`. Raises UserError."""
+    """Build a configuration from mappings, as in `{"policy": {"lr": 1e-6}, "rewards": [f]}`. Raises UserError."""
     default = cls()
     settings = {
         # A section may have other defaults in one command than in another.
@@ -38,8 +38,8 @@ def build(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
 
 
 def used_part(cls: Any, settings: Mapping[str, Any]) -> Settings:
-    """The settings, except those for training that the command does not use. Raises UserError if a section that is left
-    out has a setting that training does not have either."""
+    """Return the settings without those that only training uses, not this command. Raises UserError if a section that
+    is left out contains a setting that training does not have either."""
     used: Settings = {}
     for section, values in settings.items():
         if is_unused(cls, section):
@@ -55,7 +55,7 @@ def used_part(cls: Any, settings: Mapping[str, Any]) -> Settings:
 
 
 def refuse_unused(cls: Any, given: Mapping[str, Any]) -> None:
-    """Refuse given settings that the command does not use. Raises UserError."""
+    """Raise UserError if a given setting belongs to training and is not used by this command."""
     for section, values in given.items() if issubclass(cls, RecipeReader) else ():
         keys = values if isinstance(values, Mapping) and section in fields_of(cls) else ()
         for name in (section, *(f"{section}.{key}" for key in keys)):
@@ -64,13 +64,13 @@ def refuse_unused(cls: Any, given: Mapping[str, Any]) -> None:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """The settings as nested mappings of plain values, secrets masked; functions and data sets by their names."""
+    """Return the settings as nested mappings of plain values: secrets masked, functions and data sets by name."""
     settings: dict[str, Any] = masked(_plain(config))
     return settings
 
 
 def dump(config: Any) -> str:
-    """The settings as YAML, which gives the same configuration when it is read back; secrets are masked."""
+    """Return the settings as YAML. Reading it back gives the same configuration, except for masked secrets."""
     settings = _plain(config)
     if "rewards" in settings:
         rewards = _adapter(list[RewardConfig])

@@ -1,8 +1,8 @@
-"""Checks that a configuration can run here: files exist, packages are installed, and ranks share the work evenly.
+"""Checks whether a configuration can run here: files exist, packages are installed, and ranks share work evenly.
 
-A command calls its check before it imports torch: a mistake costs the user a moment, not a model load. Numbers out of
-bounds and settings that contradict each other are refused earlier, by the configuration itself. Every check raises a
-UserError of one line, which names the settings and the way out.
+A command calls its check before it imports torch, so mistakes are reported before any model loads. The configuration
+itself has already refused numbers out of bounds and settings that contradict each other. Every check raises a UserError
+of one line, which names the settings and the way out.
 """
 
 import os
@@ -32,7 +32,7 @@ from hybrid_grpo.config.sources import check_model_folder, check_source
 from hybrid_grpo.config.train import ModelRunConfig, TrainConfig
 
 _MOST_ROWS = 2**16
-"""Most completions of one rollout on a rank. More would not fit in memory, and planning alone would take minutes."""
+"""Maximum number of completions of a rollout on one rank. More would not fit in memory, and planning would be slow."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class BatchPlan:
     num_minibatches: int
     num_iterations: int
     given_rows: int = 0
-    """Completions per prompt that the policy does not sample."""
+    """Completions per prompt that a feature supplies instead of the policy."""
 
     @property
     def own_generations(self) -> int:
@@ -72,7 +72,7 @@ class BatchPlan:
 
 
 def batch_plan(config: TrainConfig, world_size: int) -> BatchPlan:
-    """The batch equation. Raises UserError, with the nearest number that works, if prompts do not divide evenly."""
+    """Return the batch equation. Raises UserError, with the nearest number that works, if prompts divide unevenly."""
     rollout, grpo = config.rollout, config.grpo
     shards = world_size * grpo.num_minibatches
     refuse_indivisible("rollout.prompts_per_step", rollout.prompts_per_step, shards, "ranks x grpo.num_minibatches")
@@ -93,7 +93,7 @@ def batch_plan(config: TrainConfig, world_size: int) -> BatchPlan:
 
 
 def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
-    """Refuse a training run that cannot work here; return the batch equation."""
+    """Return the batch equation of a training run. Raises UserError if the run cannot work on this machine."""
     _check_features(config, world_size)
     _check_training(config, world_size)
     check_best(config, _check_held_out(config))
@@ -111,7 +111,7 @@ def _check_features(config: Any, world_size: int) -> None:
 
 
 def check_eval(config: EvaluateConfig) -> None:
-    """Refuse an evaluation that cannot work here."""
+    """Raise UserError if an evaluation cannot work on this machine."""
     _check_policy(config.policy)
     sets = _check_held_out(config)
     refuse(
@@ -129,7 +129,7 @@ def check_eval(config: EvaluateConfig) -> None:
 
 
 def _check_held_out(config: EvaluationConfig) -> list[HeldOut]:
-    """The held-out sets, after a check that they have rewards and rows."""
+    """Return the held-out sets. Raises UserError if there are no rewards, or if the rows of a set do not exist."""
     if not config.rollout.environment:
         check_rewards(config.rewards)
     sets = held_out_sets(config)
@@ -140,35 +140,35 @@ def _check_held_out(config: EvaluationConfig) -> list[HeldOut]:
 
 
 def check_sft(config: SftConfig, world_size: int) -> None:
-    """Refuse a supervised run that cannot work here."""
+    """Raise UserError if a supervised run cannot work on this machine with this number of ranks."""
     _check_features(config, world_size)
     _check_training(config, world_size)
     refuse_indivisible("sft.batch_size", config.sft.batch_size, world_size, "ranks")
 
 
 def check_reward(config: RewardStageConfig, world_size: int) -> None:
-    """Refuse a reward model run that cannot work here."""
+    """Raise UserError if a reward model run cannot work on this machine with this number of ranks."""
     _check_features(config, world_size)
     _check_training(config, world_size)
     refuse_indivisible("reward.batch_size", config.reward.batch_size, world_size, "ranks")
 
 
 def check_generate(config: GenerateConfig, world_size: int) -> None:
-    """Refuse to generate if it cannot work here."""
+    """Raise UserError if completions cannot be generated on this machine with this number of ranks."""
     _check_policy(config.policy)
     output = config.generate.output
     if config.reads_stdin:
         refuse(world_size > 1, f"data.path is standard input, which {world_size} ranks cannot share: give a source")
     elif config.data.path != "":
         check_source("data.path", config.data.path)
-    refuse(output == "-" and world_size > 1, f"generate.output -: {world_size} ranks write a file each: give its name")
+    refuse(output == "-" and world_size > 1, f"generate.output - cannot be shared by {world_size} ranks: name a file")
     check_output("generate.output", output, "the prompts of data.path", config.data.path)
 
 
 def check_chat(config: ChatConfig, world_size: int) -> None:
-    """Refuse a chat that cannot work here."""
+    """Raise UserError if a chat cannot work on this machine with this number of ranks."""
     _check_policy(config.policy)
-    refuse(world_size > 1, f"chat is one process, and here are {world_size} ranks: start it without a launcher")
+    refuse(world_size > 1, f"chat runs in one process, but there are {world_size} ranks: start it without a launcher")
     adapter = config.chat.adapter
     refuse(
         adapter is not None and find_spec("peft") is None,
@@ -177,7 +177,7 @@ def check_chat(config: ChatConfig, world_size: int) -> None:
 
 
 def check_score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
-    """Refuse scoring that cannot work here; `source` is a file of completions or, if `is_run`, the folder of a run."""
+    """Refuse scoring that cannot work here. `source` is a file of completions or, if `is_run`, the folder of a run."""
     check_rewards(config.rewards)
     score = config.score
     refuse(
@@ -197,7 +197,7 @@ def check_score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
 
 
 def check_publish(options: PublishOptionsConfig) -> None:
-    """Refuse to publish if no target is set, or two, or a folder that begins with ~."""
+    """Raise UserError unless exactly one target is set, or if the target is a folder that begins with ~."""
     refuse(
         (options.hub is None) == (options.folder is None),
         "publish.hub and publish.folder are "
@@ -205,12 +205,12 @@ def check_publish(options: PublishOptionsConfig) -> None:
     )
     refuse(
         options.folder is not None and options.folder.startswith("~"),
-        f"publish.folder {options.folder}: ~ is only known to shells: write the whole path",
+        f"publish.folder {options.folder}: only shells expand ~: write the full path",
     )
 
 
 def _check_training(config: ModelRunConfig, world_size: int) -> None:
-    """Check what every training stage needs."""
+    """Raise UserError if what all training stages need is missing: model, packages, run folder, data or checkpoint."""
     _check_policy(config.policy)
     rank = config.lora.rank
     refuse(
@@ -254,13 +254,13 @@ def _check_run_folder(folder: str) -> None:
 
 
 def _is_installed(package: str) -> bool:
-    """Whether a package can be imported. A folder in the working directory that merely has its name does not count."""
+    """Whether a package can be imported. A folder of the same name in the working directory does not count."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def check_data(data: DataConfig) -> None:
-    """Refuse sources that cannot be read here. A task without a path makes its own rows."""
+    """Raise UserError if a source of rows is missing or empty. A task without a path makes its own rows."""
     for source in data.mixture:
         if source.task is None or source.path != "":
             check_source(f"data.mixture {source.name}: path", source.path)
@@ -285,7 +285,7 @@ def check_output(setting: str, output: str, what: str, source: Any) -> None:
 
 
 def check_rewards(rewards: list[RewardConfig]) -> None:
-    """Refuse to score without rewards."""
+    """Raise UserError if there are no reward functions."""
     refuse(
         not rewards,
         "rewards is empty: give at least one, as in --rewards exact_match, or a data.task, which has its own",

@@ -30,20 +30,20 @@ _MODEL = frozenset({"model", "dtype", "attn_implementation", "pickled_weights"})
 
 
 def all_but(section: type[Any], others: str) -> frozenset[str]:
-    """The names of a section's settings, except for `others`."""
+    """Return the names of a section's settings, except for those in `others`, a list separated by spaces."""
     return frozenset(section.__dataclass_fields__) - frozenset(others.split())
 
 
 def in_part(**settings: frozenset[str]) -> Mapping[str, frozenset[str]]:
-    """For each section that a command uses in part, the names of the settings that it uses."""
+    """Return a mapping from each section that a command uses only in part to the names of the settings that it uses."""
     return settings
 
 
 class RecipeReader:
-    """A command that reads training recipes and uses a part of them.
+    """Base class for the configuration of a command that reads training recipes and uses only part of them.
 
-    Its configuration has the sections that it uses, and the rest of a recipe is ignored. A setting that the command
-    does not use is refused if it is given on the command line or in Python (`refuse_unused`).
+    The configuration has the sections that the command uses; the rest of a recipe is ignored. A setting that the
+    command does not use is refused if it is given on the command line or in Python (`refuse_unused`).
     """
 
     command = ""
@@ -60,17 +60,17 @@ def refuse_mixture(data: DataConfig, command: str) -> None:
 
 @dataclass(frozen=True, config=SECTION)
 class SftLoopConfig:
-    """The supervised stage."""
+    """Batches and targets of supervised fine-tuning."""
 
     batch_size: Count = 64
-    """Rows of one optimizer step, over all ranks."""
+    """Number of rows in one optimizer step, over all ranks."""
     max_completion_tokens: Count = 512
-    """Longest target that is kept; rows with a longer one are dropped and counted."""
+    """Maximum number of tokens of a target; rows with a longer one are dropped and counted."""
 
 
 @dataclass(frozen=True, config=SECTION)
 class SftConfig(ModelRunConfig):
-    """Supervised fine-tuning, on the same engine."""
+    """Supervised fine-tuning, on the same engine as GRPO training."""
 
     sft: SftLoopConfig = field(default_factory=SftLoopConfig)
 
@@ -87,7 +87,7 @@ class SftConfig(ModelRunConfig):
 
 @dataclass(frozen=True, config=SECTION)
 class RewardStageConfig(ModelRunConfig):
-    """A reward model, trained on pairs of answers."""
+    """Training of a reward model on pairs of answers."""
 
     reward: RewardLoopConfig = field(default_factory=RewardLoopConfig)
     eval: PairEvalConfig = field(default_factory=PairEvalConfig)
@@ -115,21 +115,21 @@ class RewardStageConfig(ModelRunConfig):
 
 @dataclass(frozen=True, config=SECTION)
 class EvalOptionsConfig(EvalConfig):
-    """Evaluation on held-out prompts, greedy unless a temperature is given, and where its results go."""
+    """Evaluation on held-out prompts, greedy unless a temperature is given, and where its results are written."""
 
     against: Text | None = None
     """Model, or folder of a run, to compare with. It completes the same prompts, and a paired test compares the two."""
     output: Text | None = None
-    """File of JSON lines, overwritten. Each prompt of each set gets a line with its completions, their rewards and
-    which of them are right. Default: none."""
+    """File of JSON lines; an existing file is replaced. Each prompt of each set gets a line with its completions, their
+    rewards, and which of them are right. Default: none."""
 
 
 @dataclass(frozen=True, config=SECTION)
 @partial(with_feature_sections, method="held_out_source")
 class EvaluateConfig(RecipeReader):
-    """Accuracy of a model on the held-out sets of a recipe, with intervals. The model is `policy.model`; with `--config
-    RUN/config.yaml` it is the one that the run trained, unless `--policy.model` is given. The numbers go to standard
-    output as one JSON object, and to standard error as a table. What only training uses is ignored."""
+    """Measure a model's accuracy on the held-out sets of a recipe, with intervals. The model is `policy.model` or, with
+    `--config RUN/config.yaml`, the one that the run trained, unless `--policy.model` is given. Results go to standard
+    output as one JSON object, and to standard error as a table. Settings that only training uses are ignored."""
 
     run: RunConfig = field(default_factory=RunConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -173,10 +173,10 @@ class EvaluateConfig(RecipeReader):
 
 @dataclass(frozen=True, config=SECTION)
 class OutputConfig:
-    """Where completions go."""
+    """Where completions are written."""
 
     output: Text = "-"
-    """File of JSON lines, overwritten; `-` is standard output. With several ranks each has its own: out.0.jsonl, ..."""
+    """File of JSON lines, which is replaced; `-` is standard output. Several ranks write one each: out.0.jsonl, ..."""
     token_logp: Switch = False
     """Also write each completion's tokens and their log-probabilities, as `token_ids` and `token_logp`. A run needs
     them to learn from the completions with importance weights."""
@@ -184,8 +184,8 @@ class OutputConfig:
 
 @dataclass(frozen=True, config=SECTION)
 class GenerateConfig(RecipeReader):
-    """Completions of prompts, one JSON object per line, sampled as step 0 of a training run would sample them. Takes
-    the recipe of a training run, and ignores what only training uses."""
+    """Complete prompts, sampling as step 0 of a training run would, and write one JSON object per line. The command
+    takes the recipe of a training run and ignores settings that only training uses."""
 
     run: RunConfig = field(default_factory=RunConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -195,7 +195,7 @@ class GenerateConfig(RecipeReader):
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(num_generations=1))
     """How completions are sampled; temperature 0 takes the most probable tokens."""
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
-    """The worker processes, which call tools and environments."""
+    """The worker processes that call tools and environments."""
     generate: OutputConfig = field(default_factory=OutputConfig)
 
     command = "generate"
@@ -219,20 +219,20 @@ class GenerateConfig(RecipeReader):
         rollout = self.rollout
         refuse(
             rollout.temperature == 0 and rollout.num_generations > 1,
-            f"rollout.temperature 0 has one completion for a prompt, and rollout.num_generations is"
-            f" {rollout.num_generations}: set it to 1, or the temperature above 0",
+            f"rollout.num_generations {rollout.num_generations}: at temperature 0 all completions of a prompt are the"
+            " same: set it to 1, or rollout.temperature above 0",
         )
         refuse(
             self.reads_stdin and self.data.task is not None,
-            f"data.path - is prompts from standard input, and data.task {self.data.task} reads rows: take out one of"
-            " them",
+            f"data.path - reads prompts from standard input, but data.task {self.data.task} makes them from rows: take"
+            " out one of them",
         )
         return self
 
 
 @dataclass(frozen=True, config=SECTION)
 class ChatOptionsConfig:
-    """The conversation."""
+    """The system prompt and the adapter for the conversation."""
 
     system: str | None = None
     """System prompt, for models with a chat template. Default: `data.system_prompt`."""
@@ -242,9 +242,9 @@ class ChatOptionsConfig:
 
 @dataclass(frozen=True, config=SECTION)
 class ChatConfig(RecipeReader):
-    """A conversation in the terminal: each line is a message, and the answer is shown while it is sampled. MODEL is the
-    folder or hub name of a model, the folder of a run, or the folder of an adapter (on the base model that it names,
-    or on `policy.model`). For a run, the settings default to the run's own. Lines can also come from a pipe."""
+    """Talk to a model in the terminal: each line is a message, whose answer is shown while it is sampled. MODEL is the
+    folder or hub name of a model, the folder of a run, or the folder of an adapter (for the base model that it names,
+    or for `policy.model`). For a run, the settings default to the run's own. Lines may come from a pipe."""
 
     run: RunConfig = field(default_factory=RunConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -271,35 +271,35 @@ class PlanOptionsConfig:
     """The ranks and the GPU to plan for."""
 
     world_size: Count | None = None
-    """Number of ranks. Default: as many as run this command."""
+    """Number of ranks. Default: the number of ranks that run this command."""
     gpu: Literal["rtx4090", "a100-40gb", "a100-80gb", "l40s", "h100", "h200", "b200"] | None = None
-    """Plan for an empty GPU of this kind, using its data sheet. Default: the device of this machine."""
+    """Plan for an otherwise unused GPU of this kind, based on its data sheet. Default: the device of this machine."""
 
 
 @dataclass(frozen=True, config=SECTION)
 class PlanConfig(TrainConfig):
-    """Memory and time of a training run, estimated from its recipe without loading weights."""
+    """Estimate the memory and time of a training run from its recipe, without loading weights."""
 
     plan: PlanOptionsConfig = field(default_factory=PlanOptionsConfig)
 
 
 @dataclass(frozen=True, config=SECTION)
 class ScoreOptionsConfig:
-    """Where rewards go, and which of a run's steps are scored."""
+    """Where rewards are written, and which of a run's steps are scored."""
 
     output: Text = "-"
-    """File of JSON lines, overwritten; `-` is standard output."""
+    """File of JSON lines, which is replaced; `-` is standard output."""
     steps: str | None = None
     """Steps of a run to score, as in `100-200`, `100-`, `-200` or `100`. Default: all that were saved."""
 
 
 @dataclass(frozen=True, config=SECTION)
 class ScoreConfig(RecipeReader):
-    """Try reward functions on completions that exist already, without a model. FILE_OR_RUN is a file of rows with
-    completions (anything that `data.path` takes, or `-` for JSON lines from standard input), or the folder of a run. A
-    row of a file has a prompt, columns for the functions, and a completion: a text in the column that
-    `data.completion_column` names, or a list of texts in the column of that name plus `s`. Any recipe can be given. For
-    a run, the settings default to the run's own, and every line also has the rewards that its own functions gave."""
+    """Try reward functions on existing completions, without a model. FILE_OR_RUN is a file of rows with completions
+    (anything that `data.path` takes, or `-` for JSON lines from standard input), or the folder of a run. A row of a
+    file has a prompt, columns for the functions, and a completion: a text in the column that `data.completion_column`
+    names, or a list of texts in the column of that name plus `s`. Any recipe can be given. For a run, the settings
+    default to the run's own, and every line of output also has the rewards that the run recorded."""
 
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     """The tokenizer, for functions that look at tokens."""
@@ -308,9 +308,9 @@ class ScoreConfig(RecipeReader):
     rewards: RewardList = field(default_factory=list)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
-    """The reward from which a completion counts as right."""
+    """The threshold (`eval.threshold`): a completion whose reward is at least this counts as right."""
     score: ScoreOptionsConfig = field(default_factory=ScoreOptionsConfig)
-    """Where rewards go, and which of a run's steps are scored."""
+    """Where rewards are written, and which of a run's steps are scored."""
 
     command = "score"
     used = in_part(
@@ -323,11 +323,11 @@ class ScoreConfig(RecipeReader):
 
 @dataclass(frozen=True, config=SECTION)
 class ReplayOptionsConfig:
-    """What is computed again, and where the result goes."""
+    """What is computed again, and where the result is written."""
 
     completions: Literal["again", "saved"] = "again"
-    """`again` samples them and calls tools; `saved` takes the ones that the run saved, for example if the answers of
-    tools have changed since."""
+    """`again` samples the completions again and calls tools; `saved` takes the completions that the run saved, for
+    example because tools would give different answers now."""
     rewards: Literal["again", "saved"] = "again"
     """`again` calls the reward functions; `saved` uses the rewards that they returned in the run."""
     out: Text | None = None
@@ -346,7 +346,7 @@ class ReplayConfig(TrainConfig):
     def _check_replay(self) -> ReplayConfig:
         refuse(
             bool(self.rollout.environment) and (self.replay.completions, self.replay.rewards) == ("saved", "again"),
-            "replay.completions saved brings no environments, which rollout.environment takes rewards from: set"
+            "replay.completions saved runs no environments, from which rollout.environment takes rewards: set"
             " replay.rewards to saved, or replay.completions to again",
         )
         return self
@@ -362,8 +362,8 @@ class PublishConfig:
 
 @dataclass(frozen=True, config=SECTION)
 class ServeRewardConfig(RecipeReader):
-    """Serve reward functions to other machines, following OpenRLHF's convention. Takes the recipe of a training run and
-    serves its rewards."""
+    """Serve reward functions to other machines, following OpenRLHF's convention. The command takes the recipe of a
+    training run and serves its rewards."""
 
     rewards: RewardList = field(default_factory=list)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
@@ -374,7 +374,7 @@ class ServeRewardConfig(RecipeReader):
 
 @dataclass(frozen=True, config=SECTION)
 class WatchConfig:
-    """A page in the browser that shows runs, also while they train. RUNS are run folders, or folders that contain run
-    folders; runs added to these later are shown too. Files are only read, never changed."""
+    """Show runs on a page in the browser, even while they train. RUNS are run folders, or folders that contain run
+    folders; runs that are added to such a folder later are shown too. Files are only read, never changed."""
 
     watch: WatchOptionsConfig = field(default_factory=WatchOptionsConfig)

@@ -1,4 +1,4 @@
-"""One line about an invalid setting: its name, what is wrong, and the way out."""
+"""Describes an invalid setting in one line: its name, what is wrong, and the way out."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from hybrid_grpo.config.types import bounds, example, fields_of, plain_types, ty
 
 
 def complaint(error: ValidationError, cls: Any) -> str:
-    """One line for the first of pydantic's errors; `cls` is the class of the configuration."""
+    """Return a line that describes the first of pydantic's errors; `cls` is the class of the configuration."""
     first = error.errors(include_url=False)[0]
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, UserError):
@@ -30,8 +30,8 @@ def complaint(error: ValidationError, cls: Any) -> str:
 
 
 def unknown_setting(name: str, cls: Any) -> str:
-    """The message for a setting that the command does not have. It suggests, in this order: our name for another
-    framework's setting, the same name in another section, or a similar name in this section."""
+    """Return the message for a setting that the command does not have. The message suggests, in this order: our name
+    for another framework's setting, the same name in another section, or a similar name in this section."""
     if issubclass(cls, RecipeReader) and is_unused(cls, name):
         return f"{name} is a setting of training, which {cls.command} does not use: take it out"
     section, _, last = name.rpartition(".")
@@ -50,20 +50,20 @@ def unknown_setting(name: str, cls: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where in a configuration an error is."""
+    """The location of an error in a configuration."""
 
     name: str
-    """As users write it: `rewards[0].weight`."""
+    """The name of the setting as users write it, such as `rewards[0].weight`."""
     hint: Any
-    """The type of the value there; None if there is no such setting."""
+    """The type of the setting; None if there is no such setting."""
     owner: Any
     """The dataclass that has the setting, or lacks it."""
     rest: Sequence[int | str]
-    """The rest of pydantic's path: parts of a value that users do not name."""
+    """The remaining parts of pydantic's path, which lie within the setting's value and are not shown to users."""
 
 
 def _located(path: Sequence[int | str], cls: Any) -> _Place:
-    """Walk along the path of an error, from the configuration through the types of its parts."""
+    """Find the setting at pydantic's `path`, walking down from `cls`, the class of the configuration."""
     name, hint, owner, rest = "", cls, cls, list(path)
     while rest:
         options = [plain for plain in plain_types(hint) if plain is not type(None)]

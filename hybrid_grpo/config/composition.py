@@ -1,4 +1,4 @@
-"""What a command's configuration is made of: its sections, and the settings of each that the command uses."""
+"""Lists the sections of a command's configuration, and the settings in each section that the command uses."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ class SamplingConfig(Protocol):
 
 
 class EvaluationConfig(SamplingConfig, Protocol):
-    """What commands that evaluate on held-out sets have in common."""
+    """The sections and properties that all commands with held-out sets have."""
 
     @property
     def rewards(self) -> list[RewardConfig]: ...
@@ -45,7 +45,7 @@ class EvaluationConfig(SamplingConfig, Protocol):
 
 
 def settings_of(cls: Any, section: str) -> dict[str, Any]:
-    """The settings that the command uses in a section, with their types; empty for a list such as `rewards`."""
+    """Return the types of a section's settings that the command uses, by name; empty for a list such as `rewards`."""
     hint = fields_of(cls).get(section)
     if not dataclasses.is_dataclass(hint):
         return {}
@@ -65,7 +65,7 @@ def setting_names(cls: Any) -> tuple[str, ...]:
 
 
 def training_with(name: str) -> Any:
-    """The training configuration class that has this section or setting; None if none has."""
+    """Return the class of a training configuration that has this section or setting; None if there is none."""
     found = (cls for cls in (TrainConfig, SftConfig) if name in fields_of(cls) or name in setting_names(cls))
     return next(found, None)
 

@@ -29,9 +29,9 @@ class MixtureConfig:
     limit: Count | None = None
     """Read only this many rows from the start."""
     weight: Positive = 1.0
-    """Share of the prompts, compared with the weights of the other sources."""
+    """Weight of this source: each source's share of the prompts is its weight divided by the sum of all weights."""
     name: Name = ""
-    """Name in the metrics and for the rewards. Default: the name of the task, the file or the folder."""
+    """Name in the metrics, and in `sources` of a reward. Default: the name of the task, the file or the folder."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -60,23 +60,23 @@ class DataConfig:
     """Split to evaluate on; with neither this nor `eval_path` there is no evaluation."""
     mixture: list[MixtureConfig] = field(default_factory=list)
     """Several sources in place of `path`, `task`, `subset`, `split` and `limit`, as `[{task: gsm8k, weight: 3}, {path:
-    mine.jsonl}]`. Every step draws from each source its share by weight: exactly, if that is a whole number of prompts,
-    else rounded up or down."""
+    mine.jsonl}]`. Every step draws from each source a share of the prompts in proportion to its weight, rounded up or
+    down if it is not a whole number."""
     prompt_column: Text = "prompt"
     """Column with the prompt: text, or a list of chat messages."""
     completion_column: Text = "completion"
     """Column with the target text (`sft`), or with the text to score (`score`)."""
     system_prompt: str | None = None
-    """System message put before every prompt; makes text prompts into chats."""
+    """System message put before every prompt; it turns text prompts into chats."""
     chat_template: Literal["auto", "always", "never"] = "auto"
     """`auto` applies the tokenizer's template to message lists, `always` also to text (as a user message)."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further variables for the tokenizer's template, as in `{enable_thinking: false}`. A variable that the template
     does not read is refused."""
     max_prompt_tokens: Count = 512
-    """Longest prompt that is kept."""
+    """Maximum number of tokens of a prompt."""
     over_long: Literal["drop", "refuse"] = "drop"
-    """What to do with longer prompts: drop and count them, or stop."""
+    """What to do with prompts of more than `max_prompt_tokens`: drop and count them, or stop."""
     shuffle: Switch = True
     """Draw prompts in a seeded random order, a new one every epoch."""
     limit: Count | None = None
@@ -88,7 +88,7 @@ class DataConfig:
     def _check(self) -> DataConfig:
         refuse(
             self.task is not None and self.prompt_column != "prompt",
-            f"data.prompt_column {self.prompt_column}: data.task {self.task} makes the prompts, of other columns: take"
+            f"data.prompt_column {self.prompt_column}: data.task {self.task} makes the prompts from other columns: take"
             " out one of them",
         )
         self._check_mixture()

@@ -8,19 +8,19 @@ RESUME_STATUS = 75
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave: one line that names the setting and the way out.
+    """A mistake of the user, described in one line that names the setting and the way out.
 
-    The command line prints the message alone and exits with status 2. Anything else that is raised
-    is a fault of this package and keeps its traceback.
+    The command line prints only the message, and exits with status 2. Any other exception is a fault of this package
+    and keeps its traceback.
     """
 
 
 class RunStopped(UserError):
-    """A run that cannot continue; raised on all ranks alike, before the current step has changed anything."""
+    """The run cannot continue. Raised on all ranks alike, before the current step has changed anything."""
 
 
 class RunInterrupted(RunStopped):
-    """A run that was asked to stop; raised on all ranks alike. The command line exits with status RESUME_STATUS."""
+    """The run was asked to stop. Raised on all ranks alike; the command line exits with status RESUME_STATUS."""
 
 
 def refuse(condition: bool, message: str) -> None:
@@ -30,7 +30,7 @@ def refuse(condition: bool, message: str) -> None:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """`did you mean X?` if a known name is similar, else the list of known names."""
+    """Return `did you mean X?` if a known name is similar to `name`, otherwise a list of the known names."""
     known = list(names)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean {close[0]}?" if close else f"known are {', '.join(known) or 'none'}"

@@ -25,7 +25,7 @@ class EvalSetConfig:
     """One held-out set."""
 
     path: Source | None = None
-    """Source of the prompts. Default: the task's source, else the source of the training prompts."""
+    """Source of the prompts. Default: the task's source, or the source of the training prompts if there is no task."""
     task: Text | None = None
     """Task whose held-out prompts and rewards the set uses. Default: rows are read like the training rows."""
     subset: Text | None = None
@@ -39,20 +39,20 @@ class EvalSetConfig:
     rewards: RewardList | None = None
     """Reward functions that replace the run's or the task's."""
     outcome: Text | None = None
-    """Name of the reward that tells right from wrong. Default: the task's, or the first of the set's own rewards, else
+    """Name of the reward that tells right from wrong. Default: the first of the set's own rewards, or the task's, or
     `eval.outcome`."""
     threshold: Number | None = None
-    """A completion is right when its outcome reward is at least this. Default: the task's, else `eval.threshold`."""
+    """A completion is right when its outcome reward is at least this. Default: the task's, or `eval.threshold`."""
     every: Whole | None = None
-    """As `eval.every`, for this set."""
+    """Overrides `eval.every` for this set."""
     num_generations: Count | None = None
-    """As `eval.num_generations`."""
+    """Overrides `eval.num_generations` for this set."""
     temperature: NotNegative | None = None
-    """As `eval.temperature`."""
+    """Overrides `eval.temperature` for this set."""
     top_p: PositiveShare | None = None
-    """As `eval.top_p`."""
+    """Overrides `eval.top_p` for this set."""
     max_completion_tokens: Count | None = None
-    """As `eval.max_completion_tokens`."""
+    """Overrides `eval.max_completion_tokens` for this set."""
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -62,7 +62,7 @@ class EvalConfig:
     every: Whole = 0
     """Steps between evaluations; 0 evaluates before the first and after the last step only."""
     name: Name = "heldout"
-    """Name in the metrics, eval/NAME/accuracy, of the set that `data.eval_path` or `data.eval_split` names."""
+    """Name of the set that `data.eval_path` or `data.eval_split` defines, as in the metric eval/NAME/accuracy."""
     outcome: str | None = None
     """Name of the reward that tells right from wrong. Default: the first one."""
     threshold: Number = 1.0
@@ -73,15 +73,15 @@ class EvalConfig:
     """Softmax temperature; 0 takes the most probable tokens. Sampling is seeded by `run.seed`, the set, the prompt and
     the index of the completion, not by the step, so that evaluations can be compared."""
     top_p: PositiveShare = 1.0
-    """Nucleus, with a temperature above 0. No other filter of `rollout` applies here."""
+    """Nucleus sampling, with a temperature above 0. The other sampling filters in `rollout` do not apply here."""
     max_completion_tokens: Count | None = None
-    """Longest completion. Default: `rollout.max_completion_tokens`."""
+    """Maximum number of tokens of a completion. Default: `rollout.max_completion_tokens`."""
     best: Text | None = None
-    """Name of a metric, such as eval/heldout/accuracy. The weights of the evaluation at which it is highest are kept in
-    `model_best/` of the run, next to `model/`. Default: none are kept."""
+    """Name of a metric, such as eval/heldout/accuracy. The weights from the evaluation with its highest value are kept
+    in the run's folder `model_best/`, next to `model/`. Default: none are kept."""
     patience: Count | None = None
-    """Consecutive evaluations without a new best after which the run ends, successfully. Default: it goes on."""
+    """End the run, successfully, after this many consecutive evaluations without a new best. Default: continue."""
     sets: dict[Name, EvalSetConfig] = field(default_factory=dict)
-    """Further sets by name, as in `{math: {task: math, limit: 200}, hard: {path: hard.jsonl, num_generations: 16,
-    temperature: 0.6}}`. Settings of a set: path, task, subset, split, limit, system_prompt, rewards, outcome,
+    """Further held-out sets by name, as in `{math: {task: math, limit: 200}, hard: {path: hard.jsonl, num_generations:
+    16, temperature: 0.6}}`. Settings of a set: path, task, subset, split, limit, system_prompt, rewards, outcome,
     threshold, every, num_generations, temperature, top_p and max_completion_tokens."""

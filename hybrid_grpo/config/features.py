@@ -1,7 +1,7 @@
 """The settings of features: the base class of their sections, and the list of features that this package has.
 
-A feature is a folder of `hybrid_grpo/features/`. Its settings are read, checked and explained like those of the core.
-One that takes part in training is a `Feature` (run/feature.py) with a section in `TrainConfig`, and also in the
+A feature is a folder of `hybrid_grpo/features/`. Its settings are read, checked and explained like those of the core. A
+feature that takes part in training has a `Feature` (run/feature.py) and a section in `TrainConfig`, and also in the
 configurations of `sft` and `reward` if it needs no rollouts. A feature can also add a command to the command line.
 """
 
@@ -43,34 +43,34 @@ ClassT = TypeVar("ClassT", bound=type)
 
 
 class FeatureConfig:
-    """The section of a feature. Subclasses are pydantic dataclasses in the feature's `settings.py`.
+    """Base class for the section of a feature. Subclasses are pydantic dataclasses in the feature's `settings.py`.
 
-    Everything but `is_on` has a default here that changes nothing. Attributes without annotations are facts about the
-    feature, not settings.
+    Every attribute and method except `is_on` has a default that changes nothing. Attributes without annotations are
+    facts about the feature, not settings.
     """
 
     section = ""
     """Name of the section in a recipe; empty if the feature takes no part in training."""
     needs_rollouts = True
-    """Whether it takes part only in `train`, and not in `sft` and `reward`."""
+    """Whether the feature takes part only in `train`, and not in `sft` and `reward`."""
     feature = ""
-    """The class of the feature itself, a `run.feature.Feature`, as `module:Class` in its folder; empty if it takes no
-    part in steps."""
+    """The `run.feature.Feature` that implements the feature, as `module:Class` in its folder; empty if the feature
+    takes no part in steps."""
     planned = ""
-    """The class of its share of the memory plan, a `run.memory.plan.FeatureMemory`, named in the same way; empty if it
-    takes no memory worth planning."""
+    """The `run.memory.plan.FeatureMemory` that plans the feature's memory, named like `feature`; empty if the feature
+    needs no memory worth planning."""
     page = ""
-    """Its page in the documentation."""
+    """Path of the feature's page in the documentation."""
     command = ""
-    """Name of the command that it adds (`run` in its `command.py`); empty for none."""
+    """Name of the command that the feature adds (`run` in its `command.py`); empty if it adds none."""
     summary = ""
-    """What the command does, in a line."""
+    """One line that says what the command does."""
     method = ""
-    """What papers call training with it, if not GRPO; needs a setting `enabled`."""
+    """What papers call training with this feature, if not GRPO. Such a feature needs a setting `enabled`."""
     replaces_groups = ""
     """The setting that lets a run learn from groups of one completion; empty if the feature needs groups too."""
     gives_advantages = False
-    """Whether its advantages replace the group-relative ones."""
+    """Whether the feature's advantages replace the group-relative ones."""
     learns_without_rewards = False
     """Whether the policy learns even if all rewards are equal, or there are none."""
     streams_prompts = False
@@ -90,8 +90,8 @@ class FeatureConfig:
         return {name: value for name, value in vars(self).items() if value != getattr(default, name)}
 
     def refuse_idle(self, why: str, *names: str) -> None:
-        """Refuse changed settings that have no effect: those with the given names, or all if none are given. `why`
-        names what they lack, and the way out. Raises UserError."""
+        """Raise UserError if a setting was changed that has no effect: one of `names`, or any setting if no names are
+        given. `why` says why it has none, and the way out."""
         for name, value in self.changed.items():
             shown = str(value).lower() if isinstance(value, bool) else f"{value!s:.60}"
             refuse(
@@ -106,12 +106,12 @@ class FeatureConfig:
 
     @property
     def models(self) -> dict[str, str | None]:
-        """The models that the feature loads, by the setting that names each."""
+        """The names of the models that the feature loads, keyed by the setting that names each."""
         return {}
 
     @property
     def files(self) -> dict[str, str]:
-        """The files of data that the feature reads, by the setting that names each."""
+        """The data files that the feature reads, keyed by the setting that names each."""
         return {}
 
     @property
@@ -120,27 +120,27 @@ class FeatureConfig:
         return 0
 
     def check(self, config: TrainConfig) -> None:
-        """Refuse what contradicts the other settings; called whether or not the feature is on. Raises UserError."""
+        """Raise UserError if the section contradicts other settings. Called whether or not the feature is on."""
 
     def check_place(self, config: TrainConfig, world_size: int) -> None:
-        """Refuse what cannot work on this machine or number of ranks, if the feature is on. Raises UserError."""
+        """Raise UserError if the feature is on but cannot work on this machine or with this number of ranks."""
 
     def training_prompts(self, data: DataConfig, tokenizer: Any, seed: int, check: Callable[[list[Any]], None]) -> Any:
-        """The prompts to train on and how they are drawn (a `data.training_prompts.TrainingPrompts`), in place of the
-        core's; None if the feature does not change them. Called only if the feature is on. `check` raises UserError for
-        prompts that the model cannot read. Collective."""
+        """Return the prompts to train on and how they are drawn (a `data.training_prompts.TrainingPrompts`), which
+        replace the core's; None if the feature does not change them. Called only if the feature is on. `check` raises
+        UserError for prompts that the model cannot read. Collective."""
         return None
 
     def held_out_source(self, source: Any, data: DataConfig) -> Any:
-        """The source (a `data.sources.Source`) of a held-out set, changed if the feature reads its rows differently."""
+        """Return a held-out set's source (a `data.sources.Source`), changed if the feature reads rows differently."""
         return source
 
     def memory(self, config: TrainConfig) -> Any:
-        """Its share of the memory plan, if the feature is on; see `planned`. Imports torch."""
+        """Return the feature's share of the memory plan; None if it has none (see `planned`). Imports torch."""
         return self._imported(self.planned)(config) if self.planned else None
 
     def load(self) -> Any:
-        """The class of the feature itself; see `feature`. Imports torch."""
+        """Return the class that implements the feature; None if there is none (see `feature`). Imports torch."""
         return self._imported(self.feature) if self.feature else None
 
     def _imported(self, entry: str) -> Any:
@@ -150,14 +150,14 @@ class FeatureConfig:
 
 @functools.cache
 def registered() -> dict[str, type[FeatureConfig]]:
-    """The settings class of every registered feature, by folder."""
+    """Return the settings class of every registered feature, keyed by the feature's folder."""
     entries = [entry.split(":") for entry in REGISTERED]
     return {folder: getattr(import_module(f"hybrid_grpo.features.{folder}.settings"), cls) for folder, cls in entries}
 
 
 def feature_sections(method: str | None = None) -> dict[str, type[FeatureConfig]]:
-    """The settings classes of the features that take part in training, by section name. `method` limits them to the
-    classes that define a method of this name themselves."""
+    """Return the settings classes of the features that take part in training, keyed by section name. `method` limits
+    them to classes that define a method of this name themselves."""
     return {
         settings.section: settings
         for settings in registered().values()
@@ -166,7 +166,7 @@ def feature_sections(method: str | None = None) -> dict[str, type[FeatureConfig]
 
 
 def feature_commands() -> dict[str, tuple[str, str]]:
-    """The module and the summary of every command that a feature adds, by the command's name."""
+    """Return the module and the summary of every command that a feature adds, keyed by the command's name."""
     return {
         settings.command: (f"hybrid_grpo.features.{folder}.command", settings.summary)
         for folder, settings in registered().items()

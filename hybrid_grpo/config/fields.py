@@ -1,4 +1,4 @@
-"""The types of settings: bounded numbers, non-empty text, and values that Python can give as objects."""
+"""The types of settings: bounded numbers, non-empty text, and values that may be given as Python objects."""
 
 import inspect
 import re
@@ -10,11 +10,11 @@ from pydantic import AfterValidator, AllowInfNan, BeforeValidator, ConfigDict, P
 from pydantic_core import PydanticCustomError
 
 SECTION = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-"""For every section and configuration: unknown names are refused, and the text below a field is its help."""
+"""Pydantic's settings for all sections: unknown names are refused, and the docstring below a field is its help text."""
 
 
 def _read_number(value: Any) -> Any:
-    """Reads text such as `1e-6`, which YAML takes for text, as a number."""
+    """Convert text such as `1e-6`, which YAML does not read as a number, to a number; return other values unchanged."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
@@ -28,7 +28,7 @@ def _check_name(name: str) -> str:
 
 
 def duration_seconds(text: str) -> float:
-    """Seconds of a time such as 90m, 11h30m, 45s, 30:00, 12:00:00 or 1-00:00:00. Raises ValueError for other text."""
+    """Convert a time to seconds: 90m, 11h30m, 45s, 30:00, 12:00:00 or 1-00:00:00. Raises ValueError for other text."""
     units = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", text)
     clock = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
     found = units or clock
@@ -56,7 +56,7 @@ def _source_text(source: Any) -> Any:
 
 
 def function_text(function: str | Callable[..., Any]) -> str:
-    """The place of a function as settings name it, `module:name`."""
+    """Return the name by which settings refer to a function, `module:name`. Text is returned unchanged."""
     if isinstance(function, str):
         return function
     named = function if hasattr(function, "__qualname__") else type(function)
@@ -69,30 +69,30 @@ NotNegative = Annotated[Number, Ge(0)]
 Share = Annotated[Number, Ge(0), Le(1)]
 PositiveShare = Annotated[Number, Gt(0), Le(1)]
 LARGEST_WHOLE = 2**53
-"""Upper bound of whole numbers: every reader of the run's JSON can represent them exactly."""
+"""Upper bound of whole numbers in settings. Every reader of the run's JSON represents numbers up to it exactly."""
 Whole = Annotated[int, Strict(), Ge(0), Le(LARGEST_WHOLE)]
 Count = Annotated[int, Strict(), Ge(1), Le(LARGEST_WHOLE)]
 Seconds = Annotated[Number, Gt(0), Le(1e9)]
 Gibibytes = Annotated[Number, Gt(0), Le(1e6)]
 LIMITS = (LARGEST_WHOLE, 1e9, 1e6)
-"""Technical upper bounds, which help does not repeat for every setting."""
+"""Technical upper bounds, which the help text of a setting does not mention."""
 Switch = Annotated[bool, Strict()]
 Text = Annotated[str, MinLen(1)]
 Duration = Annotated[Text, BeforeValidator(lambda v: str(v) if type(v) is int else v), AfterValidator(_check_duration)]
-"""A time; see `duration_seconds`."""
+"""A duration as text; see `duration_seconds`."""
 Name = Annotated[str, AfterValidator(_check_name)]
 """Name of a file, folder or metric."""
 Function = Annotated[Text | Callable[..., Any], PlainSerializer(function_text)]
-"""`path/to/file.py:name`, `package.module:name` or the name of a built-in; from Python also the function itself."""
+"""`path/to/file.py:name`, `package.module:name` or the name of a built-in; in Python also the function itself."""
 Source = Annotated[Any, AfterValidator(_check_source), PlainSerializer(_source_text)]
-"""File, folder or hub name; from Python also a `datasets.Dataset` or a list of rows."""
+"""File, folder or hub name; in Python also a `datasets.Dataset` or a list of rows."""
 
 T = TypeVar("T")
 
 
 def checked_settings(cls: Callable[..., T], *values: Any) -> T:
-    """The settings of a built-in: its pydantic dataclass `cls`, made from the values of the fields in order. Raises
-    ValueError, naming the field, for a wrong value."""
+    """Return the settings of a built-in function as its pydantic dataclass `cls`, made from the values of the fields in
+    order. Raises ValueError, which names the field, if a value is wrong."""
     try:
         return cls(*values)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Names of settings in other frameworks, so that people who come from them are shown the name used here."""
+"""Names of settings in other frameworks, so that users of those frameworks are shown the names used here."""
 
 import functools
 from collections.abc import Collection
@@ -11,7 +11,7 @@ from hybrid_grpo.config.features import feature_folders
 
 @functools.cache
 def foreign_names() -> dict[str, dict[str, str]]:
-    """For each framework, its setting names, each with our name or what to do instead (foreign_names.yaml)."""
+    """Return each framework's setting names, each with our name or what to do instead (foreign_names.yaml)."""
     folders = [Path(__file__).parent, *feature_folders()]
     found: dict[str, dict[str, str]] = {}
     for file in (folder / "foreign_names.yaml" for folder in folders):
@@ -22,8 +22,8 @@ def foreign_names() -> dict[str, dict[str, str]]:
 
 
 def foreign_name(name: str, known: Collection[str]) -> str | None:
-    """`TRL's num_generations is rollout.num_generations`. None if no framework has the name, or if the command, whose
-    settings are `known`, has no such setting."""
+    """Return a message such as `TRL's num_generations is rollout.num_generations`. None if no framework has the name,
+    or if our setting is not among the command's settings, `known`."""
     for spelled in dict.fromkeys([name, name.rpartition(".")[2]]):
         for framework, names in foreign_names().items():
             ours = names.get(spelled)

@@ -24,85 +24,85 @@ from hybrid_grpo.config.fields import (
 
 @dataclass(frozen=True, config=SECTION)
 class GrpoConfig:
-    """The objective."""
+    """The training objective."""
 
     objective: Function | None = None
-    """Loss of your own in place of the one below, `path/to/file.py:name`. Default: the built-in one."""
+    """Your own loss, as `path/to/file.py:name`. Default: the built-in loss, which the other settings describe."""
     loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
-    """Average of the token losses: over all tokens (dapo), per completion then over completions (grpo), or by the
-    constant B * max_completion_tokens (dr_grpo)."""
+    """How token losses are averaged: over all tokens (dapo), within each completion and then over completions (grpo),
+    or by dividing their sum by the constant B * max_completion_tokens (dr_grpo)."""
     importance: Literal["token", "sequence"] = "token"
-    """Ratio of the policy to the one that sampled: for each token, or for the completion, as the exponential of its
-    tokens' mean log-ratio (GSPO, arXiv:2507.18071, which is `sequence` with loss_type grpo)."""
+    """Whether the probability ratio of the policy to the policy that sampled belongs to a token, or to a completion, as
+    the exponential of its tokens' mean log-ratio (GSPO, arXiv:2507.18071: `sequence` with loss_type grpo)."""
     surrogate: Literal["clip", "cispo"] = "clip"
-    """How the ratio enters the loss: through PPO's clipped surrogate or, cut at 1 + epsilon_high, as a constant weight
-    of the log-probability (CISPO, arXiv:2506.13585), which keeps the gradient of every token."""
+    """How the ratio enters the loss. `clip`: through PPO's clipped surrogate. `cispo`: as a constant weight of the
+    log-probability, at most 1 + epsilon_high, which keeps every token's gradient (CISPO, arXiv:2506.13585)."""
     epsilon_low: Annotated[Number, Gt(0), Lt(1)] = 0.2
     """The ratio is clipped from below at 1 - epsilon_low. Not used by cispo, which has no lower bound."""
     epsilon_high: Positive = 0.2
-    """The ratio is clipped from above at 1 + epsilon_high (0.28 in DAPO; 3e-4 and 4e-4 are GSPO's low and high)."""
+    """The ratio is clipped from above at 1 + epsilon_high (DAPO: 0.28; GSPO: 4e-4, with epsilon_low 3e-4)."""
     dual_clip: Annotated[Number, Gt(1)] | None = None
-    """With a negative advantage A the loss is at most -dual_clip * A, however large the ratio (arXiv:1912.09729; 3 is
+    """With a negative advantage A, the loss is at most -dual_clip * A, however large the ratio (arXiv:1912.09729; 3 is
     usual); only for surrogate clip."""
     baseline: Literal["mean", "leave_one_out"] = "mean"
-    """What rewards are compared with: the mean of their group, or of the others in it (RLOO, arXiv:2402.14740)."""
+    """What a reward is compared with: the mean of its group, or of the other rewards in it (RLOO, arXiv:2402.14740)."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Divide the centred rewards by their standard deviation within the group, over all completions of the step
+    """Divide the centered rewards by their standard deviation within the group, over all completions of the step
     (REINFORCE++-baseline, arXiv:2501.03262), or not at all (Dr. GRPO)."""
     combine_rewards: Literal["sum", "normalize"] = "sum"
-    """Weighted sum of the rewards as they are, or with each first centred and scaled within the group (GDPO,
-    arXiv:2601.05242, which is `normalize` with scale_rewards batch)."""
+    """How several rewards are added: with their weights as they are, or after each has been centered and scaled within
+    the group (GDPO, arXiv:2601.05242, which is `normalize` with scale_rewards batch)."""
     step_credit: Literal["reward_to_go", "normalized"] = "reward_to_go"
-    """For rewards of steps. `reward_to_go`: a token's advantage is what its completion still earns, relative to what
-    the others of the group still earn at the same token. `normalized`: it is the sum over the steps to come, each
-    relative to all steps of the group (DeepSeekMath, arXiv:2402.03300, section 4.1.3), which favours ending before a
-    step that may go wrong."""
+    """How rewards of steps become advantages. `reward_to_go`: a token's advantage is what its completion still earns,
+    relative to what the group's completions still earn at the same token. `normalized`: rewards of steps are normalized
+    over all steps of the group, and a token's advantage is the sum over the steps to come (DeepSeekMath,
+    arXiv:2402.03300, section 4.1.3), which favors ending before a step that may go wrong."""
     beta: NotNegative = 0.0
-    """Weight of the KL to the reference; 0 loads no reference."""
+    """Weight of the KL divergence from the reference. If it is 0, no reference is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """KL of a token, with d = ref_logp - logp: -d (k1), d^2 / 2 (k2) or exp(d) - d - 1 (k3)."""
+    """Estimate of the KL at a token, with d = ref_logp - logp: -d (k1), d^2 / 2 (k2) or exp(d) - d - 1 (k3)."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """The KL is a term of the loss, or is subtracted from the reward, summed over the completion."""
+    """Whether the KL is a term of the loss, or its sum over the completion is subtracted from the reward."""
     kl_unbiased: Switch = False
-    """Multiply each token's KL in the loss by the token's ratio, gradient included. With k1 and k3 the gradient is then
-    that of the KL itself, off-policy too (DeepSeek-V3.2); without this, k1 in the loss is noise."""
+    """Multiply each token's KL in the loss by the token's ratio, and differentiate both. With k1 and k3, the gradient
+    is then that of the KL itself, even off-policy (DeepSeek-V3.2); otherwise, k1 in the loss is noise."""
     kl_target: Positive | None = None
     """Adapt the weight of the KL, starting from beta, to hold policy/kl at this many nats per token (arXiv:1909.08593).
-    A KL that is off by 20 % or more changes the weight by a fifth over 10,000 completions."""
+    A KL that is off by 20% or more changes the weight by a fifth over 10,000 completions."""
     entropy_coef: NotNegative = 0.0
     """Weight of the entropy bonus in the loss."""
     old_logp: Literal["auto", "sampler", "policy"] = "auto"
-    """Where the log-probabilities that ratios are relative to come from, if a rollout has several optimizer steps: the
-    sampler, which recorded them, or a pass of the training forward before the first step. `auto` takes the sampler's,
-    unless sampler_correction is on or rollout.logprobs is sampling."""
+    """Source of the log-probabilities in the denominator of ratios, if a rollout has several optimizer steps: those
+    that the sampler recorded, or a training forward pass before the first step. `auto` takes the sampler's, unless
+    sampler_correction is on or rollout.logprobs is sampling."""
     sampler_correction: Literal["none", "truncate", "mask"] = "none"
-    """Correct for a sampler that differs from the training forward. `truncate` weights the loss of every token by the
-    ratio of the two, at most sampler_ratio_max (truncated importance sampling). `mask` drops completions whose
-    geometric mean of that ratio is outside the bounds."""
+    """Correct for a sampler that differs from the training forward pass. `truncate` weights every token's loss by the
+    probability ratio of training to sampler, at most sampler_ratio_max (truncated importance sampling). `mask` drops
+    completions for which the geometric mean of that ratio is out of bounds."""
     sampler_ratio_max: Annotated[Number, Ge(1)] = 2.0
-    """Upper bound of sampler_correction; the lower bound of `mask` is its reciprocal."""
+    """Upper bound of the ratio in sampler_correction; its reciprocal is the lower bound for `mask`."""
     mask_truncated: Switch = False
-    """Completions cut at the length limit take no part in the loss, but still in their group's mean and standard
-    deviation (DAPO, section 3.4)."""
+    """Leave completions that were cut at the length limit out of the loss, but not out of the mean and standard
+    deviation of their group (DAPO, section 3.4)."""
     overlong_buffer: Whole = 0
-    """Tokens before max_completion_tokens over which a penalty for length grows from 0 to overlong_penalty (DAPO,
+    """Number of tokens before max_completion_tokens over which a length penalty grows from 0 to overlong_penalty (DAPO,
     equation 13); 0 means no penalty."""
     overlong_penalty: Positive = 1.0
-    """The penalty of a completion of max_completion_tokens, if overlong_buffer is set."""
+    """Penalty for a completion of max_completion_tokens tokens, if overlong_buffer is set."""
     dynamic_sampling: Switch = False
-    """Replace prompts whose completions all have the same reward, before any length penalty, by other prompts (DAPO,
+    """Replace prompts whose completions all have the same reward, before any length penalty, with other prompts (DAPO,
     equation 11)."""
     max_resamples: Count = 5
-    """Most rounds of dynamic_sampling in one step; after them the step goes on with the prompts it has."""
+    """Maximum number of dynamic_sampling rounds in one step; after that, the step continues with the prompts it has."""
     ref_every: Whole = 0
-    """Steps between refreshes of the reference from the policy; 0 keeps the starting model."""
+    """Steps between refreshes of the reference from the policy; 0 keeps the initial model as the reference."""
     ref_mix: PositiveShare = 1.0
-    """Share of the policy in a refreshed reference: 1 replaces it (iterative GRPO), a small share with ref_every 1 is
-    a moving average."""
+    """Weight of the policy in a refreshed reference: 1 replaces the reference (iterative GRPO), and a small weight with
+    ref_every 1 makes it a moving average."""
     num_iterations: Count = 1
-    """Passes over one rollout (mu of DeepSeekMath)."""
+    """Number of passes over each rollout (mu in DeepSeekMath)."""
     num_minibatches: Count = 1
-    """Optimizer steps per pass."""
+    """Number of optimizer steps in each pass over a rollout."""
 
     @model_validator(mode="after")
     def _check_contradictions(self) -> GrpoConfig:
@@ -129,7 +129,7 @@ class GrpoConfig:
         refuse(
             self.kl_unbiased and self.kl_in == "reward",
             "grpo.kl_unbiased corrects a KL in the loss, and grpo.kl_in reward has no gradient to correct: set one of"
-            " them back",
+            " them back to its default",
         )
         refuse(
             self.kl_unbiased and self.kl_estimator == "k2",

@@ -11,17 +11,17 @@ from hybrid_grpo.config.fields import SECTION, Count, PositiveShare
 
 @dataclass(frozen=True, config=SECTION)
 class GuardConfig:
-    """What happens when training diverges, and how a run goes back to a checkpoint; the same on all ranks."""
+    """What happens when training diverges, and how a run goes back to a checkpoint. All ranks act alike."""
 
     non_finite: Literal["say", "stop", "roll_back"] = "stop"
     """What the alarm `non_finite` does if loss, gradient, ratio, entropy, KL or parity is NaN or infinite for
     `patience` consecutive steps, or in the last step: `stop` ends the run without exporting a model; `say` reports it
     once; `roll_back` goes back to a checkpoint (see lr_factor)."""
     patience: Count = 3
-    """Consecutive such steps until the alarm goes off. Optimizer steps with NaN or infinite gradients are skipped. No
-    checkpoint is written meanwhile, so that no earlier one is replaced."""
+    """Consecutive steps with NaN or infinite values after which the alarm goes off. During these steps, updates with
+    NaN or infinite gradients are skipped, and no checkpoint is written, so that no earlier one is replaced."""
     lr_factor: PositiveShare = 0.5
     """After a `roll_back`, by this alarm or another, the run continues from the newest checkpoint before the bad steps,
     with the learning rate multiplied by this."""
     max_rollbacks: Count = 3
-    """The run stops when it would roll back more often than this."""
+    """Maximum number of rollbacks. The run stops instead of rolling back once more."""

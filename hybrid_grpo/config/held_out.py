@@ -1,4 +1,4 @@
-"""The held-out sets of a run, each with its complete settings: its own, its task's, and those of `eval` and `data`."""
+"""Completes the settings of each held-out set with defaults from its task, and from the sections `eval` and `data`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hybrid_grpo.config.tasks import task_settings
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the rows of a set are; see the settings of the same names in `EvalSetConfig`."""
+    """Where the rows of a held-out set come from. The fields correspond to the settings of `EvalSetConfig`."""
 
     path: Any
     split: str | None
@@ -34,38 +34,38 @@ class HeldOut:
     name: str
     """Name in the metrics."""
     setting: str
-    """Prefix of the names of its settings, for messages."""
+    """Beginning of the names of the set's settings, for messages."""
     rows: Rows | None
-    """None: the rows that `data.eval_path` and `data.eval_split` name."""
+    """Where the rows come from; None means the rows that `data.eval_path` and `data.eval_split` name."""
     data: DataConfig
     """How rows become prompts."""
     rewards: list[RewardConfig] | None
-    """Its own functions; None: the run's."""
+    """The set's own reward functions; None means those of the run."""
     outcome: str
     """Name of the reward that tells right from wrong."""
     threshold: float
     every: int
     rollout: RolloutConfig
-    """How prompts are completed. Of its filters only `temperature` and `top_p` apply."""
+    """How completions are sampled. Of the sampling filters, only `temperature` and `top_p` apply."""
 
     @property
     def sample_counts(self) -> list[int]:
-        """The k of pass@k: 2, 4, 8 and so on up to the number of completions of a prompt, and that number."""
+        """The values of k in pass@k: 2, 4, 8 and so on, up to the number of completions per prompt, and that number."""
         count = self.rollout.num_generations
         return sorted({*(2**exponent for exponent in range(1, count.bit_length())), count} - {1})
 
     @property
     def better_higher(self) -> list[str]:
-        """Names of the metrics for which higher is better."""
+        """Names of the set's metrics for which higher values are better."""
         pass_at = [f"pass@{k}" for k in self.sample_counts]
         maj_at = [f"maj@{k}" for k in self.sample_counts if k > 2]
         return [f"eval/{self.name}/{number}" for number in ("accuracy", "reward_mean", *pass_at, *maj_at)]
 
 
 def held_out_sets(config: EvaluationConfig) -> list[HeldOut]:
-    """The set that `data.eval_path` or `data.eval_split` names, if there is one, and the sets of `eval.sets`.
+    """Return the set that `data.eval_path` or `data.eval_split` names, if there is one, and the sets in `eval.sets`.
 
-    Raises UserError if a set names no prompts, has the name of another, or contradicts itself.
+    Raises UserError if a set names no prompts, has the same name as another, or contradicts itself.
     """
     sets = [_named(config, name, given) for name, given in config.eval.sets.items()]
     if _has_default(config.data):
@@ -81,7 +81,7 @@ def held_out_sets(config: EvaluationConfig) -> list[HeldOut]:
 
 
 def check_best(config: EvaluationConfig, sets: list[HeldOut]) -> None:
-    """Refuse an `eval.best` that no set measures, and an `eval.patience` that would wait in vain."""
+    """Raise UserError if no set measures `eval.best`, or if `eval.patience` would never end the run."""
     best, patience = config.eval.best, config.eval.patience
     if best is None:
         refuse(patience is not None, f"eval.patience {patience} waits for a better number: name it in eval.best")
@@ -89,7 +89,7 @@ def check_best(config: EvaluationConfig, sets: list[HeldOut]) -> None:
     every = {name: of_set.every for of_set in sets for name in of_set.better_higher}
     refuse(
         best not in every,
-        f"eval.best {best} is not measured, or not better where it is higher: {did_you_mean(best, every)}",
+        f"eval.best {best} is not measured, or not better when it is higher: {did_you_mean(best, every)}",
     )
     refuse(
         patience is not None and not every[best],
@@ -133,7 +133,7 @@ def _named(config: EvaluationConfig, name: str, given: EvalSetConfig) -> HeldOut
 
 
 def _rows(data: DataConfig, given: EvalSetConfig, of_task: Mapping[str, Any] | None, setting: str) -> Rows | None:
-    """Where the rows of a set are; `of_task` is the section `data` of its own task, None if it has no such task."""
+    """Return where a set's rows come from. `of_task` is the section `data` of the set's own task, if it has one."""
     if given.path is not None:
         return Rows(given.path, given.split, given.subset, given.limit)
     if of_task is not None:
@@ -144,12 +144,12 @@ def _rows(data: DataConfig, given: EvalSetConfig, of_task: Mapping[str, Any] | N
     if given.split is not None:
         return Rows(data.path, given.split, given.subset or data.subset, given.limit)
     refuse(not _has_default(data), f"{setting} names no prompts: give it a path, a split or a task")
-    refuse(given.subset is not None, f"{setting}.subset {given.subset} is one of no source: give path or split as well")
+    refuse(given.subset is not None, f"{setting}.subset {given.subset} has no source: give path or split as well")
     return None
 
 
 def _reading(data: DataConfig, given: EvalSetConfig, of_task: Mapping[str, Any], task: str | None) -> DataConfig:
-    """How the rows of a set are read: like the training rows, except for what the set or its task changes."""
+    """Return how a set's rows are read: like the training rows, except for what the set or its task changes."""
     changed: dict[str, Any] = {}
     if task is not None:
         # The task's rows do not have the run's prompt column.

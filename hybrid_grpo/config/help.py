@@ -1,4 +1,4 @@
-"""The help of a command: one line for each of its own options and the usual settings; or one section in full."""
+"""Writes a command's help: a line for each of its own options and the usual settings, or one section in full."""
 
 import dataclasses
 import re
@@ -20,14 +20,14 @@ _USUAL = """
 """
 """Settings that most people change first."""
 _OPTIONS = {
-    "--config FILE": "YAML file of settings; of several files and options the later ones win",
-    "--print_config": "print all settings as YAML, and end",
-    "--help [SECTION]": "this help, or all settings of a section",
+    "--config FILE": "YAML file of settings; later files and options override earlier ones",
+    "--print_config": "print all settings as YAML, and exit",
+    "--help [SECTION]": "show this help, or all settings of a section",
 }
 
 
 def help_text(cls: Any, command: str, section: str | None) -> str:
-    """The help of a command, or of one of its sections. Raises UserError if there is no such section."""
+    """Return the help of a command, or of one of its sections. Raises UserError if there is no such section."""
     return "\n".join(_section(cls, section) if section else _overview(cls, command))
 
 

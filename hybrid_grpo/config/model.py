@@ -22,33 +22,33 @@ class PolicyConfig:
     """The model that is trained and its optimizer."""
 
     model: str = ""
-    """Folder or hub name of the starting model and its tokenizer."""
+    """Folder or hub name of the initial model and its tokenizer."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Data type of the weights in forward and backward. The optimizer always keeps float32 weights."""
+    """Data type of the weights in forward and backward passes. The optimizer always keeps float32 weights."""
     attn_implementation: Literal["auto", "packed", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """Attention of the training forward. `packed` computes no padding, with flash-attn's kernels if it is installed,
-    else torch's. `auto` means `packed` for every architecture that allows it, else `sdpa`. The others are transformers'
-    implementations, on padded rows (flash_attention_2 needs the extra `flash`)."""
+    """Attention implementation in training. `packed` computes no padding, using flash-attn's kernels if it is
+    installed, and torch's otherwise. `auto` is `packed` for architectures that allow it, and `sdpa` for others. The
+    other values are transformers' implementations, on padded rows (flash_attention_2 needs the extra `flash`)."""
     shared_prefix: Literal["auto", "on", "off"] = "auto"
-    """With `packed`, compute the prompt of a group only once in training too. The result is exact; `auto` does so if it
-    saves time."""
+    """With `packed`, compute the prompt of a group only once in training too, as in sampling. The result is exact;
+    `auto` does so if it saves time."""
     gradient_checkpointing: Switch = False
-    """Recompute each layer's activations in backward instead of keeping them."""
+    """Recompute each layer's activations in the backward pass instead of keeping them."""
     lr: Positive = 1e-6
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after warm-up; linear and cosine end at 0 with the last step."""
+    """Shape of the learning rate after warm-up; linear and cosine reach 0 at the last step."""
     warmup_steps: Whole = 0
-    """Optimizer steps of linear warm-up from 0."""
+    """Number of optimizer steps over which the learning rate rises linearly from 0."""
     weight_decay: NotNegative = 0.0
     """AdamW weight decay."""
     betas: tuple[_Decay, _Decay] = (0.9, 0.95)
-    """AdamW moment decays."""
+    """Decay rates of AdamW's first and second moments."""
     max_grad_norm: Positive = 1.0
     """Global gradient norm above which gradients are scaled down."""
     micro_batch_tokens: Count | None = None
-    """Tokens of one forward and backward pass on a rank, padding included. A row that is longer gets a pass of its own.
-    Default: 16,384 on a GPU; 4,096 on a CPU, where larger activations are slower to allocate for every layer."""
+    """Maximum number of tokens in a forward and backward pass on a rank, padding included. A longer row gets its own
+    pass. Default: 16,384 on a GPU; 4,096 on a CPU, where larger activations are slower to allocate for every layer."""
     pickled_weights: Switch = False
     """Also read weights that are pickled (pytorch_model.bin), without running code from them. If a model has both, its
     safetensors are read."""
@@ -73,8 +73,8 @@ class LoraConfig:
     alpha: Count = 32
     """An adapter adds alpha / rank times the product of its two matrices to the weight of its layer."""
     target_modules: list[Text] | Literal["all-linear"] = "all-linear"
-    """Layers that get an adapter, by the ends of their names, as in [q_proj, v_proj]. `all-linear` means every linear
-    layer but the output head. Experts that are stored as one tensor are not linear layers."""
+    """Layers that get an adapter, given by the ends of their names, as in [q_proj, v_proj]. `all-linear` means every
+    linear layer except the output head. Experts that are stored as one tensor are not linear layers."""
 
     @model_validator(mode="after")
     def _check(self) -> LoraConfig:
@@ -105,12 +105,12 @@ _OWNED = {
     "optimizer.params.weight_decay": "set by policy.weight_decay",
     "scheduler": "set by policy.lr_schedule",
 }
-"""DeepSpeed settings that follow from settings of hybrid_grpo."""
+"""DeepSpeed settings that hybrid_grpo derives from its own settings, and how."""
 _OTHER_WEIGHTS = "generation would not use the weights that are trained"
 _UNSUPPORTED = {
     "tensor_parallel": "generation and the loss need whole layers on a rank",
     "sequence_parallel_size": "the loss needs whole sequences on a rank",
-    "torch_autocast": "generation would compute in another type than training: set policy.dtype",
+    "torch_autocast": "generation would not compute in the same type as training: set policy.dtype",
     "checkpoint": "checkpoints are written by hybrid_grpo itself",
     "compile.deepcompile": "it does not run under the hybrid engine",
     "zero_optimization.zero_quantized_weights": _OTHER_WEIGHTS,
@@ -118,7 +118,7 @@ _UNSUPPORTED = {
     "zero_optimization.zero_quantized_gradients": "the gradient would not be that of the loss",
     "zero_optimization.zenflow": "it delays updates, so that rollouts would not come from the newest policy",
 }
-"""DeepSpeed settings that generation and the loss do not honour, and why."""
+"""DeepSpeed settings that are refused because generation or the loss would go wrong, and why."""
 _KNOWN = yaml.safe_load(Path(__file__).with_name("deepspeed_sections.yaml").read_text(encoding="utf-8"))
 """Sections of DeepSpeed's configuration; DeepSpeed ignores all others."""
 
@@ -128,15 +128,15 @@ class EngineConfig:
     """The DeepSpeed engine."""
 
     zero_stage: Annotated[Whole, Le(3)] = 3
-    """ZeRO stage of the policy: 3 shards weights, gradients and optimizer over the ranks."""
+    """ZeRO stage of the policy: 3 shards weights, gradients and optimizer state over the ranks."""
     offload_optimizer: Switch = False
     """Keep optimizer state in host memory (ZeRO stage 1 or higher)."""
     adam: Literal["auto", "torch", "deepspeed"] = "auto"
-    """AdamW kernels: `deepspeed` compiles its own on first use; `auto` takes them for GPU runs that offload."""
+    """AdamW kernels. `deepspeed` compiles its own on first use; `auto` uses them on GPUs with offload_optimizer."""
     timeout_minutes: Positive = 30.0
-    """Minutes that a rank waits for the others in one exchange before it fails."""
+    """Minutes that a rank waits for the others in one collective operation before it fails."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
-    """DeepSpeed configuration merged over the one built here, section by section."""
+    """DeepSpeed settings that are merged over the configuration built here, section by section."""
 
     @property
     def fetching(self) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class EngineConfig:
         return self
 
     def check(self, world_size: int) -> None:
-        """Refuse settings that DeepSpeed does not have, or that do not fit the number of ranks."""
+        """Raise UserError for settings that DeepSpeed does not have, or that do not fit the number of ranks."""
         for name in self.deepspeed:
             refuse(
                 name not in _KNOWN,
@@ -181,12 +181,12 @@ class EngineConfig:
         for size in self._given(name):
             refuse(
                 size not in range(1, world_size + 1) or world_size % size != 0,
-                f"engine.deepspeed.{name} {size} does not divide the ranks, of which there are {world_size}: give the"
-                " GPUs of a machine",
+                f"engine.deepspeed.{name} {size} does not divide the number of ranks, {world_size}: give the number of"
+                " GPUs in a machine",
             )
 
     def _given(self, name: str) -> list[Any]:
-        """The value of a DeepSpeed setting, in a list; empty if it is not given."""
+        """Return a list with the value of a DeepSpeed setting; empty if the setting is not given."""
         section, path = self.deepspeed, "engine.deepspeed"
         *above, last = name.split(".")
         for key in above:

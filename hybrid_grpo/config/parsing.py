@@ -21,15 +21,15 @@ AnyConfigT = TypeVar("AnyConfigT", covariant=True)
 
 @dataclasses.dataclass(frozen=True)
 class Parsed(Generic[AnyConfigT]):
-    """A parsed command line: the configuration, and the same as YAML."""
+    """A parsed command line: the configuration as an object and as YAML."""
 
     config: AnyConfigT
     yaml: str
 
 
 def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[ConfigT]:
-    """Read `--config FILE` and dotted overrides into a configuration; later ones win. Raises UserError, and SystemExit
-    after `--help` and `--print_config`."""
+    """Parse `--config FILE` and dotted overrides into a configuration; later arguments win. Raises UserError for wrong
+    arguments, and SystemExit after `--help` and `--print_config`."""
     given: Settings = {}
     print_config, rest = False, list(arguments)
     while rest:
@@ -72,7 +72,7 @@ def _recipe(cls: Any, file: str) -> Settings:
 
 
 def _print(text: str) -> None:
-    """Write to standard output; raises UserError if that is not possible."""
+    """Write to standard output; raises UserError if that fails."""
     try:
         print(text, end="", flush=True)
     except BrokenPipeError:
@@ -83,16 +83,16 @@ def _print(text: str) -> None:
 
 
 def configure(cls: type[ConfigT], given: Settings) -> Parsed[ConfigT]:
-    """The configuration from nested mappings, laid over the recipe of the task that they name. A command that reads
-    recipes ignores what it does not use. Raises UserError."""
+    """Build the configuration from nested mappings, which override the recipe of the task that they name. A command
+    that reads recipes ignores settings that it does not use. Raises UserError if a setting is wrong."""
     settings = with_task(cls, given)
     config = build(cls, used_part(cls, settings) if issubclass(cls, RecipeReader) else settings)
     return Parsed(config, dump(config))
 
 
 def leading_argument(arguments: list[str], usage: str) -> tuple[str, list[str]]:
-    """The first argument, empty if help is asked for instead, and the options after it. Raises UserError if the first
-    argument is missing, or if another one follows it."""
+    """Return the first argument, which is empty if help is requested, and the options after it. Raises UserError if the
+    first argument is missing, or if another one follows it."""
     first, *options = arguments or [""]
     if first in ("-h", "--help"):
         return "", arguments
@@ -102,7 +102,7 @@ def leading_argument(arguments: list[str], usage: str) -> tuple[str, list[str]]:
 
 
 def _setting_type(cls: Any, name: str) -> Any:
-    """The type of a setting, of a whole section, or of an entry of a setting that is a mapping."""
+    """Return the type of a setting, of a whole section, or of an entry of a setting that is a mapping."""
     section, *path = name.split(".")
     hint = fields_of(cls).get(section)
     if path and dataclasses.is_dataclass(hint):
@@ -115,7 +115,7 @@ def _setting_type(cls: Any, name: str) -> Any:
 
 
 def _with_option(given: Settings, name: str, hint: Any, text: str) -> Settings:
-    """The settings with an option laid over them; `--section.name.key` sets one entry of a mapping."""
+    """Return the settings with an option laid over them; `--section.name.key` sets one entry of a mapping."""
     section, *path = name.split(".")
     value = read_value(text) if path[1:] else _read(hint, text)
     if not path:
@@ -134,7 +134,7 @@ def _merged(below: Any, above: Any) -> Any:
 
 
 def _read(hint: Any, text: str) -> Any:
-    """The value of an option: `1` is text for a setting that takes text, and a number for others."""
+    """Return the value of an option: `1` is text for a setting that takes text, and a number for others."""
     kinds = plain_types(hint)
     if text == "null" and type(None) in kinds:
         return None

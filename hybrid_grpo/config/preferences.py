@@ -9,13 +9,13 @@ from hybrid_grpo.config.fields import SECTION, Count, NotNegative, Text, Whole
 
 @dataclass(frozen=True, config=SECTION)
 class RewardLoopConfig:
-    """The reward model stage."""
+    """Batches, loss and columns of reward model training."""
 
     batch_size: Count = 64
-    """Pairs of one optimizer step, over all ranks."""
+    """Number of pairs in one optimizer step, over all ranks."""
     max_tokens: Count = 1024
-    """Longest text, prompt and answer together. Pairs with a longer one are dropped and counted, or refused if
-    data.over_long is refuse."""
+    """Maximum number of tokens in a text, prompt and answer together. Pairs with a longer one are dropped and counted,
+    or refused if data.over_long is refuse."""
     center_coefficient: NotNegative = 0.0
     """Weight of a term in the loss that keeps rewards around 0: the squared sum of a pair's two rewards (TRL's
     center_rewards_coefficient, arXiv:2312.09244, equation 2; 0.01 is usual)."""
@@ -29,7 +29,7 @@ class RewardLoopConfig:
 
 @dataclass(frozen=True, config=SECTION)
 class PairEvalConfig:
-    """Loss, accuracy and calibration on the held-out pairs."""
+    """When loss, accuracy and calibration are measured on the held-out pairs."""
 
     every: Whole = 0
     """Steps between evaluations; 0 evaluates before the first and after the last step only."""

@@ -1,4 +1,4 @@
-"""Settings of publishing: which model of a run goes where."""
+"""Settings of publishing: which model of a run is published, and where."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PublishOptionsConfig:
     """Create the repository as a private one, so that nothing becomes public by mistake. One click on the hub's page
     makes it public. An existing repository stays as it is."""
     model: Name = "model"
-    """Folder of the run that has the model: `model` has the last weights, `model_best` the best ones by `eval.best`."""
+    """Subfolder of the run with the model: `model` has the last weights, `model_best` the best ones by `eval.best`."""
     evaluation: Text | None = None
     """File with the JSON object that `hybrid-grpo eval` printed for this model. The card then shows its numbers and
     intervals instead of those that the run measured."""

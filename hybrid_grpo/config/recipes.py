@@ -1,4 +1,4 @@
-"""Recipes: settings as nested mappings, read from YAML and overlaid."""
+"""Reads recipes, which are settings as nested mappings, from YAML files, and lays them over each other."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -10,22 +10,22 @@ import yaml
 from hybrid_grpo.config.errors import UserError, refuse
 
 Settings = dict[str, Any]
-"""By section and name."""
+"""Settings as nested mappings, keyed by section and name."""
 
 EXPONENT = re.compile(r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9_]+)[eE][-+]?[0-9]+$")
 """Numbers such as `1e-6`, which PyYAML reads as text."""
 
 _DEEPEST, _MOST_VALUES, _MOST_LETTERS, _LONGEST_NUMBER = 50, 100_000, 2**20, 300
-"""Beyond these, YAML is a mistake or a trap: aliases and merges turn a few lines into terabytes."""
+"""Limits of YAML input. Beyond them it is a mistake or a trap: aliases and merges turn a few lines into terabytes."""
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 class GivenTwice(yaml.MarkedYAMLError):
-    """A mapping has a key twice. YAML would silently keep the last value."""
+    """A mapping contains a key twice. YAML would silently keep the last value."""
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Reads `1e-6` as a number."""
+    """A YAML loader that reads `1e-6` as a number."""
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Resolve `<<` in a mapping, keeping each key once. PyYAML 6.0.4 takes the first of two equal keys, so a
@@ -38,7 +38,7 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes text that would be read back as a number, such as `1e3`."""
+    """A YAML dumper that quotes text that would be read back as a number, such as `1e3`."""
 
 
 for _reads_numbers in (_Loader, Dumper):
@@ -48,12 +48,12 @@ for _reads_numbers in (_Loader, Dumper):
 def check_text(text: str, what: str) -> None:
     """Refuse text that cannot be written as UTF-8; `what` begins the message."""
     if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise UserError(f"{what} is not UTF-8: {text.encode(errors='backslashreplace').decode():.60}: type it anew")
+        raise UserError(f"{what} is not UTF-8: {text.encode(errors='backslashreplace').decode():.60}: type it again")
 
 
 def load_yaml(text: str) -> Any:
-    """The content of untrusted YAML text, read in bounded time and memory. Raises ValueError or yaml.YAMLError if it is
-    not YAML, has a key twice, contains itself, or is deeper or larger than settings are."""
+    """Parse untrusted YAML text in bounded time and memory. Raises ValueError or yaml.YAMLError if the text is not
+    YAML, contains a key twice, contains itself, or is nested more deeply or larger than settings are."""
     if len(text) > _MOST_LETTERS:
         raise ValueError(f"it has more than {_MOST_LETTERS} letters: give data in a file")
     depth = 0
@@ -76,8 +76,8 @@ def load_yaml(text: str) -> Any:
 
 
 def _check(root: yaml.Node) -> None:
-    """Refuse loops, duplicate keys and excessive size before values are made. What an alias (`*name`) stands for, and
-    so what `<<` merges, counts each time it is used."""
+    """Refuse loops, duplicate keys and excessive size before values are made. The content of an alias (`*name`), also
+    in a merge (`<<`), counts each time it is used."""
     values = letters = 0
     rest = [(root, 0)]
     while rest:
@@ -111,7 +111,7 @@ def _refuse_twice(keys: Iterable[yaml.ScalarNode]) -> None:
 
 
 def read_value(text: str) -> Any:
-    """The value that YAML reads; the text itself if it is not YAML. Raises GivenTwice."""
+    """Parse text as YAML; return the text itself if it is not YAML. Raises GivenTwice if a mapping has a key twice."""
     try:
         return text if text == "" else load_yaml(text)
     except GivenTwice:
@@ -121,7 +121,7 @@ def read_value(text: str) -> Any:
 
 
 def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> Settings:
-    """Both, merged setting by setting; `above` wins. A list or mapping that is a setting's value is replaced whole."""
+    """Merge two recipes, setting by setting; `above` wins. A setting's list or mapping is replaced as a whole."""
     merged = dict(below)
     for section, values in above.items():
         both = isinstance(values, Mapping) and isinstance(merged.get(section), Mapping)
@@ -130,7 +130,7 @@ def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> Settings:
 
 
 def read_recipe(path: Path) -> Settings:
-    """The settings in a YAML file. Raises UserError, naming the file and the line, if it cannot be read."""
+    """Read the settings in a YAML file. Raises UserError, naming the file and the line, if it cannot be read."""
     refuse(path.is_dir(), f"--config {path} is a folder: give a YAML file")
     refuse(not path.is_file(), f"--config {path}: there is no such file")
     try:
@@ -143,7 +143,7 @@ def read_recipe(path: Path) -> Settings:
 
 
 def _read_text(path: Path) -> str:
-    """A file's text; if the file is too large, only as much of it as shows that."""
+    """Read a file's text; if the file is too large, only as much as is needed to detect that."""
     with path.open(encoding="utf-8") as file:
         return file.read(_MOST_LETTERS + 1)
 

@@ -1,4 +1,4 @@
-"""Settings of reward functions: which ones, how they are run, and how they are served to other machines."""
+"""Settings of reward functions: which are used, how they are run, and how they are served to other machines."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ class RewardConfig:
     """One reward function."""
 
     function: Function
-    """`exact_match` or another built-in, `path/to/file.py:function`, or `package.module:function`; from Python also
-    the function itself."""
+    """`exact_match` or another built-in, `path/to/file.py:function`, or `package.module:function`; in Python also the
+    function itself."""
     weight: Number = 1.0
-    """Factor of this reward in the sum."""
+    """Weight of this reward in the sum of rewards."""
     name: Name | None = None
-    """Name in the metrics. Default: the function's own."""
+    """Name of the reward in the metrics. Default: the function's name."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Fixed keyword arguments for the function. A secret, recognized by its name at any depth (api_key) or by its form
     (a token, a login in an address), is written as *** wherever settings are written. It is better to give the name of
     an environment variable, as in `token_env: MY_TOKEN`."""
     timeout_s: Seconds = 60.0
-    """Most seconds of one call. A longer call is abandoned: its completions get no reward from this function."""
+    """Maximum seconds for a call. A longer call is abandoned: its completions get no reward from this function."""
     batch_size: Count | Literal["auto", "group"] = "auto"
-    """Completions per call; `group` means all of one prompt; `auto` is the function's own `batch_size`, else 1."""
+    """Completions per call; `group`: all of one prompt; `auto`: the function's own `batch_size`, or 1 without one."""
     sources: list[Name] = field(default_factory=list)
-    """Sources of `data.mixture` to whose prompts the function applies; it is not called for others. Held-out prompts
-    belong to no source: it is called for all of them. Default: all."""
+    """Sources of `data.mixture` for whose prompts the function is called. It is called for all held-out prompts, since
+    these belong to no source. Default: all sources."""
     isolation: Literal["auto", "process", "none"] = "auto"
     """`process` calls the function in worker processes. `none` calls it in a thread of the rank, for functions that
     hold a GPU; a crash then ends the rank. `auto` is `process`, except for simple built-ins."""
@@ -60,12 +60,13 @@ class RewardConfig:
 
 
 def reward_name(reward: RewardConfig) -> str:
-    """The name of a reward in the metrics."""
+    """Return the name of a reward in the metrics."""
     return reward.name or function_text(reward.function).rpartition(":")[2].rpartition(".")[2]
 
 
 def _read_list(rewards: Any) -> Any:
-    """`exact_match,mine.py:f` as a list; null, which is an empty section in YAML, as an empty list."""
+    """Convert text such as `exact_match,mine.py:f`, or null (an empty section), to a list. Raises UserError for bad
+    YAML."""
     # Text that begins like this was meant as YAML but could not be read.
     refuse(
         isinstance(rewards, str) and rewards.lstrip().startswith(("[", "{")),
@@ -102,24 +103,24 @@ class ScoringConfig:
     """How reward functions are run."""
 
     workers: Whole = 0
-    """Worker processes of a rank, which call functions concurrently; 0 means one for each of its cores, from 2 to 8."""
+    """Worker processes per rank, which call functions concurrently; 0 means one for each of its cores, from 2 to 8."""
     memory_gb: Gibibytes = 4.0
-    """GiB that a worker may allocate; beyond it a function gets a MemoryError."""
+    """GiB of memory that a worker may allocate. A function that needs more gets a MemoryError."""
     max_failed_frac: NotNegative = 0.5
     """Stop the run, with a checkpoint, if a function fails for more than this share of a step's completions."""
     secrets: list[Text] = field(default_factory=list)
     """Environment variables that functions in worker processes may see although their names look like secrets
-    (WANDB_API_KEY, HF_TOKEN, *_TOKEN, *_KEY, *_SECRET, *PASSWORD*). Variables that a function's argument `*_env` names
-    are visible anyway."""
+    (WANDB_API_KEY, HF_TOKEN, *_TOKEN, *_KEY, *_SECRET, *PASSWORD*). Variables that are named by a function's `*_env`
+    argument are visible anyway."""
     max_import_s: Seconds = 120.0
-    """Most seconds for importing the files of the functions."""
+    """Maximum time for importing the files of the functions, in seconds."""
     max_wait_s: Seconds = 600.0
-    """Seconds to wait for rewards after the last completion of a step. Rewards still missing then count as failed."""
+    """Seconds to wait for rewards after the last completion of a step. Rewards still missing after that have failed."""
 
 
 def _check_identifier(name: str) -> str:
     if not name.isidentifier():
-        raise ValueError(f"{name!r} must be a name")
+        raise ValueError(f"{name!r} must be a name in Python")
     return name
 
 
@@ -130,7 +131,7 @@ class ServeOptionsConfig:
     host: Text = "127.0.0.1"
     """Address to listen on. Any address other than this machine's own needs `token_env`."""
     port: Annotated[Whole, Le(65535)] = 8000
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on; 0 selects a free one."""
     token_env: Text | None = None
     """Name of the environment variable with the bearer token that clients must send."""
     certificate: Text | None = None
@@ -138,15 +139,15 @@ class ServeOptionsConfig:
     key: Text | None = None
     """File of the certificate's private key (PEM). Default: it is in the certificate's file."""
     max_body_mb: Positive = 16.0
-    """Largest request, in MiB."""
+    """Maximum size of a request, in MiB."""
     max_requests: Count = 256
-    """Requests that are answered at the same time; further ones get status 503. A rank sends up to 32."""
+    """Maximum number of requests at the same time; further ones get status 503. A rank sends up to 32."""
     timeout_s: Seconds = 30.0
-    """Most seconds for a request to arrive, and for the client to read its answer."""
+    """Maximum seconds for a request to arrive, and for the client to read its response."""
     label_column: Annotated[str, AfterValidator(_check_identifier)] = "answer"
     """Name under which functions receive the `labels` of a request."""
     ends: list[Text] = field(default_factory=list)
-    """Texts removed from the end of a `query`, such as `<|im_end|>`: OpenRLHF sends special tokens with it."""
+    """Texts removed from the end of a `query`, such as `<|im_end|>`: OpenRLHF's queries include special tokens."""
 
     @model_validator(mode="after")
     def _check(self) -> ServeOptionsConfig:

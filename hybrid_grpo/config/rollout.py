@@ -1,4 +1,4 @@
-"""Settings of sampling."""
+"""Settings of rollouts: how completions are sampled, and what answers their turns."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from hybrid_grpo.config.tools import ToolConfig
 
 
 def _text_keys(value: Any) -> Any:
-    """YAML and Python give token ids as numbers, the command line as text."""
+    """Convert token ids, which YAML and Python give as numbers and the command line as text, to text."""
     return {str(k) if type(k) is int else k: v for k, v in value.items()} if isinstance(value, dict) else value
 
 
@@ -54,7 +54,7 @@ Environment = Annotated[
     BeforeValidator(_check_environment),
     PlainSerializer(_places),
 ]
-"""The place of a class, or places of several by name; from Python also classes."""
+"""`path/to/file.py:Class`, or several such places in a mapping, by name; in Python also the classes themselves."""
 
 
 ToolFormat = Literal[
@@ -82,44 +82,44 @@ class RolloutConfig:
     """How completions are sampled."""
 
     prompts_per_step: Count = 32
-    """Prompts of one rollout, over all ranks (P)."""
+    """Number of prompts in one rollout, over all ranks (P)."""
     num_generations: Count = 8
-    """Completions per prompt (G), the group that advantages are relative to."""
+    """Number of completions per prompt (G). They form the group within which advantages are computed."""
     max_completion_tokens: Count = 512
-    """Longest completion."""
+    """Maximum number of tokens sampled for a completion."""
     min_completion_tokens: Whole = 0
-    """Shortest completion: before it has this many tokens, stop ids are not drawn and stop strings do not end it."""
+    """Minimum tokens of a completion: until then, stop ids are not drawn, and stop strings do not end it."""
     temperature: NotNegative = 1.0
     """Softmax temperature, for sampling and for every log-probability in the loss."""
     top_p: PositiveShare = 1.0
-    """Nucleus: smallest set of tokens with at least this total probability; 1 keeps all."""
+    """Nucleus sampling: keep the smallest set of tokens with at least this total probability; 1 keeps all tokens."""
     top_k: Whole = 0
     """Keep the k most probable tokens; 0 keeps all."""
     min_p: Share = 0.0
     """After top-k and top-p, keep the tokens with at least this share of the largest probability; 0 keeps all."""
     repetition_penalty: Positive = 1.0
-    """Logits of tokens in the prompt or the completion so far are divided by this if positive, else multiplied by it
-    (CTRL, arXiv:1909.05858); 1 changes nothing."""
+    """Logits of tokens in the prompt or the completion so far are divided by this if they are positive, and multiplied
+    by it otherwise (CTRL, arXiv:1909.05858); 1 changes nothing."""
     logit_bias: Annotated[dict[str, Number], BeforeValidator(_text_keys)] = field(default_factory=dict)
-    """Added to the logits of tokens, by token id: `{"42": -100.0}`."""
+    """Numbers that are added to the logits of tokens, by token id: `{"42": -100.0}`."""
     stop_ids: list[Whole] = field(default_factory=list)
     """Token ids that end a completion, in addition to the model's own end-of-sequence ids."""
     stop_strings: list[Text] = field(default_factory=list)
-    """Texts that end a completion as soon as it contains one; they stay part of it."""
+    """Texts that end a completion as soon as it contains one of them. The text remains part of the completion."""
     ignore_eos: Switch = False
-    """For benchmarks: only a token limit ends a completion."""
+    """Let only a token limit end a completion, for benchmarks."""
     logprobs: Literal["softmax", "sampling"] = "softmax"
-    """Distribution under which `old_logp` is recorded: `softmax` is that of the training forward, at the temperature;
-    `sampling` is the filtered one that the tokens were drawn from."""
+    """Distribution under which `old_logp` is recorded: the `softmax` at the temperature, as in the training forward
+    pass, or the filtered distribution that tokens were drawn from (`sampling`)."""
     decoder: Literal["paged", "transformers"] = "paged"
     """`transformers` decodes with generate(), for architectures that the paged decoder cannot run."""
     max_slots: Count = 256
-    """Completions decoded at the same time on one rank."""
+    """Maximum number of completions that are decoded at the same time on one rank."""
     prefill_tokens: Count | None = None
-    """Prompt tokens of one prefill forward; a longer prompt is read in several. Default: 2,048 on a CPU; on a GPU up to
-    16,384, as far as that leaves memory for the cache."""
+    """Maximum number of prompt tokens in one prefill forward pass; a longer prompt takes several. Default: 2,048 on a
+    CPU; on a GPU up to 16,384, as far as that leaves memory for the cache."""
     cache_gb: Gibibytes | None = None
-    """GiB of keys and values on one rank. Default: what free memory allows."""
+    """Size of the key-value cache of one rank, in GiB. Default: as much as free memory allows."""
     keep_cache: Literal["auto", "on", "off"] = "auto"
     """Whether a GPU keeps the cache, gathered weights and CUDA graphs from rollout to rollout, so that graphs are
     captured once per run. `auto` keeps them if the memory plan has room for them in training. A CPU keeps none."""
@@ -132,39 +132,39 @@ class RolloutConfig:
     """Class whose instances answer the model's turns, as `path/to/file.py:Class`. Several classes are given as a
     mapping, from which the column `environment` selects one for each row. See docs/environments.md."""
     tool_format: ToolFormat = "auto"
-    """How the model writes calls; `auto` takes the first format that can read a call written by the chat template. See
-    docs/tools.md."""
+    """Format in which the model writes tool calls. `auto` takes the first format that can read a call written by the
+    chat template. See docs/tools.md."""
     max_turns: Count = 8
-    """Most turns of a completion with tools, an environment or a user. The last one is not answered."""
+    """Maximum number of turns in a completion with tools, an environment or a user. The last turn is not answered."""
     max_tool_tokens: Count = 512
-    """Most tokens of the answer to a turn, including those of the chat template; longer answers of tools, environments
-    and users are cut."""
+    """Maximum number of tokens in the answer to a turn, including those of the chat template; longer answers of tools,
+    environments and users are cut."""
     tool_timeout_s: Seconds = 30.0
-    """Most seconds for a tool call, after which the model reads that it took too long; also for a step of an
-    environment, after which the completion has failed."""
+    """Maximum seconds for a tool call, after which the model reads an error message instead of a result; also for a
+    step of an environment, after which the completion has failed."""
     max_turn_calls: Count = 16
-    """Most tool calls in one turn. Further calls are not made, and the model reads that they were not."""
+    """Maximum number of tool calls in one turn. Further calls are not made, and the model reads an error message."""
     environment_processes: Count | None = None
-    """Most worker processes of environments at the same time on one rank; further environments wait until one ends.
-    Default: max_slots, but at most half of the files that a process may open."""
+    """Maximum number of environment processes on one rank; further environments wait until one of these ends. Default:
+    max_slots, but at most half the number of files that a process may open."""
     keep_history: Switch = False
-    """Train with a chat template that changes earlier turns, for example by removing their thinking. The model then
-    still reads its turns as it wrote them. Default: such a template is refused."""
+    """Allow a chat template that changes earlier turns, for example by removing their thinking. In training, the model
+    still reads its turns as it wrote them. By default, such a template is refused."""
     max_turn_tokens: Count | None = None
-    """Most sampled tokens of one turn; a turn that reaches this without ending is the last one, and the completion
-    counts as cut. Default: max_completion_tokens."""
+    """Maximum number of tokens sampled in one turn. A turn that reaches this without ending is the last one, and the
+    completion counts as cut. Default: max_completion_tokens."""
     max_total_tokens: Count | None = None
-    """Most tokens in total: the prompt, what is sampled, and what is inserted between turns. A completion that reaches
-    this is cut. Default: what the other limits add up to."""
+    """Maximum total number of tokens: prompt, sampled tokens, and tokens inserted between turns. A completion that
+    reaches this is cut. Default: what the other limits add up to."""
 
     user: Function | None = None
     """Function that plays the user, as `path/to/file.py:name`. After each turn of the model without tool calls, it is
     called with the `messages` so far and the columns that it has arguments for. It returns what the user says, or None
     to end the conversation. See docs/users.md."""
     user_model: Text | None = None
-    """Folder or hub name of a model that plays the user. Every rank holds it whole, in addition to the policy."""
+    """Folder or hub name of a model that plays the user. Every rank holds all of it, in addition to the policy."""
     user_prompt: Text | None = None
-    """System prompt of `user_model`: who it is and what it wants. `{name}` is replaced by that column of the row."""
+    """System prompt of `user_model`: the user's role and goal. `{name}` is replaced by that column of the row."""
     user_temperature: NotNegative = 1.0
     """Softmax temperature of `user_model`."""
     user_stop: list[Text] = field(default_factory=list)
@@ -172,12 +172,12 @@ class RolloutConfig:
 
     @property
     def user_setting(self) -> str | None:
-        """The setting that names what plays the user; None if nothing does."""
+        """The name of the setting that defines who plays the user; None if there is no user."""
         return "rollout.user" if self.user is not None else "rollout.user_model" if self.user_model else None
 
     @property
     def turns_setting(self) -> str | None:
-        """A setting that gives completions several turns; None if there is none."""
+        """The name of a setting that gives completions several turns; None if there is none."""
         asked = ("tools", self.tools), ("environment", self.environment)
         return next((f"rollout.{name}" for name, value in asked if value), self.user_setting)
 
@@ -188,7 +188,7 @@ class RolloutConfig:
 
     @property
     def environments(self) -> dict[str, str]:
-        """Places of the environment classes, by the names that rows use; a single class has an empty name."""
+        """Places of the environment classes, keyed by the names that rows use; a single class has an empty name."""
         if self.environment is None:
             return {}
         named = self.environment if isinstance(self.environment, dict) else {"": self.environment}
@@ -197,13 +197,13 @@ class RolloutConfig:
 
     @property
     def max_read_tokens(self) -> int:
-        """Most tokens after a short prompt, including those inserted between turns or at the end of the prompt."""
+        """Maximum number of tokens that may follow a short prompt, including answers between turns and observations."""
         answers = (self.max_turns - 1 if self.has_turns else 0) + bool(self.environment)
         return self.max_completion_tokens + answers * self.max_tool_tokens
 
     def longest(self, prompt: int, *, opened: bool = False) -> int:
-        """Most tokens of a prompt of this length and all that follows it; `opened` if the prompt already contains the
-        initial observation of its environment."""
+        """Return the maximum length of a completion with its prompt, which has `prompt` tokens. `opened`: the prompt
+        contains the initial observation of its environment."""
         longest = prompt + self.max_read_tokens - (self.max_tool_tokens if opened else 0)
         return longest if self.max_total_tokens is None else min(longest, self.max_total_tokens)
 
@@ -265,7 +265,7 @@ class RolloutConfig:
 
     @model_validator(mode="after")
     def _check_decoder(self) -> RolloutConfig:
-        """Refuse what only the paged decoder can do."""
+        """Refuse settings that only the paged decoder supports."""
         if self.decoder == "paged":
             return self
         for name, is_set, why in (
@@ -282,5 +282,5 @@ class RolloutConfig:
 
 
 def environment_rewards(rollout: RolloutConfig) -> dict[str, str]:
-    """Names of the environments' rewards in the metrics, which are the class names, by the names that rows use."""
+    """Return the names of the environments' rewards (the class names), keyed by the names that rows use."""
     return {name: place.rpartition(":")[2].rpartition(".")[2] for name, place in rollout.environments.items()}

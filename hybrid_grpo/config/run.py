@@ -35,15 +35,15 @@ class RunConfig:
     steps: Count = 100
     """Steps to train: rollouts for `train`, optimizer steps for `sft` and `reward`."""
     resume: Text = "never"
-    """`auto` continues from the newest complete checkpoint of this run, or starts if the folder is empty. The folder of
-    a checkpoint, of this run or another, continues from that one."""
+    """Checkpoint to continue from. `auto` means the newest complete one of this run, or a new run if the folder is
+    empty. The folder of a checkpoint, of this run or another, continues from that one."""
     allow_changes: Switch = False
     """Continue from a checkpoint even if settings that affect learning, or the data, have changed since."""
     stop_after: Duration | None = None
     """Time after which the run saves a checkpoint and ends with status 75: 90m, 11h30m, 1-00:00:00. Default: none."""
     grace_s: Positive | None = None
-    """Seconds for saving a checkpoint once a run is asked to stop; a rank that takes longer is killed. Default: 20 plus
-    twice what the last checkpoint took or, before the first one, 10 s for each GB that a rank writes."""
+    """Seconds to save a checkpoint after a run is asked to stop; a rank that takes longer is killed. Default: 20 s plus
+    twice the time that the last checkpoint took or, before the first one, plus 10 s for each GB that a rank writes."""
     stall_minutes: NotNegative = 30.0
     """If no rank makes progress for this long, the run ends and reports which rank is behind; 0 waits forever."""
 
@@ -51,7 +51,7 @@ class RunConfig:
     def _check(self) -> RunConfig:
         for name in ("dir", "resume"):
             path = getattr(self, name)
-            refuse(path.startswith("~"), f"run.{name} {path}: ~ is only known to shells: write the whole path")
+            refuse(path.startswith("~"), f"run.{name} {path}: only shells expand ~: write the full path")
         return self
 
 
@@ -60,19 +60,19 @@ class CheckpointConfig:
     """When checkpoints to resume from are written, and how many are kept."""
 
     every_minutes: NotNegative = 15.0
-    """Minutes between checkpoints; 0 ignores time. Unless this and `every` are both 0, there is also one before the
-    first step and one after the last."""
+    """Minutes between checkpoints; 0 ignores time. Unless this and `every` are both 0, a checkpoint is also written
+    before the first step and after the last."""
     every: Whole = 0
     """Steps between checkpoints; 0 ignores steps."""
     keep: Count = 2
     """How many of the newest checkpoints are kept."""
     on_failure: Literal["say", "stop"] = "say"
-    """What to do if a checkpoint cannot be written: print it and continue, or stop the run. The previous checkpoint is
-    kept. A run that cannot write its first one stops."""
+    """What to do if a checkpoint cannot be written: report it and continue, or stop the run. The previous checkpoint is
+    kept. A run that cannot write its first checkpoint stops."""
 
 
 TRACKERS = ("wandb", "tensorboard", "trackio", "mlflow")
-"""The trackers that log.trackers may name; each has the name of its package."""
+"""The trackers that log.trackers may name, each called like its Python package."""
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -83,17 +83,17 @@ class LogConfig:
     """Where the run is shown live: any of wandb, tensorboard, trackio and mlflow. A tracker that fails does not affect
     the run."""
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """`auto` is online if an account is configured, else offline."""
+    """`auto` is online if an account is configured, and offline otherwise."""
     wandb_project: Text = "hybrid_grpo"
     """Project on wandb and trackio, experiment on MLflow."""
     wandb_entity: Text | None = None
-    """Team or user on wandb. Default: the account's."""
+    """Team or user on wandb. Default: the default of the account."""
     wandb_view: Switch = False
     """Save a view on wandb when the run begins: report.html's charts, grouped by question. Needs wandb-workspaces."""
     group: Text | None = None
     """Name shared by runs that belong together, such as the seeds of one setting. Default: none."""
     tags: list[Text] = field(default_factory=list)
-    """Words to find runs by."""
+    """Words by which runs can be found."""
     notes: Text | None = None
     """What the run is for. Default: none."""
     job_type: Text | None = None
@@ -101,7 +101,7 @@ class LogConfig:
     rollouts_every: Whole = 1
     """Steps between rollouts that are written to rollouts/ and sampled for the trackers; 0 writes none."""
     tokens: Switch = True
-    """With each rollout that is written, also write its tokens, with their texts, log-probabilities and advantages, as
+    """Also write the tokens of each rollout that is written, with their texts, log-probabilities and advantages, as
     parquet."""
     histograms_every: Whole = 10
     """Steps between histograms of rewards, lengths and advantages; 0 makes none. Trackers show them for the rollouts
@@ -109,8 +109,8 @@ class LogConfig:
     details: Switch = True
     """Write details.jsonl: the groups of each step, its stages on every rank and the timeline of decoding."""
     profile: Count | list[Count] = field(default_factory=list)
-    """Step, or list of steps, that torch's profiler traces. profile/ gets a trace of each rank, and a table of the
-    slowest operations of each stage. Such a step takes longer. Default: none."""
+    """Step, or list of steps, that torch's profiler traces. The run's profile/ gets each rank's trace, and a table of
+    each stage's slowest operations. A profiled step takes longer. Default: none."""
 
     @model_validator(mode="after")
     def _check(self) -> LogConfig:
@@ -131,5 +131,5 @@ class LogConfig:
 
     @property
     def profiled(self) -> list[int]:
-        """The steps of `profile`."""
+        """The steps in `profile`, as a list."""
         return self.profile if isinstance(self.profile, list) else [self.profile]

@@ -37,10 +37,10 @@ _ARGUMENT = re.compile(
 
 
 def masked(value: Any, name: str = "") -> Any:
-    """A setting, or mappings and lists of settings, as the run's files, trackers and report show it.
+    """Return settings with masked secrets, as the run's files, trackers and report show them.
 
-    Secrets are masked. They are recognized by their name, at any depth, and by the form of tokens, headers and
-    addresses with a login.
+    `value` is a setting, or nested mappings and lists of settings. Secrets are recognized by their names, at any depth,
+    and by the form of tokens, headers and addresses with a login.
     """
     if isinstance(value, Mapping):
         return {key: masked(item, name if _is_secret(name) else str(key)) for key, item in value.items()}
@@ -52,14 +52,14 @@ def masked(value: Any, name: str = "") -> Any:
 
 
 def masked_text(text: str) -> str:
-    """Text with its recognizable secrets masked; see `masked`."""
+    """Return a text in which recognizable secrets are masked; see `masked`."""
     for pattern, shown in _IN_TEXT:
         text = pattern.sub(shown, text)
     return text
 
 
 def refuse_masked(setting: str, kwargs: Mapping[str, Any]) -> None:
-    """Refuse arguments from a stored configuration, in which secrets are masked; `setting` names whose they are."""
+    """Raise UserError if an argument is a masked secret, as in stored configurations; `setting` begins the message."""
     for name, is_secret, value in _leaves(kwargs):
         refuse(
             value == MASK if is_secret else _holds_mask(value),
@@ -69,7 +69,7 @@ def refuse_masked(setting: str, kwargs: Mapping[str, Any]) -> None:
 
 
 def _leaves(value: Any, path: str = "", is_secret: bool = False) -> Iterator[tuple[str, bool, Any]]:
-    """The values in nested mappings and lists: the dotted name of each, whether it names a secret, and the value."""
+    """Yield each value in nested mappings and lists: its dotted name, whether this names a secret, and the value."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _leaves(item, f"{path}.{key}" if path else str(key), is_secret or _is_secret(str(key)))

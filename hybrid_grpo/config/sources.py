@@ -9,7 +9,7 @@ from hybrid_grpo.config.errors import refuse
 
 
 def looks_like_path(name: str) -> bool:
-    """Whether a name is a path: it exists, ends like a data file, or is not `name` or `owner/name` as on the hub."""
+    """Whether a name is a path: it exists, ends like a data file, or cannot be a hub name (`name` or `owner/name`)."""
     return (
         os.path.exists(name)
         or not re.fullmatch(r"[\w\-][\w.\-]*(/[\w.\-]+)?", name)

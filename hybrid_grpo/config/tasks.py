@@ -1,4 +1,4 @@
-"""Tasks by name: `data.task` provides a recipe, whose settings the user's own settings override.
+"""Finds the task that `data.task` names: a recipe, whose settings the user's own settings override.
 
 The recipe of a ready-made task is a YAML file in `data/tasks/`, next to the functions that read its rows.
 """
@@ -28,7 +28,7 @@ _SOURCE = ("path", "subset", "split", "limit", *_HELD_OUT)
 
 @dataclass(frozen=True)
 class TaskRecipe:
-    """A data set, how its rows become prompts, and what completions are worth."""
+    """A task: a data set, how its rows become prompts, and how completions are rewarded."""
 
     row: Callable[[Row], Row]
     """Turns a row of the source into one with the `prompt` (text or chat messages), the columns of the rewards and, for
@@ -37,23 +37,23 @@ class TaskRecipe:
     """Defaults, in the form of a recipe: `{"data": {"path": ...}, "rewards": [...]}`. The first reward tells right from
     wrong in evaluation. A reward `:name` is a function in the task's own file."""
     made: Callable[[bool], Iterator[Row]] | None = None
-    """In place of `data.path`: yields rows without end, the same ones every time. With True they are held-out rows,
-    none of which is among the rows with False. The splits are `train` and `test`."""
+    """Replaces `data.path` with generated rows: yields rows without end, the same ones every time. With the argument
+    True it yields held-out rows, none of which occurs with False. The splits are `train` and `test`."""
 
 
 def ready_made_settings(name: str) -> Settings:
-    """The settings of a ready-made task."""
+    """Return the settings of a ready-made task."""
     return read_recipe(_RECIPES / f"{name}.yaml")
 
 
 def task_settings(name: str, setting: str = "data.task") -> Mapping[str, Any]:
-    """The settings of a task, by the name that `setting` has. Raises UserError if there is no such task."""
+    """Return the settings of the task `name`, the value of `setting`. Raises UserError if there is no such task."""
     return ready_made_settings(name) if name in READY_MADE else own_task(name, setting).settings
 
 
 def own_task(name: str, setting: str = "data.task") -> TaskRecipe:
-    """A task in the user's code, `path/to/file.py:name`: a TaskRecipe, or just a function that reads rows. Raises
-    UserError if the name refers to neither; `setting` begins the message."""
+    """Import a task from the user's code, `path/to/file.py:name`: a TaskRecipe, or just a function that converts rows.
+    Raises UserError if the name refers to neither; the message begins with `setting`."""
     place, colon, attribute = name.rpartition(":")
     refuse(
         not colon,
@@ -71,7 +71,7 @@ def own_task(name: str, setting: str = "data.task") -> TaskRecipe:
         refuse(
             not callable(found),
             f"{setting} {name} is a {type(found).__name__}: give a TaskRecipe of hybrid_grpo.data.tasks, or a function"
-            " that makes a row with a prompt of a row",
+            " that turns a row of the source into a row with a prompt",
         )
         found = TaskRecipe(found)
     rewards = found.settings.get("rewards", [])
@@ -80,17 +80,17 @@ def own_task(name: str, setting: str = "data.task") -> TaskRecipe:
 
 
 def _with_place(entry: Any, place: str) -> Any:
-    """An entry of `rewards`; a function `:name` gets the place of the task's own file."""
+    """Return an entry of `rewards`, in which a function `:name` gets the place of the task's own file."""
     if isinstance(entry, Mapping):
         return {**entry, "function": _with_place(entry.get("function"), place)}
     return place + entry if isinstance(entry, str) and entry.startswith(":") else entry
 
 
 def with_task(cls: Any, given: Settings) -> Settings:
-    """The given settings, laid over those of the task that they name.
+    """Return the given settings, laid over the settings of the task that they name.
 
-    Settings of the task that belong to something the user replaces are left out: the splits of its source if
-    `data.path` is different, and its evaluation if the rewards are.
+    Settings of the task are left out if they belong to something that the user replaces: the splits of its source if
+    `data.path` is different, and its evaluation if the rewards are different.
     """
     data: Any = given.get("data")
     if isinstance(data, Mapping) and isinstance(data.get("mixture"), list):
@@ -117,8 +117,8 @@ def _settings(name: str) -> Mapping[str, Any]:
 
 
 def _with_sources(data: Mapping[str, Any]) -> Settings:
-    """The section `data` with the source of every task that its mixture names, and with the `chat_template` of these
-    tasks if all sources are tasks with the same one."""
+    """Return the section `data` with the source of every task that its mixture names, and with the tasks'
+    `chat_template` if all sources are tasks with the same one."""
     mixture, templates = [], set()
     for entry in data["mixture"]:
         name = entry.get("task") if isinstance(entry, Mapping) else None

@@ -15,14 +15,14 @@ from hybrid_grpo.config.secrets import refuse_masked
 
 @dataclass(frozen=True, config=SECTION)
 class ToolConfig:
-    """One tool."""
+    """A tool that the model can call."""
 
     function: Function
-    """`calculator` or another built-in, `path/to/file.py:function`, or `package.module:function`; from Python also the
+    """`calculator` or another built-in, `path/to/file.py:function`, or `package.module:function`; in Python also the
     function itself."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments that are the same in every call; the model does not see them. One with the name of a secret is written
-    as *** wherever settings are written."""
+    """Arguments that are the same in every call; the model does not see them. An argument that has the name of a secret
+    is written as *** wherever settings are written."""
 
     @model_validator(mode="before")
     @classmethod

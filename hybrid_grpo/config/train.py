@@ -1,4 +1,4 @@
-"""The configuration of training: its sections, and what must agree between them."""
+"""The configuration of training: its sections, and the checks that these agree with each other."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ModelRunConfig:
 
     @property
     def feature_configs(self) -> list[FeatureConfig]:
-        """The sections of the features that the command has, on or off."""
+        """The sections of the features that the command has, whether they are on or off."""
         return [getattr(self, name) for name in feature_sections() if hasattr(self, name)]
 
     @property
@@ -51,7 +51,7 @@ class ModelRunConfig:
         return [section for section in self.feature_configs if section.is_on]
 
     def of(self, kind: type[FeatureConfigT]) -> FeatureConfigT:
-        """The section of a feature, by its class."""
+        """Return the section of a feature, given the section's class."""
         section: FeatureConfigT = getattr(self, kind.section)
         return section
 
@@ -94,7 +94,7 @@ class TrainConfig(ModelRunConfig):
 
     @property
     def given_rows(self) -> int:
-        """Completions of each group that the policy does not sample."""
+        """Completions of each group that features supply instead of the policy."""
         return sum(feature.rows_per_group for feature in self.active_features)
 
     @property
@@ -104,12 +104,12 @@ class TrainConfig(ModelRunConfig):
 
     @property
     def streamer(self) -> str:
-        """The section of the feature that reads prompts during the run; empty if all are read before it."""
+        """The section of the feature that reads prompts during the run; empty if all prompts are read before."""
         return next((feature.section for feature in self.active_features if feature.streams_prompts), "")
 
     @property
     def recomputes_old_logp(self) -> bool:
-        """Whether a pass of the training forward gives the log-probabilities that ratios are relative to."""
+        """Whether `old_logp`, the denominator of ratios, comes from a training forward pass, not the sampler."""
         auto = self.rollout.logprobs == "sampling" or self.grpo.sampler_correction != "none"
         return auto if self.grpo.old_logp == "auto" else self.grpo.old_logp == "policy"
 
@@ -166,7 +166,7 @@ def names_of_rewards(rewards: list[RewardConfig], rollout: RolloutConfig) -> lis
 
 
 def check_outcome(evaluation: EvalConfig, names: list[str]) -> None:
-    """Refuse an outcome that is not one of the rewards, and two rewards with the same name."""
+    """Raise UserError if the outcome is not one of the rewards, or if two rewards have the same name."""
     twice = next((name for name in names if names.count(name) > 1), None)
     refuse(twice is not None, f"rewards: {twice} is also the name of an environment's reward: set `name` on one")
     outcome = evaluation.outcome
@@ -193,7 +193,7 @@ def _check_objective(grpo: GrpoConfig, rollout: RolloutConfig, lora: LoraConfig,
     )
     refuse(
         grpo.mask_truncated and rollout.ignore_eos,
-        "grpo.mask_truncated leaves nothing to learn from where rollout.ignore_eos cuts every completion: set one of"
+        "grpo.mask_truncated leaves nothing to learn from if rollout.ignore_eos cuts every completion: set one of"
         " them to false",
     )
     refuse(

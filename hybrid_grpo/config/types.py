@@ -1,4 +1,4 @@
-"""The types of settings, taken apart and put into words: for help, and for messages about wrong values."""
+"""Analyzes the types of settings, and describes them in help texts and in messages about wrong values."""
 
 import dataclasses
 import functools
@@ -10,18 +10,18 @@ from annotated_types import Ge, Gt, Le, Lt
 from hybrid_grpo.config.fields import LIMITS
 
 _hints: Any = functools.cache(functools.partial(get_type_hints, include_extras=True))
-"""Python compiles the annotations anew at each call, and the settings of a run are looked at often."""
+"""Type hints of a class, cached: they are needed often, and Python would evaluate the annotations anew each time."""
 _WORDS = {float: "a finite number", int: "a whole number", str: "text", bool: "true or false", Any: "text"}
 
 
 def fields_of(cls: Any) -> dict[str, Any]:
-    """The type of every field of a dataclass: a section's settings, or a configuration's sections."""
+    """Return the type of every field of a dataclass, by name: a section's settings, or a configuration's sections."""
     found: dict[str, Any] = _hints(cls)
     return found
 
 
 def plain_types(hint: Any) -> list[Any]:
-    """The alternatives of a type, without annotations."""
+    """Return the alternatives of a type, without annotations."""
     if get_origin(hint) is Annotated:
         return plain_types(get_args(hint)[0])
     if get_origin(hint) in (Union, UnionType):
@@ -30,12 +30,12 @@ def plain_types(hint: Any) -> list[Any]:
 
 
 def takes_mapping(hint: Any) -> bool:
-    """Whether a setting has entries of its own."""
+    """Whether a setting of this type has entries of its own, as a mapping or a section does."""
     return any(get_origin(plain) is dict or dataclasses.is_dataclass(plain) for plain in plain_types(hint))
 
 
 def type_name(hint: Any) -> str:
-    """What a setting takes, in words."""
+    """Describe the values that a setting takes, such as `a whole number or null`."""
     return " or ".join(word for plain in plain_types(hint) for word in _words(plain))
 
 
@@ -52,12 +52,12 @@ def _words(plain: Any) -> list[str]:
 
 
 def example(cls: Any) -> str:
-    """How the settings of a dataclass begin in YAML."""
+    """Return the beginning of a dataclass's settings in YAML."""
     return f"{{{next(iter(fields_of(cls)))}: ...}}"
 
 
 def bounds(hint: Any) -> str:
-    """The bounds of a number: `greater than 0`, `1 or greater`, `in (0, 1]`; empty if it has none."""
+    """Describe the bounds of a number: `greater than 0`, `1 or greater`, `in (0, 1]`; empty if it has none."""
     low = high = None
     for mark in _marks(hint):
         low = mark if isinstance(mark, (Gt, Ge)) else low

@@ -19,8 +19,8 @@ _LONGEST_MESSAGE = 2_000  # characters: some functions put a whole completion in
 
 
 def import_place(place: str, setting: str) -> ModuleType:
-    """The module of a file or of a dotted name, imported once. Raises UserError if it does not exist or importing it
-    raises; `setting` begins the message."""
+    """Import a file or a dotted module name, once, and return the module. Raises UserError if it does not exist or
+    importing it raises; the message begins with `setting`."""
     is_file = place.endswith(".py") or "/" in place
     path = Path(place).expanduser().resolve()
     if is_file and not path.is_file():
@@ -40,8 +40,8 @@ def import_place(place: str, setting: str) -> ModuleType:
 
 
 def import_object(given: str, setting: str) -> Any:
-    """The object that `path/to/file.py:name` or `package.module:name` names. Raises UserError if it does not exist or
-    cannot be called; `setting` begins the message."""
+    """Import the object that `path/to/file.py:name` or `package.module:name` names. Raises UserError if it does not
+    exist or cannot be called; the message begins with `setting`."""
     place, colon, name = given.rpartition(":")
     refuse(not colon, f"{setting}: give path/to/file.py:name or package.module:name")
     module = import_place(place, setting)
@@ -52,7 +52,7 @@ def import_object(given: str, setting: str) -> Any:
 
 
 def functions_of(module: ModuleType, kinds: Callable[[Any], bool] = inspect.isfunction) -> list[str]:
-    """Names of the public functions, or of the public objects that `kinds` accepts, that the module itself defines."""
+    """Return the names of public functions, or public objects that `kinds` accepts, which the module itself defines."""
     return [
         name
         for name, value in vars(module).items()
@@ -61,7 +61,7 @@ def functions_of(module: ModuleType, kinds: Callable[[Any], bool] = inspect.isfu
 
 
 def describe(error: BaseException, file: str | None) -> str:
-    """Type and message of an error and, if it passed through `file`, the line there; all in one line of text."""
+    """Return an error's type and message and, if it passed through `file`, the line there, as one line of text."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     place = f" ({Path(file).name}:{lines[-1]})" if file and lines else ""
     message = " ".join(str(error).split())
@@ -70,7 +70,7 @@ def describe(error: BaseException, file: str | None) -> str:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """The module of a file; its name depends on its path only, so that what it defines can be pickled."""
+    """Import a file. The module's name depends only on its path, so that objects it defines can be pickled."""
     name = f"hybrid_grpo_reward_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]

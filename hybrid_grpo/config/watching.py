@@ -15,4 +15,4 @@ class WatchOptionsConfig:
     """Where the page is served."""
 
     port: Annotated[Whole, Le(65535)] = 8170
-    """Port to listen on, reachable from this machine only; 0 takes a free one."""
+    """Port to listen on, reachable from this machine only; 0 selects a free one."""

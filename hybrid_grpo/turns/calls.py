@@ -1,4 +1,4 @@
-"""A parsed turn of the model: text, calls of tools, and what is wrong with them."""
+"""A parsed turn of the model: its text, its tool calls, and what is wrong with them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LONGEST_NAME = 128
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool."""
+    """A call of a tool by the model."""
 
     name: str
     arguments: dict[str, Any]
@@ -27,18 +27,18 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Turn:
-    """A parsed turn."""
+    """A parsed turn of the model."""
 
     content: str
-    """Its text without the calls."""
+    """The text of the turn without the calls."""
     calls: list[ToolCall] = field(default_factory=list)
     fault: str | None = None
-    """Why a call cannot be read, as a message to the model."""
+    """Why a call cannot be read, as a message to the model; None if all can be read."""
 
 
 def checked(call: ToolCall) -> ToolCall:
-    """The call in a form that is safe to handle: its text can be encoded, its numbers are finite, and its lists and
-    dictionaries are not nested too deeply. Raises ValueError if it is not a valid call."""
+    """Return the call in a form that is safe to handle: its text can be encoded, its numbers are finite, and its lists
+    and dictionaries are not nested too deeply. Raises ValueError if it is not a valid call."""
     if not isinstance(call.name, str) or not call.name or len(call.name) > _LONGEST_NAME:
         raise ValueError(f"a call has a name of 1 to {_LONGEST_NAME} characters")
     if not isinstance(call.arguments, dict):

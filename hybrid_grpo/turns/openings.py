@@ -1,4 +1,4 @@
-"""Prompts that end with the initial observations of their environments."""
+"""Appends the initial observations of environments to their prompts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybrid_grpo.turns.template import cut
 from hybrid_grpo.turns.tools.tools import Tools
 
 _LONGEST_PROMPT = 2**40
-"""No limit: prompts that are too long were left out when they were read."""
+"""No limit: prompts that are too long were already left out when they were read."""
 
 
 class Openings:
@@ -24,7 +24,7 @@ class Openings:
 
     Args:
         data: how prompts become tokens.
-        tokens: most tokens of an observation; the rest is cut.
+        tokens: maximum number of tokens of an observation; the rest is cut.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Openings:
         )
 
     def opened(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Prompt]:
-        """The prompts with their openings. Waits for all environments."""
+        """Return the prompts with their initial observations. Waits until all environments have been reset."""
         openings = self._environments.openings(prompts, seeds)
         return [self._written(prompt, opening) for prompt, opening in zip(prompts, openings, strict=True)]
 
@@ -64,7 +64,7 @@ class Openings:
 
 
 def _extended(text: str | list[Message], more: str) -> str | list[Message]:
-    """A prompt with more at the end of its last message."""
+    """Return a prompt with `more` at the end of its last message."""
     if isinstance(text, str):
         return text + more
     content = text[-1]["content"]

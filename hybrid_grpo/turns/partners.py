@@ -28,22 +28,22 @@ from hybrid_grpo.turns.trajectory import Answer, Finish, Partner, Trajectory
 from hybrid_grpo.turns.users.users import ModelUser, User, user_of
 
 _ANSWERS_KEPT = 1024
-"""Answers whose tokens are remembered."""
+"""Number of answers whose tokens are cached."""
 
 
 class Partners:
     """Answers the turns of completions; implements the decoder's `Turns`.
 
-    The first partner that takes a turn answers it. A turn that none takes ends its completion, along with the
+    The first partner that takes a turn answers it. A turn that no partner takes ends its completion, along with the
     completion's environment, if any. The order in which answers arrive does not affect the completions.
 
     Args:
-        partners: in the order in which they are asked.
-        openings: initial observations, for prompts that have environments.
+        partners: all partners, in the order in which turns are offered to them.
+        openings: appends initial observations to prompts that have environments.
         user: the partner that plays the user.
         tokenizer, variables, stop_ids: see `Between`.
 
-    Raises UserError if the chat template has no place for what partners say, or for calls of tools.
+    Raises UserError if the chat template has no place for the partners' answers, or for tool calls.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Partners:
         return self.tools.names if self.tools is not None else []
 
     def load(self, device: torch.device) -> None:
-        """Load the model that plays the user, if one does; raises UserError if it does not load."""
+        """Load the model that plays the user, if there is one; raises UserError if it cannot be loaded."""
         if isinstance(self.user, ModelUser):
             self.user.load(device)
 
@@ -101,8 +101,8 @@ class Partners:
             self.environments.check(prompts)
 
     def opened(self, prompts: list[Prompt], step: int | str) -> list[Prompt]:
-        """Prompts with the initial observations of their environments. The seed of an environment is a function of
-        (run seed, step, prompt); `step` may also name a held-out set."""
+        """Return prompts with the initial observations of their environments. The seed of an environment is a function
+        of (run seed, step, prompt); `step` may also name a held-out set."""
         if self._openings is None:
             return prompts
         # numpy and Gymnasium take seeds of 32 bits.
@@ -143,7 +143,7 @@ class Partners:
         return self._ends(self._trajectory(key), "length")
 
     def _ends(self, trajectory: Trajectory, finish: Finish) -> Finish | None:
-        """How a completion ends; None if its environment has to end first."""
+        """Return how a completion ends; None if its environment has to end first."""
         if self.environments is None:
             return finish
         self.environments.end(trajectory, finish, partial(self._take, trajectory, trajectory.turns))
@@ -214,7 +214,7 @@ class Partners:
         return request.most is None or read + len(observation) < request.most
 
     def _written(self, trajectory: Trajectory, messages: list[Message]) -> list[int]:
-        """The tokens of messages that answer a turn, each cut to its share of `max_tool_tokens`."""
+        """Return the tokens of messages that answer a turn, each cut to its share of `max_tool_tokens`."""
         # Completions of a group often get the same answer, and a template takes longer than a decode step.
         digest = sha256(json.dumps([trajectory.last, messages]).encode()).digest()  # answers may have a megabyte
         if digest not in self._tokenized:
@@ -229,7 +229,7 @@ class Partners:
         return list(ids)
 
     def _frame(self, last: int, messages: list[Message]) -> int:
-        """Tokens of the template around the contents of these messages."""
+        """Return the number of tokens that the template adds around the contents of these messages."""
         speakers = (last, *((message["role"], message.get("name")) for message in messages))
         if speakers not in self._frames:
             self._frames[speakers] = len(self._between.ids(last, [{**m, "content": ""} for m in messages]))
@@ -248,7 +248,7 @@ class Partners:
         return replace(completion, messages=messages, episode=episode, calls=calls)
 
     def numbers(self, rollout: Rollout) -> Numbers:
-        """Metrics of the completions of a rollout, with seconds counted since `begin` or the previous call."""
+        """Return metrics of the completions of a rollout, with seconds counted since `begin` or the previous call."""
         waited_s, self._waited_s = self._waited_s, 0.0
         numbers: Numbers = {"time/tool_wait_s": (waited_s, 1)}
         for partner in self._partners:
@@ -257,8 +257,8 @@ class Partners:
 
 
 def partners_of(config: SamplingConfig, tokenizer: Any, ends: tuple[int, ...]) -> Partners | None:
-    """The partners that the settings name; None if a completion is one turn. Raises UserError if one of them, or
-    the tokenizer, cannot be used. `ends` are the tokens that end a turn."""
+    """Create the partners that the settings name; None if completions have one turn. Raises UserError if one of them,
+    or the tokenizer, cannot be used. `ends` are the tokens that end a turn."""
     rollout, data = config.rollout, config.data
     if not rollout.has_turns:
         return None
@@ -295,7 +295,7 @@ def partners_of(config: SamplingConfig, tokenizer: Any, ends: tuple[int, ...]) -
 
 
 def with_tools(data: DataConfig, partners: Partners | None) -> DataConfig:
-    """The settings of data whose prompts, all of them chats, describe the tools to the model."""
+    """Return the data settings, changed so that all prompts are chats that describe the tools to the model."""
     if partners is None:
         return data
     variables = dict(data.chat_template_kwargs)

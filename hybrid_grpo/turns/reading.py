@@ -1,4 +1,4 @@
-"""Readers of turns: find the format of a model's calls, and parse turns. No text makes a reader raise."""
+"""Finds the format of a model's tool calls, and parses its turns. A reader never raises, whatever the text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HIDDEN = "\U000f0002"
 """A private-use character that stands for a thought."""
 
 _EXAMPLE = ToolCall("look_up", {"key": "qzx7k", "count": 3})
-"""A call that a chat template writes, and a reader has to read."""
+"""An example of a call, which the chat template writes and a reader has to read."""
 _TYPES = {"key": {"type": "string", "description": "a key"}, "count": {"type": "integer", "description": "a number"}}
 _PARAMETERS = {"type": "object", "properties": _TYPES, "required": [*_TYPES]}
 _SCHEMA = {
@@ -51,16 +51,16 @@ def reader_of(
     ends: Iterable[str],
     most_calls: int,
 ) -> Reader:
-    """The reader of a format. `auto` takes the first format that can read a call as the chat template writes it, and
-    tries the tokenizer's own parser before all others. A warning is printed if a format chosen by name cannot.
+    """Return the reader of a format. `auto` takes the first format that can read a call as the chat template writes it,
+    and tries the tokenizer's own parser first. A warning is printed if a format chosen by name cannot read it.
 
     Args:
         variables: `data.chat_template_kwargs`.
-        schemas: of the tools.
+        schemas: JSON schemas of the tools.
         ends: texts of the tokens that end turns.
         most_calls: maximum number of calls in a turn; more are a fault.
 
-    Raises UserError if `auto` finds none.
+    Raises UserError if `auto` finds no format.
     """
     prompt = written(tokenizer, [user_message(_ASKED)], schemas, variables)
 
@@ -76,8 +76,8 @@ def reader_of(
     if tool_format == "auto":
         if not fitting:
             raise UserError(
-                "rollout.tool_format auto: the chat template of policy.model writes a call in none of the formats that"
-                f" are known: if the model writes one of them, set it to {', '.join(FORMATS)}"
+                "rollout.tool_format auto: the chat template of policy.model writes calls in none of the known formats:"
+                f" if the model writes one of them, set it to {', '.join(FORMATS)}"
             )
         return made(fitting[0], schemas, prompt)
     if tool_format not in fitting and os.environ.get("RANK", "0") == "0":
@@ -98,8 +98,8 @@ def _reads(reader: Reader, text: str, end: str) -> bool:
 
 
 def _examples(tokenizer: Any, variables: dict[str, Any], ends: tuple[str, ...]) -> list[tuple[str, str, str]]:
-    """Triples of a prompt, the turn with the example's call that the chat template writes after it, and the token that
-    ends the turn. If prompts begin the model's thinking, the template may write a turn with or without that start."""
+    """Return triples of a prompt, the turn with the example's call that the chat template writes after it, and the
+    turn's end token. If prompts begin the model's thinking, the template may write turns with or without it."""
     examples = []
     # Templates of Kimi K2 write a call's id in place of its name.
     for call in (_EXAMPLE, replace(_EXAMPLE, id=f"functions.{_EXAMPLE.name}:0")):
@@ -117,7 +117,7 @@ def _examples(tokenizer: Any, variables: dict[str, Any], ends: tuple[str, ...]) 
 
 
 def _by_template(tokenizer: Any, prompt: str, schemas: Sequence[dict[str, Any]], most_calls: int) -> Reader:
-    """A reader by transformers' own parser, which the tokenizer's `response_template` configures."""
+    """Return a reader that uses transformers' own parser, which the tokenizer's `response_template` configures."""
 
     def parts(text: str) -> Iterator[Part]:
         message = tokenizer.parse_response(text, prefix=prompt, tools=list(schemas))
@@ -131,8 +131,8 @@ def _by_template(tokenizer: Any, prompt: str, schemas: Sequence[dict[str, Any]],
 
 
 def format_reader(parts: Format, schemas: Sequence[dict[str, Any]], most_calls: int, begun: str) -> Reader:
-    """The reader of a format; `begun` is the beginning of the model's thinking if prompts end with it. Calls within a
-    thought are ignored."""
+    """Return the reader of a format; `begun` is the beginning of the model's thinking if prompts end with it. Calls
+    within a thought are ignored."""
     functions = [schema["function"] for schema in schemas]
     tools = {function["name"]: function.get("parameters", {}).get("properties", {}) for function in functions}
 
@@ -148,7 +148,7 @@ def format_reader(parts: Format, schemas: Sequence[dict[str, Any]], most_calls: 
 
 
 def _without_thoughts(text: str) -> tuple[str, list[str]]:
-    """The text with `_HIDDEN` in place of each thought, and the thoughts."""
+    """Return the text with `_HIDDEN` in place of each thought, and the thoughts."""
     spoken, thoughts, place = [], [], 0
     endless: set[str] = set()
     for begin in _THOUGHT.finditer(text):
@@ -166,7 +166,7 @@ def _without_thoughts(text: str) -> tuple[str, list[str]]:
 
 
 def _turn(text: str, parts: Iterator[Part], most_calls: int) -> Turn:
-    """The turn that its parts make up; whatever they raise is a fault of the turn."""
+    """Build a turn from its parts. Whatever the parts raise becomes a fault of the turn."""
     content: list[str] = []
     calls: list[ToolCall] = []
     faults: list[Exception] = []
@@ -192,7 +192,7 @@ def _turn(text: str, parts: Iterator[Part], most_calls: int) -> Turn:
 
 
 def _spoken(call: ToolCall) -> ToolCall:
-    """The call; raises ValueError if it has a thought in it."""
+    """Return the call; raises ValueError if it contains a thought."""
     if _HIDDEN in json.dumps([call.name, call.arguments, call.id], ensure_ascii=False):
         raise ValueError("a thought stands in a call")
     return call

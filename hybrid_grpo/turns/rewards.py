@@ -14,11 +14,11 @@ from hybrid_grpo.workers.pool import call_inline
 
 
 def rewards_of(names: list[str], *, by_turn: bool) -> list[Reward]:
-    """A reward of weight 1 for each of these names. It does not apply to completions of other environments, nor if the
-    environment gave no reward; it fails if the environment failed.
+    """Return a reward of weight 1 for each of these names. A reward does not apply to completions of other
+    environments, or if the environment gave none; it fails if the environment failed.
 
     Args:
-        by_turn: the rewards of turns stay rewards of steps; otherwise they are added up.
+        by_turn: whether rewards of turns stay rewards of steps; otherwise they are added up.
     """
     interface = Interface([], [EPISODES], False, "group")
     return [

@@ -1,5 +1,4 @@
-"""The tokens between two turns: what the chat template writes after a turn of the model, up to the beginning of the
-next."""
+"""Finds the tokens between two turns: what the chat template writes after a turn of the model, up to the next turn."""
 
 from __future__ import annotations
 
@@ -15,13 +14,13 @@ from hybrid_grpo.data.prompts import apply_template
 from hybrid_grpo.turns.calls import ToolCall
 
 _MARK = "qzx7k"
-"""A text in the model's turn, by which the turn is found in the chat that the template writes."""
+"""A marker in the model's turn, by which the turn is found in the chat that the template writes."""
 _THOUGHT = "kx7zq"
-"""A text in the model's thinking, by which that is found."""
+"""A marker in the model's thinking, by which the thinking is found."""
 
 
 def assistant_message(content: str, calls: list[ToolCall]) -> Message:
-    """A turn as a message."""
+    """Return a turn of the model as a message."""
     message: Message = {"role": "assistant", "content": clean(content)}
     if calls:
         message["tool_calls"] = [
@@ -32,12 +31,12 @@ def assistant_message(content: str, calls: list[ToolCall]) -> Message:
 
 
 def tool_message(number: int, name: str, content: str, id: str | None = None) -> Message:
-    """The result of call `number` of a turn as a message; `id` if the model gave the call one."""
+    """Return the result of call `number` of a turn as a message. `id` is the model's id of the call, if it gave one."""
     return {"role": "tool", "name": name, "tool_call_id": _id(number, id), "content": clean(content)}
 
 
 def user_message(content: str) -> Message:
-    """An answer to a turn other than the result of a call."""
+    """Return a message of the user, such as an answer to a turn without calls."""
     return {"role": "user", "content": clean(content)}
 
 
@@ -53,7 +52,7 @@ def written(
     *,
     generation: bool = True,
 ) -> str:
-    """A chat as the template writes it; with `generation`, including the beginning of the model's next turn."""
+    """Return a chat as the template writes it; with `generation`, including the beginning of the model's next turn."""
 
     def by(chat: list[Message]) -> str:
         return apply_template(tokenizer, chat, generation=generation, tools=list(schemas) or None, **variables)
@@ -75,11 +74,11 @@ def _with_json(message: Message) -> Message:
 
 
 _LETTERS_OF_A_TOKEN = 32
-"""Characters of an answer that are tokenized for each token to be kept; the rest is dropped unread."""
+"""Characters of an answer that are tokenized for each token to be kept. The rest is dropped without being tokenized."""
 
 
 def cut(tokenizer: Any, chat_text: ChatText, text: str, tokens: int) -> str:
-    """The beginning of a text, at most `tokens` tokens long."""
+    """Return the beginning of a text, at most `tokens` tokens long."""
     short = text[: tokens * _LETTERS_OF_A_TOKEN]
     ids = chat_text.ids(chat_text.marked(short))
     if len(ids) <= tokens and len(short) == len(text):
@@ -93,7 +92,7 @@ class Between:
 
     Args:
         variables: `data.chat_template_kwargs`, passed to the template along with the messages.
-        schemas: the tools; there may be none.
+        schemas: JSON schemas of the tools; may be empty.
         stop_ids: tokens that end a turn.
     """
 
@@ -132,9 +131,9 @@ class Between:
         """Raise UserError, which names `setting`, if the template rewrites earlier turns: in training, the model reads
         its turns as it wrote them, and would later read something else in chats that the template writes.
 
-        The check writes a chat of two turns, each answered by a message that `example` makes. With every turn, the text
-        must begin with the text before and the new turn, its thinking included, apart from white space. Thinking may be
-        part of the content, or have a field of its own (`reasoning_content`).
+        The check writes a chat of two turns, each answered by a message that `example` makes. After every turn, the
+        text must begin with the previous text and the new turn, including its thinking, apart from white space.
+        Thinking may be part of the content, or have a field of its own (`reasoning_content`).
         """
         found = [self._rewriting(example, separate=separate) for separate in (False, True)]
         refuse(
@@ -145,7 +144,7 @@ class Between:
         )
 
     def _rewriting(self, example: Callable[[str], Message], *, separate: bool) -> str | None:
-        """What the template does to earlier turns, as a message; None if it keeps them."""
+        """Return what the template does to earlier turns, as a message; None if it keeps them."""
         found = re.search(r"<([\w:]*think\w*)>", str(self._tokenizer.get_chat_template()))
         begin, end = (found[0], f"</{found[1]}>") if found else ("", "")
         chat: list[Message] = [{"role": "user", "content": "."}]
@@ -173,7 +172,7 @@ class Between:
         return None
 
     def ids(self, last: int, messages: list[Message]) -> list[int]:
-        """The tokens of messages that answer a turn; `last` is the last sampled token of the turn."""
+        """Return the tokens of messages that answer a turn; `last` is the last sampled token of the turn."""
         _, after = self._after(messages)
         end = next((text for text in self._ends.values() if after.startswith(text)), "")
         # If the model sampled the template's end of the turn, it is there already.
@@ -181,8 +180,8 @@ class Between:
         return self._text.ids(text)
 
     def _after(self, messages: list[Message]) -> tuple[bool, str]:
-        """Whether a chat that ends with `messages` contains the end of the turn before them, and its text from
-        there."""
+        """Return whether a chat that ends with `messages` contains the end of the turn before them, and the chat's text
+        from there on."""
         answered = [message for message in messages if message["role"] == "tool"]
         calls = [ToolCall(message["name"], {"about": _MARK}, message["tool_call_id"]) for message in answered]
         marked = self._text.marked(messages)
@@ -200,5 +199,5 @@ class Between:
 
 
 def _squeezed(text: str) -> str:
-    """The text without white space, which templates trim as they like."""
+    """Return the text without white space, which templates trim as they like."""
     return "".join(text.split())

@@ -24,17 +24,17 @@ class Trajectory:
     messages: list[Message] = field(default_factory=list)
     """The turns that were answered, and the answers that the model has read."""
     turns: int = 0
-    """Turns that were answered, or are being answered."""
+    """Number of turns that were answered, or are being answered."""
     sampled: int = 0
-    """Tokens of all turns that have ended."""
+    """Number of tokens in all turns that have ended."""
     observed: int = 0
-    """Observation tokens: the tokens of all answers that the model has read."""
+    """Number of observation tokens: the tokens of all answers that the model has read."""
     last: int = -1
     """The token that ended the last turn."""
     is_last: bool = False
-    """No further turn may follow: the model does not read the answer to the last one."""
+    """Whether no further turn may follow. The model then does not read the answer to the last turn."""
     is_full: bool = False
-    """Only a limit of tokens, not the limit of turns, prevents a further turn."""
+    """Whether only a limit of tokens, not the limit of turns, prevents a further turn."""
     calls: list[Called] = field(default_factory=list)
     """Calls that have ended, in any order; see `Completion.calls`."""
 
@@ -44,30 +44,30 @@ class Answer:
     """The answer to a turn of the model."""
 
     messages: list[Message] = field(default_factory=list)
-    """What the model reads before its next turn; without any the completion ends."""
+    """What the model reads before its next turn. If there are no messages, the completion ends."""
     finish: Finish | None = None
-    """How the completion ends with the turn; None if it continues."""
+    """How the completion ends, if the partner has already ended it with this turn; otherwise None."""
 
 
 class Seconds:
-    """Seconds that calls took since they were last read; calls may end on any thread."""
+    """Collects how many seconds calls take, until `numbers` reads them; calls may end on any thread."""
 
     def __init__(self) -> None:
         self._ended: list[tuple[str, float]] = []
 
     def add(self, name: str, seconds: float) -> None:
-        """Add a call."""
+        """Add the seconds that a call of this name took."""
         self._ended.append((name, seconds))
 
     def numbers(self, names: Sequence[str] = ()) -> Numbers:
-        """Mean seconds per call, by metric, for each of these names of calls. Starts counting anew."""
+        """Return the metric `<name>/seconds`, the mean per call, for each of these names. Starts counting anew."""
         ended, self._ended = self._ended, []
         took = {name: [seconds for of, seconds in ended if of == name] for name in names}
         return {f"{name}/seconds": (sum(of) / max(len(of), 1), len(of)) for name, of in took.items()}
 
 
 def call_numbers(name: str, completions: Sequence[Completion]) -> Numbers:
-    """The number of calls in completions, whoever sampled them, and the share that failed, by metric."""
+    """Return metrics of the calls of this name in completions: their number, and the share of them that failed."""
     failed = [has_failed for c in completions for called, has_failed in c.calls if called == name]
     calls = len(failed)
     return {f"{name}/calls": (calls, 1), f"{name}/failed_frac": (sum(failed) / max(calls, 1), calls)}
@@ -77,21 +77,21 @@ class Partner(Protocol):
     """Answers turns of the model. The first of a run's partners that takes a turn answers it."""
 
     setting: str
-    """The setting that names it, for messages."""
+    """The setting that names the partner, for messages."""
     reads_last: bool
-    """Whether it also receives the last turn that is allowed; otherwise that turn ends the completion unanswered."""
+    """Whether the partner also receives the last turn allowed; otherwise that turn ends the completion unanswered."""
     seconds: Seconds
-    """Seconds that its answers took."""
+    """Seconds that the partner's answers took."""
 
     def example(self, content: str) -> Message:
-        """A message like those in its answers, with this content; used to test whether a chat template accepts it."""
+        """Return a message like those in its answers, with this content, to test whether a chat template accepts it."""
 
     def takes(self, trajectory: Trajectory, turn: Turn) -> bool:
-        """Whether it answers a turn."""
+        """Whether the partner answers a turn."""
 
     def answer(self, trajectory: Trajectory, turn: Turn, done: Callable[[Answer], None]) -> None:
         """Begin to answer a turn that it takes. `done` is called once with the answer, on any thread."""
 
     def numbers(self, rollout: Rollout) -> Numbers:
-        """Metrics of the completions of a rollout, and of the seconds that answers took since the previous call. Counts
-        include completions that a journal kept from before a crash."""
+        """Return metrics of the completions of a rollout, and of the seconds that answers took since the previous call.
+        Counts include completions that a journal kept from before a crash."""

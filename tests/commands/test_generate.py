@@ -247,7 +247,11 @@ def test_a_reader_who_has_had_enough_ends_it_quietly() -> None:
         (["--generate.output=model"], "a=", "generate.output model is a folder"),
         (["--generate.output=no/out.jsonl"], "a=", "generate.output no/out.jsonl: there is no folder no"),
         ([*DATA, "--generate.output=./words.jsonl"], "", "generate.output words.jsonl would replace the prompts"),
-        (["--rollout.temperature=0", "--rollout.num_generations=2"], "a=", "rollout.temperature 0 has one completion"),
+        (
+            ["--rollout.temperature=0", "--rollout.num_generations=2"],
+            "a=",
+            "rollout.num_generations 2: at temperature 0 all",
+        ),
         (["--rollout.num_generations=0"], "a=", "rollout.num_generations 0 must be 1 or greater"),
         (["--generate.file=x"], "a=", "there is no setting generate.file"),
     ],
@@ -262,7 +266,7 @@ def test_a_mistake_gives_one_line_and_status_2(
     ("arguments", "says"),
     [
         ([], "data.path is standard input, which 2 ranks cannot share"),
-        (DATA, "generate.output -: 2 ranks write a file"),
+        (DATA, "generate.output - cannot be shared by 2 ranks"),
     ],
 )
 def test_ranks_do_not_share_standard_streams(arguments: list[str], says: str) -> None:

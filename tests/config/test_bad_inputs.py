@@ -160,7 +160,7 @@ SETTINGS = [
     # Places
     ("--run.name=../x", "run.name '../x' must be at most 128 letters"),
     ("--run.dir=", "run.dir is empty"),
-    ("--run.dir=~/runs", "run.dir ~/runs: ~ is only known to shells"),
+    ("--run.dir=~/runs", "run.dir ~/runs: only shells expand ~"),
     ("--run.dir=train.jsonl/x", "run.dir train.jsonl/x: train.jsonl is a file, not a folder"),
     ("--run.dir=/proc/nothing", "run.dir /proc/nothing: no folder can be made there"),
     (f"--run.dir={'x' * 300}", "no folder can be made there: File name too long"),

@@ -27,7 +27,7 @@ from user import User
         ("{zero_optimization: {offload_param: {device: nvme}}}", "set it to cpu"),
         ("{zero_optimization: {offload_optimizer: {device: nvme}}}", "hold what is in memory): set it to cpu"),
         ("{checkpoint: {load_universal: true}}", "written by hybrid_grpo itself"),
-        ("{zero_optimization: {zero_hpz_partition_size: 2}}", "does not divide the ranks, of which there are 1"),
+        ("{zero_optimization: {zero_hpz_partition_size: 2}}", "does not divide the number of ranks, 1"),
     ],
 )
 def test_deepspeed_keys_that_belong_to_a_setting(user: User, section: str, setting: str) -> None:

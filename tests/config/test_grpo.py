@@ -49,7 +49,7 @@ def test_one_reward_needs_no_weighing():
 
 def test_masking_what_is_cut_leaves_nothing_where_all_is_cut():
     message = refusal(grpo={"mask_truncated": True}, rollout={"ignore_eos": True})
-    assert message.startswith("grpo.mask_truncated leaves nothing to learn from where rollout.ignore_eos")
+    assert message.startswith("grpo.mask_truncated leaves nothing to learn from if rollout.ignore_eos")
 
 
 @pytest.mark.parametrize("settings", [

@@ -287,7 +287,7 @@ def model(tmp_path_factory):
             "data.path no.jsonl: there is no such",
         ),
         (TrainConfig, check_train, ["--data.path=rows"], "rewards is empty: give at least one"),
-        (GenerateConfig, check_generate, ["--data.task=letters", "--data.path=-"], "data.path - is prompts from"),
+        (GenerateConfig, check_generate, ["--data.task=letters", "--data.path=-"], "data.path - reads prompts"),
     ],
 )
 def test_settings_that_a_task_does_not_go_with(model, cls, check, arguments, says):

@@ -188,7 +188,7 @@ def test_saved_rewards_are_those_that_the_functions_gave(tmp_path, steps):
 
 def test_saved_completions_have_no_environments_to_reward_them():
     settings = {"rollout": {"environment": "game.py:Game"}, "replay": {"completions": "saved"}}
-    with pytest.raises(UserError, match=r"replay\.completions saved brings no environments.*replay\.rewards to saved"):
+    with pytest.raises(UserError, match=r"replay\.completions saved runs no environments.*replay\.rewards to saved"):
         build(ReplayConfig, settings)
     build(ReplayConfig, {**settings, "replay": {"completions": "saved", "rewards": "saved"}})
 

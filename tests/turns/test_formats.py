@@ -167,7 +167,7 @@ def test_a_template_that_writes_calls_in_no_known_format_is_refused():
     tokenizer = tool_tokenizer("hermes")
     tokenizer.chat_template = writer("{% for call in message.tool_calls or [] %}please {{ call }}{% endfor %}")
     with pytest.raises(
-        UserError, match=r"rollout\.tool_format auto: .*none of the formats.* set it to hermes, mistral"
+        UserError, match=r"rollout\.tool_format auto: .*none of the known formats.* set it to hermes, mistral"
     ):
         auto(tokenizer)
 

@@ -1,1 +1,1 @@
-"""The exponential moving average of the weights, exported in addition to the model."""
+"""Keeps an exponential moving average of the weights, which is exported in addition to the model."""

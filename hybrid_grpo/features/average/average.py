@@ -1,7 +1,7 @@
 """The exponential moving average of the trained weights, which is often better than the final weights.
 
-It is float32 in host memory, whatever the type of the model, and sharded over the ranks like the optimizer state: at
-ZeRO stage 0 every rank has all of it. With LoRA it is the average of the adapters.
+The average is float32 in host memory, whatever the type of the model, and sharded over the ranks like the optimizer
+state; at ZeRO stage 0 every rank has all of it. With LoRA, the adapters are averaged.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,7 @@ from hybrid_grpo.run.feature import Feature
 from hybrid_grpo.run.inputs import RunInputs
 
 _NAME = "average"
-"""Name of its files in a checkpoint."""
+"""Name of the average's files in a checkpoint."""
 
 
 class MovingAverage:
@@ -42,8 +42,8 @@ class MovingAverage:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Inside, the average replaces the weights of the module; afterwards the weights are restored bit for bit.
-        Needs host memory for a copy of the largest flat tensor. Collective."""
+        """Inside the context, the average replaces the weights of the module; afterwards the weights are restored bit
+        for bit. Needs host memory for a copy of the largest flat tensor. Collective."""
         assert not self._is_used, "it does not nest"
         self._exchange()
         try:
@@ -72,7 +72,7 @@ class MovingAverage:
 
 
 class Average(Feature):
-    """Keeps the average of a run of any kind, and exports it as `model_ema/`."""
+    """Keeps the moving average in a run of any kind, and exports it as `model_ema/`."""
 
     name = "average"
     average: MovingAverage

@@ -46,7 +46,7 @@ class Report:
     kept: list[int]
     """Numbers of the rows that are kept, ascending."""
     found: dict[str, list[Finding]]
-    """By the setting in `clean` of each kind that was checked, in the order of the checks."""
+    """What each check found, keyed by its setting in `clean`, in the order of the checks."""
     lengths: dict[str, int]
     """Quantiles of the lengths of all readable prompts, in `unit`."""
     unit: str
@@ -73,7 +73,7 @@ _Faults = Iterator[tuple[_Readable, str]]
 
 
 def clean(data: DataConfig, config: CleanConfig, tokenizer: Any = None) -> tuple[list[Row], Report]:
-    """The training rows that are kept, unchanged, and a report on all of them.
+    """Return the training rows that are kept, unchanged, and a report on all rows.
 
     Args:
         tokenizer: counts the tokens of prompts; without one, lengths are in words and no prompt is too long.
@@ -135,7 +135,7 @@ def _read(rows: list[Row], source: str, data: DataConfig, tokenizer: Any) -> tup
 
 
 class _Cleaner:
-    """The checks. Each receives the rows that are left, and yields the faulty ones."""
+    """Runs the checks. Each check receives the rows that are left, and yields the faulty ones."""
 
     def __init__(self, rows: list[_Readable], data: DataConfig, config: CleanConfig, *, counts_tokens: bool) -> None:
         self._rows, self._data, self._config = rows, data, config
@@ -145,7 +145,7 @@ class _Cleaner:
         self._counts_tokens = counts_tokens
 
     def checks(self) -> dict[str, Callable[[list[_Readable]], _Faults]]:
-        """The checks that are on and possible, by their settings, in the order in which they run."""
+        """Return the checks that are on and possible, keyed by their settings, in the order in which they run."""
         every = {
             "encoding": self._encoding, "answers": self._answers, "languages": self._languages,
             "lengths": self._lengths, "duplicates": self._duplicates, "near_duplicates": self._near_duplicates,

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, config=SECTION)
 class CheckDataConfig(RecipeReader):
-    """Look for faults in the training rows, print what was found, and write the rows that are kept. Loads only the
-    tokenizer of `policy.model`, not the model. Takes the recipe of `train` or `sft`."""
+    """Look for faults in the training rows, print what was found, and write the rows that are kept. The command loads
+    only the tokenizer of `policy.model`, not the model. It takes the recipe of `train` or `sft`."""
 
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     data: DataConfig = field(default_factory=DataConfig)

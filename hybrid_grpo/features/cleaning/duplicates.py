@@ -18,7 +18,7 @@ _PERMUTATIONS = 256
 _SURE = 0.98
 """Minimum probability that hashing finds a pair at the similarity threshold; it finds more similar pairs more often."""
 _MARGIN = 0.125
-"""Four standard errors of a similarity estimated from sketches; one is at most 0.5 / sqrt(256)."""
+"""Four standard errors of a similarity estimated from sketches; a standard error is at most 0.5 / sqrt(256)."""
 _SEED = 1
 _PAIR = 2**31
 _COMMON_SHARE = 0.2
@@ -31,7 +31,7 @@ def is_common(count: int, total: int, share: float) -> bool:
 
 
 def shingles(texts: Sequence[str]) -> list[Shingles]:
-    """[N], the shingles of each text, except shingles that more than a fifth of the texts share (see `is_common`)."""
+    """Return the shingles of each text, [N], except those that more than a fifth of texts share (see `is_common`)."""
     numbers: dict[str, int] = {}
     found = []
     for text in texts:
@@ -69,7 +69,7 @@ class NearTexts:
             self._index.insert(number, self._sketches.sketch_N[number])
 
     def nearest(self, number: int) -> tuple[int, float] | None:
-        """The number of the most similar text that was added, and its similarity; None if none is similar enough."""
+        """Return the number and the similarity of the most similar text that was added; None if none is similar."""
         shingles_N, sketch_N = self._sketches.shingles_N, self._sketches.sketch_N
         own, least = shingles_N[number], self._similarity - _MARGIN
         candidates = self._index.query(sketch_N[number]) if len(own) else []
@@ -79,13 +79,13 @@ class NearTexts:
 
 
 def bands(similarity: float) -> int:
-    """The number of bands of a sketch: the fewest with which two texts of at least this similarity share a band with
-    probability `_SURE`. Fewer bands give fewer candidates."""
+    """Return the number of bands of a sketch: the fewest with which two texts of at least this similarity share a band
+    with probability `_SURE`. Fewer bands give fewer candidates."""
     rows = (rows for rows in (16, 8, 4, 2) if 1 - (1 - similarity**rows) ** (_PERMUTATIONS // rows) >= _SURE)
     return _PERMUTATIONS // next(rows, 1)
 
 
 def jaccard(a: Shingles, b: Shingles) -> float:
-    """Size of the intersection over that of the union."""
+    """Return the size of the intersection divided by the size of the union."""
     both = len(np.intersect1d(a, b, assume_unique=True))
     return both / (len(a) + len(b) - both)

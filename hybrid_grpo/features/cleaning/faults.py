@@ -30,8 +30,8 @@ def encoding_fault(text: str) -> str | None:
 
 
 def language(text: str) -> str | None:
-    """ISO 639-1 code of the most likely language of a text; None if the text has too few words, not counting formulas
-    and numbers."""
+    """Return the ISO 639-1 code of the most likely language of a text; None if the text has too few words, not counting
+    formulas and numbers."""
     import py3langid
 
     of_letters = [word for word in words(text) if word.isalpha()]

@@ -12,7 +12,7 @@ Phrase = tuple[str, ...]
 """Consecutive words."""
 
 LEAST_WORDS = 8
-"""Held-out prompts with fewer words are only compared whole, since they would be found within unrelated prompts."""
+"""Held-out prompts with fewer words are only compared as a whole, since unrelated prompts would contain them."""
 _PIECE = 5
 _COMMON_PIECES, _COMMON_PHRASES = 0.05, 0.01
 """Word sequences in more than this share of the prompts are instructions (pieces) or common phrases."""
@@ -50,7 +50,7 @@ class OverlapIndex:
             self._phrases.update(dict.fromkeys(own - common - self._phrases.keys(), number))
 
     def find(self, text: str) -> tuple[int, str] | None:
-        """The number of a held-out prompt that the text contains, and how it was found; None if it contains none."""
+        """Return the number of a held-out prompt in the text, and how it was found; None if there is none."""
         whole = without_punctuation(text)
         if whole in self._whole:
             return self._whole[whole], "is equal to"

@@ -50,12 +50,12 @@ class CleanConfig(FeatureConfig):
     """Prompts nearly equal to the prompt of an earlier row; see `similarity`."""
     similarity: PositiveShare = 0.5
     """Minimum similarity of near duplicates: the number of words and pairs of consecutive words that both prompts have,
-    divided by the number that at least one has. Those that more than a fifth of the prompts share, such as instructions
-    of the task, are not counted. If a tenth of the words of a prompt are replaced, the similarity is about 0.75."""
+    divided by the number that at least one has. Words and pairs in more than a fifth of the prompts, such as
+    instructions, are not counted. If a tenth of the words of a prompt are replaced, the similarity is about 0.75."""
     overlap: Literal["off", "report", "drop", "refuse"] = "drop"
     """Prompts that overlap with held-out prompts (`data.eval_split` or `data.eval_path`): equal, ignoring case,
     punctuation and white space; nearly equal (unless `near_duplicates` is off); or sharing `overlap_words` consecutive
-    words. If there is one, `refuse` writes no rows and exits with status 2."""
+    words. If there is such a prompt, `refuse` writes no rows and exits with status 2."""
     overlap_words: Count = 13
     """Consecutive words that count as an overlap, as in GPT-3 (arXiv:2005.14165, appendix C). A shorter held-out prompt
     of at least 8 words counts if all of it is found. Word sequences that many prompts share do not count."""

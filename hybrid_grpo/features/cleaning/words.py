@@ -11,5 +11,5 @@ _WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+|[-+*/=<>^%]")
 
 
 def words(text: str) -> list[str]:
-    """The normalized words and arithmetic signs of a text."""
+    """Return the normalized words and arithmetic signs of a text."""
     return _WORD.findall(normalized(text))

@@ -19,14 +19,14 @@ from hybrid_grpo.run.feature import Feature, Scored
 from hybrid_grpo.run.inputs import RunInputs
 
 _FOLDER = "critic"
-"""Its folder in a checkpoint."""
+"""Name of the critic's folder in a checkpoint."""
 
 
 class Critic(Scorer):
     """Predicts, before each token of a completion, the reward that the completion will still earn.
 
     It reads the same tokens as the policy. The value of a token is computed from the hidden state at the token before
-    it. A new value head starts at 0: random values would be noise in the first advantages.
+    it. A new value head is initialized to 0, since random values would be noise in the first advantages.
 
     Args:
         config, plan: the run's settings and batch equation.
@@ -52,8 +52,8 @@ class Critic(Scorer):
         return self.optimizer_steps < self._settings.warmup_steps * self._plan.optimizer_steps
 
     def advantages(self, scored: Scored, batches: list[MicroBatch]) -> tuple[Tensor, Numbers]:
-        """Advantages of all tokens, and the critic's metrics; see `critic_advantages`. The targets are kept for
-        `learn`. `batches` contain all rows of the rollout. Collective."""
+        """Return the advantages of all tokens and the critic's metrics; see `critic_advantages`. The targets are kept
+        for `learn`. `batches` contain all rows of the rollout. Collective."""
         rollout = scored.rollout
         value_BT = self.values(batches, (len(rollout.completions), max(rollout.lengths)))
         advantages_BT, self._targets, numbers = critic_advantages(
@@ -63,7 +63,7 @@ class Critic(Scorer):
 
     @torch.no_grad()
     def values(self, batches: list[MicroBatch], shape: tuple[int, int]) -> Tensor:
-        """The values of all completion tokens, float32 [B, T], 0 on padding; `shape` is (B, T). Collective."""
+        """Return the values of all completion tokens, float32 [B, T], 0 on padding; `shape` is (B, T). Collective."""
         value_BT = torch.zeros(shape, device=self.engine.device)
         for micro in batches:
             value_N = self.forward(micro)
@@ -72,8 +72,8 @@ class Critic(Scorer):
         return value_BT
 
     def learn(self, batches: Sequence[TrainBatch], beat: Callable[[], None]) -> Iterator[Numbers]:
-        """One optimizer step on rows of the rollout that was last passed to `advantages`; yields the metrics of each
-        micro-batch and of the step. `beat` is called before each micro-batch. Collective."""
+        """Take one optimizer step on rows of the rollout that was last passed to `advantages`; yields the metrics of
+        each micro-batch and of the step. `beat` is called before each micro-batch. Collective."""
         assert self._targets is not None
         for batch in batches:
             beat()
@@ -94,7 +94,7 @@ class Critic(Scorer):
 
 
 class CriticFeature(Feature):
-    """Advantages relative to a critic's values, and the critic's training."""
+    """Computes advantages relative to a critic's values, and trains the critic."""
 
     name = "critic"
     is_timed = True

@@ -42,7 +42,7 @@ def critic_advantages(
     beta: float,
     device: torch.device,
 ) -> tuple[Tensor, ValueTargets, Numbers]:
-    """Advantages of all tokens by GAE, and the critic's targets. Collective.
+    """Compute the advantages of all tokens by GAE, and the critic's targets. Collective.
 
     A completion earns its reward, including the length penalty, at its last token, and step rewards at the last tokens
     of the steps. A completion without a reward has advantage 0, and the critic does not learn from it.
@@ -50,7 +50,7 @@ def critic_advantages(
     Args:
         value_BT: the critic's values.
         kl_BT: the KL of each token in nats; None if the KL is not part of the reward.
-        beta: what the reward loses per nat of this KL.
+        beta: the amount that is subtracted from the reward per nat of this KL.
         device: for collectives.
 
     Returns:
@@ -82,7 +82,7 @@ def critic_advantages(
 
 
 def token_rewards(whole_B: Tensor, steps: list[list[RewardStep]] | None, lengths: list[int]) -> Tensor:
-    """The reward of each token, float64 [B, T], 0 on padding.
+    """Return the reward of each token, float64 [B, T], 0 on padding.
 
     Args:
         whole_B: rewards of whole completions, earned at their last tokens.
@@ -123,8 +123,8 @@ def generalized_advantages(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor,
 
 
 def moments(values: tuple[Tensor, ...], mask_BT: Tensor, total: Total) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance, float64 [K] each, of K tensors [B, T] over the tokens of all ranks; 0 if there are no
-    tokens."""
+    """Return the mean and unbiased variance, float64 [K] each, of K tensors [B, T] over the tokens of all ranks; 0 if
+    there are no tokens."""
     values_KN = torch.stack([value_BT[mask_BT].double() for value_BT in values])
     here = torch.tensor([values_KN.shape[1]], dtype=torch.float64)
     *_, count = sums = total(torch.cat([values_KN.sum(1), here]))
@@ -136,7 +136,7 @@ def moments(values: tuple[Tensor, ...], mask_BT: Tensor, total: Total) -> tuple[
 def value_loss(
     value_bT: Tensor, old_value_bT: Tensor, return_bT: Tensor, weight_bT: Tensor, critic: CriticConfig
 ) -> tuple[Tensor, Numbers]:
-    """The clipped value loss, weighted and summed, and its metrics.
+    """Return the clipped value loss, weighted and summed, and its metrics.
 
     The loss of a token is 0.5 max((V - R)^2, (V' - R)^2), where V' is V clipped to within `critic.clip` of the value
     before the step (OpenAI's code for PPO, arXiv:1707.06347; see arXiv:2005.12729, section 3).

@@ -9,8 +9,8 @@ from hybrid_grpo.run.memory.plan import FeatureMemory, Part, Plan
 
 
 class CriticMemory(FeatureMemory):
-    """What the critic keeps between steps: weights and gradients on the device, and optimizer state on the device or,
-    if offloaded, on the host. Its activations are not counted: it has no LM head, and it runs after the policy's
+    """Plans what the critic keeps between steps: weights and gradients on the device, and optimizer state on the device
+    or, if offloaded, on the host. Its activations are not counted: it has no LM head, and it runs after the policy's
     activations have been released."""
 
     name = "critic"
@@ -37,5 +37,5 @@ class CriticMemory(FeatureMemory):
         return Part("critic", (states if own.offloads else 0) if on_host else held, remedy)
 
     def seconds(self, plan: Plan, forward: float, passes: int) -> float:
-        """The time of one forward for the values, and of the critic's training."""
+        """Return the time of one forward pass for the values, and of training the critic."""
         return forward * (1 + passes) * self._parameters / plan.sizes.parameters

@@ -23,14 +23,14 @@ _OF_POLICY = (
 )
 """Settings that the critic takes from the policy."""
 _SHARDED = ("offload_param", "zero_hpz_partition_size")
-"""Sections of DeepSpeed that need sharded weights."""
+"""DeepSpeed settings that need sharded weights."""
 
 
 @dataclass(frozen=True, config=SECTION)
 class CriticConfig(FeatureConfig):
-    """A critic, trained with the policy but in its own DeepSpeed engine (PPO). Advantages are relative to its values
-    instead of the group. Everything that is not set here, such as the type of its weights, is as in policy and engine.
-    The critic has no adapters."""
+    """A critic, trained with the policy but in its own DeepSpeed engine (PPO). Advantages are relative to the critic's
+    values instead of the group. Everything that is not set here, such as the type of the weights, is as in the sections
+    policy and engine. The critic has no adapters."""
 
     enabled: Switch = False
     """Train a critic. All other settings of this section require this one."""
@@ -77,12 +77,12 @@ class CriticConfig(FeatureConfig):
         return {"critic.model": self.model}
 
     def as_policy(self, policy: PolicyConfig) -> PolicyConfig:
-        """The settings of the critic's model and optimizer, given the policy's."""
+        """Return the settings of the critic's model and optimizer, given the policy's settings."""
         shared = {name: getattr(policy, name) for name in _OF_POLICY}
         return PolicyConfig(model=self.model or policy.model, lr=self.lr, **shared)
 
     def as_engine(self, engine: EngineConfig) -> EngineConfig:
-        """The settings of the critic's engine, given the policy's."""
+        """Return the settings of the critic's engine, given the policy's engine settings."""
         stage, offload = self._stage_and_offload(engine)
         return replace(engine, zero_stage=stage, offload_optimizer=offload)
 

@@ -1,1 +1,1 @@
-"""Success rates of prompts, kept over the run, and an order of prompts that can follow them."""
+"""Keeps the success rates of prompts over the run, and can choose the prompts of a step by these rates."""

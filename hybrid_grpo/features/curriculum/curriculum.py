@@ -26,9 +26,9 @@ CLASSES = 16
 MIN_TRIES = 4
 """Minimum number of completions, discounted by age, before a prompt is left out because of its success rate."""
 HALF_LIFE = 50
-"""Steps after which a completion counts half: the policy has changed since it sampled the completion."""
+"""Number of steps after which a completion counts half, since the policy has changed since it was sampled."""
 FLOOR = 0.05
-"""Weight of prompts that teach nothing or are left out, so that they are still drawn sometimes; the best has 1."""
+"""Weight of prompts that teach nothing or are left out, so that they are sometimes drawn; the best prompt has 1."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class RatedPrompts(TrainingPrompts):
 
 
 class Curriculum(ListLoader):
-    """Draws prompts, keeps their success rates and, depending on the settings, follows the rates.
+    """Draws prompts, keeps their success rates and, if the settings say so, draws by these rates.
 
-    The order and the rates are the same on every rank and for any number of ranks. Draws by weight are seeded by the
-    position in the order. Within a step they are without replacement as long as there are prompts left. `device` is
+    The order and the rates are the same on every rank and for any number of ranks. Weighted draws are seeded by the
+    position in the order. Within a step, prompts are drawn without replacement as long as any are left. `device` is
     used for collectives.
     """
 
@@ -83,12 +83,12 @@ class Curriculum(ListLoader):
         self._weight_N, self._drawn, self._noted = None, [], {}
 
     def rates(self) -> Floats:
-        """[N], the current estimate of each prompt's success rate."""
+        """Return [N], the current estimate of each prompt's success rate."""
         right_N, wrong_N = self._posterior()
         return right_N / (right_N + wrong_N)
 
     def weights(self) -> Floats:
-        """[N], the weight with which each prompt is drawn next, from `FLOOR` to 1."""
+        """Return [N], the weight with which each prompt is drawn next, from `FLOOR` to 1."""
         if self._weight_N is None:
             weight_N = np.ones(len(self._prompts))
             if self._config.sampling == "difficulty":
@@ -98,7 +98,7 @@ class Curriculum(ListLoader):
         return self._weight_N
 
     def numbers(self) -> Numbers:
-        """Also the mean success rate, and the shares of prompts that were tried and that are left out now."""
+        """Return `ListLoader`'s metrics, the mean success rate, and the shares of prompts tried and left out now."""
         numbers: Numbers = {
             **super().numbers(),
             "curriculum/success_rate": (float(self.rates().mean()), 1),
@@ -109,7 +109,7 @@ class Curriculum(ListLoader):
         return numbers
 
     def tried_prompts(self) -> list[dict[str, Any]]:
-        """The prompts that were tried, hardest first, with the number of tries and the estimated success rate."""
+        """Return the prompts that were tried, hardest first, each with its tries and estimated success rate."""
         rate_N = self.rates()
         rows: list[dict[str, Any]] = []
         for i in np.argsort(rate_N, kind="stable").tolist():
@@ -120,8 +120,8 @@ class Curriculum(ListLoader):
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the prompts drawn so far, and the counts after the last update: `index` lists the prompts
-        that were tried, `counts` their completions and right completions, `recent` both discounted by age."""
+        """Return the position after the prompts drawn so far, and the counts after the last update: `index` lists the
+        prompts that were tried, `counts` their completions and right completions, `recent` both discounted by age."""
         index = np.flatnonzero(self._count_N2[:, 0])
         counts = {"index": index, "counts": self._count_N2[index], "recent": self._recent_N2[index]}
         # Plain numbers, since a checkpoint may only contain types of torch and Python.
@@ -136,7 +136,7 @@ class Curriculum(ListLoader):
         self._weight_N, self._drawn, self._noted = None, [], {}
 
     def _posterior(self) -> tuple[Floats, Floats]:
-        """Parameters, [N] each, of the beta distribution of each prompt's success rate.
+        """Return the parameters, [N] each, of the beta distribution of each prompt's success rate.
 
         The prior mean of a prompt is the rate of its class, and the prior mean of a class is the overall rate. Each
         prior counts as much as one group of completions.
@@ -169,8 +169,8 @@ class Curriculum(ListLoader):
         return drawn
 
     def _weighted(self, among: Ints, count: int, start: int) -> list[tuple[int, int]]:
-        """Index and epoch of `count` prompts, drawn by weight from the indices `among`. Prompts that this step has
-        drawn least often come first. `start` is the number of earlier draws from `among`."""
+        """Draw `count` prompts by weight from the indices `among`, and return the index and epoch of each. Prompts that
+        this step has drawn least often come first. `start` is the number of earlier draws from `among`."""
         length, first = len(among), int(among[0])
         often_N = np.bincount([index for index, _ in self._drawn], minlength=len(self._prompts))[among]
         # The first index makes sources of equal length get different random numbers.
@@ -187,7 +187,7 @@ class Curriculum(ListLoader):
 
 
 def expected_gain(right_N: Floats, wrong_N: Floats, num_generations: int) -> Floats:
-    """[N], the expected product of the probability that a prompt's group teaches something and the failure rate.
+    """Return [N], the expected product of the probability that a prompt's group teaches something and the failure rate.
 
     This is E[(1 - p) (1 - p^G - (1 - p)^G)], where the success rate p has a beta distribution with the parameters
     `right_N` and `wrong_N`, both greater than 0. Groups that are all right or all wrong have advantages of 0 (DAPO,
@@ -204,8 +204,8 @@ def expected_gain(right_N: Floats, wrong_N: Floats, num_generations: int) -> Flo
 
 
 def draw_weighted(weight_N: Floats, count: int, rng: np.random.Generator) -> Ints:
-    """Up to `count` different indices, drawn one after another in proportion to the remaining weights, which must be
-    greater than 0. Computed at once as the largest u^(1/w), with u uniform (Efraimidis and Spirakis 2006)."""
+    """Draw up to `count` different indices, one after another, in proportion to the remaining weights, which must be
+    greater than 0. Computed at once, by the largest u^(1/w) with u uniform (Efraimidis and Spirakis 2006)."""
     key_N = np.log1p(-rng.random(len(weight_N))) / weight_N
     count = min(count, len(weight_N))
     top = np.argpartition(-key_N, count - 1)[:count]

@@ -25,8 +25,8 @@ class CurriculumConfig(FeatureConfig):
     sampling: Literal["uniform", "difficulty"] = "uniform"
     """`uniform` passes over all prompts, in an order that does not depend on success. `difficulty` draws prompts in
     proportion to what their groups are expected to teach: the probability that the completions are neither all right
-    nor all wrong, times the share that is still wrong. A prompt that was not tried yet is expected to be solved as
-    often as other prompts of similar length."""
+    nor all wrong, times the share of completions that are still wrong. A prompt that has not been tried yet is expected
+    to be solved as often as other prompts of similar length."""
     skip_above: Share | None = None
     """Leave out prompts with a known success rate of at least this: they are solved. A rate is known if it rests on at
     least 4 completions, discounted by age, so a prompt comes back once its completions are old."""
@@ -37,7 +37,7 @@ class CurriculumConfig(FeatureConfig):
 
     @property
     def is_on(self) -> bool:
-        """Success rates are kept in any case."""
+        """Always True, since success rates are kept in any case."""
         return True
 
     @model_validator(mode="after")
@@ -55,7 +55,7 @@ class CurriculumConfig(FeatureConfig):
         return self.sampling == "difficulty" or self.skip_below is not None or self.skip_above is not None
 
     def check(self, config: TrainConfig) -> None:
-        """Raise UserError if success rates are to be followed, but the order is fixed or no rates are kept."""
+        """Raise UserError if prompts are to be chosen by success rate, but the order is fixed or no rates are kept."""
         refuse(
             self.follows and not config.data.shuffle,
             "data.shuffle false keeps the order of the source, which curriculum changes: set it to true, or take out"
@@ -68,7 +68,7 @@ class CurriculumConfig(FeatureConfig):
         )
 
     def training_prompts(self, data: DataConfig, tokenizer: Any, seed: int, check: Any) -> RatedPrompts:
-        """Prompts that are drawn by a curriculum."""
+        """Return the training prompts, which a `Curriculum` draws."""
         from hybrid_grpo.data.prompts import read_prompts
         from hybrid_grpo.features.curriculum.curriculum import RatedPrompts
 

@@ -67,8 +67,8 @@ class Guests(Feature):
     def loss(
         self, batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor, found: Sequence[Tensor]
     ) -> tuple[Tensor | float, Numbers]:
-        """The surrogate loss, with the ratio of the policy to the guest. KL, entropy and the sampler's correction are
-        left out, since they are expectations under the policy."""
+        """Return the surrogate loss, with the ratio of the policy to the guest. KL, entropy and the sampler's
+        correction are left out, since they are expectations under the policy."""
         total: Tensor | float = 0.0
         numbers, zeros_bT = Numbers(), torch.zeros_like(entropy_bT)
         for name, rows_b1 in batch.writers.items():
@@ -82,7 +82,7 @@ class Guests(Feature):
         return total, numbers
 
     def measure(self, rollout: Rollout, scores: Scores) -> Numbers:
-        """Metrics of the guests' completions, and the share of groups that teach nothing even with guests."""
+        """Return metrics of the guests' completions, and the share of groups that teach nothing even with guests."""
         numbers = Numbers()
         for guest, _ in self._guests:
             rows = [row for row, completion in enumerate(rollout.completions) if completion.writer == guest.name]

@@ -7,8 +7,8 @@ from hybrid_grpo.run.memory.plan import FeatureMemory, Part, Plan
 
 
 class GuestMemory(FeatureMemory):
-    """The weights of guest models, which every rank holds in full. Their memory for decoding is not counted: it is
-    released before the policy decodes."""
+    """Plans the weights of guest models, which every rank holds in full. Memory for decoding is not counted, since it
+    is released before the policy decodes."""
 
     name = "guests"
 

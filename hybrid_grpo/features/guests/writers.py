@@ -26,7 +26,7 @@ _SMALLEST_LOGP, _LARGEST_LOGP = -1e9, 1e-3
 
 @dataclass(frozen=True)
 class Learner:
-    """The policy that learns from the guests, as far as guests must fit it."""
+    """Properties of the policy that learns from the guests, which guests must fit."""
 
     config: TrainConfig
     tokenizer: Any
@@ -58,7 +58,7 @@ class GuestFile:
         refuse(
             not self._by_prompt,
             f"{self._setting} {guest.path}: none of its {others} prompts is one of data.path: give completions of the"
-            " prompts to train on, with a data.system_prompt where these have one",
+            " prompts to train on, with a data.system_prompt if these have one",
         )
         count, having = sum(map(len, self._by_prompt.values())), len(self._by_prompt)
         self.fact = f"{count:,} completions of {having:,} of {len(known):,} prompts, from {guest.path}"
@@ -66,10 +66,10 @@ class GuestFile:
             self.fact += f"; {others:,} rows have other prompts"
 
     def load(self, device: torch.device) -> None:
-        """Nothing to load."""
+        """Does nothing, since a file has no weights to load."""
 
     def write(self, prompts: Sequence[Prompt], step: int, beat: Callable[[], None]) -> list[list[Completion]]:
-        """[P], at most `per_group` completions of each prompt. The draw depends only on seed, step and prompt."""
+        """Return [P], at most `per_group` completions of each prompt. Draws depend only on seed, step and prompt."""
         groups = []
         for prompt in prompts:
             found = self._by_prompt.get(_key(prompt.text), [])
@@ -120,7 +120,7 @@ class GuestModel:
         self._model = load_model(self._policy, attention, self._setting).to(device).eval()
 
     def write(self, prompts: Sequence[Prompt], step: int, beat: Callable[[], None]) -> list[list[Completion]]:
-        """[P], `per_group` completions of each prompt, except completions with tokens that the policy does not know."""
+        """Return [P], `per_group` completions of each prompt, without any that have tokens unknown to the policy."""
         config, count = self._learner.config, self._guest.per_group
         seed, own = config.run.seed, f"guest {self._guest.name}"
         requests = [
@@ -138,7 +138,7 @@ def _key(prompt: str | list[Message]) -> str:
 
 
 def _completions(group: Rollout, guest: GuestConfig, learner: Learner, where: str) -> list[Completion]:
-    """The completions of a row, with tokens and log-probabilities; raises UserError if they do not fit the policy."""
+    """Return a row's completions, with tokens and log-probabilities; raises UserError if they do not fit the policy."""
     columns, count = group.prompts[0].columns, len(group.completions)
     ids, logp, finish = (_each(columns.get(name), count) for name in ("token_ids", "token_logp", "finish"))
     written = []
@@ -169,7 +169,7 @@ def _completions(group: Rollout, guest: GuestConfig, learner: Learner, where: st
 
 
 def _each(value: Any, count: int) -> list[Any]:
-    """The column's value for each completion of a row: `value` is a list of them, or belongs to the only completion."""
+    """Return a column's value for each completion of a row: `value` lists them, or belongs to the only completion."""
     if count == 1 and not (isinstance(value, list) and len(value) == 1 and isinstance(value[0], list | str)):
         return [value]
     return value if isinstance(value, list) and len(value) == count else [None] * count
@@ -191,7 +191,7 @@ def _fits(ids: Any, logp: Any) -> bool:
 
 
 def _tokenized(text: str, ends: bool, learner: Learner) -> list[int]:
-    """The tokens of a text, followed by an end token if it `ends`."""
+    """Return the tokens of a text, followed by an end token if it `ends`."""
     ids: list[int] = list(learner.tokenizer(text, add_special_tokens=False)["input_ids"])
     end = learner.tokenizer.eos_token_id
     return [*ids, end if end in learner.ends else learner.ends[0]] if ends and learner.ends else ids

@@ -68,9 +68,9 @@ class PretrainingLoss(Feature):
 
 
 def read_texts(config: PtxConfig, tokenizer: Any) -> tuple[list[list[int]], str]:
-    """Rows of 2 to `max_tokens` tokens, and a line that describes what was read. No row's first token is predicted.
+    """Return rows of 2 to `max_tokens` tokens, and a line that describes the texts. First tokens are not predicted.
 
-    A text ends with end-of-sequence if the tokenizer has that token. Longer texts are split into consecutive rows.
+    A text ends with the end-of-sequence token if the tokenizer has one. Longer texts are split into consecutive rows.
     Raises UserError if a row has no text, or there is nothing to predict.
     """
     source = Source(config.path, config.split, config.subset, config.limit, "ptx.path", "ptx.split")

@@ -21,7 +21,7 @@ class PtxConfig(FeatureConfig):
     so that the policy does not forget what it learned in pretraining. Each optimizer step draws new rows."""
 
     coef: NotNegative = 0.0
-    """Weight of the loss (gamma), which is a mean over the tokens of the rows. 0: the loss is not computed."""
+    """Weight of the loss (gamma), which is a mean over the tokens of the rows. If it is 0, the loss is not computed."""
     path: Source = ""
     """JSONL or parquet file, folder of a saved dataset, or hub name."""
     subset: Text | None = None
@@ -29,7 +29,7 @@ class PtxConfig(FeatureConfig):
     split: Text = "train"
     """Split to read, if the source has splits."""
     column: Text = "text"
-    """Column with the text. The tokenizer adds its special tokens, and end-of-sequence is appended."""
+    """Column with the text. The tokenizer adds its special tokens, and the end-of-sequence token is appended."""
     limit: Count | None = None
     """Read only this many texts, from the beginning."""
     rows_per_step: Count = 32

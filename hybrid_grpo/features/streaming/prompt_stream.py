@@ -85,7 +85,7 @@ class PromptStream:
         self._columns: list[str] = []
         self._reader = None if config.task is None else cache(partial(row_reader, config.task))
         self._rows: RowStream | None = None
-        """On the first rank only."""
+        """Set on the first rank only."""
         self.prompts, self.fact, shards = self._on_first_rank(lambda: self._look(seed), UserError)
         self.identity = {
             "seed": seed,
@@ -95,12 +95,12 @@ class PromptStream:
         }
 
     def find(self, position: Position) -> None:
-        """Raises UserError if the rows at a position have changed."""
+        """Raise UserError if the rows at a position have changed."""
         self._on_first_rank(lambda: self._find(position), UserError)
 
     def take(self, position: Position, count: int) -> tuple[list[Prompt], Position]:
-        """The next `count` prompts starting at a position, each with its epoch, and the position after them. Raises
-        RunStopped if a row is not a prompt, or cannot be read."""
+        """Return the next `count` prompts starting at a position, each with its epoch, and the position after them.
+        Raises RunStopped if a row is not a prompt, or cannot be read."""
         return self._on_first_rank(lambda: self._take(position, count), RunStopped)
 
     def _on_first_rank(self, work: Callable[[], T], refusal: type[UserError]) -> T:
@@ -163,7 +163,7 @@ class PromptStream:
         return prompts, position
 
     def _take_from(self, block: Block, position: Position, count: int) -> tuple[list[Prompt], Position]:
-        """At most `count` prompts of a block, and the position after them."""
+        """Return at most `count` prompts of a block, and the position after them."""
         prompts: list[Prompt] = []
         offset = position.offset
         while offset < len(block.rows) and len(prompts) < count:
@@ -178,7 +178,7 @@ class PromptStream:
         return prompts, Position(block.place, offset, block.checksum, drawn, over_long)
 
     def _prompt(self, streamed: StreamedRow) -> Prompt:
-        """The prompt of a row, even if it is over-long."""
+        """Return the prompt of a row, even if it is over-long."""
         row = self._read(streamed)
         number = streamed.shard * _SHARD_IDS + streamed.number
         columns = {column: row.get(column) for column in self._columns}
@@ -187,7 +187,7 @@ class PromptStream:
         return prompt
 
     def _read(self, streamed: StreamedRow) -> Row:
-        """The row as its task converts it."""
+        """Return the row as its task converts it."""
         row, number = streamed.row, streamed.number
         return row if self._reader is None else self._reader(streamed.shard_name)(number, row)
 
@@ -200,7 +200,7 @@ class StreamedPrompts(TrainingPrompts):
 
     @property
     def longest(self) -> int:
-        """See `TrainingPrompts`: the limit, since later rows are not known yet."""
+        """See `TrainingPrompts`. This is the limit, since later rows are not known yet."""
         return self.stream.longest
 
     def loader(self, config: TrainConfig, plan: BatchPlan, device: torch.device) -> StreamLoader:
@@ -227,7 +227,8 @@ class StreamLoader:
         self._position = Position()
 
     def next_prompts(self, batches: int) -> list[Prompt]:
-        """This rank's prompts of the next `batches` global batches, in order, each with its epoch. Collective."""
+        """Return this rank's prompts of the next `batches` global batches, in order, each with its epoch.
+        Collective."""
         size = self._share * self._world_size
         starts = [batch * size + self._rank * self._share for batch in range(batches)]
         return self.more_prompts(batches * size, [n for start in starts for n in range(start, start + self._share)])
@@ -244,11 +245,11 @@ class StreamLoader:
         """Does nothing: there is nothing to update after a step."""
 
     def tried_prompts(self) -> list[dict[str, Any]]:
-        """None: success rates are not kept."""
+        """Return an empty list, since success rates are not kept."""
         return []
 
     def numbers(self) -> Numbers:
-        """Metrics of the run's progress through the data, and of the rows that were dropped."""
+        """Return metrics of the run's progress through the data, and of the rows that were dropped."""
         at = self._position
         return {
             "data/epoch": (at.place.epoch, 1),
@@ -258,7 +259,7 @@ class StreamLoader:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The current position, over all ranks, and what identifies the stream; the same on every rank."""
+        """Return the current position, over all ranks, and what identifies the stream; the same on every rank."""
         return {**self._stream.identity, "position": asdict(self._position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from hybrid_grpo.data.sources import Files, Source, file_rows, one_line, open_so
 from hybrid_grpo.data.tasks import Row
 
 PATIENCE_S = 300.0
-"""How long a shard that cannot be reached is tried again before the run stops."""
+"""Seconds for which reading an unreachable shard is retried before the run stops."""
 _LONGEST_WAIT_S = 60.0
 _NETWORK = {"aiohttp", "fsspec", "httpcore", "httpx", "requests", "urllib3"}
 """Libraries whose exceptions are connection errors. Not all of these exceptions are OSErrors."""
@@ -109,8 +109,8 @@ class RowStream:
         self.patient, self.shards = False, len(self._shards)
 
     def block(self, place: Place) -> Block:
-        """The block that begins at a place. If it follows the last block, reading continues; otherwise its shard is
-        opened again. Raises UserError if a row cannot be read."""
+        """Return the block that begins at a place. If it follows the last block, reading continues; otherwise its shard
+        is opened again. Raises UserError if a row cannot be read."""
         if self._last is None or self._last.place != place:
             # If reading raises, the shard is opened again the next time.
             opened, self._open, self._last = self._open, None, None
@@ -134,7 +134,7 @@ class RowStream:
         return np.random.default_rng(np.random.SeedSequence([self._seed, *entropy])).permutation(count).tolist()
 
     def _rows(self, place: Place) -> Iterator[tuple[StreamedRow, int, Any]]:
-        """The rows of the pass starting at a place, each with its shard's turn and the mark of the next row."""
+        """Yield the rows of the pass starting at a place, each with its shard's turn and the mark of the next row."""
         order = self._order(len(self._shards), place.epoch)
         number, mark = place.row, place.at
         for turn in range(place.turn, len(order)):
@@ -145,8 +145,8 @@ class RowStream:
             number, mark = 0, None
 
     def _shard_rows(self, shard: Shard, number: int, mark: Any) -> Iterator[tuple[Row, Any]]:
-        """The rows of a shard starting at `mark`, which is the mark of row `number`. A patient stream retries a shard
-        that cannot be reached, after 1 s, 2 s, 4 s and so on."""
+        """Yield the rows of a shard starting at `mark`, which is the mark of row `number`. A patient stream retries a
+        shard that cannot be reached, after 1 s, 2 s, 4 s and so on."""
         from datasets.exceptions import DatasetsError
 
         failing_since, wait_s = 0.0, 1.0
@@ -175,7 +175,7 @@ class RowStream:
 
 
 def open_shards(source: Source) -> list[Shard]:
-    """The shards of a source. Raises UserError if it cannot be opened, has no such split, or is already in memory."""
+    """Return a source's shards. Raises UserError if it cannot be opened, has no such split, or is already in memory."""
     import datasets
 
     with readable(source):
@@ -187,7 +187,7 @@ def open_shards(source: Source) -> list[Shard]:
             opened = opened.to_iterable_dataset(num_shards=max(1, len(opened.cache_files)))
         refuse(
             not isinstance(opened, datasets.IterableDataset),
-            f"{source.path_setting} is a {type(opened).__name__}, which is in memory as it is: take out streaming",
+            f"{source.path_setting} is a {type(opened).__name__}, which is already in memory: take out streaming",
         )
         count = opened.num_shards
         return [
@@ -197,7 +197,7 @@ def open_shards(source: Source) -> list[Shard]:
 
 
 def _rows_of(dataset: Any, number: int, start: int | None) -> Iterator[tuple[Row, int]]:
-    """The rows of shard `number` of a `datasets.IterableDataset`, from row `start`, each with the next row's number."""
+    """Yield shard `number` of a `datasets.IterableDataset` from row `start`: each row and the next row's number."""
     shard, first = dataset.shard(dataset.num_shards, number), start or 0
     for after, row in enumerate(shard.skip(first) if first else shard, first + 1):
         yield row, after

@@ -72,7 +72,7 @@ class StreamingConfig(FeatureConfig):
             )
 
     def held_out_source(self, source: Source, data: DataConfig) -> Source:
-        """The held-out source, streamed if it is the training source; raises UserError if it has the same split."""
+        """Return the held-out source, streamed if it is the training source. Raises UserError if it has that split."""
         from dataclasses import replace
 
         same = source.path is data.path or (isinstance(source.path, str) and source.path == data.path)
@@ -86,7 +86,7 @@ class StreamingConfig(FeatureConfig):
     def training_prompts(
         self, data: DataConfig, tokenizer: Any, seed: int, check: Callable[[list[Any]], None]
     ) -> StreamedPrompts:
-        """The prompts of the stream. Collective."""
+        """Return the prompts of the stream. Collective."""
         from hybrid_grpo.features.streaming.prompt_stream import PromptStream, StreamedPrompts
 
         stream = PromptStream(data, tokenizer, seed, check, self.block)

@@ -18,24 +18,24 @@ from hybrid_grpo.data.batch import Numbers
 
 
 def measure_teacher(old_logp_BT: Tensor, teacher_logp_BT: Tensor, mask_BT: Tensor) -> Numbers:
-    """The teacher's mean log-probability of the sampled tokens, and the mean of `old_logp` minus the teacher's. The
-    latter is an unbiased estimate of KL(policy || teacher) for the policy that sampled."""
+    """Return the teacher's mean log-probability of the sampled tokens, and the mean of `old_logp` minus the teacher's.
+    The latter is an unbiased estimate of KL(policy || teacher) for the policy that sampled."""
     tokens = mask_BT.sum()
     teacher, policy = (torch.where(mask_BT, logp_BT, 0.0).sum() / tokens for logp_BT in (teacher_logp_BT, old_logp_BT))
     return {"teacher/logp": (teacher, tokens), "teacher/kl": (policy - teacher, tokens)}
 
 
 def teacher_advantages(old_logp_BT: Tensor, teacher_logp_BT: Tensor, coef: float) -> Tensor:
-    """-coef (old_logp - teacher_logp), [B, T], a term of the advantages; see the docstring of the module."""
+    """Return -coef (old_logp - teacher_logp), [B, T], a term of the advantages; see the module's docstring."""
     return -coef * (old_logp_BT - teacher_logp_BT)
 
 
 def teacher_loss(kl_bT: Tensor, weight_bT: Tensor, coef: float) -> Tensor:
-    """`coef` times the weighted sum of the divergences in a micro-batch, a scalar.
+    """Return `coef` times the weighted sum of the divergences in a micro-batch, a scalar.
 
     Args:
         kl_bT: the divergence at each token, with gradient.
         weight_bT: see `token_weights`; the caller chose the denominator.
-        coef: weight relative to the loss of the policy.
+        coef: the weight of this loss, relative to the loss of the policy.
     """
     return coef * (kl_bT * weight_bT).sum()

@@ -21,10 +21,10 @@ class NextTokens:
     """Distributions of the next token at N positions, at the sampling temperature."""
 
     logp_NK: Tensor
-    """float32, log-probabilities of all tokens. If there is `token_NK`: [N, K + 1], log-probabilities of those tokens,
-    and of all other tokens together."""
+    """float32, log-probabilities of all tokens. With `token_NK`: [N, K + 1], the log-probabilities of its tokens, and
+    of all other tokens together."""
     token_NK: Tensor | None
-    """int32, the tokens that are distinguished; None if all are."""
+    """int32, the tokens that have their own log-probability; None if all tokens do."""
     vocabulary: int
     """Number of tokens in the distributions, which are the first tokens of the model's vocabulary."""
 
@@ -37,7 +37,7 @@ class NextTokens:
         return NextTokens(self.logp_NK[:1], None if self.token_NK is None else self.token_NK[:1], self.vocabulary)
 
     def joined(self, more: list[NextTokens]) -> NextTokens:
-        """These positions, followed by those of `more`."""
+        """Return the distributions at these positions, followed by those in `more`."""
         parts = [self, *more]
         tokens = [part.token_NK for part in parts if part.token_NK is not None]
         logp_NK = torch.cat([part.logp_NK for part in parts])
@@ -49,8 +49,8 @@ class NextTokens:
 
 
 def grouped(logp_NV: Tensor, token_NK: Tensor | None) -> Tensor:
-    """[N, K + 1], log-probabilities of the chosen tokens, and of all others together. If no tokens are chosen, all
-    log-probabilities, [N, V]."""
+    """Return the log-probabilities of the chosen tokens, and of all others together, [N, K + 1]. If no tokens are
+    chosen, return all log-probabilities, [N, V]."""
     if token_NK is None:
         return logp_NV
     token_NK = token_NK.long()
@@ -59,7 +59,7 @@ def grouped(logp_NV: Tensor, token_NK: Tensor | None) -> Tensor:
 
 
 def kl_divergence(logp_NK: Tensor, teacher_logp_NK: Tensor) -> Tensor:
-    """[N] in nats, the KL divergence of p (`logp_NK`) from q (`teacher_logp_NK`): sum p (log p - log q)."""
+    """Return [N] in nats, the KL divergence of p (`logp_NK`) from q (`teacher_logp_NK`): sum p (log p - log q)."""
     return (logp_NK.exp() * (logp_NK - teacher_logp_NK)).sum(1)
 
 
@@ -125,7 +125,7 @@ def reverse_kl(
     teacher: NextTokens,
     tile_bytes: int | None = None,
 ) -> tuple[Tensor]:
-    """KL(model || teacher) of the next token, [N] in nats, float32 and differentiable.
+    """Return KL(model || teacher) of the next token, [N] in nats, float32 and differentiable.
 
     Both distributions are over the teacher's `vocabulary`. Tokens that the teacher does not distinguish count as one
     token, which gives a lower bound by the log sum inequality.
@@ -151,7 +151,7 @@ def most_likely(
     vocabulary: int,
     top_k: int,
 ) -> tuple[Tensor, ...]:
-    """The tensors of `NextTokens` in host memory, for the `top_k` most probable tokens, or for all tokens if it is 0.
+    """Return the tensors of `NextTokens`, in host memory, for the `top_k` most probable tokens, or for all if it is 0.
 
     Args:
         hidden_ND, weight_VD, bias_V: see `reverse_kl`.
@@ -176,7 +176,7 @@ def _tiles(hidden_ND: Tensor, vocabulary: int, tile_bytes: int | None) -> list[s
 def _softmax(
     hidden_nD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, V: int, shape: LogitShape, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the first V tokens, in float32 or higher, and their logits in the model's type."""
+    """Return log-probabilities of the first V tokens, in float32 or higher, and their logits in the model's type."""
     logits_nV = logits_of(hidden_nD, weight_VD, bias_V, slice(0, V), shape)
     exact = torch.promote_types(logits_nV.dtype, torch.float32)
     return (logits_nV.to(exact) / temperature).log_softmax(1), logits_nV
@@ -187,7 +187,7 @@ def _both(logp_nV: Tensor, teacher: NextTokens, rows: slice) -> tuple[Tensor, Te
 
 
 def _ungrouped(value_nK: Tensor, teacher: NextTokens, rows: slice) -> Tensor:
-    """[n, V], for each distinguished token its own value, for all others the last column's."""
+    """Return [n, V]: each distinguished token has its own value, and all others have that of the last column."""
     if teacher.token_NK is None:
         return value_nK
     value_nV = value_nK[:, -1:].repeat(1, teacher.vocabulary)

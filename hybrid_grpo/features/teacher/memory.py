@@ -13,8 +13,8 @@ from hybrid_grpo.run.memory.plan import FeatureMemory, Part, Plan
 
 
 class TeacherMemory(FeatureMemory):
-    """The teacher's sharded weights. With `teacher.into` loss also its distributions at all tokens of a rollout, on the
-    host: float32 and, with `top_k`, the tokens. Its forward keeps nothing, like the forward of the reference."""
+    """Plans the teacher's sharded weights and, with `teacher.into` loss, its distributions at all tokens of a rollout,
+    on the host: float32 and, with `top_k`, the tokens. Its forward pass keeps nothing, like that of the reference."""
 
     name = "teacher"
 
@@ -29,7 +29,7 @@ class TeacherMemory(FeatureMemory):
         return Part("teacher", weights + (kept if on_host else 0), "teacher.top_k, teacher.offload, more ranks")
 
     def seconds(self, plan: Plan, forward: float, passes: int) -> float:
-        """The time of one forward of the teacher, which may be the policy itself."""
+        """Return the time of one forward pass of the teacher, which may be the policy itself."""
         own = plan.sizes.parameters
         return forward * (self._parameters or own) / own
 

@@ -35,9 +35,9 @@ class TeacherConfig(FeatureConfig):
     teacher's log-probability of that token. `loss` adds coef times the KL divergence over the vocabulary at every
     token, which is less noisy, but keeps the teacher's distributions in host memory until the end of the step."""
     top_k: Whole = 0
-    """With `into` loss: the number of most probable tokens that the teacher's distribution distinguishes at each
-    position. All others count as one token, so the KL divergence is a lower bound. 0: the whole vocabulary, which takes
-    4 bytes per token of the vocabulary for each sampled token."""
+    """Number of most probable tokens that the teacher's distribution distinguishes at each position, with `into` loss.
+    All others count as one token, so the KL divergence is a lower bound. 0: the whole vocabulary, which takes 4 bytes
+    per token of the vocabulary for each sampled token."""
     prompt_column: Text | None = None
     """Column with the teacher's prompt, as text or a chat, such as the question with its solution. Default: the
     policy's prompt."""
@@ -66,7 +66,7 @@ class TeacherConfig(FeatureConfig):
         return {"teacher.model": self.model}
 
     def as_policy(self, policy: PolicyConfig) -> PolicyConfig:
-        """The settings of the teacher's model, given those of the policy."""
+        """Return the settings of the teacher's model, given those of the policy."""
         shared = {name: getattr(policy, name) for name in _OF_POLICY}
         return PolicyConfig(model=self.model or policy.model, **shared)
 
@@ -77,7 +77,7 @@ class TeacherConfig(FeatureConfig):
         if self.into == "advantage":
             self.refuse_idle("with teacher.into advantage: set teacher.into to loss", "top_k")
         if self.model is None:
-            self.refuse_idle("where the policy itself is the teacher: set teacher.model", "offload")
+            self.refuse_idle("if the policy itself is the teacher: set teacher.model", "offload")
         refuse(
             self.prompt_column == prompt_column,
             f"teacher.prompt_column {prompt_column} is data.prompt_column, which the policy reads: name another column,"

@@ -1,6 +1,6 @@
 """The teacher of a run: a frozen model next to the policy, or the policy itself with another prompt.
 
-What the policy learns from it is in distillation.py.
+distillation.py explains what the policy learns from the teacher.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.turns.partners import with_tools
 
 _LONGEST_PROMPT = 2**20
-"""Tokens; practically no limit, since the teacher's positions limit its prompts, not the policy's settings."""
+"""Practically no limit, in tokens: the teacher's prompts are limited by its positions, not by the policy's settings."""
 
 
 class Teacher(Feature):
@@ -66,8 +66,8 @@ class Teacher(Feature):
         self._engine = engines.Frozen(read, own.dtype, fetching)
 
     def bonus(self, scored: Scored) -> tuple[Tensor | None, Numbers]:
-        """The teacher's term in the advantages. With `teacher.into` loss there is none, and the teacher's distributions
-        are kept for `head`. Collective."""
+        """Return the teacher's term in the advantages. With `teacher.into` loss there is none, and the teacher's
+        distributions are kept for `head`. Collective."""
         assert scored.old_logp_BT is not None
         logp_BT, self._next_tokens = self.read(scored.rollout, scored.old_logp_BT)
         real_BT = upload(scored.rollout.mask_BT, logp_BT.device)
@@ -78,8 +78,8 @@ class Teacher(Feature):
 
     @torch.no_grad()
     def read(self, rollout: Rollout, old_logp_BT: Tensor) -> tuple[Tensor, list[NextTokens]]:
-        """The teacher's log-probabilities [B, T] of a rollout, at the sampling temperature; with `teacher.into` loss
-        also its distributions, [B] in host memory. `old_logp_BT` is on the policy's device. Collective."""
+        """Return the teacher's log-probabilities [B, T] of a rollout, at the sampling temperature; with `teacher.into`
+        loss also its distributions, [B] in host memory. `old_logp_BT` is on the policy's device. Collective."""
         prompt_ids = [ids for ids in map(self._reads, rollout.prompts) for _ in range(rollout.num_generations)]
         _, completion_ids, places = rollout.read_ids
         head: HeadFunction | None = None
@@ -99,7 +99,7 @@ class Teacher(Feature):
         return logp_BT, [found[row] for row in range(len(places))] if head is not None else []
 
     def head(self, micro: MicroBatch) -> HeadFunction | None:
-        """A function that computes KL(policy || teacher) at the completion tokens of a micro-batch; None unless
+        """Return a function that computes KL(policy || teacher) at the completion tokens of a micro-batch; None unless
         `teacher.into` is `loss`. For a micro-batch without rows, the computed value has no meaning."""
         if not self._next_tokens:
             return None
@@ -151,13 +151,13 @@ def _check_model(config: TrainConfig, model_config: Any, tokenizer: Any) -> None
 
 
 def _vocabulary(config: TrainConfig) -> int:
-    """Number of tokens that both heads have. Models of one family may have heads of different sizes."""
+    """Return the number of tokens that both output heads have. Heads in a model family may differ in size."""
     names = {config.policy.model, config.of(TeacherConfig).as_policy(config.policy).model}
     return min(load_config(name).get_text_config().vocab_size for name in names)
 
 
 def _reader(config: TrainConfig, inputs: RunInputs) -> Callable[[Prompt], list[int]]:
-    """A function that returns the teacher's prompt tokens for a prompt; raises UserError if the row has none."""
+    """Return a function from a prompt to the teacher's prompt tokens; it raises UserError if the row has none."""
     column = config.of(TeacherConfig).prompt_column
     if column is None:
         return lambda prompt: prompt.token_ids

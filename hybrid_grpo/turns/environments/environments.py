@@ -32,19 +32,19 @@ class Kind:
     """One entry of `rollout.environment`."""
 
     reward: str
-    """Name of its reward."""
+    """Name of the environment's reward."""
     index: int
     """Index of the entry in the pool."""
     needed: list[str]
-    """Columns that its reset needs."""
+    """Columns that the environment's reset needs."""
     steps: bool
-    """Whether every turn is a step; else its methods are tools."""
+    """Whether every turn is a step of the environment; otherwise its methods are tools."""
     silent: bool
-    """Whether its reset is annotated with None, and so gives no initial observation."""
+    """Whether `reset` is annotated with None, and so returns no initial observation."""
     tools: list[dict[str, Any]]
-    """JSON schemas of its methods."""
+    """JSON schemas of the methods that are tools."""
     shares: int
-    """Most objects in one process."""
+    """Maximum number of objects in one process."""
 
     @property
     def tool_names(self) -> list[str]:
@@ -62,7 +62,7 @@ class Instance:
     total: float | None = None
     state: dict[str, Any] | None = None
     failure: str | None = None
-    """Why it failed; from then on it gets no more requests."""
+    """Why the environment failed, after which it gets no more requests; None if it has not failed."""
 
     @property
     def episode(self) -> Episode:
@@ -78,7 +78,7 @@ class Environments:
     Creating it raises UserError if a class cannot be imported, or is not an environment.
 
     Attributes:
-        kinds: by their names in the column `environment`; the name is empty if there is only one.
+        kinds: entries of `rollout.environment`, by name; a single entry has an empty name.
     """
 
     setting, reads_last = "rollout.environment", True
@@ -100,11 +100,11 @@ class Environments:
         self.seconds = Seconds()
 
     def kind(self, prompt: Prompt) -> Kind:
-        """The entry for a prompt."""
+        """Return the entry of `rollout.environment` for a prompt."""
         return self.kinds[prompt.columns[_COLUMN] if "" not in self.kinds else ""]
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Raise UserError if a row chooses no environment, or lacks a column that its reset needs."""
+        """Raise UserError if a row chooses no environment, or lacks a column that the reset needs."""
         for prompt in prompts:
             where = f"row {prompt.id} (from 0) of the data"
             if "" not in self.kinds and prompt.columns.get(_COLUMN) not in self.kinds:
@@ -146,9 +146,9 @@ class Environments:
         if failed:
             prompt, failure = failed[0]
             print(
-                f"rollout.environment: {len(failed)} of {len(prompts)} prompts could not be opened; of row {prompt.id}"
-                f" (from 0) {self.kind(prompt).reward} {failure.message}. Their completions are left without a reward,"
-                f" and counted as failed\n{failure.traceback}",
+                f"rollout.environment: {len(failed)} of {len(prompts)} prompts could not be opened; for row {prompt.id}"
+                f" (from 0) {self.kind(prompt).reward} {failure.message}. Their completions get no reward, and are"
+                f" counted as failed\n{failure.traceback}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -164,7 +164,7 @@ class Environments:
         return {"do": "begin", "columns": columns, **observed}
 
     def _instance(self, trajectory: Trajectory) -> Instance:
-        """The environment of a completion, which is reset when it is first needed."""
+        """Return the environment of a completion, which is reset when it is first needed."""
         if trajectory.key not in self._instances:
             prompt = trajectory.prompt
             assert prompt is not None and prompt.opening is not None, "prompts are opened before they are completed"
@@ -191,7 +191,7 @@ class Environments:
         instance.lease.ask(dict(request), finish)
 
     def tools(self, trajectory: Trajectory) -> list[str]:
-        """Names of the methods that may be called in a completion."""
+        """Return the names of the methods that may be called in a completion."""
         return self.kind(trajectory.prompt).tool_names if trajectory.prompt is not None else []
 
     def call(self, trajectory: Trajectory, call: ToolCall, done: Callable[[str | None, Failure | None], None]) -> None:
@@ -249,7 +249,7 @@ class Environments:
         instance.total, instance.state = found["reward"], found["state"]
 
     def episode(self, key: int) -> Episode | None:
-        """The outcome of a completion's environment. Releases its process."""
+        """Return the outcome of a completion's environment, if it has one, and release its process."""
         instance = self._instances.pop(key, None)
         if instance is None:
             return None
@@ -257,7 +257,7 @@ class Environments:
         return instance.episode
 
     def give_up(self) -> None:
-        """Release the environments of all completions under way, as these are given up."""
+        """Release the environments of all completions under way, which are abandoned."""
         for instance in self._instances.values():
             instance.lease.release()
         self._instances = {}
@@ -280,7 +280,7 @@ def _is_open(prompt: Prompt) -> bool:
 
 
 def _most_processes(config: RolloutConfig) -> int:
-    """Most processes of environments on this rank. Each takes one of the files that the rank may open."""
+    """Return the maximum number of environment processes on this rank, each of which takes one of its open files."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     room = sys.maxsize if files == resource.RLIM_INFINITY else max(1, files // 2)
     most = config.environment_processes

@@ -45,7 +45,7 @@ from hybrid_grpo.workers.snapshots import state_of
 _SHARES = "objects_per_process"
 """Attribute of a class that allows its objects to share a process."""
 _LONGEST_STATE = 1 << 28
-"""Characters of the state of an environment."""
+"""Maximum number of characters in the state of an environment."""
 _OWN = ("reset", "get_reward", "close")
 """Methods that are not tools."""
 
@@ -55,16 +55,16 @@ class EnvironmentEntry:
     """An entry of `rollout.environment`, as passed to worker processes."""
 
     factory: str
-    """`path/to/file.py:Class` or `package.module:Class`, or likewise a function that returns an object."""
+    """`path/to/file.py:Class` or `package.module:Class`; also a function that returns an object."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Empty: environments have no fixed arguments."""
+    """Always empty, since environments have no fixed arguments."""
 
     def load(self, name: str) -> EnvironmentProcess:
         """See `load_environment`."""
         return load_environment(self, name)
 
     def checked(self, value: Any, expected: str) -> dict[str, Any]:
-        """The result of a request whose `do` is `expected`."""
+        """Return the result of a request whose `do` is `expected`, in a form that is safe to use."""
         event = {name: _FIELDS[name](value[name]) for name in _EVENTS[expected]}
         if expected == "step" and "end" in value:
             event["end"] = self.checked(value["end"], "end")
@@ -115,11 +115,11 @@ _EVENTS = {
     "end": ["reward", "state"],
     "close": [],
 }
-"""The result of each request; the result of the last step also has an `end`."""
+"""The fields of each request's result. The result of the last step also has an `end`."""
 
 
 class EnvironmentProcess:
-    """The objects of an entry in a process; a `Callee`.
+    """The objects of an entry in a worker process; a `Callee`.
 
     A call has one row, a request: a mapping with the `number` of the object and `do`, which is `begin`, `call`, `step`,
     `end` or `close`; the rest are arguments of the method below that carries it out. The value of the reply is the
@@ -134,7 +134,7 @@ class EnvironmentProcess:
         self._instance: Any = None
         """The object that the request under way is for."""
         self._random: dict[int, tuple[Any, Any]] = {}
-        """Random states by object, if there may be several: one object's draws do not depend on the others."""
+        """Random states by object, if there may be several, so that an object's draws do not depend on the others."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def reply(self, call: Call) -> Reply:
@@ -180,7 +180,7 @@ class EnvironmentProcess:
             raise _Refused(
                 f"said {said!r:.200} when it was reset, and {observation!r:.200} when it was reset for the prompt: draw"
                 " from `random` or numpy's global generator, which are seeded before, and annotate reset with None"
-                " only where it returns nothing"
+                " only if it returns nothing"
             )
         return {"text": said}
 
@@ -190,7 +190,7 @@ class EnvironmentProcess:
         return {"text": as_text(self._waited(method(**arguments)))}
 
     def _step(self, text: str, is_last: bool) -> dict[str, Any]:
-        """Step, and end the object if it is done or the turn is the last."""
+        """Carry out a step, and end the object if it is done or the turn is the last."""
         observation, reward, done = _stepped(self._waited(self._instance.step(text)))
         found = {"text": observation, "reward": _reward(reward, "step"), "done": bool(done)}
         return {**found, "end": self._end()} if done or is_last else found
@@ -223,7 +223,7 @@ class EnvironmentProcess:
 
 
 def _random_state() -> tuple[Any, Any]:
-    """States of `random` and of numpy's global generator, if numpy is there."""
+    """Return the states of `random` and, if numpy is loaded, of its global generator."""
     return random.getstate(), sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
 
 
@@ -234,7 +234,7 @@ def _restore_random(state: tuple[Any, Any]) -> None:
 
 
 def _observed(result: Any) -> str | None:
-    """The initial observation as text. `reset` returned it alone, in Gymnasium's pair, or as an object's attribute."""
+    """Return the initial observation as text. `reset` returned it alone, in Gymnasium's pair, or as an attribute."""
     if isinstance(result, tuple) and len(result) == 2:
         result = result[0]
     result = getattr(result, "observation", result)
@@ -242,7 +242,7 @@ def _observed(result: Any) -> str | None:
 
 
 def _stepped(result: Any) -> tuple[str, Any, bool]:
-    """Observation, reward and done, from the return value of `step`."""
+    """Return observation, reward and done from the return value of `step`."""
     if isinstance(result, tuple) and len(result) == 5:
         observation, reward, terminated, truncated, _ = result
         done = terminated or truncated
@@ -295,7 +295,7 @@ def load_environment(config: EnvironmentEntry, entry: str) -> EnvironmentProcess
 
 
 def _shares(kind: Any, setting: str) -> int:
-    """How many objects may be in one process."""
+    """Return how many objects of a class may share one process."""
     shares = getattr(kind, _SHARES, 1)
     if type(shares) is not int or shares < 1:
         raise UserError(f"{setting}: {_SHARES} is {shares!r:.40}: give a whole number, 1 or greater")
@@ -303,7 +303,7 @@ def _shares(kind: Any, setting: str) -> int:
 
 
 def _tools(methods: dict[str, Any], setting: str) -> list[dict[str, Any]]:
-    """JSON schemas of the methods that are tools; none if every turn is a step."""
+    """Return JSON schemas of the methods that are tools; none if every turn is a step."""
     if "step" in methods and _takes_turns(methods["step"]):
         return []
     tools = {n: f for n, f in methods.items() if n not in _OWN and not n.startswith("_")}

@@ -42,7 +42,7 @@ def is_foreign(kind: type) -> bool:
 
 
 def adapted(factory: Callable[[], Any], made: Any, setting: str) -> Adapted:
-    """How to run an environment or client.
+    """Return how to run an environment or client.
 
     Raises UserError if the type of its actions is unknown.
 
@@ -90,7 +90,7 @@ class OpenenvRollout:
         return self._environment.close()
 
     def carried(self) -> Any:
-        """The object that reward functions receive as the completion's environment: an empty object for a client."""
+        """Return what reward functions receive as the completion's environment; for a client, an empty object."""
         return object() if self._is_client else self._environment
 
 
@@ -139,12 +139,12 @@ class OpenenvTools(OpenenvRollout):
 
 
 def _bases(kind: type) -> set[str]:
-    """Names of openenv's classes that a class is derived from."""
+    """Return the names of openenv's classes that a class is derived from."""
     return {base.__name__ for base in inspect.getmro(kind) if base.__module__.startswith(f"{PACKAGE}.")}
 
 
 def _synchronous(environment: Any) -> Any:
-    """The environment itself, or a client's synchronous form, whose own loop also answers the server between turns."""
+    """Return the environment, or a client's synchronous form, whose own loop answers the server between turns too."""
     return environment.sync() if "EnvClient" in _bases(type(environment)) else environment
 
 
@@ -169,7 +169,7 @@ def _then(result: Any, use: Callable[[Any], Any]) -> Any:
 
 
 def _listed(environment: Any) -> list[dict[str, Any]]:
-    """JSON schemas of an environment's tools. Closes the environment."""
+    """Return the JSON schemas of an environment's tools. Closes the environment."""
     from openenv.core.env_server.mcp_types import ListToolsAction
 
     asked = _synchronous(environment)
@@ -184,7 +184,7 @@ def _listed(environment: Any) -> list[dict[str, Any]]:
 
 
 def _reader(kind: type, setting: str) -> Callable[[str], Any]:
-    """Parses texts into actions: a text is the value of the only required field, or else JSON of all fields.
+    """Return a parser of actions: a text is the value of the only required field, or otherwise JSON of all fields.
     Raises UserError if the type of the actions is unknown."""
     actions = [action for action in _actions(kind) if not action.__module__.endswith(".mcp_types")]
     known = [action for action in actions if get_origin(action) is dict or _fields(action)]
@@ -209,7 +209,7 @@ def _reader(kind: type, setting: str) -> Callable[[str], Any]:
 
 
 def _actions(kind: type) -> list[Any]:
-    """The action types of an environment or client: from the annotation of `step`, else from the generic base class."""
+    """Return the action types of an environment or client, from the annotation of `step` or the generic base class."""
     found: Any = None
     with suppress(Exception):  # annotations may use names that are imported for type checkers only
         step: Any = kind.step  # type: ignore[attr-defined]
@@ -228,14 +228,14 @@ def _is_known(action: Any) -> bool:
 
 
 def _fields(action: Any) -> dict[str, Any]:
-    """The fields of an action type that the model sees."""
+    """Return the fields of an action type that the model sees."""
     if not (inspect.isclass(action) and issubclass(action, BaseModel)):
         return {}
     return {name: field for name, field in action.model_fields.items() if name not in _HIDDEN}
 
 
 def _what_is_wrong(error: ValueError) -> str:
-    """Why a text is not an action."""
+    """Return the reason why a text is not an action."""
     if not isinstance(error, ValidationError):
         return str(error)
     found = [(".".join(map(str, one["loc"])), one["msg"]) for one in error.errors()]
@@ -243,8 +243,8 @@ def _what_is_wrong(error: ValueError) -> str:
 
 
 def _observed(result: Any) -> str | None:
-    """An observation as the model reads it: its only field if that is text, otherwise JSON of all fields; None if there
-    are no fields."""
+    """Return an observation as the model reads it: its only field if that is text, otherwise JSON of all fields; None
+    if there are no fields."""
     seen = getattr(result, "observation", result)
     if isinstance(seen, BaseModel):
         seen = seen.model_dump(mode="json")
@@ -257,13 +257,13 @@ def _observed(result: Any) -> str | None:
 
 
 def _begun(result: Any) -> str | None:
-    """The initial observation, which follows the prompt."""
+    """Return the initial observation, which follows the prompt."""
     text = _observed(result)
     return f"\n\n{text}" if text else None
 
 
 def _content(result: Any) -> Any:
-    """A tool's return value, taken out of FastMCP's result object or its JSON."""
+    """Return a tool's return value, taken out of FastMCP's result object or its JSON."""
     parts = result if isinstance(result, dict) else getattr(result, "__dict__", {})
     if not {"data", "content"} <= parts.keys():
         return result

@@ -22,7 +22,7 @@ PACKAGE = "verifiers"
 
 
 def installed(package: Any, name: str, setting: str) -> Callable[[], Any]:
-    """A factory of an installed environment. Raises UserError if the package is too new for this form."""
+    """Return a factory of an installed environment. Raises UserError if the package is too new for this form."""
     load = getattr(package, "load_environment", None)
     if load is None:
         raise UserError(
@@ -52,7 +52,7 @@ class Scores:
     """The metrics of the rubric for one completion."""
 
     metrics: dict[str, float]
-    """By name of the rubric's functions."""
+    """Values of the metrics, keyed by the names of the rubric's functions."""
 
 
 class VerifiersRollout:
@@ -96,11 +96,11 @@ class VerifiersRollout:
         if kept != read or turn.role != "assistant" or turn.content != text:
             raise ValueError("rewrote the conversation: only environments that add to it can be trained with")
         if not said or any(message.role != "user" or not isinstance(message.content, str) for message in said):
-            raise ValueError("answered with other than texts of the user")
+            raise ValueError("answered with something other than text messages of the user")
         return "\n\n".join(message.content for message in said), None, False
 
     async def get_reward(self) -> float:
-        """The reward of the rubric. A completion that was cut ends in the way that verifiers ends overlong ones."""
+        """Return the rubric's reward. A completion that was cut ends in the way that verifiers ends overlong ones."""
         from verifiers.errors import OverlongPromptError
 
         assert self._rollout is not None
@@ -114,7 +114,7 @@ class VerifiersRollout:
         return float(output["reward"])
 
     def carried(self) -> Scores:
-        """The object that reward functions receive as the environment of the completion."""
+        """Return the object that reward functions receive as the environment of the completion."""
         return Scores(self._metrics)
 
     async def close(self) -> None:
@@ -143,7 +143,7 @@ class VerifiersRollout:
 
 
 def rollouts_of(environment: Any, setting: str) -> Callable[[], VerifiersRollout]:
-    """A factory of completions of an environment. Raises UserError if it has tools."""
+    """Return a factory of completions of an environment. Raises UserError if the environment has tools."""
     if getattr(environment, "tool_defs", None):
         raise UserError(
             f"{setting}: an environment of verifiers with tools cannot be run: give its tools as rollout.tools, and its"
@@ -153,7 +153,7 @@ def rollouts_of(environment: Any, setting: str) -> Callable[[], VerifiersRollout
 
 
 def _client(next_turn: Callable[[Sequence[Any]], Any]) -> Any:
-    """A client of verifiers whose requests stay in the process."""
+    """Return a client of verifiers that requests turns from `next_turn`, not from a server."""
     from verifiers.clients import Client
 
     class Policy(Client):

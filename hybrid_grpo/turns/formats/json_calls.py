@@ -12,14 +12,14 @@ from hybrid_grpo.turns.formats.parts import Format, Part, Properties
 
 _DECODER = json.JSONDecoder()
 _OBJECTS_TRIED = 64
-"""Objects of one turn that are examined."""
+"""Maximum number of objects that are examined in one turn."""
 
 
 def json_format(begin: str, end: str, around: str = "(?!)") -> Format:
-    """The format of calls between `begin` and `end`, of which `end` may be missing. All three are regular expressions.
+    """Return the format of calls between `begin` and `end`, which may be missing; all three are regular expressions.
 
-    JSON follows `begin`: the arguments if its group `name` matched, otherwise a call or a list of calls. Marks `around`
-    all calls are not part of the text; they are a fault if there is no call.
+    JSON follows `begin`: the arguments if its group `name` matched, otherwise a call or a list of calls. Marks around
+    all calls, which `around` matches, are not part of the text; they are a fault if there is no call.
     """
     begins, ends, wrapped = re.compile(begin), re.compile(end), re.compile(around)
     spaces = re.compile(r"\s*")
@@ -51,7 +51,7 @@ def json_format(begin: str, end: str, around: str = "(?!)") -> Format:
 
 
 def _whole(found: Any) -> Part:
-    """The call of an object."""
+    """Return the call that an object describes, or a fault."""
     inner = found.get("function") if isinstance(found, dict) else None
     found = inner if isinstance(inner, dict) else found
     if not is_call(found):
@@ -61,7 +61,7 @@ def _whole(found: Any) -> Part:
 
 
 def _headed(groups: Mapping[str, str | None], arguments: Any) -> Part:
-    """A call whose name and id come before its arguments; None means no arguments."""
+    """Return a call whose name and id come before its arguments; None means no arguments."""
     try:
         # Some models write the object as a string of JSON.
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -78,27 +78,27 @@ def is_call(found: Any) -> bool:
 
 
 hermes = json_format(r"<tool_call>\s*", "</tool_call>")
-"""<tool_call>{"name": ..., "arguments": {...}}</tool_call>, of Hermes, Qwen 2.5 and 3, and Granite 4."""
+"""<tool_call>{"name": ..., "arguments": {...}}</tool_call>, as written by Hermes, Qwen 2.5 and 3, and Granite 4."""
 granite = json_format(r"(?:<\|tool_call\|>|<tool_call>)\s*", "</tool_call>")
-"""<|tool_call|>[{"name": ..., "arguments": {...}}], of Granite 3."""
+"""<|tool_call|>[{"name": ..., "arguments": {...}}], as written by Granite 3."""
 phi4_mini = json_format(r"(?:<\|tool_call\|>|functools(?=\s*\[\s*[^\s\]]))\s*", r"<\|/tool_call\|>")
-"""functools[{"name": ..., "arguments": {...}}], or the list after <|tool_call|>, of Phi-4-mini."""
+"""functools[{"name": ..., "arguments": {...}}], or the list after <|tool_call|>, as written by Phi-4-mini."""
 mistral = json_format(
     r"\[TOOL_CALLS\](?:\s*(?P<name>[^\s\[\]{}]+)(?:\s*\[CALL_ID\]\s*(?P<id>[^\s\[\]{}]+))?(?:\s*\[ARGS\])?\s*(?={))?\s*",
     "(?!)",
 )
-"""[TOOL_CALLS][{"name": ..., "arguments": {...}}], or for each call [TOOL_CALLS]name[CALL_ID]id[ARGS]{...}, in which
-[CALL_ID]id and [ARGS] may be missing."""
+"""[TOOL_CALLS][{"name": ..., "arguments": {...}}], or for each call [TOOL_CALLS]name[CALL_ID]id[ARGS]{...}, where
+[CALL_ID]id and [ARGS] may be missing; as written by Mistral."""
 kimi_k2 = json_format(
     r"<\|tool_call_begin\|>(?:\s*(?P<id>(?:functions\.)?(?P<name>[^\s<>:]+):\d+)\s*<\|tool_call_argument_begin\|>)?\s*",
     r"<\|tool_call_end\|>",
     r"<\|tool_calls_section_(?:begin|end)\|>",
 )
-"""<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>, of Kimi K2."""
+"""<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>, as written by Kimi K2."""
 
 
 def _token(name: str) -> str:
-    """A control token of DeepSeek's, with its own bars and underscores."""
+    """Return a control token of DeepSeek, with its special bars and underscores."""
     return "<\uff5c" + name.replace("_", "\u2581") + "\uff5c>"
 
 
@@ -109,15 +109,15 @@ deepseek_v3 = json_format(
     rf"(?:```\s*)?{_token('tool_call_end')}",
     rf"{_token('tool_calls_begin')}|{_token('tool_calls_end')}",
 )
-"""After tool_call_begin, function tool_sep name and the arguments as a block of code, of DeepSeek V3 and R1; or name
-tool_sep {...}, of V3.1."""
+"""DeepSeek V3 and R1 write tool_call_begin, `function`, tool_sep, the name, and the arguments as a block of code. V3.1
+writes tool_call_begin, the name, tool_sep, and {...}."""
 
 _OBJECT = re.compile(r'\{\s*"(?:name|type|function|parameters|arguments)"\s*:')
 _BROKEN = re.compile(r'\s*(?:<\|python_tag\|>\s*\{|\{\s*"name"\s*:\s*"[^"\\]*"\s*,\s*"(?:parameters|arguments)"\s*:)')
 
 
 def llama3(text: str, _: Mapping[str, Properties]) -> Iterator[Part]:
-    """{"name": ..., "parameters": {...}} anywhere in a turn, of Llama 3. Other objects are text."""
+    """{"name": ..., "parameters": {...}} anywhere in a turn, as written by Llama 3. Other objects are text."""
     place = start = 0
     for _try in range(_OBJECTS_TRIED):
         found = _OBJECT.search(text, place)

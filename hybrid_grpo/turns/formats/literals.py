@@ -31,13 +31,13 @@ _PAIRS = {"[": "]", "(": ")", "{": "}"}
 
 
 class _Reader:
-    """Parses calls and values; raises ValueError if there is none."""
+    """Parses calls and values; its methods raise ValueError if the text has a different form."""
 
     def __init__(self, text: str) -> None:
         self._text, self.place = text, 0
 
     def _next(self) -> tuple[str, str]:
-        """Kind and text of the next token."""
+        """Consume the next token; returns its kind and text."""
         found = _TOKEN.match(self._text, self.place)
         if found is None or found.lastgroup is None:
             rest = self._text[self.place : self.place + 20].strip()
@@ -58,12 +58,12 @@ class _Reader:
         return not self._text[self.place :].strip()
 
     def expect(self, sign: str) -> None:
-        """Consume this sign."""
+        """Consume this sign; raises ValueError if it is not next."""
         if not self.follows(sign):
             raise ValueError(f"a call lacks {sign!r} before {self._text[self.place : self.place + 20]!r}")
 
     def call(self) -> ToolCall:
-        """The next call, with keyword arguments only."""
+        """Parse the next call, which may have only keyword arguments."""
         kind, name = self._next()
         if kind != "name":
             raise ValueError(f"{name!r} is not a name of a tool")
@@ -79,7 +79,7 @@ class _Reader:
         return ToolCall(name, arguments)
 
     def value(self, depth: int = 0) -> Any:
-        """The next value. Sets and tuples become lists; what JSON lacks, such as bytes, becomes `...`."""
+        """Parse the next value. Sets and tuples become lists; what JSON lacks, such as bytes, becomes `...`."""
         if depth > _DEEPEST:
             raise ValueError(f"arguments are nested more than {_DEEPEST} deep")
         kind, token = self._next()
@@ -133,7 +133,7 @@ def _number(token: str) -> int | float:
 
 
 def literal(text: str) -> Any:
-    """A value as Python writes it; raises ValueError if it is not one."""
+    """Parse a value as Python writes it; raises ValueError if the text is not one value."""
     reader = _Reader(text)
     value = reader.value()
     if not reader.is_done():
@@ -142,7 +142,7 @@ def literal(text: str) -> Any:
 
 
 def _listed(text: str) -> Iterator[Part]:
-    """The calls of a list."""
+    """Yield the calls in a list of calls."""
     reader = _Reader(text)
     reader.expect("[")
     while not reader.follows("]"):
@@ -158,8 +158,8 @@ _BEGINS = re.compile(r"\[\s*[^\W\d][\w.-]*\(\s*(?:\)|[^\W\d]\w*\s*=[^=])")
 
 
 def pythonic(text: str, _: Mapping[str, Properties]) -> Iterator[Part]:
-    """A turn that is nothing but [f(a=1), g(b='c')], with or without <|python_start|> and <|python_end|> around it, of
-    Llama 3.2 and 4."""
+    """A turn that is nothing but [f(a=1), g(b='c')], with or without <|python_start|> and <|python_end|> around it, as
+    written by Llama 3.2 and 4."""
     body = text.strip().removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
     if _BEGINS.match(body):
         yield from _listed(body)
@@ -168,7 +168,7 @@ def pythonic(text: str, _: Mapping[str, Properties]) -> Iterator[Part]:
 
 
 def olmo3(text: str, _: Mapping[str, Properties]) -> Iterator[Part]:
-    """<function_calls>f(a=1)</function_calls>, with one call per line, of OLMo 3."""
+    """<function_calls>f(a=1)</function_calls>, with one call per line, as written by OLMo 3."""
     before, begin, rest = text.partition("<function_calls>")
     yield before
     if begin:
@@ -183,7 +183,7 @@ def olmo3(text: str, _: Mapping[str, Properties]) -> Iterator[Part]:
 
 
 def lfm2(text: str, _: Mapping[str, Properties]) -> Iterator[Part]:
-    """<|tool_call_start|>[f(a=1), g(b='c')]<|tool_call_end|>, of LFM2."""
+    """<|tool_call_start|>[f(a=1), g(b='c')]<|tool_call_end|>, as written by LFM2."""
     before, begin, rest = text.partition("<|tool_call_start|>")
     yield before
     if begin:
@@ -201,7 +201,7 @@ _KEY = re.compile(r'([{,]\s*)([^\s{}\[\],:"]+)\s*:')
 
 
 def gemma4(text: str, _: Mapping[str, Properties]) -> Iterator[Part]:
-    """<|tool_call>call:f{a:1,b:<|"|>text<|"|>}<tool_call|>, of Gemma 4."""
+    """<|tool_call>call:f{a:1,b:<|"|>text<|"|>}<tool_call|>, as written by Gemma 4."""
     place = 0
     for found in _GEMMA.finditer(text):
         yield text[place : found.start()]
@@ -216,7 +216,7 @@ def gemma4(text: str, _: Mapping[str, Properties]) -> Iterator[Part]:
 
 
 def _json(body: str) -> str:
-    """Gemma's values as JSON: every second piece between its quotes is a string; keys have no quotes."""
+    """Convert Gemma's values to JSON: every second piece between its quotes is a string; keys have no quotes."""
     pieces = body.split('<|"|>')
     if len(pieces) % 2 == 0:
         raise ValueError("a text does not end")

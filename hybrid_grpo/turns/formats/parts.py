@@ -8,7 +8,7 @@ from typing import Any
 from hybrid_grpo.turns.calls import ToolCall
 
 Part = str | ToolCall | Exception
-"""A part of a turn: text outside of calls, a call, or why one cannot be read. After a fault, more may follow."""
+"""A part of a turn: text outside of calls, a call, or why a call cannot be read. Other parts may follow a fault."""
 Properties = Mapping[str, Any]
 """The JSON schemas of a tool's arguments, by their names."""
 Format = Callable[[str, Mapping[str, Properties]], Iterator[Part]]

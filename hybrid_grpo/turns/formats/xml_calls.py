@@ -13,8 +13,8 @@ from hybrid_grpo.turns.formats.parts import Format, Part, Properties, unended
 
 
 def xml_format(call: str, argument: str, around: str) -> Format:
-    """The format of calls that `call` matches, with groups `name`, `body` and `end`; `end` is empty if the text ends
-    within the call. `argument` matches an argument in the body, with groups `key` and `value`."""
+    """Return the format of calls that `call` matches, with groups `name`, `body` and `end`; `end` is empty if the text
+    ends within the call. `argument` matches an argument in the body, with groups `key` and `value`."""
     calls, arguments = re.compile(call, re.DOTALL), re.compile(argument, re.DOTALL)
     wrapped = re.compile(around)
 
@@ -40,7 +40,7 @@ def xml_format(call: str, argument: str, around: str) -> Format:
 
 
 def _line(value: str) -> str:
-    """A value without the line breaks that may enclose it."""
+    """Return a value without the line breaks that may enclose it."""
     return value.removeprefix("\n").removesuffix("\n")
 
 
@@ -62,7 +62,7 @@ def typed(text: str, schema: Any) -> Any:
 
 
 def _loaded(text: str) -> Any:
-    """A value of JSON or Python, as templates write lists and dictionaries; otherwise the text."""
+    """Parse a value of JSON or Python, as templates write lists and dictionaries; otherwise return the text."""
     for load in (json.loads, literal):
         try:
             return load(text)
@@ -75,7 +75,7 @@ _ALIASES = {"str": "string", "int": "integer", "float": "number", "bool": "boole
 
 
 def types_of(schema: Any) -> set[str]:
-    """The types that a JSON schema allows."""
+    """Return the types that a JSON schema allows."""
     if not isinstance(schema, dict):
         return set()
     named = schema.get("type", [])
@@ -90,18 +90,18 @@ qwen3_coder = xml_format(
     r"<parameter=(?P<key>[^>\n]{0,200})>(?P<value>.*?)(?:</parameter>|(?=<parameter=)|\Z)",
     r"</?tool_call>",
 )
-"""<tool_call><function=name><parameter=key>value</parameter></function></tool_call>, of Qwen3-Coder, Qwen 3.5 and
-later, and Nemotron 3."""
+"""<tool_call><function=name><parameter=key>value</parameter></function></tool_call>, as written by Qwen3-Coder, Qwen
+3.5 and later, and Nemotron 3."""
 minimax_m2 = xml_format(
     r'<invoke name="?(?P<name>[^">\n]{0,200})"?>(?P<body>.*?)(?P<end></invoke>|\Z)',
     r'<parameter name="?(?P<key>[^">\n]{0,200})"?>(?P<value>.*?)(?:</parameter>|(?=<parameter name)|\Z)',
     r"</?minimax:tool_call>",
 )
-"""<minimax:tool_call><invoke name="name"><parameter name="key">value</parameter></invoke></minimax:tool_call>, of
-MiniMax M2."""
+"""<minimax:tool_call><invoke name="name"><parameter name="key">value</parameter></invoke></minimax:tool_call>, as
+written by MiniMax M2."""
 glm45 = xml_format(
     r"<tool_call>(?P<name>[^<\n]{0,200})(?P<body>.*?)(?P<end></tool_call>|\Z)",
     r"<arg_key>(?P<key>[^<]{0,200})</arg_key>\s*<arg_value>(?P<value>.*?)(?:</arg_value>|(?=<arg_key>)|\Z)",
     r"(?!)",
 )
-"""<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>, of GLM-4.5 and later."""
+"""<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>, as written by GLM-4.5 and later."""

@@ -1,4 +1,4 @@
-"""Tools that a configuration names without a path."""
+"""The built-in tools, which a configuration names without a path."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fractions import Fraction
 from hybrid_grpo.rewards.code.containment import PROTECTIONS, Limits
 
 _LONGEST = 1_000
-"""Characters of an expression; bounds the time, and how deep its brackets can be."""
+"""Maximum number of characters in an expression, which bounds the time and the nesting of brackets."""
 _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -37,7 +37,7 @@ def calculator(expression: str) -> str:
 
 
 def _value(node: ast.AST) -> Fraction:
-    """The exact value of a syntax tree; KeyError where it holds anything but numbers and the four operations."""
+    """Return the exact value of a syntax tree; raises KeyError for anything but numbers and the four operations."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return Fraction(str(node.value))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):

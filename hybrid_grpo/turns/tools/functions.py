@@ -1,4 +1,4 @@
-"""Tools in the process that calls them: users' functions that a model calls between its turns.
+"""Runs tools in the process that calls them: users' functions that a model calls between its turns.
 
 A tool is a Python function with type hints and a docstring that describes its arguments, as in TRL and transformers.
 The model reads the return value as text, or the message of the exception that the function raises.
@@ -38,7 +38,7 @@ class ToolEntry:
         return load_tool(self, name)
 
     def checked(self, value: Any, expected: None) -> str | None:
-        """The text that a tool or a user returned."""
+        """Return the text that a tool or a user returned."""
         return None if value is None else checked_text(value)
 
 
@@ -49,7 +49,7 @@ class Tool:
     name: str
     function: Callable[..., Any]
     signature: inspect.Signature
-    """Parameters that the model may give."""
+    """The parameters that the model may give."""
     interface: Interface
 
     def reply(self, call: Call) -> Reply:
@@ -94,7 +94,7 @@ def check_arguments(signature: inspect.Signature, arguments: dict[str, Any]) -> 
 
 
 def as_text(result: Any) -> str:
-    """A tool's return value, as the model reads it."""
+    """Return a tool's return value as the text that the model reads."""
     if isinstance(result, bytes | bytearray):
         result = bytes(result).decode(errors="replace")
     if not isinstance(result, str):
@@ -120,8 +120,8 @@ def load_tool(config: ToolEntry, entry: str) -> Tool:
 
 
 def described(function: Callable[..., Any], setting: str) -> dict[str, Any]:
-    """The JSON schema of a function. Raises UserError, which begins with `setting`, if it lacks type hints or a
-    docstring."""
+    """Return the JSON schema of a function. Raises UserError, whose message begins with `setting`, if it lacks type
+    hints or a docstring."""
     # Late, since only processes with tools need it.
     from transformers.utils.chat_template_utils import get_json_schema
 
@@ -136,7 +136,7 @@ def described(function: Callable[..., Any], setting: str) -> dict[str, Any]:
 
 
 def _function(config: ToolEntry, setting: str) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The function of an entry, and the arguments that are the same in every call of it."""
+    """Return the function of an entry, and the arguments that are the same in every call of it."""
     name, function = config.function, None
     if name == "search":
         # Late, since only processes that search need numpy.

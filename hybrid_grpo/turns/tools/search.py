@@ -1,4 +1,4 @@
-"""The tool `search`: passages of the text files of a folder, found by BM25 (Robertson and Zaragoza 2009, "The
+"""The tool `search`, which finds passages in the text files of a folder by BM25 (Robertson and Zaragoza 2009, "The
 Probabilistic Relevance Framework: BM25 and Beyond", in Lucene's variant).
 
 The folder is read once, before worker processes are forked, so that all of them share one index.
@@ -30,13 +30,13 @@ class _Settings:
 
 
 def search_tool(folder: str | None = None, results: int = 3, letters: int = 1000) -> Callable[[str], str]:
-    """The tool. It returns the best passages, best first, each preceded by the name of its file. Ties are in the order
-    of files and passages, so that a query always has the same answer.
+    """Return the tool, which returns the best passages, best first, each preceded by the name of its file. Ties are in
+    the order of files and passages, so that a query always has the same answer.
 
     Raises ValueError if there is nothing to search, or bm25s is not installed.
 
     Args:
-        folder: of text files (.txt, .md), including those in folders below it.
+        folder: folder of text files (.txt, .md), including those in folders below it.
         results: maximum number of passages that a search returns.
         letters: maximum number of characters in a passage; see `passages_of`.
     """
@@ -74,7 +74,7 @@ def _words(text: str) -> list[str]:
 
 
 def _read(settings: _Settings) -> list[tuple[str, str]]:
-    """All passages, each with the path of its file in the folder."""
+    """Return all passages, each with the path of its file in the folder."""
     folder = Path(settings.folder).expanduser()
     refuse(not folder.is_dir(), f"kwargs folder {settings.folder}: there is no such folder")
     files = sorted(path for path in folder.rglob("*") if path.suffix in _ENDINGS and path.is_file())

@@ -26,7 +26,7 @@ from hybrid_grpo.workers.pool import Caller, Pool
 UNKNOWN = "unknown"
 """Stands for the tool, in counts and messages, if a call names no known tool or cannot be read."""
 _AT_ONCE = 8
-"""Calls of one turn that run at the same time."""
+"""Maximum number of calls of one turn that run at the same time."""
 
 
 class Tools:
@@ -38,8 +38,8 @@ class Tools:
     Creating it raises UserError if a function cannot be imported or described.
 
     Attributes:
-        names: of all tools, functions first.
-        schemas: their JSON schemas.
+        names: names of all tools, functions first.
+        schemas: JSON schemas of all tools.
     """
 
     setting, reads_last = "rollout.tools", False
@@ -79,7 +79,7 @@ class Tools:
         _TurnCalls(self, trajectory, turn, done).go_on()
 
     def schemas_of(self, kind: Kind) -> list[dict[str, Any]]:
-        """JSON schemas for completions whose environment is of this kind."""
+        """Return the JSON schemas for completions whose environment is of this kind."""
         return [*self._functions, *kind.tools]
 
     def call(self, trajectory: Trajectory, call: ToolCall, done: Callable[[str, Failure | None], None]) -> None:
@@ -108,7 +108,7 @@ class Tools:
             done(f"error: there is no tool {call.name}: {did_you_mean(call.name, known)}", None)
 
     def give_up(self, trajectory: Trajectory, call: ToolCall) -> str:
-        """What the model reads instead of the result of a call that was not started because another took too long."""
+        """Return what the model reads in place of the result of a call not started because another took too long."""
         self._count(trajectory, call.name if call.name in self.names else UNKNOWN, has_failed=True)
         return "error: not called: another call of the turn took too long"
 
@@ -175,5 +175,5 @@ class _TurnCalls:
 
 
 def tool_names(tools: Sequence[str]) -> list[str]:
-    """Names under which calls are counted."""
+    """Return the names under which calls are counted."""
     return [*tools, UNKNOWN] if tools else []

@@ -1,1 +1,1 @@
-"""Users that answer turns: `users` has a function and a frozen model, `functions` runs in worker processes."""
+"""Users that answer turns: `users` defines a function and a frozen model as users, `functions` runs the function."""

@@ -1,4 +1,4 @@
-"""A user played by a function, in the process that calls it."""
+"""Runs a function that plays the user, in the process that calls it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class UserEntry(ToolEntry):
 
 
 class UserFunction(Tool):
-    """`f(messages, **columns) -> str | None`, which receives the columns that it has arguments for."""
+    """A function `f(messages, **columns) -> str | None` that plays the user, called with the columns that it takes."""
 
     def _called(self, call: Call) -> Any:
         given = call.inputs["arguments"][0]

@@ -54,7 +54,7 @@ class User(ABC):
         self.setting, self._stops = config.user_setting, config.user_stop
         self.seconds = Seconds()
         self._printed: set[str] = set()
-        """Kinds of failures that were printed."""
+        """Kinds of failures that have been printed."""
 
     def example(self, content: str) -> Message:
         return user_message(content)
@@ -83,7 +83,7 @@ class User(ABC):
         if failure.kind not in self._printed:
             self._printed.add(failure.kind)
             print(
-                f"{self.setting} failed: {failure.message}. The conversation ends there, which is counted\n"
+                f"{self.setting} failed: {failure.message}. The conversation ends there, and the failure is counted\n"
                 f"{failure.traceback}",
                 file=sys.stderr,
                 flush=True,
@@ -99,7 +99,7 @@ class User(ABC):
 
 
 class ScriptedUser(User):
-    """A function in worker processes. Creating it raises UserError if it cannot be imported or called."""
+    """A function in worker processes that plays the user. Raises UserError if it cannot be imported or called."""
 
     def __init__(self, config: RolloutConfig, scoring: ScoringConfig) -> None:
         super().__init__(config)
@@ -133,10 +133,10 @@ class ScriptedUser(User):
 
 
 class ModelUser(User):
-    """A frozen model. For each of its turns it reads the whole conversation anew, with the roles exchanged.
+    """A frozen model that plays the user. It reads the whole conversation anew in each turn, with roles exchanged.
 
-    What it says depends on the conversation and the key of the completion's random stream alone, not on the other
-    conversations that wait for it. Creating it raises UserError if the model cannot play a user.
+    What it says depends only on the conversation and the key of the completion's random stream, not on the other
+    conversations that wait for an answer. Creating it raises UserError if the model cannot play a user.
     """
 
     def __init__(self, config: RolloutConfig, policy: PolicyConfig) -> None:
@@ -178,12 +178,12 @@ class ModelUser(User):
             )
 
     def load(self, device: torch.device) -> None:
-        """Load the weights; raises UserError if they do not load."""
+        """Load the weights; raises UserError if they cannot be loaded."""
         attention = attention_of(self._config.decoder)
         self._model = load_model(self._policy, attention, self.setting).to(device).eval()
 
     def answer(self, trajectory: Trajectory, turn: Turn, done: Callable[[Answer], None]) -> None:
-        """The turn waits for `speak`."""
+        """Add the turn to those that wait for `speak`."""
         self._waiting.append(_Pending(trajectory, done))
 
     def speak(self, under_way: Mapping[int, Trajectory]) -> None:
@@ -207,7 +207,7 @@ class ModelUser(User):
             self._said(pending, completion.text.strip())
 
     def _read(self, trajectory: Trajectory) -> list[int] | Failure:
-        """The tokens of the conversation for the user's model, or the reason why it cannot read them."""
+        """Return the tokens of the conversation for the user's model, or the reason why it cannot read them."""
         columns = _columns(trajectory)
         system = _COLUMN.sub(lambda found: str(columns.get(found[1], found[0])), self._prompt)
         try:
@@ -226,15 +226,15 @@ class ModelUser(User):
 
 
 def exchanged(messages: list[Message]) -> list[Message]:
-    """A conversation from the user's side: the user's messages get the role of the assistant, and vice versa. The user
-    does not read the system prompt, tool calls or their results."""
+    """Return a conversation from the user's side: the user's messages get the role of the assistant, and vice versa.
+    The user does not read the system prompt, tool calls or their results."""
     roles = {"user": "assistant", "assistant": "user"}
     read = [message for message in messages if message["role"] in roles and not message.get("tool_calls")]
     return [{"role": roles[message["role"]], "content": message["content"]} for message in read]
 
 
 def _messages(trajectory: Trajectory) -> list[Message]:
-    """The conversation, including its prompt."""
+    """Return the conversation, including its prompt."""
     prompt: Prompt | None = trajectory.prompt
     text = [] if prompt is None else prompt.text
     return [*([user_message(text)] if isinstance(text, str) else text), *trajectory.messages]
@@ -245,7 +245,7 @@ def _columns(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def user_of(rollout: RolloutConfig, scoring: ScoringConfig, policy: PolicyConfig) -> User | None:
-    """The partner that plays the user, if there is one. Raises UserError if it cannot be used."""
+    """Create the partner that plays the user; None if there is none. Raises UserError if it cannot be used."""
     if rollout.user is not None:
         return ScriptedUser(rollout, scoring)
     return ModelUser(rollout, policy) if rollout.user_model is not None else None

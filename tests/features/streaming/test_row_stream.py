@@ -186,7 +186,7 @@ def test_what_is_no_row_is_named_and_not_tried_again(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("path", "split", "message"),
     [
-        ([{"n": 0}], "train", "^data.path is a list, which is in memory as it is: take out streaming$"),
+        ([{"n": 0}], "train", "^data.path is a list, which is already in memory: take out streaming$"),
         (datasets.DatasetDict({"test": datasets.Dataset.from_list(ROWS)}), "train", "no such split"),
         ("rows.txt", "train", "neither JSONL nor parquet"),
     ],

@@ -16,7 +16,7 @@ REFUSED = [
     ),
     (
         {"teacher": {"prompt_column": "solved", "offload": False}},
-        "teacher.offload false has no effect where the policy itself is the teacher: set teacher.model",
+        "teacher.offload false has no effect if the policy itself is the teacher: set teacher.model",
     ),
     ({"teacher": {"prompt_column": "prompt"}}, "teacher.prompt_column prompt is data.prompt_column, which the policy"),
     ({**ALONE, "grpo": {"scale_rewards": "none"}}, "grpo.scale_rewards none is about rewards in a group, and rollout."),

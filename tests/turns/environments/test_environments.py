@@ -259,7 +259,7 @@ def test_an_opening_that_fails_is_counted_and_its_reason_is_printed(tokenizer, c
     """Prompts whose environment could not be reset had no observation, and nobody was told."""
     rows = [prompt_of(tokenizer, number, how="reset" if number == 1 else "") for number in range(4)]
     partners, opened = opened_alone(tokenizer, "Shares", rows)
-    assert "1 of 4 prompts could not be opened; of row 1 (from 0) Shares raised ValueError: no reset" in (
+    assert "1 of 4 prompts could not be opened; for row 1 (from 0) Shares raised ValueError: no reset" in (
         capfd.readouterr().err
     )
     assert [prompt.opening.failure is None for prompt in opened] == [True, False, True, True]
