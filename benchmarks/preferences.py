@@ -31,10 +31,10 @@ from tiny_models import tiny_config
 from transformers import AutoModelForSequenceClassification
 
 from hybrid_grpo import engine
+from hybrid_grpo.commands.stages.preferences import read_preferences
 from hybrid_grpo.commands.stages.reward import RewardTrainer
 from hybrid_grpo.config import RewardStageConfig
 from hybrid_grpo.config.parsing import configure
-from hybrid_grpo.data.preferences import read_preferences
 from hybrid_grpo.model.loading import load_tokenizer
 from hybrid_grpo.policy import Scorer
 

@@ -23,7 +23,7 @@ from hybrid_grpo.config.parsing import leading_argument, parse
 from hybrid_grpo.records.files import reader_may_leave
 
 if TYPE_CHECKING:
-    from hybrid_grpo.data.chat_history import ChatHistory
+    from hybrid_grpo.commands.dialogue.chat_history import ChatHistory
 
 COMMAND = "chat MODEL"
 Answer = Callable[[list[int], int, Callable[[str], None]], tuple[str, str]]
@@ -74,10 +74,10 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
     """Load the model; return an empty conversation and the function that samples answers. Raises UserError."""
     import torch
 
-    from hybrid_grpo.data.chat_history import ChatHistory
+    from hybrid_grpo.commands.dialogue.chat_history import ChatHistory
+    from hybrid_grpo.commands.dialogue.text_stream import TextStream
     from hybrid_grpo.generation import Request, stream_key
     from hybrid_grpo.generation.rollout import attention_of, complete, sampling_of
-    from hybrid_grpo.generation.text_stream import TextStream
     from hybrid_grpo.model.loading import check_prompt_ids, load_model
     from hybrid_grpo.model.lora import read_adapter, with_adapter
     from hybrid_grpo.run.sampling import Sampler

@@ -26,7 +26,7 @@ from hybrid_grpo.records.json_lines import read_jsonl
 if TYPE_CHECKING:
     import pyarrow
 
-    from hybrid_grpo.records.saved_rollouts import SavedRollouts
+    from hybrid_grpo.commands.replays.saved_rollouts import SavedRollouts
     from hybrid_grpo.run.inputs import RunInputs
     from hybrid_grpo.run.saving.checkpoint import Checkpoint, Checkpoints
     from hybrid_grpo.trainer import Trainer
@@ -83,8 +83,8 @@ def replay(folder: Path, step: int, base: ReplayConfig, config: ReplayConfig) ->
     )
     out = _out(folder, config)
 
-    from hybrid_grpo.records.saved_rollouts import SavedRollouts
-    from hybrid_grpo.run.replay import compare, same
+    from hybrid_grpo.commands.replays.replay import compare, same
+    from hybrid_grpo.commands.replays.saved_rollouts import SavedRollouts
 
     changed, saved = _changes(base, config), SavedRollouts(folder / "rollouts")
     _make_folder(out)
@@ -168,10 +168,10 @@ def _arrive(
         checkpoint; and the number of the first repeated step that did not match the log, or None if all did.
     """
     from hybrid_grpo import engine
+    from hybrid_grpo.commands.replays.replay import LoggedSkips, same
+    from hybrid_grpo.commands.replays.saved_rollouts import SavedCompletions, SavedRewards
     from hybrid_grpo.model.ranks import world_size
-    from hybrid_grpo.records.saved_rollouts import SavedCompletions, SavedRewards
     from hybrid_grpo.run.feature import make_features
-    from hybrid_grpo.run.replay import LoggedSkips, same
     from hybrid_grpo.run.saving.checkpoint import Checkpoints
     from hybrid_grpo.run.saving.saver import load_stage
 
@@ -260,9 +260,9 @@ def _with_settings(trainer: Trainer, base: ReplayConfig, config: ReplayConfig, i
 
 def _make(trainer: Trainer, step: int, saved: SavedRollouts) -> tuple[pyarrow.Table | None, dict[str, float]]:
     """Make the step. Return the metrics and, on rank 0, a table of the inputs of the loss of all ranks. Collective."""
+    from hybrid_grpo.commands.replays.replay import LossRecorder, in_saved_order
     from hybrid_grpo.model.ranks import gather_objects, rank
     from hybrid_grpo.records.tokens import TokenText
-    from hybrid_grpo.run.replay import LossRecorder, in_saved_order
 
     recorder = LossRecorder(trainer.policy, trainer.plan.num_minibatches)
     trainer.loss = recorder

@@ -19,8 +19,8 @@ def sft(parsed: Parsed[SftConfig]) -> Path:
     check_sft(config, int(os.environ.get("WORLD_SIZE", "1")))
 
     from hybrid_grpo import engine
+    from hybrid_grpo.commands.stages.pairs import read_pairs
     from hybrid_grpo.commands.stages.sft import SftTrainer
-    from hybrid_grpo.data.pairs import read_pairs
     from hybrid_grpo.generation.paged_attention import describe
     from hybrid_grpo.model.files import check_files
     from hybrid_grpo.model.loading import check_lengths, check_prompt_ids, load_config, load_tokenizer

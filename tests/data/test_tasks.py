@@ -11,12 +11,12 @@ from char_tokenizer import IDS, TEMPLATE, char_tokenizer
 from reward_helpers import completion
 from tiny_models import build, tiny_config
 
+from hybrid_grpo.commands.stages.pairs import read_pairs
 from hybrid_grpo.config import DataConfig, GenerateConfig, RewardConfig, SftConfig, TrainConfig
 from hybrid_grpo.config.checks import check_generate, check_sft, check_train
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import parse
 from hybrid_grpo.data.batch import Prompt
-from hybrid_grpo.data.pairs import read_pairs
 from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.data.sources import evaluation_source, read_rows, training_source
 from hybrid_grpo.data.tasks import TASKS

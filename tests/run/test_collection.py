@@ -17,5 +17,6 @@ def test_what_was_loaded_is_left_out_and_what_comes_later_is_collected():
         later = weakref.ref(Knot())
         gc.collect()
         assert later() is None
-        assert gc.get_freeze_count() == frozen > 10_000
+        # Objects that were loaded may end by themselves meanwhile: other tests of the process leave some.
+        assert 10_000 < gc.get_freeze_count() <= frozen
     assert gc.get_freeze_count() == 0

@@ -10,12 +10,12 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from hybrid_grpo.commands.replays.saved_rollouts import Key, SavedRow, key_of
 from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.data.batch import Numbers, Rollout, TrainBatch
 from hybrid_grpo.grpo.loss import Objective, kl_penalty, micro_batch_loss, sampler_correction, surrogate
 from hybrid_grpo.policy import TrainedModel
 from hybrid_grpo.records.alarms.alarms import Alarms
-from hybrid_grpo.records.saved_rollouts import Key, SavedRow, key_of
 from hybrid_grpo.records.tokens import TokenText, joined, token_table
 
 _FLOATS = pa.list_(pa.float32())

@@ -15,17 +15,17 @@ from char_tokenizer import char_tokenizer, ids
 from paths import SUPPORT
 from workshop import Workshop
 
+from hybrid_grpo.commands.replays.replay import SEEN, LoggedSkips, LossRecorder, compare, in_saved_order, same
+from hybrid_grpo.commands.replays.saved_rollouts import SavedCompletions, SavedRewards, SavedRollouts
 from hybrid_grpo.config import GrpoConfig, RolloutConfig, build
 from hybrid_grpo.config.commands import ReplayConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, RewardStatus, Rollout, Scores, TrainBatch
 from hybrid_grpo.generation.rollout import requests_of
 from hybrid_grpo.grpo.loss import micro_batch_loss
-from hybrid_grpo.records.saved_rollouts import SavedCompletions, SavedRewards, SavedRollouts
 from hybrid_grpo.records.sinks import rollout_lines
 from hybrid_grpo.records.tokens import TokenText, joined, token_table, write_table
 from hybrid_grpo.rewards.scorer import Rewards
-from hybrid_grpo.run.replay import SEEN, LoggedSkips, LossRecorder, compare, in_saved_order, same
 
 TEXT = TokenText(char_tokenizer())
 LENGTHS = [3, 1, 4]

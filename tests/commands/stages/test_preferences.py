@@ -3,9 +3,9 @@ import json
 import pytest
 from char_tokenizer import TEMPLATE, char_tokenizer, ids
 
+from hybrid_grpo.commands.stages.preferences import read_preferences
 from hybrid_grpo.config import DataConfig, RewardLoopConfig
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.data.preferences import read_preferences
 
 USER, ASSISTANT, SYSTEM = (
     lambda text, role=role: {"role": role, "content": text} for role in ("user", "assistant", "system")

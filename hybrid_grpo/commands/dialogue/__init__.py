@@ -1,0 +1,1 @@
+"""What `chat` shows and keeps: text as it is sampled, and the conversation so far."""
