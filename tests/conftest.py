@@ -3,10 +3,11 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from workshop import Workshop
 
 if not torch.cuda.is_available():
@@ -25,9 +26,11 @@ TRAIN = [
 # Matrices this small are slower on many threads, and far slower when tests share the processor.
 torch.set_num_threads(1)
 
+# A machine that others use takes its time.
+PATIENT: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 # `--hypothesis-profile thorough` looks further, as after a change of what a property is about.
-settings.register_profile("suite", max_examples=50, deadline=None)
-settings.register_profile("thorough", max_examples=1000, deadline=None)
+settings.register_profile("suite", max_examples=50, **PATIENT)
+settings.register_profile("thorough", max_examples=1000, **PATIENT)
 settings.load_profile("suite")
 
 
