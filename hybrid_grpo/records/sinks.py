@@ -6,18 +6,10 @@ decides how the metrics are reduced across ranks.
 
 from __future__ import annotations
 
-import os
-import sys
 import time
-from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.text import Text
 from torch import Tensor
 
 from hybrid_grpo.config import LogConfig
@@ -26,6 +18,7 @@ from hybrid_grpo.data.batch import Rollout, Scores
 from hybrid_grpo.model import ranks
 from hybrid_grpo.records.alarm_records import ALARMS_FILE
 from hybrid_grpo.records.alarms.alarms import RollBack
+from hybrid_grpo.records.console import Display, display_for
 from hybrid_grpo.records.files import TRACE_FILE, as_json, cut_lines, replace_text, rollout_files
 from hybrid_grpo.records.metrics.catalogue import describe
 from hybrid_grpo.records.step_trace import trace_line
@@ -59,7 +52,7 @@ class Log:
         self._every, self._steps, self._rollouts = config.rollouts_every, steps, run_dir / "rollouts"
         self._text = TokenText(tokenizer) if tokenizer is not None and config.tokens else None
         self._trace = run_dir / TRACE_FILE
-        self._sinks: list[JsonlSink | ConsoleSink] = []
+        self._sinks: list[Display] = []
         self._trackers: list[TrackerProcess] = []
         if ranks.rank() != 0:
             return
@@ -74,7 +67,7 @@ class Log:
                     print(f"WARNING: {run_dir / name}: a line cannot be read; the original is kept as {kept.name}")
             self._sinks = [JsonlSink(run_dir / "metrics.jsonl", done)]
         self._trackers = start_trackers(config, run_dir, settings or {}, done)
-        self._sinks += [ConsoleSink(steps, done)]
+        self._sinks += [display_for(steps, done)]
 
     def __enter__(self) -> Log:
         return self
@@ -191,61 +184,3 @@ def rollout_lines(step: int, rollout: Rollout, scores: Scores, advantages_B: Ten
         )
         for row, (prompt, completion, reward, advantage) in enumerate(rows)
     ]
-
-
-_CONSOLE = (
-    ("reward/mean", "reward {:.3f}"),
-    ("accuracy", "accuracy {:.3f}"),
-    ("sft/loss", "loss {:.4f}"),
-    ("reward_model/loss", "loss {:.4f}"),
-    ("reward_model/train_accuracy", "accuracy {:.3f}"),
-    ("reward_model/heldout_accuracy", "held out {:.3f}"),
-    ("completion/length_mean", "length {:.1f}"),
-    ("policy/entropy", "entropy {:.3f}"),
-    ("policy/kl", "kl {:.4f}"),
-    ("policy/grad_norm", "grad {:.3f}"),
-    ("throughput/generated_tokens_per_s", "{:,.0f} tok/s"),
-    ("time/step_s", "{:.2f} s"),
-)
-"""The metrics of the console line, in order; `accuracy` is the latest result on the first held-out set."""
-
-
-class ConsoleSink:
-    """Shows a progress bar with one live line of metrics, or, without a terminal, about 200 plain lines at most."""
-
-    def __init__(self, steps: int, done: int = -1, stream: TextIO | None = None) -> None:
-        self._steps, self._stream = steps, stream or sys.stdout
-        self._set = ""
-        self._accuracy: dict[str, float] = {}
-        self._first, self._start = max(done, 0), time.monotonic()
-        self._live: Live | None = None
-        if self._stream.isatty() and os.environ.get("TERM") != "dumb":
-            columns = (MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-            self._progress = Progress(TextColumn("step"), *columns)
-            self._task = self._progress.add_task("", total=steps, completed=self._first)
-            self._live = Live(self._progress, console=Console(file=self._stream, force_terminal=True))
-            self._live.start()
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        evaluated = {name: value for name, value in values.items() if name.endswith("/accuracy")}
-        self._set = self._set or next(iter(evaluated), "")
-        self._accuracy = {"accuracy": evaluated[self._set]} if self._set in evaluated else self._accuracy
-        shown = {**values, **self._accuracy}
-        numbers = "  ".join(text.format(shown[name]) for name, text in _CONSOLE if name in shown)
-        if self._live:
-            self._progress.update(self._task, completed=step)
-            self._live.update(Group(self._progress, Text(numbers, overflow="ellipsis", no_wrap=True)))
-        elif step % max(1, self._steps // 200) == 0 or evaluated or step == self._steps:
-            line = f"step {step:{len(str(self._steps))}d}/{self._steps}  {numbers}{self._remaining(step)}"
-            with suppress(OSError):  # nobody reads it anymore
-                print(line, file=self._stream, flush=True)
-
-    def _remaining(self, step: int) -> str:
-        if not self._first < step < self._steps:
-            return ""
-        seconds = (time.monotonic() - self._start) / (step - self._first) * (self._steps - step)
-        return f"  left {timedelta(seconds=int(seconds))}"
-
-    def close(self) -> None:
-        if self._live:
-            self._live.stop()

@@ -1,4 +1,3 @@
-import io
 import json
 import math
 from dataclasses import replace
@@ -11,12 +10,7 @@ from hybrid_grpo.config import LogConfig
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
 from hybrid_grpo.model import ranks as distributed
 from hybrid_grpo.records.files import as_json, json_safe
-from hybrid_grpo.records.sinks import (
-    ConsoleSink,
-    JsonlSink,
-    Log,
-    rollout_lines,
-)
+from hybrid_grpo.records.sinks import JsonlSink, Log, rollout_lines
 
 QUIET = LogConfig(wandb="disabled")
 
@@ -151,39 +145,3 @@ def test_a_name_outside_the_catalogue_cannot_be_logged(tmp_path):
     with Log(QUIET, tmp_path, steps=1) as log, pytest.raises(KeyError, match="nearest is reward/mean"):
         log.write(1, {"reward/maen": 1.0})
     assert objects(tmp_path / "metrics.jsonl") == []
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_console_without_a_terminal_prints_plain_lines():
-    stream = io.StringIO()
-    sink = ConsoleSink(2, stream=stream)
-    sink.write(0, {"eval/heldout/accuracy": 0.25})
-    sink.write(1, {"reward/mean": 0.5, "completion/length_mean": 12.34, "time/step_s": math.nan})
-    sink.write(2, {"eval/heldout/accuracy": 0.75})
-    sink.close()
-    lines = stream.getvalue().splitlines()
-    assert lines[0] == "step 0/2  accuracy 0.250"
-    assert lines[1].startswith("step 1/2  reward 0.500  accuracy 0.250  length 12.3  nan s  left 0:00:0")
-    assert lines[2] == "step 2/2  accuracy 0.750"
-    assert "\x1b" not in stream.getvalue()
-
-
-def test_console_prints_about_200_lines_of_a_long_run():
-    stream = io.StringIO()
-    sink = ConsoleSink(10_000, stream=stream)
-    for step in range(1, 10_001):
-        sink.write(step, {"reward/mean": 0.5})
-    assert len(stream.getvalue().splitlines()) == 200
-
-
-def test_console_on_a_terminal_shows_progress_and_numbers(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    stream = Terminal()
-    sink = ConsoleSink(4, stream=stream)
-    sink.write(3, {"reward/mean": 0.125})
-    sink.close()
-    assert "3/4" in stream.getvalue() and "reward 0.125" in stream.getvalue()

@@ -7,6 +7,7 @@ import functools
 import os
 import re
 import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,14 +39,19 @@ def compilation_lock(kernel: str) -> Iterator[None]:
             path.unlink(missing_ok=True)
         owner.write(str(os.getpid()))
         owner.flush()
+        if not any(root.glob(f"**/{kernel}/{kernel}.so")):
+            print(f"hybrid-grpo: compiling DeepSpeed's kernel {kernel}, once: about a minute", flush=True)
         try:
             yield
-        except RuntimeError as error:
-            if not re.search("Error building extension|ninja", str(error), re.IGNORECASE):
+        except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+            asked = isinstance(error, subprocess.CalledProcessError)  # the compiler, for its version
+            if not asked and not re.search("Error building extension|ninja", str(error), re.IGNORECASE):
                 raise
             compiler, why = os.environ.get("CXX", "c++"), str(error).splitlines()[0]
             if shutil.which(compiler) is None:
                 why = f"there is no C++ compiler {compiler}"
+            elif asked:
+                why = f"{compiler} is not a C++ compiler that works"
             raise UserError(
                 f"DeepSpeed's kernels cannot be compiled: {why}: install one (apt install g++) or name it in CXX"
             ) from error

@@ -1,0 +1,180 @@
+"""Shows a run in the terminal or in a notebook: how far it is, and one line of numbers with their names."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from html import escape
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+WIDTH = 80
+"""Columns of a line where the width of the terminal is not known."""
+
+_NUMBERS = (
+    ("reward/mean", "reward {:.3f}"),
+    ("sft/loss", "loss {:.4f}"),
+    ("reward_model/loss", "loss {:.4f}"),
+    ("held out", "held out {:.3f}"),
+    ("reward_model/heldout_accuracy", "held out {:.3f}"),
+    ("reward_model/train_accuracy", "accuracy {:.3f}"),
+    ("completion/length_mean", "length {:.1f}"),
+    ("time/step_s", "{:.2f} s/step"),
+    ("left", "left {}"),
+    ("policy/kl", "kl {:.4f}"),
+    ("policy/entropy", "entropy {:.2f}"),
+    ("tokens", "{:,.0f} tok/s"),
+    ("policy/grad_norm", "grad {:.2f}"),
+)
+"""What a line shows, the most important first. `tokens` are the sampled tokens of a step per second of the whole step;
+`held out` is the accuracy on the first held-out set, in steps that measured it."""
+
+
+class Display(Protocol):
+    """Shows the metrics of steps."""
+
+    def write(self, step: int, values: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def display_for(steps: int, done: int = -1) -> Display:
+    """Return the display for where this process runs: a notebook's cell, a terminal, or a file or pipe."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if hasattr(shell, "kernel"):
+        return NotebookSink(steps, done)
+    return ConsoleSink(steps, done)
+
+
+class Progressing:
+    """How far a run is, and how long the rest will take at the pace so far."""
+
+    def __init__(self, steps: int, done: int) -> None:
+        self.steps, self._first, self._start = steps, max(done, 0), time.monotonic()
+        self._set = ""
+
+    def line(self, step: int, values: Mapping[str, float], width: int) -> str:
+        """Return the numbers of a step by name, as many of the most important as fit into `width` columns."""
+        line = ""
+        for name, text in _NUMBERS:
+            number = self._number(name, step, values)
+            part = "" if number is None else text.format(number)
+            if part and len(line) + len(part) + 2 <= width:
+                line += f"  {part}" if line else part
+        return line
+
+    def _number(self, name: str, step: int, values: Mapping[str, float]) -> Any:
+        if name == "held out":
+            # An evaluation before the first step names all sets, in order.
+            self._set = self._set or next((key for key in values if key.endswith("/accuracy")), "")
+            return values.get(self._set)
+        if name == "tokens":
+            tokens, seconds = (values.get(key, math.nan) for key in ("completion/sampled_tokens", "time/step_s"))
+            return tokens / seconds if seconds > 0 and tokens > 0 else None
+        return self.left(step) if name == "left" else values.get(name)
+
+    def left(self, step: int) -> timedelta | None:
+        """Return the time that the remaining steps will take; None before the first and after the last."""
+        if not self._first < step < self.steps:
+            return None
+        seconds = (time.monotonic() - self._start) / (step - self._first) * (self.steps - step)
+        return timedelta(seconds=int(seconds))
+
+
+class ConsoleSink:
+    """Shows a progress bar with one live line of metrics, or, without a terminal, about 200 plain lines at most."""
+
+    def __init__(self, steps: int, done: int = -1, stream: TextIO | None = None) -> None:
+        self._stream, self._progress = stream or sys.stdout, Progressing(steps, done)
+        self._live: Live | None = None
+        if self._stream.isatty() and os.environ.get("TERM") != "dumb":
+            self._bar = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn())
+            self._task = self._bar.add_task("", total=steps, completed=max(done, 0))
+            self._live = Live(self._bar, console=Console(file=self._stream, force_terminal=True))
+            self._live.start()
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        steps = self._progress.steps
+        if self._live:
+            width = max(shutil.get_terminal_size((WIDTH, 24)).columns, 40)
+            numbers = Text(self._progress.line(step, values, width), overflow="ellipsis", no_wrap=True)
+            self._bar.update(self._task, completed=step)
+            self._live.update(Group(self._bar, numbers))
+            return
+        begins = f"step {step:{len(str(steps))}d}/{steps}  "
+        numbers_text = self._progress.line(step, values, WIDTH - len(begins))
+        evaluated = any(name.endswith("/accuracy") for name in values)
+        if step % max(1, steps // 200) == 0 or evaluated or step == steps:
+            with suppress(OSError):  # nobody reads it anymore
+                print(begins + numbers_text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        if self._live:
+            self._live.stop()
+
+
+class NotebookSink:
+    """Shows a bar, a line of metrics and two curves in the output of a notebook's cell, as plain HTML."""
+
+    CURVES = (("reward/mean", "reward"), ("sft/loss", "loss"), ("reward_model/loss", "loss"), ("accuracy", "held out"))
+    EVERY_S = 0.5
+
+    def __init__(self, steps: int, done: int = -1, show: Callable[[str], Any] | None = None) -> None:
+        """`show` displays HTML in place of what it displayed before. Default: in the cell that is being executed."""
+        self._progress, self._show = Progressing(steps, done), show or _shown_in_cell()
+        self._curves: dict[str, list[tuple[int, float]]] = {}
+        self._html, self._shown = "", -math.inf
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        accuracy = next((value for name, value in values.items() if name.endswith("/accuracy")), None)
+        known: dict[str, Any] = {**values, "accuracy": accuracy}
+        for name, label in self.CURVES:
+            if known.get(name) is not None and math.isfinite(known[name]):
+                self._curves.setdefault(label, []).append((step, known[name]))
+        steps, numbers = self._progress.steps, self._progress.line(step, values, 120)
+        curves = "".join(spark_line(label, points) for label, points in self._curves.items() if len(points) > 1)
+        self._html = (
+            f'<div style="font-family:sans-serif"><progress max="{steps}" value="{step}" style="width:16em"></progress>'
+            f" step {step}/{steps} &nbsp; <code>{escape(numbers)}</code><br>{curves}</div>"
+        )
+        if time.monotonic() - self._shown >= self.EVERY_S or step == steps:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._show(self._html)
+        self._html, self._shown = "", time.monotonic()
+
+    def close(self) -> None:
+        if self._html:
+            self._flush()
+
+
+def spark_line(label: str, points: list[tuple[float, float]], width: int = 300, height: int = 70) -> str:
+    """Return a small curve as SVG, with its name and its lowest and highest value. Long curves are thinned."""
+    points = points[:: -max(1, len(points) // width)][::-1]  # the last one stays
+    first, last = points[0][0], points[-1][0]
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    across, up = width / ((last - first) or 1), (height - 20) / ((high - low) or 1)
+    path = " ".join(f"{(x - first) * across:.1f},{height - 4 - (y - low) * up:.1f}" for x, y in points)
+    return (
+        f'<svg width="{width}" height="{height}" style="margin-right:1em"><text x="0" y="11" font-size="11"'
+        f' fill="currentColor">{escape(label)} {points[-1][1]:.4g} (from {low:.4g} to {high:.4g})</text>'
+        f'<polyline points="{path}" fill="none" stroke="#3b7dd8" stroke-width="1.5"/></svg>'
+    )
+
+
+def _shown_in_cell() -> Callable[[str], Any]:
+    from IPython.display import HTML, display
+
+    handle = display(HTML(""), display_id=True)
+    return lambda html: handle.update(HTML(html))
