@@ -49,7 +49,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _check_place(config: ServeRewardConfig) -> None:
-    """Refuse a service that cannot work here, or that other machines can reach without a token."""
+    """Refuse invalid rewards, a missing token or file, and a service that other machines can reach without a token."""
     check_rewards(config.rewards)
     serve = config.serve
     refuse(

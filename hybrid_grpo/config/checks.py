@@ -177,7 +177,7 @@ def check_chat(config: ChatConfig, world_size: int) -> None:
 
 
 def check_score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
-    """Refuse scoring that cannot work here. `source` is a file of completions or, if `is_run`, the folder of a run."""
+    """Refuse scoring that would fail. `source` is a file of completions or, if `is_run`, the folder of a run."""
     check_rewards(config.rewards)
     score = config.score
     refuse(

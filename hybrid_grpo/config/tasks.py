@@ -80,7 +80,7 @@ def own_task(name: str, setting: str = "data.task") -> TaskRecipe:
 
 
 def _with_place(entry: Any, place: str) -> Any:
-    """Return an entry of `rewards`, in which a function `:name` gets the place of the task's own file."""
+    """Return an entry of `rewards`, in which `place` is put before the name of a function that is given as `:name`."""
     if isinstance(entry, Mapping):
         return {**entry, "function": _with_place(entry.get("function"), place)}
     return place + entry if isinstance(entry, str) and entry.startswith(":") else entry

@@ -16,7 +16,7 @@ from hybrid_grpo.model.ranks import rank
 
 
 class StepLoader(Protocol):
-    """Draws this rank's prompts for every step. Which prompts all ranks draw does not depend on their number."""
+    """Draws this rank's prompts for every step. The ranks together draw the same prompts, however many they are."""
 
     def next_prompts(self, batches: int) -> list[Prompt]:
         """Return this rank's prompts of the next `batches` global batches in order, with their epochs. Collective."""

@@ -33,7 +33,7 @@ Capture = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]
 
 
 def size_for(rows: int, most: int) -> int:
-    """Return the number of rows, at most `most`, of the graph that is used for `rows` rows."""
+    """Return the size (number of rows) of the graph that is used for `rows` rows. No graph is larger than `most`."""
     size = next((size for size in _SIZES if size >= rows), -(-rows // _SIZE_STEP) * _SIZE_STEP)
     return min(size, most)
 
@@ -49,8 +49,8 @@ def read_for(pages: int, most: int) -> int:
 
 
 def reads_up_to(most: int, follows: bool) -> list[int]:
-    """Return all values of `read_for` for sequences of up to `most` pages, the largest first; only `most` if the
-    attention `follows` the length of each sequence."""
+    """Return all values of `read_for` for sequences of up to `most` pages, the largest first. If the
+    attention `follows` the length of each sequence, graphs differ only in rows, and the only value is `most`."""
     return [most] if follows else sorted({read_for(pages, most) for pages in range(1, most + 1)}, reverse=True)
 
 

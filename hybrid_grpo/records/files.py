@@ -112,7 +112,7 @@ def flattened(settings: dict[str, Any], levels: int = 99) -> Iterator[tuple[str,
 
 
 def json_safe(value: Any) -> Any:
-    """Return `value` with NaN and infinity replaced by None, and anything else that JSON cannot hold by text."""
+    """Return `value` with None in place of NaN and infinity, and text in place of other values that JSON lacks."""
     if isinstance(value, dict):
         return {str(key): json_safe(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

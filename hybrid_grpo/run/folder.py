@@ -76,8 +76,8 @@ class RunFolder:
 
 
 def set_aside_damaged(folder: Path, *, metrics: bool = False) -> list[str]:
-    """Rename anything else in the place of a file or folder of the run, a file of alarms that cannot all be read, and,
-    if `metrics`, metrics.jsonl. Return a warning for each. The run goes on without them."""
+    """Rename what has the name of a file or folder of the run but is something else; also a file of alarms that cannot
+    all be read and, if `metrics`, metrics.jsonl. Return a warning for each. The run goes on without them."""
     folders = [folder / name for name in (*_FOLDERS_OF_FILES, "profile", "model")] + sorted(folder.glob("model_*"))
     wrong = [folder / name for name in _FILES if not (folder / name).is_file()]
     wrong += [path for path in folders if not path.is_dir()]

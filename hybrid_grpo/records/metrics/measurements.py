@@ -182,8 +182,8 @@ def sampling_spans(start: float, engine: "Engine") -> list[Span]:
 
 
 def measure_sampling(rollout: Rollout, spans: Sequence[Span], captures: int | None) -> Numbers:
-    """Return the sampled tokens and the times of a rollout whose stages are `spans`. `captures` is the number of decode
-    steps captured as CUDA graphs; None without a GPU."""
+    """Return metrics of the sampling of a rollout: the number of sampled tokens, and times from its stages, `spans`.
+    `captures` is the number of decode steps captured as CUDA graphs; None without a GPU."""
     sampled = sum(len(completion.token_ids) for completion in rollout.completions if not completion.writer)
     seconds = {name: end - begin for name, begin, end in spans}
     return {

@@ -257,7 +257,7 @@ def _row(number: Measurement) -> list[str]:
 
 
 def _evaluations(run: TrainedRun) -> tuple[list[str], list[list[str]]]:
-    """Return the names of the accuracies, and a row per step that measured one, but at most `_MOST_ROWS` rows."""
+    """Return the names of the accuracies, and a table row for each of at most `_MOST_ROWS` steps that measured any."""
     names = list(dict.fromkeys(name for line in run.lines for name in line if _ACCURACY.fullmatch(name)))
     lines = [line for line in run.lines if any(line.get(name) is not None for name in names)]
     if len(lines) > _MOST_ROWS:

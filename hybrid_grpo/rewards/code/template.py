@@ -121,7 +121,7 @@ class SandboxTemplate:
     def _fork(
         self, family: list[int], limits: Limits, files: list[int], writing: bool, main: Callable[[], object]
     ) -> None:
-        """Fork a process, which gets only these files (numbered from 0), contain it, and let it run `main`.
+        """Fork a process that inherits only `files`, renumbered from 0. Contain the process, and let it run `main`.
 
         Its id is appended to `family`. Raises NotContained, before `main` runs, if the process cannot be contained.
         """

@@ -287,7 +287,7 @@ def _relation(sign: str, left: str, right: str) -> Relation | None:
 
 
 def _either(strict: Relation | None, loose: Answer) -> Answer:
-    """Return both readings of a text, or only `loose` if the relation has no variables."""
+    """Return an answer with both readings of a text, or only `loose` if `strict` is None or has no variables."""
     return Either((strict, loose)) if strict is not None and strict.difference.names else loose
 
 

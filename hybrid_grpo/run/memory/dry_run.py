@@ -199,7 +199,7 @@ def measure(
 
 
 def largest_micro_batch(config: TrainConfig, batch: BatchPlan, prompt: int, *, packs: bool, on_gpu: bool) -> MicroBatch:
-    """Return the largest micro-batch if all prompts and completions have full length; unpadded if the model `packs`."""
+    """Return the largest micro-batch of full-length prompts and completions; it has no padding if the model `packs`."""
     prompts = batch.prompts_per_rank // batch.num_minibatches
     # No two prompts are the same.
     prompt_ids = [[row // batch.num_generations] * prompt for row in range(prompts * batch.num_generations)]
