@@ -20,3 +20,7 @@ def __getattr__(name: str) -> Any:
     from hybrid_grpo.commands import api
 
     return getattr(api, name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

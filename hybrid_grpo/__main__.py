@@ -5,10 +5,15 @@ No slow import happens before a command has read its settings.
 
 import importlib
 import os
+import signal
 import sys
 import time
 from contextlib import suppress
 from typing import NoReturn
+
+if __name__ == "__main__" or os.path.basename(sys.argv[0]) == "hybrid-grpo":
+    # Ctrl-C while modules are imported ends the program without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from hybrid_grpo import __version__
 from hybrid_grpo.config.errors import RESUME_STATUS, RunInterrupted, UserError, refuse
@@ -86,7 +91,12 @@ def entry() -> NoReturn:
         with suppress(UserError):
             adopt_rank()
         watched(main)
-    status = main()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        status = main()
+    except KeyboardInterrupt:
+        print("hybrid-grpo: interrupted", file=sys.stderr)
+        status = 128 + signal.SIGINT
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()

@@ -8,44 +8,22 @@ mistake raises UserError: one line that names the setting and the way out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hybrid_grpo.commands.arguments import in_words_of_python, settings_from
+from hybrid_grpo.commands.finished_run import FinishedRun
 from hybrid_grpo.config import EvaluateConfig, GenerateConfig, PublishConfig, RewardStageConfig, SftConfig, TrainConfig
 from hybrid_grpo.config.building import refuse_unused
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.parsing import ConfigT, Parsed, configure
-from hybrid_grpo.config.recipes import overlay, read_recipe
-from hybrid_grpo.records.json_lines import read_jsonl
 from hybrid_grpo.run.launchers import adopt_rank
 
-if TYPE_CHECKING:
-    import pandas
-
 __all__ = ["FinishedRun", "UserError", "evaluate", "generate", "publish", "reward", "sft", "train"]
-
-
-@dataclass(frozen=True)
-class FinishedRun:
-    """The results of a run."""
-
-    folder: Path
-    """The run folder."""
-
-    @property
-    def model(self) -> Path:
-        """Folder of the trained model, which loads with `from_pretrained`."""
-        return self.folder / "model"
-
-    @property
-    def metrics(self) -> pandas.DataFrame:
-        """The metrics of metrics.jsonl as a table: one row per step, one column per metric."""
-        import pandas
-
-        return pandas.DataFrame(read_jsonl(self.folder / "metrics.jsonl"))
 
 
 def train(
@@ -54,29 +32,38 @@ def train(
     """Train by GRPO, as `hybrid-grpo train` does.
 
     Args:
-        model: folder or hub name of the starting model, `policy.model`.
-        data: the prompts (a value of `data.path`, a `datasets.Dataset`, a list of dictionaries) or the section `data`.
+        model: folder or hub name of the starting model, `policy.model`, or a model of transformers.
+        data: the prompts (a value of `data.path`, a `datasets.Dataset` or `DatasetDict`, a DataFrame, a list of
+            dictionaries, a dictionary of columns) or the section `data`.
         rewards: names, functions, or dictionaries with a `function` and its settings.
-        config: a YAML recipe or a list of recipes. Later recipes override earlier ones; other arguments override both.
+        config: a recipe (a YAML file, or a dictionary of sections), or several. Later recipes override earlier ones;
+            other arguments override both.
         sections: sections of the configuration, as in `policy={"lr": 1e-6}`; `hybrid-grpo train --help` lists them.
+            `lora` may be a `peft.LoraConfig`.
+
+    A run without `run={"name": ...}` is named by the time, unless there are several ranks. In a notebook, the square
+    button saves a checkpoint and ends the run.
     """
     from hybrid_grpo.commands.train import train as run
 
-    return FinishedRun(run(_configure(TrainConfig, model, data, rewards, config, sections)))
+    with _call():
+        return FinishedRun(run(_configure(TrainConfig, "train", model, data, rewards, config, sections)))
 
 
 def sft(model: Any = None, data: Any = None, *, config: Any = None, **sections: Any) -> FinishedRun:
     """Train on pairs of prompt and completion, as `hybrid-grpo sft` does; for the arguments see `train`."""
     from hybrid_grpo.commands.sft import sft as run
 
-    return FinishedRun(run(_configure(SftConfig, model, data, None, config, sections)))
+    with _call():
+        return FinishedRun(run(_configure(SftConfig, "sft", model, data, None, config, sections)))
 
 
 def reward(model: Any = None, data: Any = None, *, config: Any = None, **sections: Any) -> FinishedRun:
     """Train a reward model on pairs of answers, as `hybrid-grpo reward` does; for the arguments see `train`."""
     from hybrid_grpo.commands.reward import reward as run
 
-    return FinishedRun(run(_configure(RewardStageConfig, model, data, None, config, sections)))
+    with _call():
+        return FinishedRun(run(_configure(RewardStageConfig, "reward", model, data, None, config, sections)))
 
 
 def evaluate(
@@ -89,12 +76,11 @@ def evaluate(
     """
     from hybrid_grpo.commands.eval import evaluate as run
 
-    if data is not None and not isinstance(data, Mapping):
-        data = {"eval_path": data}
-    settings = _configure(EvaluateConfig, model, data, rewards, config, sections).config
-    for name in ("against", "output"):
-        refuse(getattr(settings.eval, name) is not None, f"eval.{name} is for the command line: take it out")
-    return run(settings)
+    with _call():
+        settings = _configure(EvaluateConfig, "evaluate", model, data, rewards, config, sections).config
+        for name in ("against", "output"):
+            refuse(getattr(settings.eval, name) is not None, f"eval.{name} is for the command line: take it out")
+        return run(settings)
 
 
 def generate(model: Any = None, data: Any = None, *, config: Any = None, **sections: Any) -> list[dict[str, Any]]:
@@ -107,14 +93,15 @@ def generate(model: Any = None, data: Any = None, *, config: Any = None, **secti
     """
     from hybrid_grpo.commands.generate import generate as run
 
-    if isinstance(data, Sequence) and not isinstance(data, str):
-        data = [{"prompt": row} if isinstance(row, str) else row for row in data]
-    parsed = _configure(GenerateConfig, model, data, None, config, sections)
-    if parsed.config.reads_stdin:
-        raise UserError("data.path is not set: give data, such as a list of prompts")
-    rows: list[dict[str, Any]] = []
-    run(parsed.config, nullcontext(rows.append))
-    return sorted(rows, key=lambda row: (row["id"], row["sample"]))
+    with _call():
+        if isinstance(data, list | tuple):
+            data = [{"prompt": row} if isinstance(row, str) else row for row in data]
+        parsed = _configure(GenerateConfig, "generate", model, data, None, config, sections)
+        if parsed.config.reads_stdin:
+            raise UserError("data.path is not set: give data, such as a list of prompts")
+        rows: list[dict[str, Any]] = []
+        run(parsed.config, nullcontext(rows.append))
+        return sorted(rows, key=lambda row: (row["id"], row["sample"]))
 
 
 def publish(run: FinishedRun | Path | str, **settings: Any) -> str:
@@ -125,25 +112,34 @@ def publish(run: FinishedRun | Path | str, **settings: Any) -> str:
     """
     from hybrid_grpo.commands.publish import publish as publish_run
 
-    folder = run.folder if isinstance(run, FinishedRun) else Path(run)
-    return publish_run(folder, configure(PublishConfig, {"publish": settings}).config.publish)
+    with _call():
+        folder = run.folder if isinstance(run, FinishedRun) else Path(run)
+        return publish_run(folder, configure(PublishConfig, {"publish": settings}).config.publish)
 
 
 def _configure(
-    cls: type[ConfigT], model: Any, data: Any, rewards: Any, config: Any, sections: Mapping[str, Any]
+    cls: type[ConfigT],
+    command: str,
+    model: Any,
+    data: Any,
+    rewards: Any,
+    config: Any,
+    sections: Mapping[str, Any],
 ) -> Parsed[ConfigT]:
     adopt_rank()
-    settings: dict[str, Any] = {}
-    recipes = [config] if isinstance(config, str | Path) else config or []
-    for recipe in recipes:
-        settings = overlay(settings, read_recipe(Path(recipe)))
     refuse_unused(cls, sections)
-    settings = overlay(settings, sections)
-    if model is not None:
-        settings = overlay(settings, {"policy": {"model": str(model)}})
-    if data is not None:
-        path = str(data) if isinstance(data, Path) else data
-        settings = overlay(settings, {"data": data if isinstance(data, Mapping) else {"path": path}})
-    if rewards is not None:
-        settings["rewards"] = list(rewards) if isinstance(rewards, list | tuple) else [rewards]
-    return configure(cls, settings)
+    return configure(cls, settings_from(cls, command, model, data, rewards, config, sections))
+
+
+@contextmanager
+def _call() -> Iterator[None]:
+    """A context of one call: mistakes are named in words of Python, and signals are handled as before afterwards."""
+    stops = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    is_main = threading.current_thread() is threading.main_thread()
+    handlers = {stop: signal.getsignal(stop) for stop in stops} if is_main else {}
+    try:
+        with in_words_of_python():
+            yield
+    finally:
+        for stop, handler in handlers.items():
+            signal.signal(stop, handler if handler is not None else signal.SIG_DFL)

@@ -14,6 +14,10 @@ class UserError(ValueError):
     and keeps its traceback.
     """
 
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that a notebook shows (IPython's protocol): the message alone."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class RunStopped(UserError):
     """The run cannot continue. Raised on all ranks alike, before the current step has changed anything."""

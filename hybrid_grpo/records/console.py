@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from html import escape
@@ -159,7 +159,7 @@ class NotebookSink:
             self._flush()
 
 
-def spark_line(label: str, points: list[tuple[float, float]], width: int = 300, height: int = 70) -> str:
+def spark_line(label: str, points: Sequence[tuple[float, float]], width: int = 300, height: int = 70) -> str:
     """Return a small curve as SVG, with its name and its lowest and highest value. Long curves are thinned."""
     points = points[:: -max(1, len(points) // width)][::-1]  # the last one stays
     first, last = points[0][0], points[-1][0]
@@ -174,7 +174,7 @@ def spark_line(label: str, points: list[tuple[float, float]], width: int = 300, 
 
 
 def _shown_in_cell() -> Callable[[str], Any]:
-    from IPython.display import HTML, display
+    from IPython.display import HTML, display  # type: ignore[import-not-found, unused-ignore]
 
     handle = display(HTML(""), display_id=True)
     return lambda html: handle.update(HTML(html))

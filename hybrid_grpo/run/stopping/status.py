@@ -88,14 +88,17 @@ class SharedStatus:
             self.mine.cause, self.mine.asked = cause, time.monotonic()
 
     def listen(self, stops: Iterable[signal.Signals]) -> None:
-        """Make the signals `stops` ask this process to stop; a second SIGINT ends it at once."""
+        """Make the signals `stops` ask this process to stop. A second SIGINT raises KeyboardInterrupt, and a third ends
+        the process at once."""
         interrupts = [0]
 
         def hear(number: int, _: object) -> None:
             interrupts[0] += number == signal.SIGINT
-            if interrupts[0] == 2:
+            if interrupts[0] > 2:
                 os._exit(128 + number)
             self.ask(number)
+            if interrupts[0] == 2:
+                raise KeyboardInterrupt
 
         for number in stops:
             signal.signal(number, hear)

@@ -1,0 +1,211 @@
+"""Turns what people have at hand in Python into settings: models, data sets, tables, adapters' configurations.
+
+Everything else is refused in one line, in words of Python.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.config.recipes import Settings, overlay, read_recipe
+from hybrid_grpo.config.types import fields_of
+
+_AS_PYTHON = (
+    (r"another --run\.name", 'another run={"name": ...}'),
+    (r"--config ", "config "),
+    (r"--rewards (\w+)", r'rewards=["\1"]'),
+    (r"--policy\.model\b", "model"),
+    (r"--(\w+)\.(\w+) (true|false)", lambda found: f'{found[1]}={{"{found[2]}": {found[3].title()}}}'),
+    (r"--(\w+)\.(\w+) (auto|zero)\b", r'\1={"\2": "\3"}'),
+    (r"--(\w+)\.(\w+)", r'\1={"\2": ...}'),
+)
+"""What the command line calls options, and how the same is written in Python."""
+
+
+@contextmanager
+def in_words_of_python() -> Iterator[None]:
+    """A context in which messages of UserError name arguments of functions instead of options."""
+    try:
+        yield
+    except UserError as error:
+        message = " ".join(str(error).split())
+        for option, argument in _AS_PYTHON:
+            message = re.sub(option, argument, message)
+        error.args = (message,)
+        raise error from None
+
+
+def settings_from(
+    cls: Any, command: str, model: Any, data: Any, rewards: Any, config: Any, sections: Mapping[str, Any]
+) -> Settings:
+    """Return the settings that the arguments of the function `command` mean. Raises UserError for anything else."""
+    settings: Settings = {}
+    for recipe in config if isinstance(config, list | tuple) else [] if config is None else [config]:
+        settings = overlay(settings, _recipe(recipe))
+    for name, section in sections.items():
+        settings = overlay(settings, {name: _section(cls, name, section)})
+    if data is not None:
+        settings = overlay(settings, {"data": _data(data, "eval_" if command == "evaluate" else "")})
+    if rewards is not None:
+        settings["rewards"] = _rewards(rewards)
+    if command in ("train", "sft", "reward"):
+        settings = _named(settings, command)
+    if model is not None:
+        settings = overlay(settings, {"policy": {"model": _model(model, settings.get("run"))}})
+    return settings
+
+
+def _recipe(recipe: Any) -> Settings:
+    if isinstance(recipe, Mapping):
+        return dict(recipe)
+    refuse(
+        not isinstance(recipe, str | os.PathLike),
+        f"config is {_kind(recipe)}: give a YAML file, a dictionary of sections, or a list of these",
+    )
+    return read_recipe(Path(recipe))
+
+
+def _section(cls: Any, name: str, section: Any) -> Any:
+    """Return the settings of a section, which must be a dictionary; also a `peft.LoraConfig` as the section `lora`."""
+    if name == "rewards" or name == "features" or name not in fields_of(cls):
+        return section
+    if name == "lora" and type(section).__name__ == "LoraConfig" and hasattr(section, "lora_alpha"):
+        return _adapters(section)
+    refuse(
+        not isinstance(section, Mapping),
+        f"{name} is {_kind(section)}: give its settings as a dictionary, as in {name}={{...}}, or leave it out",
+    )
+    return dict(section)
+
+
+def _adapters(peft: Any) -> Settings:
+    """Return the section `lora` for a configuration of peft."""
+    modules = peft.target_modules
+    different = [
+        name
+        for name in ("lora_dropout", "use_dora", "use_rslora", "modules_to_save", "layers_to_transform", "rank_pattern")
+        if getattr(peft, name, None)
+    ]
+    refuse(bool(different), f"lora: adapters here have no {' or '.join(different)}: leave it out of the LoraConfig")
+    names = modules if isinstance(modules, str) or modules is None else sorted(modules)
+    return {"rank": peft.r, "alpha": int(peft.lora_alpha), **({"target_modules": names} if names else {})}
+
+
+def _data(data: Any, held_out: str) -> Settings:
+    """Return the section `data`. A dictionary is the section itself, or the columns of the rows if one is `prompt`.
+    `held_out` begins the names of the settings: `eval_` for held-out rows."""
+    kind, path = type(data), f"{held_out}path"
+    if isinstance(data, os.PathLike):
+        return {path: os.fspath(data)}
+    if kind.__name__ == "DatasetDict":
+        names, usual = list(data), "test" if held_out else "train"
+        return {path: data[usual if usual in names else names[0]] if names else []}
+    if kind.__module__.partition(".")[0] == "pandas" and kind.__name__ == "DataFrame":
+        return {path: _table("from_pandas", data, preserve_index=False)}
+    if isinstance(data, Mapping):
+        return {path: _table("from_dict", dict(data))} if "prompt" in data else dict(data)
+    refuse(
+        isinstance(data, bytes) or not (isinstance(data, str | Sequence) or hasattr(data, "column_names")),
+        f"data is {_kind(data)}: give a file, a folder, a hub name, a list of dictionaries, a DataFrame or a"
+        " datasets.Dataset",
+    )
+    return {path: list(data) if isinstance(data, tuple) else data}
+
+
+def _table(made_by: str, data: Any, **options: Any) -> Any:
+    """Return a `datasets.Dataset`, made by one of its class methods."""
+    import datasets
+
+    try:
+        return getattr(datasets.Dataset, made_by)(data, **options)
+    except (ValueError, TypeError, OverflowError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise UserError(f"data cannot be read as columns of rows: {why}: give a list of dictionaries") from error
+
+
+def _rewards(rewards: Any) -> list[Any]:
+    entries = list(rewards) if isinstance(rewards, list | tuple) else [rewards]
+    for number, entry in enumerate(entries):
+        place = f"rewards[{number}]" if len(entries) > 1 else "rewards"
+        refuse(
+            not (isinstance(entry, str | Mapping) or callable(entry)),
+            f"{place} is {_kind(entry)}: give a function, a name such as exact_match, or a dictionary with function",
+        )
+    return entries
+
+
+def _named(settings: Settings, command: str) -> Settings:
+    """Name a run without a name by its command and the time. Under the launcher ranks would disagree about it."""
+    run = settings.get("run") or {}
+    if not isinstance(run, Mapping) or "name" in run or os.environ.get("WORLD_SIZE", "1") != "1":
+        return settings
+    refuse(
+        run.get("resume") == "auto",
+        'run={"resume": "auto"} goes on with the run of a name, and none is given: add "name"',
+    )
+    name = first = time.strftime(f"{command}-%Y%m%d-%H%M%S")
+    number = 1
+    while (Path(str(run.get("dir", "runs"))) / name).exists():
+        number += 1
+        name = f"{first}-{number}"
+    return overlay(settings, {"run": {"name": name}})
+
+
+def _model(model: Any, run: Any) -> str:
+    """Return the folder or hub name of a model. A model object is saved: next to the folder of the run, whose
+    checkpoints refer to it, or without a run in a folder that is removed when the process ends."""
+    if isinstance(model, str | os.PathLike):
+        return os.fspath(model)
+    refuse(
+        isinstance(model, type) or not (hasattr(model, "save_pretrained") and hasattr(model, "config")),
+        f"model is {_kind(model)}: give a folder, a hub name, or a model of transformers",
+    )
+    refuse(
+        os.environ.get("WORLD_SIZE", "1") != "1",
+        "model is an object, which every rank would save: save it once with save_pretrained, and give the folder",
+    )
+    refuse(
+        hasattr(model, "peft_config"),
+        "model has adapters: merge them (merge_and_unload) and give the result, or use the section lora",
+    )
+    source = getattr(model.config, "_name_or_path", "") or getattr(model, "name_or_path", "")
+    if run:
+        folder = Path(str(run.get("dir", "runs"))) / f"{run['name']}-start"
+    else:
+        folder = Path(tempfile.mkdtemp(prefix="hybrid_grpo_"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source) if source else None
+    except (OSError, ValueError):
+        tokenizer = None
+    if tokenizer is None:
+        raise UserError(
+            "model is an object, and its tokenizer is not where it was loaded from: save both into one folder with"
+            " save_pretrained, and give the folder"
+        )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def _kind(value: Any) -> str:
+    """Return a value as messages show it: short values as they are, others by their type."""
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    if isinstance(value, str):
+        return repr(value[:40])
+    if callable(value) and hasattr(value, "__name__"):
+        return f"the {'class' if isinstance(value, type) else 'function'} {value.__name__}"
+    return f"a {type(value).__name__}"

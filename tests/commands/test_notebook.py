@@ -1,0 +1,96 @@
+"""README's Python part in a real kernel: run twice, stopped, and begun again, with nothing left over."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from jupyter_client.manager import start_new_kernel
+from paths import ROOT
+
+pytestmark = pytest.mark.process
+
+
+class Kernel:
+    """A notebook's kernel, which executes cells and returns what they show."""
+
+    def __init__(self, folder):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
+        self.manager, self.client = start_new_kernel(cwd=str(folder), env=environment)
+
+    def run(self, code, stop_at=None):
+        """Execute a cell, and press stop when it shows what `stop_at` matches; returns its outputs' contents."""
+        asked, shown = self.client.execute(code), []
+        while True:
+            message = self.client.get_iopub_msg(timeout=120)
+            if message["parent_header"].get("msg_id") != asked:
+                continue
+            kind, content = message["msg_type"], message["content"]
+            if kind == "status" and content["execution_state"] == "idle":
+                return shown
+            shown.append((kind, content))
+            if stop_at and kind == "update_display_data" and re.search(stop_at, content["data"]["text/html"]):
+                self.manager.interrupt_kernel()
+                stop_at = None
+
+    def value(self, code):
+        return next(content["data"]["text/plain"] for kind, content in self.run(code) if kind == "execute_result")
+
+    def close(self):
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("notebook")
+    task = folder / "runs/quickstart-task"
+    program = [sys.executable, str(ROOT / "training_scripts/quickstart_task.py"), str(task)]
+    subprocess.run(program, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    shutil.copytree(task / "model", folder / "runs/quickstart-sft/model")
+    kernel = Kernel(folder)
+    kernel.folder = folder
+    yield kernel
+    kernel.close()
+
+
+CELL = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)[1]
+
+
+def of(kind, shown):
+    return [content for each, content in shown if each == kind]
+
+
+def test_the_readme_runs_twice_and_is_stopped_and_begun_again_in_one_kernel(kernel):
+    short = CELL.replace('"steps": 60', '"steps": 3')
+    assert short != CELL
+    for number in (1, 2):
+        shown = kernel.run(short)
+        assert not of("error", shown), shown[-1]
+        assert 'max="3" value="3"' in of("update_display_data", shown)[-1]["data"]["text/html"]
+        [result] = of("execute_result", shown)
+        assert "<table>" in result["data"]["text/html"] and "<svg" in result["data"]["text/html"]
+        assert len(list((kernel.folder / "runs").glob("train-*"))) == number
+
+    long = short.replace('"steps": 3', '"steps": 100_000, "name": "long"')
+    shown = kernel.run(long, stop_at=r" step [2-9]/")
+    [stopped] = of("error", shown)
+    assert stopped["ename"] == "RunInterrupted"
+    [line] = stopped["traceback"]
+    assert "\n" not in line and "--" not in line and 'run={"resume": "auto"}' in line
+    assert "default_int_handler" in kernel.value("import signal; signal.getsignal(signal.SIGINT)")
+
+    done = int(re.search(r"after step (\d+)", line)[1])
+    again = long.replace("100_000", str(done + 1)).replace('"long"', '"long", "resume": "auto"')
+    assert not of("error", kernel.run(again))
+    assert kernel.value("len(run.metrics)") == str(done + 1)
+    assert (
+        kernel.value(
+            "sum(thread.name != 'MainThread' and not thread.daemon for thread in threading.enumerate())".replace(
+                "sum", "import threading; sum", 1
+            )
+        )
+        == "0"
+    )
