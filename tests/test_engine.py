@@ -202,3 +202,23 @@ def test_sharded_loading_leaves_the_rotary_frequencies_as_they_are(folder):
     assert seen["types"] == ["torch.float32"] * 2 and seen["equal"] and seen["unguarded below"]
     said = r"policy\.model \S+: its buffer model\.rotary_emb\.\w+ was changed .*bfloat16.*: update transformers"
     assert re.match(said, seen["refused"]) and "\n" not in seen["refused"]
+
+
+@pytest.mark.process
+def test_products_of_many_sizes_in_half_precision_do_not_fill_the_memory():
+    """Packed batches seldom have the same size twice, and code is compiled for every size: a run on a CPU in bfloat16,
+    the default, grew from 0.7 to 1.6 GB within 120 steps."""
+    code = """
+import psutil, torch
+from hybrid_grpo import engine
+engine.start()
+weight = torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True)
+def grow(sizes):
+    for size in sizes:
+        torch.nn.functional.linear(torch.ones(size, 64, dtype=torch.bfloat16), weight).sum().backward()
+    return psutil.Process().memory_info().rss
+before = grow(range(1, 50))
+print((grow(range(50, 650)) - before) / 600)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert float(done.stdout.splitlines()[-1]) < 20_000, done.stderr[-2000:]

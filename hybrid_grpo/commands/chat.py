@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybrid_grpo.commands.run_argument import is_run, options_of_run
 from hybrid_grpo.config import ChatConfig
 from hybrid_grpo.config.checks import check_chat
 from hybrid_grpo.config.errors import UserError, refuse
@@ -55,12 +56,9 @@ def run(arguments: list[str]) -> None:
 
 def _defaults(name: str, options: list[str]) -> list[str]:
     """Return the settings that follow from MODEL, which `options` may override; none if help is requested instead."""
-    folder = Path(name)
-    if name and (folder / "config.yaml").is_file():
-        trained = (folder / "model" / "config.json").is_file()
-        refuse(not trained, f"{name}: the run has no trained model yet: give a model, or a run that is finished")
-        return ["--config", f"{folder}/config.yaml", "--policy.model", f"{folder}/model"]
-    if not (name and (folder / "adapter_config.json").is_file()):
+    if is_run(name):
+        return options_of_run(name)
+    if not (name and (Path(name) / "adapter_config.json").is_file()):
         return ["--policy.model", name] if name else []
     from hybrid_grpo.model.lora import read_adapter
 

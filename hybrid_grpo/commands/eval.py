@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from hybrid_grpo.commands.run_argument import split_run
 from hybrid_grpo.config import EvaluateConfig
 from hybrid_grpo.config.checks import check_eval
 from hybrid_grpo.config.errors import refuse
@@ -25,6 +26,8 @@ from hybrid_grpo.records.files import json_lines
 
 if TYPE_CHECKING:
     from hybrid_grpo.records.metrics.statistics import Comparison, Floats
+
+COMMAND = "eval [RUN]"
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,9 @@ class Measured:
 def run(arguments: list[str]) -> None:
     """Measure the model. Prints a table on standard error, and one JSON object on standard output: the model, its
     numbers and their intervals; with `eval.against` also those of the other model, and the differences."""
-    config = parse(EvaluateConfig, with_trained_models(arguments), "eval").config
+    name, options = split_run(arguments, COMMAND)
+    recipe = ["--config", f"{name}/config.yaml"] if name else []
+    config = parse(EvaluateConfig, with_trained_models([*recipe, *options]), COMMAND).config
     check_eval(config)
     other = _model_of(config.eval.against) if config.eval.against else None
     found = [measure(config)]

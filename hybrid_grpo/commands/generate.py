@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import Progress
 
+from hybrid_grpo.commands.run_argument import options_of_run, split_run
 from hybrid_grpo.config import GenerateConfig
 from hybrid_grpo.config.checks import check_generate
 from hybrid_grpo.config.parsing import parse
@@ -26,15 +27,27 @@ if TYPE_CHECKING:
 
     from hybrid_grpo.data.batch import Completion, Prompt
 
+COMMAND = "generate [RUN]"
+
 
 def run(arguments: list[str]) -> None:
     """Parse the arguments, load the model and complete prompts; end quietly if the reader of the output closes it."""
-    config = parse(GenerateConfig, arguments, "generate").config
+    config = parse(GenerateConfig, _options(arguments), COMMAND).config
     path = Path(config.generate.output)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         path = path.with_name(f"{path.stem}.{os.environ.get('RANK', '0')}{path.suffix}")
     with reader_may_leave():
         generate(config, json_lines(str(path), "generate.output"))
+
+
+def _options(arguments: list[str]) -> list[str]:
+    """Return the options; a run that comes first stands for its settings and its model, but not for its prompts."""
+    name, options = split_run(arguments, COMMAND)
+    if not name:
+        return options
+    given = any(option.partition("=")[0] in ("--data.path", "--data.task") for option in options)
+    prompts = [] if given else ["--data.path", "", "--data.task", "null"]
+    return [*options_of_run(name), *prompts, *options]
 
 
 def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[dict[str, Any]], None]]) -> None:

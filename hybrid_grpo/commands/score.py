@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 COMMAND = "score FILE_OR_RUN"
 _ROWS = 256
 """Rows of a file that are scored before their rewards are written."""
+_LINES_ON_TERMINAL = 20
+"""Lines that a terminal shows before the summary; files and pipes get all."""
 _FOREVER_S = 1e9
 """Replaces scoring.max_wait_s, since no model waits for the rewards; a call keeps its own time limit."""
 Line = dict[str, Any]
@@ -72,7 +74,8 @@ def _score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
     before: list[Line] = []
     first_failures: dict[str, str] = {}
     console = Console(stderr=True, highlight=False)
-    shown = console.is_terminal and not (config.score.output == "-" and sys.stdout.isatty())
+    on_terminal = config.score.output == "-" and sys.stdout.isatty()
+    shown, written = console.is_terminal and not on_terminal, 0
     with json_lines(config.score.output, "score.output") as write:
         bar = track(parts, "completions", count, console=console, transient=True, disable=not shown)
         for step, groups, saved in bar:
@@ -87,11 +90,15 @@ def _score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
             if saved:
                 lines = [{"step": step, **line, "before": was} for line, was in zip(lines, saved, strict=True)]
             for line in sorted(lines, key=lambda line: (line["id"], line["sample"])):
-                write(line)
+                written += 1
+                if not on_terminal or written <= _LINES_ON_TERMINAL:
+                    write(line)
                 for name, why in line["failed"].items():
                     where = f"row {line['id']}, sample {line['sample']}"
                     first_failures.setdefault(name, f"step {step}, {where}: {why}" if saved else f"{where}: {why}")
             before += saved
+    if on_terminal and written > _LINES_ON_TERMINAL:
+        console.print(f"{written - _LINES_ON_TERMINAL} more lines are not shown: set score.output, or use a pipe")
     scores = reduce(Scores.joined, everything)
     table = {name: _summary(scores, name, callers[name].calls) for name in rewards.names}
     if before:

@@ -50,6 +50,8 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     estimated = str(memory) if memory else "not estimated: the model's code cannot run without data"
     attention = describe(config.policy, device, paged=config.rollout.decoder == "paged")
     facts = {"batch": str(plan), "memory": estimated, "attention": attention, **inputs.facts}
+    if idle := config.idle_bounds(plan.optimizer_steps):
+        facts["ratio"] = f"1, with one optimizer step a rollout, so that {' and '.join(idle)} have no effect"
     rows: dict[str, Sequence[Any]] = {}
     for feature in features:
         facts |= feature.facts

@@ -288,7 +288,7 @@ class ScoreOptionsConfig:
     """Where rewards are written, and which of a run's steps are scored."""
 
     output: Text = "-"
-    """File of JSON lines, which is replaced; `-` is standard output."""
+    """File of JSON lines, which is replaced; `-` is standard output, of which a terminal shows 20 lines."""
     steps: str | None = None
     """Steps of a run to score, as in `100-200`, `100-`, `-200` or `100`. Default: all that were saved."""
 

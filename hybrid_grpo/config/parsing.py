@@ -4,7 +4,7 @@ import dataclasses
 import os
 import sys
 from pathlib import Path
-from typing import Any, Generic, TypeVar, get_origin
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
 from hybrid_grpo.config.building import ConfigT, build, dump, refuse_unused, used_part
 from hybrid_grpo.config.commands import RecipeReader
@@ -140,4 +140,11 @@ def _read(hint: Any, text: str) -> Any:
         return None
     plain = (int, float, bool, list, dict, tuple)
     others = [kind for kind in kinds if (get_origin(kind) or kind) in plain or dataclasses.is_dataclass(kind)]
-    return read_value(text) if others else text
+    if not others:
+        return text
+    value = read_value(text)
+    words = {word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)}
+    of_texts = any(get_origin(kind) is list and str in plain_types(get_args(kind)[0]) for kind in others)
+    # One name, or several with commas, instead of a list.
+    is_list = of_texts and isinstance(value, str) and value and value not in words
+    return [part.strip() for part in value.split(",")] if is_list else value

@@ -113,6 +113,15 @@ class TrainConfig(ModelRunConfig):
         auto = self.rollout.logprobs == "sampling" or self.grpo.sampler_correction != "none"
         return auto if self.grpo.old_logp == "auto" else self.grpo.old_logp == "policy"
 
+    def idle_bounds(self, optimizer_steps: int) -> list[str]:
+        """Return the bounds of the ratio that were changed without effect, because the ratio is 1: every rollout has a
+        single optimizer step, no feature adds completions, and `old_logp` is the policy's own."""
+        is_one = self.recomputes_old_logp or self.rollout.logprobs == "softmax"
+        default = GrpoConfig()
+        bounds = ("epsilon_low", "epsilon_high", "dual_clip")
+        changed = [f"grpo.{name}" for name in bounds if getattr(self.grpo, name) != getattr(default, name)]
+        return changed if optimizer_steps == 1 and is_one and not self.active_features else []
+
     @property
     def reward_names(self) -> list[str]:
         """Names of all rewards: first the functions', then the environments'."""

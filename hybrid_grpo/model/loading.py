@@ -19,7 +19,7 @@ from transformers import logging as transformers_logging
 from transformers.integrations import deepspeed as integration
 
 from hybrid_grpo.config import PolicyConfig, RolloutConfig
-from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.model.architectures import unsupported
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.ranks import all_gather_objects, rank
@@ -33,11 +33,12 @@ Start = Callable[[Any], None]
 
 def load_tokenizer(name: str, setting: str = "policy.model") -> Any:
     """Load the tokenizer of a model folder or hub name; raises UserError if this fails."""
+    _refuse_absent(name, setting)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # transformers raises anything for files that it did not write
         _refuse_custom_code(error, name, setting)
-        raise UserError(f"{setting} {name}: its tokenizer does not load: {first_line(error)}") from error
+        raise UserError(f"{setting} {name}: its tokenizer does not load: {_why(error, name)}") from error
     # For a folder without tokenizer files transformers makes a tokenizer that has special tokens only.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise UserError(f"{setting} {name} has no tokenizer: save the model's tokenizer in the same folder")
@@ -47,11 +48,25 @@ def load_tokenizer(name: str, setting: str = "policy.model") -> Any:
 def load_config(name: str, setting: str = "policy.model") -> Any:
     """Load the unchanged configuration of a model folder or hub name. Raises UserError if there is none, or
     transformers does not know the architecture. `setting` begins error messages, here and in the other functions."""
+    _refuse_absent(name, setting)
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # transformers raises anything for files that it did not write
         _refuse_custom_code(error, name, setting)
-        raise UserError(f"{setting} {name} does not load: {first_line(error)}") from error
+        raise UserError(f"{setting} {name} does not load: {_why(error, name)}") from error
+
+
+def _refuse_absent(name: str, setting: str) -> None:
+    """Refuse the path of a folder that does not exist, for which the hub would be asked again and again."""
+    path = Path(name)
+    is_path = path.is_absolute() or name.startswith(".") or name.count("/") > 1
+    is_path |= "/" in name and path.parent.is_dir()
+    refuse(is_path and not path.exists(), f"{setting} {name}: there is no such folder: check the path")
+
+
+def _why(error: Exception, name: str) -> str:
+    absent = "" if Path(name).exists() else "there is no such folder here, and from the hub: "
+    return absent + first_line(error)
 
 
 def first_line(error: Exception) -> str:

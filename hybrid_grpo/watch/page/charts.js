@@ -75,9 +75,10 @@ export async function drawCharts() {
   const shown = [...visible].filter(plot => plot.card.offsetParent);
   if (!shown.length || !state.open.length) return;
   const turn = ++asked,
+    open = [...state.open],
     [low, high] = state.range ?? [null, null];
   const answer = await ask("curves", {
-    run: state.open,
+    run: open,
     name: [...new Set(shown.flatMap(plot => plot.names()))],
     axis: state.axis,
     low,
@@ -85,8 +86,9 @@ export async function drawCharts() {
     window: state.window,
     points: 2 * Math.max(300, Math.max(...shown.map(plot => plot.area.clientWidth))),
   });
-  if (turn !== asked) return;
-  const ends = state.open.map(run => answer[run]);
+  // Other runs may have been chosen meanwhile; their curves are asked for next.
+  if (turn !== asked || open.join() !== state.open.join()) return;
+  const ends = open.map(run => answer[run]);
   const span = [Math.min(...ends.map(end => end.from)), Math.max(...ends.map(end => end.to))];
   for (const plot of shown) plot.show(answer, span);
   onSpan(span);

@@ -59,16 +59,13 @@ export class Plot {
       },
       "?",
     );
-    const larger = el(
+    this.larger = el(
       "button",
       {
         type: "button",
         "aria-pressed": "false",
         "aria-label": `${chart.title} larger`,
-        onclick: () => {
-          larger.setAttribute("aria-pressed", String(this.card.classList.toggle("wide")));
-          this.remake();
-        },
+        onclick: () => this.enlarge(!this.card.classList.contains("wide")),
       },
       "⤢",
     );
@@ -82,11 +79,19 @@ export class Plot {
         onkeydown: event => this.press(event),
         onblur: () => this.hide(),
       },
-      el("header", {}, el("h3", {}, chart.title, " ", chart.unit && el("em", {}, chart.unit)), what, larger),
+      el("header", {}, el("h3", {}, chart.title, " ", chart.unit && el("em", {}, chart.unit)), what, this.larger),
       this.area,
       this.legend,
       this.meaning,
     );
+  }
+
+  enlarge(wide) {
+    this.card.classList.toggle("wide", wide);
+    this.larger.setAttribute("aria-pressed", String(wide));
+    this.remake();
+    // It may have moved to a row of its own.
+    this.card.scrollIntoView({ block: "nearest" });
   }
 
   names() {
@@ -285,6 +290,10 @@ export class Plot {
   }
 
   press(event) {
+    if (event.key === "Escape" && this.card.classList.contains("wide")) {
+      this.enlarge(false);
+      return;
+    }
     if (event.target !== this.card || !this.u || event.ctrlKey || event.metaKey) return;
     const u = this.u,
       [low, high] = this.range(),

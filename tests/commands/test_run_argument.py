@@ -1,0 +1,59 @@
+"""A run as the first argument: of `train`, `sft` and `reward`, to every command that reads recipes."""
+
+import pytest
+
+from hybrid_grpo.commands import chat, generate
+from hybrid_grpo.commands.run_argument import split_run
+from hybrid_grpo.config import (
+    ChatConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    RewardStageConfig,
+    ScoreConfig,
+    SftConfig,
+    TrainConfig,
+)
+from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.parsing import configure, parse
+
+STAGES = {
+    "train": (TrainConfig, {"rewards": ["exact_match"], "eval": {"every": 5}, "data": {"eval_path": "h.jsonl"}}),
+    "sft": (SftConfig, {"sft": {"batch_size": 8}}),
+    "reward": (RewardStageConfig, {"reward": {"batch_size": 8}, "eval": {"every": 5}, "data": {"eval_path": "h"}}),
+}
+
+
+@pytest.fixture(params=STAGES)
+def run(request, tmp_path):
+    """The folder of a run with the settings of a stage."""
+    cls, settings = STAGES[request.param]
+    given = {**settings, "policy": {"model": "start"}, "data": {"path": "rows.jsonl", **settings.get("data", {})}}
+    (tmp_path / "config.yaml").write_text(configure(cls, given).yaml)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize("cls", [EvaluateConfig, GenerateConfig, ScoreConfig, ChatConfig])
+def test_the_settings_of_any_run_are_a_recipe_for_every_command(run, cls):
+    config = parse(cls, ["--config", str(run / "config.yaml")], "command").config
+    assert config.policy.model == "start"
+
+
+def test_a_run_stands_for_its_settings_and_its_trained_model(run):
+    options = generate._options([str(run), "--rollout.temperature=0.5"])
+    config = parse(GenerateConfig, options, "generate").config
+    assert config.policy.model == f"{run}/model" and config.reads_stdin, "its prompts come from the user"
+    named = generate._options([str(run), "--data.path", "mine.jsonl"])
+    assert parse(GenerateConfig, named, "generate").config.data.path == "mine.jsonl"
+    config = parse(ChatConfig, chat._defaults(str(run), []), "chat").config
+    assert config.policy.model == f"{run}/model"
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    assert split_run(["--config", "x"], "eval") == ("", ["--config", "x"])
+    with pytest.raises(UserError, match=r"words\.jsonl is not the folder of a run, .* usage: hybrid-grpo eval"):
+        split_run(["words.jsonl"], "eval [RUN]")
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(UserError, match="the run has no trained model yet"):
+        generate._options([str(tmp_path)])
