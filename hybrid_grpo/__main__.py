@@ -91,10 +91,19 @@ def entry() -> NoReturn:
         with suppress(UserError):
             adopt_rank()
         watched(main)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupts: list[int] = []
+
+    def interrupt(number: int, _: object) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
     try:
         status = main()
-    except KeyboardInterrupt:
+    except BaseException:
+        # Modules that were interrupted while they were imported raise all kinds of errors.
+        if not interrupts:
+            raise
         print("hybrid-grpo: interrupted", file=sys.stderr)
         status = 128 + signal.SIGINT
     for stream in (sys.stdout, sys.stderr):

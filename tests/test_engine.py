@@ -1,6 +1,8 @@
 """The engine on one and on two ranks: what the design promises of the switch, and of independence from the layout."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 from launching import assert_same_steps, make_task, ranks

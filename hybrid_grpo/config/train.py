@@ -88,6 +88,11 @@ class TrainConfig(ModelRunConfig):
         return replace(self, **changes)
 
     @property
+    def needs_weights(self) -> bool:
+        """Whether the weights of the policy will be loaded."""
+        return True
+
+    @property
     def policy_waits(self) -> int:
         """Steps at the beginning of the run in which the policy does not learn."""
         return max((feature.policy_waits for feature in self.active_features), default=0)
@@ -120,7 +125,8 @@ class TrainConfig(ModelRunConfig):
         default = GrpoConfig()
         bounds = ("epsilon_low", "epsilon_high", "dual_clip")
         changed = [f"grpo.{name}" for name in bounds if getattr(self.grpo, name) != getattr(default, name)]
-        return changed if optimizer_steps == 1 and is_one and not self.active_features else []
+        others = any(feature.rows_per_group for feature in self.active_features)
+        return changed if optimizer_steps == 1 and is_one and not others else []
 
     @property
     def reward_names(self) -> list[str]:

@@ -24,9 +24,11 @@ SAFE, PICKLED = (
 """Names of the single file with all weights, and of the index that maps each weight to its file, for each format."""
 
 
-def check_files(name: str, config: Any, *, pickled: bool = False, setting: str = "policy.model") -> None:
-    """Raise `UserError` if the weights in a model's folder are missing, damaged, or do not fit a causal language model
-    of this configuration. Pickled weights are not inspected; `pickled` allows them."""
+def check_files(
+    name: str, config: Any, *, pickled: bool = False, setting: str = "policy.model", needed: bool = True
+) -> None:
+    """Raise `UserError` if the weights in a model's folder are missing (unless they are not `needed`), damaged, or do
+    not fit a causal language model of this configuration. Pickled weights are not inspected; `pickled` allows them."""
     folder, start = Path(name), f"{setting} {name}"
     if not folder.is_dir():
         return
@@ -35,6 +37,8 @@ def check_files(name: str, config: Any, *, pickled: bool = False, setting: str =
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # an architecture may raise anything for numbers that it cannot take
         raise UserError(f"{start}: config.json describes no model: {first_line(error)}: repair it") from error
+    if not needed and not any((folder / file).exists() for file in (*SAFE, *PICKLED)):
+        return
     if not any((folder / file).exists() for file in SAFE):
         check_pickled(name, allowed=pickled, setting=setting)
         return

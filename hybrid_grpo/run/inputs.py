@@ -100,7 +100,7 @@ class RunInputs(EvalInputs):
         sets = held_out_sets(config)
         reward_sets = RewardSets(config, sets)
         objective = load_objective(config.grpo.objective)
-        sampler = Sampler.read(config.policy, config.rollout)
+        sampler = Sampler.read(config.policy, config.rollout, needs_weights=config.needs_weights)
         check_lora(config.lora, sampler.model_config)
         partners = partners_of(config, sampler.tokenizer, sampler.stop_ids)
         rewards = reward_sets.ready(sampler.tokenizer, by_turn=config.grpo.combine_rewards == "sum")

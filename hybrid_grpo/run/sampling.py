@@ -40,11 +40,12 @@ class Sampler:
     """Tokens that end a completion."""
 
     @classmethod
-    def read(cls, policy: PolicyConfig, rollout: RolloutConfig) -> Sampler:
-        """Read all but the weights. Raise UserError if the model cannot sample, or its files are damaged."""
+    def read(cls, policy: PolicyConfig, rollout: RolloutConfig, *, needs_weights: bool = True) -> Sampler:
+        """Read all but the weights. Raise UserError if the model cannot sample, or its files are damaged or, if they
+        will be loaded, absent."""
         config = load_config(policy.model)
         check_architecture(config, rollout.decoder)
-        check_files(policy.model, config, pickled=policy.pickled_weights)
+        check_files(policy.model, config, pickled=policy.pickled_weights, needed=needs_weights)
         tokenizer = load_tokenizer(policy.model)
         check_token_ids(rollout, config)
         return cls(rollout, config, tokenizer, stop_ids(policy.model, tokenizer, rollout.stop_ids, config))

@@ -6,6 +6,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from typing import get_type_hints
 
 import pytest
@@ -16,8 +17,11 @@ from hybrid_grpo import __version__
 from hybrid_grpo.__main__ import main
 from hybrid_grpo.config import (
     GenerateConfig,
+    GrpoConfig,
+    PlanConfig,
     RewardConfig,
     RewardStageConfig,
+    RolloutConfig,
     TrainConfig,
     build,
     dump,
@@ -396,3 +400,44 @@ def test_a_mistake_does_not_cost_an_import_of_torch(user: User) -> None:
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "2 []"
     assert done.stderr.startswith("hybrid-grpo: error: rollout.num_generations 1 ")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--log.trackers=tensorboard", ["tensorboard"]),
+        ("--log.trackers=wandb, tensorboard", ["wandb", "tensorboard"]),
+        ("--log.trackers=[]", []),
+        ("--lora.target_modules=q_proj", ["q_proj"]),
+        ("--lora.target_modules=all-linear", "all-linear"),
+    ],
+)
+def test_one_name_is_enough_for_a_list_of_names(option, value):
+    section, name = option[2:].partition("=")[0].split(".")
+    config = parse(TrainConfig, ["--lora.rank=4", option, "--rewards=exact_match"], "train").config
+    assert getattr(getattr(config, section), name) == value
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        *[("H100", "h100"), ("NVIDIA H100 80GB HBM3", "h100"), ("4090", "rtx4090"), ("GeForce RTX 4090", "rtx4090")],
+        *[("NVIDIA A100-SXM4-80GB", "a100-80gb"), ("A100 PCIe 40GB", "a100-40gb"), ("a100-40gb", "a100-40gb")],
+    ],
+)
+def test_gpus_are_known_in_any_spelling(written, name):
+    assert parse(PlanConfig, [f"--plan.gpu={written}"], "plan").config.plan.gpu == name
+
+
+def test_a_gpu_of_which_there_are_two_kinds_is_not_guessed():
+    with pytest.raises(UserError, match=r"plan\.gpu: expected rtx4090 or a100-40gb or a100-80gb or .* got A100"):
+        parse(PlanConfig, ["--plan.gpu=A100"], "plan")
+
+
+def test_bounds_are_idle_only_where_the_ratio_is_one():
+    config = TrainConfig(grpo=GrpoConfig(epsilon_high=0.28, dual_clip=3.0))
+    assert config.idle_bounds(1) == ["grpo.epsilon_high", "grpo.dual_clip"]
+    assert config.idle_bounds(2) == [] and TrainConfig().idle_bounds(1) == []
+    assert replace(config, rollout=RolloutConfig(logprobs="sampling", top_p=0.9)).idle_bounds(1), "they are recomputed"
+    sampler = replace(config.grpo, old_logp="sampler")
+    assert not replace(config, grpo=sampler, rollout=RolloutConfig(logprobs="sampling", top_p=0.9)).idle_bounds(1)
