@@ -5,6 +5,7 @@ from pathlib import Path
 
 from hybrid_grpo.config import SftConfig
 from hybrid_grpo.config.checks import check_sft
+from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.parsing import Parsed, parse
 
 
@@ -39,6 +40,10 @@ def sft(parsed: Parsed[SftConfig]) -> Path:
     check_files(config.policy.model, model_config, pickled=config.policy.pickled_weights)
     tokenizer = load_tokenizer(config.policy.model)
     pairs, report = read_pairs(config.data, tokenizer, config.sft.max_completion_tokens)
+    refuse(
+        config.sft.batch_size > len(pairs),
+        f"sft.batch_size {config.sft.batch_size} is more than the {len(pairs)} rows: lower it, or give more rows",
+    )
     check_lengths(model_config, max(len(pair.prompt.token_ids) + len(pair.completion_ids) for pair in pairs))
     check_prompt_ids([pair.prompt.token_ids + pair.completion_ids for pair in pairs], model_config)
     features = make_features(config)

@@ -143,8 +143,7 @@ def _read(hint: Any, text: str) -> Any:
     if not others:
         return text
     value = read_value(text)
-    words = {word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)}
     of_texts = any(get_origin(kind) is list and str in plain_types(get_args(kind)[0]) for kind in others)
     # One name, or several with commas, instead of a list.
-    is_list = of_texts and isinstance(value, str) and value and value not in words
+    is_list = of_texts and isinstance(value, str) and value and not any(get_origin(kind) is Literal for kind in kinds)
     return [part.strip() for part in value.split(",")] if is_list else value

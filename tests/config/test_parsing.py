@@ -408,7 +408,6 @@ def test_a_mistake_does_not_cost_an_import_of_torch(user: User) -> None:
         ("--log.trackers=tensorboard", ["tensorboard"]),
         ("--log.trackers=wandb, tensorboard", ["wandb", "tensorboard"]),
         ("--log.trackers=[]", []),
-        ("--lora.target_modules=q_proj", ["q_proj"]),
         ("--lora.target_modules=all-linear", "all-linear"),
     ],
 )

@@ -53,11 +53,22 @@ def charts_of(known: Sequence[str]) -> list[Chart]:
     for section, members in CHARTS.items():
         for chart in members:
             curves = tuple(curve for pattern in chart["metrics"] for curve in _curves(pattern, known))
-            band = chart["band"] if chart.get("band") in known else None
+            band = _band(chart, curves, known)
             unit, compared = describe(chart["metrics"][0]).unit, chart.get("compared", False)
             if len(curves) > compared:
                 drawn.append(Chart(section, chart["title"], unit, chart.get("top"), curves, band, compared))
     return drawn
+
+
+def _band(chart: dict[str, Any], curves: Sequence[Curve], known: Sequence[str]) -> str | None:
+    """Return the metric of the band around the first curve, with what the curve's own pattern stands for filled in."""
+    band, first = chart.get("band"), curves[0].name if curves else ""
+    for pattern in chart["metrics"]:
+        found = re.fullmatch(re.sub(r"<(\w+)>", r"(?P<\1>[^/]+)", pattern), first)
+        if found and band:
+            for place, name in found.groupdict().items():
+                band = band.replace(f"<{place}>", name)
+    return band if band in known else None
 
 
 def is_noisy(metric: Metric) -> bool:

@@ -48,7 +48,7 @@ class Progress:
             return
         mine.asked = mine.cause = 0
         if threading.current_thread() is threading.main_thread():
-            self._shared.listen([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+            self._shared.listen([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], patience=2)
 
     def expect_saving(self, seconds: float) -> None:
         """Extend the grace period by the expected time of saving, unless `run.grace_s` is set."""

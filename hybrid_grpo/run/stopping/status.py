@@ -87,17 +87,17 @@ class SharedStatus:
         if not self.mine.asked:
             self.mine.cause, self.mine.asked = cause, time.monotonic()
 
-    def listen(self, stops: Iterable[signal.Signals]) -> None:
-        """Make the signals `stops` ask this process to stop. A second SIGINT raises KeyboardInterrupt, and a third ends
-        the process at once."""
+    def listen(self, stops: Iterable[signal.Signals], patience: int = 1) -> None:
+        """Make the signals `stops` ask this process to stop. A second SIGINT ends it at once; with a `patience` of 2,
+        it raises KeyboardInterrupt, and a third ends the process."""
         interrupts = [0]
 
         def hear(number: int, _: object) -> None:
             interrupts[0] += number == signal.SIGINT
-            if interrupts[0] > 2:
+            if interrupts[0] > patience:
                 os._exit(128 + number)
             self.ask(number)
-            if interrupts[0] == 2:
+            if interrupts[0] > 1:
                 raise KeyboardInterrupt
 
         for number in stops:

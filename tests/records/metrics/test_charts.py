@@ -17,3 +17,10 @@ def test_rewards_are_compared_where_there_are_several():
     assert title not in {chart.title for chart in charts_of(names[:2])}, "nothing to compare"
     assert [(chart.title, chart.band) for chart in charts_of(names) if chart.band] == [("Reward", "reward/std")]
     assert [chart.band for chart in charts_of(names[:1])] == [None]
+
+
+def test_the_accuracy_of_the_first_set_has_a_band_of_its_standard_error():
+    names = ["eval/hard/accuracy", "eval/hard/stderr", "eval/easy/accuracy", "eval/easy/stderr"]
+    (chart,) = charts_of(names)
+    assert [curve.label for curve in chart.curves] == ["hard", "easy"] and chart.band == "eval/hard/stderr"
+    assert charts_of(["eval/hard/accuracy", "eval/easy/stderr"])[0].band is None

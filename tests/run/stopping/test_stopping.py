@@ -297,7 +297,7 @@ def test_progress_stops_at_its_time_and_at_stop_points_and_without_a_run_never(m
     now, shared = [1000.0], SharedStatus()
     monkeypatch.setattr(progresses.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(progresses, "own_status", lambda: shared)
-    monkeypatch.setattr(SharedStatus, "listen", lambda self, stops: None)
+    monkeypatch.setattr(SharedStatus, "listen", lambda self, stops, patience: None)
     progress = progresses.Progress(RunConfig(stop_after="1h", stall_minutes=2.0))
     progress.expect_saving(100.0)
     assert (shared.mine.grace_s, shared.mine.stall_s) == (120.0, 120.0)
