@@ -24,6 +24,19 @@ _SILENT_SECONDS = 20.0
 _LENGTH = 512
 
 
+def state_of(folder: Path) -> str | None:
+    """Return "running" if a run holds the lock on the folder, "ended" if it released it, "gone" if it vanished without
+    releasing it, and None if there never was one. Only looks at the file, which its owner writes every few seconds."""
+    try:
+        found = (folder / ".lock").stat()
+    except OSError:
+        return None
+    if not found.st_size:
+        return "ended"
+    # A process that computes may be late with its heartbeat.
+    return "running" if time.time() - found.st_mtime < 3 * _SILENT_SECONDS else "gone"
+
+
 class FolderLock:
     """This process's lock on an existing folder. Raises UserError if another process holds the lock (the message names
     that process), or if the lock file cannot be written."""

@@ -46,7 +46,8 @@ class Folders:
 
 
 def _runs_in(folder: Path, depth: int) -> list[Path]:
-    if os.path.isfile(folder / "metrics.jsonl"):  # also False if the folder may not be entered
+    # A run that is loading has no metrics yet. Both are also False if the folder may not be entered.
+    if os.path.isfile(folder / "metrics.jsonl") or os.path.isfile(folder / ".lock"):
         return [folder]
     if not depth:
         return []

@@ -18,6 +18,7 @@ from hybrid_grpo.config.recipes import load_yaml
 from hybrid_grpo.records.alarm_records import ALARMS_FILE, AlarmRecord
 from hybrid_grpo.records.files import TRACE_FILE, as_json, flattened, rollout_files
 from hybrid_grpo.records.json_lines import last_lines, open_file, parse_step
+from hybrid_grpo.records.lock import state_of
 from hybrid_grpo.records.metrics.catalogue import TIME_METRICS, TOKEN_METRICS, find
 from hybrid_grpo.records.metrics.charts import is_noisy
 from hybrid_grpo.watch.metrics_file import MetricsFile, last_row
@@ -121,6 +122,7 @@ class WatchedRun:
             "folder": str(self.folder),
             "step": row.get("step"),
             "steps": steps if type(steps) is int else None,
+            "state": state_of(self.folder),
             "age": time.time() - changed / 1e3 if changed else None,
             "step_seconds": number(row.get("time/step_s")),
         }

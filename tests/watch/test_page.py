@@ -1,6 +1,7 @@
 """The page in a browser. Skipped where there is no playwright or no Chromium; see benchmarks/watch_page.py."""
 
 import json
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -166,6 +167,30 @@ def test_a_reader_s_way_through_the_page(url: str, runs: list[Path]) -> None:
 
         assert complaints == []
         assert [address for address in asked if not address.startswith((url, "data:"))] == []
+
+
+def test_runs_say_how_they_are_and_charts_close_and_quick_clicks_do_no_harm(url: str, runs: list[Path]) -> None:
+    """A TypeError was thrown where the answer about two runs came after one of them had been left out."""
+    (runs[0] / ".lock").write_text("")
+    (runs[1] / ".lock").write_text("{}")
+    os.utime(runs[1] / ".lock", (0, 0))
+    for run in runs:
+        (run / "config.yaml").write_text("run: {steps: 100}\n")
+    with heard_page() as (tab, complaints, _):
+        tab.goto(f"{url}/#run=slow")
+        watch_page.until(tab, "document.querySelector('#runs').innerText.includes('step 60 of 100, stopped')")
+        watch_page.until(tab, "document.querySelector('#runs').innerText.includes('step 60 of 100, killed')")
+        watch_page.until(tab, "document.querySelectorAll('.chart canvas').length >= 4")
+        for _ in range(12):
+            tab.evaluate("[...document.querySelectorAll('#runs input')].forEach(box => box.click())")
+            tab.wait_for_timeout(30)
+        watch_page.until(tab, "document.querySelectorAll('.chart canvas').length >= 4")
+        reward = tab.locator(".chart", has_text="Reward").first
+        reward.locator("button[aria-pressed]").click()
+        assert "wide" in (reward.get_attribute("class") or "")
+        tab.keyboard.press("Escape")
+        assert "wide" not in (reward.get_attribute("class") or "")
+        assert complaints == []
 
 
 def test_a_frozen_page_opens_from_its_file(runs: list[Path]) -> None:

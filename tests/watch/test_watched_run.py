@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 
 import pytest
@@ -6,6 +7,7 @@ import pytest
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.records import json_lines
 from hybrid_grpo.records.alarm_records import AlarmRecord, write_alarm
+from hybrid_grpo.records.lock import FolderLock
 from hybrid_grpo.watch import metrics_file
 from hybrid_grpo.watch.folders import Folders
 from hybrid_grpo.watch.watched_run import WatchedRun, differing
@@ -114,3 +116,22 @@ def test_runs_are_found_under_the_folders_that_were_named(make_run, tmp_path):
     assert "one" not in folders.look()
     with pytest.raises(UserError, match="nothing is not a folder"):
         Folders([tmp_path / "nothing"])
+
+
+def test_a_run_says_whether_it_runs_has_ended_or_was_killed(make_run, tmp_path):
+    folder, loading = make_run("run", run_lines()), tmp_path / "runs/loading"
+    loading.mkdir()
+    lock = loading / ".lock"
+    run = WatchedRun("run", folder)
+    assert run.outline()["state"] is None, "a copy without its lock"
+    held = FolderLock(folder)
+    assert run.outline()["state"] == "running"
+    os.utime(folder / ".lock", (0, 0))
+    assert run.outline()["state"] == "gone"
+    held.release()
+    assert run.outline()["state"] == "ended"
+    assert set(Folders([tmp_path]).runs) == {"run"}
+    lock.write_text("{}")
+    outlines = {name: each.outline() for name, each in Folders([tmp_path]).runs.items()}
+    assert outlines["loading"]["state"] == "running" and outlines["loading"]["step"] is None
+    assert opened(loading).table.names == [] or opened(loading).table.names == ["step"]

@@ -5,9 +5,14 @@ import { runColor, state } from "./state.js";
 const QUIET_S = 60;
 
 function progress(run) {
-  if (run.step === null || run.step === undefined) return "no steps yet";
+  if (run.step === null || run.step === undefined) {
+    const before = { running: "loading", ended: "ended before the first step", gone: "killed before the first step" };
+    return before[run.state] ?? "no steps yet";
+  }
   const steps = `step ${whole(run.step)}${run.steps ? ` of ${whole(run.steps)}` : ""}`;
   if (run.steps && run.step >= run.steps) return `${steps}, finished`;
+  if (run.state === "ended") return `${steps}, stopped ${duration(run.age)} ago`;
+  if (run.state === "gone") return `${steps}, killed ${duration(run.age)} ago`;
   const quiet = run.age > Math.max(QUIET_S, 5 * (run.step_seconds ?? 0));
   if (quiet) return `${steps}, silent for ${duration(run.age)}`;
   const left = run.steps && run.step_seconds ? `, ${duration((run.steps - run.step) * run.step_seconds)} left` : "";
@@ -15,6 +20,7 @@ function progress(run) {
 }
 
 function isLive(run) {
+  if (run.state) return run.state === "running";
   return (
     !(run.steps && run.step >= run.steps) &&
     run.age !== null &&
