@@ -65,7 +65,7 @@ def _frozen(run: WatchedRun, answers: Answers) -> dict[str, Any]:
     saved = sorted({list(files)[at] for at in (0, len(files) // 2, -1)}) if files else []
     runs = ask("runs")
     # The file is the same wherever and whenever it is written, and never says that the run is still training.
-    outline = {**runs["runs"][0], "age": None, "step_seconds": None, "folder": run.name}
+    outline = {**runs["runs"][0], "age": None, "state": None, "step_seconds": None, "folder": run.name}
     written = datetime.fromtimestamp((run.folder / "metrics.jsonl").stat().st_mtime)
     opened = {**runs["open"][0], "version": 0, "details": 0, "read": 1}
     newest = ask("step")

@@ -125,7 +125,7 @@ def test_a_stop_has_the_time_that_saving_takes(tmp_path, clock, monkeypatch, set
     """A rank that wrote 11 GB to a network disk was killed after 20 s."""
     run, stage = make(tmp_path)
     monkeypatch.setattr(status, "_of_this_process", [status.SharedStatus()])
-    monkeypatch.setattr(status.SharedStatus, "listen", lambda *_: None)
+    monkeypatch.setattr(status.SharedStatus, "listen", lambda *_, **__: None)
     stage.progress = Progress(RunConfig(grace_s=setting))
     assert status.own_status().mine.grace_s == (setting or 20)
 
