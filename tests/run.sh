@@ -24,8 +24,9 @@ mypy &
 types=$!
 lint-imports || { wait; exit 1; }
 wait "$types"
-# More workers than cores, if these are few: many tests wait for processes of theirs, or for a time to pass.
+# More workers than cores, if these are few: many tests wait for processes of theirs, or for a time to pass. The fast
+# ones do not, and each worker imports everything.
 cores=$(getconf _NPROCESSORS_ONLN)
-workers=$((cores < 2 ? 2 : 4))
+workers=$((cores < 2 ? 2 : cores < 4 && ${#tests[@]} ? cores : 4))
 # Files stay whole, as most that start processes share them among their tests; conftest.py says in which order.
 python -m pytest -q -n "$workers" --dist loadfile --no-loadscope-reorder "${tests[@]}" "$@"
