@@ -7,6 +7,7 @@ from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.model import loading
 from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.files import check_files
 from hybrid_grpo.model.loading import load_model, training_attention
 
 
@@ -57,3 +58,21 @@ def test_the_padding_of_a_shard_is_no_weight(monkeypatch):
     model.weight.ds_tensor[1] = float("nan")
     with pytest.raises(UserError, match="1 of its weights hold NaN or infinity, weight among them"):
         loading._refuse_broken_weights(model, "policy.model here")
+
+
+@pytest.mark.parametrize("name", ["./nothere", "/nothere", "runs/of/mine/model"])
+def test_a_path_that_is_not_there_is_refused_without_asking_the_hub(name, monkeypatch):
+    """The hub had been asked for half a minute, in twelve lines."""
+    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("asked"))
+    monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", lambda *_, **__: pytest.fail("asked"))
+    for load in (loading.load_config, loading.load_tokenizer):
+        with pytest.raises(UserError, match=f"policy.model {name}: there is no such folder"):
+            load(name)
+
+
+def test_a_plan_needs_no_weights(tmp_path):
+    config = tiny_config("llama")
+    config.save_pretrained(tmp_path)
+    check_files(str(tmp_path), config, needed=False)
+    with pytest.raises(UserError, match="has no weights"):
+        check_files(str(tmp_path), config)

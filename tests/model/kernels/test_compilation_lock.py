@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.model.kernels.compilation_lock import compilation_lock
 
 
@@ -38,6 +39,7 @@ def test_a_compiler_at_work_is_waited_for_and_only_by_those_who_need_its_kernel(
     code = f"""
 import sys, time
 from pathlib import Path
+from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.model.kernels.compilation_lock import compilation_lock
 with compilation_lock("a_kernel"):
     Path({str(kernels_of)!r}).touch()
@@ -61,3 +63,16 @@ with compilation_lock("a_kernel"):
         other.stdin.close()
         waiting.join(60)
         assert len(entered) == 1
+
+
+def test_compiling_is_announced_and_a_program_that_is_no_compiler_is_one_line(kernels_of, monkeypatch, capsys):
+    """CXX=/bin/false had been 30 lines of traceback, and the first start silent for a minute and a half."""
+    monkeypatch.setenv("CXX", "/bin/false")
+    wrong = pytest.raises(UserError, match=r"/bin/false is not a C\+\+ compiler that works: install one")
+    with wrong, compilation_lock("a_kernel"):
+        raise subprocess.CalledProcessError(1, ["/bin/false", "--version"])
+    assert "compiling DeepSpeed's kernel a_kernel, once" in capsys.readouterr().out
+    (kernels_of.parent / "a_kernel.so").touch()
+    with compilation_lock("a_kernel"):
+        pass
+    assert capsys.readouterr().out == ""
