@@ -82,6 +82,14 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def _interrupted(number: int, _: object) -> NoReturn:
+    """End the process at once. An exception in the middle of an import would become others, or abort C++ code; and
+    processes of workers end with this one."""
+    with suppress(OSError):
+        os.write(2, b"hybrid-grpo: interrupted\n")
+    os._exit(128 + number)
+
+
 def entry() -> NoReturn:
     """Run one command and exit with its status. The ranks of a run are watched (see run/stopping/watcher.py)."""
     for name in ("stdout", "stderr"):
@@ -91,21 +99,8 @@ def entry() -> NoReturn:
         with suppress(UserError):
             adopt_rank()
         watched(main)
-    interrupts: list[int] = []
-
-    def interrupt(number: int, _: object) -> None:
-        interrupts.append(number)
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        status = main()
-    except BaseException:
-        # Modules that were interrupted while they were imported raise all kinds of errors.
-        if not interrupts:
-            raise
-        print("hybrid-grpo: interrupted", file=sys.stderr)
-        status = 128 + signal.SIGINT
+    signal.signal(signal.SIGINT, _interrupted)
+    status = main()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()

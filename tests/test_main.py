@@ -16,13 +16,17 @@ def test_ctrl_c_at_any_moment_of_a_start_is_one_line_at_most(tmp_path):
     folder = make_task(tmp_path)
     settings = ["--policy.model=model", "--data.path=words.jsonl"]
     (folder / "words.jsonl").write_text('{"prompt": "dcab="}\n')
-    # While torch is imported, or later. Before that the signal may find Python itself, which begins.
+    # Not before Python itself has begun, which would say so at length.
+    begin = (
+        "import runpy; print('up', flush=True); runpy.run_module('hybrid_grpo', run_name='__main__', alter_sys=True)"
+    )
     for seconds in (0.7, 1.2, 2.0):
         for command in ("generate", "plan"):
             process = subprocess.Popen(
-                [sys.executable, "-m", "hybrid_grpo", command, *settings, "--rollout.max_completion_tokens=60"],
-                cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                [sys.executable, "-c", begin, command, *settings, "--rollout.max_completion_tokens=60"],
+                cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             )  # fmt: skip
+            assert process.stdout and process.stdout.readline() == "up\n"
             time.sleep(seconds)
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=60)

@@ -51,7 +51,10 @@ def run(arguments: list[str]) -> None:
     config = parse(ChatConfig, [*_defaults(name, options), *options], COMMAND).config
     check_chat(config, int(os.environ.get("WORLD_SIZE", "1")))
     with reader_may_leave():
-        _Terminal(*_loaded(config)).talk()
+        terminal = _Terminal(*_loaded(config))
+        # From here on Ctrl-C is for the conversation.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        terminal.talk()
 
 
 def _defaults(name: str, options: list[str]) -> list[str]:
