@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from hybrid_grpo.commands.arguments import in_words_of_python, settings_from
+from hybrid_grpo.commands.arguments import in_words_of_python, save_model, settings_from
 from hybrid_grpo.commands.finished_run import FinishedRun
 from hybrid_grpo.config import EvaluateConfig, GenerateConfig, PublishConfig, RewardStageConfig, SftConfig, TrainConfig
 from hybrid_grpo.config.building import refuse_unused
@@ -128,7 +128,11 @@ def _configure(
 ) -> Parsed[ConfigT]:
     adopt_rank()
     refuse_unused(cls, sections)
-    return configure(cls, settings_from(cls, command, model, data, rewards, config, sections))
+    settings = settings_from(cls, command, model, data, rewards, config, sections)
+    parsed = configure(cls, settings)
+    # Not before the settings are known to be right.
+    save_model(model, settings.get("policy", {}).get("model", ""))
+    return parsed
 
 
 @contextmanager

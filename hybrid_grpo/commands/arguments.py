@@ -162,8 +162,8 @@ def _named(settings: Settings, command: str) -> Settings:
 
 
 def _model(model: Any, run: Any) -> str:
-    """Return the folder or hub name of a model. A model object is saved: next to the folder of the run, whose
-    checkpoints refer to it, or without a run in a folder that is removed when the process ends."""
+    """Return the folder or hub name of a model. For a model object, return where `save_model` will put it: next to the
+    folder of the run, whose checkpoints refer to it, or, without a run, a folder that is removed at the end."""
     if isinstance(model, str | os.PathLike):
         return os.fspath(model)
     refuse(
@@ -178,14 +178,21 @@ def _model(model: Any, run: Any) -> str:
         hasattr(model, "peft_config"),
         "model has adapters: merge them (merge_and_unload) and give the result, or use the section lora",
     )
-    source = getattr(model.config, "_name_or_path", "") or getattr(model, "name_or_path", "")
-    if run:
-        folder = Path(str(run.get("dir", "runs"))) / f"{run['name']}-start"
-    else:
-        folder = Path(tempfile.mkdtemp(prefix="hybrid_grpo_"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    if isinstance(run, Mapping) and "name" in run:
+        return str(Path(str(run.get("dir", "runs"))) / f"{run['name']}-start")
+    folder = tempfile.mkdtemp(prefix="hybrid_grpo_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def save_model(model: Any, folder: str) -> None:
+    """Save a model object with its tokenizer; do nothing for a folder or a hub name. Raises UserError if the tokenizer
+    is not where the model was loaded from."""
+    if model is None or isinstance(model, str | os.PathLike):
+        return
     from transformers import AutoTokenizer
 
+    source = getattr(model.config, "_name_or_path", "") or getattr(model, "name_or_path", "")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source) if source else None
     except (OSError, ValueError):
@@ -197,7 +204,6 @@ def _model(model: Any, run: Any) -> str:
         )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 def _kind(value: Any) -> str:

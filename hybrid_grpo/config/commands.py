@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import field
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, model_validator
 from pydantic.dataclasses import dataclass
@@ -25,20 +25,19 @@ from hybrid_grpo.config.run import RunConfig
 from hybrid_grpo.config.train import ModelRunConfig, TrainConfig, check_outcome, names_of_rewards
 from hybrid_grpo.config.watching import WatchOptionsConfig
 
-GPU_NAMES = ("rtx4090", "a100-40gb", "a100-80gb", "l40s", "h100", "h200", "b200")
+_Gpu = Literal["rtx4090", "a100-40gb", "a100-80gb", "l40s", "h100", "h200", "b200"]
 
 
 def _gpu_name(name: Any) -> Any:
     """Return the name that this package gives to a GPU, however it is written; unchanged if there is none."""
     letters = re.sub(r"nvidia|geforce|tesla|pcie|sxm\d?|[^a-z0-9]", "", name.lower()) if isinstance(name, str) else ""
-    return next((known for known in GPU_NAMES if letters.removeprefix("rtx").startswith(_short(known))), name)
+    return next((known for known in get_args(_Gpu) if letters.removeprefix("rtx").startswith(_short(known))), name)
 
 
 def _short(known: str) -> str:
     return known.replace("-", "").removeprefix("rtx")
 
 
-_Gpu = BeforeValidator(_gpu_name)
 _SEED = frozenset({"seed"})
 _MODEL = frozenset({"model", "dtype", "attn_implementation", "pickled_weights"})
 """The settings of `policy` that loading a model needs."""
@@ -287,7 +286,7 @@ class PlanOptionsConfig:
 
     world_size: Count | None = None
     """Number of ranks. Default: the number of ranks that run this command."""
-    gpu: Annotated[Literal["rtx4090", "a100-40gb", "a100-80gb", "l40s", "h100", "h200", "b200"], _Gpu] | None = None
+    gpu: Annotated[_Gpu, BeforeValidator(_gpu_name)] | None = None
     """Plan for an otherwise unused GPU of this kind, based on its data sheet; also in other spellings, such as `NVIDIA
     H100 80GB HBM3`. Default: the device of this machine."""
 

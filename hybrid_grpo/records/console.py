@@ -133,7 +133,8 @@ class NotebookSink:
         """`show` displays HTML in place of what it displayed before. Default: in the cell that is being executed."""
         self._progress, self._show = Progressing(steps, done), show or _shown_in_cell()
         self._curves: dict[str, list[tuple[int, float]]] = {}
-        self._html, self._shown = "", -math.inf
+        self._new: tuple[int, dict[str, float]] | None = None
+        self._shown = -math.inf
 
     def write(self, step: int, values: dict[str, float]) -> None:
         accuracy = next((value for name, value in values.items() if name.endswith("/accuracy")), None)
@@ -141,22 +142,22 @@ class NotebookSink:
         for name, label in self.CURVES:
             if known.get(name) is not None and math.isfinite(known[name]):
                 self._curves.setdefault(label, []).append((step, known[name]))
-        steps, numbers = self._progress.steps, self._progress.line(step, values, 120)
-        curves = "".join(spark_line(label, points) for label, points in self._curves.items() if len(points) > 1)
-        self._html = (
-            f'<div style="font-family:sans-serif"><progress max="{steps}" value="{step}" style="width:16em"></progress>'
-            f" step {step}/{steps} &nbsp; <code>{escape(numbers)}</code><br>{curves}</div>"
-        )
-        if time.monotonic() - self._shown >= self.EVERY_S or step == steps:
-            self._flush()
-
-    def _flush(self) -> None:
-        self._show(self._html)
-        self._html, self._shown = "", time.monotonic()
+        self._new = step, values
+        if time.monotonic() - self._shown >= self.EVERY_S or step == self._progress.steps:
+            self.close()
 
     def close(self) -> None:
-        if self._html:
-            self._flush()
+        """Show the newest step, if it is not shown yet."""
+        if self._new is None:
+            return
+        (step, values), steps = self._new, self._progress.steps
+        numbers = escape(self._progress.line(step, values, 120))
+        curves = "".join(spark_line(label, points) for label, points in self._curves.items() if len(points) > 1)
+        self._show(
+            f'<div style="font-family:sans-serif"><progress max="{steps}" value="{step}" style="width:16em"></progress>'
+            f" step {step}/{steps} &nbsp; <code>{numbers}</code><br>{curves}</div>"
+        )
+        self._new, self._shown = None, time.monotonic()
 
 
 def spark_line(label: str, points: Sequence[tuple[float, float]], width: int = 300, height: int = 70) -> str:

@@ -5,8 +5,9 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from launching import make_task
 from peft import LoraConfig
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hybrid_grpo as hg
 from hybrid_grpo import engine
@@ -128,3 +129,19 @@ def test_a_run_is_named_by_the_time_and_no_two_alike(tmp_path, monkeypatch):
 
 def test_names_are_listed_for_completion():
     assert set(hg.__all__) <= set(dir(hg))
+
+
+def test_a_model_object_is_saved_with_its_tokenizer_once_the_settings_are_right(tmp_path, monkeypatch):
+    monkeypatch.chdir(make_task(tmp_path))
+    model = AutoModelForCausalLM.from_pretrained("model")
+    monkeypatch.setattr(engine, "start", lambda *_: pytest.fail("the run has begun"))
+    with pytest.raises(UserError, match=r"policy\.lr"):
+        hg.train(**{**GOOD, "model": model, "run": {"name": "mine"}, "policy": {"lr": -1.0}})
+    assert not (tmp_path / "runs").exists(), "nothing is left of a mistake"
+    with pytest.raises(pytest.fail.Exception, match="has begun"):
+        hg.train(**{**GOOD, "model": model, "run": {"name": "mine"}})
+    saved = {path.name for path in (tmp_path / "runs/mine-start").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= saved
+    # Without a run, whatever its section says, the folder is temporary.
+    folder = settings(EvaluateConfig, "evaluate", model=model, run={"seed": 1})["policy"]["model"]
+    assert not folder.startswith("runs")
