@@ -60,7 +60,6 @@ def _refuse_absent(name: str, setting: str) -> None:
     """Refuse the path of a folder that does not exist, for which the hub would be asked again and again."""
     path = Path(name)
     is_path = path.is_absolute() or name.startswith(".") or name.count("/") > 1
-    is_path |= "/" in name and path.parent.is_dir()
     refuse(is_path and not path.exists(), f"{setting} {name}: there is no such folder: check the path")
 
 

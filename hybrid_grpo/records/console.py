@@ -75,13 +75,17 @@ class Progressing:
 
     def _number(self, name: str, step: int, values: Mapping[str, float]) -> Any:
         if name == "held out":
-            # An evaluation before the first step names all sets, in order.
-            self._set = self._set or next((key for key in values if key.endswith("/accuracy")), "")
-            return values.get(self._set)
+            return self.held_out(values)
         if name == "tokens":
             tokens, seconds = (values.get(key, math.nan) for key in ("completion/sampled_tokens", "time/step_s"))
             return tokens / seconds if seconds > 0 and tokens > 0 else None
         return self.left(step) if name == "left" else values.get(name)
+
+    def held_out(self, values: Mapping[str, float]) -> float | None:
+        """Return the accuracy on the first held-out set; None if it was not measured."""
+        # An evaluation before the first step names all sets, in order.
+        self._set = self._set or next((key for key in values if key.endswith("/accuracy")), "")
+        return values.get(self._set)
 
     def left(self, step: int) -> timedelta | None:
         """Return the time that the remaining steps will take; None before the first and after the last."""
@@ -124,7 +128,7 @@ class ConsoleSink:
 
 
 class NotebookSink:
-    """Shows a bar, a line of metrics and two curves in the output of a notebook's cell, as plain HTML."""
+    """Shows a bar, a line of metrics, and the curves of reward (or loss) and accuracy in the output of a notebook's cell, as plain HTML."""
 
     CURVES = (("reward/mean", "reward"), ("sft/loss", "loss"), ("reward_model/loss", "loss"), ("accuracy", "held out"))
     EVERY_S = 0.5
@@ -137,8 +141,7 @@ class NotebookSink:
         self._shown = -math.inf
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        accuracy = next((value for name, value in values.items() if name.endswith("/accuracy")), None)
-        known: dict[str, Any] = {**values, "accuracy": accuracy}
+        known: dict[str, Any] = {**values, "accuracy": self._progress.held_out(values)}
         for name, label in self.CURVES:
             if known.get(name) is not None and math.isfinite(known[name]):
                 self._curves.setdefault(label, []).append((step, known[name]))

@@ -70,6 +70,13 @@ def test_a_path_that_is_not_there_is_refused_without_asking_the_hub(name, monkey
             load(name)
 
 
+def test_a_hub_name_whose_owner_is_a_folder_here_is_no_path(tmp_path, monkeypatch):
+    (tmp_path / "Qwen").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", lambda name, **_: f"asked for {name}")
+    assert loading.load_config("Qwen/Qwen3-0.6B") == "asked for Qwen/Qwen3-0.6B"
+
+
 def test_a_plan_needs_no_weights(tmp_path):
     config = tiny_config("llama")
     config.save_pretrained(tmp_path)
