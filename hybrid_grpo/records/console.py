@@ -128,7 +128,7 @@ class ConsoleSink:
 
 
 class NotebookSink:
-    """Shows a bar, a line of metrics, and curves of reward or loss and of accuracy, in a cell's output, as plain HTML."""
+    """Shows a bar, a line of metrics, and curves of reward or loss and of accuracy in a cell, as plain HTML."""
 
     CURVES = (("reward/mean", "reward"), ("sft/loss", "loss"), ("reward_model/loss", "loss"), ("accuracy", "held out"))
     EVERY_S = 0.5
