@@ -1,5 +1,8 @@
 """`watch`: serves a web page that shows runs, even while they train. Files are only read, never changed."""
 
+import getpass
+import os
+import socket
 import sys
 from pathlib import Path
 
@@ -29,7 +32,14 @@ def run(arguments: list[str]) -> None:
         raise UserError(
             f"cannot listen on watch.port {port}: {error.strerror or error}: give another, or 0 for a free one"
         ) from None
-    url = f"http://{server.HOST}:{listener.getsockname()[1]}"
-    server.serve(
-        server.application(folders), listener, lambda: print(f"{url} shows {', '.join(named)}", file=sys.stderr)
-    )
+    port = listener.getsockname()[1]
+    words = f"http://{server.HOST}:{port} shows {', '.join(named)}{_from_elsewhere(port)}"
+    server.serve(server.application(folders), listener, lambda: print(words, file=sys.stderr))
+
+
+def _from_elsewhere(port: int) -> str:
+    """Return a line with the command that brings the page to the machine that the user came from by ssh."""
+    if "SSH_CONNECTION" not in os.environ:
+        return ""
+    here = f"{getpass.getuser()}@{socket.gethostname()}"
+    return f"\non your own machine: ssh -N -L {port}:127.0.0.1:{port} {here}"

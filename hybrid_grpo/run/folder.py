@@ -14,13 +14,14 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.secrets import masked_text
 from hybrid_grpo.model.ranks import from_first_rank, rank, world_size
 from hybrid_grpo.records.alarm_records import ALARMS_FILE
+from hybrid_grpo.records.console_log import CONSOLE_FILE, ConsoleLog
 from hybrid_grpo.records.files import replace_text, set_aside
 from hybrid_grpo.records.json_lines import parse_step
 from hybrid_grpo.records.lock import FolderLock
 from hybrid_grpo.records.write_failures import one_line
 
 _FILES = (
-    *("config.yaml", "deepspeed.json", "metrics.jsonl", "details.jsonl", ALARMS_FILE, "prompts.jsonl"),
+    *("config.yaml", "deepspeed.json", "metrics.jsonl", "details.jsonl", ALARMS_FILE, CONSOLE_FILE, "prompts.jsonl"),
     *("report.html", "checkpoints/run_id"),
 )
 _FOLDERS_OF_FILES = ("rollouts", "journal")
@@ -41,18 +42,23 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: FolderLock | None = None
+        self._console: ConsoleLog | None = None
         self._is_new, refusal = not path.exists(), ""
         if rank() == 0:
             try:
                 with one_line(path):
                     path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._lock = FolderLock(path)
+                self._console = ConsoleLog(path)
             except UserError as error:
                 refusal = str(error)
         if refusal := from_first_rank(refusal):
             raise UserError(refusal)
 
     def release(self) -> None:
+        """Let another run have the folder. What is printed from here on is not kept in it."""
+        if self._console is not None:
+            self._console.close()
         if self._lock is not None:
             self._lock.release()
 

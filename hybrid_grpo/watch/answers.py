@@ -4,6 +4,7 @@ An answer takes a fraction of a second at most for reading; if a file needs more
 """
 
 import math
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -19,14 +20,16 @@ from hybrid_grpo.records.metrics.thinning import clip, present, smooth, thin
 from hybrid_grpo.watch.folders import Folders
 from hybrid_grpo.watch.layers import time_layers
 from hybrid_grpo.watch.prompt_rewards import ORDERS
-from hybrid_grpo.watch.rollouts import Query, line_number, read_row, read_rows, rivals, search
+from hybrid_grpo.watch.rollouts import ORDERS as SAMPLE_ORDERS
+from hybrid_grpo.watch.rollouts import Query, group_of, line_number, read_row, read_rows, rivals, search
+from hybrid_grpo.watch.settings import compared
 from hybrid_grpo.watch.tokens import read_tokens
 from hybrid_grpo.watch.trace_file import first_step, read_step
-from hybrid_grpo.watch.watched_run import AXES, WatchedRun, differing
+from hybrid_grpo.watch.watched_run import AXES, WatchedRun
 
 QUESTIONS = (
-    *("runs", "charts", "curves", "alarms", "settings", "samples", "sample", "rival", "tokens", "prompts", "times"),
-    "step",
+    *("runs", "charts", "curves", "alarms", "settings", "samples", "sample", "rival", "group", "tokens", "prompts"),
+    *("times", "step", "console"),
 )
 """Names of the page's questions, each of which is a method of `Answers`."""
 _READ_S = 0.25
@@ -75,13 +78,15 @@ class Answers:
         return {"runs": [run.outline() for run in known.values()], "open": open_now}
 
     def charts(self, given: QueryParams) -> Any:
-        """Return the charts of runs by section; metrics that are not in charts.yaml come last, one in each chart."""
+        """Return the charts of runs by section; metrics that are not in charts.yaml come last, one in each chart. A
+        chart is `silent` if nothing but zeros has been measured of its curves."""
         runs = self._runs(given)
         known = list(dict.fromkeys(name for run in runs for name in run.table.names if name != "step"))
         charts = charts_of(known)
         drawn = {curve.name for chart in charts for curve in chart.curves}
         charts += [_lone_chart(name) for name in sorted(known) if name not in drawn]
-        return [_chart(chart) for chart in charts]
+        heard = {name for run in runs for name in run.heard()}
+        return [_chart(chart, heard.isdisjoint(curve.name for curve in chart.curves)) for chart in charts]
 
     def curves(self, given: QueryParams) -> Any:
         """Return the curves of metrics (parameter `name`, repeated), by run and name: their points in a range of an
@@ -117,14 +122,20 @@ class Answers:
         return [alarm for run in self._runs(given) for alarm in _alarms(run)]
 
     def settings(self, given: QueryParams) -> Any:
-        """Return the settings that differ between runs, and the text of each run's config.yaml."""
+        """Return the settings of runs with their defaults, the most important first, and the text of each run's
+        config.yaml."""
         runs = self._runs(given)
-        texts = {run.name: run.config_text for run in runs}
-        return {"differing": differing(runs) if len(runs) > 1 else [], "texts": texts}
+        return {
+            "settings": compared({run.name: run.settings for run in runs}),
+            "texts": {run.name: run.config_text for run in runs},
+        }
 
     def samples(self, given: QueryParams) -> Any:
-        """Return the completions of one run that match a search."""
-        run = self._run(given)
+        """Return the completions of one run that match a search: the newest first, or ordered by a number (`order`,
+        and `rising` if the lowest come first)."""
+        run, order = self._run(given), given.get("order", "")
+        if order not in ("", *SAMPLE_ORDERS):
+            raise HTTPException(400, f"order {order} must be one of {', '.join(SAMPLE_ORDERS)}")
         query = Query(
             text=given.get("text", ""),
             finish=given.get("finish", ""),
@@ -137,10 +148,10 @@ class Answers:
         step, offset = _whole(given, "step"), _whole(given, "offset")
         start = None if step is None or offset is None or offset < 0 else (step, offset)
         files = run.rollouts()
-        found = search(files, query, start)
-        ends = [min(files), max(files)] if files else None
+        found = search(files, query, start, order=(order, bool(given.get("rising"))) if order else None)
         return {
-            "rows": found.rows, "read": found.read, "next": found.next, "steps": ends, "left_out": found.left_out,
+            "rows": found.rows, "read": found.read, "next": found.next, "steps": _ends(files), "count": len(files),
+            "left_out": found.left_out,
         }  # fmt: skip
 
     def sample(self, given: QueryParams) -> Any:
@@ -153,6 +164,15 @@ class Answers:
         _, path, offset, _ = self._sample(given)
         kind, other = rivals(read_rows(path)).get(offset, ("", -1))
         return {"kind": kind, "row": read_row(path, other)} if kind else None
+
+    def group(self, given: QueryParams) -> Any:
+        """Return all completions of the requested completion's group, with their rewards and advantages."""
+        _, path, offset, _ = self._sample(given)
+        return group_of(path, offset)
+
+    def console(self, given: QueryParams) -> Any:
+        """Return the last lines that one run has printed."""
+        return self._run(given).console()
 
     def tokens(self, given: QueryParams) -> Any:
         """Return what was recorded about each token of a completion; null if nothing was."""
@@ -231,6 +251,10 @@ class Answers:
         return runs[0]
 
 
+def _ends(files: Collection[int]) -> list[int] | None:
+    return [min(files), max(files)] if files else None
+
+
 def _range(given: QueryParams, low: str, high: str, start: int, end: int) -> tuple[int, int]:
     """Return two numbers in a question, clipped to the range from `start` to `end`, which are also their defaults."""
     first, last = _whole(given, low), _whole(given, high)
@@ -249,9 +273,10 @@ def _lone_chart(name: str) -> Chart:
     return Chart("More", title, metric.unit if metric else "", None, (curve,), None, False)
 
 
-def _chart(chart: Chart) -> dict[str, Any]:
+def _chart(chart: Chart, silent: bool) -> dict[str, Any]:
     return {
         **asdict(chart),
+        "silent": silent,
         "band": {"name": chart.band, "meaning": describe(chart.band).meaning} if chart.band else None,
     }
 

@@ -64,8 +64,10 @@ def _frozen(run: WatchedRun, answers: Answers) -> dict[str, Any]:
     files = run.rollouts()
     saved = sorted({list(files)[at] for at in (0, len(files) // 2, -1)}) if files else []
     runs = ask("runs")
-    # The file is the same wherever and whenever it is written, and never says that the run is still training.
-    outline = {**runs["runs"][0], "age": None, "state": None, "step_seconds": None, "folder": run.name}
+    # The file is the same wherever and whenever it is written, and never says that the run is still training. What
+    # the run has printed stays at home.
+    nowhere = dict.fromkeys(("age", "state", "step_seconds", "started", "written"))
+    outline = {**runs["runs"][0], **nowhere, "folder": run.name, "last": ""}
     written = datetime.fromtimestamp((run.folder / "metrics.jsonl").stat().st_mtime)
     opened = {**runs["open"][0], "version": 0, "details": 0, "read": 1}
     newest = ask("step")
@@ -78,10 +80,12 @@ def _frozen(run: WatchedRun, answers: Answers) -> dict[str, Any]:
         "curves": _curves(run, ask),
         "alarms": ask("alarms"),
         "settings": ask("settings"),
+        "console": [],
         "times": ask("times"),
         "prompts": {order: {**ask("prompts", order=order, **_CELLS), "read": 1} for order in ("", *ORDERS)},
         "samples": {
             "steps": [min(files), max(files)] if files else None,
+            "count": len(files),
             "kept": saved,
             "rows": [row for step in saved for row in _samples(run.folder, step, files[step])],
         },

@@ -1,5 +1,6 @@
 """Searches a run's completions by text and reward. Files are read one at a time, the newest first."""
 
+import heapq
 import itertools
 import math
 import time
@@ -9,12 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hybrid_grpo.records.files import as_json
 from hybrid_grpo.records.json_lines import open_file, parse, read_lines
 
 _STEP_BYTES, _STEP_LINES = 2**26, 2**17
 """Maximum number of bytes and of lines that are read of a step's file to compare its completions."""
 SHOWN = 200
 """Maximum number of characters that the list shows of a prompt or completion."""
+ORDERS = ("reward", "advantage", "length")
+"""Numbers by which completions may be ordered; without one, the newest come first."""
+_MOST_OF_GROUP, _GROUP_BYTES = 256, 2**22
+"""Maximum number of completions that are shown of a group, and of bytes of their lines."""
 _LETTERS = 200
 """Maximum number of characters that the list shows of other text, such as `finish`."""
 
@@ -51,10 +57,16 @@ class Found:
 
 
 def search(
-    files: dict[int, Path], query: Query, start: tuple[int, int] | None = None, limit: int = 200, seconds: float = 0.5
+    files: dict[int, Path],
+    query: Query,
+    start: tuple[int, int] | None = None,
+    limit: int = 200,
+    seconds: float = 0.5,
+    order: tuple[str, bool] | None = None,
 ) -> Found:
-    """Search for the newest completions that match, at most `limit` and for about `seconds`, beginning at `start` (an
-    earlier `Found.next`) or at the newest step."""
+    """Search for completions that match, for about `seconds`, beginning at `start` (an earlier `Found.next`) or at the
+    newest step. Return the first `limit`; with `order`, one of `ORDERS` and whether the lowest come first, the first
+    of all that were examined in that order."""
     rows: list[dict[str, Any]] = []
     read, left_out, looked, deadline = 0, 0, 0, time.monotonic() + seconds
     for step in sorted(files, reverse=True):
@@ -62,18 +74,32 @@ def search(
             continue
         begin = start[1] if start and step == start[0] else 0
         if looked and time.monotonic() > deadline:
-            return Found(rows, read, (step, begin), left_out)
+            return Found(_first(rows, limit, order), read, (step, begin), left_out)
         looked += 1
         for offset, line in _lines(files[step], begin):
-            if len(rows) >= limit or (looked > 1 and time.monotonic() > deadline):
-                return Found(rows, read, (step, offset), left_out)
+            if (not order and len(rows) >= limit) or (looked > 1 and time.monotonic() > deadline):
+                return Found(_first(rows, limit, order), read, (step, offset), left_out)
             looked += 1
             left_out += line is None
             row = parse(line) if line else None
             read += row is not None
             if row is not None and _fits(row, query):
                 rows.append(summarize(row, step, offset, query.text))
-    return Found(rows, read, None, left_out)
+        if order and len(rows) > 2 * limit:
+            rows = _first(rows, limit, order)
+    return Found(_first(rows, limit, order), read, None, left_out)
+
+
+def _first(rows: list[dict[str, Any]], limit: int, order: tuple[str, bool] | None) -> list[dict[str, Any]]:
+    """Return the first rows in an order; those without the number come last."""
+    if not order or len(rows) <= limit:
+        return rows
+    by, is_rising = order
+    with_number = [
+        (value if is_rising else -value, at) for at, row in enumerate(rows) if (value := number(row[by])) is not None
+    ]
+    first = [rows[at] for _, at in heapq.nsmallest(limit, with_number)]
+    return (first + [row for row in rows if number(row[by]) is None])[:limit]
 
 
 def read_row(path: Path, offset: int) -> dict[str, Any] | None:
@@ -101,6 +127,25 @@ def rivals(rows: list[tuple[int, dict[str, Any]]]) -> dict[int, tuple[str, int]]
         (high, best), (low, worst) = (end(members, key=lambda member: member[0]) for end in (max, min))
         if high > low:
             found |= {offset: ("best", best) for _, offset in members} | {best: ("worst", worst)}
+    return found
+
+
+def group_of(path: Path, offset: int) -> list[dict[str, Any]]:
+    """Return the completions of the group of the completion at an offset in a file, in the order of the file, each
+    with its `offset`; empty if no completion begins there. Very large groups are cut."""
+    rows = read_rows(path)
+    group = next((str(row.get("group")) for at, row in rows if at == offset), None)
+    found: list[dict[str, Any]] = []
+    left = _GROUP_BYTES
+    for at, row in rows:
+        if group is None or str(row.get("group")) != group:
+            continue
+        names = ("step", "prompt_id", "prompt", "sample", "completion", "messages", "length", "finish", "writer")
+        shown = {name: row[name] for name in names if name in row}
+        left -= len(as_json(shown))
+        if left < 0 or len(found) >= _MOST_OF_GROUP:
+            break
+        found.append({"offset": at, **{name: number(row.get(name)) for name in ("reward", "advantage")}, **shown})
     return found
 
 
@@ -148,14 +193,27 @@ def _fits(row: dict[str, Any], query: Query) -> bool:
 def summarize(row: dict[str, Any], step: int, offset: int, text: str = "") -> dict[str, Any]:
     """Return what the list shows of a completion; long texts are cut to the beginning, or to the part around `text`."""
     numbers = {name: _brief(row.get(name)) for name in ("group", "sample", "reward", "advantage", "length", "finish")}
-    prompt, completion = prompt_text(row.get("prompt")), str(row.get("completion", ""))
+    prompt, completion, messages = prompt_text(row.get("prompt")), str(row.get("completion", "")), row.get("messages")
+    turns = 0
+    if isinstance(messages, list) and len(messages) > 1:
+        turns = len(messages)
+        # What the list shows of a conversation is its end, or the part that was searched for.
+        whole = prompt_text(messages)
+        completion = whole if text and text.casefold() in whole.casefold() else _last_words(messages)
     return {
         "step": step,
         "offset": offset,
         **numbers,
+        **({"turns": turns} if turns > 1 else {}),
         "prompt": _around(prompt, text),
         "completion": _around(completion, text),
     }
+
+
+def _last_words(messages: list[Any]) -> str:
+    """Return what the last message with a text says."""
+    said = (message for message in reversed(messages) if isinstance(message, dict) and message.get("content"))
+    return prompt_text([found]) if (found := next(said, None)) else ""
 
 
 def _around(text: str, wanted: str) -> str:

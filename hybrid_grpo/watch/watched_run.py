@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import re
 import statistics
 import threading
@@ -16,7 +17,8 @@ import yaml
 
 from hybrid_grpo.config.recipes import load_yaml
 from hybrid_grpo.records.alarm_records import ALARMS_FILE, AlarmRecord
-from hybrid_grpo.records.files import TRACE_FILE, as_json, flattened, rollout_files
+from hybrid_grpo.records.console_log import CONSOLE_FILE
+from hybrid_grpo.records.files import TRACE_FILE, rollout_files
 from hybrid_grpo.records.json_lines import last_lines, open_file, parse_step
 from hybrid_grpo.records.lock import state_of
 from hybrid_grpo.records.metrics.catalogue import TIME_METRICS, TOKEN_METRICS, find
@@ -37,8 +39,11 @@ _RECENT = 10
 """Number of values over which the first and the newest value of a noisy metric are averaged."""
 _MOST_ALARMS = 1000
 _CONFIG_BYTES = 2**20
-_DEEPEST, _LONGEST_NAME, _LONGEST_VALUE, _MOST_DIFFERING = 6, 300, 1000, 500
-"""Limits for settings that are compared."""
+_LONGEST_NAME, _LONGEST_VALUE, _MOST_TAGS = 300, 1000, 20
+"""Limits for texts that a run brings."""
+NOTES_FILE = "notes.md"
+"""File in which a reader may write what a run was for."""
+_NOTES_BYTES, _CONSOLE_BYTES = 2**12, 2**15
 _BEST: dict[str, Callable[[Column], Any]] = {"accuracy": np.argmax, "/loss": np.argmin}
 """Functions that find the index of the best value, by the end of a metric's name."""
 _VERSIONS = itertools.count(time.time_ns() // 10**6)
@@ -60,6 +65,7 @@ class WatchedRun:
         self.version = next(_VERSIONS)
         """Changes whenever the metrics have changed."""
         self._summary: tuple[int, dict[str, Any]] = (-1, {})
+        self._heard: tuple[int, frozenset[str]] = (-1, frozenset())
 
     def refresh(self, seconds: float) -> None:
         """Read the metrics written since the last call, for about `seconds` at most."""
@@ -109,22 +115,48 @@ class WatchedRun:
         total: Column = np.cumsum(parts.sum(axis=0) * gaps)
         return total / 3600 if name == "hours" else total
 
+    def _section(self, name: str) -> dict[str, Any]:
+        section = self.settings.get(name)
+        return section if isinstance(section, dict) else {}
+
+    def console(self) -> list[str]:
+        """Return the last lines that the run has printed; empty if none were kept."""
+        text = self._of(CONSOLE_FILE, lambda path: _text(path, _CONSOLE_BYTES, from_end=True))
+        return [line for line in text.split("\n") if line.strip()]
+
+    def heard(self) -> frozenset[str]:
+        """Return the metrics that have a value other than 0."""
+        if self._heard[0] != self.version:
+            columns = ((name, self.table.column(name)) for name in self.table.names)
+            self._heard = self.version, frozenset(name for name, column in columns if np.nan_to_num(column).any())
+        return self._heard[1]
+
     def alarms(self) -> list[AlarmRecord]:
         """Return the alarms that have gone off, with the run's own messages."""
         return self._of(ALARMS_FILE, _read_alarms)
 
     def outline(self) -> dict[str, Any]:
         """Return what the list of runs shows, such as progress and the newest step's age; reads no more than that."""
-        row, section = self._of("metrics.jsonl", last_row) or {}, self.settings.get("run")
-        steps, changed = section.get("steps") if isinstance(section, dict) else None, self.changed_ms("metrics.jsonl")
+        row, changed = self._of("metrics.jsonl", last_row) or {}, self.changed_ms("metrics.jsonl")
+        steps, log = self._section("run").get("steps"), self._section("log")
+        state, words = state_of(self.folder), [log.get("group"), *(log.get("tags") or ())]
+        notes = [log.get("notes"), self._of(NOTES_FILE, lambda path: _text(path, _NOTES_BYTES))]
+        # A run that has ended well says so by its steps.
+        last = self.console()[-1:] if state in ("ended", "gone") and row.get("step") != steps else []
         return {
             "run": self.name,
             "folder": str(self.folder),
             "step": row.get("step"),
             "steps": steps if type(steps) is int else None,
-            "state": state_of(self.folder),
+            "state": state,
+            "started": self.changed_ms("config.yaml") or None,
+            "written": changed or None,
+            "tags": [word[:_LONGEST_NAME] for word in words if isinstance(word, str)][:_MOST_TAGS],
+            "notes": "\n".join(note.strip() for note in notes if isinstance(note, str) and note.strip())[:_NOTES_BYTES],
+            "last": last[0][:_LONGEST_VALUE] if last else "",
             "age": time.time() - changed / 1e3 if changed else None,
             "step_seconds": number(row.get("time/step_s")),
+            "reward": number(row.get("reward/mean")),
         }
 
     def summary(self) -> dict[str, Any]:
@@ -176,34 +208,6 @@ def _alarm(line: bytes) -> AlarmRecord | None:
     return AlarmRecord(step, name[:_LONGEST_NAME], since, message[:_LONGEST_VALUE])
 
 
-def _compared(settings: dict[str, Any]) -> dict[str, str]:
-    """Return settings by their dotted names, each value as JSON, but text without quotes; long values are cut."""
-    return {
-        name[:_LONGEST_NAME]: (value if isinstance(value, str) else as_json(value))[:_LONGEST_VALUE]
-        for name, value in flattened(settings, _DEEPEST)
-    }
-
-
-def differing(runs: list[WatchedRun]) -> list[dict[str, Any]]:
-    """Return the settings that differ between runs, other than run.name and run.dir: the name, and the values by run.
-    If there are far too many, the last entry says how many are left out."""
-    settings = {run.name: _compared(run.settings) for run in runs}
-    known = dict.fromkeys(name for values in settings.values() for name in values)
-    # Settings that all runs have come first.
-    names = sorted(known, key=lambda name: any(name not in values for values in settings.values()))
-    unlike = [
-        name
-        for name in names
-        if name not in ("run.name", "run.dir") and len({values.get(name) for values in settings.values()}) > 1
-    ]
-    found: list[dict[str, Any]] = [
-        {"name": name, "values": {run: values.get(name) for run, values in settings.items()}}
-        for name in unlike[:_MOST_DIFFERING]
-    ]
-    left_out = len(unlike) - len(found)
-    return found + ([{"name": f"{left_out} more are left out", "values": {}}] if left_out else [])
-
-
 def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
     """Return the text of a config.yaml, and its settings."""
     content, settings = b"", None
@@ -219,6 +223,16 @@ def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
 
 def _read_alarms(path: Path) -> list[AlarmRecord]:
     return [alarm for line in last_lines(path) if (alarm := _alarm(line)) is not None][-_MOST_ALARMS:]
+
+
+def _text(path: Path, most: int, *, from_end: bool = False) -> str:
+    """Return at most the first or the last `most` bytes of a file as text; empty if there is no such file."""
+    content = b""
+    with suppress(OSError), open_file(path) as file:
+        if from_end:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - most))
+        content = file.read(most)
+    return content.decode(errors="replace").replace("\0", "")
 
 
 def _changed(path: Path) -> int:

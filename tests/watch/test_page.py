@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pyarrow
 import pyarrow.parquet
@@ -59,7 +60,7 @@ def runs(make_run: Any) -> list[Path]:
 @pytest.fixture
 def url(runs: list[Path]) -> Iterator[str]:
     listener = server.listen(0)
-    app = server.application(Folders(runs))
+    app = server.application(Folders([runs[0].parent]))
     running = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None))
     thread = threading.Thread(target=running.run, args=([listener],))
     thread.start()
@@ -191,7 +192,7 @@ def test_runs_say_how_they_are_and_charts_close_and_quick_clicks_do_no_harm(url:
         for _ in range(3):
             tab.evaluate(
                 "() => { document.querySelector('#window').dispatchEvent(new Event('change'));"
-                " document.querySelectorAll('#runs input')[1].click(); }"
+                " [...document.querySelectorAll('#runs .run')].find(run => run.title.endsWith('fast')).click(); }"
             )
             tab.wait_for_timeout(900)
         watch_page.until(tab, "document.querySelectorAll('.chart canvas').length >= 4")
@@ -200,6 +201,128 @@ def test_runs_say_how_they_are_and_charts_close_and_quick_clicks_do_no_harm(url:
         assert "wide" in (reward.get_attribute("class") or "")
         tab.keyboard.press("Escape")
         assert "wide" not in (reward.get_attribute("class") or "")
+        assert complaints == []
+
+
+def test_runs_are_chosen_compared_and_taken_away(url: str, runs: list[Path], make_run: Any) -> None:
+    """What readers do who come back: find, sort, compare the answers to one prompt, keep a view, a chart, a page."""
+    fast = runs[1]
+    said = ["I say 4 apples", "I say 5 apples", "I say 4 apples"]
+    rows = [
+        {"step": 3, "group": 0, "sample": at, "prompt_id": 7, "prompt": "How many?", "completion": text}
+        | {"reward": float("4" in text), "advantage": 0.1, "length": 4, "finish": "stop"}
+        for at, text in enumerate(said)
+    ]
+    for run in runs:
+        (run / "rollouts" / "step_000003.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (fast / "config.yaml").write_text("policy: {lr: 0.2}\nlog: {tags: [sweep], notes: twice the rate}\n")
+    (fast / "console.log").write_text("step 60\nOSError: no space\n")
+    (fast / ".lock").write_text("")
+    make_run("other", [{"step": step, "reward/mean": 9.0, "policy/loss": 0.0} for step in range(9)])
+    with heard_page() as (tab, complaints, _):
+        tab.goto(f"{url}/#run=slow")
+
+        # The list: sorted, found by tag, all that are found chosen at once; a failure says its last line.
+        def listed() -> list[str]:
+            return [name for name in tab.locator("#runs li:visible .name").all_inner_texts()]
+
+        watch_page.until(tab, "document.querySelectorAll('#runs li').length === 3")
+        assert "OSError: no space" in tab.locator("#runs").inner_text()
+        tab.select_option("#sort-runs", "reward")
+        assert listed() == ["other", "fast", "slow"]
+        tab.select_option("#sort-runs", "run")
+        assert listed() == ["fast", "other", "slow"]
+        tab.fill("#find-run", "TWICE sweep")
+        assert listed() == ["fast"]
+        tab.locator("#all-runs").click()
+        watch_page.until(tab, "document.querySelector('#overview').innerText.includes('fast')")
+        assert tab.url.count("run=") == 1
+        tab.fill("#find-run", "")
+
+        # Hover on a curve of few values says where they are; zooming leaves the chart where it is.
+        tab.goto(f"{url}/#run=slow&run=other")
+        watch_page.until(tab, "document.querySelectorAll('.chart canvas').length >= 4")
+        assert "Nothing but 0 so far: Loss" in tab.locator(".silent:visible").first.inner_text()
+        chart = tab.locator(".chart", has_text="Held-out accuracy").first
+        area = chart.locator(".u-over").bounding_box()
+        tab.mouse.move(area["x"] + 0.55 * area["width"], area["y"] + 50)
+        watch_page.until(tab, "/^step 40\\s/.test(document.querySelector('.tip').innerText)")
+        before = chart.bounding_box()
+        tab.mouse.down()
+        tab.mouse.move(area["x"] + 0.75 * area["width"], area["y"] + 50, steps=4)
+        tab.mouse.up()
+        watch_page.until(tab, "location.hash.includes('range=')")
+        tab.wait_for_timeout(300)
+        assert chart.bounding_box() == before
+
+        # A view is in its address: logarithmic, enlarged, zoomed.
+        reward = tab.locator(".chart", has_text="Reward").first
+        reward.locator("button[aria-label^=Scale]").click()
+        reward.locator("input[type=checkbox]").check()
+        reward.locator("button[aria-pressed]").click()
+        tab.reload()
+        watch_page.until(tab, "document.querySelector('.chart.wide canvas')")
+        assert reward.locator("input[type=checkbox]").is_checked() and tab.locator("#reset").is_visible()
+
+        # A chart as a file.
+        reward.locator("button[aria-label^=Scale]").click()
+        with tab.expect_download() as given:
+            reward.get_by_text("Save CSV").click()
+        table = [line.split(",") for line in given.value.path().read_text().splitlines()]
+        assert table[0][:2] == ['"step"', '"slow reward/mean"'] and given.value.suggested_filename == "reward.csv"
+        assert {row[0]: row[1] for row in table[1:]}["40"] == str(40 / 60)
+        with tab.expect_download() as given:
+            reward.get_by_text("Save SVG").click()
+        picture = given.value.path().read_text()
+        assert ElementTree.fromstring(picture).tag.endswith("svg") and "NaN" not in picture and ">Reward<" in picture
+
+        # A whole page on paper.
+        tab.locator("#reset").click()
+        tab.evaluate(
+            "window.print = () => { window.printed = document.querySelectorAll('.chart:has(canvas)').length; }"
+        )
+        tab.keyboard.press("Control+p")
+        watch_page.until(
+            tab,
+            "window.printed === document.querySelectorAll('.chart').length - "
+            "document.querySelectorAll('.step .chart, #step .chart, #prompts .chart').length",
+        )
+
+        # The answers of two runs to one prompt, what they share and where they part; from the list on by keys.
+        tab.goto(f"{url}/#view=samples&find.prompt=7&run=slow&run=fast")
+        tab.reload()
+        tab.wait_for_selector(".rows tbody tr")
+        assert tab.locator("[name=prompt]").input_value() == "7"
+        tab.locator(".rows th[data-name=reward] button").click()
+        watch_page.until(
+            tab, "document.querySelector('#samples [role=status]').innerText.startsWith('3 with the highest')"
+        )
+        tab.locator(".rows tbody tr").first.focus()
+        tab.keyboard.press("Enter")
+        tab.wait_for_selector(".detail:visible")
+        tab.locator(".to-group").click()
+        watch_page.until(tab, "document.querySelectorAll('.around .member').length === 4")
+        assert tab.locator(".around .shared").first.inner_text() == "I say "
+        assert tab.locator(".around mark").first.inner_text() == "5"
+        assert "4 tokens, stop: 2 times" in tab.locator(".around").inner_text()
+        tab.locator(".detail").focus()
+        tab.keyboard.press("j")
+        tab.keyboard.press("j")
+        watch_page.until(tab, "document.querySelector('.detail dd').innerText === '0'")
+        offset = tab.url.split("sample=3%7E")[1].split("&")[0]
+        tab.reload()
+        watch_page.until(tab, "document.querySelector('.detail dd')?.innerText === '0'")
+        assert tab.url.split("sample=3%7E")[1].split("&")[0] == offset
+
+        # Settings: what differs, what is not the default, and all behind a search.
+        tab.locator("[data-view=settings]").click()
+        tab.wait_for_selector(".settings tbody tr")
+        assert tab.locator(".settings tbody th").first.inner_text() == "policy.lr"
+        assert tab.locator(".settings tbody b").all_inner_texts()[:2] == ["0.1", "0.2"]
+        assert "OSError: no space" in tab.locator("#settings").text_content()
+        tab.locator("#settings select").select_option("all")
+        tab.locator("#settings input").fill("twice")
+        assert tab.locator(".settings tbody th").all_inner_texts() == ["log.notes"]
         assert complaints == []
 
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from hybrid_grpo.watch.rollouts import Query, read_row, search
+from hybrid_grpo.watch.rollouts import Query, group_of, read_row, search
 
 ROWS = {
     1: [("sort dcab", "abcd", 1.0, "stop"), ("sort dcab", "dcba", 0.0, "length"), ("sort xy", "Über x", None, "stop")],
@@ -83,3 +83,40 @@ def test_a_place_between_two_lines_or_in_a_file_that_is_gone_has_no_completion(f
     assert read_row(files[1], 10**9) is None
     assert read_row(tmp_path / "gone.jsonl", 0) is None
     assert search({1: tmp_path / "gone.jsonl"}, Query()).rows == []
+
+
+@pytest.mark.parametrize(
+    ("order", "found"),
+    [
+        (("reward", False), ["abcd", "ABCD", "", "dcba", "Über x"]),
+        (("reward", True), ["", "dcba", "ABCD", "abcd", "Über x"]),
+    ],
+)
+def test_the_best_and_the_worst_are_found_among_all_and_not_only_the_newest(files, order, found):
+    assert [row["completion"] for row in search(files, Query(), order=order, limit=9).rows] != [], "all fit"
+    for limit in (1, 2, 3, 4):
+        rows = search(files, Query(), order=order, limit=limit).rows
+        assert [row["completion"] for row in rows] == found[:limit]
+
+
+def test_a_conversation_is_listed_by_its_last_words(tmp_path):
+    path = tmp_path / "step_000001.jsonl"
+    said = [{"role": "assistant", "content": "let me look"}, {"role": "tool", "content": "7"}]
+    said += [{"role": "assistant", "content": "it is 7"}, {"role": "assistant", "content": None, "tool_calls": []}]
+    path.write_text(json.dumps({"prompt": "p", "completion": "let me look", "messages": said}) + "\n")
+    (row,) = search({1: path}, Query()).rows
+    assert (row["turns"], row["completion"]) == (4, "it is 7")
+    (row,) = search({1: path}, Query(text="let me")).rows
+    assert "let me look" in row["completion"]
+
+
+def test_a_group_has_all_completions_of_its_prompt(tmp_path):
+    path = tmp_path / "step_000001.jsonl"
+    rows = [
+        {"group": at // 2, "sample": at % 2, "completion": f"c{at}", "reward": [0.5, None][at % 2]} for at in range(6)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    third = search({1: path}, Query()).rows[3]
+    group = group_of(path, third["offset"])
+    assert [(row["completion"], row["reward"]) for row in group] == [("c2", 0.5), ("c3", None)]
+    assert group[1]["offset"] == third["offset"] and group_of(path, third["offset"] + 1) == []

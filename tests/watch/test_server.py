@@ -97,7 +97,8 @@ def test_settings_alarms_and_samples(folder, make_run):
     page = Page(folder, two)
     page.ask("runs", run=["one", "two"])
     settings = page.ask("settings", run=["one", "two"])
-    assert settings["differing"] == [{"name": "policy.lr", "values": {"one": "0.1", "two": "0.2"}}]
+    (differing,) = (entry for entry in settings["settings"] if entry["differ"])
+    assert (differing["name"], differing["values"]) == ("policy.lr", {"one": "0.1", "two": "0.2"})
     assert settings["texts"]["two"] == "policy: {lr: 0.2}"
     (alarm,) = page.ask("alarms", run=["one", "two"])
     assert (alarm["run"], alarm["alarm"], alarm["at"]["step"]) == ("two", "parity", [1.0, 2.0])

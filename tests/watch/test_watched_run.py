@@ -10,7 +10,7 @@ from hybrid_grpo.records.alarm_records import AlarmRecord, write_alarm
 from hybrid_grpo.records.lock import FolderLock
 from hybrid_grpo.watch import metrics_file
 from hybrid_grpo.watch.folders import Folders
-from hybrid_grpo.watch.watched_run import WatchedRun, differing
+from hybrid_grpo.watch.watched_run import WatchedRun
 
 
 def run_lines():
@@ -77,20 +77,6 @@ def test_runs_are_compared_by_their_newest_and_best_numbers(make_run):
     assert run.summary()["step_seconds"] == 2.0
 
 
-def test_settings_that_differ_are_named(make_run):
-    runs = [
-        WatchedRun(name, make_run(name, [], text))
-        for name, text in (
-            ("a", "run: {name: a, seed: 0}\npolicy: {lr: 0.1, betas: [0.9, 0.9]}\nengine: {}\n"),
-            ("b", "run: {name: b, seed: 0}\npolicy: {lr: 0.2, betas: [0.9, 0.9]}\nengine: {}\nsft: {batch: text}\n"),
-        )
-    ]
-    assert differing(runs) == [
-        {"name": "policy.lr", "values": {"a": "0.1", "b": "0.2"}},
-        {"name": "sft.batch", "values": {"a": None, "b": "text"}},
-    ]
-
-
 @pytest.mark.parametrize("config", ["", "- list", "policy: [", "policy: 3\nrun: null\nlog: null"])
 def test_a_folder_with_a_damaged_config_is_shown_all_the_same(make_run, config):
     run = opened(make_run("run", run_lines(), config))
@@ -135,3 +121,23 @@ def test_a_run_says_whether_it_runs_has_ended_or_was_killed(make_run, tmp_path):
     outlines = {name: each.outline() for name, each in Folders([tmp_path]).runs.items()}
     assert outlines["loading"]["state"] == "running" and outlines["loading"]["step"] is None
     assert not opened(loading).table.column("step").size
+
+
+def test_a_run_brings_its_tags_its_notes_and_the_last_line_of_a_failure(make_run):
+    folder = make_run("run", run_lines(), "run: {steps: 50}\nlog: {group: sweep, tags: [lr, 3], notes: why}\n")
+    (folder / "notes.md").write_text("it diverged\n")
+    (folder / "console.log").write_bytes(b"x" * 2**17 + b"\nstep 40\nOSError: no space\n\n")
+    (folder / ".lock").write_text("")
+    run = opened(folder)
+    outline = run.outline()
+    assert (outline["tags"], outline["notes"], outline["last"]) == (
+        ["sweep", "lr"], "why\nit diverged", "OSError: no space",
+    )  # fmt: skip
+    assert run.console()[-2:] == ["step 40", "OSError: no space"] and len("".join(run.console())) < 2**16
+    (folder / "config.yaml").write_text("run: {steps: 40}\n")
+    assert WatchedRun("run", folder).outline()["last"] == "", "it has ended well"
+
+
+def test_metrics_that_were_never_more_than_zero_are_told_from_others(make_run):
+    run = opened(make_run("run", [{"step": 1, "a": 0.0, "b": None, "c": 0.0}, {"step": 2, "a": -0.0, "c": 1e-9}]))
+    assert run.heard() == {"step", "c"}

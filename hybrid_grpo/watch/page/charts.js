@@ -44,25 +44,36 @@ export async function layOut() {
   watcher.disconnect();
   visible.clear();
   const before = new Map(plots),
-    closed = new Map([...document.querySelectorAll(".section")].map(section => [section.dataset.name, !section.open]));
+    closed = new Map([...document.querySelectorAll(".section")].map(section => [section.dataset.name, !section.open])),
+    heard = new Set([...document.querySelectorAll(".silent[open]")].map(silent => silent.dataset.name));
   plots.clear();
   const sections = new Map();
   for (const chart of charts) sections.set(chart.section, [...(sections.get(chart.section) ?? []), chart]);
   const scrolled = scrollY;
   byId("charts").replaceChildren(
     ...[...sections].map(([section, members]) => {
-      const cards = members.map(chart => {
+      const loud = [],
+        quiet = [];
+      for (const chart of members) {
         // A chart that stays as it was keeps what the reader has opened.
         const key = JSON.stringify(chart),
           plot = before.get(key) ?? new Plot(chart, zoom);
         plots.set(key, plot);
-        return plot.card;
-      });
+        (chart.silent ? quiet : loud).push(plot);
+      }
       return el(
         "details",
         { class: "section", "data-name": section, open: !(closed.get(section) ?? section === "More") },
         el("summary", {}, el("h2", {}, section), el("span", { class: "soft" }, String(members.length))),
-        el("div", { class: "charts" }, ...cards),
+        el("div", { class: "charts" }, ...loud.map(plot => plot.card)),
+        quiet.length
+          ? el(
+              "details",
+              { class: "silent", "data-name": section, open: heard.has(section) },
+              el("summary", {}, `Nothing but 0 so far: ${quiet.map(plot => plot.chart.title).join(", ")}`),
+              el("div", { class: "charts" }, ...quiet.map(plot => plot.card)),
+            )
+          : "",
       );
     }),
   );
@@ -71,8 +82,8 @@ export async function layOut() {
   for (const plot of plots.values()) watcher.observe(plot.card);
 }
 
-export async function drawCharts() {
-  const shown = [...visible].filter(plot => plot.card.offsetParent);
+export async function drawCharts(all = false) {
+  const shown = all ? [...plots.values()] : [...visible].filter(plot => plot.card.offsetParent);
   if (!shown.length || !state.open.length) return;
   const turn = ++asked,
     open = [...state.open],
@@ -94,12 +105,21 @@ export async function drawCharts() {
   onSpan(span);
 }
 
+// Charts that nobody has scrolled to are drawn only now.
+export async function printCharts() {
+  const closed = [...document.querySelectorAll(".section:not([open])")];
+  for (const section of closed) section.open = true;
+  await drawCharts(true);
+  print();
+  for (const section of closed) section.open = false;
+}
+
 export function redrawCharts() {
   for (const plot of plots.values()) if (plot.u) plot.remake();
 }
 
 export function findCharts() {
-  const wanted = byId("find-chart").value.trim().toLowerCase();
+  const wanted = state.chart.trim().toLowerCase();
   for (const plot of plots.values()) {
     const words = [
       plot.chart.section,
@@ -111,5 +131,9 @@ export function findCharts() {
   for (const section of document.querySelectorAll(".section")) {
     section.hidden = !section.querySelector(".chart:not([hidden])");
     if (wanted) section.open = true;
+  }
+  for (const silent of document.querySelectorAll(".silent")) {
+    silent.hidden = !silent.querySelector(".chart:not([hidden])");
+    if (wanted) silent.open = true;
   }
 }

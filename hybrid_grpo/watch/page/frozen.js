@@ -41,7 +41,8 @@ function samples({ text, finish, first, last, prompt, least, most }) {
       (prompt === "" || all.prompt_id === Number(prompt)) &&
       [all.prompt, all.completion, all.messages].some(one => said(one).toLowerCase().includes(wanted)),
   );
-  return { rows: found.map(({ row }, rank) => ({ ...row, rank })), read: looked.length, next: null, steps, kept };
+  const shown = found.map(({ row }, rank) => ({ ...row, rank }));
+  return { rows: shown, read: looked.length, next: null, steps, kept, count: frozen.samples.count };
 }
 
 const sample = ({ step, offset }) =>
@@ -52,6 +53,11 @@ function rival(place) {
     found = kind && sample({ ...place, offset });
   return found ? { kind, row: found.all } : null;
 }
+
+const group = place =>
+  frozen.samples.rows
+    .filter(({ all }) => all.step === sample(place).all.step && all.group === sample(place).all.group)
+    .map(({ row, all }) => ({ ...all, offset: row.offset }));
 
 // The step that was kept nearest to the one that is asked for.
 function step({ step: wanted }) {
@@ -66,6 +72,7 @@ const answers = {
   curves,
   samples,
   rival,
+  group,
   step,
   sample: place => sample(place).all,
   tokens: place => sample(place).tokens,

@@ -2,7 +2,7 @@
 import { duration, el, number, seconds, whole } from "./dom.js";
 import { drawing, outline } from "./drawing.js";
 import { Frame } from "./frame.js";
-import { COLORS } from "./state.js";
+import { partColor } from "./state.js";
 import { facts } from "./tip.js";
 
 const label = part => part.replaceAll("_", " ");
@@ -27,7 +27,7 @@ export class Layers {
       total = layers.reduce((sum, layer) => sum + layer.total, 0),
       heights = steps.map((_, at) => layers.reduce((sum, layer) => sum + layer.values[at], 0)),
       top = Math.max(...heights),
-      color = at => `var(--c${at % COLORS})`;
+      color = at => partColor(layers[at].name);
     // Each column is as wide as the others, and as high all over.
     const x = steps.flatMap((_, at) => [at / count, (at + 1) / count]);
     const floor = steps.map(() => 0),

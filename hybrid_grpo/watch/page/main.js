@@ -1,15 +1,17 @@
 // The page: what is chosen, and a question to the server every second for what is new.
-import { drawCharts, findCharts, layOut, redrawCharts, useCharts } from "./charts.js";
+import { drawCharts, findCharts, layOut, printCharts, redrawCharts, useCharts } from "./charts.js";
 import { ask, byId } from "./dom.js";
 import { frozen } from "./frozen.js";
 import { showAlarms, showOverview } from "./overview.js";
 import { showPrompts, startPrompts } from "./prompts.js";
-import { showRuns } from "./runs.js";
+import { foundRuns, showRuns } from "./runs.js";
 import { findSamples, showSamples, startSamples } from "./samples.js";
 import { showSettings } from "./settings.js";
 import { recall, remember, state } from "./state.js";
 import { showStep, startStep } from "./step.js";
 
+// More curves than these cannot be told apart.
+const MOST_OPEN = 40;
 const EVERY_MS = 800,
   WHILE_READING_MS = 50;
 let span = [0, 1],
@@ -26,9 +28,11 @@ function show() {
   for (const button of document.querySelectorAll("[data-view]"))
     button.setAttribute("aria-current", String(button.dataset.view === state.view));
   byId("tools").hidden = state.view !== "curves";
-  byId("reset").hidden = !state.range;
+  // It keeps its place: what stands below must not move when a reader zooms.
+  byId("reset").style.visibility = state.range ? "visible" : "hidden";
   byId("axis").value = state.axis;
   byId("window").value = state.window;
+  if (byId("find-chart").value !== state.chart) byId("find-chart").value = state.chart;
   showRuns(choose);
   if (state.view === "samples") showSamples();
   if (state.view === "settings") showSettings();
@@ -51,7 +55,8 @@ async function showNumbers() {
   const open = [...state.open];
   state.alarms = open.length ? await ask("alarms", { run: open }) : [];
   if (open.join() !== compared.join())
-    state.differing = open.length > 1 ? (await ask("settings", { run: open })).differing : [];
+    state.differing =
+      open.length > 1 ? (await ask("settings", { run: open })).settings.filter(entry => entry.differ) : [];
   compared = open;
   showOverview();
   showAlarms(state.range ?? span, zoom, true);
@@ -68,6 +73,13 @@ function zoom(range) {
 
 function choose(run, isOpen, only = false) {
   state.open = only ? [run] : isOpen ? [...state.open, run] : state.open.filter(other => other !== run);
+  state.range = null;
+  show();
+  poll();
+}
+
+function chooseAll(runs) {
+  state.open = runs.slice(0, MOST_OPEN);
   state.range = null;
   show();
   poll();
@@ -149,11 +161,37 @@ byId("window").addEventListener("change", event => {
 });
 byId("reset").addEventListener("click", () => zoom(null));
 byId("find-run").addEventListener("input", () => showRuns(choose));
-byId("find-chart").addEventListener("input", findCharts);
+byId("sort-runs").addEventListener("change", () => showRuns(choose));
+byId("all-runs").addEventListener("click", () => chooseAll(foundRuns().map(run => run.run)));
+byId("no-runs").addEventListener("click", () => chooseAll([]));
+byId("find-chart").addEventListener("input", event => {
+  state.chart = event.target.value;
+  remember();
+  findCharts();
+});
+byId("link").addEventListener("click", async event => {
+  const button = event.currentTarget,
+    label = button.textContent;
+  // Without a clipboard the address bar has it all the same.
+  const copied = await navigator.clipboard?.writeText(location.href).then(
+    () => true,
+    () => false,
+  );
+  button.textContent = copied ? "Copied" : "It is in the address bar";
+  setTimeout(() => (button.textContent = label), 1500);
+});
+byId("print").addEventListener("click", printCharts);
+addEventListener("keydown", event => {
+  if ((event.ctrlKey || event.metaKey) && event.key === "p" && state.view === "curves") {
+    event.preventDefault();
+    printCharts();
+  }
+});
 byId("tools").addEventListener("submit", event => event.preventDefault());
 addEventListener("hashchange", () => {
   recall();
   show();
+  findCharts();
   poll();
 });
 document.addEventListener("visibilitychange", () => {

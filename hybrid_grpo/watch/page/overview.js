@@ -9,21 +9,21 @@ const label = name =>
         .replace(/^(eval|completion|policy|throughput)\//, "")
         .replaceAll(/[/_]/g, " ")
         .replace(" per s", "/s");
-const SETTINGS_SHOWN = 4;
+const SETTINGS_SHOWN = 4,
+  LONGEST = 24;
 const dot = run => el("span", { class: "dot", style: { background: `var(${runColor(run)})` } });
 
 export function showOverview() {
   const runs = state.open.map(name => state.numbers.get(name)).filter(Boolean);
   const columns = new Map(runs.flatMap(run => run.numbers.map(entry => [entry.name, entry])));
-  const settings = state.differing
-    .filter(entry => state.open.every(run => (entry.values[run] ?? "").length < 24))
-    .slice(0, SETTINGS_SHOWN);
+  // The most important first.
+  const settings = state.differing.filter(entry => !entry.name.startsWith("log.")).slice(0, SETTINGS_SHOWN);
   const head = el(
     "tr",
     {},
     el("th", { scope: "col" }, "Run"),
     ...settings.map(entry =>
-      el("th", { scope: "col", title: "This setting is not the same in all runs shown" }, entry.name),
+      el("th", { scope: "col", title: `${entry.name} is not the same in all runs shown` }, entry.name),
     ),
     ...[...columns.values()].map(entry =>
       el("th", { scope: "col", title: `${entry.name}: ${entry.meaning}` }, label(entry.name)),
@@ -37,7 +37,7 @@ export function showOverview() {
       "tr",
       {},
       el("th", { scope: "row" }, dot(run.run), run.run),
-      ...settings.map(entry => el("td", {}, entry.values[run.run] ?? "–")),
+      ...settings.map(entry => setting(entry.values[run.run])),
       ...[...columns.keys()].map(name => cell(of.get(name))),
       el("td", {}, run.step_seconds === null ? "–" : duration(run.step_seconds)),
       el("td", {}, duration(run.hours * 3600)),
@@ -59,6 +59,10 @@ export function showOverview() {
   );
   byId("overview").firstChild.scrollLeft = scrolled;
 }
+
+// Of a long value, such as a path, its end says most.
+const setting = (value = "–") =>
+  el("td", { title: value }, value && value.length > LONGEST ? `…${value.slice(-LONGEST)}` : (value ?? "–"));
 
 function cell(entry) {
   if (!entry) return el("td", { class: "soft" }, "–");

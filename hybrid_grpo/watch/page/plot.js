@@ -1,6 +1,7 @@
 // One chart: curves of several runs on a pair of axes, with hover, zoom and keys. uPlot draws.
 import { css, el, number, place, tick } from "./dom.js";
-import { look, state } from "./state.js";
+import { saveCsv, saveSvg } from "./save.js";
+import { look, remember, state } from "./state.js";
 import { hideTip, showTip } from "./tip.js";
 
 const HEIGHT = 190,
@@ -69,6 +70,27 @@ export class Plot {
       },
       "⤢",
     );
+    this.log = el("input", { type: "checkbox", onchange: () => this.makeLog(this.log.checked) });
+    this.tools = el(
+      "div",
+      { class: "tools chart-tools", hidden: true },
+      !chart.compared && el("label", {}, this.log, "logarithmic"),
+      el("button", { type: "button", onclick: () => saveSvg(this) }, "Save SVG"),
+      el("button", { type: "button", onclick: () => saveCsv(this) }, "Save CSV"),
+    );
+    const more = el(
+      "button",
+      {
+        type: "button",
+        "aria-expanded": "false",
+        "aria-label": `Scale and files of ${chart.title}`,
+        onclick: () => {
+          this.tools.hidden = !this.tools.hidden;
+          more.setAttribute("aria-expanded", String(!this.tools.hidden));
+        },
+      },
+      "⋯",
+    );
     this.card = el(
       "article",
       {
@@ -79,7 +101,8 @@ export class Plot {
         onkeydown: event => this.press(event),
         onblur: () => this.hide(),
       },
-      el("header", {}, el("h3", {}, chart.title, " ", chart.unit && el("em", {}, chart.unit)), what, this.larger),
+      el("header", {}, el("h3", {}, chart.title, " ", chart.unit && el("em", {}, chart.unit)), what, more, this.larger),
+      this.tools,
       this.area,
       this.legend,
       this.meaning,
@@ -87,11 +110,29 @@ export class Plot {
   }
 
   enlarge(wide) {
-    this.card.classList.toggle("wide", wide);
-    this.larger.setAttribute("aria-pressed", String(wide));
+    if (wide) state.wide.add(this.chart.title);
+    else state.wide.delete(this.chart.title);
+    remember();
+    this.take();
     this.remake();
     // It may have moved to a row of its own.
     this.card.scrollIntoView({ block: "nearest" });
+  }
+
+  makeLog(isLog) {
+    if (isLog) state.logs.add(this.chart.title);
+    else state.logs.delete(this.chart.title);
+    remember();
+    this.take();
+    this.remake();
+  }
+
+  // What the address says of this chart.
+  take() {
+    const wide = state.wide.has(this.chart.title);
+    this.card.classList.toggle("wide", wide);
+    this.larger.setAttribute("aria-pressed", String(wide));
+    this.log.checked = state.logs.has(this.chart.title) && !this.chart.compared;
   }
 
   names() {
@@ -101,6 +142,7 @@ export class Plot {
   // answer: of each run its curves; span: ends of the whole axis.
   show(answer, span) {
     this.span = span;
+    this.take();
     this.lines = state.open
       .flatMap(run =>
         this.chart.curves.map((curve, number) => {
@@ -116,6 +158,8 @@ export class Plot {
       this.lines.map(line => [line.run, line.curve.name, Boolean(line.smooth), line.color, line.raw[0].length <= 40]),
       state.axis,
       this.edges.length,
+      this.log.checked,
+      this.card.classList.contains("wide"),
     ]);
     if (!this.u || key !== this.key) {
       this.key = key;
@@ -134,7 +178,8 @@ export class Plot {
 
   data() {
     const tables = this.lines.flatMap(line => [line.raw, line.smooth].filter(Boolean).map(this.scaling(line)));
-    return tables.length ? uPlot.join([...this.edges, ...tables]) : [[], []];
+    const all = [...this.edges, ...tables].map(this.log.checked ? positive : table => table);
+    return tables.length ? uPlot.join(all) : [[], []];
   }
 
   // Puts values onto the chart's axis: where curves are compared, between the ends of what is shown of the curve.
@@ -184,10 +229,12 @@ export class Plot {
         series,
         bands: this.edges.length ? [{ series: [1, 2], fill: `${css(this.lines[0].color)}24` }] : [],
         legend: { show: false },
-        padding: [8, 10, 0, 0],
+        padding: [8, 22, 0, 0],
         scales: {
           x: { time: false, range: () => this.range() },
-          y: { range: (u, low, high) => this.heights(low, high) },
+          y: this.log.checked
+            ? { distr: 3, range: (u, low, high) => (low > 0 && low < high ? [low / 1.1, 1.1 * high] : around(low)) }
+            : { range: (u, low, high) => this.heights(low, high) },
         },
         axes: [
           {
@@ -198,7 +245,7 @@ export class Plot {
             values: (u, splits) => splits.map(tick),
             incrs: state.axis === "hours" ? undefined : WHOLE,
           },
-          { ...axis, size: 48, space: 34, values: (u, splits) => splits.map(tick) },
+          { ...axis, size: roomFor, space: 34, values: (u, splits) => splits.map(at => (at === null ? "" : tick(at))) },
         ],
         cursor: {
           y: false,
@@ -254,25 +301,31 @@ export class Plot {
   hover(u) {
     if (pointed ? pointed !== this : document.activeElement !== this.card) return;
     if (u.cursor.left < 0) return hideTip();
-    const x = u.posToVal(u.cursor.left, "x");
+    const x = u.data[0][u.cursor.idx] ?? u.posToVal(u.cursor.left, "x"),
+      here = place(state.axis, x);
+    const averaged = this.lines.some(line => line.smooth);
+    // A curve with few values shows the nearest one, and where that is.
     const rows = this.lines.map(line => {
-      const value = line.raw[1][nearest(line.raw[0], x)],
-        average = line.smooth?.[1][nearest(line.smooth[0], x)];
+      const at = nearest(line.raw[0], x),
+        value = line.raw[1][at],
+        average = line.smooth?.[1][nearest(line.smooth[0], x)],
+        there = place(state.axis, line.raw[0][at]);
       return el(
         "tr",
         {},
         el("th", { scope: "row" }, swatch(line), this.title(line)),
         el("td", {}, number(average ?? value)),
-        line.smooth ? el("td", { class: "soft" }, number(value)) : "",
+        averaged && el("td", { class: "soft" }, line.smooth ? number(value) : ""),
+        el("td", { class: "soft" }, there === here ? "" : `at ${there}`),
       );
     });
-    const averaged = this.lines.some(line => line.smooth);
     const head = el(
       "tr",
       {},
-      el("th", {}, place(state.axis, x)),
+      el("th", {}, here),
       el("td", { class: "soft" }, averaged ? "average" : ""),
-      averaged ? el("td", { class: "soft" }, "value") : "",
+      averaged && el("td", { class: "soft" }, "value"),
+      el("td", {}),
     );
     const box = u.over.getBoundingClientRect();
     showTip(box.left + u.cursor.left, box.top + 10, el("table", {}, head, ...rows));
@@ -310,6 +363,7 @@ export class Plot {
       "+": () => this.zoom([Math.max(low, at - width / 4), Math.min(high, at + width / 4)]),
       "-": () => this.zoom([Math.max(this.span[0], low - width / 2), Math.min(this.span[1], high + width / 2)]),
       0: () => this.zoom(null),
+      l: () => this.chart.compared || this.makeLog(!this.log.checked),
       Escape: () => this.hide(),
     };
     if (keys[event.key]) {
@@ -355,7 +409,9 @@ export class Plot {
           !many && el("b", {}, number(last)),
         );
       }),
-      ...(this.edges.length ? [el("span", { title: this.chart.band.meaning }, `band: ± ${this.chart.band.name.split("/").at(-1)}`)] : []),
+      ...(this.edges.length
+        ? [el("span", { title: this.chart.band.meaning }, `band: ± ${this.chart.band.name.split("/").at(-1)}`)]
+        : []),
     );
     const newest = this.lines.map(line => `${this.title(line)} ${number(line.raw[1].at(-1))}`).join(", ");
     this.card.setAttribute("aria-label", `${this.chart.title}. Newest: ${newest}`);
@@ -365,6 +421,14 @@ export class Plot {
 const WHOLE = [1, 2, 5]
   .flatMap(base => Array.from({ length: 13 }, (_, power) => base * 10 ** power))
   .sort((a, b) => a - b);
+
+// A logarithmic axis has no place for 0 and less.
+const positive = ([xs, values]) => [xs, values.map(value => (value > 0 ? value : null))];
+const around = value => (value > 0 ? [value / 2, 2 * value] : [0.1, 10]);
+
+// The width of an axis whose labels are not cut.
+const roomFor = (u, labels, at, cycle) =>
+  cycle > 1 ? u.axes[at]._size : Math.max(42, 14 + 6.5 * Math.max(0, ...(labels ?? []).map(label => label.length)));
 
 // The row of a curve's value nearest to the cursor: curves have values at different places.
 function present(u, series, row) {

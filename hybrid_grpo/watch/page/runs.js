@@ -28,11 +28,28 @@ function isLive(run) {
   );
 }
 
+const DAY = { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", hour12: false };
+const when = ms => (ms ? new Date(ms).toLocaleString("en-GB", DAY) : "");
+
+const isFound = (run, words) => {
+  const text = [run.run, ...(run.tags ?? []), run.notes ?? ""].join(" ").toLowerCase();
+  return words.every(word => text.includes(word));
+};
+const wanted = () => byId("find-run").value.toLowerCase().split(/\s+/).filter(Boolean);
+
+// The runs that are found, in the order of the list.
+export function foundRuns() {
+  const by = byId("sort-runs").value || "written",
+    words = wanted();
+  const order = (a, b) => (by === "run" ? a.run.localeCompare(b.run) : (b[by] ?? -Infinity) - (a[by] ?? -Infinity));
+  return [...state.runs.values()].filter(run => isFound(run, words)).sort((a, b) => order(a, b) || 0);
+}
+
 const items = new Map();
+let ordered = "";
 
 // Elements stay and only what they say changes: a click between two answers of the server must not be lost.
 export function showRuns(choose) {
-  const wanted = byId("find-run").value.toLowerCase();
   byId("count").textContent = `${state.open.length} of ${state.runs.size}`;
   for (const [name, item] of items)
     if (!state.runs.has(name)) {
@@ -40,13 +57,20 @@ export function showRuns(choose) {
       items.delete(name);
     }
   for (const run of state.runs.values()) {
-    if (!items.has(run.run)) {
-      items.set(run.run, makeItem(run, choose));
-      byId("runs").append(items.get(run.run).line);
-    }
+    if (!items.has(run.run)) items.set(run.run, makeItem(run, choose));
     update(items.get(run.run), run);
-    items.get(run.run).line.hidden = !run.run.toLowerCase().includes(wanted);
   }
+  const found = foundRuns(),
+    names = found.map(run => run.run),
+    list = byId("runs");
+  // Nothing moves away from under the pointer, except by a choice of the reader.
+  const moved = JSON.stringify([names.toSorted(), byId("sort-runs").value]);
+  if (moved !== ordered || !list.matches(":hover"))
+    for (const [at, name] of names.entries())
+      if (list.children[at] !== items.get(name).line)
+        list.insertBefore(items.get(name).line, list.children[at] ?? null);
+  ordered = moved;
+  for (const [name, item] of items) item.line.hidden = !names.includes(name);
 }
 
 function makeItem(run, choose) {
@@ -55,6 +79,8 @@ function makeItem(run, choose) {
     live: el("i", { class: "live", title: "being written" }),
     progress: el("span", { class: "soft" }),
     done: el("span"),
+    about: el("span", { class: "soft about" }),
+    last: el("span", { class: "bad last" }),
     note: el("span"),
   };
   item.label = el(
@@ -64,6 +90,8 @@ function makeItem(run, choose) {
     el("span", { class: "name" }, run.run, item.live),
     item.progress,
     el("span", { class: "track" }, item.done),
+    item.about,
+    item.last,
     item.note,
   );
   item.only = el(
@@ -84,6 +112,16 @@ function update(item, run) {
   item.progress.textContent = progress(run);
   item.done.style.width = `${run.steps ? Math.min(100, (100 * (run.step ?? 0)) / run.steps) : 0}%`;
   item.only.hidden = state.runs.size < 2;
+  const about = JSON.stringify([run.started, run.tags, run.notes]);
+  if (item.shown !== about) {
+    item.shown = about;
+    item.about.replaceChildren(
+      when(run.started),
+      ...(run.tags ?? []).map(tag => el("b", { class: "tag" }, tag)),
+      ...(run.notes ? [el("em", { title: run.notes }, run.notes.split("\n")[0])] : []),
+    );
+  }
+  item.last.textContent = run.last ?? "";
   const damaged = reading && reading.damaged > 0;
   item.note.className = damaged ? "bad" : "soft";
   item.note.textContent =

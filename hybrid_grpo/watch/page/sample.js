@@ -1,14 +1,15 @@
 // One completion in full: what it says, as text or token by token, and what was saved of it.
 import { differing } from "./differing.js";
 import { el, number } from "./dom.js";
-import { runColor } from "./state.js";
+import { runColor, state } from "./state.js";
 import { xray } from "./tokens.js";
 
 let byTokens = true;
 
 // all: the saved completion; tokens: what was recorded about its tokens, or null; rival: another one of its group, and
 // which it is, or null; wanted: words to mark.
-export function completion(run, all, tokens, rival, wanted, close) {
+// group: shows its group.
+export function completion(run, all, tokens, rival, wanted, close, group) {
   const facts = [
     ["reward", all.reward === null ? "none" : number(all.reward)],
     ["advantage", number(all.advantage)],
@@ -24,6 +25,11 @@ export function completion(run, all, tokens, rival, wanted, close) {
       "header",
       {},
       el("h2", {}, el("span", { class: "dot", style: { background: `var(${runColor(run)})` } }), `Step ${all.step}`),
+      el(
+        "button",
+        { type: "button", class: "to-group", onclick: group },
+        state.open.length > 1 ? "Group, and other runs" : "Group",
+      ),
       el("button", { type: "button", "aria-label": "Close", onclick: close }, "×"),
     ),
     list(facts),
@@ -79,7 +85,7 @@ function answer(all, tokens, wanted) {
 // The words in which a completion and the best or the worst one of its group differ.
 function beside(all, { kind, row }) {
   const rewards = `rewards ${number(all.reward)} and ${number(row.reward)}`;
-  const sides = differing(whole(all), whole(row));
+  const sides = differing(answerText(all), answerText(row));
   return [
     el("h3", {}, `Compared with the ${kind} of its group: ${rewards}`),
     ...sides.map((pieces, side) =>
@@ -93,10 +99,15 @@ function beside(all, { kind, row }) {
 }
 
 // A completion as one text, also where it is a conversation.
-const whole = all =>
+export const answerText = all =>
   all.messages?.length > 1
     ? all.messages.map(message => `${message.role}: ${spoken(message)}`).join("\n\n")
     : plain(all.completion);
+
+export const promptText = prompt =>
+  Array.isArray(prompt)
+    ? prompt.map(message => `${message.role}: ${spoken(message)}`).join("\n\n")
+    : plain(prompt ?? "");
 
 const plain = value => (typeof value === "string" ? value : JSON.stringify(value));
 const list = entries =>

@@ -1,8 +1,14 @@
 // Completions of a run: found by what they say and what they were given, and one of them in full.
 import { ask, byId, el, number, whole } from "./dom.js";
+import { frozen } from "./frozen.js";
+import { groups } from "./group.js";
 import { completion, marked } from "./sample.js";
-import { state } from "./state.js";
+import { remember, state } from "./state.js";
 
+const SHOWN = 200;
+// The server orders by these numbers, over all completions; by other columns, what is loaded is ordered here.
+const NUMBERS = ["reward", "advantage", "length"];
+const FIELDS = ["text", "first", "last", "prompt", "least", "most", "finish"];
 let rows = [],
   next = null,
   read = 0,
@@ -60,12 +66,20 @@ const head = el(
   ),
 );
 const more = el("button", { type: "button", hidden: true, onclick: () => search(next) }, "Search older steps");
-const detail = el("section", { class: "detail card", "aria-label": "Completion", tabindex: -1, hidden: true });
+const detail = el("section", {
+  class: "detail card",
+  "aria-label": "Completion. j and k show the next and the one before.",
+  tabindex: -1,
+  hidden: true,
+  onkeydown: event => walk(event),
+});
+const around = el("section", { class: "around card", "aria-label": "Group", tabindex: -1, hidden: true });
 
 export function startSamples() {
   byId("samples").append(
     form,
     status,
+    around,
     el(
       "div",
       { class: "found" },
@@ -77,6 +91,11 @@ export function startSamples() {
       ),
       detail,
     ),
+    el(
+      "p",
+      { class: "hint" },
+      "With the keyboard: tab to the list, ↓ ↑ to move, enter to open; then j and k for the next ones.",
+    ),
   );
 }
 
@@ -84,24 +103,31 @@ export function showSamples() {
   const select = form.elements.run;
   if (state.open.join() !== [...select.options].map(option => option.value).join())
     select.replaceChildren(...state.open.map(name => el("option", { value: name }, name)));
-  if (!state.open.includes(run)) open(state.open[0] ?? null);
+  if (!state.open.includes(run)) {
+    const { query, sample } = state;
+    open(state.open[0] ?? null, query);
+    if (sample && run) read_one({ step: sample[0], offset: sample[1] });
+  }
   select.value = run ?? "";
 }
 
 // Completions of a run by what the search form has: its fields by name.
 export function findSamples(name, query) {
-  run = name;
-  form.reset();
   form.elements.run.value = name;
-  for (const [field, value] of Object.entries(query)) form.elements[field].value = value;
-  open(name);
+  open(name, query);
 }
 
-function open(name) {
+function open(name, query = null) {
   run = name;
   chosen = null;
-  detail.hidden = true;
+  detail.hidden = around.hidden = true;
   form.elements.finish.replaceChildren(el("option", { value: "" }, "anything"));
+  if (query) {
+    form.reset();
+    form.elements.run.value = name;
+    if (query.finish) form.elements.finish.append(el("option", { value: query.finish }, query.finish));
+    for (const field of FIELDS) form.elements[field].value = query[field] ?? "";
+  }
   search();
 }
 
@@ -116,16 +142,17 @@ async function search(from = null) {
     show();
     return;
   }
-  const query = Object.fromEntries(
-    ["text", "first", "last", "prompt", "least", "most", "finish"].map(name => [
-      name,
-      form.elements[name].value.trim(),
-    ]),
-  );
-  const found = [];
+  const query = Object.fromEntries(FIELDS.map(name => [name, form.elements[name].value.trim()]));
+  state.query = query;
+  state.sample = chosen && [chosen.step, chosen.offset];
+  remember();
+  const order = NUMBERS.includes(sorted.by) && !frozen ? { order: sorted.by, rising: sorted.up ? 1 : "" } : {};
+  let found = [],
+    count = 0;
   do {
     status.textContent = from ? `Searching step ${from[0]} …` : "Searching …";
-    const answer = await ask("samples", { run, ...query, step: from?.[0], offset: from?.[1] }).catch(error => ({
+    const place = { step: from?.[0], offset: from?.[1] };
+    const answer = await ask("samples", { run, ...query, ...order, ...place }).catch(error => ({
       rows: [],
       read: 0,
       next: null,
@@ -137,11 +164,12 @@ async function search(from = null) {
       return;
     }
     found.push(...answer.rows);
+    if (order.order) found = found.sort(compare).slice(0, SHOWN);
     read += answer.read;
     leftOut += answer.left_out ?? 0;
     from = next = answer.next;
-    ({ steps, kept } = answer);
-  } while (from && found.length < 200);
+    ({ steps, kept, count } = answer);
+  } while (from && (order.order || found.length < SHOWN));
   rows.push(...found);
   const reasons = form.elements.finish,
     known = new Set([...reasons.options].map(option => option.value));
@@ -149,27 +177,37 @@ async function search(from = null) {
     if (!known.has(reason)) reasons.append(el("option", { value: reason }, reason));
   const reach = next ? `, down to step ${next[0]}` : "",
     without = leftOut ? `, without ${whole(leftOut)} of more than 8 MiB` : "";
-  const saved = steps && `Saved: steps ${steps[0]} to ${steps[1]}.${kept ? ` In this file: ${kept.join(", ")}, starting with the groups whose rewards differ most.` : ""}`;
+  const saved =
+    steps &&
+    `Saved: ${whole(count)} step${count === 1 ? "" : "s"}, from ${steps[0]} to ${steps[1]}.${kept ? ` In this file: ${kept.join(", ")}, starting with the groups whose rewards differ most.` : ""}`;
   status.textContent = steps
     ? !read && !leftOut
       ? `${kept ? "No completions of these steps are in this file." : "No completions of these steps were saved (log.rollouts_every)."} ${saved}`
-      : `${whole(rows.length)} found in ${whole(read)} completions${reach}${without}. ${saved}`
+      : `${whole(rows.length)} ${order.order ? `with the ${sorted.up ? "lowest" : "highest"} ${order.order}` : "found"} in ${whole(read)} completions${reach}${without}. ${saved}`
     : "This run has saved no completions (log.rollouts_every).";
   show();
 }
 
 function sort(by) {
   sorted = { by, up: sorted.by === by ? !sorted.up : false };
-  show();
+  // All completions are ordered, not only those that are loaded.
+  if (!frozen && (NUMBERS.includes(by) || by === "step")) search();
+  else show();
+}
+
+// What has no value comes last. A frozen page has the completions that tell most first.
+function compare(a, b) {
+  const { by, up } = sorted,
+    [one, other] = [a[by] ?? null, b[by] ?? null],
+    place = row => row.rank ?? row.offset;
+  const first = one === other ? 0 : one === null ? 1 : other === null ? -1 : (one < other ? -1 : 1) * (up ? 1 : -1);
+  return first || b.step - a.step || place(a) - place(b);
 }
 
 function show() {
   const { by, up } = sorted,
-    order = (a, b) => (a === b ? 0 : a === null ? 1 : b === null ? -1 : (a < b ? -1 : 1) * (up ? 1 : -1));
-  const wanted = form.elements.text.value.trim();
-  // A frozen page has the completions that tell most first.
-  const place = row => row.rank ?? row.offset;
-  rows.sort((a, b) => order(a[by] ?? null, b[by] ?? null) || b.step - a.step || place(a) - place(b));
+    wanted = form.elements.text.value.trim();
+  rows.sort(compare);
   for (const cell of head.children)
     cell.setAttribute("aria-sort", cell.dataset.name === by ? (up ? "ascending" : "descending") : "none");
   body.replaceChildren(
@@ -194,6 +232,7 @@ function show() {
           el(
             "div",
             {},
+            row.turns ? el("b", { class: "tag" }, `${row.turns} turns`) : "",
             ...(row.completion ? marked(row.completion, wanted) : [el("span", { class: "soft" }, "(empty)")]),
           ),
         ),
@@ -221,6 +260,8 @@ function press(event, row) {
 
 async function read_one(row, enter = false) {
   chosen = row;
+  state.sample = [row.step, row.offset];
+  remember();
   for (const [at, line] of [...body.children].entries()) line.classList.toggle("chosen", same(rows[at], row));
   const of = run,
     place = { run, step: row.step, offset: row.offset };
@@ -233,17 +274,58 @@ async function read_one(row, enter = false) {
     detail.replaceChildren(el("p", { class: "bad" }, all.error.message));
     return;
   }
-  detail.replaceChildren(...completion(run, all, tokens, rival, form.elements.text.value.trim(), close));
+  const group = () => showGroup(of, all, row.offset);
+  detail.replaceChildren(...completion(run, all, tokens, rival, form.elements.text.value.trim(), close, group));
   detail.scrollTop = 0;
+  if (!around.hidden) group();
   if (enter || innerWidth < 1100) {
     detail.focus({ preventScroll: true });
     detail.scrollIntoView({ block: "nearest" });
   }
 }
 
+async function showGroup(of, all, offset) {
+  around.hidden = false;
+  const isNew = !around.firstChild;
+  if (isNew) around.append(el("p", { class: "soft" }, "Searching …"));
+  const found = await groups(of, all, offset, (name, row) => {
+    if (name !== run) {
+      form.elements.run.value = name;
+      open(name, state.query);
+    }
+    read_one(row);
+  }).catch(error => el("p", { class: "bad" }, error.message));
+  if (chosen?.offset !== offset || of !== run) return;
+  around.replaceChildren(
+    el(
+      "header",
+      {},
+      el("h2", {}, `Prompt ${all.prompt_id ?? ""}: all completions, from the best to the worst`),
+      el("button", { type: "button", "aria-label": "Close the group", onclick: closeGroup }, "×"),
+    ),
+    found,
+  );
+  around.scrollIntoView({ block: "nearest" });
+}
+
+function closeGroup() {
+  around.hidden = true;
+  around.replaceChildren();
+  detail.focus({ preventScroll: true });
+}
+
+function walk(event) {
+  const by = { j: 1, k: -1 }[event.key];
+  if (!by || event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select")) return;
+  const to = rows[rows.findIndex(row => same(row, chosen)) + by];
+  if (to) read_one(to, true);
+}
+
 function close() {
   detail.hidden = true;
-  chosen = null;
+  closeGroup();
+  chosen = state.sample = null;
+  remember();
   body.querySelector(".chosen")?.focus();
   show();
 }

@@ -1,6 +1,11 @@
-// Settings that differ between the runs shown, and all settings of each.
+// The settings of the runs shown: which differ, which were changed from the default, and all of them.
 import { ask, byId, el } from "./dom.js";
 import { runColor, state } from "./state.js";
+
+const KINDS = { differ: "that differ", changed: "changed from the default", all: "all" };
+let kind = null;
+const words = el("input", { type: "search", placeholder: "Name or value", "aria-label": "Find a setting" });
+const kinds = el("select", {}, ...Object.entries(KINDS).map(([name, label]) => el("option", { value: name }, label)));
 
 export async function showSettings() {
   const runs = [...state.open],
@@ -9,50 +14,84 @@ export async function showSettings() {
     box.replaceChildren(el("p", { class: "empty" }, "Choose a run on the left."));
     return;
   }
-  const { differing, texts } = await ask("settings", { run: runs });
+  const [{ settings, texts }, ...printed] = await Promise.all([
+    ask("settings", { run: runs }),
+    ...runs.map(run => ask("console", { run })),
+  ]);
   if (runs.join() !== state.open.join()) return;
   const name = run => [el("span", { class: "dot", style: { background: `var(${runColor(run)})` } }), run];
-  const table = el(
-    "div",
-    { class: "scroll card", tabindex: 0, role: "group", "aria-label": "Settings that differ" },
-    el(
-      "table",
-      { class: "numbers settings" },
+  const table = el("div", { class: "scroll card", tabindex: 0, role: "group", "aria-label": "Settings" }),
+    count = el("p", { class: "calm", role: "status" });
+  kinds.querySelector("[value=differ]").hidden = runs.length < 2;
+  kinds.value = kind && (kind !== "differ" || runs.length > 1) ? kind : runs.length > 1 ? "differ" : "changed";
+
+  function fill() {
+    const wanted = words.value.toLowerCase().trim();
+    const found = settings.filter(
+      entry =>
+        (kinds.value === "all" || entry[kinds.value]) &&
+        [entry.name, ...Object.values(entry.values)].some(text => (text ?? "").toLowerCase().includes(wanted)),
+    );
+    count.textContent = found.length
+      ? `${found.length} of ${settings.length} settings, the most important first. Bold: not the default.`
+      : kinds.value === "differ" && !wanted
+        ? "All settings of these runs are the same."
+        : "No setting is found.";
+    table.hidden = !found.length;
+    table.replaceChildren(
       el(
-        "thead",
-        {},
+        "table",
+        { class: "numbers settings" },
         el(
-          "tr",
+          "thead",
           {},
-          el("th", { scope: "col" }, "Setting"),
-          ...runs.map(run => el("th", { scope: "col" }, ...name(run))),
-        ),
-      ),
-      el(
-        "tbody",
-        {},
-        ...differing.map(entry =>
           el(
             "tr",
             {},
-            el("th", { scope: "row" }, entry.name),
-            ...runs.map(run => el("td", {}, entry.values[run] ?? el("span", { class: "soft" }, "not set"))),
+            el("th", { scope: "col" }, "Setting"),
+            ...runs.map(run => el("th", { scope: "col" }, ...name(run))),
+            el("th", { scope: "col" }, "Default"),
           ),
         ),
+        el("tbody", {}, ...found.map(entry => line(entry, runs))),
       ),
-    ),
-  );
-  const alike = el("p", { class: "calm" }, "All settings of these runs are the same.");
+    );
+  }
+  words.oninput = fill;
+  kinds.onchange = () => {
+    kind = kinds.value;
+    fill();
+  };
+  fill();
   box.replaceChildren(
-    ...(runs.length > 1 ? [el("h2", {}, "Settings that differ"), differing.length ? table : alike] : []),
-    el("h2", {}, "All settings"),
-    ...runs.map(run =>
-      el(
-        "details",
-        { class: "card config", open: runs.length === 1 },
-        el("summary", {}, ...name(run)),
-        el("pre", { tabindex: 0 }, texts[run] || "This folder has no config.yaml."),
-      ),
+    el(
+      "form",
+      { class: "tools search", onsubmit: event => event.preventDefault() },
+      el("label", {}, "Settings", kinds),
+      words,
     ),
+    count,
+    table,
+    el("h2", {}, "config.yaml"),
+    ...runs.map(run => fold(name(run), texts[run] || "This folder has no config.yaml.")),
+    ...(printed.some(lines => lines.length) ? [el("h2", {}, "Last lines of the console")] : []),
+    ...runs.flatMap((run, at) => (printed[at].length ? [fold(name(run), printed[at].join("\n"))] : [])),
+  );
+}
+
+const fold = (title, text) =>
+  el("details", { class: "card config" }, el("summary", {}, ...title), el("pre", { tabindex: 0 }, text));
+
+function line(entry, runs) {
+  const cell = value =>
+    value === null || value === undefined
+      ? el("td", {}, el("span", { class: "soft" }, "not set"))
+      : el("td", {}, entry.default !== null && value !== entry.default ? el("b", {}, value) : value);
+  return el(
+    "tr",
+    {},
+    el("th", { scope: "row" }, entry.name),
+    ...runs.map(run => cell(entry.values[run])),
+    el("td", { class: "soft" }, entry.default ?? "–"),
   );
 }

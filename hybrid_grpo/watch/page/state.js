@@ -1,4 +1,4 @@
-// What is shown. It stands in the page's address, so that a reload or a bookmark shows the same.
+// What is shown. It stands in the page's address, so that a reload, a bookmark or a link shows the same.
 
 const VIEWS = ["curves", "samples", "prompts", "step", "settings"];
 
@@ -10,6 +10,13 @@ export const state = {
   range: null,
   // The step that is seen from the inside; null: the newest.
   step: null,
+  // Words that charts are found by; titles of the charts that are logarithmic, and of those that are enlarged.
+  chart: "",
+  logs: new Set(),
+  wide: new Set(),
+  // What the samples are searched by, by the name of the field, and the step and offset of the one that is open.
+  query: {},
+  sample: null,
   // Of the server: all runs by name; of those that are open, the numbers, the alarms, and the settings that differ.
   runs: new Map(),
   numbers: new Map(),
@@ -22,6 +29,11 @@ export function remember() {
   if (state.window) query.set("window", state.window);
   if (state.range) query.set("range", state.range.join("~"));
   if (state.step !== null) query.set("step", state.step);
+  if (state.chart) query.set("chart", state.chart);
+  for (const title of state.logs) query.append("log", title);
+  for (const title of state.wide) query.append("wide", title);
+  for (const [name, value] of Object.entries(state.query)) if (value) query.set(`find.${name}`, value);
+  if (state.sample) query.set("sample", state.sample.join("~"));
   for (const run of state.open) query.append("run", run);
   try {
     history.replaceState(null, "", `#${query}`);
@@ -32,12 +44,21 @@ export function remember() {
 
 export function recall() {
   const query = new URLSearchParams(location.hash.slice(1));
+  const pair = name => {
+    const ends = (query.get(name) ?? "").split("~").map(Number);
+    return query.get(name) && ends.length === 2 && ends.every(Number.isFinite) ? ends : null;
+  };
   state.view = VIEWS.includes(query.get("view")) ? query.get("view") : "curves";
   state.axis = ["step", "tokens", "hours"].includes(query.get("axis")) ? query.get("axis") : "step";
   state.window = query.get("window") ?? "";
-  const range = (query.get("range") ?? "").split("~").map(Number);
-  state.range = range.length === 2 && range.every(Number.isFinite) ? range : null;
+  state.range = pair("range");
   state.step = query.has("step") && Number.isInteger(Number(query.get("step"))) ? Number(query.get("step")) : null;
+  state.chart = query.get("chart") ?? "";
+  state.logs = new Set(query.getAll("log"));
+  state.wide = new Set(query.getAll("wide"));
+  const fields = [...query].filter(([name]) => name.startsWith("find."));
+  state.query = Object.fromEntries(fields.map(([name, value]) => [name.slice("find.".length), value]));
+  state.sample = pair("sample");
   state.open = [...new Set(query.getAll("run"))];
 }
 
@@ -49,3 +70,12 @@ export const look = (run, curve) =>
   state.open.length > 1
     ? { color: runColor(run), dash: DASHES[curve % DASHES.length] }
     : { color: `--c${curve % COLORS}`, dash: curve < COLORS ? [] : DASHES[1] };
+
+// Parts of a step's time: a part has one colour wherever it is shown.
+const PARTS = {
+  generate: 0, train: 1, reward_wait: 2, reference: 3, switch: 4, gather: 4, other: 5, wait: 5, release: 6, eval: 7,
+}; // prettier-ignore
+export const partColor = name => {
+  const sum = [...name].reduce((sum, letter) => (31 * sum + letter.codePointAt(0)) % 9973, 0);
+  return `var(--c${PARTS[name] ?? sum % COLORS})`;
+};

@@ -1,7 +1,7 @@
 // The stages of a step by rank, from its start: who waited for whom.
 import { el, seconds } from "./dom.js";
 import { Frame } from "./frame.js";
-import { COLORS } from "./state.js";
+import { partColor } from "./state.js";
 import { facts } from "./tip.js";
 
 const LANE = 26,
@@ -19,8 +19,7 @@ export class Waterfall {
   show(stages) {
     const names = [...new Set(stages.flat().map(([name]) => name))],
       end = Math.max(...stages.flat().map(([, , to]) => to), 1e-9),
-      marks = stages.flatMap((lane, rank) => lane.map(stage => [rank, ...stage])),
-      color = name => `var(--c${names.indexOf(name) % COLORS})`;
+      marks = stages.flatMap((lane, rank) => lane.map(stage => [rank, ...stage]));
     const total = (lane, stage) => lane.reduce((sum, [name, from, to]) => sum + (name === stage ? to - from : 0), 0);
     const slowest = straggler(stages, names, total, end);
     const share = 1 / stages.length,
@@ -34,7 +33,7 @@ export class Waterfall {
           width: `${(100 * (to - from)) / end}%`,
           top: `${100 * rank * share}%`,
           height: `${100 * share}%`,
-          "--stage": color(name),
+          "--stage": partColor(name),
         },
       }),
     );
@@ -67,7 +66,9 @@ export class Waterfall {
       },
     });
     this.frame.legend.replaceChildren(
-      ...names.map(name => el("span", {}, el("i", { class: "key", style: { background: color(name) } }), label(name))),
+      ...names.map(name =>
+        el("span", {}, el("i", { class: "key", style: { background: partColor(name) } }), label(name)),
+      ),
       slowest ? el("span", { class: "bad" }, slowest) : "",
     );
   }

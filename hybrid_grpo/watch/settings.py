@@ -1,0 +1,83 @@
+"""Compares the settings of runs with each other and with the defaults, those that matter most first."""
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hybrid_grpo.config import RewardStageConfig, SftConfig, TrainConfig
+from hybrid_grpo.config.building import to_dict
+from hybrid_grpo.records.files import as_json, flattened
+
+_ORDER = (
+    r"policy\.model",
+    r"(policy|sft|reward|reward_model)\.lr",
+    r"rollout\.(prompts_per_step|num_generations)|.*batch_size|grpo\.num_(iterations|minibatches)",
+    r"grpo\.(loss_type|objective|importance|surrogate|beta|epsilon_\w+|baseline|scale_rewards|entropy_coef)",
+    r"rewards|scoring\..*|reward\..*",
+    r"data\.(path|task|mixture)",
+    r"rollout\.(temperature|top_\w|min_p|max_\w+_tokens)",
+    r"lora\.rank|(critic|teacher|ptx|guests|curriculum)\..*",
+    r"grpo\..*",
+    r"policy\..*|lora\..*|rollout\..*|data\..*",
+    r"run\.(seed|steps)",
+    r"engine\..*",
+)
+"""Patterns of settings in the order in which people ask for them when curves differ; all others come after them."""
+_PLACES = (r"run\.(name|dir|resume)", r"log\..*", r"checkpoint\..*", r".*\.port")
+"""Settings that say where a run is and what is kept of it; they come last."""
+_OF_EVERY_RUN = ("run.name", "run.dir")
+"""Settings that differ by nature and are not compared."""
+_DEEPEST, _LONGEST_NAME, _LONGEST_VALUE, _MOST = 6, 300, 1000, 500
+
+
+def compared(settings: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the settings of runs, given by the run's name, in the order of importance. Each has its `name`, its
+    `values` by run, its `default` (None if it has none), whether runs `differ` in it, and whether a run has `changed`
+    it from the default. If there are far too many, the last entry says how many are left out."""
+    texts = {run: _texts(of) for run, of in settings.items()}
+    names = dict.fromkeys(name for values in texts.values() for name in values)
+    defaults = {name: value for of in settings.values() for name, value in _defaults(frozenset(of)).items()}
+    missing = {name for name in names if any(name not in of for of in texts.values())}
+
+    def entry(name: str) -> dict[str, Any]:
+        values, default = {run: of.get(name) for run, of in texts.items()}, defaults.get(name)
+        is_compared = name not in _OF_EVERY_RUN
+        return {
+            "name": name, "values": values, "default": default,
+            "differ": is_compared and len(set(values.values())) > 1,
+            "changed": is_compared and default is not None and not set(values.values()) <= {None, default},
+        }  # fmt: skip
+
+    # What only some of the runs have says little: they are of different commands or versions.
+    entries = [entry(name) for name in sorted(names, key=lambda name: (name in missing, importance(name)))]
+    telling = sorted(range(len(entries)), key=lambda at: not (entries[at]["differ"] or entries[at]["changed"]))
+    found = [entries[at] for at in sorted(telling[:_MOST])]
+    if len(found) < len(entries):
+        words = f"{len(entries) - len(found)} more are left out"
+        found.append({"name": words, "values": {}, "default": None, "differ": False, "changed": False})
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def importance(name: str) -> int:
+    """Return the rank of a setting in the order of importance; 0 is the most important."""
+    if any(re.fullmatch(pattern, name) for pattern in _PLACES):
+        return len(_ORDER) + 1
+    return next((at for at, pattern in enumerate(_ORDER) if re.fullmatch(pattern, name)), len(_ORDER))
+
+
+def _texts(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return settings by their dotted names, each value as JSON, but text without quotes; long values are cut."""
+    return {
+        name[:_LONGEST_NAME]: (value if isinstance(value, str) else as_json(value))[:_LONGEST_VALUE]
+        for name, value in flattened(dict(settings), _DEEPEST)
+    }
+
+
+@functools.lru_cache(maxsize=8)
+def _defaults(sections: frozenset[str]) -> dict[str, str]:
+    """Return the defaults of the training command that has the most of these sections."""
+    commands: Sequence[Any] = (TrainConfig, SftConfig, RewardStageConfig)
+    known = [to_dict(command()) for command in commands]
+    return _texts(max(known, key=lambda of: len(sections & of.keys()) - len(of.keys() - sections)))
