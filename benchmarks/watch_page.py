@@ -4,7 +4,7 @@
     python benchmarks/watch_page.py --steps 1000                       the same of another length
     python benchmarks/watch_page.py --pictures docs/pictures RUN RUN   pictures for docs/watch.md of two runs
     python benchmarks/watch_page.py --check RUN                        all views of a run and of its report.html, light
-                                                                       and dark, two widths
+                                                                       and dark, three widths
 
 Needs playwright (`pip install playwright`) and a Chromium, whose path is in CHROMIUM or which is found by its name.
 Seconds are from the start of the server, or from the writing of a step's line, until the page has drawn it; those with
@@ -32,7 +32,7 @@ import psutil
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 METRICS = 200
-SIZES = {"wide": (1280, 860), "phone": (390, 844)}
+SIZES = {"wide": (1280, 860), "large": (1600, 1000), "phone": (390, 844)}
 COPIES_OF_VALUES = 50
 """Lines of metrics that the synthetic run repeats, since generating each one would take minutes."""
 PROMPTS = 10_000
@@ -231,6 +231,7 @@ def check_page(address: str, run: Path, browser: str, numbers: range) -> dict[st
                     until(tab, f"({CHARTS})().every(([words, isReached]) => isReached)")
                     if view == "samples":
                         open_tokens(tab, step)
+                        open_group(tab)
                     charts = tab.evaluate(CHARTS)
                     found["charts"] += len(charts)
                     found["unreadable"] += tab.evaluate(CONTRAST)
@@ -260,6 +261,12 @@ def open_tokens(tab: Any, step: int, number: int = 0) -> None:
     tab.locator(".rows tbody tr").nth(number).click()
     until(tab, f"document.querySelectorAll('.rows tbody tr')[{number}].className === 'chosen'")
     tab.wait_for_selector(".tokens .token")
+
+
+def open_group(tab: Any) -> None:
+    """Show all completions of the prompt of the one that is open."""
+    tab.locator(".detail .to-group").click()
+    tab.wait_for_selector(".around .member")
 
 
 def compare_tokens(tab: Any, run: Path, step: int) -> tuple[int, list[str]]:

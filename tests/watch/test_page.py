@@ -374,7 +374,7 @@ def test_words_that_differ_are_marked_where_texts_are_alike_and_pieces_make_up_t
 
 
 @pytest.mark.parametrize("colors", ["light", "dark"])
-@pytest.mark.parametrize("size", ["wide", "phone"])
+@pytest.mark.parametrize("size", ["large", "phone"])
 def test_texts_can_be_read_and_nothing_is_wider_than_the_screen(url: str, size: str, colors: str) -> None:
     assert BROWSER
     with watch_page.page(BROWSER, size, colors) as tab:
@@ -385,5 +385,6 @@ def test_texts_can_be_read_and_nothing_is_wider_than_the_screen(url: str, size: 
             tab.wait_for_selector(drawn)
             if view == "samples":
                 watch_page.open_tokens(tab, 20)
+                watch_page.open_group(tab)
             assert tab.evaluate(watch_page.CONTRAST) == [], view
             assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), view

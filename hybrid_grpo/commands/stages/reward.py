@@ -16,7 +16,7 @@ from hybrid_grpo.data.loader import PromptLoader, rank_share
 from hybrid_grpo.model.ranks import all_reduce, rank, world_size
 from hybrid_grpo.model.upload import upload
 from hybrid_grpo.policy import Scorer
-from hybrid_grpo.records.metrics.measurements import measure_memory
+from hybrid_grpo.records.metrics.measurements import measure_machine
 from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.run.feature import Feature, Features
 from hybrid_grpo.run.stage import Stage
@@ -100,7 +100,7 @@ class RewardTrainer(Stage):
         self.meter.add("time/step_s", step_s)
         tokens = sum(len(text) for pair in pairs for text in pair.texts)
         self.meter.add("throughput/trained_tokens_per_s", tokens / step_s)
-        self.meter.update(measure_memory())
+        self.meter.update(measure_machine())
 
     def compare(self, micro: MicroBatch, pairs: list[Preference]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the losses and the chosen and rejected rewards of a micro-batch's pairs, float32 [p]. Collective."""

@@ -10,7 +10,7 @@ from hybrid_grpo.config import SftConfig
 from hybrid_grpo.data.loader import PromptLoader
 from hybrid_grpo.model.ranks import rank, world_size
 from hybrid_grpo.policy import Policy
-from hybrid_grpo.records.metrics.measurements import measure_memory
+from hybrid_grpo.records.metrics.measurements import measure_machine
 from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.run.feature import Feature, Features
 from hybrid_grpo.run.stage import Stage
@@ -53,4 +53,4 @@ class SftTrainer(Stage):
         self.meter.add("time/step_s", step_s)
         read = tokens + sum(len(pair.prompt.token_ids) for pair in pairs)
         self.meter.add("throughput/trained_tokens_per_s", read / step_s)
-        self.meter.update(measure_memory())
+        self.meter.update(measure_machine())

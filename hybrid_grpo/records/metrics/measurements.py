@@ -6,6 +6,7 @@ The functions return `Numbers`, which a `Meter` reduces.
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import psutil
@@ -202,16 +203,22 @@ def measure_costs(rollout: Rollout, passes: int, policy: "Policy", meter: Meter)
     rows = zip(rollout.row_prompts, rollout.completions, strict=True)
     tokens = sum(len(prompt.token_ids) + len(completion.token_ids) for prompt, completion in rows if completion.learned)
     generated = meter.total("completion/sampled_tokens") / meter.total("time/generate_s")
-    numbers = measure_memory() | {"throughput/generated_tokens_per_s": (generated, 1)}
+    numbers = measure_machine() | {"throughput/generated_tokens_per_s": (generated, 1)}
     if train_s := meter.total("time/train_s"):
         numbers["throughput/trained_tokens_per_s"] = tokens * passes / train_s, 1
     return numbers | measure_flops(rollout, passes, policy, meter)
 
 
-def measure_memory() -> Numbers:
-    """Return the GPU's peak memory since the last call, and this process's current host memory, in GB."""
-    numbers: Numbers = {"memory/rss_gb": (psutil.Process().memory_info().rss / 1e9, 1)}
+def measure_machine() -> Numbers:
+    """Return the GPU's peak memory since the last call and this process's current host memory, in GB, and which share
+    of the machine's processors and of the GPU's time was in use (0 in the first step, as far as it can be known)."""
+    numbers: Numbers = {
+        "memory/rss_gb": (psutil.Process().memory_info().rss / 1e9, 1),
+        "throughput/host_busy_frac": (psutil.cpu_percent() / 100, 1),
+    }
     if torch.cuda.is_available():
         numbers["memory/peak_gb"] = torch.cuda.max_memory_allocated() / 1e9, 1
         torch.cuda.reset_peak_memory_stats()
+        with suppress(ModuleNotFoundError, RuntimeError):  # it needs nvidia-ml-py and its driver
+            numbers["throughput/gpu_busy_frac"] = torch.cuda.utilization() / 100, 1
     return numbers

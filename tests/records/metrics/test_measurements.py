@@ -11,7 +11,7 @@ from hybrid_grpo.records.metrics.measurements import (
     group_correlation,
     measure_health,
     measure_lengths,
-    measure_memory,
+    measure_machine,
     measure_rewards,
     measure_sampling,
     measure_sources,
@@ -129,4 +129,5 @@ def test_sources_are_counted_by_prompt_and_right_at_the_threshold():
 def test_lengths_of_one_completion_and_memory_are_weighed_by_one():
     one = measure_lengths("eval/a", [Completion([1] * 3, [0.0] * 3, "length")])
     assert one == {"eval/a/length_mean": (3.0, 1), "eval/a/clipped_frac": (1.0, 1)}
-    assert measure_memory()["memory/rss_gb"][1] == 1
+    numbers = measure_machine()
+    assert numbers["memory/rss_gb"][1] == 1 and 0 <= numbers["throughput/host_busy_frac"][0] <= 1
