@@ -1,7 +1,8 @@
 """docs/gallery.md: how a healthy run looks, and how each alarm looks, in pictures of runs that were really trained.
 
     python benchmarks/alarms.py --folder FOLDER        trains the runs, one for each alarm and healthy ones (15 minutes)
-    python benchmarks/gallery.py FOLDER                draws the pictures and writes the page; needs playwright
+    python benchmarks/gallery.py FOLDER QUICKSTART     draws the pictures and writes the page; needs playwright, and the
+                                                       folder of a run of the quickstart
 
 A picture shows the charts that tell most of a run, with the alarm as a dashed line where the page of `watch` draws it.
 """
@@ -23,12 +24,12 @@ PAGE, PICTURES = ROOT / "docs" / "gallery.md", ROOT / "docs" / "pictures" / "gal
 WIDTH = 1050
 HEAD = """\
 How runs look, as [watch](watch.md) draws them: first a healthy one, then one for each alarm. Every run was really
-trained, on the quickstart's task with a tiny model. The sick ones are healthy until step 12, when one thing goes wrong.
-The dashed line is where the alarm's first bad step was. What to do about each alarm is in
+trained, on the quickstart's task with a tiny model. The healthy one is the quickstart's; the sick ones go wrong in one
+way at step 12. The dashed line is where the alarm's first bad step was. What to do about each alarm is in
 [when something looks wrong](when-something-looks-wrong.md).
 
-`python benchmarks/alarms.py --folder FOLDER` trains the runs, and `python benchmarks/gallery.py FOLDER` writes this
-page."""
+`python benchmarks/alarms.py --folder FOLDER` trains the sick runs, and `python benchmarks/gallery.py FOLDER
+runs/quickstart` writes this page."""
 HEALTHY = "healthy"
 """The entry of gallery.yaml that is no alarm."""
 GATHER = """titles => {
@@ -40,7 +41,8 @@ GATHER = """titles => {
   document.querySelector('main').prepend(box);
   for (const silent of document.querySelectorAll('.silent')) silent.open = true;
   box.append(...shown.filter(Boolean));
-  const others = document.querySelectorAll('main > :not(#gallery), .chart header button');
+  document.body.style.display = 'block';
+  const others = document.querySelectorAll('aside, main > :not(#gallery), .chart header button');
   for (const other of others) other.style.display = 'none';
   return shown.map(Boolean);
 }"""
@@ -71,29 +73,26 @@ def page_of(folder: Path, entries: dict[str, Any]) -> str:
     """The text of the page."""
     parts = ["# Gallery", HEAD]
     for name, entry in entries.items():
-        is_alarm = name != HEALTHY
-        parts += [
-            f"## `{name}`" if is_alarm else "## A healthy run",
-            textwrap.fill(entry["words"], 120),
-            f"![{', '.join(entry['charts'])}](pictures/gallery/{name}.png)",
-            *(
-                [textwrap.fill(message(folder / name, name), 118, initial_indent="> ", subsequent_indent="> ")]
-                * is_alarm
-            ),
-        ]
+        parts += ["## A healthy run" if name == HEALTHY else f"## `{name}`", textwrap.fill(entry["words"], 120)]
+        parts.append(f"![{', '.join(entry['charts'])}](pictures/gallery/{name}.png)")
+        if name != HEALTHY:
+            said = message(folder / name, name)
+            parts.append(textwrap.fill(said, 118, initial_indent="> ", subsequent_indent="> ", break_long_words=False))
     return "\n\n".join(parts) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="what `alarms.py --folder` has left")
-    folder = parser.parse_args().folder
+    parser.add_argument("healthy", type=Path, help="a run of the quickstart")
+    options = parser.parse_args()
+    folder = options.folder
     browser = watch_page.browser_path()
     if browser is None:
         sys.exit("there is no Chromium: install one, or give its path in CHROMIUM")
     PICTURES.mkdir(parents=True, exist_ok=True)
     entries = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-    runs = {name: folder / ("quickstart" if name == HEALTHY else name) for name in entries}
+    runs = {name: options.healthy if name == HEALTHY else folder / name for name in entries}
     with watch_page.served(*runs.values()) as (url, _), watch_page.page(browser) as tab:
         tab.set_viewport_size({"width": WIDTH, "height": 900})
         for name, run in runs.items():
