@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.data.episodes import Episode, Opening
-from hybrid_grpo.model.attention import Segments, Selection
+from hybrid_grpo.model.attention import Segments
+from hybrid_grpo.model.selection import Selection
 
 Message = dict[str, Any]
 """One chat message: `{"role": ..., "content": ...}`."""

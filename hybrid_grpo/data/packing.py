@@ -15,8 +15,9 @@ import torch
 
 from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.data.batch import MicroBatch
-from hybrid_grpo.model.attention import Segments, Selection
+from hybrid_grpo.model.attention import Segments
 from hybrid_grpo.model.ranks import all_reduce
+from hybrid_grpo.model.selection import Selection
 from hybrid_grpo.model.upload import upload
 
 _WORTH_SHARING = 0.1

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.generation.state_pool import StatePool, StateShape, rows_for
 from hybrid_grpo.model.memory_tracker import MemoryTracker
+from hybrid_grpo.model.states import Runs
 from hybrid_grpo.model.upload import upload
 
 GPU_SHARE = 0.95
@@ -37,12 +39,19 @@ class Geometry:
     """Shapes and dtype of one token's keys and values, and the parameters of each layer's attention."""
 
     shapes: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
-    """For each layer, (heads, head_dim) of its keys and of its values."""
+    """For each layer, (heads, head_dim) of its keys and of its values; a layer without attention has 0 heads."""
     dtype: torch.dtype
     attention: tuple[tuple[float, int, float], ...] = ()
     """(scale, window, softcap) of each layer's attention; see `Batch.attend`."""
     reading: int = 0
     """Bytes that a prefill needs for each token, in addition to the cache."""
+    states: tuple[StateShape, ...] = ()
+    """The states of a sequence: those of its recurrences and convolutions."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's states."""
+        return sum(state.bytes for state in self.states)
 
     @property
     def token_bytes(self) -> int:
@@ -54,11 +63,14 @@ class Geometry:
     def of(cls, model: Any) -> Geometry:
         """Measure a model with a forward of a few tokens, since architectures name these sizes differently. Raises
         UserError if a layer attends to other keys and values than it caches."""
-        seen = _Seen(type(model).__name__)
-        ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=next(model.parameters()).device)
+        device = next(model.parameters()).device
+        seen, ids = _Seen(type(model).__name__, device), torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=device)
         with torch.no_grad(), MemoryTracker((*model.parameters(), *model.buffers(), ids)) as tracker:
             cached_forward(model.base_model, ids, ids, seen)
-        return cls(tuple(seen.shapes), seen.dtype, tuple(seen.attention), -(-tracker.peak // _PROBE_TOKENS))
+        layers = range(1 + max((*seen.shapes, *(state.layer for state in seen.states))))
+        shapes = tuple(seen.shapes.get(layer, ((0, 0), (0, 0))) for layer in layers)
+        attention = tuple(seen.attention.get(layer, (1.0, 0, 0.0)) for layer in layers)
+        return cls(shapes, seen.dtype, attention, -(-tracker.peak // _PROBE_TOKENS), tuple(seen.states))
 
 
 def cached_forward(model: Any, ids: Tensor, positions: Tensor, batch: Any) -> Any:
@@ -78,25 +90,47 @@ def cache_keyword(model: Any) -> str:
 class _Seen:
     """Stands in for a cache and records the shapes of a forward's keys and values."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, device: torch.device) -> None:
         self.name = name
-        self.shapes: list[tuple[tuple[int, int], tuple[int, int]]] = []
-        self.attention: list[tuple[float, int, float]] = []
+        self.shapes: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
+        self.attention: dict[int, tuple[float, int, float]] = {}
+        self.states: list[StateShape] = []
         self.dtype = torch.float32
+        self.runs = Runs([(0, _PROBE_TOKENS)], [-1], device)
+        self._layer = -1
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        assert layer == len(self.shapes)
-        self.dtype = key.dtype
-        self.shapes.append(((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3])))
+        self.dtype, self._layer = key.dtype, layer
+        self.shapes[layer] = (key.shape[1], key.shape[3]), (value.shape[1], value.shape[3])
         return key, value
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def update_conv_state(
+        self, x: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: object
+    ) -> Tensor:
+        shape = x.shape[1], conv_kernel_size or x.shape[2]
+        self.states.append(StateShape("conv", layer_idx, state_idx, shape, x.dtype))
+        return x
+
+    def update_recurrent_state(self, state: Tensor, layer_idx: int, state_idx: int = 0, **_: object) -> Tensor:
+        self.states.append(StateShape("recurrent", layer_idx, state_idx, tuple(state.shape[1:]), state.dtype))
+        return state
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
 
     def get_seq_length(self, layer: int = 0) -> int:
         return 0
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-        self.attention.append((scale, window, softcap))
+        self.attention[self._layer] = scale, window, softcap
         attended = (key.shape[1], key.shape[3]), (value.shape[1], value.shape[3])
-        if not self.shapes or attended != self.shapes[-1]:
+        if attended != self.shapes.get(self._layer):
             raise UserError(
                 f"policy.model: {self.name} attends to keys and values other than those it caches:"
                 " set rollout.decoder: transformers"
@@ -105,10 +139,14 @@ class _Seen:
 
 
 class PagedCache:
-    """The pages of all layers, with their numbers of owners: `pages` pages (page 0 included) of `page` entries."""
+    """The pages of all layers, with their numbers of owners: `pages` pages (page 0 included) of `page` entries; and the
+    states of up to `slots` sequences that are decoded, in `rows` rows; see `StatePool`."""
 
-    def __init__(self, geometry: Geometry, pages: int, page: int, device: torch.device) -> None:
-        self.geometry, self.pages, self.page, self.device = geometry, pages, page, device
+    def __init__(
+        self, geometry: Geometry, pages: int, page: int, device: torch.device, slots: int = 0, rows: int = 0
+    ) -> None:
+        self.geometry, self.pages, self.page, self.device, self.slots = geometry, pages, page, device, slots
+        self.states = StatePool(geometry.states, slots, rows, device)
         self.prefill_tokens = PREFILL_TOKENS["cpu"]
         """Tokens of one prefill forward that fit in memory next to the cache."""
         self.keys = [_zeros((pages, page, *key), geometry.dtype, device) for key, _ in geometry.shapes]
@@ -119,6 +157,7 @@ class PagedCache:
         """Free all pages and set their entries to zero, as in a new cache; see `_zeros`."""
         for pool in self.keys + self.values:
             pool.zero_()
+        self.states.clear()
         self._free_all()
 
     def _free_all(self) -> None:
@@ -168,7 +207,7 @@ class PagedCache:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     # Zeros, since a masked entry still enters the product with the values as 0 * entry, so it must not be NaN. On the
     # host, numpy gets zeros from the system without writing them: pages that are never used take no memory.
-    if device.type != "cpu":
+    if device.type != "cpu" or not all(shape):
         return torch.zeros(shape, dtype=dtype, device=device)
     size = int(np.prod(shape)) * torch.empty(0, dtype=dtype).element_size()
     return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
@@ -204,11 +243,14 @@ def cache_for(
     reserved: Callable[[int, int], int],
     longest: list[int],
     slots: int,
+    *,
+    waiting: bool = False,
 ) -> PagedCache:
     """Create a cache for the `slots` longest sequences at full length, or the largest one that memory allows.
 
     `longest` lists the maximum tokens of each sequence, prompt included, in descending order. On a GPU, room for a
-    prefill and `reserved(slots, pages of the longest)` is kept. Raises UserError if the longest sequence does not fit.
+    prefill and `reserved(slots, pages of the longest)` is kept.
+    Sequences may be `waiting` for answers between turns. Raises UserError if the longest sequence does not fit.
     """
     needs = [-(-tokens // page) + 1 for tokens in longest]
     on_gpu, page_bytes = device.type == "cuda", page * geometry.token_bytes
@@ -216,7 +258,12 @@ def cache_for(
     prefill = prefill_that_fits(prefill_tokens, on_gpu, geometry.reading, free)
     reserve = min(prefill, sum(longest)) * geometry.reading + reserved(slots, needs[0] - 1) if on_gpu else 0
     bytes_ = int(GPU_SHARE * max(0, free - reserve) if on_gpu else free) if cache_gb is None else int(cache_gb * 2**30)
-    allowed = int(bytes_ / page_bytes)
+    # States take at most half; then fewer sequences are decoded at a time.
+    while slots > 1 and rows_for(slots, waiting=waiting) * geometry.state_bytes > bytes_ / 2:
+        slots -= 1
+    rows = rows_for(slots, waiting=waiting)
+    bytes_ -= rows * geometry.state_bytes
+    allowed = int(bytes_ / page_bytes) if page_bytes else sum(needs) + 2
     # Two more: page 0, and the shared page in which the prompt ends.
     least = needs[0] + 2
     if allowed < least:
@@ -225,6 +272,6 @@ def cache_for(
             f" longest prompt and completion need {least * page_bytes / 2**30:.3g} GiB: give more, or lower"
             " rollout.max_completion_tokens"
         )
-    cache = PagedCache(geometry, min(allowed, sum(needs[:slots]) + 2), page, device)
+    cache = PagedCache(geometry, min(allowed, sum(needs[:slots]) + 2), page, device, slots, rows)
     cache.prefill_tokens = prefill
     return cache

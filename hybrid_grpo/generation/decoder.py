@@ -80,6 +80,7 @@ class Decoder:
         state_k4, table_kw = upload(state, self._device).split([4, width], dim=1)
         self._state_4n[:, slots] = state_k4.T
         self._table_nw[slots] = table_kw.int()
+        self.cache.states.copy([s.state for s in sequences], list(range(first, first + len(sequences))))
         if self._seen_nV is not None:
             for slot, sequence in enumerate(sequences, first):
                 self._seen_nV[slot] = False
@@ -92,6 +93,7 @@ class Decoder:
         source_k, target_k = upload([source, target], self._device)
         self._state_4n[:, target_k] = self._state_4n[:, source_k]
         self._table_nw[target_k] = self._table_nw[source_k]
+        self.cache.states.copy(source, target)
         if self._seen_nV is not None:
             self._seen_nV[target_k] = self._seen_nV[source_k]
 

@@ -6,7 +6,7 @@ So all sampling happens in one place, and a group shares its prefill without sha
 
 import sys
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,6 +35,7 @@ from hybrid_grpo.generation.scheduler import (
 from hybrid_grpo.generation.timeline import Timeline
 from hybrid_grpo.generation.workspace import Workspace
 from hybrid_grpo.model.kernels.decoding import adopt
+from hybrid_grpo.model.states import adopt_states
 from hybrid_grpo.model.upload import upload
 
 PAGE = {"cpu": 32, "cuda": 256}
@@ -90,6 +91,7 @@ def _prepared(model: Any) -> Geometry:
     """Return the cache geometry of a model. On the first call, its modules also switch to the kernels they can use."""
     if model not in _geometries:
         adopt(model)
+        adopt_states(model)
         _geometries[model] = Geometry.of(model)
     return _geometries[model]
 
@@ -118,6 +120,8 @@ class _Loop:
         self.stats = Stats()
         self.in_flight: deque[tuple[list[tuple[Sequence, int]], Any]] = deque()
         """For each running step, its sequences, each with the number of its turn, and the outcome to be read."""
+        # A state cannot be taken back: where turns go on from one, no step may be begun after their end.
+        self.lag = 0 if callbacks.turns is not None and decoder.cache.states else decoder.lag
 
     def run(self) -> Stats:
         schedule, cache = self.schedule, self.schedule.cache
@@ -129,13 +133,13 @@ class _Loop:
             self._admit()
             timeline.look()
             self._step()
-            while len(self.in_flight) > self.decoder.lag or (self.in_flight and not schedule.active):
+            while len(self.in_flight) > self.lag or (self.in_flight and not schedule.active):
                 self._collect()
         timeline.end()
         assert cache.free == cache.pages - 1, "every page comes back"
         self.stats.preempted = schedule.preempted
         self.stats.captures = self.decoder.captures
-        self.stats.peak_cache_bytes = cache.peak * cache.page * cache.geometry.token_bytes
+        self.stats.peak_cache_bytes = cache.peak * cache.page * cache.geometry.token_bytes + cache.states.bytes
         return self.stats
 
     def _take_answers(self) -> None:
@@ -155,15 +159,17 @@ class _Loop:
         while True:
             if going_on := schedule.resume(self.prefill_tokens):
                 self.stats.answers += len(going_on)
-                self._read([s.pages for s in going_on], [s.tokens for s in going_on], [s.position for s in going_on])
+                self._read(going_on, [s.position for s in going_on])
                 for sequence in going_on:
                     sequence.position = len(sequence.tokens) - 1
                 self.decoder.insert(len(schedule.active) - len(going_on), going_on)
+                for sequence in going_on:
+                    schedule.cache.states.give_back(sequence.state)
                 continue
             if not schedule.ready:
                 groups = schedule.to_read(self.prefill_tokens)
                 self.stats.prefills += len(groups)
-                self._read([group.pages for group in groups], [group.tokens for group in groups], [0] * len(groups))
+                self._read(groups, [0] * len(groups))
             admitted, source, target = schedule.admit()
             if admitted:
                 schedule.cache.copy(source, target)
@@ -171,16 +177,22 @@ class _Loop:
             elif schedule.active or self.in_flight or not (schedule.can_start and schedule.reclaim()):
                 return
 
-    def _read(self, pages: list[list[int]], tokens: list[list[int]], starts: list[int]) -> None:
+    def _read(self, holders: Collection[Sequence | Group], starts: list[int]) -> None:
         """Prefill each sequence's tokens from its start up to, but not including, the last one. A single sequence that
         exceeds the budget is read in several parts."""
-        rows = [row for row in zip(pages, tokens, starts, strict=True) if len(row[1]) - 1 > row[2]]
-        longest = max((len(ids) - 1 - start for _, ids, start in rows), default=0)
+        rows = [
+            (holder.pages, holder.tokens[:-1], start, holder.state)
+            for holder, start in zip(holders, starts, strict=True)
+            if len(holder.tokens) - 1 > start
+        ]
+        self.schedule.cache.states.zero([holder.state for holder in holders if len(holder.tokens) == 1])
+        longest = max((len(ids) - start for _, ids, start, _ in rows), default=0)
         for done in range(0, longest, self.prefill_tokens):
-            parts = [ids[:-1][start + done :][: self.prefill_tokens] for _, ids, start in rows]
+            parts = [ids[start + done :][: self.prefill_tokens] for _, ids, start, _ in rows]
             ids = upload([[token for part in parts for token in part]], self.schedule.cache.device)
-            begins, lengths = [start + done for _, _, start in rows], list(map(len, parts))
-            batch = Prefill(self.schedule.cache, [own for own, _, _ in rows], begins, lengths)
+            begins, lengths = [start + done for _, _, start, _ in rows], list(map(len, parts))
+            owned = [pages for pages, *_ in rows]
+            batch = Prefill(self.schedule.cache, owned, begins, lengths, [state for *_, state in rows])
             cached_forward(self.model.base_model, ids, batch.position_1N, batch)
 
     def _step(self) -> None:
@@ -240,6 +252,8 @@ def _decoder(
     prefill_tokens: int | None,
     cache_gb: float | None,
     workspace: Workspace | None,
+    *,
+    waiting: bool,
 ) -> Decoder:
     """Return the decoder for a call of `generate`, with a cache for sequences of the lengths `longest` (descending)."""
     device = next(model.parameters()).device
@@ -248,11 +262,11 @@ def _decoder(
         # Test here whether a fused step is right, while there is memory for the test.
         fused_step(model, PagedCache(geometry, 2, page, device))
     reserved = partial(_reserved, model, geometry, device, capture is not None)
-    new_cache = partial(cache_for, geometry, page, cache_gb, device, prefill_tokens, reserved)
+    new_cache = partial(cache_for, geometry, page, cache_gb, device, prefill_tokens, reserved, waiting=waiting)
     if workspace is not None and capture is not None:
         return workspace.decoder(model, sampling, longest[0], new_cache, capture)
     cache = new_cache(longest, slots)
-    return Decoder(model, cache, sampling, slots, cache.pages_for(longest[0]), capture)
+    return Decoder(model, cache, sampling, cache.slots, cache.pages_for(longest[0]), capture)
 
 
 @torch.inference_mode()
@@ -300,7 +314,8 @@ def generate(
         reverse=True,
     )
     slots = min(max_slots, len(longest))
-    decoder = _decoder(model, sampling, longest, slots, prefill_tokens, cache_gb, workspace)
+    memory = prefill_tokens, cache_gb, workspace
+    decoder = _decoder(model, sampling, longest, slots, *memory, waiting=turns is not None)
     groups = [Group(list(group[0].tokens), deque(group)) for group in sequences]
     schedule = Scheduler(decoder.cache, groups, min(slots, decoder.slots))
     callbacks = Callbacks(on_finish, on_step, on_token, decode, turns)

@@ -4,6 +4,7 @@ Each is both the `Batch` that `routed_attention` uses and the cache that the for
 and values to `update`, then its queries to `attend`.
 """
 
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -32,6 +33,7 @@ from hybrid_grpo.model.attention import (
 from hybrid_grpo.model.kernels import decoding
 from hybrid_grpo.model.kernels.build import usable
 from hybrid_grpo.model.loading import load_config, training_attention
+from hybrid_grpo.model.states import Runs
 from hybrid_grpo.model.upload import upload
 
 
@@ -42,10 +44,19 @@ class Prefill:
         pages: the pages of each sequence, enough for all its tokens up to the end of this forward.
         starts: the number of entries that each sequence already has in the cache; 0 for a prompt.
         lengths: the number of new tokens of each sequence, at least one.
+        states: the row of each sequence's states in the cache. Default: the model has none.
     """
 
-    def __init__(self, cache: PagedCache, pages: list[list[int]], starts: list[int], lengths: list[int]) -> None:
+    def __init__(
+        self,
+        cache: PagedCache,
+        pages: list[list[int]],
+        starts: list[int],
+        lengths: list[int],
+        states: Sequence[int] = (),
+    ) -> None:
         device = cache.device
+        self._rows = upload(list(states), device) if cache.states else None
         self._cache = cache
         self._starts, self._lengths = starts, lengths
         ends = [start + n for start, n in zip(starts, lengths, strict=True)]
@@ -87,6 +98,43 @@ class Prefill:
         if self._ragged:  # for each sequence, the entries that were there and those just stored
             return keys_K, values_K
         return torch.cat([key, keys_K], dim=2), torch.cat([value, values_K], dim=2)
+
+    @cached_property
+    def runs(self) -> Runs:
+        """The new tokens of each sequence, as layers with a state see them."""
+        begins = accumulate(self._lengths[:-1], initial=0)
+        return Runs(list(zip(begins, self._lengths, strict=True)), [-1] * len(self._lengths), self._cache.device)
+
+    def _before(self, kind: str, layer: int, index: int) -> Tensor | None:
+        """Return a state of each sequence before its new tokens; None at the beginning of sequences."""
+        if not any(self._starts):
+            return None
+        assert all(self._starts), "sequences begin together"
+        state, rows = self._cache.states.of(kind, layer, index), self._rows
+        assert rows is not None
+        # A single token may be written in place.
+        return state[rows[0] : rows[0] + 1] if len(rows) == 1 else state[rows]
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._before("conv", layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._before("recurrent", layer_idx, state_idx)
+
+    def update_conv_state(self, x: Tensor, layer_idx: int, state_idx: int = 0, **_: object) -> Tensor:
+        """Store the last tokens [1, C, N] of each sequence; return all new tokens, behind those from before."""
+        state = self._cache.states.of("conv", layer_idx, state_idx)
+        known = self._before("conv", layer_idx, state_idx)
+        before = None if known is None else known.transpose(1, 2).clone()
+        state[self._rows] = self.runs.last(x[0].T, state.shape[2], before).transpose(1, 2).to(state.dtype)
+        return x if before is None else torch.cat([before.flatten(0, 1).T[None].to(x.dtype), x], dim=2)
+
+    def update_recurrent_state(self, state: Tensor, layer_idx: int, state_idx: int = 0, **_: object) -> Tensor:
+        self._cache.states.of("recurrent", layer_idx, state_idx)[self._rows] = state
+        return state
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
 
     def get_seq_length(self, layer: int = 0) -> int:
         # transformers asks for it; positions are always given explicitly.
@@ -138,6 +186,19 @@ class DecodeStep:
         """Remember the layer; `attend` will store its keys and values."""
         self._layer = layer
         return key, value
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+        """Return the state of every slot, which the layer writes in place."""
+        return self._cache.states.of("conv", layer_idx, state_idx)[: len(self._table)]
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+        return self._cache.states.of("recurrent", layer_idx, state_idx)[: len(self._table)]
+
+    def update_recurrent_state(self, state: Tensor, layer_idx: int, state_idx: int = 0, **_: object) -> Tensor:
+        return self.get_recurrent_state(layer_idx, state_idx).copy_(state)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
 
     def get_seq_length(self, layer: int = 0) -> int:
         # transformers asks for it; positions are always given explicitly.
@@ -215,6 +276,8 @@ def might_follow(half: bool, softcap: float) -> bool:
 def all_follow(geometry: Geometry, device: torch.device) -> bool:
     """Whether `follows_lengths` is true for every layer."""
     for pair, (_, _, softcap) in zip(geometry.shapes, geometry.attention, strict=True):
+        if not pair[0][0]:
+            continue
         keys, values = (torch.empty(1, 1, *shape, dtype=geometry.dtype, device=device) for shape in pair)
         if not follows_lengths(keys, values, softcap):
             return False

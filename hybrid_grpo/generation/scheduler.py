@@ -95,6 +95,8 @@ class Sequence:
     """Length of `tokens` at which a limit ends the turn."""
     waits: bool = False
     """Whether the turn has ended and has not been answered yet."""
+    state: int = -1
+    """Row of the cache's states that the sequence begins or goes on from when it gets a slot."""
 
     def __post_init__(self) -> None:
         self._begin_turn()
@@ -167,6 +169,8 @@ class Group:
     sequences: deque[Sequence]
     pages: list[int] = field(default_factory=list)
     """Pages that hold all tokens but the last, once the tokens have been read."""
+    state: int = -1
+    """Row of the cache's states after these tokens."""
 
 
 class Scheduler:
@@ -218,10 +222,14 @@ class Scheduler:
             new = len(group.tokens) - 1
             need = self.cache.pages_for(new)
             # One more page, which the group's first sequence writes to.
-            if (batch and tokens + new > budget) or need + 1 > self._spare - len(batch):
+            if (
+                (batch and tokens + new > budget)
+                or need + 1 > self._spare - len(batch)
+                or not self.cache.states.has_free
+            ):
                 break
             self.pending.popleft()
-            group.pages = self.cache.take(need)
+            group.pages, group.state = self.cache.take(need), self.cache.states.take()
             batch.append(group)
             completions += len(group.sequences)
             tokens += new
@@ -244,13 +252,14 @@ class Scheduler:
             if entries % self.cache.page:
                 source.append(group.pages[-1])
                 target += own
-            sequence.pages = whole + own
+            sequence.pages, sequence.state = whole + own, group.state
             sequence.position = entries
             self.active.append(sequence)
             admitted.append(sequence)
             if not group.sequences:
                 self.ready.popleft()
                 self.cache.give_back(group.pages)
+                self.cache.states.give_back(group.state)
         return admitted, source, target
 
     def resume(self, budget: int) -> list[Sequence]:
@@ -277,8 +286,7 @@ class Scheduler:
         sequence = self.waiting.pop(key)
         finish = sequence.answer(given)
         if finish is not None:
-            self.cache.give_back(sequence.pages)
-            sequence.pages = []
+            self._lose(sequence)
         elif sequence.pages:
             self.answered.append(sequence)
         else:
@@ -290,8 +298,7 @@ class Scheduler:
         answered last, in this order. Their tokens are read again later. Return False if none has pages."""
         if self.ready:
             group = self.ready.pop()
-            self.cache.give_back(group.pages)
-            group.pages = []
+            self._lose(group)
             self.pending.appendleft(group)
             return True
         holder = next((s for s in reversed(self.waiting.values()) if s.pages), None)
@@ -300,10 +307,15 @@ class Scheduler:
             self.pending.appendleft(Group(list(holder.tokens), deque([holder])))
         if holder is None:
             return False
-        self.cache.give_back(holder.pages)
-        holder.pages = []
+        self._lose(holder)
         self.preempted += 1
         return True
+
+    def _lose(self, holder: Sequence | Group) -> None:
+        """Give back the pages and the state of a sequence without a slot, or of a group."""
+        self.cache.give_back(holder.pages)
+        self.cache.states.give_back(holder.state)
+        holder.pages, holder.state = [], -1
 
     def reserve(self) -> bool:
         """Give every active sequence a page to write to; return False, without giving any, if too few pages can be
@@ -334,11 +346,13 @@ class Scheduler:
         movers = [slot for slot in range(left, len(self.active)) if slot not in gone]
         for slot in slots:
             sequence = self.active[slot]
+            kept = self.cache.states.keep(slot) if sequence.waits else None
             if sequence.waits:
                 self.waiting[sequence.key] = sequence
-            else:
+            if kept is None:
                 self.cache.give_back(sequence.pages)
                 sequence.pages = []
+            sequence.state = -1 if kept is None else kept
         for mover, hole in zip(movers, holes, strict=True):
             self.active[hole] = self.active[mover]
         del self.active[left:]

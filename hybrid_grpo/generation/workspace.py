@@ -44,7 +44,7 @@ class Workspace:
         # The memory of the old graphs is given back before the new ones take theirs.
         self._decoder = kept = None
         cache.clear()
-        decoder = Decoder(model, cache, sampling, self.slots, cache.pages_for(self.tokens), capture)
+        decoder = Decoder(model, cache, sampling, cache.slots, cache.pages_for(self.tokens), capture)
         decoder.capture_all()
         self._decoder, self._weights = decoder, weights
         return decoder

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.model.states import RECURRENCES, STATE_METHODS
 
 _TRANSFORMING_HEADS = (
     *("bert", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "modernbert-decoder"),
@@ -32,10 +33,13 @@ _IN_ITS_MODULES = {
 }
 """Model types that would be trained or decoded wrongly without an error, and why."""
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
+_STATE_KINDS = {"linear_attention", "conv", "hybrid", "mamba"}
+_NO_MIXER_KINDS = {"mlp", "moe"}
 _ATTENTION_OPTIONS = {"attention_mask", "dropout", "position_ids", "scaling", "sliding_window", "softcap"}
 """Keywords of an attention call that `ATTENTION` honours or may ignore: masks are causal, dropout is off, and only
 flash attention looks at positions."""
 _CACHE_METHODS = {"update", "get_seq_length", "is_sliding"}
+_STATE_CACHE_METHODS = {"get_conv_state", "get_recurrent_state", "is_recording_past", *STATE_METHODS}
 _CACHE_NAMES = {"past_key_value", "past_key_values", "cache"}
 _CROSS_ATTENTION_METHODS = {"cross_attention_cache", "is_updated", "layers", "self_attention_cache"}
 """Cache attributes of classes that can also attend to an encoder; models with an encoder are refused."""
@@ -72,22 +76,48 @@ def _causal_lm(config: Any) -> Any:
 def _reasons(config: Any) -> Iterator[str]:
     model, text = _causal_lm(config), config.get_text_config(decoder=True)
     layers = getattr(text, "layer_types", None) or []
-    if odd := sorted(set(layers) - _LAYER_KINDS):
+    source = inspect.getsource(sys.modules[model.__module__])
+    if odd := sorted(set(layers) - _LAYER_KINDS - _STATE_KINDS - _NO_MIXER_KINDS):
         yield f"it has layers of kind {', '.join(odd)}"
-    if model._is_stateful:
-        yield "its layers keep a state beside keys and values"
+    if layers and set(layers) <= _LAYER_KINDS:
+        has_state = False
+    else:
+        has_state = any(f".{method}(" in source for method in STATE_METHODS)
+        if model._is_stateful and not has_state:
+            yield "its layers keep a state beside keys and values"
+    if has_state:
+        yield from _reasons_in_states(source)
     if getattr(text, "num_kv_shared_layers", 0):
         yield "its layers share keys and values"
     # "vision" is fine: it means the tokens of images, and there are no images here.
     if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         yield "its attention looks ahead"
-    if not model._supports_attention_backend:
+    # Classes with states do not claim it, whatever their attention does; their calls are looked at below.
+    if not model._supports_attention_backend and not has_state:
         yield "it does not route attention through transformers' attention interface"
     window = "sliding_attention" in layers or (not layers and getattr(text, "sliding_window", None))
-    yield from _reasons_in_source(inspect.getsource(sys.modules[model.__module__]), bool(window))
+    yield from _reasons_in_source(source, bool(window), has_state)
 
 
-def _reasons_in_source(text: str, has_windows: bool) -> Iterator[str]:
+def _reasons_in_states(text: str) -> Iterator[str]:
+    """Yield why layers with a state cannot run packed rows: only the functions of `model.states` can be divided."""
+    for node in ast.parse(text).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        calls = [call for call in ast.walk(node) if isinstance(call, ast.Call)]
+        methods = {call.func.attr for call in calls if isinstance(call.func, ast.Attribute)} & set(STATE_METHODS)
+        passed = {
+            call.func.id
+            for call in calls
+            if isinstance(call.func, ast.Name) and any(w.arg is None for w in call.keywords)
+        }
+        if "update_conv_state" in methods and "causal_conv1d_fn" not in passed:
+            yield "its convolutions cannot be divided into sequences"
+        if "update_recurrent_state" in methods and not passed & RECURRENCES:
+            yield "its recurrence cannot begin from a state"
+
+
+def _reasons_in_source(text: str, has_windows: bool, has_state: bool) -> Iterator[str]:
     nodes = list(ast.walk(ast.parse(text)))
     # Attention without a cache belongs to encoders of images or sound, which do not run on text.
     attentions = [
@@ -113,11 +143,11 @@ def _reasons_in_source(text: str, has_windows: bool) -> Iterator[str]:
         yield "its attention has windows that only its masks know"
     if "self.is_decoder" in text:
         yield "it is made for encoding"
-    if not attentions:
+    if not attentions and not has_state:
         yield "its attention was not found in its source"
     if more := sorted(options - _ATTENTION_OPTIONS):
         yield f"its attention needs {', '.join(more)}"
-    if more := sorted(methods - _CACHE_METHODS - _CROSS_ATTENTION_METHODS):
+    if more := sorted(methods - _CACHE_METHODS - _STATE_CACHE_METHODS - _CROSS_ATTENTION_METHODS):
         yield f"it has a cache of its own ({', '.join(more)})"
     if any(attention.mask not in ("attention_mask", "causal_mask") for attention in attentions):
         yield "its attention makes a mask of its own"

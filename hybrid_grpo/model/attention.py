@@ -25,6 +25,8 @@ from transformers import AttentionInterface
 from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.model.kernels.attention import SegmentAttention
 from hybrid_grpo.model.kernels.build import usable
+from hybrid_grpo.model.selection import Selection
+from hybrid_grpo.model.states import Runs
 from hybrid_grpo.model.upload import upload
 
 try:
@@ -188,42 +190,6 @@ def _agrees(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: 
     return bool(torch.stack(gaps).max() < _ROUNDING)
 
 
-class _Gather(torch.autograd.Function):
-    """Selects rows of x by index; a row may be repeated. Backward sums in a fixed order, unlike index_add on a GPU."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, uses: list[tuple[Tensor, Tensor]]) -> Tensor:
-        ctx.rows, ctx.uses = len(x), uses
-        return x.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        dx = grad.new_zeros(ctx.rows, *grad.shape[1:])
-        for row_R, output_RM in ctx.uses:
-            used = grad.index_select(0, output_RM.flatten())
-            dx.index_copy_(0, row_R, used.unflatten(0, output_RM.shape).sum(1) if output_RM.shape[1] > 1 else used)
-        return dx, None, None
-
-
-class Selection:
-    """A gather of rows whose backward is deterministic; `index` holds the input row of each output row."""
-
-    def __init__(self, index: np.ndarray, device: torch.device) -> None:
-        order = np.argsort(index, kind="stable")
-        rows, first, counts = np.unique(index[order], return_index=True, return_counts=True)
-        self._index = upload(index, device)
-        # Input rows grouped by how often they are used, each with its output rows.
-        self._uses = []
-        for count in np.unique(counts):
-            chosen = counts == count
-            outputs = order[first[chosen, None] + np.arange(count)]
-            self._uses.append((upload(rows[chosen], device), upload(outputs, device)))
-
-    def __call__(self, x: Tensor) -> Tensor:
-        chosen: Tensor = _Gather.apply(x, self._index, self._uses)
-        return chosen
-
-
 class Segments:
     """Which tokens of one row attend to which; see the module's docstring.
 
@@ -252,6 +218,13 @@ class Segments:
         else:
             out = self._one_by_one(q, k, v, scale, window, softcap)
         return out[None]
+
+    @cached_property
+    def runs(self) -> Runs:
+        """The segments as layers with a state see them; a prefix without queries has no state."""
+        number_at = {start: number for number, (start, _) in enumerate(self._own)}
+        parents = [number_at[start] if before else -1 for start, before in self._prefix]
+        return Runs(self._own, parents, self._device)
 
     @cached_property
     def _table(self) -> tuple[Tensor, int, int]:

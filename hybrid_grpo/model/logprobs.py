@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybrid_grpo.model.attention import Segments, Selection
+from hybrid_grpo.model.attention import Segments
+from hybrid_grpo.model.selection import Selection
 from hybrid_grpo.model.softmax import TiledSoftmax, on_gpu_kernel, softmax_gradient
 
 TILE_BYTES = 64 << 20

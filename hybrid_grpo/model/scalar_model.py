@@ -17,8 +17,9 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelFor
 from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.model.architectures import undecodable
-from hybrid_grpo.model.attention import Segments, Selection
+from hybrid_grpo.model.attention import Segments
 from hybrid_grpo.model.loading import draw_normal, load_config, load_for_training
+from hybrid_grpo.model.selection import Selection
 
 _HEAD = "score"
 """transformers' name for the head of a classifier."""

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, build, tiny_config
+from tiny_models import ARCHITECTURES, STATES, build, tiny_config
 from transformers import AutoConfig
 
 from hybrid_grpo.config.errors import UserError
@@ -20,10 +20,20 @@ def test_the_geometry_is_that_of_what_a_forward_of_transformers_caches(architect
         kept = model(torch.zeros(1, 1, dtype=torch.int64), use_cache=True)[cache_keyword(type(model))]
     seen = Geometry.of(build(config, ATTENTION))
     assert len(seen.shapes) == len(kept.layers) == 2
-    for (key, value), layer in zip(seen.shapes, kept.layers, strict=True):
+    attending = [(pair, layer) for pair, layer in zip(seen.shapes, kept.layers, strict=True) if hasattr(layer, "keys")]
+    for (key, value), layer in attending:
         assert key == (layer.keys.shape[1], layer.keys.shape[3])
         assert value == (layer.values.shape[1], layer.values.shape[3])
-    assert seen.token_bytes == sum(4 * (layer.keys.numel() + layer.values.numel()) for layer in kept.layers)
+    assert seen.token_bytes == sum(4 * (layer.keys.numel() + layer.values.numel()) for _, layer in attending)
+    states = {
+        (kind, at, index): tuple(state.shape[1:])
+        for at, layer in enumerate(kept.layers)
+        for kind in ("conv", "recurrent")
+        for index, state in getattr(layer, f"{kind}_states", {}).items()
+        if state is not None
+    }
+    assert {(state.kind, state.layer, state.index): state.shape for state in seen.states} == states
+    assert bool(states) == (architecture in STATES)
 
 
 def test_attention_over_other_keys_than_are_cached_is_refused():

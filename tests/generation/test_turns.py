@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import ARCHITECTURES, VOCABULARY, build, pair, tiny_config
+from tiny_models import ARCHITECTURES, STATES, VOCABULARY, build, pair, tiny_config
 
 from hybrid_grpo.generation import GREEDY, Request, Sampling, decoder, fallback, generate, stream_key
 from hybrid_grpo.generation import loop as loops
@@ -87,10 +87,10 @@ def cut(completion, prompt, turn_limit, most):
     return sampled, tuple(given), completion.finish
 
 
-def alike(one, other):
+def alike(one, other, gap=2e-5):
     assert [(c.token_ids, c.given, c.finish) for c in one] == [(c.token_ids, c.given, c.finish) for c in other]
     for mine, theirs in zip(one, other, strict=True):
-        assert mine.logp == pytest.approx(theirs.logp, abs=2e-5)
+        assert mine.logp == pytest.approx(theirs.logp, abs=gap)
 
 
 def test_the_shortest_completion_is_that_of_all_turns_for_stop_ids_and_stop_strings():
@@ -118,10 +118,11 @@ def test_logp_of_every_turn_is_that_of_a_forward_over_all_that_was_read(architec
     groups, stats = generate(view, requests, sampling, max_slots=5, turns=Scripted(4, (0, 3, 8)), decode=str)
     plainly, _ = fallback.generate(plain, requests, sampling, max_slots=5, turns=Scripted(4), decode=str)
     for group, other in zip(groups, plainly, strict=True):
-        alike(group, other)
+        alike(group, other, gap=1e-4 if architecture in STATES else 2e-5)
     several = [c for group in groups for c in group if c.turns > 2]
     assert len(several) >= 3
-    assert stats.answers >= sum(c.turns - 1 for c in several)
+    # Of states there are only some more rows than slots: who finds none is read again.
+    assert stats.answers >= (0.8 if architecture in STATES else 1) * sum(c.turns - 1 for c in several)
     for prompt, group in zip(prompts, groups, strict=True):
         for completion in group:
             assert completion.logp == pytest.approx(logp_of_training(plain, prompt, completion), abs=1e-4)

@@ -7,8 +7,9 @@ import torch
 from tiny_models import ARCHITECTURES, build, tiny_config
 
 from hybrid_grpo.data.packing import pack, pad
-from hybrid_grpo.model.attention import ATTENTION, Selection
+from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.logprobs import LogprobModel
+from hybrid_grpo.model.selection import Selection
 
 CPU = torch.device("cpu")
 TEMPERATURE = 0.8

@@ -7,8 +7,8 @@ import torch
 from paths import SUPPORT
 from tiny_models import ARCHITECTURES, TIED, VOCABULARY, build, tiny_config
 
-from hybrid_grpo.model.attention import Selection
 from hybrid_grpo.model.logprobs import LogitShape, LogprobModel, token_logprobs
+from hybrid_grpo.model.selection import Selection
 
 
 def plain(hidden, weight, bias, target, shape=LogitShape(), temperature=1.0):  # noqa: B008

@@ -15,11 +15,13 @@ WINDOW = 6
 ARCHITECTURES = [
     *("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "gemma2", "gemma3_text", "gpt2"),
     *("phi3", "olmo2", "granite", "cohere2", "smollm3", "glm4", "starcoder2"),
+    *("lfm2", "qwen3_next", "falcon_h1", "bamba"),
 ]
-"""What the decode loop runs, by transformers' `model_type`."""
-STATEFUL = ["mamba", "jamba", "falcon_h1", "qwen3_next"]
-"""Some that it refuses; all but Mamba have attention too."""
-TIED = ["gemma2", "gpt2", "cohere2", "smollm3", "starcoder2"]
+"""What the decode loop runs, by transformers' `model_type`; the last four carry states."""
+STATES = ["lfm2", "qwen3_next", "falcon_h1", "bamba"]
+STATEFUL = ["mamba", "jamba"]
+"""Some that it refuses; Jamba has attention too."""
+TIED = ["gemma2", "gpt2", "cohere2", "smollm3", "starcoder2", "lfm2"]
 """Those whose output head is the embedding."""
 
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
@@ -49,6 +51,18 @@ _OWN: dict[str, dict[str, Any]] = {
     "jamba": {
         **{"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4},
         **{"num_experts": 2, "num_experts_per_tok": 1},
+    },
+    "lfm2": {
+        **{"layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "block_ff_dim": 48},
+        **{"block_auto_adjust_ff_dim": False},
+    },
+    "nemotron_h": {
+        **{"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 16},
+        **{"ssm_state_size": 8, "n_groups": 2, "conv_kernel": 4, "chunk_size": 16, "head_dim": 8},
+    },
+    "bamba": {
+        **{"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2},
+        **{"mamba_d_state": 8, "mamba_expand": 2, "mamba_chunk_size": 16},
     },
     "falcon_h1": {
         **{"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1},
