@@ -12,6 +12,7 @@ No other module imports deepspeed. Three hazards decide how it is used here:
 
 import contextlib
 import functools
+import gc
 import logging
 import os
 import sys
@@ -65,6 +66,10 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
 
     A collective that waits longer than `timeout_minutes` raises an error.
     """
+    if not gc.isenabled():
+        # What has been imported stays: it need not be looked at again.
+        gc.freeze()
+        gc.enable()
     # torch warns at every call that DeepSpeed uses the old names of collectives.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     deepspeed.utils.logger.setLevel(logging.WARNING)

@@ -148,7 +148,9 @@ def readable(source: Source) -> Iterator[None]:
             f"{source.path_setting} {source.path}: there is no such file or folder here, and the hub cannot be"
             f" reached ({one_line(error)}): check the network, or give a local file or folder"
         ) from error
-    except (OSError, ValueError, RuntimeError, *datasets_errors()) as error:
+    except Exception as error:
+        if not isinstance(error, (OSError, ValueError, RuntimeError, *datasets_errors())):
+            raise
         takes_subset = source.path_setting == "data.path" and not (source.file and source.file.is_file())
         subset = f" (data.subset {source.subset or 'not set'})" if takes_subset else ""
         raise UserError(f"{source.path_setting} {source.origin}{subset} cannot be read: {one_line(error)}") from error

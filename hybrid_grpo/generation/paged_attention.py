@@ -27,7 +27,7 @@ from hybrid_grpo.model.attention import (
     on_gpu,
     ragged_attention,
     varlen_kernel,
-    varlen_options,
+    varlen_takes,
 )
 from hybrid_grpo.model.kernels import decoding
 from hybrid_grpo.model.kernels.build import usable
@@ -182,7 +182,7 @@ class DecodeStep:
         n, _, _, d = query.shape
         width = self._table.shape[1] * self._cache.page
         # Split over the keys, the kernel leaves rows of a paged cache unwritten (pytorch issue 194167).
-        whole: dict[str, Any] = {"num_splits": 1} if "num_splits" in varlen_options() else {}
+        whole: dict[str, Any] = {"num_splits": 1} if varlen_takes("num_splits") else {}
         out: Tensor = varlen_kernel()(
             query.transpose(1, 2).reshape(n, -1, d),
             keys,
@@ -209,7 +209,7 @@ def follows_lengths(keys: Tensor, values: Tensor, softcap: float) -> bool:
 
 def might_follow(half: bool, softcap: float) -> bool:
     """Whether `follows_lengths` is expected to be true on a GPU, given the packages that are installed here."""
-    return half and (flash_attn_with_kvcache is not None or (PAGED_OPTIONS <= varlen_options() and not softcap))
+    return half and (flash_attn_with_kvcache is not None or (varlen_takes(*PAGED_OPTIONS) and not softcap))
 
 
 def all_follow(geometry: Geometry, device: torch.device) -> bool:

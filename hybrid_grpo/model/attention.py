@@ -10,7 +10,7 @@ the sum over its completions.
 """
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from typing import Any, Protocol
 
@@ -105,7 +105,7 @@ def on_gpu(device: torch.device) -> bool:
 
 def has_paged_kernel(keys: Tensor) -> bool:
     """Whether a GPU kernel reads only the real entries of each sequence from the cache."""
-    return has_flash(keys) or (PAGED_OPTIONS <= varlen_options() and _has_varlen(keys))
+    return has_flash(keys) or (varlen_takes(*PAGED_OPTIONS) and _has_varlen(keys))
 
 
 def varlen_kernel() -> Callable[..., Any]:
@@ -115,14 +115,14 @@ def varlen_kernel() -> Callable[..., Any]:
     return varlen_attn
 
 
-def varlen_options() -> Collection[str]:
-    """Return the names of the options of torch's kernel; older versions have fewer."""
-    return _parameters(varlen_kernel())
+def varlen_takes(*options: str) -> bool:
+    """Whether torch's kernel has these options; older versions have fewer."""
+    return _parameters(varlen_kernel()).issuperset(options)
 
 
 @cache
-def _parameters(function: Callable[..., Any]) -> Collection[str]:
-    return inspect.signature(function).parameters.keys()
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 def has_ragged_kernel(query: Tensor, softcap: float) -> bool:
@@ -177,7 +177,7 @@ def _flash(given: tuple[Any, ...], scale: float, window: int, softcap: float) ->
 def _varlen(given: tuple[Any, ...], scale: float, window: int, softcap: float) -> Tensor:
     assert not softcap, "torch's kernel has no soft caps"
     # torch 2.11 lacks the option, but its kernel accepts fewer key heads all the same.
-    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in varlen_options() else {}
+    grouped: dict[str, Any] = {"enable_gqa": True} if varlen_takes("enable_gqa") else {}
     out: Tensor = varlen_kernel()(*given, scale=scale, window_size=(window - 1, 0) if window else (-1, 0), **grouped)
     return out
 

@@ -18,10 +18,15 @@ def main() -> int:
         port = str(probe.getsockname()[1])  # a fixed one would be shared by two runs on this machine
     shared = {"WORLD_SIZE": count, "LOCAL_SIZE": count, "CROSS_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     ranks: list[subprocess.Popen[bytes]] = []
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, _: [rank.send_signal(number) for rank in ranks])
-    for rank in map(str, range(int(count))):
-        environment = {**os.environ, **shared, "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}
+
+    def pass_on(number: int, _: object) -> None:
+        for rank in ranks:
+            rank.send_signal(number)
+
+    for stop in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(stop, pass_on)
+    for number in map(str, range(int(count))):
+        environment = {**os.environ, **shared, "MASTER_PORT": port, "RANK": number, "LOCAL_RANK": number}
         ranks.append(subprocess.Popen([sys.executable, "-u", "-m", "hybrid_grpo", *command], env=environment))
     # A terminal sends Ctrl-C to the ranks too.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

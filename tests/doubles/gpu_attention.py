@@ -4,7 +4,6 @@ The rules are those of torch 2.13's `varlen_attn` on top of FlashAttention-2, an
 real kernel would refuse raises here; rows that it would leave unwritten are NaN here.
 """
 
-import inspect
 from itertools import pairwise
 
 import torch

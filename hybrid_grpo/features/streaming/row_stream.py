@@ -21,7 +21,16 @@ from typing import Any
 import numpy as np
 
 from hybrid_grpo.config.errors import UserError, refuse
-from hybrid_grpo.data.sources import Files, Source, datasets_errors, file_rows, one_line, open_source, readable, split_name
+from hybrid_grpo.data.sources import (
+    Files,
+    Source,
+    datasets_errors,
+    file_rows,
+    one_line,
+    open_source,
+    readable,
+    split_name,
+)
 from hybrid_grpo.data.tasks import Row
 
 PATIENCE_S = 300.0
