@@ -13,6 +13,7 @@ of the recipes in training_scripts/, `deepspeed` is the one with DeepSpeed's lau
     rollout      sampling and scoring of the first step
     step         the rest of that step, until its line
     total        all of them; `fastest` is the shortest of the starts
+    processor    processor seconds of all processes until then, trackers included, which vary less if the cores are busy
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+import psutil
 
 SCRIPTS = Path(__file__).parents[1] / "training_scripts"
 PARTS = ("launcher", "imports", "loading", "engine", "held_out", "rollout", "step")
@@ -59,7 +62,7 @@ def measure(command: str, folder: Path) -> dict[str, float]:
     environment = os.environ | {"PYTHONPATH": path, "MARKS": str(folder / "marks"), "WANDB_MODE": "offline"}
     environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
-    ends, start = {}, time.time()
+    ends, processor_s, start = {}, 0.0, time.time()
     with subprocess.Popen(
         ["bash", "-c", command],
         cwd=folder,
@@ -73,6 +76,7 @@ def measure(command: str, folder: Path) -> dict[str, float]:
             for step, part in ((0, "held_out"), (1, "step")):
                 if line.startswith(f"step {step}/"):
                     ends[part] = time.time()
+                    processor_s = processor_seconds(process.pid)
     assert process.returncode == 0, command
     ends |= {name: float(end) for name, end in map(str.split, (folder / "marks").read_text().splitlines())}
     ends["engine"] = (folder / "runs/quickstart/deepspeed.json").stat().st_mtime  # written when the engine is there
@@ -80,7 +84,14 @@ def measure(command: str, folder: Path) -> dict[str, float]:
     first = next(line for line in lines if line["step"] == 1)
     ends["rollout"] = ends["held_out"] + first["time/generate_s"] + first["time/reward_wait_s"]
     seconds = {part: ends[part] - before for part, before in zip(PARTS, [start, *map(ends.get, PARTS)], strict=False)}
-    return {**seconds, "total": ends["step"] - start}
+    return {**seconds, "total": ends["step"] - start, "processor": processor_s}
+
+
+def processor_seconds(pid: int) -> float:
+    """Return the processor seconds that a process and its descendants have taken so far."""
+    root = psutil.Process(pid)
+    times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
+    return sum(of.user + of.system for of in times)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@
 
 setup() {
     if [ -n "${SKIP_SETUP:-}" ]; then return; fi
-    local extras=${1:-} python=${PYTHON:-python3} SECONDS=0
+    local extras=${1:-} python=${PYTHON:-python3} start=$SECONDS
     if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
         if [ ! -x .venv/bin/python ]; then
             "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || {
@@ -44,5 +44,5 @@ sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))'; then
     echo "setup: hybrid_grpo and its packages"
     python -m pip install --quiet --no-build-isolation --editable ".${extras:+[$extras]}"
     touch "$stamp-$extras"
-    echo "setup: installed in $SECONDS s"
+    echo "setup: installed in $((SECONDS - start)) s"
 }
