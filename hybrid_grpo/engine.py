@@ -11,6 +11,8 @@ No other module imports deepspeed. Three hazards decide how it is used here:
 """
 
 import contextlib
+import functools
+import gc
 import logging
 import os
 import sys
@@ -64,6 +66,10 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
 
     A collective that waits longer than `timeout_minutes` raises an error.
     """
+    if not gc.isenabled():
+        # What has been imported stays: it need not be looked at again.
+        gc.freeze()
+        gc.enable()
     # torch warns at every call that DeepSpeed uses the old names of collectives.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     deepspeed.utils.logger.setLevel(logging.WARNING)
@@ -100,6 +106,23 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
     if on_cpu:
         release_shared_memory()
     return torch.device(accelerator.current_device_name())
+
+
+@contextlib.contextmanager
+def _compiling_late() -> Iterator[None]:
+    """A context in which DeepSpeed's functions for torch.compile are compiled when they are first called. It imports
+    Muon for every optimizer, and with Muon's functions torch's compiler, which takes two seconds."""
+    compiled = deepspeed.runtime.compiler.compile
+    deepspeed.runtime.compiler.compile = lambda: _compiled_late
+    try:
+        yield
+    finally:
+        deepspeed.runtime.compiler.compile = compiled
+
+
+def _compiled_late(function: Callable[..., Any]) -> Callable[..., Any]:
+    compiled = functools.cache(lambda: torch.compile(function))
+    return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
 
 
 def policy_config(policy: PolicyConfig, engine: EngineConfig) -> dict[str, Any]:
@@ -206,9 +229,10 @@ class Engine:
     ) -> None:
         self.config = config
         try:
-            self.engine, *_ = deepspeed.initialize(
-                model=module, model_parameters=[p for p in module.parameters() if p.requires_grad], config=config
-            )
+            with _compiling_late():
+                self.engine, *_ = deepspeed.initialize(
+                    model=module, model_parameters=[p for p in module.parameters() if p.requires_grad], config=config
+                )
         except UserError:
             raise
         except (ValueError, AssertionError) as error:

@@ -60,23 +60,24 @@ def test_a_torch_for_an_older_driver_comes_from_an_index_of_its_own(tmp_path):
 
 
 LAUNCH = 'compgen() { case "$*" in *nvidia*) echo /dev/nvidia0 ;; esac; }; . training_scripts/launch.sh; launch train'
+FOUND = 'case "$*" in *device_count*) echo {} ;; *socket*) echo 29500 ;; esac'
+"""`python`, asked for the GPUs that torch sees and for a free port."""
 
 
 @pytest.mark.process
 def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(tmp_path):
-    program(tmp_path / "python", "echo 0 29500")
-    program(tmp_path / "deepspeed", 'echo "$DS_ACCELERATOR: $*"')
+    program(tmp_path / "python", 'case "$*" in *device_count*) echo 0 ;; *) echo "$DS_ACCELERATOR: $*" ;; esac')
     refused = shell(LAUNCH, tmp_path)
-    assert refused.returncode == 1 and "deepspeed" not in refused.stdout
+    assert refused.returncode == 1 and "train" not in refused.stdout
     assert "has GPUs that torch cannot use" in refused.stderr and refused.stderr.count("\n") == 1
     for wish in ({"DS_ACCELERATOR": "cpu"}, {"CUDA_VISIBLE_DEVICES": ""}):
-        assert shell(LAUNCH, tmp_path, **wish).stdout.startswith("cpu: --quiet --num_accelerators 2"), wish
+        assert shell(LAUNCH, tmp_path, **wish).stdout == "cpu: -m hybrid_grpo.run.local_ranks 2 train\n", wish
 
 
 @pytest.mark.process
 def test_the_launcher_takes_the_gpus_that_are_visible(tmp_path):
     """Given a number of GPUs, DeepSpeed's launcher ignores CUDA_VISIBLE_DEVICES and takes the first ones."""
-    program(tmp_path / "python", "echo 4 29500")
+    program(tmp_path / "python", FOUND.format(4))
     program(tmp_path / "deepspeed", 'echo "$*"')
     port, rest = "--master_port 29500", "--no_local_rank --module hybrid_grpo train"
     for wish, options in (
@@ -101,7 +102,7 @@ def test_as_many_gpus_take_part_in_the_quickstart_as_divide_its_batch(tmp_path):
         ),
         *((3, "5,1,7", port, "5,1"), (2, "2,3", port, "2,3")),
     ):
-        program(tmp_path / "python", f"echo {found} 29500")
+        program(tmp_path / "python", FOUND.format(found))
         done = shell(LAUNCH, tmp_path, ROWS="64", CUDA_VISIBLE_DEVICES=visible)
         assert done.stdout == f"--quiet {options} {rest} on {taken}\n", done.stderr
     quickstart = (SCRIPTS / "quickstart.sh").read_text()

@@ -32,3 +32,18 @@ def test_ctrl_c_at_any_moment_of_a_start_is_one_line_at_most(tmp_path):
             _, errors = process.communicate(timeout=60)
             assert "Traceback" not in errors and len(errors.splitlines()) <= 2, errors
             assert process.returncode in (0, 2, -signal.SIGINT, 128 + signal.SIGINT)
+
+
+def test_a_step_is_made_without_what_takes_seconds_to_import(tmp_path):
+    """DeepSpeed imports torch's compiler for an optimizer that is not used, and JSONL needs no `datasets`: together
+    with a kernel for GPUs they took a third of a start."""
+    folder = make_task(tmp_path)
+    program = "import sys; from hybrid_grpo.__main__ import main; print(main(sys.argv[1:]), *sys.modules)"
+    settings = ["--policy.model=model", "--policy.dtype=float32", "--data.path=train.jsonl", "--rewards=[exact_match]"]
+    settings += ["--rollout.prompts_per_step=2", "--rollout.num_generations=2", "--rollout.max_completion_tokens=8"]
+    command = [sys.executable, "-c", program, "train", *settings, "--run.steps=1", "--log.wandb=disabled"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+    assert "step 1/1" in done.stdout, done.stderr
+    status, *modules = done.stdout.splitlines()[-1].split()
+    slow = {"datasets", "peft", "torch._inductor.compile_fx", "torch.nn.attention.varlen", "wandb"}
+    assert status == "0" and "torch" in modules and not slow & set(modules)

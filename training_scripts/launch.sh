@@ -5,17 +5,16 @@
 # `resumes [settings]` succeeds if the settings resume a run, and `set_aside FOLDER...` makes room for new runs.
 
 launch() {
-    local gpus port default
+    local gpus=0 port default
     # A task of srun, mpirun or torchrun is already one rank, so no launcher is started.
     if [ "${SLURM_STEP_NUM_TASKS:-${OMPI_COMM_WORLD_SIZE:-${WORLD_SIZE:-1}}}" -gt 1 ]; then
         python -m hybrid_grpo "$@"
         return
     fi
-    # A free port, since two runs on one machine would collide on DeepSpeed's default.
-    read -r gpus port < <(python -c '
-import socket, torch
-with socket.create_server(("127.0.0.1", 0)) as probe:
-    print(torch.cuda.device_count(), probe.getsockname()[1])')
+    # torch takes seconds to import, so it is asked only where there may be a GPU.
+    if compgen -G "/dev/nvidia*" >/dev/null || [ -e /dev/nvmap ] || [ -e /dev/kfd ] || [ -e /dev/dxg ]; then
+        gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
+    fi
     if [ "$gpus" -eq 0 ] && [ -z "${DS_ACCELERATOR:-}" ] && [ "${CUDA_VISIBLE_DEVICES-all}" != "" ] &&
         compgen -G "/dev/nvidia[0-9]*" >/dev/null; then
         echo "launch: this machine has GPUs that torch cannot use: update the driver, or install a torch for it (for" \
@@ -24,6 +23,8 @@ with socket.create_server(("127.0.0.1", 0)) as probe:
     fi
     if [ "$gpus" -gt 0 ]; then
         local visible=${CUDA_VISIBLE_DEVICES:-}
+        # A free port, since two runs on one machine would collide on DeepSpeed's default.
+        port=$(python -c 'import socket; print(socket.create_server(("127.0.0.1", 0)).getsockname()[1])')
         while [ $((${ROWS:-0} % gpus)) -ne 0 ]; do gpus=$((gpus - 1)); done
         default="--num_gpus ${GPUS:-$gpus} --master_port $port"
         # With --num_gpus the launcher takes the machine's first GPUs and ignores which ones are visible.
@@ -34,10 +35,13 @@ with socket.create_server(("127.0.0.1", 0)) as probe:
         # shellcheck disable=SC2086
         stoppable ${visible:+env "CUDA_VISIBLE_DEVICES=$visible"} deepspeed --quiet ${LAUNCHER:-$default} --no_local_rank --module hybrid_grpo "$@"
     else
-        local cores
+        local cores launcher=(python -m hybrid_grpo.run.local_ranks 2)
         cores=$(getconf _NPROCESSORS_ONLN)
-        DS_ACCELERATOR=cpu OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + 1) / 2))} \
-            stoppable deepspeed --quiet ${LAUNCHER:---num_accelerators 2 --master_port "$port"} --no_local_rank --module hybrid_grpo "$@"
+        if [ -n "${LAUNCHER:-}" ]; then
+            # shellcheck disable=SC2206
+            launcher=(deepspeed --quiet $LAUNCHER --no_local_rank --module hybrid_grpo)
+        fi
+        DS_ACCELERATOR=cpu OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + 1) / 2))} stoppable "${launcher[@]}" "$@"
     fi
 }
 
@@ -75,7 +79,7 @@ signal_ranks() { # or stop the launcher, if no rank has started yet
 import signal, sys, psutil
 launcher = psutil.Process(int(sys.argv[1]))
 local = [child for child in launcher.children() if "deepspeed.launcher.launch" in child.cmdline()]
-ranks = [rank for child in local for rank in child.children()]
+ranks = [rank for parent in local or [launcher] for rank in parent.children()]
 for process in ranks:
     process.send_signal(signal.Signals["SIG" + sys.argv[2]])
 for process in () if ranks else [*local, launcher]:

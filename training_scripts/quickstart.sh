@@ -25,6 +25,7 @@ esac
 export ROWS=64 # per step, in the recipes below
 resumes "$@" || set_aside "$runs/quickstart-task" "$runs/quickstart-sft" "$runs/quickstart"
 if [ ! -e "$runs/quickstart-sft/model" ]; then
+    echo "quickstart: a tiny model and its task"
     python training_scripts/quickstart_task.py "$runs/quickstart-task" --seed "$seed"
     echo "quickstart: supervised warm-up"
     launch sft --config training_scripts/quickstart_sft.yaml --run.dir "$runs" --run.seed "$seed" --run.resume auto \

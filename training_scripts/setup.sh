@@ -8,13 +8,14 @@
 
 setup() {
     if [ -n "${SKIP_SETUP:-}" ]; then return; fi
-    local extras=${1:-} python=${PYTHON:-python3}
+    local extras=${1:-} python=${PYTHON:-python3} start=$SECONDS
     if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
         if [ ! -x .venv/bin/python ]; then
             "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || {
                 echo "setup: $python is not Python 3.10 to 3.13; name one with PYTHON=python3.11" >&2
                 return 1
             }
+            echo "setup: making the environment .venv"
             "$python" -m venv .venv
         fi
         # shellcheck disable=SC1091
@@ -23,7 +24,7 @@ setup() {
     local stamp
     stamp="$(python -c 'import sys; print(sys.prefix)')/hybrid_grpo-$({ cat setup.py && echo "$PWD ${TORCH_VERSION:-} ${TORCH_INDEX:-}"; } | cksum | cut -d' ' -f1)"
     if [ -e "$stamp-$extras" ] || { [ -z "$extras" ] && compgen -G "$stamp-*" >/dev/null; }; then return; fi
-    echo "setup: installing (once)"
+    echo "setup: installing, once: minutes, of which most are for torch's packages"
     if [ -n "${TORCH_VERSION:-}${TORCH_INDEX:-}" ] || ! python -c '
 import sys
 try:
@@ -31,12 +32,17 @@ try:
 except ImportError:
     sys.exit(1)
 sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))'; then
+        echo "setup: torch ${TORCH_VERSION:-2.13.0}"
         python -m pip install --quiet ${TORCH_INDEX:+--upgrade --extra-index-url "$TORCH_INDEX"} "torch==${TORCH_VERSION:-2.13.0}"
     fi
+    echo "setup: what builds DeepSpeed"
     # What DeepSpeed's build imports, since it is built against the torch above, without isolation.
     python -m pip install --quiet "setuptools>=69" wheel ninja py-cpuinfo numpy psutil
+    echo "setup: DeepSpeed"
     # DeepSpeed's installation looks for nvcc and fails without it, although it is not needed when no kernels are built.
     DS_BUILD_OPS=0 DS_IGNORE_CUDA_DETECTION=1 python -m pip install --quiet --no-build-isolation "deepspeed>=0.19.8"
+    echo "setup: hybrid_grpo and its packages"
     python -m pip install --quiet --no-build-isolation --editable ".${extras:+[$extras]}"
     touch "$stamp-$extras"
+    echo "setup: installed in $((SECONDS - start)) s"
 }

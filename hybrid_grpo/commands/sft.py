@@ -7,6 +7,7 @@ from hybrid_grpo.config import SftConfig
 from hybrid_grpo.config.checks import check_sft
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.parsing import Parsed, parse
+from hybrid_grpo.model.doing import IMPORTING, Doing
 
 
 def run(arguments: list[str]) -> None:
@@ -18,6 +19,12 @@ def sft(parsed: Parsed[SftConfig]) -> Path:
     """Fine-tune as the configuration says; return the folder of the run. Raises UserError."""
     config = parsed.config
     check_sft(config, int(os.environ.get("WORLD_SIZE", "1")))
+    with Doing(IMPORTING) as doing:
+        return _sft(parsed, doing)
+
+
+def _sft(parsed: Parsed[SftConfig], doing: Doing) -> Path:
+    config = parsed.config
 
     from hybrid_grpo import engine
     from hybrid_grpo.commands.stages.pairs import read_pairs
@@ -34,6 +41,7 @@ def sft(parsed: Parsed[SftConfig]) -> Path:
     from hybrid_grpo.watch.frozen import write_report
 
     device = engine.start(config.engine.timeout_minutes)
+    doing("reading the data")
     engine.check_config(config.policy, config.engine)
     model_config = load_config(config.policy.model)
     check_lora(config.lora, model_config)
@@ -52,9 +60,11 @@ def sft(parsed: Parsed[SftConfig]) -> Path:
     if training.finished:
         return training.folder
     steps, seed = config.run.steps, config.run.seed
+    doing("loading the model")
     # The policy generates nothing: its view of the model is used only for the export.
     policy = Policy(config.policy, config.engine, tokenizer, steps, decoder="transformers", lora=config.lora, seed=seed)
     load_features(features, policy)
+    doing.end()
     training.train(SftTrainer(config, policy, pairs, device, features), write_report)
     say(f"model: {training.folder / 'model'}")
     return training.folder

@@ -12,6 +12,7 @@ from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.config.held_out import HeldOut, held_out_sets
 from hybrid_grpo.config.parsing import Parsed, parse
+from hybrid_grpo.model.doing import IMPORTING, Doing
 from hybrid_grpo.records.json_lines import read_jsonl
 
 if TYPE_CHECKING:
@@ -33,6 +34,12 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     """Train by GRPO as the configuration says; return the folder of the run. Raises UserError."""
     config = parsed.config
     plan = check_train(config, int(os.environ.get("WORLD_SIZE", "1")))
+    with Doing(IMPORTING) as doing:
+        return _train(parsed, plan, doing)
+
+
+def _train(parsed: Parsed[TrainConfig], plan: BatchPlan, doing: Doing) -> Path:
+    config = parsed.config
 
     from hybrid_grpo import engine
     from hybrid_grpo.generation.paged_attention import describe
@@ -43,8 +50,10 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
     from hybrid_grpo.watch.frozen import write_report
 
     device = engine.start(config.engine.timeout_minutes)
+    doing("reading the data")
     inputs = read_inputs(config)
     features = make_features(config, plan, inputs)
+    doing("planning the memory of a step, without computing it")
     memory = planned_memory(config, plan, inputs, device)
     warning = shortage(memory) if memory else None
     estimated = str(memory) if memory else "not estimated: the model's code cannot run without data"
@@ -61,7 +70,10 @@ def train(parsed: Parsed[TrainConfig]) -> Path:
         return training.folder
     if warning:
         say(f"WARNING: it may not fit: {warning}")
-    training.train(make_trainer(config, plan, inputs, features, device, memory), write_report)
+    doing("loading the model")
+    trainer = make_trainer(config, plan, inputs, features, device, memory)
+    doing.end()
+    training.train(trainer, write_report)
     say(summary(training.folder, held_out_sets(config), memory.measurable if memory else None))
     return training.folder
 

@@ -6,6 +6,7 @@ through Arrow, so that a column may mix text and messages and errors name the fi
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -138,8 +139,6 @@ def _read(source: Source) -> list[Row]:
 @contextmanager
 def readable(source: Source) -> Iterator[None]:
     """A context for reading a source, which raises UserError if the source cannot be reached or read."""
-    from datasets.exceptions import DatasetsError
-
     try:
         yield
     except UserError:
@@ -149,10 +148,18 @@ def readable(source: Source) -> Iterator[None]:
             f"{source.path_setting} {source.path}: there is no such file or folder here, and the hub cannot be"
             f" reached ({one_line(error)}): check the network, or give a local file or folder"
         ) from error
-    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+    except Exception as error:
+        if not isinstance(error, (OSError, ValueError, RuntimeError, *datasets_errors())):
+            raise
         takes_subset = source.path_setting == "data.path" and not (source.file and source.file.is_file())
         subset = f" (data.subset {source.subset or 'not set'})" if takes_subset else ""
         raise UserError(f"{source.path_setting} {source.origin}{subset} cannot be read: {one_line(error)}") from error
+
+
+def datasets_errors() -> tuple[type[Exception], ...]:
+    """Return the base class of the errors of `datasets`; none while it is not imported, which takes a second."""
+    exceptions = sys.modules.get("datasets.exceptions")
+    return () if exceptions is None else (exceptions.DatasetsError,)
 
 
 class Files:
@@ -167,8 +174,6 @@ class Files:
 
 def open_source(source: Source) -> Mapping[str, Iterable[Row]]:
     """Return the rows of each split, by name. A source without splits gets one split, `train`, as in `datasets`."""
-    import datasets
-
     path = source.file
     if source.lines is not None:
         rows = json_rows(source.lines, f"{source.path_setting} {source.path}", source.text_column)
@@ -181,6 +186,10 @@ def open_source(source: Source) -> Mapping[str, Iterable[Row]]:
     )
     if not isinstance(source.path, str):
         return _named(source.path)
+    if path is not None and path.is_file():
+        return {"train": Files([path], source)}
+    import datasets
+
     if path is None:
         return _named(datasets.load_dataset(source.path, source.subset, streaming=source.streaming))
     if is_saved:
@@ -191,8 +200,6 @@ def open_source(source: Source) -> Mapping[str, Iterable[Row]]:
             raise UserError(
                 f"{source.path_setting} {source.path} is empty, or has a split without rows: save it without that split"
             ) from error
-    if path.is_file():
-        return {"train": Files([path], source)}
     files = datasets.load_dataset_builder(source.path, source.subset).config.data_files
     return {str(name): Files([Path(file) for file in paths], source) for name, paths in files.items()}
 
@@ -205,8 +212,6 @@ def _named(loaded: Any) -> Mapping[str, Iterable[Row]]:
 
 def _split_rows(source: Source, splits: Mapping[str, Iterable[Row]]) -> Iterable[Row]:
     """Return the rows of a split, or of slices of splits such as `train[:90%]` or `train[:100]+test[50%:]`."""
-    from datasets import ReadInstruction
-
     split = source.split
     if split is None or split in splits or not re.search(r"[\[+]", split):
         return splits[split_name(source, split, list(splits))]
@@ -214,6 +219,8 @@ def _split_rows(source: Source, splits: Mapping[str, Iterable[Row]]) -> Iterable
         source.streaming,
         f"{source.split_setting} {split} needs all rows of the split, which is read as it comes: name a whole split",
     )
+    from datasets import ReadInstruction
+
     try:
         instruction = ReadInstruction.from_spec(split)
     except ValueError as error:

@@ -13,14 +13,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.generation.cache import Geometry, PagedCache, cached_forward
 from hybrid_grpo.model.attention import (
     ATTENTION,
     PAGED_OPTIONS,
-    VARLEN_OPTIONS,
     Segments,
     attend,
     flash_attn_with_kvcache,
@@ -29,6 +27,8 @@ from hybrid_grpo.model.attention import (
     has_ragged_kernel,
     on_gpu,
     ragged_attention,
+    varlen_kernel,
+    varlen_takes,
 )
 from hybrid_grpo.model.kernels import decoding
 from hybrid_grpo.model.kernels.build import usable
@@ -243,8 +243,8 @@ class DecodeStep:
         n, _, _, d = query.shape
         width = self._table.shape[1] * self._cache.page
         # Split over the keys, the kernel leaves rows of a paged cache unwritten (pytorch issue 194167).
-        whole: dict[str, Any] = {"num_splits": 1} if "num_splits" in VARLEN_OPTIONS else {}
-        out: Tensor = varlen_attn(  # type: ignore[assignment]
+        whole: dict[str, Any] = {"num_splits": 1} if varlen_takes("num_splits") else {}
+        out: Tensor = varlen_kernel()(
             query.transpose(1, 2).reshape(n, -1, d),
             keys,
             values,
@@ -270,7 +270,7 @@ def follows_lengths(keys: Tensor, values: Tensor, softcap: float) -> bool:
 
 def might_follow(half: bool, softcap: float) -> bool:
     """Whether `follows_lengths` is expected to be true on a GPU, given the packages that are installed here."""
-    return half and (flash_attn_with_kvcache is not None or (PAGED_OPTIONS <= VARLEN_OPTIONS and not softcap))
+    return half and (flash_attn_with_kvcache is not None or (varlen_takes(*PAGED_OPTIONS) and not softcap))
 
 
 def all_follow(geometry: Geometry, device: torch.device) -> bool:

@@ -11,7 +11,7 @@ the sum over its completions.
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from hybrid_grpo.model.kernels import gpu
@@ -34,8 +33,6 @@ try:
 except ImportError:  # absent, built for another torch, or a package of this name without them, as flash-attn-4 leaves
     flash_attn_varlen_func = flash_attn_with_kvcache = None
 
-VARLEN_OPTIONS = set(inspect.signature(varlen_attn).parameters)
-"""Options of torch's kernel for sequences of different lengths; older versions have fewer."""
 PAGED_OPTIONS = {"block_table", "seqused_k", "enable_gqa"}
 """The options with which torch's kernel reads a paged cache."""
 
@@ -110,7 +107,24 @@ def on_gpu(device: torch.device) -> bool:
 
 def has_paged_kernel(keys: Tensor) -> bool:
     """Whether a GPU kernel reads only the real entries of each sequence from the cache."""
-    return has_flash(keys) or (PAGED_OPTIONS <= VARLEN_OPTIONS and _has_varlen(keys))
+    return has_flash(keys) or (varlen_takes(*PAGED_OPTIONS) and _has_varlen(keys))
+
+
+def varlen_kernel() -> Callable[..., Any]:
+    """Return torch's kernel for sequences of different lengths. Its module takes seconds to import."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn
+
+
+def varlen_takes(*options: str) -> bool:
+    """Whether torch's kernel has these options; older versions have fewer."""
+    return _parameters(varlen_kernel()).issuperset(options)
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 def has_ragged_kernel(query: Tensor, softcap: float) -> bool:
@@ -165,8 +179,8 @@ def _flash(given: tuple[Any, ...], scale: float, window: int, softcap: float) ->
 def _varlen(given: tuple[Any, ...], scale: float, window: int, softcap: float) -> Tensor:
     assert not softcap, "torch's kernel has no soft caps"
     # torch 2.11 lacks the option, but its kernel accepts fewer key heads all the same.
-    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in VARLEN_OPTIONS else {}
-    out: Tensor = varlen_attn(*given, scale=scale, window_size=(window - 1, 0) if window else (-1, 0), **grouped)  # type: ignore[assignment]
+    grouped: dict[str, Any] = {"enable_gqa": True} if varlen_takes("enable_gqa") else {}
+    out: Tensor = varlen_kernel()(*given, scale=scale, window_size=(window - 1, 0) if window else (-1, 0), **grouped)
     return out
 
 

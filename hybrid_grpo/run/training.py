@@ -12,6 +12,7 @@ from hybrid_grpo.config import ModelRunConfig, TrainConfig, to_dict
 from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.generation import Journal
+from hybrid_grpo.model.doing import Doing
 from hybrid_grpo.model.ranks import barrier, from_first_rank, rank, world_size
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.alarm_records import write_alarm
@@ -138,7 +139,8 @@ class TrainingRun:
                 self._save(stage, done)
             if stage.eval_sets and done == 0:
                 stage.progress.enter("evaluation", 0)
-                stage.evaluate(0, stage.eval_sets)
+                with Doing("measuring the model on held-out prompts"):
+                    stage.evaluate(0, stage.eval_sets)
                 log.write(0, values := self.watched(0, stage.meter.reduce()))
                 self._keep_best(stage, 0, values)
             step = done
@@ -159,7 +161,8 @@ class TrainingRun:
         before = copy.deepcopy(self._states(stage))
         stage.trace.begin(step)
         try:
-            with profiler.step(step, stage.meter):
+            is_first = step == self.start.step + 1
+            with profiler.step(step, stage.meter), Doing(f"making step {step}") if is_first else nullcontext():
                 stage.step(step)
         except RunInterrupted:
             if self.saver.step != step - 1:

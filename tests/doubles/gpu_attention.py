@@ -4,7 +4,6 @@ The rules are those of torch 2.13's `varlen_attn` on top of FlashAttention-2, an
 real kernel would refuse raises here; rows that it would leave unwritten are NaN here.
 """
 
-import inspect
 from itertools import pairwise
 
 import torch
@@ -153,8 +152,7 @@ def flash_attn_with_kvcache(
 def install(monkeypatch, *, flash: bool, torch_kernel=varlen_attn) -> None:
     """Let tensors in half precision take the way that they take on a GPU, with flash-attn or with torch's kernel."""
     for module in (training, decoding):
-        monkeypatch.setattr(module, "varlen_attn", torch_kernel)
-        monkeypatch.setattr(module, "VARLEN_OPTIONS", set(inspect.signature(torch_kernel).parameters))
+        monkeypatch.setattr(module, "varlen_kernel", lambda: torch_kernel)
         monkeypatch.setattr(module, "flash_attn_with_kvcache", flash_attn_with_kvcache if flash else None)
         monkeypatch.setattr(module, "on_gpu", lambda device: True)
     monkeypatch.setattr(training, "flash_attn_varlen_func", flash_attn_varlen_func if flash else None)

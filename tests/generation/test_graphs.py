@@ -107,7 +107,8 @@ def test_steps_run_as_graphs_give_the_completions_of_steps_run_as_they_are(
 def as_in_half_precision(monkeypatch):
     """Attention by doubles of the kernels for GPUs, each one operation of a graph."""
     gpu_attention.install(monkeypatch, flash=False)
-    monkeypatch.setattr(attentions, "varlen_attn", cuda_graphs.kernel(gpu_attention.varlen_attn))
+    captured = cuda_graphs.kernel(gpu_attention.varlen_attn)
+    monkeypatch.setattr(attentions, "varlen_kernel", lambda: captured)
     monkeypatch.setitem(loops.PAGE, "cpu", loops.PAGE["cuda"])
 
 

@@ -3,7 +3,6 @@
 from contextlib import suppress
 
 import datasets  # noqa: F401
-import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  It imports the compiler of torch.
 import peft  # noqa: F401
 from transformers import Qwen2Config
 

@@ -21,7 +21,16 @@ from typing import Any
 import numpy as np
 
 from hybrid_grpo.config.errors import UserError, refuse
-from hybrid_grpo.data.sources import Files, Source, file_rows, one_line, open_source, readable, split_name
+from hybrid_grpo.data.sources import (
+    Files,
+    Source,
+    datasets_errors,
+    file_rows,
+    one_line,
+    open_source,
+    readable,
+    split_name,
+)
 from hybrid_grpo.data.tasks import Row
 
 PATIENCE_S = 300.0
@@ -147,8 +156,6 @@ class RowStream:
     def _shard_rows(self, shard: Shard, number: int, mark: Any) -> Iterator[tuple[Row, Any]]:
         """Yield the rows of a shard starting at `mark`, which is the mark of row `number`. A patient stream retries a
         shard that cannot be reached, after 1 s, 2 s, 4 s and so on."""
-        from datasets.exceptions import DatasetsError
-
         failing_since, wait_s = 0.0, 1.0
         while True:
             try:
@@ -163,7 +170,7 @@ class RowStream:
                 cannot = f"{self._source.path_setting} {shard.name} cannot be read at row {number} (from 0)"
                 why = f"{type(error).__name__} {one_line(error)}"
                 if not _is_of_connection(error):
-                    if isinstance(error, ValueError | RuntimeError | DatasetsError):
+                    if isinstance(error, (ValueError, RuntimeError, *datasets_errors())):
                         raise UserError(f"{cannot}: {why}: correct the row, or remove it") from error
                     raise
                 failing_since = failing_since or time.monotonic()

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from hybrid_grpo.model.doing import Doing
+
 _SOURCES = [Path(__file__).with_name(name) for name in ("attention.c", "decoding.c", "softmax.c")]
 _HEADER = Path(__file__).with_name("vectors.h")
 # -ffast-math reorders sums, which is fine for logits, and assumes no infinities, which the kernels do not use.
@@ -71,7 +73,7 @@ def _compiled(compiler: str) -> Path:
     target = folder / f"native_{hashlib.sha256('|'.join(identity).encode()).hexdigest()[:16]}.so"
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        with Doing("compiling the C kernels, once"), tempfile.TemporaryDirectory(dir=folder) as scratch:
             run = functools.partial(subprocess.run, check=True, capture_output=True, text=True)
             objects = []
             for source in _SOURCES:

@@ -39,10 +39,13 @@ def compilation_lock(kernel: str) -> Iterator[None]:
             path.unlink(missing_ok=True)
         owner.write(str(os.getpid()))
         owner.flush()
-        if not any(root.glob(f"**/{kernel}/{kernel}.so")):
+        compiles, start = not any(root.glob(f"**/{kernel}/{kernel}.so")), time.monotonic()
+        if compiles:
             print(f"hybrid-grpo: compiling DeepSpeed's kernel {kernel}, once: about a minute", flush=True)
         try:
             yield
+            if compiles:
+                print(f"hybrid-grpo: compiled {kernel} in {time.monotonic() - start:.0f} s", flush=True)
         except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
             asked = isinstance(error, subprocess.CalledProcessError)  # the compiler, for its version
             if not asked and not re.search("Error building extension|ninja", str(error), re.IGNORECASE):

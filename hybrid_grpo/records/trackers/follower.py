@@ -120,7 +120,6 @@ def main() -> NoReturn:
     # The run decides when this process ends, not a signal to the whole process group.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    os.nice(5)
     # Trackers create a folder for each table and remove it only at the interpreter's shutdown.
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="hybrid_grpo_")
     with open(int(sys.argv[1]), "rb") as file:

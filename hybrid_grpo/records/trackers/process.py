@@ -65,7 +65,8 @@ class TrackerProcess:
             file.write(json.dumps(given).encode())
             file.seek(0)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "hybrid_grpo.records.trackers.follower", str(file.fileno())],
+                # It starts while the ranks make the first steps.
+                ["nice", "-n", "10", sys.executable, "-m", "hybrid_grpo.records.trackers.follower", str(file.fileno())],
                 stdin=subprocess.PIPE,
                 env={**os.environ, "PYTHONPATH": path},
                 pass_fds=[file.fileno()],

@@ -55,7 +55,7 @@ _LEFTOVER_SECONDS = 3.0
 """Time that processes left behind by a successful rank have to end by themselves."""
 _LAUNCHERS = re.compile(
     r"(^|/)(deepspeed|torchrun|mpirun|mpiexec|prterun|orted|prted|hydra_pmi_proxy|slurmstepd)(:|$)"
-    r"|^(deepspeed\.launcher|torch\.distributed)\.|deepspeed/launcher/\w+\.py$"
+    r"|^(deepspeed\.launcher|torch\.distributed)\.|deepspeed/launcher/\w+\.py$|^hybrid_grpo\.run\.local_ranks$"
 )
 _HELPER = re.compile(r"^deepspeed\.launcher\.launch$|deepspeed/launcher/launch\.py$")
 """Matches the process of DeepSpeed's launcher that another process of it has started."""

@@ -72,6 +72,9 @@ def test_compiling_is_announced_and_a_program_that_is_no_compiler_is_one_line(ke
     with wrong, compilation_lock("a_kernel"):
         raise subprocess.CalledProcessError(1, ["/bin/false", "--version"])
     assert "compiling DeepSpeed's kernel a_kernel, once" in capsys.readouterr().out
+    with compilation_lock("a_kernel"):
+        pass
+    assert "compiled a_kernel in 0 s" in capsys.readouterr().out
     (kernels_of.parent / "a_kernel.so").touch()
     with compilation_lock("a_kernel"):
         pass

@@ -101,13 +101,16 @@ def test_a_rank_that_dies_takes_everything_with_it(workshop, stage, name, status
 
 
 @pytest.mark.process
-def test_a_launcher_that_is_killed_ends_the_run(tmp_path):
-    """Under the real launcher: its killed part ends with status 0, and its ranks would train on."""
+@pytest.mark.parametrize("name", ["deepspeed.launcher.launch", "hybrid_grpo.run.local_ranks"])
+def test_a_launcher_that_is_killed_ends_the_run(tmp_path, name):
+    """DeepSpeed's, whose killed part ends with status 0, and our own: their ranks would train on."""
     Workshop(tmp_path).close()
     script = f". {ROOT}/training_scripts/launch.sh; launch {' '.join(TRAIN)} --run.steps 1000000"
     environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment["PYTHONPATH"] = str(ROOT)
+    if name.startswith("deepspeed"):
+        environment["LAUNCHER"] = f"--num_accelerators 2 --master_port {forks.free_port()}"
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     recipe = subprocess.Popen(["bash", "-c", script], cwd=tmp_path, env=environment, **pipes)
     try:
@@ -116,7 +119,7 @@ def test_a_launcher_that_is_killed_ends_the_run(tmp_path):
             assert recipe.poll() is None and time.monotonic() < deadline
             time.sleep(0.1)
         family = psutil.Process(recipe.pid).children(recursive=True)
-        (launcher,) = [process for process in family if "deepspeed.launcher.launch" in process.cmdline()]
+        (launcher,) = [process for process in family if name in process.cmdline()]
         launcher.kill()
         said = recipe.communicate(timeout=LIMIT_S)[1]
     finally:

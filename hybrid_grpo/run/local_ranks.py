@@ -1,0 +1,38 @@
+"""Starts the ranks of a run on this machine, as DeepSpeed's launcher does, which imports torch twice before it does so.
+
+`python -m hybrid_grpo.run.local_ranks 2 train --config recipe.yaml` starts two ranks. Their watchers do the rest: they
+end a rank after the death of another, and save the run if this process is killed (see stopping/watcher.py).
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+
+def main() -> int:
+    """Start the ranks, pass on the signals that ask a run to stop, and return the first status that is not 0."""
+    count, *command = sys.argv[1:]
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])  # a fixed one would be shared by two runs on this machine
+    shared = {"WORLD_SIZE": count, "LOCAL_SIZE": count, "CROSS_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    ranks: list[subprocess.Popen[bytes]] = []
+
+    def pass_on(number: int, _: object) -> None:
+        for rank in ranks:
+            rank.send_signal(number)
+
+    for stop in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(stop, pass_on)
+    for number in map(str, range(int(count))):
+        environment = {**os.environ, **shared, "MASTER_PORT": port, "RANK": number, "LOCAL_RANK": number}
+        ranks.append(subprocess.Popen([sys.executable, "-u", "-m", "hybrid_grpo", *command], env=environment))
+    # A terminal sends Ctrl-C to the ranks too.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    statuses = [rank.wait() for rank in ranks]
+    return next((status if status > 0 else 128 - status for status in statuses if status), 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
