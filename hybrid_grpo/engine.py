@@ -91,7 +91,8 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
     if on_cpu and __compatible_ops__.get(ShareMemCommBuilder.NAME):
         # DeepSpeed would compile it while the ranks meet.
         ShareMemCommBuilder().load(verbose=False)
-    with meeting():
+    # DeepSpeed prints what it has built, and standard output is for results.
+    with meeting(), contextlib.redirect_stdout(sys.stderr):
         backend, timeout = accelerator.communication_backend_name(), timedelta(minutes=timeout_minutes)
         deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=timeout)
         if not on_cpu:
