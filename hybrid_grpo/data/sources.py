@@ -17,6 +17,7 @@ from hybrid_grpo.config import DataConfig, MixtureConfig
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.held_out import HeldOut
 from hybrid_grpo.data.tasks import Row, make_rows, map_rows
+from hybrid_grpo.model import hub
 
 _JSONL = {".jsonl", ".json", ".ndjson"}
 _PARQUET_ROWS = 1000
@@ -146,8 +147,9 @@ def readable(source: Source) -> Iterator[None]:
         raise
     except ConnectionError as error:
         raise UserError(
-            f"{source.path_setting} {source.path}: there is no such file or folder here, and the hub cannot be"
-            f" reached ({one_line(error)}): check the network, or give a local file or folder"
+            f"{source.path_setting} {source.path}: there is no such file or folder here, and"
+            f" {hub.silence() or f'the hub cannot be reached ({one_line(error)}): check the network'}, or give a local"
+            " file or folder"
         ) from error
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         takes_subset = source.path_setting == "data.path" and not (source.file and source.file.is_file())
@@ -182,6 +184,7 @@ def open_source(source: Source) -> Mapping[str, Iterable[Row]]:
     if not isinstance(source.path, str):
         return _named(source.path)
     if path is None:
+        hub.silence()
         return _named(datasets.load_dataset(source.path, source.subset, streaming=source.streaming))
     if is_saved:
         try:
