@@ -37,13 +37,16 @@ def _overview(cls: Any, command: str) -> Iterator[str]:
     of_runs = {*setting_names(TrainConfig), *(() if cls is SftConfig else setting_names(SftConfig))}
     names = [name for name in setting_names(cls) if name not in of_runs]
     own = {f"--{name}": _brief(cls, name) for name in names}
-    usual = {f"--{name}": _brief(cls, name) for name in _USUAL.split() if name in setting_names(cls)}
+    shown = getattr(cls, "usual", _USUAL).split()
+    usual = {f"--{name}": _brief(cls, name) for name in shown if name in setting_names(cls)}
     for title, lines in (("options", _OPTIONS | own), ("settings to know first", usual)):
-        yield f"{title}:"
-        yield from (f"  {name:33} {text}" for name, text in lines.items())
-        yield ""
+        if lines:
+            yield f"{title}:"
+            yield from (f"  {name:33} {text}" for name, text in lines.items())
+            yield ""
     yield "sections, each shown in full by --help SECTION:"
-    yield from (f"  {name:12} {_first_sentence(_meaning(cls, name))}" for name in fields_of(cls))
+    sections = [name for name in fields_of(cls) if name not in getattr(cls, "without_effect", ())]
+    yield from (f"  {name:12} {_first_sentence(_meaning(cls, name))}" for name in sections)
 
 
 def _section(cls: Any, section: str) -> Iterator[str]:
