@@ -155,10 +155,6 @@ class EvaluateConfig(RecipeReader):
     eval: EvalOptionsConfig = field(default_factory=EvalOptionsConfig)
 
     command = "eval"
-    usual = (
-        "policy.model data.eval_path data.task rewards eval.sets eval.num_generations eval.temperature"
-        " rollout.max_completion_tokens policy.dtype run.seed"
-    )
     used = in_part(
         run=_SEED,
         policy=_MODEL,
@@ -300,13 +296,6 @@ class PlanConfig(TrainConfig):
     """Estimate the memory and time of a training run from its recipe, without loading weights."""
 
     plan: PlanOptionsConfig = field(default_factory=PlanOptionsConfig)
-
-    usual = (
-        "policy.model policy.dtype policy.micro_batch_tokens policy.gradient_checkpointing data.path"
-        " data.max_prompt_tokens rollout.prompts_per_step rollout.num_generations rollout.max_completion_tokens"
-        " engine.zero_stage engine.offload_optimizer lora.rank grpo.beta"
-    )
-    without_effect = frozenset({"run", "checkpoint", "log", "guard", "alarms"})
 
     @property
     def needs_weights(self) -> bool:
