@@ -33,7 +33,7 @@ RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "
 SETTINGS = [
     # Commands and options
     ("trian", "there is no command trian", "train, sft, reward, eval, plan, report"),
-    ("report", "usage: hybrid-grpo report RUN_FOLDER"),
+    ("report", "usage: hybrid-grpo report RUN_FOLDER [--text]"),
     ("report nomodel", "nomodel is not the folder of a run"),
     *[(f"report {name}", f"{name} has no metrics.jsonl with a step") for name in ("emptyrun", "binaryrun", "listrun")],
     ("train --local_rank=0", "--local_rank=0, which is not a setting: start it with --no_local_rank"),
