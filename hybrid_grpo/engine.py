@@ -11,6 +11,7 @@ No other module imports deepspeed. Three hazards decide how it is used here:
 """
 
 import contextlib
+import io
 import logging
 import os
 import sys
@@ -92,7 +93,7 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
         # DeepSpeed would compile it while the ranks meet.
         ShareMemCommBuilder().load(verbose=False)
     # DeepSpeed prints what it has built, and standard output is for results.
-    with meeting(), contextlib.redirect_stdout(sys.stderr):
+    with meeting(), contextlib.redirect_stdout(io.StringIO()):
         backend, timeout = accelerator.communication_backend_name(), timedelta(minutes=timeout_minutes)
         deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=timeout)
         if not on_cpu:
