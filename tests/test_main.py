@@ -1,5 +1,6 @@
 """The command line itself, as a process."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -7,6 +8,8 @@ import time
 
 import pytest
 from launching import make_task
+
+from hybrid_grpo import __main__ as program
 
 pytestmark = pytest.mark.process
 
@@ -32,3 +35,19 @@ def test_ctrl_c_at_any_moment_of_a_start_is_one_line_at_most(tmp_path):
             _, errors = process.communicate(timeout=60)
             assert "Traceback" not in errors and len(errors.splitlines()) <= 2, errors
             assert process.returncode in (0, 2, -signal.SIGINT, 128 + signal.SIGINT)
+
+
+@pytest.mark.parametrize(("is_terminal", "no_color", "off"), [(True, "", False), (True, "1", True), (False, "", True)])
+def test_libraries_draw_bars_on_a_terminal_with_colors_only(monkeypatch, is_terminal, no_color, off):
+    """`datasets` drew them in log files too, with a carriage return for every step."""
+    ended = []
+    monkeypatch.setattr(program, "main", lambda: 0)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["hybrid-grpo", "generate"])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("TQDM_DISABLE", "x")
+    monkeypatch.delenv("TQDM_DISABLE")
+    program.entry()
+    assert ended == [0] and ("TQDM_DISABLE" in os.environ) == off

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
-import sys
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
