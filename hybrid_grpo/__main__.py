@@ -96,6 +96,9 @@ def entry() -> NoReturn:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started the process
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # until the process ends
+    if os.environ.get("NO_COLOR") or not sys.stderr.isatty():
+        # The bars of libraries, such as those of `datasets`, draw with control characters in log files too.
+        os.environ.setdefault("TQDM_DISABLE", "1")
     if sys.argv[1:2] in (["train"], ["sft"], ["reward"], ["eval"], ["replay-step"]) and sys.platform == "linux":
         with suppress(UserError):
             adopt_rank()

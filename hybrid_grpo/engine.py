@@ -13,6 +13,7 @@ No other module imports deepspeed. Three hazards decide how it is used here:
 import contextlib
 import functools
 import gc
+import io
 import logging
 import os
 import sys
@@ -97,7 +98,8 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
     if on_cpu and __compatible_ops__.get(ShareMemCommBuilder.NAME):
         # DeepSpeed would compile it while the ranks meet.
         ShareMemCommBuilder().load(verbose=False)
-    with meeting():
+    # DeepSpeed prints what it has built, and standard output is for results.
+    with meeting(), contextlib.redirect_stdout(io.StringIO()):
         backend, timeout = accelerator.communication_backend_name(), timedelta(minutes=timeout_minutes)
         deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=timeout)
         if not on_cpu:

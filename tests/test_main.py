@@ -1,5 +1,6 @@
 """The command line itself, as a process."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -7,6 +8,8 @@ import time
 
 import pytest
 from launching import make_task
+
+from hybrid_grpo import __main__ as program
 
 pytestmark = pytest.mark.process
 
@@ -47,3 +50,19 @@ def test_a_step_is_made_without_what_takes_seconds_to_import(tmp_path):
     status, *modules = done.stdout.splitlines()[-1].split()
     slow = {"datasets", "peft", "torch._inductor.compile_fx", "torch.nn.attention.varlen", "wandb"}
     assert status == "0" and "torch" in modules and not slow & set(modules)
+
+
+@pytest.mark.parametrize(("is_terminal", "no_color", "off"), [(True, "", False), (True, "1", True), (False, "", True)])
+def test_libraries_draw_bars_on_a_terminal_with_colors_only(monkeypatch, is_terminal, no_color, off):
+    """`datasets` drew them in log files too, with a carriage return for every step."""
+    ended = []
+    monkeypatch.setattr(program, "main", lambda: 0)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["hybrid-grpo", "generate"])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("TQDM_DISABLE", "x")
+    monkeypatch.delenv("TQDM_DISABLE")
+    program.entry()
+    assert ended == [0] and ("TQDM_DISABLE" in os.environ) == off

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, logging
 
 from hybrid_grpo.data.tasks.puzzles import WORD_LENGTHS, letters
 
@@ -33,6 +33,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int, positions: int = 64) -> Qwen2ForCausalLM:
     """A model with random weights, for texts of at most `positions` tokens."""
+    logging.disable_progress_bar()  # one of a single file, also in logs
     torch.manual_seed(seed)
     return Qwen2ForCausalLM(
         Qwen2Config(

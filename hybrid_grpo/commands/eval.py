@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from hybrid_grpo.commands.run_argument import split_run
@@ -22,6 +21,7 @@ from hybrid_grpo.config import EvaluateConfig
 from hybrid_grpo.config.checks import check_eval
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.parsing import parse
+from hybrid_grpo.records.console import make_console
 from hybrid_grpo.records.files import json_lines
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def run(arguments: list[str]) -> None:
                     write({"model": measured.model, **line})
     one, *others = found
     # Outside a terminal, lines need not be short.
-    said, console = _facts(one), Console(stderr=True, width=None if sys.stderr.isatty() else 160)
+    said, console = _facts(one), make_console(stderr=True, width=None if sys.stderr.isatty() else 160)
     console.print(_table(one, said["intervals"]))
     for against in others:
         compared = _compared(one, against)

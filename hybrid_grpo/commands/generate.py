@@ -13,13 +13,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.progress import Progress
 
 from hybrid_grpo.commands.run_argument import options_of_run, split_run
 from hybrid_grpo.config import GenerateConfig
 from hybrid_grpo.config.checks import check_generate
 from hybrid_grpo.config.parsing import parse
+from hybrid_grpo.records.console import make_console
 from hybrid_grpo.records.files import json_lines, reader_may_leave
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[di
         print(f"data: {data}\nsampling: {sampling}", file=sys.stderr, flush=True)
 
     # Completions that are printed on the terminal show the progress themselves.
-    console = Console(stderr=True)
+    console = make_console(stderr=True)
     shown = rank == 0 and console.is_terminal and not (config.generate.output == "-" and sys.stdout.isatty())
     # With redirection, the lines on standard output would be printed through the console of the bar.
     bar = Progress(console=console, disable=not shown, redirect_stdout=False, redirect_stderr=False)

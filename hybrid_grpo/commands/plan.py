@@ -24,7 +24,8 @@ def run(arguments: list[str]) -> None:
     from hybrid_grpo.model.hardware import of_device, of_table
     from hybrid_grpo.model.ranks import rank
     from hybrid_grpo.run.feature import make_features
-    from hybrid_grpo.run.memory.plan import estimate, shortage
+    from hybrid_grpo.run.memory.plan import estimate
+    from hybrid_grpo.run.memory.shortage import shortage
 
     device = engine.start()
     inputs = read_inputs(config)

@@ -48,7 +48,7 @@ def reward(parsed: Parsed[RewardStageConfig]) -> Path:
     if source is not None:
         held_out, facts["held out"] = read_preferences(config.data, config.reward, tokenizer, source)
     texts = [text for pair in pairs + held_out for text in pair.texts]
-    check_lengths(model_config, max(map(len, texts)))
+    check_lengths(model_config, max(map(len, texts)), "reward.max_tokens", what="the longest text")
     check_prompt_ids(texts, model_config)
     rows = {"training rows": pairs}
     if source is not None:

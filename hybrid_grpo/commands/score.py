@@ -15,7 +15,6 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
@@ -23,6 +22,7 @@ from hybrid_grpo.config import ScoreConfig
 from hybrid_grpo.config.checks import check_score
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.parsing import leading_argument, parse
+from hybrid_grpo.records.console import make_console
 from hybrid_grpo.records.files import json_lines, reader_may_leave
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
     everything: list[Scores] = []
     before: list[Line] = []
     first_failures: dict[str, str] = {}
-    console = Console(stderr=True, highlight=False)
+    console = make_console(stderr=True, highlight=False)
     on_terminal = config.score.output == "-" and sys.stdout.isatty()
     shown, written = console.is_terminal and not on_terminal, 0
     with json_lines(config.score.output, "score.output") as write:

@@ -52,7 +52,8 @@ def _sft(parsed: Parsed[SftConfig], doing: Doing) -> Path:
         config.sft.batch_size > len(pairs),
         f"sft.batch_size {config.sft.batch_size} is more than the {len(pairs)} rows: lower it, or give more rows",
     )
-    check_lengths(model_config, max(len(pair.prompt.token_ids) + len(pair.completion_ids) for pair in pairs))
+    longest = max(len(pair.prompt.token_ids) + len(pair.completion_ids) for pair in pairs)
+    check_lengths(model_config, longest, "data.max_prompt_tokens + sft.max_completion_tokens")
     check_prompt_ids([pair.prompt.token_ids + pair.completion_ids for pair in pairs], model_config)
     features = make_features(config)
     facts = {"data": report, "attention": describe(config.policy, device)}

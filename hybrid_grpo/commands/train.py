@@ -45,7 +45,7 @@ def _train(parsed: Parsed[TrainConfig], plan: BatchPlan, doing: Doing) -> Path:
     from hybrid_grpo.generation.paged_attention import describe
     from hybrid_grpo.run.feature import make_features
     from hybrid_grpo.run.folder import say
-    from hybrid_grpo.run.memory.plan import shortage
+    from hybrid_grpo.run.memory.shortage import shortage
     from hybrid_grpo.run.training import TrainingRun
     from hybrid_grpo.watch.frozen import write_report
 

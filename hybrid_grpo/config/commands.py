@@ -158,7 +158,7 @@ class EvaluateConfig(RecipeReader):
     used = in_part(
         run=_SEED,
         policy=_MODEL,
-        data=all_but(DataConfig, "mixture limit completion_column shuffle"),
+        data=all_but(DataConfig, "mixture split limit completion_column shuffle"),
         rollout=all_but(
             RolloutConfig,
             "prompts_per_step num_generations temperature top_p top_k min_p repetition_penalty logit_bias logprobs"

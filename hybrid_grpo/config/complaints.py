@@ -12,6 +12,7 @@ from hybrid_grpo.config.composition import is_unused, setting_names
 from hybrid_grpo.config.errors import UserError, did_you_mean
 from hybrid_grpo.config.fields import LIMITS
 from hybrid_grpo.config.foreign_names import foreign_name
+from hybrid_grpo.config.train import TrainConfig
 from hybrid_grpo.config.types import bounds, example, fields_of, plain_types, type_name
 
 
@@ -44,8 +45,16 @@ def unknown_setting(name: str, cls: Any) -> str:
     same = [f"{alike[0]}.{last}"] if alike else same
     if same:
         return f"there is no setting {name}: did you mean {' or '.join(same)}?"
-    near = [known for known in names if known.startswith(f"{section}.")]
-    return f"there is no setting {name}: {did_you_mean(name, near or list(fields_of(cls)))}"
+    unused = foreign_name(name, setting_names(TrainConfig))
+    if unused is not None:
+        return f"there is no setting {name}: {unused}, which this command does not use"
+    # Without the section, whose name would make any two of its settings alike.
+    near = {known.rpartition(".")[2]: known for known in names if known.startswith(f"{section}.")}
+    close = get_close_matches(last, near, n=1, cutoff=0.5)
+    if near:
+        meant = f"did you mean {near[close[0]]}?" if close else f"known are {', '.join(near.values())}"
+        return f"there is no setting {name}: {meant}"
+    return f"there is no setting {name}: {did_you_mean(name, fields_of(cls))}"
 
 
 @dataclasses.dataclass(frozen=True)

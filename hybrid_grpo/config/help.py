@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from hybrid_grpo.config.commands import SftConfig
+from hybrid_grpo.config.commands import EvaluateConfig, PlanConfig, SftConfig
 from hybrid_grpo.config.composition import setting_names, settings_of
 from hybrid_grpo.config.errors import UserError, did_you_mean
 from hybrid_grpo.config.rewards import RewardConfig
@@ -19,6 +19,20 @@ _USUAL = """
     grpo.beta engine.zero_stage eval.every checkpoint.every_minutes log.wandb
 """
 """Settings that most people change first."""
+_USUAL_OF = {
+    EvaluateConfig: """
+        policy.model data.eval_path data.task rewards eval.sets eval.num_generations eval.temperature
+        rollout.max_completion_tokens policy.dtype run.seed
+    """,
+    PlanConfig: """
+        policy.model policy.dtype policy.micro_batch_tokens policy.gradient_checkpointing data.path
+        data.max_prompt_tokens rollout.prompts_per_step rollout.num_generations rollout.max_completion_tokens
+        engine.zero_stage engine.offload_optimizer lora.rank grpo.beta
+    """,
+}
+"""The same for commands that do not train."""
+_WITHOUT_EFFECT = {PlanConfig: {"run", "checkpoint", "log", "guard", "alarms"}}
+"""Sections that a command takes, as part of a recipe, without using them."""
 _OPTIONS = {
     "--config FILE": "YAML file of settings; later files and options override earlier ones",
     "--print_config": "print all settings as YAML, and exit",
@@ -37,13 +51,16 @@ def _overview(cls: Any, command: str) -> Iterator[str]:
     of_runs = {*setting_names(TrainConfig), *(() if cls is SftConfig else setting_names(SftConfig))}
     names = [name for name in setting_names(cls) if name not in of_runs]
     own = {f"--{name}": _brief(cls, name) for name in names}
-    usual = {f"--{name}": _brief(cls, name) for name in _USUAL.split() if name in setting_names(cls)}
+    shown = _USUAL_OF.get(cls, _USUAL).split()
+    usual = {f"--{name}": _brief(cls, name) for name in shown if name in setting_names(cls)}
     for title, lines in (("options", _OPTIONS | own), ("settings to know first", usual)):
-        yield f"{title}:"
-        yield from (f"  {name:33} {text}" for name, text in lines.items())
-        yield ""
+        if lines:
+            yield f"{title}:"
+            yield from (f"  {name:33} {text}" for name, text in lines.items())
+            yield ""
     yield "sections, each shown in full by --help SECTION:"
-    yield from (f"  {name:12} {_first_sentence(_meaning(cls, name))}" for name in fields_of(cls))
+    sections = [name for name in fields_of(cls) if name not in _WITHOUT_EFFECT.get(cls, ())]
+    yield from (f"  {name:12} {_first_sentence(_meaning(cls, name))}" for name in sections)
 
 
 def _section(cls: Any, section: str) -> Iterator[str]:

@@ -201,6 +201,13 @@ class RolloutConfig:
         answers = (self.max_turns - 1 if self.has_turns else 0) + bool(self.environment)
         return self.max_completion_tokens + answers * self.max_tool_tokens
 
+    @property
+    def lengths(self) -> str:
+        """The settings that limit the length of a prompt with its completion."""
+        return (
+            "rollout.max_total_tokens" if self.has_turns else "data.max_prompt_tokens + rollout.max_completion_tokens"
+        )
+
     def longest(self, prompt: int, *, opened: bool = False) -> int:
         """Return the maximum length of a completion with its prompt, which has `prompt` tokens. `opened`: the prompt
         contains the initial observation of its environment."""

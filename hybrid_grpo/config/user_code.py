@@ -43,12 +43,25 @@ def import_object(given: str, setting: str) -> Any:
     """Import the object that `path/to/file.py:name` or `package.module:name` names. Raises UserError if it does not
     exist or cannot be called; the message begins with `setting`."""
     place, colon, name = given.rpartition(":")
+    refuse_bare_file(given, setting, _is_callable)
     refuse(not colon, f"{setting}: give path/to/file.py:name or package.module:name")
     module = import_place(place, setting)
     found = getattr(module, name, None)
-    known = functions_of(module, lambda value: inspect.isfunction(value) or inspect.isclass(value))
-    refuse(not callable(found), f"{setting}: {place} has no function {name}: {did_you_mean(name, known)}")
+    known = did_you_mean(name, functions_of(module, _is_callable))
+    refuse(not callable(found), f"{setting}: {place} has no function {name}: {known}")
     return found
+
+
+def refuse_bare_file(given: str, setting: str, kinds: Callable[[Any], bool] = inspect.isfunction) -> None:
+    """Refuse a file without the name of a function or of an object that `kinds` accepts, and say which it has."""
+    if given.endswith(".py"):
+        names = functions_of(import_place(given, setting), kinds) or ["name"]
+        others = f", or {', '.join(names[1:])} in place of {names[0]}" if names[1:] else ""
+        raise UserError(f"{setting} is a file: name the function in it, {given}:{names[0]}{others}")
+
+
+def _is_callable(value: Any) -> bool:
+    return inspect.isfunction(value) or inspect.isclass(value)
 
 
 def functions_of(module: ModuleType, kinds: Callable[[Any], bool] = inspect.isfunction) -> list[str]:

@@ -18,6 +18,7 @@ from hybrid_grpo.config import DataConfig, MixtureConfig
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.held_out import HeldOut
 from hybrid_grpo.data.tasks import Row, make_rows, map_rows
+from hybrid_grpo.model import hub
 
 _JSONL = {".jsonl", ".json", ".ndjson"}
 _PARQUET_ROWS = 1000
@@ -145,8 +146,9 @@ def readable(source: Source) -> Iterator[None]:
         raise
     except ConnectionError as error:
         raise UserError(
-            f"{source.path_setting} {source.path}: there is no such file or folder here, and the hub cannot be"
-            f" reached ({one_line(error)}): check the network, or give a local file or folder"
+            f"{source.path_setting} {source.path}: there is no such file or folder here, and"
+            f" {hub.silence() or f'the hub cannot be reached ({one_line(error)}): check the network'}, or give a local"
+            " file or folder"
         ) from error
     except Exception as error:
         if not isinstance(error, (OSError, ValueError, RuntimeError, *datasets_errors())):
@@ -191,6 +193,7 @@ def open_source(source: Source) -> Mapping[str, Iterable[Row]]:
     import datasets
 
     if path is None:
+        hub.silence()
         return _named(datasets.load_dataset(source.path, source.subset, streaming=source.streaming))
     if is_saved:
         try:

@@ -33,14 +33,3 @@ def check_compatible(own: PolicyConfig, model_config: Any, policy: PolicyConfig,
         f"{setting} {own.model} and policy.model cannot read the same rows, since only one of them needs padding: set"
         " policy.attn_implementation to sdpa",
     )
-
-
-def check_positions(model: str, config: Any, longest: int) -> None:
-    """Refuse a model with fewer than `longest` positions, the number of tokens of the longest prompt with its
-    completion. The message begins with `model`."""
-    limit = getattr(config, "max_position_embeddings", None) or longest
-    refuse(
-        longest > limit,
-        f"{model} has {limit} positions, and the longest prompt with its completion is {longest} tokens: lower"
-        f" data.max_prompt_tokens or rollout.max_completion_tokens by {longest - limit}",
-    )

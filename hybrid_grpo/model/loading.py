@@ -20,6 +20,7 @@ from transformers.integrations import deepspeed as integration
 
 from hybrid_grpo.config import PolicyConfig, RolloutConfig
 from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.model import hub
 from hybrid_grpo.model.architectures import unsupported
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.ranks import all_gather_objects, rank
@@ -27,6 +28,7 @@ from hybrid_grpo.model.ranks import all_gather_objects, rank
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
 
+_NO_TOKENIZER = "has no tokenizer: save the model's tokenizer in the same folder (tokenizer.save_pretrained)"
 Start = Callable[[Any], None]
 """Initialises a weight, which may be sharded."""
 
@@ -38,10 +40,11 @@ def load_tokenizer(name: str, setting: str = "policy.model") -> Any:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # transformers raises anything for files that it did not write
         _refuse_custom_code(error, name, setting)
+        absent = "instantiate the backend tokenizer" in str(error)  # with a list of what it tried
+        refuse(absent, f"{setting} {name} {_NO_TOKENIZER}")
         raise UserError(f"{setting} {name}: its tokenizer does not load: {_why(error, name)}") from error
-    # For a folder without tokenizer files transformers makes a tokenizer that has special tokens only.
-    if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise UserError(f"{setting} {name} has no tokenizer: save the model's tokenizer in the same folder")
+    # For some architectures, transformers makes a tokenizer that has special tokens only.
+    refuse(len(tokenizer) <= len(tokenizer.all_special_ids), f"{setting} {name} {_NO_TOKENIZER}")
     return tokenizer
 
 
@@ -57,22 +60,27 @@ def load_config(name: str, setting: str = "policy.model") -> Any:
 
 
 def _refuse_absent(name: str, setting: str) -> None:
-    """Refuse the path of a folder that does not exist, for which the hub would be asked again and again."""
+    """Refuse the path of a folder that does not exist. For another name that is none, find out if the hub answers."""
     path = Path(name)
     is_path = path.is_absolute() or name.startswith(".") or name.count("/") > 1
     refuse(is_path and not path.exists(), f"{setting} {name}: there is no such folder: check the path")
+    if not path.exists():
+        hub.silence()
 
 
 def _why(error: Exception, name: str) -> str:
-    absent = "" if Path(name).exists() else "there is no such folder here, and from the hub: "
-    return absent + first_line(error)
+    if Path(name).exists():
+        return first_line(error)
+    if silence := hub.silence():
+        return f"there is no such folder here, nor all of it in the hub's cache, and {silence}, or give a local folder"
+    return f"there is no such folder here, and from the hub: {first_line(error)}"
 
 
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message (two if it ends in a colon), or the error's type if it has none."""
     text = f"KeyError: {error}" if isinstance(error, KeyError) else str(error).strip()
     lines = text.splitlines() or [type(error).__name__]
-    return " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])[:500]
+    return " ".join(line.strip() for line in lines[: 1 + lines[0].rstrip().endswith(":")])[:500]
 
 
 def _refuse_custom_code(error: Exception, name: str, setting: str) -> None:
@@ -83,14 +91,19 @@ def _refuse_custom_code(error: Exception, name: str, setting: str) -> None:
         ) from error
 
 
-def check_lengths(config: Any, longest: int) -> None:
-    """Raise UserError if sequences of `longest` tokens exceed the model's `max_position_embeddings`."""
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and longest > limit:
-        raise UserError(
-            f"the longest prompt plus max_completion_tokens is {longest} tokens and policy.model has {limit} positions:"
-            f" lower data.max_prompt_tokens or max_completion_tokens by {longest - limit}"
-        )
+def check_lengths(
+    config: Any,
+    longest: int,
+    lengths: str = "data.max_prompt_tokens + rollout.max_completion_tokens",
+    model: str = "policy.model",
+    what: str = "the longest prompt with its completion",
+) -> None:
+    """Raise UserError if `longest` tokens, the length of `what`, exceed the `max_position_embeddings` of the model's
+    configuration. `lengths` are the settings that add up to this length; the message begins with `model`."""
+    limit = getattr(config, "max_position_embeddings", None) or longest
+    refuse(
+        longest > limit, f"{model} has {limit} positions, and {what} is {longest} tokens: limit {lengths} to {limit}"
+    )
 
 
 def check_token_ids(rollout: RolloutConfig, config: Any) -> None:
@@ -207,7 +220,7 @@ def load_weights(
         safe = {"ignore_mismatched_sizes": True, "trust_remote_code": False, "weights_only": True}
         model, loaded = auto.from_pretrained(name, config=config, output_loading_info=True, **safe, **options)
     except (OSError, ValueError, KeyError, ImportError, SafetensorError, UnpicklingError) as error:
-        raise UserError(f"{setting} {name} does not load: {first_line(error)}") from error
+        raise UserError(f"{setting} {name} does not load: {_why(error, name)}") from error
     fresh = fresh or {}
     for weight in fresh.keys() & set(loaded["missing_keys"]):
         fresh[weight](model.get_parameter(weight))

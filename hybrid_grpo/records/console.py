@@ -40,6 +40,16 @@ _NUMBERS = (
 `held out` is the accuracy on the first held-out set, in steps that measured it."""
 
 
+def is_plain() -> bool:
+    """Whether a terminal is to receive no control characters."""
+    return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+
+
+def make_console(**options: Any) -> Console:
+    """Return a console of rich, without bold type and bars if the terminal is plain."""
+    return Console(force_terminal=False if is_plain() else None, **options)
+
+
 class Display(Protocol):
     """Shows the metrics of steps."""
 
@@ -96,15 +106,17 @@ class Progressing:
 
 
 class ConsoleSink:
-    """Shows a progress bar with one live line of metrics, or, without a terminal, about 200 plain lines at most."""
+    """Shows a progress bar with one live line of metrics, or, without a terminal or with NO_COLOR set, about 200 plain
+    lines at most."""
 
     def __init__(self, steps: int, done: int = -1, stream: TextIO | None = None) -> None:
         self._stream, self._progress = stream or sys.stdout, Progressing(steps, done)
         self._live: Live | None = None
-        if self._stream.isatty() and os.environ.get("TERM") != "dumb":
+        if self._stream.isatty() and not is_plain():
             self._bar = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn())
             self._task = self._bar.add_task("", total=steps, completed=max(done, 0))
-            self._live = Live(self._bar, console=Console(file=self._stream, force_terminal=True))
+            # Lines that others print above the bar are not wrapped: they may be a command to copy.
+            self._live = Live(self._bar, console=Console(file=self._stream, force_terminal=True, soft_wrap=True))
             self._live.start()
 
     def write(self, step: int, values: dict[str, float]) -> None:

@@ -34,7 +34,7 @@ from typing import Any, Literal
 
 from hybrid_grpo.config import RewardConfig, reward_name
 from hybrid_grpo.config.errors import UserError, did_you_mean
-from hybrid_grpo.config.user_code import describe, functions_of, import_place
+from hybrid_grpo.config.user_code import describe, functions_of, import_place, refuse_bare_file
 from hybrid_grpo.rewards.rules import completion_texts
 from hybrid_grpo.workers.calls import Call, Failure, Inputs, Interface, Reply, failed
 from hybrid_grpo.workers.messages import LONGEST_TRACEBACK, finite, stored
@@ -77,6 +77,10 @@ CONTEXT = ("trainer_state", "log_extra", "log_metric")
 """Additional arguments that TRL passes to functions whose signature names them."""
 
 _LARGEST = 1e15  # gradients computed from a reward of this size, and their squares, are finite in float32
+_CHATS = (
+    "The prompts are chats, so `completions` holds lists of messages, as in TRL: the text of one is"
+    ' completion[-1]["content"]\n'
+)
 _EXPECTED = f"a finite number (at most {_LARGEST:g} in size)"
 
 TextStep = tuple[str, float]
@@ -127,6 +131,8 @@ class RewardFunction:
 
     def _raised(self, error: BaseException, call: Call) -> Reply:
         trace = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
+        chats = any(isinstance(completion, list) for completion in call.inputs.get("completions", ()))
+        trace += _CHATS if chats and isinstance(error, AttributeError | TypeError) else ""
         failure = Failure("raised", f"raised {describe(error, self.file)}", trace)
         return failed(failure, len(call.expected), spent=isinstance(error, MemoryError))
 
@@ -310,6 +316,7 @@ def _find(spec: str, setting: str) -> Callable[..., Any]:
     """Return the function that a configuration names by `spec`; error messages begin with `setting`."""
     place, colon, attribute = spec.rpartition(":")
     if not colon:
+        refuse_bare_file(spec, setting)
         if spec not in BUILTINS:
             raise UserError(
                 f"{setting} is not a built-in: {did_you_mean(spec, BUILTINS)}; one of your own is given as"

@@ -10,6 +10,8 @@ from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
+
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.secrets import masked_text
 from hybrid_grpo.model.ranks import from_first_rank, rank, world_size
@@ -115,6 +117,7 @@ def _provenance() -> dict[str, str]:
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": ", ".join([f"python {platform.python_version()}", *(f"{p} {version(p)}" for p in _PACKAGES)]),
         "git commit": _git_commit(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {os.cpu_count()} cores",
         "ranks": str(world_size()),
     }
 

@@ -92,4 +92,4 @@ class Sampler:
             f"rollout.max_total_tokens {total} leaves no tokens to sample after a prompt of {opened}: raise it, or"
             " lower data.max_prompt_tokens below it",
         )
-        check_lengths(self.model_config, rollout.longest(longest))
+        check_lengths(self.model_config, rollout.longest(longest), rollout.lengths)

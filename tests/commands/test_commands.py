@@ -277,7 +277,7 @@ def test_both_stages_train_the_same_model(runs: Runs) -> None:
 
 def test_eval_of_the_exported_model_repeats_the_last_evaluation(runs: Runs) -> None:
     assert runs.evaluation.status == 0, runs.evaluation.err
-    said = json.loads(runs.evaluation.out.strip().splitlines()[-1])
+    said = json.loads(runs.evaluation.out)
     assert Path(said["model"]).parts[-1] == "model" and f"model: {said['model']}" in runs.evaluation.err
     last = rows_of(runs.whole[0])[4]
     for name in ("accuracy", "length_mean", "clipped_frac"):

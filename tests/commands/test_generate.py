@@ -241,7 +241,11 @@ def test_a_reader_who_has_had_enough_ends_it_quietly() -> None:
             "abcd=",
             "all 1 prompts of standard input are longer",
         ),
-        (["--rollout.max_completion_tokens=62"], "ab=", "is 65 tokens and policy.model has 64 positions"),
+        (
+            ["--rollout.max_completion_tokens=62"],
+            "ab=",
+            "completion is 65 tokens: limit data.max_prompt_tokens + rollout.max_completion_tokens to 64",
+        ),
         (["--rollout.stop_ids=[99]"], "a=", "rollout.stop_ids 99 is not a token of policy.model"),
         (["--rollout.logit_bias={99: 1.0}"], "a=", "rollout.logit_bias 99 is not a token of policy.model"),
         (["--generate.output=model"], "a=", "generate.output model is a folder"),

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,6 +123,24 @@ def test_a_pipe_and_a_file(there: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert main(["score", "-", *rewards("longest"), "--data.prompt_column=q", "--score.output=out.jsonl"]) == 0
     assert capsys.readouterr().out == ""
     assert [row["reward"] for row in lines((there / "out.jsonl").read_text())] == [1.0, 1.0]
+
+
+def test_a_terminal_shows_20_lines_and_a_file_all(
+    there: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run's 2,560 completions had passed by, and the table with them."""
+    write("many.jsonl", [{"prompt": "", "completion": "ab", "answer": "ab"}] * 23)
+    command = ["score", "many.jsonl", *rewards(":exact_match")]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(command) == 0
+    out, err = capsys.readouterr()
+    assert [row["id"] for row in lines(out)] == list(range(20))
+    assert "3 more lines are not shown: set score.output, or use a pipe" in err and summary(err)["scored"] == ["23"]
+    assert main([*command, "--score.output=all.jsonl"]) == 0
+    assert len(lines((there / "all.jsonl").read_text())) == 23 and "not shown" not in capsys.readouterr().err
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
+    assert main(command) == 0
+    assert len(lines(capsys.readouterr().out)) == 23
 
 
 def test_chats(there: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,7 @@ RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "
 SETTINGS = [
     # Commands and options
     ("trian", "there is no command trian", "train, sft, reward, eval, plan, report"),
-    ("report", "usage: hybrid-grpo report RUN_FOLDER"),
+    ("report", "usage: hybrid-grpo report RUN_FOLDER [--text]"),
     ("report nomodel", "nomodel is not the folder of a run"),
     *[(f"report {name}", f"{name} has no metrics.jsonl with a step") for name in ("emptyrun", "binaryrun", "listrun")],
     ("train --local_rank=0", "--local_rank=0, which is not a setting: start it with --no_local_rank"),
@@ -191,6 +191,10 @@ LOADED = [
     ("--data.path=blank.jsonl", "data.path blank.jsonl", "no rows"),
     ("--data.path=noprompt.jsonl", "data.prompt_column prompt", "question"),
     ("sft --config sft.yaml --data.path=train.jsonl", "data.completion_column completion", "has no such column"),
+    (
+        "sft --config sft.yaml --data.path=train.jsonl --data.completion_column=answer --sft.batch_size=1000",
+        "sft.batch_size 1000 is more than the", "rows: lower it, or give more rows",
+    ),
     ("--data.path=binary.jsonl", "data.path binary.jsonl line 1 is not JSON ('utf-8' codec"),
     ("--data.path=binary.parquet", "data.path binary.parquet cannot be read"),
     ("--data.path=data.txt", "data.path data.txt is neither JSONL nor parquet"),
@@ -204,7 +208,7 @@ LOADED = [
     ("--data.subset=x", "data.subset x: data.path train.jsonl has no subsets"),
     ("--data.max_prompt_tokens=2", "data.max_prompt_tokens 2: all 12 prompts"),
     ("--rollout.prompts_per_step=16", "rollout.prompts_per_step 16", "12 prompts", "12 or lower"),
-    ("--rollout.max_completion_tokens=64", "70 tokens", "64 positions", "max_completion_tokens by 6"),
+    ("--rollout.max_completion_tokens=64", "70 tokens", "64 positions", "max_completion_tokens to 64"),
     ("--rollout.max_total_tokens=1", "max_total_tokens 1 leaves no tokens to sample after a prompt", "raise it"),
     ("--rollout.stop_ids=[999]", "rollout.stop_ids 999", "end at 28"),
     ("--rollout.tools='[\"calculator\"]'", "rollout.tools are called in chats", "a chat template that knows tools"),

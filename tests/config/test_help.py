@@ -12,6 +12,7 @@ from hybrid_grpo.config import (
     ChatConfig,
     EvaluateConfig,
     GenerateConfig,
+    PlanConfig,
     PublishConfig,
     RewardStageConfig,
     ServeRewardConfig,
@@ -67,6 +68,24 @@ def test_a_section_with_settings_of_a_command_s_own_explains_all_of_them(capsys:
         assert "".join(documented[name].split()) in text
     overview = help_of(EvaluateConfig, capsys)
     assert overview.index("--eval.against") < overview.index("settings to know first")
+
+
+def usual_of(cls: Any, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    overview = help_of(cls, capsys).partition("settings to know first:\n")[2].partition("\n\n")[0]
+    return [line.split()[0].removeprefix("--") for line in overview.splitlines()]
+
+
+def test_help_names_what_has_an_effect_on_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """`plan` named the learning rate and wandb, `eval` the training data, and `publish` nothing under a heading."""
+    usual = {*usual_of(PlanConfig, capsys)}
+    assert {"engine.offload_optimizer", "policy.gradient_checkpointing", "rollout.num_generations"} < usual
+    assert {"policy.lr", "run.name", "log.wandb", "grpo.loss_type"}.isdisjoint(usual)
+    assert "\n  log " not in help_of(PlanConfig, capsys) and "\n  engine " in help_of(PlanConfig, capsys)
+    usual = {*usual_of(EvaluateConfig, capsys)}
+    assert {"data.eval_path", "eval.sets"} < usual and {"data.path", "data.split"}.isdisjoint(usual)
+    assert "settings to know first" not in help_of(PublishConfig, capsys)
+    with pytest.raises(UserError, match=r"^data\.split is a setting of training, which eval does not use"):
+        parse(EvaluateConfig, ["--data.split", "test"], "eval")
 
 
 def test_help_says_bounds_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:

@@ -174,14 +174,6 @@ def test_a_subset_is_honoured_or_refused(tmp_path):
     assert read_rows(Source(folder, subset="main")) == [{"prompt": "t", "answer": 9}]
 
 
-def test_a_hub_that_cannot_be_reached_is_said_so(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        UserError, match=r"^data.path some/rows: there is no such file .* hub cannot be reached .*local"
-    ):
-        read_rows(Source("some/rows", subset="main"))
-
-
 def test_sources_take_their_own_split_and_limit():
     config = DataConfig(path="a", subset="main", split="tr", limit=4, eval_limit=2)
     assert training_source(config) == Source("a", "tr", "main", 4)

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tiny_models import ARCHITECTURES, STATEFUL, tiny_config
@@ -5,7 +7,8 @@ from transformers import AutoConfig, Gemma3Config, Gemma3ForConditionalGeneratio
 
 from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.model import loading
+from hybrid_grpo.data.sources import Source, read_rows
+from hybrid_grpo.model import hub, loading
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.files import check_files
 from hybrid_grpo.model.loading import load_model, training_attention
@@ -73,6 +76,7 @@ def test_a_path_that_is_not_there_is_refused_without_asking_the_hub(name, monkey
 def test_a_hub_name_whose_owner_is_a_folder_here_is_no_path(tmp_path, monkeypatch):
     (tmp_path / "Qwen").mkdir()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub, "silence", lambda: "")
     monkeypatch.setattr(loading.AutoConfig, "from_pretrained", lambda name, **_: f"asked for {name}")
     assert loading.load_config("Qwen/Qwen3-0.6B") == "asked for Qwen/Qwen3-0.6B"
 
@@ -83,3 +87,66 @@ def test_a_plan_needs_no_weights(tmp_path):
     check_files(str(tmp_path), config, needed=False)
     with pytest.raises(UserError, match="has no weights"):
         check_files(str(tmp_path), config)
+
+
+@pytest.fixture
+def answering(monkeypatch):
+    """Sets what the hub does when it is asked; returns what it was asked."""
+    asked = []
+
+    def set_answer(error):
+        def head(*arguments, **_):
+            asked.append(arguments)
+            if error is not None:
+                raise error
+
+        monkeypatch.setattr(hub, "get_session", lambda: SimpleNamespace(head=head))
+        return asked
+
+    for module in ("huggingface_hub.constants", "datasets.config"):
+        monkeypatch.setattr(f"{module}.HF_HUB_OFFLINE", False)
+    hub.silence.cache_clear()
+    yield set_answer
+    hub.silence.cache_clear()
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(answering, monkeypatch, capfd):
+    """It had been asked for half a minute, in twelve lines, for a model, and again for a data set."""
+    asked = answering(ConnectionError("Name or service not known"))
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("waited"))
+    silent = r"and the hub does not answer \(https://.*\): check the network or HF_ENDPOINT, or give a local f"
+    for load in (loading.load_config, loading.load_tokenizer):
+        with pytest.raises(UserError, match=rf"^policy.model Qwen/Nothing.*: there is no such folder.* {silent}"):
+            load("Qwen/Nothing")
+    with pytest.raises(UserError, match=rf"^data.path some/rows: there is no such file .* {silent}"):
+        read_rows(Source("some/rows"))
+    assert len(asked) == 1 and capfd.readouterr().err == ""
+
+
+def test_a_hub_that_must_not_be_asked_is_not(answering, monkeypatch):
+    asked = answering(None)
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    says = "and HF_HUB_OFFLINE is set: unset it, or give a local f"
+    with pytest.raises(UserError, match=f"^policy.model some/model.* {says}"):
+        loading.load_config("some/model")
+    with pytest.raises(UserError, match=f"^data.path some/rows.* {says}"):
+        read_rows(Source("some/rows", subset="main"))
+    assert not asked
+
+
+def test_a_hub_that_answers_is_not_left(answering):
+    class ReadTimeout(Exception):
+        pass
+
+    for error in (None, ReadTimeout()):
+        hub.silence.cache_clear()
+        answering(error)
+        assert hub.silence() == "" and not hub.constants.is_offline_mode()
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "llama", "gpt2"])
+def test_a_folder_without_a_tokenizer_is_told_so_in_one_line(architecture, tmp_path):
+    tiny_config(architecture).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"has no tokenizer: save the model's tokenizer in the same folder \(.*\)$"):
+        loading.load_tokenizer(str(tmp_path))

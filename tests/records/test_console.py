@@ -1,8 +1,11 @@
 import io
 import math
 import re
+import sys
 
-from hybrid_grpo.records.console import ConsoleSink, NotebookSink
+from rich.table import Table
+
+from hybrid_grpo.records.console import ConsoleSink, NotebookSink, make_console
 
 
 class Terminal(io.StringIO):
@@ -63,6 +66,29 @@ def test_console_on_a_terminal_shows_progress_and_numbers(monkeypatch):
     sink.write(3, {"reward/mean": 0.125})
     sink.close()
     assert "3/4" in stream.getvalue() and "reward 0.125" in stream.getvalue()
+
+
+def test_a_plain_terminal_gets_no_control_characters(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    for variable, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, value)
+            stream = Terminal()
+            ConsoleSink(4, stream=stream).write(3, {"reward/mean": 0.125})
+            make_console(file=stream).print(Table("bold", title="title"))
+            assert stream.getvalue().startswith("step 3/4  reward 0.125") and "\x1b" not in stream.getvalue()
+
+
+def test_a_line_printed_beside_the_live_line_stands_above_it_in_one_piece(monkeypatch):
+    """It may be a command to copy, such as wandb's."""
+    monkeypatch.setenv("TERM", "xterm")
+    stream, command = Terminal(), "wandb sync /" + "folder/" * 30
+    monkeypatch.setattr(sys, "stdout", stream)
+    sink = ConsoleSink(4)
+    sink.write(1, {"reward/mean": 0.125})
+    print(command)
+    sink.close()
+    assert f"{command}\n" in stream.getvalue()
 
 
 def test_a_notebook_shows_a_bar_and_curves_and_the_last_step():

@@ -109,7 +109,7 @@ def test_a_module_of_a_package() -> None:
 
 def test_no_such_builtin() -> None:
     assert "exact_mach is not a built-in: did you mean exact_match?" in refusal("exact_mach")
-    assert "path/to/file.py:function" in refusal("rules.py")
+    assert "path/to/file.py:function" in refusal("rules")
     assert "known are exact_match, numeric_answer" in refusal("zzz")
 
 
@@ -117,6 +117,11 @@ def test_no_such_file_or_module(tmp_path: Path) -> None:
     assert f"there is no file {tmp_path / 'absent.py'}" in refusal(f"{tmp_path}/absent.py:f")
     assert "there is no module absent_package: install it" in refusal("absent_package.rules:f")
     assert "there is no module hybrid_grpo.absent" in refusal("hybrid_grpo.absent:f")
+
+
+def test_a_file_without_a_function_s_name(rules: Path) -> None:
+    wanted = f"name the function in it, {rules}:bonus, or strict in place of bonus"
+    assert refusal(str(rules)) == f"rewards[1].function {rules} is a file: {wanted}"
 
 
 def test_no_such_function(rules: Path) -> None:

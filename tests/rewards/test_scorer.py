@@ -180,6 +180,27 @@ def test_a_function_that_raises_leaves_the_row_at_fault_without_a_reward(capfd, 
     assert lines[1] == "Traceback (most recent call last):" and "ZeroDivisionError: " in "".join(lines[-2:])
 
 
+def test_a_function_of_texts_that_gets_chats_is_told_so_once(capfd) -> None:
+    """All completions failed, and the message was of a list without `strip`."""
+
+    def strips(completions):
+        return [float(completion.strip() == "1") for completion in completions]
+
+    def divides(completions):
+        return [1 / 0]
+
+    def last_message(completions):
+        return [completion[-1]["content"] == "1" for completion in completions]
+
+    scorer = rewards(strips, divides)
+    for _ in range(2):
+        assert statuses(scorer.score(*rows("1", "2", chat=True)), "strips") == ["failed"] * 2
+    errors = capfd.readouterr().err
+    assert errors.count('the text of one is completion[-1]["content"]') == 1
+    rewards(last_message).score(*rows("1"))
+    assert "TypeError" in (errors := capfd.readouterr().err) and "chats" not in errors
+
+
 def test_a_batch_that_fails_though_no_row_of_it_does() -> None:
     def all_alike(completions):
         assert len(set(completions)) == 1, "they differ"

@@ -1,5 +1,6 @@
 """What a run says about itself before it loads a model."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -50,5 +51,5 @@ TOOLS = {"tools": ["calculator"], "max_turns": 3, "max_tool_tokens": 8}
 def test_positions_are_those_of_the_longest_sequence(settings, longest):
     rollout = RolloutConfig(max_completion_tokens=20, **settings)
     Sampler(rollout, SimpleNamespace(max_position_embeddings=longest), None, ()).check_room(10)
-    with pytest.raises(UserError, match=f"is {longest} tokens and policy.model has {longest - 1} positions"):
+    with pytest.raises(UserError, match=f"is {longest} tokens: limit {re.escape(rollout.lengths)} to {longest - 1}$"):
         Sampler(rollout, SimpleNamespace(max_position_embeddings=longest - 1), None, ()).check_room(10)

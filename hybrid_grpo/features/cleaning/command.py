@@ -20,6 +20,7 @@ from hybrid_grpo.config.fields import SECTION
 from hybrid_grpo.config.model import PolicyConfig
 from hybrid_grpo.config.parsing import parse
 from hybrid_grpo.features.cleaning.settings import CleanConfig
+from hybrid_grpo.records.console import make_console
 from hybrid_grpo.records.files import json_lines, reader_may_leave
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def run(arguments: list[str]) -> None:
                 with json_lines(file, f"clean.{name}") as write:
                     for line in lines:
                         write(line)
-        _print(report, options, Console(stderr="-" in (options.output, options.report), highlight=False))
+        _print(report, options, make_console(stderr="-" in (options.output, options.report), highlight=False))
 
 
 def _check_place(config: CheckDataConfig) -> None:

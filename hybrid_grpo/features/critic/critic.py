@@ -12,7 +12,8 @@ from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.data.batch import MicroBatch, Numbers, TrainBatch
 from hybrid_grpo.features.critic.gae import ValueTargets, critic_advantages, value_loss
 from hybrid_grpo.features.critic.settings import CriticConfig
-from hybrid_grpo.model.compatibility import check_compatible, check_positions
+from hybrid_grpo.model.compatibility import check_compatible
+from hybrid_grpo.model.loading import check_lengths
 from hybrid_grpo.model.scalar_model import check_scalar
 from hybrid_grpo.policy import Policy, Scorer
 from hybrid_grpo.run.feature import Feature, Scored
@@ -131,7 +132,8 @@ def check_critic(config: TrainConfig, inputs: RunInputs) -> None:
     if settings.model is None:
         return
     check_compatible(policy, model_config, config.policy, inputs.tokenizer, "critic")
-    check_positions(f"{setting} {policy.model}", model_config, config.rollout.longest(inputs.longest_prompt))
+    longest = config.rollout.longest(inputs.longest_prompt)
+    check_lengths(model_config, longest, config.rollout.lengths, f"{setting} {policy.model}")
 
 
 def _setting(config: TrainConfig) -> str:

@@ -16,9 +16,8 @@ from hybrid_grpo.features.guests.settings import GuestConfig
 from hybrid_grpo.generation import Request, stream_key
 from hybrid_grpo.generation.rollout import attention_of, complete, sampling_of
 from hybrid_grpo.model.architectures import check_architecture
-from hybrid_grpo.model.compatibility import check_positions
 from hybrid_grpo.model.files import check_files
-from hybrid_grpo.model.loading import load_config, load_model, load_tokenizer, stop_ids
+from hybrid_grpo.model.loading import check_lengths, load_config, load_model, load_tokenizer, stop_ids
 
 _SMALLEST_LOGP, _LARGEST_LOGP = -1e9, 1e-3
 """Bounds in nats. Log-probabilities computed in half precision may be above 0 because of rounding."""
@@ -105,7 +104,7 @@ class GuestModel:
             f" policy.model: set rollout.stop_ids to {others}",
         )
         longest = max(len(prompt.token_ids) for prompt in learner.prompts) + rollout.max_completion_tokens
-        check_positions(start, config, longest)
+        check_lengths(config, longest, model=start)
         highest = max(
             *(max(prompt.token_ids) for prompt in learner.prompts), *learner.ends, *map(int, rollout.logit_bias), 0
         )

@@ -23,7 +23,7 @@ from hybrid_grpo.features.teacher.divergence import NextTokens, most_likely, rev
 from hybrid_grpo.features.teacher.settings import TeacherConfig
 from hybrid_grpo.model.architectures import undecodable
 from hybrid_grpo.model.compatibility import check_compatible
-from hybrid_grpo.model.loading import check_prompt_ids, load_config, load_model, training_attention
+from hybrid_grpo.model.loading import check_lengths, check_prompt_ids, load_config, load_model, training_attention
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.upload import upload
 from hybrid_grpo.policy import Policy
@@ -132,15 +132,12 @@ def check_teacher(config: TrainConfig, inputs: RunInputs) -> None:
     )
     read = list(map(_reader(config, inputs), inputs.prompts))
     check_prompt_ids(read, model_config)
-    limit, column = getattr(model_config, "max_position_embeddings", None), settings.prompt_column
-    what = "the longest prompt" if column is None else f"the longest text of {column}"
-    rollout, own = config.rollout, inputs.longest_prompt
-    longest = rollout.longest(own) if column is None else max(map(len, read)) + rollout.max_read_tokens
-    refuse(
-        limit is not None and longest > limit,
-        f"{setting} {policy.model} has {limit} positions, and {what} with its completion is {longest} tokens for the"
-        f" teacher: lower rollout.max_completion_tokens by {longest - (limit or 0)}, or shorten the prompts",
-    )
+    rollout, column, longest = config.rollout, settings.prompt_column, config.rollout.longest(inputs.longest_prompt)
+    lengths, what = rollout.lengths, "the longest prompt"
+    if column is not None:
+        longest = max(map(len, read)) + rollout.max_read_tokens
+        lengths, what = f"the texts of {column} + rollout.max_completion_tokens", f"the longest text of {column}"
+    check_lengths(model_config, longest, lengths, f"{setting} {policy.model}", f"{what} with its completion")
 
 
 def _check_model(config: TrainConfig, model_config: Any, tokenizer: Any) -> None:

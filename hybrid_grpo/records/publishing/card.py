@@ -33,7 +33,7 @@ _STAGES: dict[str, tuple[str, str, Any]] = {
     "reward": ("reward", "training a reward model on pairs of answers", RewardStageConfig),
 }
 """Command, method and configuration class of each stage, by the section of settings that only this stage has."""
-_ACCURACY = re.compile(r"eval/[^/]+/(accuracy|(pass|maj)@\d+)|reward_model/heldout_accuracy")
+ACCURACY = re.compile(r"eval/[^/]+/(accuracy|(pass|maj)@\d+)|reward_model/heldout_accuracy")
 _MEASURED = re.compile(r"eval/[^/]+/(?!stderr)[^/]+|reward_model/heldout_\w+")
 _OF_THE_PLACE = {"checkpoint": None, "log": None, "run": ("name", "dir", "resume"), "policy": ("model",)}
 """Settings that do not affect what is learned, by section; None means the whole section."""
@@ -218,7 +218,7 @@ def write_card(path: Path, run: TrainedRun, evaluation: Evaluation, name: str, l
         facts=run.facts,
         data={name: fact for name, fact in run.facts.items() if name == "data" or name.startswith("held out")},
         mixture=publishable(run.settings.get("data", {}).get("mixture") or []),
-        changed=_as_yaml(publishable(_differing(run.settings, to_dict(cls())))),
+        changed=_as_yaml(publishable(differing(run.settings, to_dict(cls())))),
         ranks=int(run.facts.get("ranks", "1")),
     )
     path.write_text(f"{card}\n", encoding="utf-8")
@@ -258,7 +258,7 @@ def _row(number: Measurement) -> list[str]:
 
 def _evaluations(run: TrainedRun) -> tuple[list[str], list[list[str]]]:
     """Return the names of the accuracies, and a table row for each of at most `_MOST_ROWS` steps that measured any."""
-    names = list(dict.fromkeys(name for line in run.lines for name in line if _ACCURACY.fullmatch(name)))
+    names = list(dict.fromkeys(name for line in run.lines for name in line if ACCURACY.fullmatch(name)))
     lines = [line for line in run.lines if any(line.get(name) is not None for name in names)]
     if len(lines) > _MOST_ROWS:
         last = len(lines) - 1
@@ -272,14 +272,14 @@ def _results(run: TrainedRun, numbers: list[Measurement]) -> list[EvalResult]:
     task = "text-classification" if run.stage[0] == "reward" else "text-generation"
     results = []
     for number in numbers:
-        if _ACCURACY.fullmatch(number.name) and math.isfinite(number.value):
+        if ACCURACY.fullmatch(number.name) and math.isfinite(number.value):
             held_out, _, metric = number.name.removeprefix("eval/").removeprefix("reward_model/").rpartition("/")
             held_out, metric = held_out or "heldout", metric.removeprefix("heldout_")
             results.append(EvalResult(task, run.source_of(held_out), held_out, metric, number.value))
     return results
 
 
-def _differing(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def differing(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that differ from the defaults, by section, without those in `_OF_THE_PLACE`."""
     changed: dict[str, Any] = {}
     for section, values in settings.items():

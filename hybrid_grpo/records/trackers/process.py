@@ -68,16 +68,26 @@ class TrackerProcess:
                 # It starts while the ranks make the first steps.
                 ["nice", "-n", "10", sys.executable, "-m", "hybrid_grpo.records.trackers.follower", str(file.fileno())],
                 stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
                 env={**os.environ, "PYTHONPATH": path},
                 pass_fds=[file.fileno()],
                 start_new_session=True,
             )
-        assert self._process.stdin is not None
-        self._input = self._process.stdin
+        assert self._process.stdin and self._process.stdout and self._process.stderr
+        self._input, self._output, self._errors = self._process.stdin, self._process.stdout, self._process.stderr
+        for pipe in (self._output, self._errors):
+            os.set_blocking(pipe.fileno(), False)
 
     def look(self) -> None:
-        """Warn once if the process has ended without reporting why."""
+        """Print what the process says, and warn once if it has ended without reporting why."""
         status = self._process.poll()
+        # This process prints it: only it knows of the live line that is on the terminal.
+        for pipe, stream in ((self._output, sys.stdout), (self._errors, sys.stderr)):
+            if said := pipe.read():
+                with suppress(OSError):
+                    print(said.decode(errors="replace"), end="", file=stream, flush=True)
         if status not in (None, 0, FAILED) and not self._warned:
             self._warned = True
             self._warn(f"is off for the rest of this run: its process ended with status {status}")
@@ -97,8 +107,9 @@ class TrackerProcess:
             self._warn(f"did not finish within {patience_s:.0f} s of the end of the run, and was killed")
             self._kill()
         self.look()
-        with suppress(OSError):
-            self._input.close()
+        for pipe in (self._input, self._output, self._errors):
+            with suppress(OSError):
+                pipe.close()
 
     @property
     def ended(self) -> bool:

@@ -21,10 +21,9 @@ from hybrid_grpo.model.hardware import CUDA_CONTEXT_BYTES, Hardware
 from hybrid_grpo.model.loading import load_config, parameters_of
 from hybrid_grpo.model.logprobs import HeadFunction
 from hybrid_grpo.rewards.models.reward_model import RewardModel
+from hybrid_grpo.run.memory import remedies
 from hybrid_grpo.run.memory.dry_run import NeedsData, Sizes, measure
 
-REFUSED_ABOVE = 1.15
-"""A run that needs more than this many times the free memory is refused; from 1 to this factor, there is a warning."""
 KEPT_BELOW = 0.85
 """Memory of decoding stays on the GPU during training if all phases then need at most this share of the free memory.
 The rest is a margin for errors of the plan, so that training does not run out of memory because of what is kept."""
@@ -41,11 +40,6 @@ _CPU_HEAP = 1.5
 """Ratio of the memory that activations take on a CPU to their bytes: malloc leaves holes between blocks. Measured."""
 _MAX_LIVE, _BUCKET = 10**9, 5 * 10**8
 """DeepSpeed's defaults, in elements: the most gathered weights alive at a time, and the size of a gradient bucket."""
-_MICRO_BATCH = "policy.micro_batch_tokens, policy.gradient_checkpointing"
-_BUCKETS = "engine.deepspeed.zero_optimization.reduce_bucket_size"
-_FETCHED = "engine.deepspeed.zero_optimization.stage3_max_live_parameters"
-_SHARDS = "engine.zero_stage, more ranks"
-_STATES = f"{_SHARDS}, engine.offload_optimizer"
 
 
 @dataclass(frozen=True)
@@ -53,9 +47,13 @@ class Part:
     name: str
     bytes: int
     remedy: str = ""
-    """Settings that make the part smaller."""
-    least: int | None = None
+    """Changes that make the part smaller, the best first."""
+    fewest: int | None = None
     """The fewest bytes that suffice; None means all of them."""
+
+    @property
+    def least(self) -> int:
+        return self.bytes if self.fewest is None else self.fewest
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class Phase:
     @property
     def least(self) -> int:
         """Bytes without which the phase cannot run."""
-        return sum(part.bytes if part.least is None else part.least for part in self.parts)
+        return sum(part.least for part in self.parts)
 
 
 class FeatureMemory:
@@ -154,6 +152,7 @@ class Plan:
         self.sharded = self.stage == 3 and self.ranks > 1
         zero = config.engine.deepspeed.get("zero_optimization", {})
         self.bucket = int(float(zero.get("reduce_bucket_size", _BUCKET)))
+        self.live = int(float(zero.get("stage3_max_live_parameters", _MAX_LIVE)))
         self.offloads = config.engine.offload_optimizer
         self.rows = self.batch.prompts_per_rank * config.rollout.num_generations
         self.process = Part("runtime", self.hardware.process_bytes + PROCESS_GROWTH_BYTES)
@@ -206,7 +205,9 @@ class Plan:
         kept = [self.gathered(), self.graphs(), self.cache()] if self.keeps else []
         fixed, micro = [*self.fixed(), *kept], self.sizes.training
         gradients, reduction = self.gradients(), self.reduction()
-        activations = Part("activations", int((1 if self.gpu else _CPU_HEAP) * micro.kept), _MICRO_BATCH)
+        activations = Part(
+            "activations", int((1 if self.gpu else _CPU_HEAP) * micro.kept), remedies.smaller_micro_batches(self)
+        )
         freed = [] if self.gpu else [activations]
         # ZeRO-3 keeps its buffers of gradients from step to step.
         gathered = [*fixed, *freed, *([gradients] if self.stage == 3 else []), *([] if kept else [self.gathered()])]
@@ -215,14 +216,19 @@ class Plan:
         if not kept:
             generating.append(self.cache(self.beside_cache(generating)))
         # ZeRO-3 holds at most this number of elements whole on a rank, or all of a small model.
-        fetched = self.dtype * min(self.n, _MAX_LIVE) if self.sharded else 0
-        training = [*fixed, gradients, Part("fetched weights", fetched, _FETCHED), activations]
+        fetched = self.dtype * min(self.n, self.live) if self.sharded else 0
+        training = [
+            *fixed,
+            gradients,
+            Part("fetched weights", fetched, remedies.less_fetched(self)),
+            activations,
+        ]
         updating = [*fixed, *freed, gradients]
         layer = max(micro.layers, reduction.bytes) if self.t > self.bucket else micro.layers
         named = {
             "generation": generating,
-            "loss": [*training, Part("LM head", micro.head)],
-            "backward": [*training, Part("one layer", layer, _MICRO_BATCH)],
+            "loss": [*training, Part("LM head", micro.head, remedies.smaller_micro_batches(self, recomputed=True))],
+            "backward": [*training, Part("one layer", layer, remedies.smaller_micro_batches(self, recomputed=True))],
             "reduction": [*updating, reduction],
             "optimizer step": [*updating, self.stepping()],
             # A GPU's weights are copied to the host and written from there.
@@ -241,7 +247,10 @@ class Plan:
     def fixed(self) -> list[Part]:
         """Return the parts that are on the device all the time."""
         shards = self.ranks if self.stage == 3 else 1
-        parts = [Part("weights", self.dtype * self.n // shards, _SHARDS), self.reward_models(on_host=False)]
+        parts = [
+            Part("weights", self.dtype * self.n // shards, remedies.more_shards(self, 3)),
+            self.reward_models(on_host=False),
+        ]
         parts += self.feature_parts(on_host=False)
         parts += [Part("user", self.dtype * self.user, "rollout.user_model")]
         if self.gpu:
@@ -270,9 +279,9 @@ class Plan:
         masters = 4 if self.stage in (1, 2) or (self.stage == 3 and (self.dtype == 2 or self.offloads)) else 0
         offloaded = {0: 0, 1: 4 + self.dtype, 2: 4 + self.dtype, 3: 8}[self.stage] if self.offloads else 0
         return [
-            Part("float32 masters", masters * self.owned, _STATES),
-            Part("Adam's moments", 8 * self.owned, _STATES),
-            Part("offloaded gradients", offloaded * self.owned, _SHARDS),
+            Part("float32 masters", masters * self.owned, remedies.fewer_states(self)),
+            Part("Adam's moments", 8 * self.owned, remedies.fewer_states(self)),
+            Part("offloaded gradients", offloaded * self.owned, remedies.fewer_states(self)),
         ]
 
     def gradients(self) -> Part:
@@ -281,7 +290,8 @@ class Plan:
         bucket = self.bucket if self.gpu else min(self.t, self.bucket)
         # Stage 0 has no bucket; stage 1 reduces what it has added up in float32.
         staged = bucket * {0: 0, 1: 4}.get(self.stage, self.dtype)
-        return Part("gradients", staged + (0 if self.offloads else 4 * self.owned), f"{_SHARDS}, {_BUCKETS}")
+        remedy = remedies.smaller_buckets(self) if self.offloads else remedies.fewer_states(self)
+        return Part("gradients", staged + (0 if self.offloads else 4 * self.owned), remedy)
 
     def reduction(self) -> Part:
         """Return the copies made while a bucket is reduced; stage 3 lays the shards of all ranks side by side."""
@@ -289,7 +299,7 @@ class Plan:
         copies = self.dtype * elements if self.stage in (1, 3) else 0
         # Stage 3 sums bfloat16 and keeps float32.
         own = 4 * elements // self.ranks if self.stage == 3 and self.dtype == 2 else 0
-        return Part("reduction", copies + own, _BUCKETS)
+        return Part("reduction", copies + own, remedies.smaller_buckets(self))
 
     def gathered(self) -> Part:
         """Return the unsharded weights for generation; adapters are merged into a copy."""
@@ -316,7 +326,7 @@ class Plan:
         reads = len(reads_up_to(self.pages, follows))
         size = bytes_of(self.laid_out, reads, self.sizes.vocabulary * self.dtype)
         paged = self.config.rollout.decoder == "paged"
-        return Part("CUDA graphs", size if self.gpu and paged else 0, "rollout.max_slots")
+        return Part("CUDA graphs", size if self.gpu and paged else 0, remedies.fewer_slots(self))
 
     def cache(self, used: int = 0) -> Part:
         """Return the pages that the longest completions fill in all slots; if the cache is not kept, at most a share of
@@ -327,11 +337,16 @@ class Plan:
         if rollout.cache_gb is not None:
             needed = least = min(needed, int(rollout.cache_gb * 2**30))
         if self.keeps:
-            return Part("keys and values", needed, "rollout.keep_cache off, rollout.cache_gb, rollout.max_slots")
+            return Part("keys and values", needed, f"rollout.keep_cache off, {remedies.fewer_slots(self)}")
         if self.gpu and rollout.cache_gb is None:
             least = min(needed, int(least / GPU_SHARE))
             needed = min(needed, max(least, int(GPU_SHARE * (self.hardware.device_bytes - used))))
-        return Part("keys and values", needed, "rollout.cache_gb, rollout.max_slots", min(least, needed))
+        remedy = (
+            remedies.shorter_completions(self)
+            if rollout.cache_gb is None
+            else f"rollout.cache_gb {rollout.cache_gb / 2:g}"
+        )
+        return Part("keys and values", needed, remedy, min(least, needed))
 
     def choosing(self) -> int:
         """Return the bytes for choosing a token in every slot: logits and, in torch, weights and sums, which filters
@@ -347,8 +362,9 @@ class Plan:
         wish = self.config.rollout.prefill_tokens
         tokens = prefill_that_fits(wish, self.gpu, self.sizes.reading, free)
         prefill = min(tokens, self.batch.prompts_per_rank * self.prompt) * self.sizes.reading
-        largest = max(prefill, self.choosing())
-        return Part("decoding", largest, "rollout.max_slots, rollout.prefill_tokens")
+        choosing = self.choosing()
+        remedy = f"rollout.prefill_tokens {max(1, tokens // 2)}" if prefill > choosing else remedies.fewer_slots(self)
+        return Part("decoding", max(prefill, choosing), remedy)
 
     def stepping(self) -> Part:
         """Return what an optimizer step adds: gradients in one float32 tensor, and the temporaries of Adam."""
@@ -358,28 +374,7 @@ class Plan:
         # torch takes all tensors together on a GPU, and on a CPU one after the other, with two temporaries.
         tensor = self.owned if self.gpu or self.stage else self.sizes.largest
         adam = 0 if self.config.engine.adam == "deepspeed" else (4 if self.gpu else 8) * tensor
-        return Part("step", 0 if self.gpu and self.offloads else flat + adam, _SHARDS)
-
-
-def shortage(plan: Plan) -> str | None:
-    """Return a warning if a run needs more memory than is free; None if it fits. If it clearly does not fit, raise
-    UserError. Both name the largest parts and the settings that shrink them."""
-    worst, hardware = max(plan.phases, key=lambda phase: phase.least), plan.hardware
-    device = (worst, hardware.device_bytes, "the GPU" if plan.gpu else "the host")
-    for phase, free, where in (device, (plan.host, hardware.host_bytes, "the host")):
-        if phase.least <= free:
-            continue
-        largest = sorted((p for p in phase.parts if p.remedy), key=lambda part: -part.bytes)[:3]
-        remedies = dict.fromkeys(setting for part in largest for setting in part.remedy.split(", "))
-        message = (
-            f"{phase.name} needs {gib(phase.least)} GiB a rank and {gib(free)} are free on {where}:"
-            f" {', '.join(f'{gib(part.bytes)} of {part.name}' for part in largest or phase.parts)};"
-            f" change {', '.join(remedies) or 'the machine'}"
-        )
-        if phase.least > REFUSED_ABOVE * free:
-            raise UserError(f"the run does not fit: {message}")
-        return message
-    return None
+        return Part("step", 0 if self.gpu and self.offloads else flat + adam, remedies.fewer_states(self))
 
 
 def gib(bytes_: int) -> str:

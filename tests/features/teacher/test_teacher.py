@@ -184,5 +184,5 @@ def test_the_longest_that_a_teacher_reads_is_as_long_as_it_can(monkeypatch: Any,
         if positions == longest:
             check_teacher(config, inputs)
             continue
-        with pytest.raises(UserError, match=f"is {longest} tokens for the teacher: lower .*_tokens by 1,"):
+        with pytest.raises(UserError, match=f"is {longest} tokens: limit .*_tokens to {positions}$"):
             check_teacher(config, inputs)

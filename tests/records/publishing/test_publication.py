@@ -115,6 +115,32 @@ def table(card: str, head: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
 
+def test_a_summary_for_an_issue_is_short_and_says_nothing_that_strangers_should_not_see(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alarm = {"step": 4, "message": f"completions in /home/me/out.txt are equal, use {TOKEN}"}
+    (run / "alarms.jsonl").write_text(json.dumps(alarm) + "\n")
+    before = files(run)
+    assert main(["report", str(run), "--text"]) == 0
+    text = capsys.readouterr().out
+    assert all(secret not in text for secret in (SECRET, TOKEN, "/home/me")), text
+    lines = text.splitlines()
+    assert len(lines) < 40 and max(map(len, lines)) < 210 and files(run) == before
+    for line in (
+        *("hybrid-grpo train (GRPO): 5 of 5 steps, finished", "versions: python 3.11.7, torch 2.13.0", "ranks: 2"),
+        *("policy.model: some/base", "grpo.beta: 0.01", "eval.threshold: 0.5", "alarms: 1"),
+        "reward/mean: 0.25 -> 9 (median 0.75 of 4)",
+        "eval/heldout/accuracy: 0.125 -> 0.999 (median 0.6875 of 4)",
+        "  step 4: completions in out.txt are equal, use ***",
+    ):
+        assert line in lines, line
+    assert not any(line.startswith("policy.lr:") for line in lines), "it has its default"
+    shutil.rmtree(run / "model")
+    (run / "metrics.jsonl").write_text("")
+    assert main(["report", "--text", str(run)]) == 0
+    assert capsys.readouterr().out.startswith("hybrid-grpo train (GRPO): 0 of 5 steps, not finished\n")
+
+
 def test_the_card_says_what_the_run_measured(run: Path) -> None:
     assert hg.publish(run, folder="out", license="mit") == "out"
     card = ModelCard.load("out/README.md")

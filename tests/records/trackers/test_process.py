@@ -1,4 +1,5 @@
-"""Whatever happens to a tracker, the run goes on and has one line about it."""
+"""Whatever happens to a tracker, the run goes on and has one line about it, which rank 0 prints (capsys sees nothing of
+other processes): the tracker's own process would write into the live line of the terminal."""
 
 import time
 
@@ -93,7 +94,7 @@ OFF = "wandb is off for the rest of this run: "
     ],
 )
 def test_a_tracker_that_fails_or_hangs_is_told_of_once_and_ends_alone(
-    fault, told, stand_in, folder, monkeypatch, capfd
+    fault, told, stand_in, folder, monkeypatch, capsys
 ):
     monkeypatch.setenv("FAULT", fault)
     limit_s = {"init hangs": 5, "log hangs": 10}.get(fault, 300)
@@ -105,11 +106,11 @@ def test_a_tracker_that_fails_or_hangs_is_told_of_once_and_ends_alone(
     process.ask()
     process.close(4)
     assert process.ended
-    assert [line for line in capfd.readouterr().err.splitlines() if line] == [f"WARNING: {told}"]
+    assert [line for line in capsys.readouterr().err.splitlines() if line] == [f"WARNING: {told}"]
 
 
 @pytest.mark.process
-def test_a_run_outlives_wandb_s_own_service_and_leaves_no_process(folder, tmp_path, monkeypatch, capfd):
+def test_a_run_outlives_wandb_s_own_service_and_leaves_no_process(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staged"))
     process = TrackerProcess("wandb", folder, LogConfig(wandb="offline"), {}, limit_s=120)
     waited_for(lambda: list((folder / "wandb").glob("latest-run/files/media/table/*")))
@@ -122,5 +123,5 @@ def test_a_run_outlives_wandb_s_own_service_and_leaves_no_process(folder, tmp_pa
     process.look()
     process.ask()
     process.close(60)
-    assert [line.startswith(f"WARNING: {OFF}") for line in capfd.readouterr().err.splitlines()] == [True]
+    assert [line.startswith(f"WARNING: {OFF}") for line in capsys.readouterr().err.splitlines()] == [True]
     assert not any(psutil.pid_exists(child.pid) and child.status() != "zombie" for child in service)

@@ -47,7 +47,7 @@ def test_a_resumed_run_has_the_id_that_it_had_and_a_new_one_another(tmp_path):
 
 
 @pytest.mark.process
-def test_an_offline_run_holds_every_metric_axis_table_histogram_alert_and_file(folder, tmp_path, monkeypatch, capfd):
+def test_an_offline_run_holds_every_metric_axis_table_histogram_alert_and_file(folder, tmp_path, monkeypatch, capsys):
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "elsewhere"))
@@ -57,7 +57,7 @@ def test_an_offline_run_holds_every_metric_axis_table_histogram_alert_and_file(f
     write_lines(folder / "metrics.jsonl", [{"step": 3, "reward/mean": 0.75, "reward/exact/mean": 0.5}])
     process.ask(failed=True)
     process.close(120)
-    assert "upload with: wandb sync" in capfd.readouterr().out
+    assert "upload with: wandb sync" in capsys.readouterr().out
     assert list((tmp_path / "temporary").iterdir()) == [], "wandb leaves a folder for each table"
     assert not (tmp_path / "elsewhere").exists() and not (folder / "wandb" / "staging").exists(), "nothing is left"
     found = wandb_file.records(folder)

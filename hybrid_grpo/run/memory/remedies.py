@@ -1,0 +1,60 @@
+"""What makes a part of the memory plan smaller: changes that are not made yet, the best first, separated by commas.
+
+A change is `more ranks`, or a setting with a value. Whether it makes the run smaller is found out in shortage.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hybrid_grpo.data.packing import token_budget
+
+if TYPE_CHECKING:
+    from hybrid_grpo.run.memory.plan import Plan
+
+_BUCKETS = "engine.deepspeed.zero_optimization.reduce_bucket_size"
+_FETCHED = "engine.deepspeed.zero_optimization.stage3_max_live_parameters"
+_SHORTEST = 64
+"""Completions, in tokens, that are not proposed to become shorter."""
+
+
+def smaller_buckets(plan: Plan) -> str:
+    return f"{_BUCKETS} {min(plan.t, plan.bucket) // 2}"
+
+
+def fewer_slots(plan: Plan) -> str:
+    return f"rollout.max_slots {max(1, plan.laid_out // 2)}"
+
+
+def shorter_completions(plan: Plan) -> str:
+    half = plan.config.rollout.max_completion_tokens // 2
+    return f"rollout.max_completion_tokens {half}" if half >= _SHORTEST else ""
+
+
+def more_shards(plan: Plan, stage: int) -> str:
+    """Return what divides a part by more ranks, if it is divided from this ZeRO stage on."""
+    return "more ranks" if plan.stage >= stage else "engine.zero_stage 3"
+
+
+def fewer_states(plan: Plan) -> str:
+    """Return what makes the optimizer's part of a rank's memory smaller."""
+    offload = "" if plan.offloads or not (plan.gpu and plan.stage) else "engine.offload_optimizer true, "
+    return f"{offload}{more_shards(plan, 1)}" + ("" if plan.config.lora.rank else ", lora.rank 16")
+
+
+def smaller_micro_batches(plan: Plan, recomputed: bool = False) -> str:
+    """Return what makes activations smaller, if it is not set yet; some are `recomputed` with checkpointing too."""
+    policy = plan.config.policy
+    budget = token_budget(policy, on_gpu=plan.gpu, gradients=True)
+    rows = min(budget // plan.longest, plan.rows // plan.batch.num_minibatches)
+    fewer = shorter_completions(plan)
+    if rows > 1:
+        # A row that is longer than the budget gets a micro-batch of its own.
+        fewer = f"policy.micro_batch_tokens {plan.longest * (rows // 2) if rows > 3 else plan.longest // 2}"
+    recompute = "" if recomputed or policy.gradient_checkpointing else "policy.gradient_checkpointing true"
+    return ", ".join(filter(None, (recompute, fewer)))
+
+
+def less_fetched(plan: Plan) -> str:
+    """Return what lets ZeRO-3 gather fewer weights at once."""
+    return f"{_FETCHED} {min(plan.n, plan.live) // 2}"
