@@ -40,6 +40,7 @@ def write_run(folder: Path, steps: int = 20) -> Path:
         rows = ({**line, "step": step, "sample": step, "reward": step / steps} for step in range(steps))
         dense(folder / name, (json.dumps(row).encode() + b"\n" for row in rows))
     (folder / CONFIG).write_text("run: {steps: 100}\npolicy: {lr: 0.1}\n")
+    (folder / ".lock").touch()
     rows = [{"row": row, "sample": row, "pieces": ["a", "b"], "logp": [-1.0, -2.0]} for row in range(steps)]
     parquet(folder / TOKENS, rows)
     parquet(folder / REPLAY, rows)
@@ -165,7 +166,9 @@ def any_file(name: str) -> None:
     def scripts(folder: Path, large: int) -> None:
         fields = (*LINES[name], EVIL)
         rows = [line(name, step=at + 5, **{field: EVIL}) for at, field in enumerate(fields) if field != "step"]
-        dense(folder / name, [*rows, line(name, step=50, **{"__proto__": 1, "constructor": 2, f"reward/{EVIL}/mean": 1})])
+        dense(
+            folder / name, [*rows, line(name, step=50, **{"__proto__": 1, "constructor": 2, f"reward/{EVIL}/mean": 1})]
+        )
 
     @case(f"{name}: UTF-16 and noise")
     def encodings(folder: Path, large: int) -> None:
@@ -249,9 +252,13 @@ _config("many tags", lambda large: _TAGS + b"---\na: 1\n")
 _config("flow levels", lambda large: b"[" * 900_000)
 _config("block levels", lambda large: b"- " * 500_000)
 _config("complex keys", lambda large: b"? " * 500_000 + b"[? a : b, " * 1000)
-_config("a long name of many", lambda large: b"x" * 400_000 + b":\n" + b"".join(b" a%d: 1\n" % k for k in range(50_000)))
+_config(
+    "a long name of many", lambda large: b"x" * 400_000 + b":\n" + b"".join(b" a%d: 1\n" % k for k in range(50_000))
+)
 _config("odd values", lambda large: b"{2020-01-01: {[1]: 2}, run: {steps: .inf, 1: " + b"9" * 5000 + b"}, a: 1:2:3:4}")
-_config("scripts", lambda large: EVIL.replace("\x00", "").encode(errors="replace") + b": '<img src=x onerror=alert(1)>'")
+_config(
+    "scripts", lambda large: EVIL.replace("\x00", "").encode(errors="replace") + b": '<img src=x onerror=alert(1)>'"
+)
 _config("UTF-16", lambda large: "run: {steps: 3}".encode("utf-16"))
 _config("every byte", lambda large: bytes(range(256)) * 100)
 _config("holes of zeros", lambda large: b"run: {steps: 3}\n" + bytes(2 * MB))
@@ -282,7 +289,9 @@ def odd_names(folder: Path, large: int) -> None:
 
 @case("rollouts: all in one group, without reason")
 def one_group(folder: Path, large: int) -> None:
-    dense(folder / ROLLOUTS, (line(ROLLOUTS, sample=k, reward=k, extra=[{}] * 200) for k in itertools.count()), large // 5)
+    dense(
+        folder / ROLLOUTS, (line(ROLLOUTS, sample=k, reward=k, extra=[{}] * 200) for k in itertools.count()), large // 5
+    )
 
 
 @case("parquet: garbage with a footer of 2 GB")
@@ -340,7 +349,9 @@ def lying(folder: Path, large: int) -> None:
     content = (folder / TOKENS).read_bytes()
     for size in range(large - 2**16, large + 2**16):
         if (coded := _zigzag(size)) in content[-20_000:]:
-            content = content[:-20_000] + content[-20_000:].replace(coded, b"\xf0\x80\x80\x80\x01"[: len(coded) - 1] + b"\x00")
+            content = content[:-20_000] + content[-20_000:].replace(
+                coded, b"\xf0\x80\x80\x80\x01"[: len(coded) - 1] + b"\x00"
+            )
     dense(folder / TOKENS, [content])
 
 

@@ -251,7 +251,9 @@ def main() -> None:
             results[name] = measure(name, given.large, place)
         finally:
             shutil.rmtree(place)
-        print(*(["BEYOND", *beyond(results[name])] if beyond(results[name]) else ["ok"]), name, results[name], flush=True)
+        print(
+            *(["BEYOND", *beyond(results[name])] if beyond(results[name]) else ["ok"]), name, results[name], flush=True
+        )
     worst = {key: max(found[key] for found in results.values()) for key in BOUNDS}
     failed = [name for name, found in results.items() if beyond(found)]
     summary = {"command": "python benchmarks/hostile_runs.py", "cases": len(results), "large": given.large,

@@ -4,6 +4,7 @@ An answer takes a fraction of a second at most for reading; if a file needs more
 """
 
 import math
+import time
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -19,10 +20,10 @@ from hybrid_grpo.records.metrics.thinning import clip, present, smooth, thin
 from hybrid_grpo.watch.folders import Folders
 from hybrid_grpo.watch.layers import time_layers
 from hybrid_grpo.watch.prompt_rewards import ORDERS
-from hybrid_grpo.watch.rollouts import Query, line_number, read_row, read_rows, rivals, search
-from hybrid_grpo.watch.tokens import read_tokens
+from hybrid_grpo.watch.rollouts import Query, line_number, read_rewards, read_row, rivals, search
+from hybrid_grpo.watch.tokens import TokenReader
 from hybrid_grpo.watch.trace_file import first_step, read_step
-from hybrid_grpo.watch.watched_run import AXES, WatchedRun, differing
+from hybrid_grpo.watch.watched_run import AXES, WatchedRun, compared, differing
 
 QUESTIONS = (
     *("runs", "charts", "curves", "alarms", "settings", "samples", "sample", "rival", "tokens", "prompts", "times"),
@@ -33,7 +34,10 @@ _READ_S = 0.25
 """Seconds that an answer may spend on reading files of metrics and traces, for all of its runs together."""
 _WAIT_S = 10.0
 """Seconds that a question waits for another question about the same run."""
-_MOST_POINTS = 4000
+_MOST_RUNS = 100
+"""Maximum number of runs that a question may name."""
+_MOST_POINTS, _MOST_POINTS_OF_ALL = 4000, 2**18
+"""Maximum number of points of a curve, and of all curves in an answer."""
 _MOST_CELLS = 400
 """Maximum number of rows, and of columns, of a heat map."""
 _HISTOGRAM_STEPS = 120
@@ -45,6 +49,7 @@ class Answers:
 
     def __init__(self, folders: Folders) -> None:
         self._folders = folders
+        self.token_reader = TokenReader()
 
     def answer(self, question: str, given: QueryParams) -> Any:
         """Answer one of `QUESTIONS`, on any thread. Questions about the same run wait for each other."""
@@ -72,7 +77,10 @@ class Answers:
             }
             for run in opened
         ]
-        return {"runs": [run.outline() for run in known.values()], "open": open_now}
+        deadline = time.monotonic() + _READ_S
+        # If there are too many runs to look at, the others have their turn when the page asks again.
+        outlines = [run.outline(time.monotonic() < deadline) for run in known.values()]
+        return {"runs": outlines, "open": open_now}
 
     def charts(self, given: QueryParams) -> Any:
         """Return the charts of runs by section; metrics that are not in charts.yaml come last, one in each chart."""
@@ -90,13 +98,15 @@ class Answers:
         if axis not in AXES:
             raise HTTPException(400, f"axis {axis} must be one of {', '.join(AXES)}")
         low, high = _number(given, "low"), _number(given, "high")
-        points = int(min(_MOST_POINTS, max(2, _number(given, "points") or 600)))
+        runs, names = self._runs(given), given.getlist("name")
+        most = min(_MOST_POINTS, _MOST_POINTS_OF_ALL // max(1, len(runs) * len(names)))
+        points = int(max(2, min(most, _number(given, "points") or 600)))
         window = _number(given, "window")
         answer: dict[str, Any] = {}
-        for run in self._runs(given):
+        for run in runs:
             x = run.axis(axis)
             curves = {}
-            for name in given.getlist("name"):
+            for name in names:
                 curve = present(x, run.table.column(name))
                 metric = find(name)
                 width = len(curve[1]) // 25 if window is None else int(window)
@@ -118,9 +128,12 @@ class Answers:
 
     def settings(self, given: QueryParams) -> Any:
         """Return the settings that differ between runs, and the text of each run's config.yaml."""
-        runs = self._runs(given)
-        texts = {run.name: run.config_text for run in runs}
-        return {"differing": differing(runs) if len(runs) > 1 else [], "texts": texts}
+        configs = {run.name: run.config() for run in self._runs(given)}
+        settings = {name: compared(config) for name, (_, config) in configs.items()}
+        return {
+            "differing": differing(settings) if len(settings) > 1 else [],
+            "texts": {name: text for name, (text, _) in configs.items()},
+        }
 
     def samples(self, given: QueryParams) -> Any:
         """Return the completions of one run that match a search."""
@@ -151,14 +164,16 @@ class Answers:
         """Return the completion with which the requested one is compared: the best of its group, or the worst if it is
         the best itself; null if all rewards of the group are equal."""
         _, path, offset, _ = self._sample(given)
-        kind, other = rivals(read_rows(path)).get(offset, ("", -1))
+        kind, other = rivals(read_rewards(path)).get(offset, ("", -1))
         return {"kind": kind, "row": read_row(path, other)} if kind else None
 
     def tokens(self, given: QueryParams) -> Any:
         """Return what was recorded about each token of a completion; null if nothing was."""
         step, path, offset, row = self._sample(given)
-        number, sample = line_number(path, offset), row.get("sample")
-        return read_tokens(self._run(given).folder, step, number, sample)
+        number = line_number(path, offset)
+        return (
+            None if number is None else self.token_reader.read(self._run(given).folder, step, number, row.get("sample"))
+        )
 
     def prompts(self, given: QueryParams) -> Any:
         """Return a heat map of one run's mean rewards, by prompt and step: prompts `low` to `high` (exclusive) in the
@@ -219,6 +234,8 @@ class Answers:
     def _runs(self, given: QueryParams) -> list[WatchedRun]:
         known = self._folders.runs
         names = given.getlist("run")
+        if len(names) > _MOST_RUNS:
+            raise HTTPException(400, f"{len(names)} runs are too many: choose up to {_MOST_RUNS}")
         for name in names:
             if name not in known:
                 raise HTTPException(404, f"there is no run {name}")

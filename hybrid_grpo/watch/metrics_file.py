@@ -22,7 +22,7 @@ class MetricsFile:
     """Reads one metrics.jsonl step by step.
 
     When the file has been replaced (see `GrowingFile`), the table starts over. Lines that do not belong to a later step
-    are counted in `damaged` and skipped.
+    are counted in `damaged` and skipped; the others are counted in `kept`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,7 +31,7 @@ class MetricsFile:
 
     def _begin(self) -> None:
         self.table = Table()
-        self.damaged = 0
+        self.kept = self.damaged = 0
         self._glimpse: Table | None = None
 
     @property
@@ -58,7 +58,9 @@ class MetricsFile:
 
     def _take(self, line: bytes) -> None:
         row = parse_step(line)
-        self.damaged += row is None or not self.table.append(row)
+        is_kept = row is not None and self.table.append(row)
+        self.kept += is_kept
+        self.damaged += not is_kept
 
 
 def last_row(path: Path) -> Row | None:

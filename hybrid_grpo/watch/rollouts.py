@@ -11,8 +11,9 @@ from typing import Any
 
 from hybrid_grpo.records.json_lines import open_file, parse, read_lines
 
-_STEP_BYTES, _STEP_LINES = 2**26, 2**17
-"""Maximum number of bytes and of lines that are read of a step's file to compare its completions."""
+_STEP_BYTES, _STEP_LINES, _STEP_S = 2**26, 2**17, 1.0
+"""Maximum number of bytes, lines and seconds that are read of a step's file to compare its completions."""
+_LONGEST_GROUP = 100
 SHOWN = 200
 """Maximum number of characters that the list shows of a prompt or completion."""
 _LETTERS = 200
@@ -82,20 +83,27 @@ def read_row(path: Path, offset: int) -> dict[str, Any] | None:
     return parse(line) if line else None
 
 
-def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Return all completions of a step with their offsets; only the first ones if the file is far too large."""
-    begun = itertools.takewhile(lambda found: found[0] < _STEP_BYTES, itertools.islice(_lines(path, 0), _STEP_LINES))
-    return [(offset, row) for offset, line in begun if line and (row := parse(line)) is not None]
+def read_rewards(path: Path) -> dict[int, tuple[str, float | None]]:
+    """Return the group and the reward of all completions of a step by their offsets; only of the first ones if the file
+    is far too large."""
+    found, deadline = {}, time.monotonic() + _STEP_S
+    for offset, line in itertools.islice(_lines(path, 0), _STEP_LINES):
+        if offset > _STEP_BYTES or time.monotonic() > deadline:
+            break
+        row = parse(line) if line else None
+        if row is not None:
+            found[offset] = str(row.get("group"))[:_LONGEST_GROUP], number(row.get("reward"))
+    return found
 
 
-def rivals(rows: list[tuple[int, dict[str, Any]]]) -> dict[int, tuple[str, int]]:
+def rivals(rewards: dict[int, tuple[str, float | None]]) -> dict[int, tuple[str, int]]:
     """Return, by the offset of each completion of a step, the kind and the offset of the completion with which it is
     compared: the `best` of its group or, for the best itself, the `worst`. Completions without a reward, and those in
     groups of equal rewards, are left out."""
     groups: dict[str, list[tuple[float, int]]] = {}
-    for offset, row in rows:
-        if number(row.get("reward")) is not None:
-            groups.setdefault(str(row.get("group")), []).append((row["reward"], offset))
+    for offset, (group, reward) in rewards.items():
+        if reward is not None:
+            groups.setdefault(group, []).append((reward, offset))
     found: dict[int, tuple[str, int]] = {}
     for members in groups.values():
         (high, best), (low, worst) = (end(members, key=lambda member: member[0]) for end in (max, min))
@@ -104,14 +112,16 @@ def rivals(rows: list[tuple[int, dict[str, Any]]]) -> dict[int, tuple[str, int]]
     return found
 
 
-def line_number(path: Path, offset: int) -> int:
-    """Return the number of lines that end before an offset in a file."""
-    count = 0
-    with open_file(path) as file:
-        while offset > 0 and (chunk := file.read(min(offset, 2**20))):
+def line_number(path: Path, offset: int) -> int | None:
+    """Return the number of lines that end before an offset in a file; None if counting them takes too long, or the file
+    cannot be read."""
+    count, deadline = 0, time.monotonic() + _STEP_S
+    with suppress(OSError), open_file(path) as file:
+        while offset > 0 and time.monotonic() < deadline and (chunk := file.read(min(offset, 2**20))):
             count += chunk.count(b"\n")
             offset -= len(chunk)
-    return count
+        return count if offset <= 0 else None
+    return None
 
 
 def prompt_text(prompt: Any) -> str:

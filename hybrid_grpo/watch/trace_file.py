@@ -20,12 +20,13 @@ _STEP = re.compile(rb'\{\s*"step":\s*(\d{1,9})\s*[,}]')
 _NEAR = 2**18
 """A range of at most this many bytes is read line by line rather than bisected."""
 _END = 2**20
-_SECONDS = 0.5
+_SECONDS = 0.3
 """The search for a step gives up after this time; usually it takes milliseconds."""
 
 
 class TraceFile:
-    """Gathers `rewards` and `histograms` of a details.jsonl; nothing is read before `read` is called."""
+    """Gathers `rewards` and `histograms` of a details.jsonl; nothing is read before `read` is called. Lines that belong
+    to a step are counted in `kept`, the others in `damaged`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -34,6 +35,7 @@ class TraceFile:
 
     def _begin(self) -> None:
         self.rewards, self.histograms = PromptRewards(), Histograms()
+        self.kept = self.damaged = 0
 
     @property
     def share_read(self) -> float:
@@ -49,6 +51,8 @@ class TraceFile:
         # Most of the line comes after this, and is not needed here.
         kept, cut, _ = line.partition(b'"stages":')
         trace = parse_step(kept.rstrip(b", ") + b"}" if cut else line)
+        self.kept += trace is not None
+        self.damaged += trace is None
         if trace is not None:
             self.rewards.append(trace["step"], trace.get("prompts"))
             self.histograms.append(trace["step"], trace.get("histograms"))

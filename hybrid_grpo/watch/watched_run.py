@@ -36,8 +36,8 @@ _TELLING = (
 _RECENT = 10
 """Number of values over which the first and the newest value of a noisy metric are averaged."""
 _MOST_ALARMS = 1000
-_CONFIG_BYTES = 2**20
-_DEEPEST, _LONGEST_NAME, _LONGEST_VALUE, _MOST_DIFFERING = 6, 300, 1000, 500
+_CONFIG_BYTES = 2**18
+_DEEPEST, _LONGEST_NAME, _LONGEST_VALUE, _MOST_SETTINGS, _MOST_DIFFERING = 6, 300, 1000, 5000, 500
 """Limits for settings that are compared."""
 _BEST: dict[str, Callable[[Column], Any]] = {"accuracy": np.argmax, "/loss": np.argmin}
 """Functions that find the index of the best value, by the end of a metric's name."""
@@ -75,23 +75,20 @@ class WatchedRun:
         """Return when a file in the folder was last written, in milliseconds since 1970; 0 if there is no such file."""
         return _changed(self.folder / name) // 10**6
 
-    def _of(self, name: str, read: Callable[[Path], Any]) -> Any:
-        """Return the result of `read` for a path in the folder, cached until the path changes."""
+    def _of(self, name: str, read: Callable[[Path], Any], may_read: bool = True) -> Any:
+        """Return the result of `read` for a path in the folder, cached until the path changes. If not `may_read`,
+        return the cached result, whatever its age; None if there is none."""
         path = self.folder / name
         changed = _changed(path)
-        if name not in self._cached or self._cached[name][0] != changed:
-            self._cached[name] = changed, read(path)
-        return self._cached[name][1]
+        cached = self._cached.get(name)
+        if may_read and (cached is None or cached[0] != changed):
+            self._cached[name] = cached = changed, read(path)
+        return cached and cached[1]
 
-    @property
-    def config_text(self) -> str:
-        """The text of config.yaml: only the beginning if the file is far too large, and empty if there is no file."""
-        return self._of("config.yaml", _read_config)[0]
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings by section; empty if config.yaml is missing or damaged."""
-        return self._of("config.yaml", _read_config)[1]
+    def config(self) -> tuple[str, dict[str, Any]]:
+        """Return the text of config.yaml, and its settings by section. The text is only the beginning if the file is
+        far too large. There are no settings if the file is missing or damaged."""
+        return _read_config(self.folder / "config.yaml")
 
     def rollouts(self) -> dict[int, Path]:
         """Return the files of saved completions by step, in ascending order."""
@@ -113,18 +110,19 @@ class WatchedRun:
         """Return the alarms that have gone off, with the run's own messages."""
         return self._of(ALARMS_FILE, _read_alarms)
 
-    def outline(self) -> dict[str, Any]:
-        """Return what the list of runs shows, such as progress and the newest step's age; reads no more than that."""
-        row, section = self._of("metrics.jsonl", last_row) or {}, self.settings.get("run")
-        steps, changed = section.get("steps") if isinstance(section, dict) else None, self.changed_ms("metrics.jsonl")
+    def outline(self, may_read: bool = True) -> dict[str, Any]:
+        """Return what the list of runs shows, such as progress and the newest step's age; reads no more than that, and
+        only the times of files if not `may_read`."""
+        step, seconds = self._of("metrics.jsonl", _newest, may_read) or (None, None)
+        changed = self.changed_ms("metrics.jsonl")
         return {
             "run": self.name,
             "folder": str(self.folder),
-            "step": row.get("step"),
-            "steps": steps if type(steps) is int else None,
+            "step": step,
+            "steps": self._of("config.yaml", _planned_steps, may_read),
             "state": state_of(self.folder),
             "age": time.time() - changed / 1e3 if changed else None,
-            "step_seconds": number(row.get("time/step_s")),
+            "step_seconds": seconds,
         }
 
     def summary(self) -> dict[str, Any]:
@@ -176,18 +174,18 @@ def _alarm(line: bytes) -> AlarmRecord | None:
     return AlarmRecord(step, name[:_LONGEST_NAME], since, message[:_LONGEST_VALUE])
 
 
-def _compared(settings: dict[str, Any]) -> dict[str, str]:
+def compared(settings: dict[str, Any]) -> dict[str, str]:
     """Return settings by their dotted names, each value as JSON, but text without quotes; long values are cut."""
     return {
-        name[:_LONGEST_NAME]: (value if isinstance(value, str) else as_json(value))[:_LONGEST_VALUE]
-        for name, value in flattened(settings, _DEEPEST)
+        name: (value if isinstance(value, str) else as_json(value))[:_LONGEST_VALUE]
+        for name, value in itertools.islice(flattened(settings, _DEEPEST, _LONGEST_NAME), _MOST_SETTINGS)
     }
 
 
-def differing(runs: list[WatchedRun]) -> list[dict[str, Any]]:
+def differing(settings: dict[str, dict[str, str]]) -> list[dict[str, Any]]:
     """Return the settings that differ between runs, other than run.name and run.dir: the name, and the values by run.
-    If there are far too many, the last entry says how many are left out."""
-    settings = {run.name: _compared(run.settings) for run in runs}
+    `settings` are what `compared` returns, by run. If there are far too many, the last entry says how many are left
+    out."""
     known = dict.fromkeys(name for values in settings.values() for name in values)
     # Settings that all runs have come first.
     names = sorted(known, key=lambda name: any(name not in values for values in settings.values()))
@@ -215,6 +213,18 @@ def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
     with suppress(yaml.YAMLError, ValueError):
         settings = load_yaml(text)
     return text, settings if isinstance(settings, dict) else {}
+
+
+def _planned_steps(path: Path) -> int | None:
+    section = _read_config(path)[1].get("run")
+    steps = section.get("steps") if isinstance(section, dict) else None
+    return steps if type(steps) is int else None
+
+
+def _newest(path: Path) -> tuple[float | None, float | None]:
+    """Return the newest step of a metrics.jsonl, and the seconds that it took."""
+    row = last_row(path) or {}
+    return row.get("step"), number(row.get("time/step_s"))
 
 
 def _read_alarms(path: Path) -> list[AlarmRecord]:

@@ -10,7 +10,7 @@ from hybrid_grpo.records.alarm_records import AlarmRecord, write_alarm
 from hybrid_grpo.records.lock import FolderLock
 from hybrid_grpo.watch import metrics_file
 from hybrid_grpo.watch.folders import Folders
-from hybrid_grpo.watch.watched_run import WatchedRun, differing
+from hybrid_grpo.watch.watched_run import WatchedRun, compared, differing
 
 
 def run_lines():
@@ -85,7 +85,7 @@ def test_settings_that_differ_are_named(make_run):
             ("b", "run: {name: b, seed: 0}\npolicy: {lr: 0.2, betas: [0.9, 0.9]}\nengine: {}\nsft: {batch: text}\n"),
         )
     ]
-    assert differing(runs) == [
+    assert differing({run.name: compared(run.config()[1]) for run in runs}) == [
         {"name": "policy.lr", "values": {"a": "0.1", "b": "0.2"}},
         {"name": "sft.batch", "values": {"a": None, "b": "text"}},
     ]
