@@ -195,7 +195,7 @@ def few_values(folder: Path, large: int) -> None:
 
 @case("metrics: many good steps of 1900 values")
 def wide_rows(folder: Path, large: int) -> None:
-    dense(folder / METRICS, steps_of(METRICS, **{f"source/{k}": 0.25 for k in range(1900)}), large)
+    dense(folder / METRICS, steps_of(METRICS, **{f"source/{k}": 0.25 for k in range(1900)}), large // 5)
 
 
 @case("metrics: every step is damaged")
@@ -209,19 +209,19 @@ def many_prompts(folder: Path, large: int) -> None:
         raw(TRACES, "prompts", b"[" + b",".join(b"[%d,0.5,0]" % (k + 5000 * step) for k in range(5000)) + b"]", step)
         for step in itertools.count()
     )
-    dense(folder / TRACES, rows, large // 2)
+    dense(folder / TRACES, rows, large // 10)
 
 
 @case("details: few prompts and many steps")
 def many_entries(folder: Path, large: int) -> None:
     lists = [[prompt, 0.5, 0] for prompt in range(5000)]
-    dense(folder / TRACES, steps_of(TRACES, prompts=lists, histograms={}), large)
+    dense(folder / TRACES, steps_of(TRACES, prompts=lists, histograms={}), large // 10)
 
 
 @case("details: large histograms")
 def large_histograms(folder: Path, large: int) -> None:
     one = {"edges": list(range(513)), "counts": [1] * 512}
-    dense(folder / TRACES, steps_of(TRACES, prompts=[], histograms={f"h{k}": one for k in range(32)}), large // 3)
+    dense(folder / TRACES, steps_of(TRACES, prompts=[], histograms={f"h{k}": one for k in range(32)}), large // 10)
 
 
 @case("details: steps far apart and out of order")

@@ -37,7 +37,7 @@ from hostile_files import CASES, LINES, SECRET, write_run
 
 ROOT = Path(__file__).parent.parent
 BOUNDS = {"slowest_s": 2.0, "server_mb": 500, "delay_s": 0.5, "faults": 0, "report_s": 10.0, "report_mb": 1000}
-READING_S = 20.0
+READING_S = 6.0
 """Seconds for which the page polls a run that is not read yet."""
 HOSTILE, HEALTHY = "hostile", "healthy"
 

@@ -12,8 +12,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from hybrid_grpo.config.errors import UserError
-
 TRACE_FILE = "details.jsonl"
 """Name of the file in a run's folder with the traces of its steps, one JSON object per step."""
 _MOST_ENTRIES = 2**19
@@ -148,6 +146,8 @@ def json_lines(name: str, setting: str) -> Iterator[Callable[[Any], None]]:
 
     Raise UserError, which names `setting`, if the file cannot be opened.
     """
+    from hybrid_grpo.config.errors import UserError  # only here: the settings take long to load
+
     with ExitStack() as stack:
         try:
             file = sys.stdout.buffer if name == "-" else stack.enter_context(Path(name).open("wb"))

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hybrid_grpo.config.errors import UserError
-
 LONGEST = 8 * 2**20
 """Maximum length of a line in bytes; longer lines are left out."""
 _DEEPEST, _MOST_VALUES = 50, 2**17
@@ -34,6 +32,8 @@ def read_jsonl(path: Path) -> list[Record]:
 
     Raises UserError, which names the file and the line, if a line is not a JSON object.
     """
+    from hybrid_grpo.config.errors import UserError  # only here: the settings take long to load
+
     if not path.exists():
         return []
     rows = []

@@ -152,6 +152,8 @@ class Answers:
         files = run.rollouts()
         found = search(files, query, start)
         ends = [min(files), max(files)] if files else None
+        if found.rows:  # the page is about to ask for the tokens of one
+            self.token_reader.prepare()
         return {
             "rows": found.rows, "read": found.read, "next": found.next, "steps": ends, "left_out": found.left_out,
         }  # fmt: skip

@@ -38,9 +38,9 @@ _BYTES, _LARGEST = 250_000, 2**21
 """Maximum size of a step's completions, including their tokens, and the same if there are only one or two."""
 _WITH_TOKENS = 16
 """Number of completions of a step that may include their tokens, which take time to read."""
-_READ_S, _DAMAGED_S = 60.0, 2.5
+_READ_S, _DAMAGED_S = 60.0, 2.0
 """Maximum number of seconds for reading a large run's metrics, and again for reading the traces of its steps, and the
-same for a file with more damaged lines than others."""
+same for files that no run writes (`is_worth_time`)."""
 _POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
 """Content security policy that keeps the file from loading anything from a network, whatever completions contain."""
 
@@ -68,7 +68,7 @@ def _read_all(file: MetricsFile | TraceFile, read: Callable[[float], Any]) -> No
     start = time.monotonic()
     while True:
         read(0.5)
-        most = _READ_S if file.damaged <= file.kept else _DAMAGED_S
+        most = _READ_S if file.is_worth_time else _DAMAGED_S
         if file.share_read == 1 or time.monotonic() - start > most:
             return
 

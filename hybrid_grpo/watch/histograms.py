@@ -38,10 +38,12 @@ class Histograms:
         """Add a step's histograms from details.jsonl: `edges` and `counts` by name. Skip malformed histograms."""
         if not isinstance(histograms, dict):
             return
+        self._seen += 1
+        if (self._seen - 1) % self._stride:
+            return
         named = ((name, value) for name, value in histograms.items() if self._is_known(name))
         found = {name: pair for name, value in named if (pair := _pair(value)) is not None}
-        self._seen += 1
-        if not found or (self._seen - 1) % self._stride:
+        if not found:
             return
         self._steps[step] = found
         self._counts += _size(found)

@@ -12,7 +12,7 @@ import numpy as np
 
 from hybrid_grpo.records.metrics.thinning import Column
 
-_MOST_NAMES, _LONGEST_NAME, _MOST_ROWS, _MOST_CELLS = 2000, 300, 2**20, 25 * 10**6
+_MOST_NAMES, _LONGEST_NAME, _MOST_ROWS, _MOST_CELLS = 2000, 300, 2**19, 25 * 10**6
 """Limits; a cell takes 8 bytes."""
 
 
@@ -30,6 +30,11 @@ class Table:
     def names(self) -> list[str]:
         """All names that any row had, in the order of their first appearance."""
         return list(self._columns)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every row that was added is kept."""
+        return self._stride == 1
 
     def append(self, row: dict[str, float | None]) -> bool:
         """Add a row, in which None means NaN, and return True. Return False, and leave the table as it is, if the row's

@@ -30,10 +30,11 @@ REPLAYED = ("old_logp", "new_logp", "ref_logp", "kl", "ratio", "entropy", "clipp
 
 
 class TokenReader:
-    """Has the process that reads tokens. It is started when it is first needed, and ends with this one."""
+    """Has the process that reads tokens, which ends with this one."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_ready = False
         self._failed: dict[tuple[str, int], float] = {}
         """By folder and step, when reading failed."""
         self._asking = threading.Lock()
@@ -41,6 +42,8 @@ class TokenReader:
     def read(self, folder: Path, step: int, row: int, sample: int | None) -> Record | None:
         """Like `read_tokens`; also return None if that takes too much time or memory."""
         place = str(folder.absolute()), step
+        if not _path(folder, "rollouts", step).exists():
+            return None
         with self._asking:
             if time.monotonic() - self._failed.get(place, -_PAUSE_S) < _PAUSE_S:
                 return None
@@ -50,15 +53,24 @@ class TokenReader:
             found: Record | None = json.loads(answer or b"null")
             return found
 
-    def _ask(self, question: list[str | int | None]) -> bytes | None:
+    def prepare(self) -> None:
+        """Start the process without waiting for it, which takes half a second to import pyarrow."""
+        with self._asking:
+            self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
         if self._process is None:
-            command, pipe = [sys.executable, "-m", __name__], subprocess.PIPE
-            root = Path(__file__).parents[2]
+            command, pipe, root = [sys.executable, "-m", __name__], subprocess.PIPE, Path(__file__).parents[2]
             self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, cwd=root)
-            assert self._process.stdout
-            self._process.stdout.readline()  # it is ready
-        process = self._process
+            self._is_ready = False
+        return self._process
+
+    def _ask(self, question: list[str | int | None]) -> bytes | None:
+        process = self._start()
         assert process.stdin and process.stdout
+        if not self._is_ready:
+            process.stdout.readline()
+            self._is_ready = True
         timer = threading.Timer(_SECONDS, process.kill)
         timer.start()
         try:
@@ -83,13 +95,12 @@ def read_tokens(folder: Path, step: int, row: int, sample: int | None) -> Record
     must equal the recorded number. The result has `pieces` (the text of each sampled token), `ids`, `given` (texts that
     were not sampled, each with the number of tokens before it) and `measures`: lists as long as `pieces`, by name.
     """
-    name = f"step_{step:06d}.parquet"
-    found = _read(folder / "rollouts" / name, row, ("sample", "pieces", "token_ids", "given", *SAMPLED))
+    found = _read(_path(folder, "rollouts", step), row, ("sample", "pieces", "token_ids", "given", *SAMPLED))
     if not found or found.get("sample", sample) != sample or not isinstance(found.get("pieces"), list):
         return None
     pieces = [str(piece) for piece in found["pieces"]]
     ids = found.get("token_ids") or []
-    replayed = _read(folder / "replay" / name, row, ("token_ids", *REPLAYED)) or {}
+    replayed = _read(_path(folder, "replay", step), row, ("token_ids", *REPLAYED)) or {}
     if replayed.get("token_ids", ids) != ids:  # of another completion: the step has been run again
         replayed = {}
     measures = {name: values for name, values in (found | replayed).items() if name in (*SAMPLED, *REPLAYED)}
@@ -105,6 +116,10 @@ def read_tokens(folder: Path, step: int, row: int, sample: int | None) -> Record
             if isinstance(values, list) and len(values) == len(pieces)
         },
     }
+
+
+def _path(folder: Path, kind: str, step: int) -> Path:
+    return folder / kind / f"step_{step:06d}.parquet"
 
 
 def _read(path: Path, row: int, columns: tuple[str, ...]) -> Record | None:

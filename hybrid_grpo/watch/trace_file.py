@@ -25,8 +25,7 @@ _SECONDS = 0.3
 
 
 class TraceFile:
-    """Gathers `rewards` and `histograms` of a details.jsonl; nothing is read before `read` is called. Lines that belong
-    to a step are counted in `kept`, the others in `damaged`."""
+    """Gathers `rewards` and `histograms` of a details.jsonl; nothing is read before `read` is called."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -35,12 +34,17 @@ class TraceFile:
 
     def _begin(self) -> None:
         self.rewards, self.histograms = PromptRewards(), Histograms()
-        self.kept = self.damaged = 0
+        self._kept = self._damaged = 0
 
     @property
     def share_read(self) -> float:
         """Share of the file that has been read."""
         return self._lines.share_read
+
+    @property
+    def is_worth_time(self) -> bool:
+        """Whether the file is what a run writes: most of its lines are traces."""
+        return self._damaged <= self._kept
 
     def read(self, seconds: float) -> None:
         """Read what was added, for about `seconds` at most."""
@@ -51,8 +55,8 @@ class TraceFile:
         # Most of the line comes after this, and is not needed here.
         kept, cut, _ = line.partition(b'"stages":')
         trace = parse_step(kept.rstrip(b", ") + b"}" if cut else line)
-        self.kept += trace is not None
-        self.damaged += trace is None
+        self._kept += trace is not None
+        self._damaged += trace is None
         if trace is not None:
             self.rewards.append(trace["step"], trace.get("prompts"))
             self.histograms.append(trace["step"], trace.get("histograms"))
