@@ -186,7 +186,7 @@ class GrowingFile:
         """Read some complete lines, or part of a line that is too long; return False if there is neither."""
         file.seek(self.place)
         chunk = file.read(_CHUNK)
-        if b"\n" not in chunk:
+        if b"\n" not in chunk and not self._in_long_line:
             chunk += file.read(LONGEST - len(chunk))
         begin, end = 0, chunk.rfind(b"\n") + 1
         if self._in_long_line:
