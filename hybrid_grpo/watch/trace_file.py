@@ -34,7 +34,7 @@ class TraceFile:
 
     def _begin(self) -> None:
         self.rewards, self.histograms = PromptRewards(), Histograms()
-        self._kept = self._damaged = 0
+        self._useful = self._useless = 0
 
     @property
     def share_read(self) -> float:
@@ -43,8 +43,8 @@ class TraceFile:
 
     @property
     def is_worth_time(self) -> bool:
-        """Whether the file is what a run writes: most of its lines are traces."""
-        return self._damaged <= self._kept
+        """Whether the file is what a run writes: most of its lines have rewards or histograms."""
+        return self._useless <= self._useful
 
     def read(self, seconds: float) -> None:
         """Read what was added, for about `seconds` at most."""
@@ -55,8 +55,9 @@ class TraceFile:
         # Most of the line comes after this, and is not needed here.
         kept, cut, _ = line.partition(b'"stages":')
         trace = parse_step(kept.rstrip(b", ") + b"}" if cut else line)
-        self._kept += trace is not None
-        self._damaged += trace is None
+        is_useful = trace is not None and ("prompts" in trace or "histograms" in trace)
+        self._useful += is_useful
+        self._useless += not is_useful
         if trace is not None:
             self.rewards.append(trace["step"], trace.get("prompts"))
             self.histograms.append(trace["step"], trace.get("histograms"))
