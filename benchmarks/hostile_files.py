@@ -447,6 +447,7 @@ def slow_runs(folder: Path, large: int) -> None:
 def odd_folders(folder: Path, large: int) -> None:
     for number in range(20):
         (folder.parent / f"loop_{number}").symlink_to("..")
+    (folder.parent / "self").symlink_to("self")
     for name in (b"<script>alert(1)", b"line\nbreak", b"\x1b[31m", b"\xff\xfe", b"__proto__", b"\xe2\x80\xae"):
         place = os.path.join(os.fsencode(folder.parent), b"odd_" + name)
         os.mkdir(place)

@@ -77,9 +77,16 @@ def _inside(folder: Path) -> list[Path]:
     try:
         with os.scandir(folder) as entries:
             some = itertools.islice(entries, _MOST_ENTRIES)
-            return [folder / name for name in sorted(e.name for e in some if e.is_dir() and e.name[0] != ".")]
+            return [folder / name for name in sorted(e.name for e in some if e.name[0] != "." and _is_folder(e))]
     except OSError:
         return []
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
 
 
 def _unused(folder: Path, names: set[str]) -> str:

@@ -61,8 +61,8 @@ class PromptRewards:
 
     def append(self, step: int, prompts: Any) -> None:
         """Add a step's prompts from details.jsonl, of each the row in the data and the mean reward. Skip malformed
-        prompts."""
-        if not isinstance(prompts, list):
+        prompts, and a step that is not after the last one."""
+        if not isinstance(prompts, list) or (self._steps and step <= self.last):
             return
         self._seen += 1
         if (self._seen - 1) % self._stride:

@@ -157,6 +157,8 @@ def ask_all(folder: Path, parameters: list[Any], seconds: float) -> None:
 
     async def ask() -> None:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+            listed = (await client.get("/api/runs")).json()["runs"]
+            assert {"hostile", "other"} <= {run["run"] for run in listed}
             for question in ("runs", *QUESTIONS):
                 both = question in ("runs", "charts", "curves", "alarms", "settings")
                 for given in parameters:
