@@ -7,12 +7,13 @@ run and one that the case damages, and every question of the page is asked about
 another client asks about the healthy run. Printed are, by case, and added to
 FILE if it exists:
 
-    slowest_s     seconds that the slowest answer took, and its question
+    slowest_s     seconds that the slowest answer took, and its question; slowest_cpu_s: the most processor time that the
+                  server used during an answer, which equals it on an idle machine
     server_mb     largest resident memory of the server and, beside it, of the processes that it starts
     delay_s       seconds that the slowest answer to the other client took
     faults        answers with a status of 500 or more, that are not JSON, or that have the text of a file outside
     load          processes that wanted to compute, on average over the last minute, at the end
-    report_s, report_mb, report    seconds and memory of `report`, and its exit status
+    report_s, report_cpu_s, report_mb, report    seconds, memory and message of `report`
 
 Ends with status 1 if a number is beyond `BOUNDS`.
 """
@@ -38,7 +39,9 @@ import psutil
 from hostile_files import CASES, LINES, SECRET, write_run
 
 ROOT = Path(__file__).parent.parent
-BOUNDS = {"slowest_s": 2.0, "server_mb": 500, "delay_s": 0.5, "faults": 0, "report_s": 10.0, "report_mb": 1000}
+BOUNDS = {
+    "slowest_cpu_s": 2.0, "server_mb": 500, "delay_s": 0.5, "faults": 0, "report_cpu_s": 10.0, "report_mb": 1000
+}  # fmt: skip
 READING_S = 3.0
 """Seconds for which the page polls a run that is not read yet."""
 MACHINE = f"{os.cpu_count()} CPU cores, Python {sys.version.split()[0]}"
@@ -48,20 +51,21 @@ HOSTILE, HEALTHY = "hostile", "healthy"
 class Client:
     """Asks a server, and keeps the slowest answer."""
 
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self.slowest, self.question = 0.0, ""
+    def __init__(self, port: int, server: psutil.Process) -> None:
+        self._port, self._server = port, server
+        self.slowest, self.slowest_cpu, self.question = 0.0, 0.0, ""
         self.faults: list[str] = []
 
     def ask(self, question: str, **given: Any) -> Any:
         """The answer; None if it was refused."""
         path = f"/api/{question}?{urlencode(given, doseq=True, errors='surrogatepass')}"
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=100)
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), cpu_of(self._server)
         connection.request("GET", path[:60_000])
         answer = connection.getresponse()
         content = answer.read()
         took = time.perf_counter() - start
+        self.slowest_cpu = max(self.slowest_cpu, cpu_of(self._server) - cpu)
         connection.close()
         if took > self.slowest:
             self.slowest, self.question = took, path[5:80]
@@ -69,6 +73,14 @@ class Client:
         if answer.status >= 500 or kind != "application/json" or nosniff != "nosniff" or SECRET.encode() in content:
             self.faults.append(f"{answer.status} {kind} {path[:80]}: {content[:200]!r}")
         return json.loads(content) if answer.status == 200 else None
+
+
+def cpu_of(process: psutil.Process) -> float:
+    """The processor seconds of a process; 0 once it has ended."""
+    with suppress(psutil.Error):
+        times = process.cpu_times()
+        return float(times.user + times.system)
+    return 0.0
 
 
 def ask_all(client: Client, seconds: float = READING_S) -> None:
@@ -181,7 +193,8 @@ def served(folder: Path, log: Path, change: Callable[[], None] | None) -> dict[s
             time.sleep(0.01)
         started = time.perf_counter() - start
         port = int(log.read_text().split()[0].rpartition(":")[2])
-        client, other, server = Client(port), Client(port), psutil.Process(process.pid)
+        server = psutil.Process(process.pid)
+        client, other = Client(port, server), Client(port, server)
 
         def ask_other() -> None:
             nonlocal largest
@@ -200,6 +213,7 @@ def served(folder: Path, log: Path, change: Callable[[], None] | None) -> dict[s
     faults = client.faults + other.faults + ([log.read_text()[-500:]] if "Traceback" in log.read_text() else [])
     return {
         "start_s": round(started, 1), "slowest_s": round(client.slowest, 2), "question": client.question,
+        "slowest_cpu_s": round(client.slowest_cpu, 2),
         "server_mb": round(largest), "delay_s": round(other.slowest, 2),
         "faults": len(faults), "first_fault": faults[0] if faults else None,
     }  # fmt: skip
@@ -207,10 +221,11 @@ def served(folder: Path, log: Path, change: Callable[[], None] | None) -> dict[s
 
 def reported(folder: Path, log: Path, change: Callable[[], None] | None) -> dict[str, Any]:
     """Write the report of a run."""
-    start, largest = time.perf_counter(), 0.0
+    start, largest, cpu = time.perf_counter(), 0.0, 0.0
     with meanwhile(change), log.open("w") as file:
         process = command("report", str(folder), stdout=subprocess.DEVNULL, stderr=file)
         while process.poll() is None and time.perf_counter() - start < 60:
+            cpu = max(cpu, cpu_of(psutil.Process(process.pid)))
             largest = max(largest, peak_mb(process.pid))
             time.sleep(0.02)
         took = time.perf_counter() - start
@@ -220,7 +235,8 @@ def reported(folder: Path, log: Path, change: Callable[[], None] | None) -> dict
     clear = process.returncode == 0 or (process.returncode == 2 and said.count("\n") == 1)
     secret = report.is_file() and SECRET in report.read_text(errors="replace")
     return {
-        "report_s": round(took, 1), "report_mb": round(largest), "faults": (not clear) + secret,
+        "report_s": round(took, 1), "report_cpu_s": round(cpu, 1), "report_mb": round(largest),
+        "faults": (not clear) + secret,
         "report": "written" if process.returncode == 0 else said.strip().replace(str(folder), "RUN")[-300:],
     }  # fmt: skip
 
