@@ -7,8 +7,8 @@ run and one that the case damages, and every question of the page is asked about
 another client asks about the healthy run. Printed are, by case, and added to
 FILE if it exists:
 
-    slowest_s     seconds that the slowest answer took, and its question; slowest_cpu_s: the most processor time that the
-                  server used during an answer, which equals it on an idle machine
+    slowest_s     seconds that the slowest answer took, and its question
+    slowest_cpu_s the most processor time that the server used during an answer; an idle machine takes as long
     server_mb     largest resident memory of the server and, beside it, of the processes that it starts
     delay_s       seconds that the slowest answer to the other client took
     faults        answers with a status of 500 or more, that are not JSON, or that have the text of a file outside
