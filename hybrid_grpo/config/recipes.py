@@ -15,7 +15,7 @@ Settings = dict[str, Any]
 EXPONENT = re.compile(r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9_]+)[eE][-+]?[0-9]+$")
 """Numbers such as `1e-6`, which PyYAML reads as text."""
 
-_DEEPEST, _MOST_VALUES, _MOST_LETTERS, _LONGEST_NUMBER = 50, 100_000, 2**20, 300
+_DEEPEST, _MOST_VALUES, _MOST_LETTERS, _LONGEST_NUMBER, _MOST_DIRECTIVES = 50, 100_000, 2**20, 300, 100
 """Limits of YAML input. Beyond them it is a mistake or a trap: aliases and merges turn a few lines into terabytes."""
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
@@ -56,6 +56,8 @@ def load_yaml(text: str) -> Any:
     YAML, contains a key twice, contains itself, or is nested more deeply or larger than settings are."""
     if len(text) > _MOST_LETTERS:
         raise ValueError(f"it has more than {_MOST_LETTERS} letters: give data in a file")
+    if text.count("\n%") > _MOST_DIRECTIVES:  # libyaml compares each with all others
+        raise ValueError(f"it has more than {_MOST_DIRECTIVES} directives (%): take them out")
     depth = 0
     # Parsing does not recurse; composing does, in C without a limit.
     for count, event in enumerate(yaml.parse(text, _Loader)):

@@ -1,5 +1,6 @@
 """Writes a run's files atomically, so that readers see the old or the new content, and as valid JSON."""
 
+import itertools
 import json
 import math
 import os
@@ -11,10 +12,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from hybrid_grpo.config.errors import UserError
-
 TRACE_FILE = "details.jsonl"
 """Name of the file in a run's folder with the traces of its steps, one JSON object per step."""
+_MOST_ENTRIES = 2**19
+"""Maximum number of entries of a folder that are looked at."""
 _STEP = re.compile(rb'\{"step": ?(\d+)[,}]')
 
 
@@ -26,7 +27,9 @@ def replace_text(path: Path, text: str) -> None:
 def replace_bytes(path: Path, content: Any) -> None:
     """Like `replace_text`, but for bytes."""
     draft = path.with_name(f".{path.name}.draft")
-    with draft.open("wb") as file:
+    # In a folder from a stranger the draft may be a link to the user's own files, or a pipe.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with open(os.open(draft, flags, 0o666), "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -96,19 +99,26 @@ def replace_folder(target: Path, draft: Path, old: Path) -> None:
 
 def rollout_files(folder: Path, kind: str = "jsonl") -> dict[int, Path]:
     """Return the rollout files in a folder by step, in ascending order: texts (`kind` is `jsonl`) or tokens
-    (`parquet`). Other files, such as copies, are left out."""
-    found = {path.stem.removeprefix("step_"): path for path in folder.glob(f"step_*.{kind}")}
-    steps = sorted((int(n), path) for n, path in found.items() if n.isdecimal())
-    return {step: path for step, path in steps if step < 2**53}
+    (`parquet`). Other files, such as copies, are left out, and so are files in a folder with far too many entries."""
+    expression = re.compile(rf"step_(\d{{1,15}})\.{kind}")
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in itertools.islice(entries, _MOST_ENTRIES)]
+    except OSError:
+        return {}
+    steps = {int(match[1]): name for name in sorted(names) if (match := expression.fullmatch(name))}
+    return {step: folder / steps[step] for step in sorted(steps)}
 
 
-def flattened(settings: dict[str, Any], levels: int = 99) -> Iterator[tuple[str, Any]]:
-    """Yield nested settings as pairs of a dotted name and a value; settings deeper than `levels` stay nested."""
+def flattened(settings: dict[str, Any], levels: int = 99, longest: int | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield nested settings as pairs of a dotted name and a value; settings deeper than `levels` stay nested, and names
+    are cut to `longest` characters."""
     for name, value in settings.items():
         if isinstance(value, dict) and value and levels:
-            yield from ((f"{name}.{below}", of) for below, of in flattened(value, levels - 1))
+            begin = str(name)[:longest]
+            yield from ((f"{begin}.{below}"[:longest], of) for below, of in flattened(value, levels - 1, longest))
         else:
-            yield str(name), value
+            yield str(name)[:longest], value
 
 
 def json_safe(value: Any) -> Any:
@@ -136,6 +146,8 @@ def json_lines(name: str, setting: str) -> Iterator[Callable[[Any], None]]:
 
     Raise UserError, which names `setting`, if the file cannot be opened.
     """
+    from hybrid_grpo.config.errors import UserError  # only here: the settings take long to load
+
     with ExitStack() as stack:
         try:
             file = sys.stdout.buffer if name == "-" else stack.enter_context(Path(name).open("wb"))

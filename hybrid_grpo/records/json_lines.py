@@ -7,18 +7,19 @@ whatever a file contains, and malformed lines are skipped.
 import errno
 import json
 import os
+import re
 import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hybrid_grpo.config.errors import UserError
-
 LONGEST = 8 * 2**20
 """Maximum length of a line in bytes; longer lines are left out."""
-_DEEPEST = 50
-_END = 2**20
+_DEEPEST, _MOST_VALUES = 50, 2**17
+"""Limits of a line. Parsing a line is a single call, during which other threads wait: 0.1 s at most within these."""
+_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_END, _MOST_LAST_LINES = 2**20, 10_000
 _CHUNK = 2**18
 _MARK = 512
 """Number of bytes to remember from the end of what was read. If they have changed, the file was replaced."""
@@ -31,6 +32,8 @@ def read_jsonl(path: Path) -> list[Record]:
 
     Raises UserError, which names the file and the line, if a line is not a JSON object.
     """
+    from hybrid_grpo.config.errors import UserError  # only here: the settings take long to load
+
     if not path.exists():
         return []
     rows = []
@@ -47,9 +50,9 @@ def read_jsonl(path: Path) -> list[Record]:
 
 
 def parse(line: bytes) -> Record | None:
-    """Return the JSON object in a line; None if the line is not an object, or is nested deeper than a run writes. NaN
-    and infinity become None, and integers that are too large for a browser become floats."""
-    if line[:1] not in (b"{", b" "):
+    """Return the JSON object in a line; None if the line is not an object, is nested deeper than a run writes, or has
+    far more values. NaN and infinity become None, and integers that are too large for a browser become floats."""
+    if line[:1] not in (b"{", b" ") or _has_many_values(line):
         return None
     try:
         record = _DECODER.decode(line.decode())
@@ -60,9 +63,17 @@ def parse(line: bytes) -> Record | None:
 
 def parse_step(line: bytes) -> Record | None:
     """Like `parse`, but also return None if the line does not belong to a step."""
-    record = parse(line)
+    record = parse(line) if b'"step"' in line else None
     step = record.get("step") if record else None
     return record if type(step) is int and 0 <= step < 2**31 else None
+
+
+def _has_many_values(line: bytes) -> bool:
+    if line.count(b",") <= _MOST_VALUES:
+        return False
+    # Commas in texts do not count; finding the texts takes long only if there are many of them.
+    quotes = line.count(b'"') - line.count(b'\\"')
+    return quotes > 4 * _MOST_VALUES or _TEXT.sub(b"", line).count(b",") > _MOST_VALUES
 
 
 def _is_deep(record: Any, line: bytes) -> bool:
@@ -85,8 +96,9 @@ _DECODER = json.JSONDecoder(parse_int=_whole, parse_constant=lambda _: None)
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file for reading. Raise OSError if it is not a regular file, since a pipe would wait for its writer."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    """Open a file for reading. Raise OSError if it is not a regular file: a pipe would wait for its writer, and a link
+    in a folder from a stranger may lead to the user's own files."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a plain file", str(path))
@@ -107,11 +119,12 @@ def read_lines(file: BinaryIO, begin: int) -> Iterator[tuple[int, bytes | None]]
 
 
 def last_lines(path: Path) -> list[bytes]:
-    """Return the lines in the last MiB of a file; none if it cannot be read. The first may be only part of a line."""
+    """Return the last lines of a file, up to a MiB and `_MOST_LAST_LINES`; none if it cannot be read. The first may be
+    only part of a line."""
     try:
         with open_file(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _END))
-            return file.read(_END).split(b"\n")[:-1]
+            return file.read(_END).split(b"\n")[:-1][-_MOST_LAST_LINES:]
     except OSError:
         return []
 
@@ -173,7 +186,7 @@ class GrowingFile:
         """Read some complete lines, or part of a line that is too long; return False if there is neither."""
         file.seek(self.place)
         chunk = file.read(_CHUNK)
-        if b"\n" not in chunk:
+        if b"\n" not in chunk and not self._in_long_line:
             chunk += file.read(LONGEST - len(chunk))
         begin, end = 0, chunk.rfind(b"\n") + 1
         if self._in_long_line:

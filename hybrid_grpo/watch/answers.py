@@ -4,6 +4,7 @@ An answer takes a fraction of a second at most for reading; if a file needs more
 """
 
 import math
+import time
 from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -21,9 +22,9 @@ from hybrid_grpo.watch.folders import Folders
 from hybrid_grpo.watch.layers import time_layers
 from hybrid_grpo.watch.prompt_rewards import ORDERS
 from hybrid_grpo.watch.rollouts import ORDERS as SAMPLE_ORDERS
-from hybrid_grpo.watch.rollouts import Query, group_of, line_number, read_row, read_rows, rivals, search
+from hybrid_grpo.watch.rollouts import Query, group_of, line_number, read_rewards, read_row, rivals, search
 from hybrid_grpo.watch.settings import compared
-from hybrid_grpo.watch.tokens import read_tokens
+from hybrid_grpo.watch.tokens import TokenReader
 from hybrid_grpo.watch.trace_file import first_step, read_step
 from hybrid_grpo.watch.watched_run import AXES, WatchedRun
 
@@ -36,7 +37,10 @@ _READ_S = 0.25
 """Seconds that an answer may spend on reading files of metrics and traces, for all of its runs together."""
 _WAIT_S = 10.0
 """Seconds that a question waits for another question about the same run."""
-_MOST_POINTS = 4000
+_MOST_RUNS = 100
+"""Maximum number of runs that a question may name."""
+_MOST_POINTS, _MOST_POINTS_OF_ALL = 4000, 2**18
+"""Maximum number of points of a curve, and of all curves in an answer."""
 _MOST_CELLS = 400
 """Maximum number of rows, and of columns, of a heat map."""
 _HISTOGRAM_STEPS = 120
@@ -48,6 +52,7 @@ class Answers:
 
     def __init__(self, folders: Folders) -> None:
         self._folders = folders
+        self.token_reader = TokenReader()
 
     def answer(self, question: str, given: QueryParams) -> Any:
         """Answer one of `QUESTIONS`, on any thread. Questions about the same run wait for each other."""
@@ -75,7 +80,10 @@ class Answers:
             }
             for run in opened
         ]
-        return {"runs": [run.outline() for run in known.values()], "open": open_now}
+        deadline = time.monotonic() + _READ_S
+        # If there are too many runs to look at, the others have their turn when the page asks again.
+        outlines = [run.outline(time.monotonic() < deadline) for run in known.values()]
+        return {"runs": outlines, "open": open_now}
 
     def charts(self, given: QueryParams) -> Any:
         """Return the charts of runs by section; metrics that are not in charts.yaml come last, one in each chart. A
@@ -95,13 +103,15 @@ class Answers:
         if axis not in AXES:
             raise HTTPException(400, f"axis {axis} must be one of {', '.join(AXES)}")
         low, high = _number(given, "low"), _number(given, "high")
-        points = int(min(_MOST_POINTS, max(2, _number(given, "points") or 600)))
+        runs, names = self._runs(given), given.getlist("name")
+        most = min(_MOST_POINTS, _MOST_POINTS_OF_ALL // max(1, len(runs) * len(names)))
+        points = int(max(2, min(most, _number(given, "points") or 600)))
         window = _number(given, "window")
         answer: dict[str, Any] = {}
-        for run in self._runs(given):
+        for run in runs:
             x = run.axis(axis)
             curves = {}
-            for name in given.getlist("name"):
+            for name in names:
                 curve = present(x, run.table.column(name))
                 metric = find(name)
                 width = len(curve[1]) // 25 if window is None else int(window)
@@ -124,10 +134,10 @@ class Answers:
     def settings(self, given: QueryParams) -> Any:
         """Return the settings of runs with their defaults, the most important first, and the text of each run's
         config.yaml."""
-        runs = self._runs(given)
+        configs = {run.name: run.config() for run in self._runs(given)}
         return {
-            "settings": compared({run.name: run.settings for run in runs}),
-            "texts": {run.name: run.config_text for run in runs},
+            "settings": compared({name: settings for name, (_, settings) in configs.items()}),
+            "texts": {name: text for name, (text, _) in configs.items()},
         }
 
     def samples(self, given: QueryParams) -> Any:
@@ -149,6 +159,8 @@ class Answers:
         start = None if step is None or offset is None or offset < 0 else (step, offset)
         files = run.rollouts()
         found = search(files, query, start, order=(order, bool(given.get("rising"))) if order else None)
+        if found.rows:  # the page is about to ask for the tokens of one
+            self.token_reader.prepare()
         return {
             "rows": found.rows, "read": found.read, "next": found.next, "steps": _ends(files), "count": len(files),
             "left_out": found.left_out,
@@ -162,7 +174,7 @@ class Answers:
         """Return the completion with which the requested one is compared: the best of its group, or the worst if it is
         the best itself; null if all rewards of the group are equal."""
         _, path, offset, _ = self._sample(given)
-        kind, other = rivals(read_rows(path)).get(offset, ("", -1))
+        kind, other = rivals(read_rewards(path)).get(offset, ("", -1))
         return {"kind": kind, "row": read_row(path, other)} if kind else None
 
     def group(self, given: QueryParams) -> Any:
@@ -177,8 +189,10 @@ class Answers:
     def tokens(self, given: QueryParams) -> Any:
         """Return what was recorded about each token of a completion; null if nothing was."""
         step, path, offset, row = self._sample(given)
-        number, sample = line_number(path, offset), row.get("sample")
-        return read_tokens(self._run(given).folder, step, number, sample)
+        number = line_number(path, offset)
+        return (
+            None if number is None else self.token_reader.read(self._run(given).folder, step, number, row.get("sample"))
+        )
 
     def prompts(self, given: QueryParams) -> Any:
         """Return a heat map of one run's mean rewards, by prompt and step: prompts `low` to `high` (exclusive) in the
@@ -239,6 +253,8 @@ class Answers:
     def _runs(self, given: QueryParams) -> list[WatchedRun]:
         known = self._folders.runs
         names = given.getlist("run")
+        if len(names) > _MOST_RUNS:
+            raise HTTPException(400, f"{len(names)} runs are too many: choose up to {_MOST_RUNS}")
         for name in names:
             if name not in known:
                 raise HTTPException(404, f"there is no run {name}")

@@ -1,5 +1,6 @@
 """Finds the runs to watch, in run folders and in folders that hold run folders, even if a run is added later."""
 
+import itertools
 import os
 import threading
 from collections.abc import Sequence
@@ -10,6 +11,8 @@ from hybrid_grpo.watch.watched_run import WatchedRun
 
 _DEPTH = 3
 """Number of levels that a run may be below a named folder."""
+_MOST_FOLDERS, _MOST_ENTRIES = 5000, 2**17
+"""Maximum number of folders that are looked into, and of entries of a folder."""
 
 
 class Folders:
@@ -33,7 +36,7 @@ class Folders:
     def look(self) -> dict[str, WatchedRun]:
         """Look for runs that were added or removed, and return all runs by name."""
         with self._looking:
-            found = dict.fromkeys(run for folder in self._named for run in _runs_in(folder, _DEPTH))
+            found = dict.fromkeys(_runs_in(self._named))
             runs = {folder: run for folder, run in self._runs.items() if folder in found}
             names = {run.name for run in runs.values()}
             for folder in found:
@@ -45,21 +48,50 @@ class Folders:
         return self.runs
 
 
-def _runs_in(folder: Path, depth: int) -> list[Path]:
-    # A run that is loading has no metrics yet. Both are also False if the folder may not be entered.
-    if os.path.isfile(folder / "metrics.jsonl") or os.path.isfile(folder / ".lock"):
-        return [folder]
-    if not depth:
-        return []
+def _runs_in(named: Sequence[Path]) -> list[Path]:
+    """Return the folders of runs in and below the named ones, those of upper levels first. A folder that several paths
+    lead to is found once."""
+    found: list[Path] = []
+    seen: set[tuple[int, int]] = set()
+    level = list(named)
+    for depth in range(_DEPTH + 1):
+        below: list[Path] = []
+        for folder in level:
+            try:
+                info = folder.stat()
+            except OSError:
+                continue
+            if (place := (info.st_dev, info.st_ino)) in seen or len(seen) >= _MOST_FOLDERS:
+                continue
+            seen.add(place)
+            # A run that is loading has no metrics yet. Both are also False if the folder may not be entered.
+            if os.path.isfile(folder / "metrics.jsonl") or os.path.isfile(folder / ".lock"):
+                found.append(folder)
+            elif depth < _DEPTH:
+                below += _inside(folder)
+        level = below
+    return found
+
+
+def _inside(folder: Path) -> list[Path]:
     try:
-        inside = sorted(path for path in folder.iterdir() if os.path.isdir(path) and not path.name.startswith("."))
+        with os.scandir(folder) as entries:
+            some = itertools.islice(entries, _MOST_ENTRIES)
+            return [folder / name for name in sorted(e.name for e in some if e.name[0] != "." and _is_folder(e))]
     except OSError:
         return []
-    return [run for path in inside for run in _runs_in(path, depth - 1)]
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
 
 
 def _unused(folder: Path, names: set[str]) -> str:
-    """Return the name of a folder, preceded by as many of its parents as make it unique."""
+    """Return the name of a folder, preceded by as many of its parents as make it unique, or followed by a number."""
     parts = [part.encode(errors="replace").decode() for part in folder.parts[1:] or ("/",)]
     spelled = ("/".join(parts[-length:]) for length in range(1, len(parts) + 1))
-    return next(name for name in spelled if name not in names)
+    numbered = (f"{'/'.join(parts)} ({number})" for number in itertools.count(2))
+    return next(name for name in itertools.chain(spelled, numbered) if name not in names)

@@ -8,7 +8,8 @@ import base64
 import html
 import json
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,11 @@ from hybrid_grpo.records.files import json_safe, replace_text
 from hybrid_grpo.records.json_lines import Record
 from hybrid_grpo.watch.answers import Answers
 from hybrid_grpo.watch.folders import Folders
+from hybrid_grpo.watch.metrics_file import MetricsFile
 from hybrid_grpo.watch.prompt_rewards import ORDERS
-from hybrid_grpo.watch.rollouts import line_number, read_rows, rivals, summarize
-from hybrid_grpo.watch.tokens import read_tokens
+from hybrid_grpo.watch.rollouts import line_number, read_rewards, read_row, rivals, summarize
+from hybrid_grpo.watch.tokens import TokenReader
+from hybrid_grpo.watch.trace_file import TraceFile
 from hybrid_grpo.watch.watched_run import AXES, WatchedRun
 
 _PAGE = Path(__file__).parent / "page"
@@ -31,12 +34,13 @@ _POINTS = 300
 """Approximate number of points of a curve."""
 _CELLS = {"rows": 60, "columns": 100}
 """Size of the map of prompts."""
-_BYTES = 250_000
-"""Maximum size of a step's completions, including their tokens."""
+_BYTES, _LARGEST = 250_000, 2**21
+"""Maximum size of a step's completions, including their tokens, and the same if there are only one or two."""
 _WITH_TOKENS = 16
 """Number of completions of a step that may include their tokens, which take time to read."""
-_READ_S = 60.0
-"""Maximum number of seconds for reading a large run's metrics, and again for reading the traces of its steps."""
+_READ_S, _DAMAGED_S = 60.0, 2.0
+"""Maximum number of seconds for reading a large run's metrics, and again for reading the traces of its steps, and the
+same for files that no run writes (`is_worth_time`)."""
 _POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
 """Content security policy that keeps the file from loading anything from a network, whatever completions contain."""
 
@@ -46,17 +50,32 @@ def write_report(folder: Path) -> Path:
     folders = Folders([folder])
     run = next(iter(folders.runs.values())) if (folder / "metrics.jsonl").is_file() else None
     if run is not None:
-        run.refresh(_READ_S)
+        _read_all(run.numbers, run.refresh)
     if run is None or not run.table.rows:
         raise UserError(f"{folder} has no metrics.jsonl with a step in it: give the folder of a run")
     path = folder / "report.html"
-    replace_text(path, _in_one_file(run.name, _frozen(run, Answers(folders))))
+    text = _in_one_file(run.name, _frozen(run, Answers(folders)))
+    try:
+        replace_text(path, text)
+    except OSError as error:
+        problem = f"{error.filename or path} cannot be written: {error.strerror}"
+        raise UserError(f"{problem}: remove what is in its place, or make room") from None
     return path
+
+
+def _read_all(file: MetricsFile | TraceFile, read: Callable[[float], Any]) -> None:
+    """Read a file of the run with the function `read`, as far as time permits."""
+    start = time.monotonic()
+    while True:
+        read(0.5)
+        most = _READ_S if file.is_worth_time else _DAMAGED_S
+        if file.share_read == 1 or time.monotonic() - start > most:
+            return
 
 
 def _frozen(run: WatchedRun, answers: Answers) -> dict[str, Any]:
     """Return the answers to the page's questions about the run, by question; see page/frozen.js."""
-    run.trace.read(_READ_S)
+    _read_all(run.trace, run.trace.read)
 
     def ask(question: str, **given: Any) -> Any:
         return getattr(answers, question)(QueryParams({"run": run.name, **given}))
@@ -87,7 +106,7 @@ def _frozen(run: WatchedRun, answers: Answers) -> dict[str, Any]:
             "steps": [min(files), max(files)] if files else None,
             "count": len(files),
             "kept": saved,
-            "rows": [row for step in saved for row in _samples(run.folder, step, files[step])],
+            "rows": [row for step in saved for row in _samples(run.folder, step, files[step], answers.token_reader)],
         },
         "step": {
             "steps": newest["steps"],
@@ -124,31 +143,35 @@ def _short(value: float) -> float | int:
     return int(value) if value.is_integer() and abs(value) < 2**53 else float(f"{value:.7g}")
 
 
-def _samples(folder: Path, step: int, path: Path) -> Iterator[dict[str, Any]]:
+def _samples(folder: Path, step: int, path: Path, reader: TokenReader) -> Iterator[dict[str, Any]]:
     """Yield as many completions of a step as fit in `_BYTES`, each with its `row` in the list, `all` that was saved,
     `tokens`, and `rival` (see `rivals`). The best and the worst of each group come first, starting with the groups
-    whose rewards differ most. The first `_WITH_TOKENS` have tokens if these fit. The first two are always yielded."""
-    rows = read_rows(path)
-    compared, by_byte = rivals(rows), dict(rows)
+    whose rewards differ most. The first `_WITH_TOKENS` have tokens if these fit. The first two are yielded in any case,
+    unless they exceed `_LARGEST` bytes."""
+    rewards = read_rewards(path)
+    compared = rivals(rewards)
     ends = {other for _, other in compared.values()}
 
     def importance(offset: int) -> tuple[bool, float]:
         _, other = compared.get(offset, ("", offset))
-        difference = 0.0 if other == offset else abs(by_byte[offset]["reward"] - by_byte[other]["reward"])
+        own, others = rewards[offset][1], rewards[other][1]
+        difference = 0.0 if own is None or others is None else abs(own - others)
         return offset in ends, difference
 
     left = _BYTES
-    for count, offset in enumerate(sorted(by_byte, key=importance, reverse=True)):
-        row = by_byte[offset]
-        has_tokens = count < _WITH_TOKENS
-        record = read_tokens(folder, step, line_number(path, offset), row.get("sample")) if has_tokens else None
+    for count, offset in enumerate(sorted(rewards, key=importance, reverse=True)):
+        row = read_row(path, offset)
+        if row is None:  # the file has changed
+            return
+        number = line_number(path, offset) if count < _WITH_TOKENS else None
+        record = None if number is None else reader.read(folder, step, number, row.get("sample"))
         sample = {"row": summarize(row, step, offset), "all": row, "rival": compared.get(offset)}
         found = {**sample, "tokens": _rounded(record)}
         if (size := len(json.dumps(found))) > left:
             found = {**sample, "tokens": None}
             size = len(json.dumps(found))
         left -= size
-        if left < 0 and count >= 2:
+        if (left < 0 and count >= 2) or left < -_LARGEST:
             return
         yield found
 

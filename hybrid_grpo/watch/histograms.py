@@ -1,17 +1,16 @@
 """Keeps the histograms of a run's steps, and shows their change over time on common edges."""
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-MOST = 1000
-"""Maximum number of steps that are kept; whenever there are more, every other step is dropped."""
+MOST, _MOST_COUNTS = 1000, 2**21
+"""Maximum number of steps, and of counts, that are kept; beyond them, every other step is dropped."""
 BUCKETS = 32
-_MOST_NAMES, _MOST_BUCKETS = 32, 512
-"""Maximum number of histograms of a step, and of buckets of a histogram; a run writes fewer."""
+_MOST_NAMES, _LONGEST_NAME, _MOST_BUCKETS = 32, 300, 512
+"""Limits of names and buckets; a run writes fewer."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -32,21 +31,31 @@ class Histograms:
 
     def __init__(self) -> None:
         self._steps: dict[int, dict[str, tuple[Floats, Floats]]] = {}
-        self._stride, self._seen = 1, 0
+        self._names: set[str] = set()
+        self._stride, self._seen, self._counts = 1, 0, 0
 
     def append(self, step: int, histograms: Any) -> None:
         """Add a step's histograms from details.jsonl: `edges` and `counts` by name. Skip malformed histograms."""
         if not isinstance(histograms, dict):
             return
-        named = itertools.islice(histograms.items(), _MOST_NAMES)
-        found = {name: pair for name, value in named if (pair := _pair(value)) is not None}
         self._seen += 1
-        if not found or (self._seen - 1) % self._stride:
+        if (self._seen - 1) % self._stride:
+            return
+        named = ((name, value) for name, value in histograms.items() if self._is_known(name))
+        found = {name: pair for name, value in named if (pair := _pair(value)) is not None}
+        if not found:
             return
         self._steps[step] = found
-        if len(self._steps) > MOST:
+        self._counts += _size(found)
+        if len(self._steps) > MOST or self._counts > _MOST_COUNTS:
             self._stride *= 2
             self._steps = dict(list(self._steps.items())[::2])
+            self._counts = sum(map(_size, self._steps.values()))
+
+    def _is_known(self, name: str) -> bool:
+        if len(self._names) < _MOST_NAMES and len(name) <= _LONGEST_NAME:
+            self._names.add(name)
+        return name in self._names
 
     def near(self, step: int) -> tuple[int, dict[str, dict[str, list[float]]]] | None:
         """Return the newest kept step that is not after `step`, and its histograms: `edges` and `counts` by name."""
@@ -67,6 +76,10 @@ class Histograms:
                 chosen = [steps[at] for at in kept]
                 answer[name] = _common(chosen, [self._steps[step][name] for step in chosen])
         return answer
+
+
+def _size(histograms: dict[str, tuple[Floats, Floats]]) -> int:
+    return sum(len(counts) for _, counts in histograms.values())
 
 
 def _pair(value: Any) -> tuple[Floats, Floats] | None:

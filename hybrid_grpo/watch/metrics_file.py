@@ -1,6 +1,7 @@
 """Reads metrics.jsonl into a table as the file is written, and samples it while a large file is being read."""
 
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,8 +13,8 @@ _LAST_LINES = 100
 _GLIMPSE_OVER = 8 * 2**20
 """A file with more bytes than this is first sampled in evenly spaced places."""
 _GLIMPSE_LINES = 400
-_GLIMPSE_LINE = 2**17
-"""Maximum number of bytes in a line of the sample."""
+_GLIMPSE_LINE, _GLIMPSE_S = 2**17, 0.2
+"""Maximum number of bytes in a line of the sample, and of seconds for all of it."""
 
 Row = dict[str, float | None]
 
@@ -44,6 +45,11 @@ class MetricsFile:
         """The table; while a large file is still being read, a sample of lines from all over it."""
         return self.table if self._glimpse is None else self._glimpse
 
+    @property
+    def is_worth_time(self) -> bool:
+        """Whether the file is what a run writes: most of its lines are rows, and the table has them all."""
+        return self.table.is_whole and self.damaged <= self.table.rows
+
     def read(self, seconds: float) -> bool:
         """Read what was appended, for about `seconds` at most; return whether `shown` has changed."""
         changed, before = self._lines.check(), self._lines.place
@@ -68,15 +74,20 @@ def last_row(path: Path) -> Row | None:
 
 def _glimpse(path: Path) -> Table:
     """Return a table of lines from evenly spaced places in a file, including its first and its last line."""
-    table, lines = Table(), []
+    table, rows = Table(), {}
+    deadline = time.monotonic() + _GLIMPSE_S
     with suppress(OSError), open_file(path) as file:
         size = file.seek(0, os.SEEK_END)
-        for number in range(_GLIMPSE_LINES):
+        # In an order that covers the whole file early on, in case that time runs out.
+        for number in sorted(range(_GLIMPSE_LINES), key=lambda number: number % 20):
+            if time.monotonic() > deadline:
+                break
             file.seek(int(size * number / _GLIMPSE_LINES))
             if number:
                 file.readline(_GLIMPSE_LINE)
-            lines.append(file.readline(_GLIMPSE_LINE))
-        lines += last_lines(path)[-1:]
-    for row in filter(None, map(parse_step, lines)):
-        table.append(row)
+            rows[number] = parse_step(file.readline(_GLIMPSE_LINE))
+        rows[_GLIMPSE_LINES] = last_row(path)
+    for _, row in sorted(rows.items()):
+        if row is not None:
+            table.append(row)
     return table

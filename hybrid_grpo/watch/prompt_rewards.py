@@ -11,8 +11,9 @@ import numpy.typing as npt
 
 _BLOCK = 2**16
 """Number of entries that are processed at a time."""
-_MOST_ENTRIES = 2**26
-"""Maximum number of entries, which take 800 MB; further entries are ignored."""
+_MOST_ENTRIES, _MOST_PROMPTS = 2**23, 2**19
+"""Maximum number of entries, beyond which every other step is dropped, and of prompts, beyond which others are ignored:
+100 MB each."""
 _FEWEST_COLUMNS = 24
 ORDERS = ("row", "mean", "last")
 """Orders of prompts: by their row in the data, by their mean reward or by their newest reward, lowest first."""
@@ -38,7 +39,7 @@ class Cells:
 class PromptRewards:
     """A list of entries in the order of steps: the step, a prompt, and the mean reward of the prompt's completions.
 
-    An entry takes 12 bytes: a hundred thousand steps of 256 prompts take 300 MB.
+    An entry takes 12 bytes. Of a hundred thousand steps of 256 prompts, every fourth step is kept.
     """
 
     def __init__(self) -> None:
@@ -46,6 +47,7 @@ class PromptRewards:
         """The number of each prompt, by its row in the data. Prompts are numbered in the order of first appearance."""
         self._steps, self._prompts, self._rewards = array("i"), array("i"), array("f")
         """The step of each entry, the number of its prompt, and its reward."""
+        self._seen, self._stride = 0, 1
 
     @property
     def first(self) -> int:
@@ -59,9 +61,13 @@ class PromptRewards:
 
     def append(self, step: int, prompts: Any) -> None:
         """Add a step's prompts from details.jsonl, of each the row in the data and the mean reward. Skip malformed
-        prompts."""
-        if not isinstance(prompts, list):
+        prompts, and a step that is not after the last one."""
+        if not isinstance(prompts, list) or (self._steps and step <= self.last):
             return
+        self._seen += 1
+        if (self._seen - 1) % self._stride:
+            return
+        is_full = len(self) >= _MOST_PROMPTS
         pairs = [
             (entry[0], entry[1])
             for entry in prompts
@@ -70,10 +76,21 @@ class PromptRewards:
             and type(entry[0]) is int
             and isinstance(entry[1], int | float)
             and abs(entry[1]) < 1e30
-        ][: _MOST_ENTRIES - len(self._steps)]
+            and (not is_full or entry[0] in self._numbers)
+        ]
         self._steps.extend(repeat(step, len(pairs)))
         self._prompts.extend(self._numbers.setdefault(prompt, len(self._numbers)) for prompt, _ in pairs)
         self._rewards.extend(reward for _, reward in pairs)
+        if len(self._steps) > _MOST_ENTRIES:
+            self._halve()
+
+    def _halve(self) -> None:
+        steps = np.array(self._steps)
+        kept = np.cumsum(np.diff(steps, prepend=steps[:1]) != 0, dtype=np.int32) % 2 == 0
+        self._steps = array("i", steps[kept].tobytes())
+        self._prompts = array("i", np.array(self._prompts)[kept].tobytes())
+        self._rewards = array("f", np.array(self._rewards)[kept].tobytes())
+        self._stride *= 2
 
     @property
     def telling_order(self) -> str:

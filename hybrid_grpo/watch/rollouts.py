@@ -13,14 +13,16 @@ from typing import Any
 from hybrid_grpo.records.files import as_json
 from hybrid_grpo.records.json_lines import open_file, parse, read_lines
 
-_STEP_BYTES, _STEP_LINES = 2**26, 2**17
-"""Maximum number of bytes and of lines that are read of a step's file to compare its completions."""
+_STEP_BYTES, _STEP_LINES, _STEP_S = 2**26, 2**17, 1.0
+"""Maximum number of bytes, lines and seconds that are read of a step's file to compare its completions."""
+_LONGEST_GROUP = 100
 SHOWN = 200
 """Maximum number of characters that the list shows of a prompt or completion."""
 ORDERS = ("reward", "advantage", "length")
 """Numbers by which completions may be ordered; without one, the newest come first."""
 _MOST_OF_GROUP, _GROUP_BYTES = 256, 2**22
 """Maximum number of completions that are shown of a group, and of bytes of their lines."""
+_OF_GROUP = ("step", "prompt_id", "prompt", "sample", "completion", "messages", "length", "finish", "writer")
 _LETTERS = 200
 """Maximum number of characters that the list shows of other text, such as `finish`."""
 
@@ -108,20 +110,27 @@ def read_row(path: Path, offset: int) -> dict[str, Any] | None:
     return parse(line) if line else None
 
 
-def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Return all completions of a step with their offsets; only the first ones if the file is far too large."""
-    begun = itertools.takewhile(lambda found: found[0] < _STEP_BYTES, itertools.islice(_lines(path, 0), _STEP_LINES))
-    return [(offset, row) for offset, line in begun if line and (row := parse(line)) is not None]
+def read_rewards(path: Path) -> dict[int, tuple[str, float | None]]:
+    """Return the group and the reward of all completions of a step by their offsets; only of the first ones if the file
+    is far too large."""
+    found, deadline = {}, time.monotonic() + _STEP_S
+    for offset, line in itertools.islice(_lines(path, 0), _STEP_LINES):
+        if offset > _STEP_BYTES or time.monotonic() > deadline:
+            break
+        row = parse(line) if line else None
+        if row is not None:
+            found[offset] = str(row.get("group"))[:_LONGEST_GROUP], number(row.get("reward"))
+    return found
 
 
-def rivals(rows: list[tuple[int, dict[str, Any]]]) -> dict[int, tuple[str, int]]:
+def rivals(rewards: dict[int, tuple[str, float | None]]) -> dict[int, tuple[str, int]]:
     """Return, by the offset of each completion of a step, the kind and the offset of the completion with which it is
     compared: the `best` of its group or, for the best itself, the `worst`. Completions without a reward, and those in
     groups of equal rewards, are left out."""
     groups: dict[str, list[tuple[float, int]]] = {}
-    for offset, row in rows:
-        if number(row.get("reward")) is not None:
-            groups.setdefault(str(row.get("group")), []).append((row["reward"], offset))
+    for offset, (group, reward) in rewards.items():
+        if reward is not None:
+            groups.setdefault(group, []).append((reward, offset))
     found: dict[int, tuple[str, int]] = {}
     for members in groups.values():
         (high, best), (low, worst) = (end(members, key=lambda member: member[0]) for end in (max, min))
@@ -133,30 +142,31 @@ def rivals(rows: list[tuple[int, dict[str, Any]]]) -> dict[int, tuple[str, int]]
 def group_of(path: Path, offset: int) -> list[dict[str, Any]]:
     """Return the completions of the group of the completion at an offset in a file, in the order of the file, each
     with its `offset`; empty if no completion begins there. Very large groups are cut."""
-    rows = read_rows(path)
-    group = next((str(row.get("group")) for at, row in rows if at == offset), None)
+    groups = {at: group for at, (group, _) in read_rewards(path).items()}
     found: list[dict[str, Any]] = []
-    left = _GROUP_BYTES
-    for at, row in rows:
-        if group is None or str(row.get("group")) != group:
+    left, deadline = _GROUP_BYTES, time.monotonic() + _STEP_S
+    for at in (at for at, group in groups.items() if offset in groups and group == groups[offset]):
+        row = read_row(path, at)
+        if row is None:
             continue
-        names = ("step", "prompt_id", "prompt", "sample", "completion", "messages", "length", "finish", "writer")
-        shown = {name: row[name] for name in names if name in row}
+        shown = {name: row[name] for name in _OF_GROUP if name in row}
         left -= len(as_json(shown))
-        if left < 0 or len(found) >= _MOST_OF_GROUP:
+        if left < 0 or len(found) >= _MOST_OF_GROUP or time.monotonic() > deadline:
             break
         found.append({"offset": at, **{name: number(row.get(name)) for name in ("reward", "advantage")}, **shown})
     return found
 
 
-def line_number(path: Path, offset: int) -> int:
-    """Return the number of lines that end before an offset in a file."""
-    count = 0
-    with open_file(path) as file:
-        while offset > 0 and (chunk := file.read(min(offset, 2**20))):
+def line_number(path: Path, offset: int) -> int | None:
+    """Return the number of lines that end before an offset in a file; None if counting them takes too long, or the file
+    cannot be read."""
+    count, deadline = 0, time.monotonic() + _STEP_S
+    with suppress(OSError), open_file(path) as file:
+        while offset > 0 and time.monotonic() < deadline and (chunk := file.read(min(offset, 2**20))):
             count += chunk.count(b"\n")
             offset -= len(chunk)
-    return count
+        return count if offset <= 0 else None
+    return None
 
 
 def prompt_text(prompt: Any) -> str:

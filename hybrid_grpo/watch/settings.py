@@ -1,6 +1,7 @@
 """Compares the settings of runs with each other and with the defaults, those that matter most first."""
 
 import functools
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,7 +29,7 @@ _PLACES = (r"run\.(name|dir|resume)", r"log\..*", r"checkpoint\..*", r".*\.port"
 """Settings that say where a run is and what is kept of it; they come last."""
 _OF_EVERY_RUN = ("run.name", "run.dir")
 """Settings that differ by nature and are not compared."""
-_DEEPEST, _LONGEST_NAME, _LONGEST_VALUE, _MOST = 6, 300, 1000, 500
+_DEEPEST, _LONGEST_NAME, _LONGEST_VALUE, _MOST_READ, _MOST = 6, 300, 1000, 5000, 500
 
 
 def compared(settings: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -70,8 +71,8 @@ def importance(name: str) -> int:
 def _texts(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return settings by their dotted names, each value as JSON, but text without quotes; long values are cut."""
     return {
-        name[:_LONGEST_NAME]: (value if isinstance(value, str) else as_json(value))[:_LONGEST_VALUE]
-        for name, value in flattened(dict(settings), _DEEPEST)
+        name: (value if isinstance(value, str) else as_json(value))[:_LONGEST_VALUE]
+        for name, value in itertools.islice(flattened(dict(settings), _DEEPEST, _LONGEST_NAME), _MOST_READ)
     }
 
 

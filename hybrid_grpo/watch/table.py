@@ -1,6 +1,7 @@
 """Stores the metrics of a run in columns, with one row for each step; rows are appended one at a time.
 
-A hundred thousand steps of two hundred metrics take 160 MB here; as dictionaries they would take gigabytes.
+A hundred thousand steps of two hundred metrics take 160 MB here; as dictionaries they would take gigabytes. A table
+that becomes larger keeps every other row, then every fourth, and so on.
 """
 
 import math
@@ -11,8 +12,8 @@ import numpy as np
 
 from hybrid_grpo.records.metrics.thinning import Column
 
-_MOST_NAMES, _LONGEST_NAME, _MOST_CELLS = 2000, 300, 2**27
-"""Limits far above what a run has: 2**27 cells take a gigabyte."""
+_MOST_NAMES, _LONGEST_NAME, _MOST_ROWS, _MOST_CELLS = 2000, 300, 2**19, 25 * 10**6
+"""Limits; a cell takes 8 bytes."""
 
 
 class Table:
@@ -22,6 +23,7 @@ class Table:
         self._columns: dict[str, array[float]] = {}
         """By name, the numbers up to the last row that has one."""
         self._last_step = -1.0
+        self._seen, self._stride = 0, 1
         self.rows = 0
 
     @property
@@ -29,27 +31,41 @@ class Table:
         """All names that any row had, in the order of their first appearance."""
         return list(self._columns)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every row that was added is kept."""
+        return self._stride == 1
+
     def append(self, row: dict[str, float | None]) -> bool:
         """Add a row, in which None means NaN, and return True. Return False, and leave the table as it is, if the row's
-        step is not after the last one, if a value is not a number, or if the table would exceed its limits."""
+        step is not after the last one, if a value is not a number, or if names are too many or too long."""
         try:
             values = np.array(list(row.values()), dtype=np.float64).tolist()
         except (TypeError, ValueError, OverflowError):
             return False
         step, new = row["step"], [name for name in row if name not in self._columns]
-        names = len(self._columns) + len(new)
-        too_many = names > _MOST_NAMES or names * self.rows > _MOST_CELLS or any(len(n) > _LONGEST_NAME for n in new)
+        too_many = len(self._columns) + len(new) > _MOST_NAMES or any(len(name) > _LONGEST_NAME for name in new)
         if step is None or step <= self._last_step or too_many:
             return False
+        self._last_step = step
+        self._seen += 1
+        if (self._seen - 1) % self._stride:
+            return True
         self._columns |= {name: array("d") for name in new}
         for name, value in zip(row, values, strict=True):
             column = self._columns[name]
             if len(column) < self.rows:
                 column.extend(repeat(math.nan, self.rows - len(column)))
             column.append(value)
-        self._last_step = step
         self.rows += 1
+        if self.rows > _MOST_ROWS or self.rows * len(self._columns) > _MOST_CELLS:
+            self._halve()
         return True
+
+    def _halve(self) -> None:
+        for name, column in self._columns.items():
+            self._columns[name] = column[::2]
+        self._stride, self.rows = 2 * self._stride, (self.rows + 1) // 2
 
     def column(self, name: str) -> Column:
         """Return the column of a name, [rows]; all NaN for an unknown name."""

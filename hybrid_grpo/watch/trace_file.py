@@ -20,7 +20,7 @@ _STEP = re.compile(rb'\{\s*"step":\s*(\d{1,9})\s*[,}]')
 _NEAR = 2**18
 """A range of at most this many bytes is read line by line rather than bisected."""
 _END = 2**20
-_SECONDS = 0.5
+_SECONDS = 0.3
 """The search for a step gives up after this time; usually it takes milliseconds."""
 
 
@@ -34,11 +34,17 @@ class TraceFile:
 
     def _begin(self) -> None:
         self.rewards, self.histograms = PromptRewards(), Histograms()
+        self._useful = self._useless = 0
 
     @property
     def share_read(self) -> float:
         """Share of the file that has been read."""
         return self._lines.share_read
+
+    @property
+    def is_worth_time(self) -> bool:
+        """Whether the file is what a run writes: most of its lines have rewards or histograms."""
+        return self._useless <= self._useful
 
     def read(self, seconds: float) -> None:
         """Read what was added, for about `seconds` at most."""
@@ -49,6 +55,9 @@ class TraceFile:
         # Most of the line comes after this, and is not needed here.
         kept, cut, _ = line.partition(b'"stages":')
         trace = parse_step(kept.rstrip(b", ") + b"}" if cut else line)
+        is_useful = trace is not None and ("prompts" in trace or "histograms" in trace)
+        self._useful += is_useful
+        self._useless += not is_useful
         if trace is not None:
             self.rewards.append(trace["step"], trace.get("prompts"))
             self.histograms.append(trace["step"], trace.get("histograms"))

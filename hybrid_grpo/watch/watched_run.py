@@ -38,7 +38,7 @@ _TELLING = (
 _RECENT = 10
 """Number of values over which the first and the newest value of a noisy metric are averaged."""
 _MOST_ALARMS = 1000
-_CONFIG_BYTES = 2**20
+_CONFIG_BYTES = 2**18
 _LONGEST_NAME, _LONGEST_VALUE, _MOST_TAGS = 300, 1000, 20
 """Limits for texts that a run brings."""
 NOTES_FILE = "notes.md"
@@ -81,23 +81,20 @@ class WatchedRun:
         """Return when a file in the folder was last written, in milliseconds since 1970; 0 if there is no such file."""
         return _changed(self.folder / name) // 10**6
 
-    def _of(self, name: str, read: Callable[[Path], Any]) -> Any:
-        """Return the result of `read` for a path in the folder, cached until the path changes."""
+    def _of(self, name: str, read: Callable[[Path], Any], may_read: bool = True) -> Any:
+        """Return the result of `read` for a path in the folder, cached until the path changes. If not `may_read`,
+        return the cached result, whatever its age; None if there is none."""
         path = self.folder / name
         changed = _changed(path)
-        if name not in self._cached or self._cached[name][0] != changed:
-            self._cached[name] = changed, read(path)
-        return self._cached[name][1]
+        cached = self._cached.get(name)
+        if may_read and (cached is None or cached[0] != changed):
+            self._cached[name] = cached = changed, read(path)
+        return cached and cached[1]
 
-    @property
-    def config_text(self) -> str:
-        """The text of config.yaml: only the beginning if the file is far too large, and empty if there is no file."""
-        return self._of("config.yaml", _read_config)[0]
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings by section; empty if config.yaml is missing or damaged."""
-        return self._of("config.yaml", _read_config)[1]
+    def config(self) -> tuple[str, dict[str, Any]]:
+        """Return the text of config.yaml, and its settings by section. The text is only the beginning if the file is
+        far too large. There are no settings if the file is missing or damaged."""
+        return _read_config(self.folder / "config.yaml")
 
     def rollouts(self) -> dict[int, Path]:
         """Return the files of saved completions by step, in ascending order."""
@@ -115,13 +112,9 @@ class WatchedRun:
         total: Column = np.cumsum(parts.sum(axis=0) * gaps)
         return total / 3600 if name == "hours" else total
 
-    def _section(self, name: str) -> dict[str, Any]:
-        section = self.settings.get(name)
-        return section if isinstance(section, dict) else {}
-
-    def console(self) -> list[str]:
-        """Return the last lines that the run has printed; empty if none were kept."""
-        text = self._of(CONSOLE_FILE, lambda path: _text(path, _CONSOLE_BYTES, from_end=True))
+    def console(self, may_read: bool = True) -> list[str]:
+        """Return the last lines that the run has printed; empty if none were kept. See `outline`."""
+        text = self._of(CONSOLE_FILE, lambda path: _text(path, _CONSOLE_BYTES, from_end=True), may_read) or ""
         return [line for line in text.split("\n") if line.strip()]
 
     def heard(self) -> frozenset[str]:
@@ -135,28 +128,27 @@ class WatchedRun:
         """Return the alarms that have gone off, with the run's own messages."""
         return self._of(ALARMS_FILE, _read_alarms)
 
-    def outline(self) -> dict[str, Any]:
-        """Return what the list of runs shows, such as progress and the newest step's age; reads no more than that."""
-        row, changed = self._of("metrics.jsonl", last_row) or {}, self.changed_ms("metrics.jsonl")
-        steps, log = self._section("run").get("steps"), self._section("log")
-        state, words = state_of(self.folder), [log.get("group"), *(log.get("tags") or ())]
-        notes = [log.get("notes"), self._of(NOTES_FILE, lambda path: _text(path, _NOTES_BYTES))]
+    def outline(self, may_read: bool = True) -> dict[str, Any]:
+        """Return what the list of runs shows, such as progress and the newest step's age; reads no more than that, and
+        only the times of files if not `may_read`."""
+        newest = self._of("metrics.jsonl", _newest, may_read) or {"step": None, "step_seconds": None, "reward": None}
+        planned = self._of("config.yaml", _planned, may_read) or {"steps": None, "tags": [], "notes": ""}
+        written = self._of(NOTES_FILE, lambda path: _text(path, _NOTES_BYTES).strip(), may_read)
+        state, changed = state_of(self.folder), self.changed_ms("metrics.jsonl")
         # A run that has ended well says so by its steps.
-        last = self.console()[-1:] if state in ("ended", "gone") and row.get("step") != steps else []
+        has_failed = state in ("ended", "gone") and newest["step"] != planned["steps"]
+        last = self.console(may_read)[-1:] if has_failed else []
         return {
             "run": self.name,
             "folder": str(self.folder),
-            "step": row.get("step"),
-            "steps": steps if type(steps) is int else None,
+            **newest,
+            **planned,
+            "notes": "\n".join(filter(None, (planned["notes"], written))),
             "state": state,
             "started": self.changed_ms("config.yaml") or None,
             "written": changed or None,
-            "tags": [word[:_LONGEST_NAME] for word in words if isinstance(word, str)][:_MOST_TAGS],
-            "notes": "\n".join(note.strip() for note in notes if isinstance(note, str) and note.strip())[:_NOTES_BYTES],
             "last": last[0][:_LONGEST_VALUE] if last else "",
             "age": time.time() - changed / 1e3 if changed else None,
-            "step_seconds": number(row.get("time/step_s")),
-            "reward": number(row.get("reward/mean")),
         }
 
     def summary(self) -> dict[str, Any]:
@@ -219,6 +211,26 @@ def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
     with suppress(yaml.YAMLError, ValueError):
         settings = load_yaml(text)
     return text, settings if isinstance(settings, dict) else {}
+
+
+def _planned(path: Path) -> dict[str, Any]:
+    """Return what a config.yaml says of the run as a whole: its steps, its group and tags, and what it is for."""
+    settings = _read_config(path)[1]
+    run, log = (section if isinstance(section, dict) else {} for section in map(settings.get, ("run", "log")))
+    steps, notes, tags = run.get("steps"), log.get("notes"), log.get("tags")
+    words = [log.get("group"), *(tags if isinstance(tags, list) else ())]
+    return {
+        "steps": steps if type(steps) is int else None,
+        "tags": [word[:_LONGEST_NAME] for word in words if isinstance(word, str)][:_MOST_TAGS],
+        "notes": notes[:_NOTES_BYTES].strip() if isinstance(notes, str) else "",
+    }
+
+
+def _newest(path: Path) -> dict[str, Any]:
+    """Return the newest step of a metrics.jsonl, the seconds that it took, and its reward."""
+    row = last_row(path) or {}
+    values = {"step_seconds": "time/step_s", "reward": "reward/mean"}
+    return {"step": row.get("step"), **{name: number(row.get(metric)) for name, metric in values.items()}}
 
 
 def _read_alarms(path: Path) -> list[AlarmRecord]:

@@ -100,6 +100,7 @@ BOMBS = {
     "branches of itself": "a: &a [*a, *a]",
     "keys": "{? " * 100_000,
     "letters": "a: " + "x" * 2**21,
+    "directives": "".join(f"%TAG !{number}! a\n" for number in range(50_000)) + "---\na: 1\n",
     "a number": "a: " + "9" * 1_000_000,
     "a number to base 60": "a: 1" + ":59" * 300_000,
 }

@@ -50,3 +50,14 @@ def test_what_is_no_histogram_is_passed_over() -> None:
         found.append(step, histogram)
     assert found.near(100) is None
     assert found.over_time(10) == {}
+
+
+def test_names_and_counts_have_limits(monkeypatch):
+    """32 new names at every step took seconds to show; large histograms filled hundreds of megabytes."""
+    monkeypatch.setattr(histograms, "_MOST_COUNTS", 1000)
+    kept = Histograms()
+    for step in range(200):
+        kept.append(step, {f"{step}/{k}": {"edges": list(range(21)), "counts": [1] * 20} for k in range(3)})
+        kept.append(step, {"a": {"edges": list(range(21)), "counts": [1] * 20}})
+    assert len(kept.over_time(10)) <= 32
+    assert sum(len(counts) for found in kept._steps.values() for _, counts in found.values()) <= 1000

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pyarrow
@@ -18,11 +19,16 @@ import pytest
 from paths import ROOT
 from starlette.datastructures import QueryParams
 
+from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.records import json_lines
 from hybrid_grpo.watch import rollouts, server
 from hybrid_grpo.watch.answers import QUESTIONS, Answers
 from hybrid_grpo.watch.folders import Folders
 from hybrid_grpo.watch.frozen import write_report
+
+sys.path.append(str(ROOT / "benchmarks"))
+
+import hostile_files
 
 DEEP = "[" * 900 + "]" * 900
 VALUES = [
@@ -145,6 +151,29 @@ NAMES = [
 ]
 
 
+def ask_all(folder: Path, parameters: list[Any], seconds: float) -> None:
+    """Ask every question about the runs `hostile` and `other` in a folder, by processor time within `seconds` each."""
+    app = server.application(Folders([folder]))
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+            listed = (await client.get("/api/runs")).json()["runs"]
+            assert {"hostile", "other"} <= {run["run"] for run in listed}
+            for question in ("runs", *QUESTIONS):
+                both = question in ("runs", "charts", "curves", "alarms", "settings")
+                for given in parameters:
+                    start = time.process_time()
+                    asked = {**given, "run": ["hostile", "other"] if both else "hostile"}
+                    answer = await client.get(f"/api/{question}", params=asked)
+                    assert answer.status_code in (200, 400, 404), (question, given, answer.text[:500])
+                    assert answer.headers["content-type"] == "application/json"
+                    assert len(answer.content) < 2**24 and isinstance(answer.json(), dict | list | None)
+                    assert hostile_files.SECRET not in answer.text
+                    assert time.process_time() - start < seconds, (question, given)
+
+    asyncio.run(ask())
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", NAMES)
 def test_every_question_is_answered_soon_and_in_bounds(tmp_path: Path, name: str) -> None:
@@ -153,23 +182,35 @@ def test_every_question_is_answered_soon_and_in_bounds(tmp_path: Path, name: str
     hostile(name, runs["hostile"])
     put(runs["other"], "metrics.jsonl", b'{"step": 1, "reward/mean": 1.0}\n')
     put(runs["other"], "config.yaml", b"run: {steps: 3}\n")
-    app = server.application(Folders([tmp_path / "runs"]))
-
-    async def ask() -> None:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
-            for question in ("runs", *QUESTIONS):
-                both = question in ("runs", "charts", "curves", "alarms", "settings")
-                for given in ASKED[1:2] if name in HUGE else ASKED:
-                    start = time.process_time()
-                    asked = {**given, "run": list(runs) if both else "hostile"}
-                    answer = await client.get(f"/api/{question}", params=asked)
-                    assert answer.status_code in (200, 400, 404), (question, given, answer.text[:500])
-                    assert len(answer.content) < 2**24 and isinstance(answer.json(), dict | list | None)
-                    assert time.process_time() - start < 3, (question, given)
-
-    asyncio.run(ask())
+    ask_all(tmp_path / "runs", ASKED[1:2] if name in HUGE else ASKED, seconds=3)
     report = write_report(runs["hostile"])
     assert report.stat().st_size < 2**24
+
+
+SELECTED = [
+    *("config: many tags", "config: just short of 1 MiB", "config: a long name of many", "config.yaml: outside"),
+    *("rollouts/step_000003.jsonl: lines of many values", "details.jsonl: lines of many keys", "rollouts: odd names"),
+    *("details.jsonl: scripts and control characters", "alarms.jsonl: short lines", "metrics.jsonl: loop"),
+    *("folder: links to parents, and odd names", "report.html: a folder", "report.html: its draft is a pipe"),
+    *("report.html: its draft is a link to a file outside", "parquet: a page that is larger than the footer says"),
+]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", SELECTED)
+def test_some_files_of_the_benchmark(tmp_path: Path, name: str) -> None:
+    """A MiB of directives in a config.yaml kept all threads waiting for 7 s; lines of many values took 26 s and 2 GB;
+    links led out of the folder: the page showed the file, and a report overwrote it."""
+    folder = hostile_files.write_run(tmp_path / "runs/hostile")
+    hostile_files.write_run(tmp_path / "runs/other")
+    hostile_files.CASES[name](folder, 10**8)
+    ask_all(tmp_path / "runs", [ASKED[0], {"step": "3", "offset": "0", "name": ["reward/mean", "step"]}], seconds=1.5)
+    try:
+        assert hostile_files.SECRET not in write_report(folder).read_text(errors="replace")
+    except UserError as error:
+        assert "\n" not in str(error)
+    outside = tmp_path / "outside.txt"
+    assert not outside.exists() or outside.read_text() == "mine"
 
 
 def test_lines_that_are_too_long_are_left_out_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,3 +287,14 @@ def test_sigterm_ends_the_server_while_it_reads(tmp_path: Path) -> None:
                 assert process.wait(timeout=5) == 0
         finally:
             process.kill()
+
+
+def test_a_line_may_have_many_commas_in_texts_but_not_many_values() -> None:
+    """A test case of a coding task is a text of many numbers; a line of 2.7 million lists kept all threads waiting."""
+    text = json.dumps([1, 2] * 10**5)
+    assert json_lines.parse(json.dumps({"step": 1, "tests": text}).encode()) == {"step": 1, "tests": text}
+    many = 150_000
+    quoted = json.dumps(["a"] * 10**5)
+    assert json_lines.parse(json.dumps({"tests": quoted}).encode()) == {"tests": quoted}
+    for values in ([[]] * many, [""] * many, ["a,\\"] * many, {str(key): 0 for key in range(many)}):
+        assert json_lines.parse(json.dumps({"step": 1, "values": values}).encode()) is None

@@ -70,3 +70,17 @@ def test_what_is_no_entry_is_passed_over() -> None:
     assert rewards.map("mean", 0, 0, 0, 0, 10, 10).counts.sum() == 0
     rewards.append(7, [[3, 0.5, 0.0], [3, None, None], [4, 1]])
     assert (len(rewards), rewards.first, rewards.last) == (2, 7, 7)
+
+
+def test_too_many_entries_keep_evenly_spaced_steps_and_the_first_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = drawn(200, 50, 8)
+    monkeypatch.setattr(prompt_rewards, "_MOST_ENTRIES", 500)
+    monkeypatch.setattr(prompt_rewards, "_MOST_PROMPTS", 40)
+    thinned = gathered(entries)
+    kept = [entry for entry in entries if (entry[0] - 1) % 4 == 0]
+    first = list(dict.fromkeys(row for step, row, _ in entries if step < 200))
+    assert 40 <= len(thinned) <= 47 and set(thinned.ordered("row").tolist()) <= set(first)
+    rows = set(thinned.ordered("row").tolist())
+    expected = sum(row in rows for _, row, _ in kept)
+    found = thinned.map("row", 0, len(thinned), 1, 200, 400, 400).counts.sum()
+    assert (thinned.first, thinned.last) == (1, 197) and abs(int(found) - expected) <= 8

@@ -1,7 +1,9 @@
 import math
 
 import numpy as np
+import pytest
 
+from hybrid_grpo.watch import table as tables
 from hybrid_grpo.watch.table import Table
 
 
@@ -32,3 +34,18 @@ def test_a_row_that_holds_no_numbers_changes_nothing():
     assert table.rows == 1
     assert table.names == ["step", "a"]
     assert table.column("a").tolist() == [1.0]
+
+
+@pytest.mark.parametrize(("limit", "stride"), [("_MOST_ROWS", 16), ("_MOST_CELLS", 32)])
+def test_a_table_that_is_too_large_keeps_evenly_spaced_rows(
+    monkeypatch: pytest.MonkeyPatch, limit: str, stride: int
+) -> None:
+    """Rows beyond the limits were refused, and counted as damaged."""
+    monkeypatch.setattr(tables, limit, 101)
+    table = Table()
+    for step in range(1000):
+        assert table.append({"step": step, "a": step / 3} | ({"late": 1.0} if step > 500 else {}))
+    assert not table.is_whole
+    assert table.column("step").tolist() == list(range(0, 1000, stride))
+    assert table.column("a").tolist() == [step / 3 for step in range(0, 1000, stride)]
+    assert not table.append({"step": 999, "a": 1.0}), "it is not a later step, although step 999 was not kept"
