@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hybrid_grpo.model.attention import Segments
 from hybrid_grpo.model.selection import Selection
 from hybrid_grpo.model.softmax import TiledSoftmax, on_gpu_kernel, softmax_gradient
+from hybrid_grpo.model.states import adopt_states
 
 TILE_BYTES = 64 << 20
 """Bytes of one tile of logits in float32; a few such temporaries are alive at once."""
@@ -197,6 +198,7 @@ class LogprobModel(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model: Any = model
+        adopt_states(model)
         self.shape = LogitShape.of(model.config.get_text_config())
         head = model.get_output_embeddings()
 

@@ -20,6 +20,7 @@ from hybrid_grpo.model.architectures import undecodable
 from hybrid_grpo.model.attention import Segments
 from hybrid_grpo.model.loading import draw_normal, load_config, load_for_training
 from hybrid_grpo.model.selection import Selection
+from hybrid_grpo.model.states import adopt_states
 
 _HEAD = "score"
 """transformers' name for the head of a classifier."""
@@ -33,6 +34,7 @@ class ScalarModel(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model: Any = model
+        adopt_states(model)
         head = model.score
 
         def scored(hidden_ND: Tensor) -> Tensor:

@@ -67,8 +67,18 @@ class Table:
             self._columns[name] = column[::2]
         self._stride, self.rows = 2 * self._stride, (self.rows + 1) // 2
 
+    def heard(self) -> frozenset[str]:
+        """Return the names of which any row has a number other than 0."""
+        return frozenset(name for name, known in self._columns.items() if _has_number(known))
+
     def column(self, name: str) -> Column:
         """Return the column of a name, [rows]; all NaN for an unknown name."""
         column, known = np.full(self.rows, np.nan), self._columns.get(name, array("d"))
         column[: len(known)] = known
         return column
+
+
+def _has_number(column: "array[float]") -> bool:
+    # Read in place: copies of all columns would take as much as the table.
+    values = np.frombuffer(column, dtype=np.float64)
+    return bool((np.abs(values) > 0).any())

@@ -120,8 +120,7 @@ class WatchedRun:
     def heard(self) -> frozenset[str]:
         """Return the metrics that have a value other than 0."""
         if self._heard[0] != self.version:
-            columns = ((name, self.table.column(name)) for name in self.table.names)
-            self._heard = self.version, frozenset(name for name, column in columns if np.nan_to_num(column).any())
+            self._heard = self.version, self.table.heard()
         return self._heard[1]
 
     def alarms(self) -> list[AlarmRecord]:

@@ -24,6 +24,7 @@ from hybrid_grpo.model.loading import training_attention, without_dropout
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.lora import Adapters
 from hybrid_grpo.model.memory_tracker import MemoryTracker
+from hybrid_grpo.model.states import adopt_states
 
 HeadOf = Callable[[int, int], HeadFunction | None]
 """Function that returns what the head computes in addition, or None, from the number of target tokens and the
@@ -95,17 +96,20 @@ class DryRun:
             return self._scale * marks[1]
 
     @torch.no_grad()
-    def cache_bytes(self, paged: bool) -> int:
-        """Return the bytes of one token's keys and values; 0 if the model has no attention."""
+    def cache_bytes(self, paged: bool) -> tuple[int, int]:
+        """Return the bytes of one token's keys and values (0 without attention), and those of a sequence's states,
+        which only the paged decoder lays out beforehand."""
         if paged:
             with self._fake:
                 view = type(self.model)._from_config(deepcopy(self.model.config), attn_implementation=ATTENTION)
-                return self._scale * Geometry.of(view).token_bytes
+                adopt_states(view)
+                geometry = Geometry.of(view)
+                return self._scale * geometry.token_bytes, geometry.state_bytes
         text = self.model.config.get_text_config()
         query_heads = getattr(text, "num_attention_heads", 0)
         heads = getattr(text, "num_key_value_heads", None) or query_heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // max(query_heads, 1)
-        return 2 * text.num_hidden_layers * heads * head_dim * self._scale * self.model.dtype.itemsize
+        return 2 * text.num_hidden_layers * heads * head_dim * self._scale * self.model.dtype.itemsize, 0
 
     def active_parameters(self) -> int:
         """Return the number of parameters that multiply one token: of experts, only those it uses; no embeddings."""
@@ -169,6 +173,8 @@ class Sizes:
     """Bytes per token of a forward pass that reads prompts."""
     softcap: float = 0.0
     """Soft cap of the attention logits; see `attend`."""
+    state_bytes: int = 0
+    """Bytes of one sequence's states, in layers that carry one."""
 
 
 def measure(
@@ -183,6 +189,7 @@ def measure(
     """Return the sizes of a model, computed without its weights; `DryRun` explains `heads`."""
     dry = DryRun(model_config, config.policy, config.lora, heads)
     parameters = list(dry.model.parameters())
+    token_bytes, state_bytes = dry.cache_bytes(paged=config.rollout.decoder == "paged")
     micro = largest_micro_batch(config, batch, prompt, packs=dry.packs, on_gpu=on_gpu)
     return Sizes(
         parameters=sum(p.numel() for p in parameters),
@@ -190,11 +197,12 @@ def measure(
         largest=max(p.numel() for p in parameters),
         active=dry.active_parameters(),
         vocabulary=dry.model.get_output_embeddings().weight.shape[0],
-        token_bytes=dry.cache_bytes(paged=config.rollout.decoder == "paged"),
+        token_bytes=token_bytes,
         training=dry.training(micro),
         # A forward takes memory in proportion to its tokens.
         reading=-(-dry.reading(micro) // micro.input_ids_bS.numel()),
         softcap=getattr(model_config.get_text_config(), "attn_logit_softcapping", None) or 0.0,
+        state_bytes=state_bytes,
     )
 
 

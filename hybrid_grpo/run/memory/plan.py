@@ -17,6 +17,7 @@ from hybrid_grpo.generation.cache import GPU_SHARE, prefill_that_fits
 from hybrid_grpo.generation.graphs import bytes_of, reads_up_to
 from hybrid_grpo.generation.loop import PAGE
 from hybrid_grpo.generation.paged_attention import might_follow
+from hybrid_grpo.generation.state_pool import rows_for
 from hybrid_grpo.model.hardware import CUDA_CONTEXT_BYTES, Hardware
 from hybrid_grpo.model.loading import load_config, parameters_of
 from hybrid_grpo.model.logprobs import HeadFunction
@@ -189,7 +190,8 @@ class Plan:
     def sequences(self) -> int:
         """Number of sequences of the longest length that the cache holds at once."""
         cache = next(part for phase in self.phases for part in phase.parts if part.name == "keys and values")
-        return min(self.laid_out, max(1, (cache.bytes // self.bytes_of_page - 2) // (self.pages + 1)))
+        each = (self.pages + 1) * self.bytes_of_page + self.carried // self.laid_out
+        return min(self.laid_out, max(1, (cache.bytes - 2 * self.bytes_of_page) // each))
 
     def __str__(self) -> str:
         parts = sorted(self.peak.parts, key=lambda part: -part.bytes)[:3]
@@ -328,12 +330,17 @@ class Plan:
         paged = self.config.rollout.decoder == "paged"
         return Part("CUDA graphs", size if self.gpu and paged else 0, remedies.fewer_slots(self))
 
+    @property
+    def carried(self) -> int:
+        """Bytes of the states of all slots, and of the sequences that wait for one or for an answer."""
+        return rows_for(self.laid_out, waiting=self.config.rollout.has_turns) * self.sizes.state_bytes
+
     def cache(self, used: int = 0) -> Part:
-        """Return the pages that the longest completions fill in all slots; if the cache is not kept, at most a share of
-        what is free after `used` bytes."""
+        """Return the pages that the longest completions fill in all slots, and their states; if the cache is not kept,
+        at most a share of what is free after `used` bytes."""
         rollout = self.config.rollout
-        needed = (self.laid_out * (self.pages + 1) + 2) * self.bytes_of_page
-        least = (self.pages + 3) * self.bytes_of_page
+        needed = (self.laid_out * (self.pages + 1) + 2) * self.bytes_of_page + self.carried
+        least = (self.pages + 3) * self.bytes_of_page + self.carried // self.laid_out
         if rollout.cache_gb is not None:
             needed = least = min(needed, int(rollout.cache_gb * 2**30))
         if self.keeps:
