@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from hybrid_grpo.model.attention import Segments
+from hybrid_grpo.model.attention import Options, Segments
 from hybrid_grpo.model.kernels import build as kernels
 
 pytestmark = pytest.mark.skipif(kernels.load() is None, reason="needs a C compiler")
@@ -60,7 +60,7 @@ def test_values_and_gradients_are_those_of_the_definition(heads, kv, d, window, 
     expected = definition(own, prefix, *given, 0.4, window, softcap)
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     theirs = torch.autograd.grad((expected * weight).sum(), given)
-    found = Segments(own, prefix, CPU).attend(*given, 0.4, window, softcap)
+    found = Segments(own, prefix, CPU).attend(*given, Options(0.4, window, softcap))
     assert (found - expected).abs().max() < 1e-5
     mine = torch.autograd.grad((found * weight).sum(), given)
     for gradient, other in zip(mine, theirs, strict=True):
@@ -70,7 +70,7 @@ def test_values_and_gradients_are_those_of_the_definition(heads, kv, d, window, 
 def test_a_long_sequence_and_large_logits():
     own, prefix, tokens = [(0, 300), (300, 500)], [(0, 0), (0, 300)], 800
     given = inputs(tokens, 2, 1, 64)
-    found = Segments(own, prefix, CPU).attend(*given, 30.0, 0, 0.0)
+    found = Segments(own, prefix, CPU).attend(*given, Options(30.0))
     expected = definition(own, prefix, *given, 30.0, 0, 0.0)
     assert (found - expected).abs().max() < 1e-3 and torch.isfinite(found).all()
 
@@ -81,7 +81,7 @@ def test_a_sequence_has_the_same_values_and_gradients_wherever_it_stands_and_wit
 
     def run(own, prefix, rows):
         parts = [tensor[:, :, rows].detach().requires_grad_() for tensor in given]
-        out = Segments(own, prefix, CPU).attend(*parts, 0.2, 0, 0.0)
+        out = Segments(own, prefix, CPU).attend(*parts, Options(0.2))
         out.square().sum().backward()
         return [out[0], *(part.grad[0].transpose(0, 1) for part in parts)]
 

@@ -11,6 +11,7 @@ from hybrid_grpo.generation.cache import Geometry, PagedCache
 from hybrid_grpo.generation.fused_step import fused_step
 from hybrid_grpo.generation.paged_attention import DecodeStep, Prefill, masked_attention
 from hybrid_grpo.generation.sampler import Sampler
+from hybrid_grpo.model.attention import Options
 from hybrid_grpo.model.kernels import build as kernels
 from hybrid_grpo.model.kernels import decoding
 
@@ -76,9 +77,8 @@ def test_attention_over_pages_is_that_over_the_sequence(heads, kv, d, window, so
     query = random(n, heads, 1, d, seed=3)
     new = [torch.stack([t[row, :, i] for row, i in enumerate(position)])[:, :, None] for t in (keys, values)]
     batch = DecodeStep(cache, table, position, 6)
-    batch.update(*new, 0)
-    out = batch.attend(query, *new, 0.3, window, softcap)
-    expected = masked_attention(query, keys, values, position[:, None], 0.3, window, softcap)
+    out = batch.attend(query, *new, Options(0.3, window, softcap))
+    expected = masked_attention(query, keys, values, position[:, None], Options(0.3, window, softcap))
     assert torch.allclose(out, expected, atol=1e-5)
     last = [(table[row, i // page], i % page) for row, i in enumerate(position)]
     assert all(torch.equal(cache.keys[0][at], new[0][row, :, 0]) for row, at in enumerate(last))
@@ -99,13 +99,15 @@ def test_what_is_read_behind_the_cache_attends_to_it(by, window, softcap):
             cache.keys[0][at], cache.values[0][at] = keys[row, :, entry], values[row, :, entry]
         whole = (t[row : row + 1, :, :end] for t in (keys, values))
         place = torch.arange(start, end)[None]
-        expected.append(masked_attention(query[row : row + 1, :, start:end], *whole, place, 0.3, window, softcap))
+        expected.append(
+            masked_attention(query[row : row + 1, :, start:end], *whole, place, Options(0.3, window, softcap))
+        )
     packed = [
         torch.cat([t[row, :, start:end] for row, (start, end) in enumerate(zip(starts, ends, strict=True))], 1)[None]
         for t in (query, keys, values)
     ]
     batch = Prefill(cache, pages, starts, lengths)
-    out = batch.attend(packed[0], *batch.update(*packed[1:], 0), 0.3, window, softcap)
+    out = batch.attend(packed[0], *packed[1:], Options(0.3, window, softcap))
     assert torch.allclose(out, torch.cat(expected, 1), atol=1e-5)
 
 
