@@ -24,7 +24,7 @@ def sft(parsed: Parsed[SftConfig]) -> Path:
     from hybrid_grpo.commands.stages.sft import SftTrainer
     from hybrid_grpo.generation.paged_attention import describe
     from hybrid_grpo.model.files import check_files
-    from hybrid_grpo.model.loading import check_lengths, check_prompt_ids, load_config, load_tokenizer
+    from hybrid_grpo.model.loading import check_lengths, check_prompt_ids, load_config, load_tokenizer, weights_fact
     from hybrid_grpo.model.lora import check_lora
     from hybrid_grpo.policy import Policy
     from hybrid_grpo.run.feature import load_features, make_features
@@ -47,7 +47,7 @@ def sft(parsed: Parsed[SftConfig]) -> Path:
     check_lengths(model_config, max(len(pair.prompt.token_ids) + len(pair.completion_ids) for pair in pairs))
     check_prompt_ids([pair.prompt.token_ids + pair.completion_ids for pair in pairs], model_config)
     features = make_features(config)
-    facts = {"data": report, "attention": describe(config.policy, device)}
+    facts = {"data": report, "attention": describe(config.policy, device), **weights_fact(config.policy)}
     training = TrainingRun(parsed, facts, of_inputs(config, tokenizer, {"training rows": pairs}))
     if training.finished:
         return training.folder

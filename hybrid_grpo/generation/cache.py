@@ -43,12 +43,12 @@ class Geometry:
     dtype: torch.dtype
     attention: tuple[Options, ...] = ()
     """The options of each call of attention in a forward, in order, without their sinks."""
+    reading: int = 0
+    """Bytes that a prefill needs for each token, in addition to the cache."""
     shared: tuple[int, ...] = ()
     """For each call of attention, the index in `shapes` of its keys and values. Default: each has its own."""
     sinks: bool = False
     """Whether any layer's attention has sinks."""
-    reading: int = 0
-    """Bytes that a prefill needs for each token, in addition to the cache."""
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ class Geometry:
         with torch.no_grad(), MemoryTracker((*model.parameters(), *model.buffers(), ids)) as tracker:
             cached_forward(model.base_model, ids, ids, seen)
         reading = -(-tracker.peak // _PROBE_TOKENS)
-        return cls(tuple(seen.shapes), seen.dtype, tuple(seen.attention), tuple(seen.layers), seen.sinks, reading)
+        return cls(tuple(seen.shapes), seen.dtype, tuple(seen.attention), reading, tuple(seen.layers), seen.sinks)
 
 
 def cached_forward(model: Any, ids: Tensor, positions: Tensor, batch: Any) -> Any:

@@ -194,13 +194,13 @@ def _varlen(given: tuple[Any, ...], options: Options) -> Tensor:
     if sinks is not None:
         out: Tensor = _VarlenWithSinks.apply(*given, scale, window, sinks)
         return out
+    return varlen_attn(*given, **_varlen_options(scale, window))  # type: ignore[return-value]
+
+
+def _varlen_options(scale: float, window: int) -> dict[str, Any]:
     # torch 2.11 lacks the option, but its kernel accepts fewer key heads all the same.
-    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in VARLEN_OPTIONS else {}
-    return varlen_attn(*given, scale=scale, window_size=_seen_by_torch(window), **grouped)  # type: ignore[return-value]
-
-
-def _seen_by_torch(window: int) -> tuple[int, int]:
-    return (window - 1, 0) if window else (-1, 0)
+    grouped = {"enable_gqa": True} if "enable_gqa" in VARLEN_OPTIONS else {}
+    return {"scale": scale, "window_size": (window - 1, 0) if window else (-1, 0), **grouped}
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -216,14 +216,9 @@ class _VarlenWithSinks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *given: Any) -> Tensor:
         *ragged, scale, window, sinks = given
-        ctx.ragged, ctx.scale, ctx.window = ragged, scale, _seen_by_torch(window)
-        out, lse_HN = varlen_attn(
-            *(query, key, value, *ragged),
-            return_aux=AuxRequest(lse=True),
-            scale=scale,
-            window_size=ctx.window,
-            enable_gqa=True,
-        )
+        ctx.ragged, options = ragged, _varlen_options(scale, window)
+        ctx.scale, ctx.window = scale, options["window_size"]
+        out, lse_HN = varlen_attn(query, key, value, *ragged, return_aux=AuxRequest(lse=True), **options)
         out = with_sinks(out, lse_HN.T, sinks)
         lse_HN = torch.logaddexp(lse_HN, sinks.float()[:, None])
         ctx.save_for_backward(query, key, value, out, lse_HN, sinks)

@@ -114,7 +114,7 @@ def test_packed_rows_of_training(monkeypatch, architecture):
     ):
         gpu_attention.install(monkeypatch, flash=flash, torch_kernel=kernel)
         logp_N, gradient = run()
-        assert (logp_N - plain_N).abs().mean() < 0.02
+        assert (logp_N - plain_N).abs().mean() < 0.03
         assert torch.cosine_similarity(gradient, plain_gradient, dim=0) > 0.999
         model.gradient_checkpointing_enable({"use_reentrant": False})
         calls.clear()
@@ -157,8 +157,8 @@ def test_kernels_with_a_wrong_log_sum_exp_are_not_taken_for_sinks(monkeypatch):
     x, pool = torch.zeros(3, 4, 8, dtype=torch.bfloat16), torch.zeros(2, 256, 2, 8, dtype=torch.bfloat16)
 
     def transposed(*given, **options):
-        out, lse = gpu_attention.varlen_attn(*given, **options)
-        return out, lse.flip(1)
+        found = gpu_attention.varlen_attn(*given, **options)
+        return (found[0], found[1].flip(1)) if options.get("return_aux") else found
 
     gpu_attention.install(monkeypatch, flash=False)
     assert attention.has_ragged_kernel(x, 0.0, True) and follows_lengths(pool, 0.0, True)

@@ -39,8 +39,8 @@ def test_layers_with_a_state_are_for_generate(architecture):
         # Keys repeated, or values split, behind the cache.
         ("jetmoe", "keys and values other than those it caches"),
         ("diffllama", "keys and values other than those it caches"),
-        # Indices choose which keys are attended to.
-        ("deepseek_v32", "needs indices"),
+        # An indexer chooses which keys are attended to.
+        ("deepseek_v32", "indexed_attention"),
         ("doge", "a mask of its own"),
         # Layers that do not hand keyword arguments on.
         ("nemotron", "no keywords"),
