@@ -17,7 +17,7 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.generation.cache import Geometry, PagedCache, cached_forward
-from hybrid_grpo.model.architectures import has_sinks
+from hybrid_grpo.model.architectures import has_sinks, layer_configs
 from hybrid_grpo.model.attention import (
     ATTENTION,
     PAGED_OPTIONS,
@@ -39,8 +39,8 @@ from hybrid_grpo.model.kernels.build import usable
 from hybrid_grpo.model.loading import load_config, training_attention
 from hybrid_grpo.model.upload import upload
 
-_WIDTHS = ("head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
-"""Settings of a configuration that name the width of a head in some layer."""
+_WIDTHS = ("head_dim", "qk_head_dim", "v_head_dim")
+"""Settings of a configuration that name the width of a head."""
 
 
 class Prefill:
@@ -262,7 +262,7 @@ def describe(policy: PolicyConfig, device: torch.device, *, paged: bool = False)
     no kernel for it, the line includes a remedy."""
     config, dtype = load_config(policy.model), getattr(torch, policy.dtype)
     training, text = training_attention(policy, config), config.get_text_config()
-    widths = [getattr(text, name, None) or 0 for name in _WIDTHS]
+    widths = [getattr(layer, name, None) or 0 for layer in layer_configs(config) for name in _WIDTHS]
     head_dim = max(widths) or text.hidden_size // (getattr(text, "num_attention_heads", 0) or 1)
     softcap, sinks = getattr(text, "attn_logit_softcapping", None) or 0.0, has_sinks(config)
     like = torch.empty(1, 1, 1, head_dim, dtype=dtype, device=device)

@@ -90,6 +90,13 @@ def _reasons(config: Any) -> Iterator[str]:
     yield from _reasons_in_source(_source(model), bool(window))
 
 
+def layer_configs(config: Any) -> list[Any]:
+    """Return the configuration of each layer of the text model. Gemma 4 has settings that differ by layer, which cannot
+    be read from the model's own configuration."""
+    text = config.get_text_config(decoder=True)
+    return list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text] * text.num_hidden_layers
+
+
 def has_sinks(config: Any) -> bool:
     """Whether some layer's attention has sinks, one more logit for each query that takes weight from all others."""
     model = _causal_lm(config)
