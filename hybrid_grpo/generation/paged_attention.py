@@ -41,6 +41,8 @@ from hybrid_grpo.model.upload import upload
 
 _WIDTHS = ("head_dim", "qk_head_dim", "v_head_dim")
 """Settings of a configuration that name the width of a head."""
+_WIDEST = 256
+"""Numbers in the widest heads that the GPU kernels support."""
 
 
 class Prefill:
@@ -276,8 +278,11 @@ def describe(policy: PolicyConfig, device: torch.device, *, paged: bool = False)
         ways["decoding"] = kernel if follows else "torch, on copies of all pages"
     line = ", ".join(f"{what} by {way}" for what, way in ways.items())
     if on_gpu(device) and "torch," in line:
-        half = dtype in (torch.bfloat16, torch.float16)
-        cure = "install flash-attn (the extra flash) or torch 2.12" if half else "set policy.dtype: bfloat16"
+        cure = "install flash-attn (the extra flash) or torch 2.12"
+        if head_dim > _WIDEST:
+            cure = f"heads of {head_dim} numbers are wider than {_WIDEST}"
+        elif dtype not in (torch.bfloat16, torch.float16):
+            cure = "set policy.dtype: bfloat16"
         line += f"; WARNING: slow, because no GPU kernel supports this: {cure}"
     return line
 

@@ -194,7 +194,7 @@ def test_which_attention_runs_is_said(monkeypatch, tmp_path):
         "flash": "training by flash-attn, decoding by flash-attn",
         "sinks": "training by torch's varlen_attn, decoding by flash-attn",
         "torch": "training by torch's varlen_attn",
-        "wide": f"training by torch, one sequence after another{slow}{cure}",
+        "wide": f"training by torch, one sequence after another{slow}heads of 264 numbers are wider than 256",
         "float32": f"training by torch, one sequence after another{slow}set policy.dtype: bfloat16",
         "caps": f"training by torch, one sequence after another{slow}{cure}",
         "2.11": f"training by torch's varlen_attn, decoding by torch, on copies of all pages{slow}{cure}",
