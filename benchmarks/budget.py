@@ -40,7 +40,7 @@ from hybrid_grpo.generation import Sampling
 from hybrid_grpo.generation.cache import Geometry, PagedCache
 from hybrid_grpo.generation.decoder import Decoder
 from hybrid_grpo.model import attention
-from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.attention import ATTENTION, Options
 from hybrid_grpo.model.kernels import build, gpu
 from hybrid_grpo.model.kernels.gpu import launcher
 from hybrid_grpo.model.logprobs import token_logprobs
@@ -145,7 +145,7 @@ def qwen(fake: FakeTensorMode) -> Any:
 
 def decode_step(model: Any, sampling: Sampling) -> tuple[Count, Count]:
     """A step with sampling, and sampling alone."""
-    geometry = Geometry((((2, 128), (2, 128)),) * 28, torch.bfloat16, ((128**-0.5, 0, 0.0),) * 28)
+    geometry = Geometry((((2, 128), (2, 128)),) * 28, torch.bfloat16, (Options(128**-0.5),) * 28)
     cache = PagedCache(geometry, ROWS * PAGES_OF_A_SEQUENCE + 2, PAGE, torch.device("cpu"))
     decoder = Decoder(model, cache, sampling, ROWS, PAGES_OF_A_SEQUENCE)
     logits_nV = torch.empty(ROWS, VOCABULARY, dtype=torch.bfloat16)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hybrid_grpo.model.attention import Segments
+from hybrid_grpo.model.attention import Options, Segments
 from hybrid_grpo.model.kernels import build as kernels
 from hybrid_grpo.model.logprobs import token_logprobs
 
@@ -43,7 +43,7 @@ def attention(prompts: int, prompt: int, size: int, length: int, heads: int, kv:
         tokens += prompt + size * length
     segments = Segments(own, prefix, torch.device("cpu"))
     query, key, value = (torch.randn(1, tokens, n, d).transpose(1, 2).requires_grad_() for n in (heads, kv, kv))
-    return lambda: segments.attend(query, key, value, d**-0.5, 0, 0.0).sum()
+    return lambda: segments.attend(query, key, value, Options(d**-0.5)).sum()
 
 
 def head(tokens: int, hidden: int, vocabulary: int) -> Callable[[], Any]:

@@ -22,7 +22,7 @@ from hybrid_grpo.generation import Journal, OnFinish, OnStep, Request, Sampling,
 from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.flops import Cost
-from hybrid_grpo.model.loading import load_config, load_model, plain_attention, training_attention
+from hybrid_grpo.model.loading import dequantized, load_config, load_model, plain_attention, training_attention
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.lora import Adapters
 from hybrid_grpo.model.ranks import all_reduce, rank
@@ -125,7 +125,7 @@ class TrainedModel:
 
     def exported_config(self) -> Any:
         """The model's configuration as it was loaded, dropout included."""
-        return load_config(self.config.model)
+        return dequantized(load_config(self.config.model))
 
 
 class Policy(TrainedModel):
@@ -295,7 +295,7 @@ class Scorer(TrainedModel):
 
     def exported_config(self) -> Any:
         """See `scalar_config`."""
-        return scalar_config(self.config.model, self._padding)
+        return dequantized(scalar_config(self.config.model, self._padding))
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:

@@ -17,8 +17,9 @@ from hybrid_grpo.generation.cache import Geometry, PagedCache
 from hybrid_grpo.generation.categorical import ONE, UNIT, Filters
 from hybrid_grpo.generation.fused_step import fused_step
 from hybrid_grpo.generation.gpu_step import GpuStep
+from hybrid_grpo.generation.paged_attention import follows_lengths
 from hybrid_grpo.model import softmax
-from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.attention import ATTENTION, has_ragged_kernel
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.rewards.models.reward_model import reward_model
 
@@ -82,6 +83,13 @@ def test_the_kernels_of_sampling_and_the_head_compute_what_torch_does(dtype):
     assert softmax._kernel_agrees(device, dtype)
 
 
+def test_the_kernels_of_attention_give_what_sinks_need():
+    """The log-sum-exp of each query, also of those of a cache in pages, and gradients that follow it."""
+    device, (heads, d) = torch.device("cuda", 0), (8, 64)
+    x, pool = (torch.zeros(*shape, d, device=device, dtype=torch.bfloat16) for shape in ((3, heads), (2, 256, 1)))
+    assert has_ragged_kernel(x, 0.0, True) and follows_lengths(pool, 0.0, True)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
 @torch.inference_mode()
@@ -117,7 +125,7 @@ def test_bfloat16_and_offloading_to_the_host(folder):
 
 
 # Gemma 2 has windows, soft caps and a tied head.
-@pytest.mark.parametrize("architecture", ["qwen2", "gemma2"])
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma2", "gpt_oss"])
 def test_greedy_tokens_in_float32_are_those_of_the_cpu(architecture, captures):
     sampling = Sampling(LIMIT, temperature=GREEDY, stop_ids=STOPS)
     # Fewer slots than completions: they queue, leave and move.
@@ -193,7 +201,7 @@ def test_when_pages_run_out_sequences_go_back_and_come_out_the_same(monkeypatch)
 
 
 @pytest.mark.parametrize("share", ["on", "off"])
-@pytest.mark.parametrize("architecture", ["qwen2", "mistral", "gemma2"])
+@pytest.mark.parametrize("architecture", ["qwen2", "mistral", "gemma2", "gpt_oss", "mimo_v2_flash"])
 def test_packed_training_in_half_precision_is_that_of_the_cpu(architecture, share):
     """The kernels for variable lengths, windows included; soft caps go segment by segment without flash-attn."""
     rng = random.Random(0)

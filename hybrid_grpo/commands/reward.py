@@ -24,7 +24,7 @@ def reward(parsed: Parsed[RewardStageConfig]) -> Path:
     from hybrid_grpo.data.sources import evaluation_source
     from hybrid_grpo.generation.paged_attention import describe
     from hybrid_grpo.model.files import check_files
-    from hybrid_grpo.model.loading import check_lengths, check_prompt_ids, load_tokenizer
+    from hybrid_grpo.model.loading import check_lengths, check_prompt_ids, load_tokenizer, weights_fact
     from hybrid_grpo.model.lora import check_lora
     from hybrid_grpo.model.scalar_model import check_scalar, padding_token
     from hybrid_grpo.policy import Scorer
@@ -42,7 +42,7 @@ def reward(parsed: Parsed[RewardStageConfig]) -> Path:
     tokenizer = load_tokenizer(config.policy.model)
     pairs, report = read_preferences(config.data, config.reward, tokenizer)
     features = make_features(config)
-    facts = {"data": report, "attention": describe(config.policy, device)}
+    facts = {"data": report, "attention": describe(config.policy, device), **weights_fact(config.policy)}
     source = evaluation_source(config.data)
     held_out: list[Preference] = []
     if source is not None:

@@ -31,7 +31,7 @@ def _sft(parsed: Parsed[SftConfig], doing: Doing) -> Path:
     from hybrid_grpo.commands.stages.sft import SftTrainer
     from hybrid_grpo.generation.paged_attention import describe
     from hybrid_grpo.model.files import check_files
-    from hybrid_grpo.model.loading import check_lengths, check_prompt_ids, load_config, load_tokenizer
+    from hybrid_grpo.model.loading import check_lengths, check_prompt_ids, load_config, load_tokenizer, weights_fact
     from hybrid_grpo.model.lora import check_lora
     from hybrid_grpo.policy import Policy
     from hybrid_grpo.run.feature import load_features, make_features
@@ -56,7 +56,7 @@ def _sft(parsed: Parsed[SftConfig], doing: Doing) -> Path:
     check_lengths(model_config, longest, "data.max_prompt_tokens + sft.max_completion_tokens")
     check_prompt_ids([pair.prompt.token_ids + pair.completion_ids for pair in pairs], model_config)
     features = make_features(config)
-    facts = {"data": report, "attention": describe(config.policy, device)}
+    facts = {"data": report, "attention": describe(config.policy, device), **weights_fact(config.policy)}
     training = TrainingRun(parsed, facts, of_inputs(config, tokenizer, {"training rows": pairs}))
     if training.finished:
         return training.folder

@@ -43,6 +43,7 @@ def _train(parsed: Parsed[TrainConfig], plan: BatchPlan, doing: Doing) -> Path:
 
     from hybrid_grpo import engine
     from hybrid_grpo.generation.paged_attention import describe
+    from hybrid_grpo.model.loading import weights_fact
     from hybrid_grpo.run.feature import make_features
     from hybrid_grpo.run.folder import say
     from hybrid_grpo.run.memory.shortage import shortage
@@ -58,7 +59,13 @@ def _train(parsed: Parsed[TrainConfig], plan: BatchPlan, doing: Doing) -> Path:
     warning = shortage(memory) if memory else None
     estimated = str(memory) if memory else "not estimated: the model's code cannot run without data"
     attention = describe(config.policy, device, paged=config.rollout.decoder == "paged")
-    facts = {"batch": str(plan), "memory": estimated, "attention": attention, **inputs.facts}
+    facts = {
+        "batch": str(plan),
+        "memory": estimated,
+        "attention": attention,
+        **weights_fact(config.policy),
+        **inputs.facts,
+    }
     if idle := config.idle_bounds(plan.optimizer_steps):
         facts["ratio"] = f"1, with one optimizer step a rollout, so that {' and '.join(idle)} have no effect"
     rows: dict[str, Sequence[Any]] = {}

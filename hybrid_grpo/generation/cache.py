@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import psutil
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation.state_pool import StatePool, StateShape, rows_for
+from hybrid_grpo.model.attention import Options
 from hybrid_grpo.model.memory_tracker import MemoryTracker
 from hybrid_grpo.model.states import Runs
 from hybrid_grpo.model.upload import upload
@@ -39,12 +41,16 @@ class Geometry:
     """Shapes and dtype of one token's keys and values, and the parameters of each layer's attention."""
 
     shapes: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
-    """For each layer, (heads, head_dim) of its keys and of its values; a layer without attention has 0 heads."""
+    """For each layer with keys and values of its own, (heads, head_dim) of its keys and of its values."""
     dtype: torch.dtype
-    attention: tuple[tuple[float, int, float], ...] = ()
-    """(scale, window, softcap) of each layer's attention; see `Batch.attend`."""
+    attention: tuple[Options, ...] = ()
+    """The options of each call of attention in a forward, in order, without their sinks."""
     reading: int = 0
     """Bytes that a prefill needs for each token, in addition to the cache."""
+    shared: tuple[int, ...] = ()
+    """For each call of attention, the index in `shapes` of its keys and values. Default: each has its own."""
+    sinks: bool = False
+    """Whether any layer's attention has sinks."""
     states: tuple[StateShape, ...] = ()
     """The states of a sequence: those of its recurrences and convolutions."""
 
@@ -52,6 +58,11 @@ class Geometry:
     def state_bytes(self) -> int:
         """Bytes of one sequence's states."""
         return sum(state.bytes for state in self.states)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """For each call of attention in a forward, in order, the index in `shapes` of the keys and values it reads."""
+        return self.shared or tuple(range(len(self.shapes)))
 
     @property
     def token_bytes(self) -> int:
@@ -62,15 +73,14 @@ class Geometry:
     @classmethod
     def of(cls, model: Any) -> Geometry:
         """Measure a model with a forward of a few tokens, since architectures name these sizes differently. Raises
-        UserError if a layer attends to other keys and values than it caches."""
+        UserError if a layer attends to keys and values that do not belong to the tokens of the forward."""
         device = next(model.parameters()).device
         seen, ids = _Seen(type(model).__name__, device), torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=device)
         with torch.no_grad(), MemoryTracker((*model.parameters(), *model.buffers(), ids)) as tracker:
             cached_forward(model.base_model, ids, ids, seen)
-        layers = range(1 + max((*seen.shapes, *(state.layer for state in seen.states))))
-        shapes = tuple(seen.shapes.get(layer, ((0, 0), (0, 0))) for layer in layers)
-        attention = tuple(seen.attention.get(layer, (1.0, 0, 0.0)) for layer in layers)
-        return cls(shapes, seen.dtype, attention, -(-tracker.peak // _PROBE_TOKENS), tuple(seen.states))
+        reading, attention = -(-tracker.peak // _PROBE_TOKENS), tuple(seen.attention)
+        of_layers = tuple(seen.layers), seen.sinks, tuple(seen.states)
+        return cls(tuple(seen.shapes), seen.dtype, attention, reading, *of_layers)
 
 
 def cached_forward(model: Any, ids: Tensor, positions: Tensor, batch: Any) -> Any:
@@ -88,20 +98,20 @@ def cache_keyword(model: Any) -> str:
 
 
 class _Seen:
-    """Stands in for a cache and records the shapes of a forward's keys and values."""
+    """Stands in for a cache and records the shapes of the keys and values that a forward attends to."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.name = name
-        self.shapes: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
-        self.attention: dict[int, tuple[float, int, float]] = {}
+        self.shapes: list[tuple[tuple[int, int], tuple[int, int]]] = []
+        self.attention: list[Options] = []
+        self.layers: list[int] = []
+        self.sinks = False
         self.states: list[StateShape] = []
         self.dtype = torch.float32
         self.runs = Runs([(0, _PROBE_TOKENS)], [-1], device)
-        self._layer = -1
+        self._keys: list[ref[Tensor]] = []
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        self.dtype, self._layer = key.dtype, layer
-        self.shapes[layer] = (key.shape[1], key.shape[3]), (value.shape[1], value.shape[3])
         return key, value
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
@@ -127,14 +137,19 @@ class _Seen:
     def get_seq_length(self, layer: int = 0) -> int:
         return 0
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-        self.attention[self._layer] = scale, window, softcap
-        attended = (key.shape[1], key.shape[3]), (value.shape[1], value.shape[3])
-        if attended != self.shapes.get(self._layer):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+        if key.shape[2] != query.shape[2]:
             raise UserError(
-                f"policy.model: {self.name} attends to keys and values other than those it caches:"
+                f"policy.model: {self.name} attends to other keys and values than those of its tokens:"
                 " set rollout.decoder: transformers"
             )
+        layer = next((layer for layer, known in enumerate(self._keys) if known() is key), len(self._keys))
+        if layer == len(self._keys):
+            self._keys.append(ref(key))
+            self.shapes.append(((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3])))
+        self.layers.append(layer)
+        self.attention.append(options._replace(sinks=None))
+        self.dtype, self.sinks = key.dtype, self.sinks or options.sinks is not None
         return query.new_zeros(*query.shape[:3], value.shape[3]).transpose(1, 2)
 
 
@@ -152,6 +167,10 @@ class PagedCache:
         self.keys = [_zeros((pages, page, *key), geometry.dtype, device) for key, _ in geometry.shapes]
         self.values = [_zeros((pages, page, *value), geometry.dtype, device) for _, value in geometry.shapes]
         self._free_all()
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and the values of a layer, each [pages, page, heads, head_dim]."""
+        return self.keys[index], self.values[index]
 
     def clear(self) -> None:
         """Free all pages and set their entries to zero, as in a new cache; see `_zeros`."""

@@ -44,8 +44,8 @@ class CpuStep:
         layers = zip(base.layers, cache.keys, cache.values, attended, strict=True)
         self._layers = (_Layer * len(attended))(
             *(
-                _Layer(*_addresses(*weights(layer), keys, values), window, scale, softcap)
-                for layer, keys, values, (scale, window, softcap) in layers
+                _Layer(*_addresses(*weights(layer), keys, values), o.window, o.scale, o.softcap)
+                for layer, keys, values, o in layers
             )
         )
         attention, mlp = base.layers[0].self_attn, base.layers[0].mlp

@@ -25,8 +25,9 @@ _LAYER = {
     *("input_layernorm", "post_attention_layernorm"),
 }
 _HEAD_NORMS = {"self_attn.q_norm", "self_attn.k_norm"}
-_ROPE = {"default", "linear", "llama3", "yarn"}
-"""Rotary embeddings that depend on the position only; other kinds look at the whole batch."""
+_ROPE = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings that depend on the position only; other kinds look at the whole batch. A model whose layers have
+different ones names them in a dict."""
 _FAR = 1 << 17
 """A test position beyond 8,192 and 16,384, after which some models scale their attention by position."""
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.15}

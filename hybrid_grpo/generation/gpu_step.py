@@ -38,9 +38,8 @@ class GpuStep:
             norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
             pools = cache.keys[index], cache.values[index]
             gpu.rotation.rotate_and_store(q, k, v, norms, epsilon, rope, position_n, table_nw, *pools)
-            scale, window, softcap = cache.geometry.attention[index]
             query = q.view(len(q), -1, 1, attention.head_dim)
-            attended = step.attend_to(*pools, query, scale, window, softcap)
+            attended = step.attend_to(*pools, query, cache.geometry.attention[index])
             delta_nD = _linear(attended.view(len(q), -1), attention.o_proj)
             x_nD, h_nD = gpu.norm.add_norm(x_nD, delta_nD, layer.post_attention_layernorm.weight, epsilon)
             inner = gpu.gate.silu_times(_linear(h_nD, mlp.gate_proj), _linear(h_nD, mlp.up_proj))

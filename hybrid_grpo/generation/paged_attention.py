@@ -1,7 +1,8 @@
 """Attention over the paged cache: `Prefill` for the tokens of prompts, `DecodeStep` for one token of every sequence.
 
-Each is both the `Batch` that `routed_attention` uses and the cache that the forward sees: a layer passes its new keys
-and values to `update`, then its queries to `attend`.
+Each is both the `Batch` that `routed_attention` uses and the cache that the forward sees. A layer passes what it would
+cache to `update`, which returns it as it is. Pages hold the keys and values that `attend` receives: they may be made
+from what is cached, or belong to an earlier layer.
 """
 
 from collections.abc import Sequence
@@ -16,25 +17,35 @@ from torch import Tensor
 
 from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.generation.cache import Geometry, PagedCache, cached_forward
+from hybrid_grpo.model.architectures import has_sinks, layer_configs
 from hybrid_grpo.model.attention import (
     ATTENTION,
     PAGED_OPTIONS,
+    ROUNDING,
+    Options,
     Segments,
     attend,
     flash_attn_with_kvcache,
     has_flash,
     has_paged_kernel,
     has_ragged_kernel,
+    log_sum_exp,
     on_gpu,
     ragged_attention,
     varlen_kernel,
     varlen_takes,
+    with_sinks,
 )
-from hybrid_grpo.model.kernels import decoding
+from hybrid_grpo.model.kernels import decoding, gpu
 from hybrid_grpo.model.kernels.build import usable
 from hybrid_grpo.model.loading import load_config, training_attention
 from hybrid_grpo.model.states import Runs
 from hybrid_grpo.model.upload import upload
+
+_WIDTHS = ("head_dim", "qk_head_dim", "v_head_dim")
+"""Settings of a configuration that name the width of a head."""
+_WIDEST = 256
+"""Numbers in the widest heads that the GPU kernels support."""
 
 
 class Prefill:
@@ -57,7 +68,7 @@ class Prefill:
     ) -> None:
         device = cache.device
         self._rows = upload(list(states), device) if cache.states else None
-        self._cache = cache
+        self._cache, self._layers = cache, iter(cache.geometry.layers)
         self._starts, self._lengths = starts, lengths
         ends = [start + n for start, n in zip(starts, lengths, strict=True)]
         self._page_N, self._offset_N = self._places(pages, starts, ends)
@@ -88,8 +99,29 @@ class Prefill:
         return page_N, offset_N
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Return the new keys and values; `attend` will store them."""
+        return key, value
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        # transformers asks for it; positions are always given explicitly.
+        return max(self._starts)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+        """See `routed_attention`."""
+        key, value = self._stored(key, value)
+        if not self._ragged:
+            return self._segments.attend(query, key, value, options)
+        if has_ragged_kernel(query, options.softcap, options.sinks is not None):
+            q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+            return ragged_attention(q, k, v, self._begins, self._longest, options)[None]
+        positions = self.position_1N.split(self._lengths, dim=1)
+        split = query.split(self._lengths, 2), key.split(self._ends, 2), value.split(self._ends, 2), positions
+        parts = [masked_attention(*part, options) for part in zip(*split, strict=True)]
+        return torch.cat(parts, dim=1)
+
+    def _stored(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store a layer's new keys and values; return all keys and values that the queries may attend to."""
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        keys, values = self._cache.layer(next(self._layers))
         keys[self._page_N, self._offset_N] = key[0].transpose(0, 1)
         values[self._page_N, self._offset_N] = value[0].transpose(0, 1)
         if not any(self._starts):
@@ -136,22 +168,6 @@ class Prefill:
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
 
-    def get_seq_length(self, layer: int = 0) -> int:
-        # transformers asks for it; positions are always given explicitly.
-        return max(self._starts)
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-        """See `routed_attention`."""
-        if not self._ragged:
-            return self._segments.attend(query, key, value, scale, window, softcap)
-        if has_ragged_kernel(query, softcap):
-            q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-            return ragged_attention(q, k, v, self._begins, self._longest, scale, window, softcap)[None]
-        positions = self.position_1N.split(self._lengths, dim=1)
-        split = query.split(self._lengths, 2), key.split(self._ends, 2), value.split(self._ends, 2), positions
-        parts = [masked_attention(*part, scale, window, softcap) for part in zip(*split, strict=True)]
-        return torch.cat(parts, dim=1)
-
 
 class DecodeStep:
     """One decode step: one new token for every active sequence.
@@ -164,6 +180,7 @@ class DecodeStep:
 
     def __init__(self, cache: PagedCache, table: Tensor, position: Tensor, read: int) -> None:
         self._cache, self._table, self._position, self._read = cache, table, position, read
+        self._layers = iter(cache.geometry.layers)
 
     @cached_property
     def _used(self) -> Tensor:
@@ -183,8 +200,7 @@ class DecodeStep:
         return begins, begins * (self._table.shape[1] * self._cache.page)
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Remember the layer; `attend` will store its keys and values."""
-        self._layer = layer
+        """Return the new keys and values; `attend` will store them."""
         return key, value
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
@@ -204,29 +220,33 @@ class DecodeStep:
         # transformers asks for it; positions are always given explicitly.
         return self._read * self._cache.page
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
         """See `routed_attention`."""
-        keys, values = self._cache.keys[self._layer], self._cache.values[self._layer]
-        if decoding.can_attend(query, keys, values):
-            return decoding.decode_attention(
-                query, key, value, keys, values, self._table, self._position, window, scale, softcap
-            )
+        keys, values = self._cache.layer(next(self._layers))
+        if decoding.can_attend(query, keys, options.sinks):
+            return decoding.decode_attention(query, key, value, keys, values, self._table, self._position, *options)
         keys[self._written], values[self._written] = key[:, :, 0], value[:, :, 0]
-        return self.attend_to(keys, values, query, scale, window, softcap)
+        return self.attend_to(keys, values, query, options)
 
-    def attend_to(
-        self, keys: Tensor, values: Tensor, query: Tensor, scale: float, window: int, softcap: float
-    ) -> Tensor:
+    def attend_to(self, keys: Tensor, values: Tensor, query: Tensor, options: Options) -> Tensor:
         """Compute `attend` after the new tokens are in the layer's cache: `keys` and `values`, [pages, page, kv, d]."""
-        if follows_lengths(keys, values, softcap):
-            if has_flash(keys):
-                return self._flash(query, keys, values, scale, window, softcap)
-            return self._varlen(query, keys, values, scale, window)
-        read = (pool[self._table[:, : self._read]].flatten(1, 2).transpose(1, 2) for pool in (keys, values))
-        return masked_attention(query, next(read), next(read), self._position[:, None], scale, window, softcap)
+        follows = follows_lengths(keys, options.softcap, options.sinks is not None)
+        return (self.by_kernel if follows else self.on_copies)(keys, values, query, options)
 
-    def _flash(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-        out: Tensor = flash_attn_with_kvcache(
+    def on_copies(self, keys: Tensor, values: Tensor, query: Tensor, options: Options) -> Tensor:
+        """Compute `attend_to` in torch."""
+        read = (pool[self._table[:, : self._read]].flatten(1, 2).transpose(1, 2) for pool in (keys, values))
+        return masked_attention(query, next(read), next(read), self._position[:, None], options)
+
+    def by_kernel(self, keys: Tensor, values: Tensor, query: Tensor, options: Options) -> Tensor:
+        """Compute `attend_to` by a kernel that reads only as many entries as each sequence has."""
+        attend = self._flash if has_flash(keys) else self._varlen
+        out, lse_n1H = attend(query, keys, values, options)
+        return out if options.sinks is None else with_sinks(out, lse_n1H, options.sinks)
+
+    def _flash(self, query: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        scale, window, softcap, _ = options
+        out, lse_nH1 = flash_attn_with_kvcache(
             query.transpose(1, 2),
             keys,
             values,
@@ -236,36 +256,55 @@ class DecodeStep:
             causal=True,
             window_size=(window - 1, 0) if window else (-1, -1),
             softcap=softcap,
+            return_softmax_lse=True,
         )
-        return out
+        return out, lse_nH1.transpose(1, 2)
 
-    def _varlen(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int) -> Tensor:
-        n, _, _, d = query.shape
+    def _varlen(self, query: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        (n, _, _, d), window = query.shape, options.window
         width = self._table.shape[1] * self._cache.page
         # Split over the keys, the kernel leaves rows of a paged cache unwritten (pytorch issue 194167).
         whole: dict[str, Any] = {"num_splits": 1} if varlen_takes("num_splits") else {}
-        out: Tensor = varlen_kernel()(
+        # A single query at the end needs no causal mask, and without one the kernel computes the query heads of a key
+        # head together. But then it writes the log-sum-exp of a paged cache in another order than it returns it in.
+        after = -1 if not window and options.sinks is None else 0
+        out, lse_Hn = varlen_kernel()(
             query.transpose(1, 2).reshape(n, -1, d),
             keys,
             values,
             *self._begins,
             1,
             width,
-            scale=scale,
-            # A single query at the end needs no causal mask, and without one the kernel computes the query heads of a
-            # key head together.
-            window_size=(window - 1, 0) if window else (-1, -1),
+            scale=options.scale,
+            return_aux=log_sum_exp(),
+            window_size=(window - 1 if window else -1, after),
             enable_gqa=True,
             seqused_k=self._used,
             block_table=self._table,
             **whole,
         )
-        return out[:, None]
+        return out[:, None], lse_Hn.T[:, None]
 
 
-def follows_lengths(keys: Tensor, values: Tensor, softcap: float) -> bool:
+def follows_lengths(keys: Tensor, softcap: float, has_sinks: bool) -> bool:
     """Whether a GPU kernel reads from a layer's cache only as many entries as each sequence has."""
-    return has_paged_kernel(keys) and keys.shape == values.shape and (not softcap or has_flash(keys))
+    if not has_paged_kernel(keys) or (softcap and not has_flash(keys)):
+        return False
+    case = keys.device, keys.dtype, keys.shape[-1], has_flash(keys)
+    return not has_sinks or gpu.proven("decoding with sinks", _sinks_agree, *case, kernel="a kernel for pages")
+
+
+def _sinks_agree(device: torch.device, dtype: torch.dtype, head_dim: int, flash: bool) -> bool:
+    """Whether the kernel and torch agree on sinks, for two sequences with two query heads for each key head."""
+    generator, page = torch.Generator().manual_seed(0), 256
+    shapes = (2, page, 2, head_dim), (2, page, 2, head_dim), (2, 4, 1, head_dim)
+    keys, values, query = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    cache = PagedCache(Geometry((((2, head_dim), (2, head_dim)),), dtype), 1, page, device)
+    table, position = torch.tensor([[1], [0]], dtype=torch.int32, device=device), torch.tensor([5, 200], device=device)
+    options = Options(head_dim**-0.5, sinks=torch.linspace(-1, 4, 4, device=device))
+    step = DecodeStep(cache, table, position, 1)
+    found, expected = (way(keys, values, query, options).float() for way in (step.by_kernel, step.on_copies))
+    return bool((found - expected).norm() < ROUNDING * expected.norm())
 
 
 def might_follow(half: bool, softcap: float) -> bool:
@@ -275,11 +314,9 @@ def might_follow(half: bool, softcap: float) -> bool:
 
 def all_follow(geometry: Geometry, device: torch.device) -> bool:
     """Whether `follows_lengths` is true for every layer."""
-    for pair, (_, _, softcap) in zip(geometry.shapes, geometry.attention, strict=True):
-        if not pair[0][0]:
-            continue
-        keys, values = (torch.empty(1, 1, *shape, dtype=geometry.dtype, device=device) for shape in pair)
-        if not follows_lengths(keys, values, softcap):
+    for layer, options in zip(geometry.layers, geometry.attention, strict=True):
+        keys = torch.empty(1, 1, *geometry.shapes[layer][0], dtype=geometry.dtype, device=device)
+        if not follows_lengths(keys, options.softcap, geometry.sinks):
             return False
     return True
 
@@ -289,19 +326,25 @@ def describe(policy: PolicyConfig, device: torch.device, *, paged: bool = False)
     no kernel for it, the line includes a remedy."""
     config, dtype = load_config(policy.model), getattr(torch, policy.dtype)
     training, text = training_attention(policy, config), config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // (getattr(text, "num_attention_heads", 0) or 1)
-    softcap = getattr(text, "attn_logit_softcapping", None) or 0.0
+    widths = [getattr(layer, name, None) or 0 for layer in layer_configs(config) for name in _WIDTHS]
+    head_dim = max(widths) or text.hidden_size // (getattr(text, "num_attention_heads", 0) or 1)
+    softcap, sinks = getattr(text, "attn_logit_softcapping", None) or 0.0, has_sinks(config)
     like = torch.empty(1, 1, 1, head_dim, dtype=dtype, device=device)
     in_c = usable(like)
     kernel = "C kernels" if in_c else "flash-attn" if has_flash(like) else "torch's varlen_attn"
-    trains = kernel if in_c or has_ragged_kernel(like, softcap) else "torch, one sequence after another"
+    packed = kernel if in_c or not sinks else "torch's varlen_attn"
+    trains = packed if in_c or has_ragged_kernel(like, softcap, sinks) else "torch, one sequence after another"
     ways = {"training": trains if training == ATTENTION else f"transformers' {training}"}
     if paged:
-        ways["decoding"] = kernel if in_c or follows_lengths(like, like, softcap) else "torch, on copies of all pages"
+        follows = in_c or follows_lengths(like, softcap, sinks)
+        ways["decoding"] = kernel if follows else "torch, on copies of all pages"
     line = ", ".join(f"{what} by {way}" for what, way in ways.items())
     if on_gpu(device) and "torch," in line:
-        half = dtype in (torch.bfloat16, torch.float16)
-        cure = "install flash-attn (the extra flash) or torch 2.12" if half else "set policy.dtype: bfloat16"
+        cure = "install flash-attn (the extra flash) or torch 2.12"
+        if head_dim > _WIDEST:
+            cure = f"heads of {head_dim} numbers are wider than {_WIDEST}"
+        elif dtype not in (torch.bfloat16, torch.float16):
+            cure = "set policy.dtype: bfloat16"
         line += f"; WARNING: slow, because no GPU kernel supports this: {cure}"
     return line
 
@@ -315,20 +358,18 @@ def decode_step(
     return logits_nV
 
 
-def masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, position_nq: Tensor, scale: float, window: int, softcap: float
-) -> Tensor:
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, position_nq: Tensor, options: Options) -> Tensor:
     """Return the attention of queries at `position_nq` (int64) to the entries of their sequence, [n, q, heads, d]."""
     entry = torch.arange(key.shape[2], device=key.device)
     allowed = entry <= position_nq[:, :, None]
-    if window:
-        allowed &= entry > position_nq[:, :, None] - window
-    if softcap:
-        return attend(query, key, value, allowed[:, None], scale, softcap).transpose(1, 2).contiguous()
+    if options.window:
+        allowed &= entry > position_nq[:, :, None] - options.window
+    if options.softcap or options.sinks is not None:
+        return attend(query, key, value, allowed[:, None], options).transpose(1, 2).contiguous()
     n, heads, q, head_dim = query.shape
     groups = heads // key.shape[1]
     # The query heads of one key-value head become further queries, so that keys are not repeated in memory.
     query = query.reshape(n, key.shape[1], groups * q, head_dim)
     allowed = allowed.repeat(1, groups, 1)[:, None]
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scale)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=options.scale)
     return out.reshape(n, heads, q, value.shape[3]).transpose(1, 2).contiguous()

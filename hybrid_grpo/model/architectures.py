@@ -6,6 +6,8 @@ configuration does not show is read from the source code of the model's class. I
 architecture is refused too.
 """
 
+from __future__ import annotations
+
 import ast
 import inspect
 import sys
@@ -35,12 +37,15 @@ _IN_ITS_MODULES = {
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
 _STATE_KINDS = {"linear_attention", "conv", "hybrid", "mamba"}
 _NO_MIXER_KINDS = {"mlp", "moe"}
-_ATTENTION_OPTIONS = {"attention_mask", "dropout", "position_ids", "scaling", "sliding_window", "softcap"}
+_ATTENTION_OPTIONS = {"attention_mask", "dropout", "position_ids", "s_aux", "scaling", "sliding_window", "softcap"}
 """Keywords of an attention call that `ATTENTION` honours or may ignore: masks are causal, dropout is off, and only
 flash attention looks at positions."""
 _CACHE_METHODS = {"update", "get_seq_length", "is_sliding"}
 _STATE_CACHE_METHODS = {"get_conv_state", "get_recurrent_state", "is_recording_past", *STATE_METHODS}
 _CACHE_NAMES = {"past_key_value", "past_key_values", "cache"}
+_EXPANSIONS = {"self.expand_kv"}
+"""Methods that compute the keys and values of each token from what is cached for that token (DeepSeek-V2,
+arXiv:2405.04434 section 2.1): its pages hold the result."""
 _CROSS_ATTENTION_METHODS = {"cross_attention_cache", "is_updated", "layers", "self_attention_cache"}
 """Cache attributes of classes that can also attend to an encoder; models with an encoder are refused."""
 
@@ -76,7 +81,7 @@ def _causal_lm(config: Any) -> Any:
 def _reasons(config: Any) -> Iterator[str]:
     model, text = _causal_lm(config), config.get_text_config(decoder=True)
     layers = getattr(text, "layer_types", None) or []
-    source = inspect.getsource(sys.modules[model.__module__])
+    source = _source(model)
     if odd := sorted(set(layers) - _LAYER_KINDS - _STATE_KINDS - _NO_MIXER_KINDS):
         yield f"it has layers of kind {', '.join(odd)}"
     if layers and set(layers) <= _LAYER_KINDS:
@@ -87,8 +92,6 @@ def _reasons(config: Any) -> Iterator[str]:
             yield "its layers keep a state beside keys and values"
     if has_state:
         yield from _reasons_in_states(source)
-    if getattr(text, "num_kv_shared_layers", 0):
-        yield "its layers share keys and values"
     # "vision" is fine: it means the tokens of images, and there are no images here.
     if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         yield "its attention looks ahead"
@@ -117,16 +120,37 @@ def _reasons_in_states(text: str) -> Iterator[str]:
             yield "its recurrence cannot begin from a state"
 
 
-def _reasons_in_source(text: str, has_windows: bool, has_state: bool) -> Iterator[str]:
-    nodes = list(ast.walk(ast.parse(text)))
+def layer_configs(config: Any) -> list[Any]:
+    """Return the configuration of each layer of the text model. Gemma 4 has settings that differ by layer, which cannot
+    be read from the model's own configuration."""
+    text = config.get_text_config(decoder=True)
+    return list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text] * text.num_hidden_layers
+
+
+def has_sinks(config: Any) -> bool:
+    """Whether some layer's attention has sinks, one more logit for each query that takes weight from all others."""
+    model = _causal_lm(config)
+    return model is not None and any("s_aux" in each.options for each in _attentions(ast.parse(_source(model))))
+
+
+def _source(model: Any) -> str:
+    return inspect.getsource(sys.modules[model.__module__])
+
+
+def _attentions(tree: ast.Module) -> list[_Attention]:
     # Attention without a cache belongs to encoders of images or sound, which do not run on text.
-    attentions = [
+    return [
         _Attention(node, call)
-        for node in nodes
+        for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef) and any(map(_is_update, _assignments(node)))
         for call in ast.walk(node)
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "attention_interface"
     ]
+
+
+def _reasons_in_source(text: str, has_windows: bool, has_state: bool) -> Iterator[str]:
+    tree = ast.parse(text)
+    nodes, attentions = list(ast.walk(tree)), _attentions(tree)
     options = {word for attention in attentions for word in attention.options}
     methods = {
         node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) in _CACHE_NAMES
@@ -166,7 +190,7 @@ class _Attention:
         self.options = words.keys()
         self.mask = words.get("attention_mask", arguments[4] if len(arguments) > 4 else "")
         before = [node for node in _assignments(function) if node.lineno < call.lineno]
-        self.is_over_the_cache = all(_is_last_set_by_update(name, before) for name in arguments[2:4])
+        self.is_over_the_cache = all(_is_last_set_by_cache(name, before) for name in arguments[2:4])
 
 
 def _assignments(function: ast.FunctionDef) -> list[ast.Assign]:
@@ -178,7 +202,11 @@ def _is_update(node: ast.Assign) -> bool:
     return isinstance(node.value, ast.Call) and ast.unparse(node.value.func).endswith(".update")
 
 
-def _is_last_set_by_update(name: str, assignments: list[ast.Assign]) -> bool:
+def _is_last_set_by_cache(name: str, assignments: list[ast.Assign]) -> bool:
     # The target of an assignment is `key`, or `key, value`.
     setting = [node for node in assignments if name in ast.unparse(node.targets[0]).strip("()").split(", ")]
-    return bool(setting) and _is_update(setting[-1])
+    return bool(setting) and (_is_update(setting[-1]) or _is_expansion(setting[-1]))
+
+
+def _is_expansion(node: ast.Assign) -> bool:
+    return isinstance(node.value, ast.Call) and ast.unparse(node.value.func) in _EXPANSIONS

@@ -9,10 +9,12 @@ the row. So the completions of a group share one forward of their prompt, exactl
 the sum over its completions.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AttentionInterface
 
 from hybrid_grpo.model.kernels import gpu
-from hybrid_grpo.model.kernels.attention import SegmentAttention
+from hybrid_grpo.model.kernels.attention import SegmentAttention, sink_gradient
 from hybrid_grpo.model.kernels.build import usable
 from hybrid_grpo.model.selection import Selection
 from hybrid_grpo.model.states import Runs
@@ -37,18 +39,30 @@ PAGED_OPTIONS = {"block_table", "seqused_k", "enable_gqa"}
 """The options with which torch's kernel reads a paged cache."""
 
 ATTENTION = "hybrid"
-Kernel = Callable[[tuple[Any, ...], float, int, float], Tensor]
-"""Computes `ragged_attention`; takes its tensors and longest lengths, the scale, the window and the soft cap."""
-_ROUNDING = 0.03
+
+
+class Options(NamedTuple):
+    """How the products of queries and keys become weights."""
+
+    scale: float
+    window: int = 0
+    """A query attends to itself and the `window - 1` positions before it; 0 means to all positions before it."""
+    softcap: float = 0.0
+    """Logits become softcap * tanh(logits / softcap) (Gemma 2, arXiv:2408.00118 section 2); 0 means no cap."""
+    sinks: Tensor | None = None
+    """[heads], one more logit for each query of a head, whose value is zero (gpt-oss, arXiv:2508.10925 section 2.3)."""
+
+
+Kernel = Callable[[tuple[Any, ...], Options], Tensor]
+"""Computes `ragged_attention`, given its tensors and longest lengths."""
+ROUNDING = 0.03
 """Largest accepted relative error of a bfloat16 kernel against float32; 0.004 is normal, and a wrong head gives 1."""
 
 
 class Batch(Protocol):
     """Defines which tokens of one forward attend to which, and computes their attention."""
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float
-    ) -> Tensor: ...
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor: ...
 
 
 def routed_attention(
@@ -60,33 +74,40 @@ def routed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     batch: Batch | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention; called by transformers. Returns [n, q, heads, head_dim], and None as attention weights.
+    """Compute causal attention; called by transformers. Returns [n, q, heads, value_dim], and None for its weights.
 
     Args:
-        query: [n, heads, q, head_dim]; key, value: [n, key_value_heads, q, head_dim], of the same tokens.
-        sliding_window: a query attends to itself and the `sliding_window - 1` positions before it.
-        softcap: see `attend`.
+        query: [n, heads, q, head_dim]; key: [n, key_value_heads, q, head_dim], of the same tokens.
+        value: [n, key_value_heads, q, value_dim].
+        scaling, sliding_window, softcap, s_aux: `Options`; s_aux are the sinks.
     """
     assert batch is not None, "a forward with this attention is given `batch`"
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return batch.attend(query, key, value, scale, sliding_window or 0, softcap or 0.0), None
+    scale, width = query.shape[-1] ** -0.5 if scaling is None else scaling, value.shape[-1]
+    options = Options(scale, sliding_window or 0, softcap or 0.0, s_aux)
+    if key.shape[-1] != width:
+        # Kernels and pages have one width for keys and values. Zeros at the end change neither logits nor sums.
+        widest = max(key.shape[-1], width)
+        query, key, value = (F.pad(x, (0, widest - x.shape[-1])) for x in (query, key, value))
+    return batch.attend(query, key, value, options)[..., :width], None
 
 
 AttentionInterface.register(ATTENTION, routed_attention)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, scale: float, softcap: float) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, options: Options) -> Tensor:
     """Compute attention with grouped query heads in torch, and return the output [n, heads, q, d].
 
     Args:
         query: [n, heads, q, d]; key, value: [n, key_value_heads, k, d].
         allowed: bool mask that is broadcast to [n, 1, q, k]; None means causal attention with q = k.
-        softcap: logits become softcap * tanh(logits / softcap) (Gemma 2, arXiv:2408.00118 section 2); 0 means no cap.
+        options: all but the window, which `allowed` knows.
     """
-    if not softcap:
+    scale, _, softcap, sinks = options
+    if not softcap and sinks is None:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=allowed, is_causal=allowed is None, scale=scale, enable_gqa=True
         )
@@ -95,9 +116,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, sc
         allowed = torch.ones(q, q, dtype=torch.bool, device=query.device).tril()
     groups = heads // key.shape[1]
     # The query heads of one key-value head become further queries, so that keys are not repeated in memory.
-    logits = query.reshape(n, key.shape[1], groups * q, -1) @ key.transpose(2, 3) * (scale / softcap)
-    logits = (torch.tanh(logits) * softcap).unflatten(2, (groups, q))
-    weights = logits.masked_fill(~allowed.unsqueeze(-3), float("-inf")).softmax(-1, dtype=torch.float32)
+    logits = query.reshape(n, key.shape[1], groups * q, -1) @ key.transpose(2, 3) * (scale / (softcap or 1.0))
+    logits = (torch.tanh(logits) * softcap if softcap else logits).unflatten(2, (groups, q))
+    logits = logits.masked_fill(~allowed.unsqueeze(-3), float("-inf")).float()
+    if sinks is not None:
+        sink = sinks.float().view(1, -1, groups, 1, 1).expand(n, -1, -1, q, -1)
+        logits = torch.cat([logits, sink], dim=-1)
+    weights = logits.softmax(-1)[..., : key.shape[2]]
     return (weights.to(value.dtype).flatten(2, 3) @ value).reshape(n, heads, q, -1)
 
 
@@ -117,6 +142,19 @@ def varlen_kernel() -> Callable[..., Any]:
     return varlen_attn
 
 
+def log_sum_exp() -> Any:
+    """Return what makes torch's kernel return the log-sum-exp of each query's logits too."""
+    from torch.nn.attention.varlen import AuxRequest
+
+    return AuxRequest(lse=True)
+
+
+def varlen_backward() -> Callable[..., Any]:
+    """Return the backward pass of torch's kernel."""
+    varlen_kernel()  # its module registers the operator
+    return torch.ops.torch_attn._varlen_attn_backward
+
+
 def varlen_takes(*options: str) -> bool:
     """Whether torch's kernel has these options; older versions have fewer."""
     return _parameters(varlen_kernel()).issuperset(options)
@@ -127,8 +165,10 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-def has_ragged_kernel(query: Tensor, softcap: float) -> bool:
+def has_ragged_kernel(query: Tensor, softcap: float, has_sinks: bool) -> bool:
     """Whether there is a GPU kernel for `ragged_attention`."""
+    if has_sinks:
+        return not softcap and _is_right(_varlen, query, "torch's varlen_attn for attention sinks", has_sinks=True)
     return has_flash(query) or (not softcap and _has_varlen(query))
 
 
@@ -141,9 +181,9 @@ def _has_varlen(x: Tensor) -> bool:
     return _is_right(_varlen, x, "torch's varlen_attn")
 
 
-def _is_right(kernel: Kernel, x: Tensor, name: str) -> bool:
+def _is_right(kernel: Kernel, x: Tensor, name: str, *, has_sinks: bool = False) -> bool:
     is_half = x.dtype in (torch.bfloat16, torch.float16)
-    case = x.device, x.dtype, x.shape[-1]
+    case = x.device, x.dtype, x.shape[-1], has_sinks
     return on_gpu(x.device) and is_half and gpu.proven("attention", _agrees, kernel, *case, kernel=name)
 
 
@@ -153,9 +193,7 @@ def ragged_attention(
     value: Tensor,
     begins: tuple[Tensor, Tensor],
     longest: tuple[int, int],
-    scale: float,
-    window: int,
-    softcap: float,
+    options: Options,
 ) -> Tensor:
     """Compute the causal attention of concatenated sequences with a GPU kernel, and return [N, heads, d].
 
@@ -166,42 +204,87 @@ def ragged_attention(
         begins: the offsets of each sequence's first query and of its first key, both int32 [sequences + 1].
         longest: the most queries and the most keys of any sequence.
     """
-    kernel = _flash if has_flash(query) else _varlen
-    return kernel((query.contiguous(), key.contiguous(), value.contiguous(), *begins, *longest), scale, window, softcap)
+    kernel = _flash if options.sinks is None and has_flash(query) else _varlen
+    return kernel((query.contiguous(), key.contiguous(), value.contiguous(), *begins, *longest), options)
 
 
-def _flash(given: tuple[Any, ...], scale: float, window: int, softcap: float) -> Tensor:
+def _flash(given: tuple[Any, ...], options: Options) -> Tensor:
+    scale, window, softcap, sinks = options
+    assert sinks is None, "flash-attn's backward is not used with sinks"
     seen = (window - 1, 0) if window else (-1, -1)
     out: Tensor = flash_attn_varlen_func(*given, softmax_scale=scale, causal=True, window_size=seen, softcap=softcap)
     return out
 
 
-def _varlen(given: tuple[Any, ...], scale: float, window: int, softcap: float) -> Tensor:
+def _varlen(given: tuple[Any, ...], options: Options) -> Tensor:
+    scale, window, softcap, sinks = options
     assert not softcap, "torch's kernel has no soft caps"
+    if sinks is not None:
+        out: Tensor = _VarlenWithSinks.apply(*given, scale, window, sinks)
+        return out
+    return varlen_kernel()(*given, **_varlen_options(scale, window))
+
+
+def _varlen_options(scale: float, window: int) -> dict[str, Any]:
     # torch 2.11 lacks the option, but its kernel accepts fewer key heads all the same.
-    grouped: dict[str, Any] = {"enable_gqa": True} if varlen_takes("enable_gqa") else {}
-    out: Tensor = varlen_kernel()(*given, scale=scale, window_size=(window - 1, 0) if window else (-1, 0), **grouped)
-    return out
+    grouped = {"enable_gqa": True} if varlen_takes("enable_gqa") else {}
+    return {"scale": scale, "window_size": (window - 1, 0) if window else (-1, 0), **grouped}
 
 
-def _agrees(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return the attention with sinks [heads], given a kernel's output without them [..., heads, d], and the logarithm
+    of the sum of exponentials of each query's logits, float32 [..., heads]; see `Options`."""
+    return (out * torch.sigmoid(lse - sinks.float())[..., None]).to(out.dtype)
+
+
+class _VarlenWithSinks(torch.autograd.Function):
+    """torch's kernel with sinks. Its backward computes each weight from the log-sum-exp, and the derivative of the
+    softmax from the output: both are exact if both include the sinks."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *given: Any) -> Tensor:
+        *ragged, scale, window, sinks = given
+        ctx.ragged, options = ragged, _varlen_options(scale, window)
+        ctx.scale, ctx.window = scale, options["window_size"]
+        out, lse_HN = varlen_kernel()(query, key, value, *ragged, return_aux=log_sum_exp(), **options)
+        out = with_sinks(out, lse_HN.T, sinks)
+        lse_HN = torch.logaddexp(lse_HN, sinks.float()[:, None])
+        ctx.save_for_backward(query, key, value, out, lse_HN, sinks)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse_HN, sinks = ctx.saved_tensors
+        # No dropout, so no random state.
+        state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+        gradients = varlen_backward()(
+            *(dout.contiguous(), query, key, value, out, lse_HN, *ctx.ragged),
+            *(ctx.window == (-1, 0), state, ctx.scale, list(ctx.window)),
+        )
+        return *gradients, None, None, None, None, None, None, sink_gradient(dout, out, lse_HN.T, sinks)
+
+
+def _agrees(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, has_sinks: bool) -> bool:
     """Whether a kernel and torch agree, gradients included, on two sequences with two query heads per key head."""
-    generator, edges, scale = torch.Generator().manual_seed(0), [0, 7, 24], head_dim**-0.5
+    generator, edges = torch.Generator().manual_seed(0), [0, 7, 24]
     # This may run inside a checkpointed forward, which must not count the tensors saved here.
     apart = saved_tensors_hooks(lambda x: x, lambda x: x)
     with torch.inference_mode(False), torch.enable_grad(), apart:
         drawn = [torch.randn(24, heads, head_dim, generator=generator) for heads in (4, 2, 2, 4)]
         q, k, v, weight = (tensor.to(device, dtype).requires_grad_() for tensor in drawn)
+        sinks = torch.linspace(-1, 1, 4, device=device, dtype=dtype).requires_grad_() if has_sinks else None
+        options = Options(head_dim**-0.5, sinks=sinks)
         begins = torch.tensor(edges, dtype=torch.int32, device=device)
-        found = kernel((q, k, v, begins, begins, 17, 17), scale, 0, 0.0)
+        found = kernel((q, k, v, begins, begins, 17, 17), options)
         parts = zip(*(x.float().transpose(0, 1)[None].split([7, 17], 2) for x in (q, k, v)), strict=True)
-        expected = torch.cat([attend(q, k, v, None, scale, 0.0)[0].transpose(0, 1) for q, k, v in parts])
+        expected = torch.cat([attend(q, k, v, None, options)[0].transpose(0, 1) for q, k, v in parts])
+        leaves = [x for x in (q, k, v, sinks) if x is not None]
         found_all, expected_all = (
-            [out.float(), *torch.autograd.grad((out.float() * weight).sum(), (q, k, v))] for out in (found, expected)
+            [out.float(), *torch.autograd.grad((out.float() * weight).sum(), leaves)] for out in (found, expected)
         )
     pairs = zip(found_all, expected_all, strict=True)
     gaps = [(a.detach().float() - b.detach().float()).norm() / b.detach().float().norm() for a, b in pairs]
-    return bool(torch.stack(gaps).max() < _ROUNDING)
+    return bool(torch.stack(gaps).max() < ROUNDING)
 
 
 class Segments:
@@ -219,18 +302,18 @@ class Segments:
             # Upload now, so that no forward begins with uploads.
             _ = self._lengths
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
         """Compute `routed_attention` for n = 1, with the fastest kernel for the device and the dtypes."""
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        if k.shape == v.shape and usable(q, k, v):
-            out = SegmentAttention.apply(q, k, v, *self._table, scale, window, softcap)
-        elif has_ragged_kernel(q, softcap):
+        if usable(q, k, v, options.sinks):
+            out = SegmentAttention.apply(q, k, v, *self._table, *options)
+        elif has_ragged_kernel(q, options.softcap, options.sinks is not None):
             gathered, begins, longest = self._lengths
             if gathered is not None:
                 k, v = gathered(k), gathered(v)
-            out = ragged_attention(q, k, v, begins, longest, scale, window, softcap)
+            out = ragged_attention(q, k, v, begins, longest, options)
         else:
-            out = self._one_by_one(q, k, v, scale, window, softcap)
+            out = self._one_by_one(q, k, v, options)
         return out[None]
 
     @cached_property
@@ -248,9 +331,8 @@ class Segments:
         before = sum(before for *_, before in rows)
         return upload(np.array(rows, dtype=np.int64), self._device), longest, before
 
-    def _one_by_one(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float
-    ) -> Tensor:
+    def _one_by_one(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+        window = options.window
         # Split rather than sliced: the gradient of a slice is as large as the whole row.
         q = query.split([length for _, length in self._own])
         pieces = list(dict.fromkeys([*self._own, *(prefix for prefix in self._prefix if prefix[1])]))
@@ -265,7 +347,7 @@ class Segments:
                 allowed = torch.ones(len(q[i]), len(keys), dtype=torch.bool, device=self._device).tril(before)
                 allowed = allowed.triu(before - window + 1) if window else allowed
             queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in (q[i], keys, values))
-            rows.append(attend(queries, keys, values, allowed, scale, softcap)[0].transpose(0, 1))
+            rows.append(attend(queries, keys, values, allowed, options)[0].transpose(0, 1))
         return torch.cat(rows)
 
     @cached_property

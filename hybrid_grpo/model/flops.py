@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
+from hybrid_grpo.model.architectures import layer_configs
+
 Floats = NDArray[np.float64]
 
 _EXPERTS = re.compile(r"(^|\.)experts\.")
@@ -38,7 +40,7 @@ class Cost:
     """Parameters of the output head. Looking up an embedding is not a product."""
     head_trained: float
     width: int
-    """Elements of a query and of a value, over all heads of a layer."""
+    """Elements of a query and of a value, over all heads of a layer; the mean over layers if they differ."""
     layers: dict[float, int]
     """Number of layers by the most entries a token attends to: infinity without a window, 0 without attention."""
 
@@ -60,7 +62,7 @@ class Cost:
             body_trained += count * parameter.requires_grad
         of_head = 0 if head is None else prod(getattr(head.weight, "ds_shape", head.weight.shape))
         trained = of_head if head is not None and head.weight.requires_grad else 0
-        return cls(body, body_trained, of_head, trained, _width(config), _layers(config))
+        return cls(body, body_trained, of_head, trained, _width(model.config), _layers(config))
 
     def forward(self, tokens: ArrayLike, context: ArrayLike, scored: ArrayLike) -> Floats:
         """Return the operations of a forward pass."""
@@ -80,6 +82,11 @@ class Cost:
 
 
 def _width(config: Any) -> int:
+    layers = layer_configs(config)
+    return sum(map(_width_of_layer, layers)) // len(layers)
+
+
+def _width_of_layer(config: Any) -> int:
     heads = _first(config, "num_attention_heads")
     if not heads:
         return 0

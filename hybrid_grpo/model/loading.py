@@ -14,7 +14,14 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    Mxfp4Config,
+)
 from transformers import logging as transformers_logging
 from transformers.integrations import deepspeed as integration
 
@@ -126,6 +133,25 @@ def check_prompt_ids(longest: Sequence[list[int]], config: Any) -> None:
         )
 
 
+def _is_mxfp4(config: Any) -> bool:
+    """Whether the files hold experts in four bits (gpt-oss, arXiv:2508.10925 section 2.1)."""
+    return (getattr(config, "quantization_config", None) or {}).get("quant_method") == "mxfp4"
+
+
+def dequantized(config: Any) -> Any:
+    """Make a configuration describe the weights that `load_weights` makes of the files, in place, and return it."""
+    if _is_mxfp4(config):
+        del config.quantization_config
+    return config
+
+
+def weights_fact(policy: PolicyConfig) -> dict[str, str]:
+    """Return a line about weights that are not trained as the files hold them, by its name; empty if all are."""
+    if not _is_mxfp4(load_config(policy.model)):
+        return {}
+    return {"weights": f"in four bits in the files (MXFP4); loaded, trained and exported in {policy.dtype}"}
+
+
 def plain_attention(config: Any, attn_implementation: str) -> str:
     """Return the name of the transformers attention implementation that a setting selects for an architecture; raises
     UserError if the architecture lacks it."""
@@ -215,6 +241,8 @@ def load_weights(
 ) -> Any:
     """Load a model through `auto`, one of transformers' AutoModel classes. Raises UserError if weights do not load, are
     missing or are not finite. `fresh` maps the names of weights that may be missing to their initialisers."""
+    if _is_mxfp4(config):
+        options["quantization_config"] = Mxfp4Config(dequantize=True)
     try:
         # Mismatched weights are reported below, by name.
         safe = {"ignore_mismatched_sizes": True, "trust_remote_code": False, "weights_only": True}

@@ -11,7 +11,7 @@ from tiny_models import build, tiny_config
 
 from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.data.packing import pack, pack_pairs, pad, pad_pairs, plan_rows
-from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.attention import ATTENTION, routed_attention
 from hybrid_grpo.model.logprobs import LogprobModel
 
 sys.path.append(str(ROOT / "benchmarks"))
@@ -64,7 +64,7 @@ def seen(micro):
     n = micro.input_ids_bS.numel()
     equal, one_each = torch.zeros(n, 1, n), torch.eye(n)[:, None]
     equal, one_each = (tensor.transpose(0, 1)[None] for tensor in (equal, one_each))
-    return micro.segments.attend(equal, equal, one_each, 1.0, 0, 0.0)[0, :, 0] > 0
+    return routed_attention(None, equal, equal, one_each, scaling=1.0, batch=micro.segments)[0][0, :, 0] > 0
 
 
 def assert_stands(micro, prompts, completions):

@@ -40,8 +40,11 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, scale: float, left: int, right: int, softcap: float = 0.0
 ) -> Tensor:
     """One sequence in float32: [q, heads, d] over [k, kv, d]; the last query stands at the last key."""
-    groups = query.shape[1] // key.shape[1]
-    q, k, v = query.float(), *(x.float().repeat_interleave(groups, dim=1) for x in (key, value))
+    return _attend_lse(query, key, value, scale, left, right, softcap)[0]
+
+
+def _logits(query: Tensor, key: Tensor, scale: float, left: int, right: int, softcap: float = 0.0) -> Tensor:
+    q, k = query.float(), key.float().repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     logits = torch.einsum("qhd,khd->hqk", q, k) * scale
     if softcap:
         logits = (logits / softcap).tanh() * softcap
@@ -49,8 +52,14 @@ def _attend(
     seen = torch.ones_like(distance, dtype=torch.bool)
     seen &= distance <= right if right >= 0 else True
     seen &= distance >= -left if left >= 0 else True
-    weights = logits.masked_fill(~seen, float("-inf")).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", weights, v).to(query.dtype)
+    return logits.masked_fill(~seen, float("-inf"))
+
+
+def _attend_lse(query: Tensor, key: Tensor, value: Tensor, *options) -> tuple[Tensor, Tensor]:
+    """The output, and the logarithm of the sum of exponentials of the logits, [heads, q]."""
+    logits = _logits(query, key, *options)
+    v = value.float().repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    return torch.einsum("hqk,khd->qhd", logits.softmax(-1), v).to(query.dtype), logits.logsumexp(-1)
 
 
 def _begins(cumulative: Tensor, longest: int, what: str) -> list[tuple[int, int]]:
@@ -70,6 +79,7 @@ def varlen_attn(
     max_q,
     max_k,
     *,
+    return_aux=None,
     scale=None,
     window_size=(-1, -1),
     enable_gqa=False,
@@ -92,7 +102,7 @@ def varlen_attn(
     else:
         _check(seqused_k is not None, "block_table requires seqused_k")
         # Not a rule, but four times slower: the kernel then computes each query head of a key head by itself.
-        _check(tuple(window_size) != (-1, 0), "a single query at the end is given no causal mask")
+        _check(tuple(window_size) != (-1, 0) or return_aux, "a single query at the end is given no causal mask")
         _check(not any(x.requires_grad for x in (query, key, value)), "block_table is for inference only")
         _check_table(key, block_table, seqused_k, len(queries))
         capacity = block_table.shape[1] * key.shape[1]
@@ -102,21 +112,40 @@ def varlen_attn(
             tuple(pool[row].flatten(0, 1)[:n] for pool in (key, value))
             for row, n in zip(block_table.long(), seqused_k.tolist(), strict=True)
         ]
-    out = torch.cat(
-        [_attend(query[a:b], k, v, scale, left, right) for (a, b), (k, v) in zip(queries, pairs, strict=True)]
-    )
+    parts = [_attend_lse(query[a:b], k, v, scale, left, right) for (a, b), (k, v) in zip(queries, pairs, strict=True)]
+    out, lse = torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts], dim=1)
     if block_table is not None and num_splits != 1:
         out[1::2] = torch.nan  # split over the keys, rows are left unwritten: pytorch issue 194167
-    return out
+    if block_table is not None and right < 0:
+        lse[:] = torch.nan  # the heads of a key head, computed together, are written in another order
+    return (out, lse.detach()) if return_aux else out
+
+
+def varlen_attn_backward(
+    grad, query, key, value, out, lse, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, state, scale, window_size
+):
+    """torch_attn::_varlen_attn_backward, which takes the weights from `lse` and the mean gradient from `out`."""
+    _check_tensors(query, key, value, key.shape[1])
+    _check(is_causal == (tuple(window_size) == (-1, 0)) and lse.shape == (query.shape[1], len(query)), "its options")
+    group, gradients = query.shape[1] // key.shape[1], []
+    for (a, b), (c, d) in zip(_begins(cu_seq_q, max_q, "q"), _begins(cu_seq_k, max_k, "k"), strict=True):
+        q, g, k, v = query[a:b].float(), grad[a:b].float(), key[c:d].float(), value[c:d].float()
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+        weights = (_logits(query[a:b], key[c:d], scale, *window_size) - lse[:, a:b, None]).exp()
+        mean = (g * out[a:b].float()).sum(-1).T[..., None]
+        dlogits = weights * (torch.einsum("qhd,khd->hqk", g, v) - mean) * scale
+        dq = torch.einsum("hqk,khd->qhd", dlogits, k)
+        dk, dv = torch.einsum("hqk,qhd->khd", dlogits, q), torch.einsum("hqk,qhd->khd", weights, g)
+        gradients.append((dq, *(x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))))
+    return tuple(torch.cat(parts).to(query.dtype) for parts in zip(*gradients, strict=True))
 
 
 def varlen_attn_of_2_11(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
 ):
     """The same in torch 2.11, which hands on whatever key heads it is given, and knows no pages."""
-    return varlen_attn(
-        *(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k), scale=scale, window_size=window_size, enable_gqa=True
-    )
+    places = query, key, value, cu_seq_q, cu_seq_k, max_q, max_k
+    return varlen_attn(*places, return_aux=return_aux, scale=scale, window_size=window_size, enable_gqa=True)
 
 
 def flash_attn_varlen_func(
@@ -136,7 +165,17 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_with_kvcache(
-    q, k_cache, v_cache, *, cache_seqlens, block_table, softmax_scale, causal, window_size, softcap
+    q,
+    k_cache,
+    v_cache,
+    *,
+    cache_seqlens,
+    block_table,
+    softmax_scale,
+    causal,
+    window_size,
+    softcap,
+    return_softmax_lse=False,
 ):
     """flash_attn.flash_attn_with_kvcache, without new keys."""
     _check_tensors(q, k_cache, v_cache, k_cache.shape[2])
@@ -145,8 +184,9 @@ def flash_attn_with_kvcache(
     rows = []
     for queries, pages, n in zip(q, block_table.long(), cache_seqlens.tolist(), strict=True):
         keys, values = (pool[pages].flatten(0, 1)[:n] for pool in (k_cache, v_cache))
-        rows.append(_attend(queries, keys, values, softmax_scale, left, right, softcap))
-    return torch.stack(rows)
+        rows.append(_attend_lse(queries, keys, values, softmax_scale, left, right, softcap))
+    out, lse = (torch.stack(parts) for parts in zip(*rows, strict=True))
+    return (out, lse) if return_softmax_lse else out
 
 
 def install(monkeypatch, *, flash: bool, torch_kernel=varlen_attn) -> None:
@@ -155,6 +195,7 @@ def install(monkeypatch, *, flash: bool, torch_kernel=varlen_attn) -> None:
         monkeypatch.setattr(module, "varlen_kernel", lambda: torch_kernel)
         monkeypatch.setattr(module, "flash_attn_with_kvcache", flash_attn_with_kvcache if flash else None)
         monkeypatch.setattr(module, "on_gpu", lambda device: True)
+    monkeypatch.setattr(training, "varlen_backward", lambda: varlen_attn_backward)
     monkeypatch.setattr(training, "flash_attn_varlen_func", flash_attn_varlen_func if flash else None)
     # What was found of other kernels does not hold for these.
     proven.cache_clear()

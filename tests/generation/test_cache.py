@@ -2,12 +2,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, STATES, build, tiny_config
-from transformers import AutoConfig
+from tiny_models import ARCHITECTURES, STATES, WINDOW, build, tiny_config
 
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation import cache as cache_module
 from hybrid_grpo.generation.cache import Geometry, PagedCache, cache_for, cache_keyword
+from hybrid_grpo.model import attention
 from hybrid_grpo.model.attention import ATTENTION, Segments
 from hybrid_grpo.model.memory_tracker import MemoryTracker
 
@@ -36,12 +36,32 @@ def test_the_geometry_is_that_of_what_a_forward_of_transformers_caches(architect
     assert bool(states) == (architecture in STATES)
 
 
-def test_attention_over_other_keys_than_are_cached_is_refused():
-    """JetMoe repeats its keys between the two."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_key_value_heads": 2, "kv_channels": 8}
-    config = AutoConfig.for_model("jetmoe", vocab_size=61, intermediate_size=16, num_local_experts=2, **sizes)
-    model = build(config, ATTENTION)
-    with pytest.raises(UserError, match=r"policy\.model: JetMoe.*caches: set rollout\.decoder: transformers$"):
+def test_layers_that_share_keys_and_values_have_one_pool_of_pages():
+    """Gemma 4: heads of 8 with windows and of 16 without; the last two layers read the pages of the first two."""
+    config = tiny_config("gemma4_text")
+    seen = Geometry.of(build(config, ATTENTION))
+    assert seen.layers == (0, 1, 0, 1) and seen.shapes == (((2, 8), (2, 8)), ((1, 16), (1, 16)))
+    assert seen.token_bytes == 4 * (2 * 2 * 8 + 2 * 1 * 16)
+    assert [options.window for options in seen.attention] == [WINDOW, 0, WINDOW, 0]
+    assert len(PagedCache(seen, 2, 4, torch.device("cpu")).keys) == 2
+
+
+def test_keys_made_of_what_is_cached_are_stored_as_they_are_attended_to():
+    """DeepSeek-V3 caches 8 + 8 numbers for all heads. In pages, values of 8 numbers are as wide as their keys of 16."""
+    seen = Geometry.of(build(tiny_config("deepseek_v3"), ATTENTION))
+    assert seen.shapes == 2 * (((4, 16), (4, 16)),) and not seen.sinks
+    assert Geometry.of(build(tiny_config("gpt_oss"), ATTENTION)).sinks
+
+
+def test_attention_over_keys_of_other_tokens_is_refused(monkeypatch):
+    """As of compressed keys, one for several tokens."""
+    model, routed = build(tiny_config("llama"), ATTENTION), attention.routed_attention
+
+    def compressed(module, query, key, value, *rest, **options):
+        return routed(module, query, key[:, :, ::4], value[:, :, ::4], *rest, **options)
+
+    monkeypatch.setitem(attention.AttentionInterface._global_mapping, ATTENTION, compressed)
+    with pytest.raises(UserError, match=r"policy\.model: Llama.*its tokens: set rollout\.decoder: transformers$"):
         Geometry.of(model)
 
 

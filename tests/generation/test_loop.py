@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import ARCHITECTURES, VOCABULARY, WINDOW, build, pair, tiny_config
+from tiny_models import ARCHITECTURES, MORE_ATTENTION, VOCABULARY, WINDOW, build, pair, tiny_config
 
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation import GREEDY, Request, Sampling, decoder, generate, stream_key
@@ -65,7 +65,7 @@ def training_logp(model, prompt, completion, temperature):
     return logp.gather(1, torch.tensor(completion)[:, None])[:, 0].tolist()
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES + MORE_ATTENTION)
 def test_greedy_tokens_are_those_of_transformers_and_logp_that_of_training(architecture):
     model, view = pair(architecture)
     prompts = random_prompts(PROMPT_LENGTHS)

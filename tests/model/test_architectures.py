@@ -1,12 +1,12 @@
 import pytest
-from tiny_models import ARCHITECTURES, STATEFUL, tiny_config
+from tiny_models import ARCHITECTURES, MORE_ATTENTION, STATEFUL, tiny_config
 from transformers import AutoConfig
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.model.architectures import check_architecture, undecodable, unsupported
+from hybrid_grpo.model.architectures import check_architecture, has_sinks, undecodable, unsupported
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES + MORE_ATTENTION)
 def test_what_the_decode_loop_is_tested_with_is_supported(architecture):
     config = tiny_config(architecture)
     assert unsupported(config) is None
@@ -30,15 +30,11 @@ def test_layers_with_a_state_are_for_generate(architecture):
         ("zamba", "convolutions cannot be divided"),
         ("deepseek_v4", "compressed_sparse_attention"),
         ("llama4_text", "chunked_attention"),
-        # The compressed keys and values are cached, those attended to are made of them.
-        ("deepseek_v2", "keys and values other than those it caches"),
-        ("deepseek_v3", "keys and values other than those it caches"),
         # Keys repeated, or values split, behind the cache.
         ("jetmoe", "keys and values other than those it caches"),
         ("diffllama", "keys and values other than those it caches"),
-        ("gemma3n_text", "share keys and values"),
-        ("gpt_oss", "needs s_aux"),
-        ("granite_swa", "needs s_aux"),
+        # An indexer chooses which keys are attended to.
+        ("deepseek_v32", "indexed_attention"),
         ("doge", "a mask of its own"),
         # Layers that do not hand keyword arguments on.
         ("nemotron", "no keywords"),
@@ -62,7 +58,6 @@ def test_what_would_be_decoded_wrongly_is_refused_with_the_reason(architecture, 
         # Their attention is not told of the window: only the mask has it, and the loop makes its own.
         ("qwen2_moe", {}, {"use_sliding_window": True, "max_window_layers": 99}, "windows that only its masks know"),
         ("phimoe", {"sliding_window": None}, {"sliding_window": 64}, "windows that only its masks know"),
-        ("gemma3n_text", {"num_kv_shared_layers": 0}, {"num_kv_shared_layers": 10}, "share keys and values"),
         ("gemma3_text", {}, {"use_bidirectional_attention": True}, "looks ahead"),
         ("gpt2", {}, {"add_cross_attention": True}, "attends to an encoder"),
         ("qwen3", {}, {"layer_types": ["full_attention", "chunked_attention"] * 16}, "chunked_attention"),
@@ -71,6 +66,11 @@ def test_what_would_be_decoded_wrongly_is_refused_with_the_reason(architecture, 
 def test_an_architecture_is_refused_for_what_a_configuration_makes_of_it(architecture, harmless, harmful, reason):
     assert unsupported(AutoConfig.for_model(architecture, **harmless)) is None
     assert reason in unsupported(AutoConfig.for_model(architecture, **harmful))
+
+
+def test_sinks_are_found_in_the_source():
+    assert has_sinks(tiny_config("gpt_oss")) and has_sinks(tiny_config("mimo_v2_flash"))
+    assert not has_sinks(tiny_config("qwen3")) and not has_sinks(AutoConfig.for_model("vit"))
 
 
 def test_the_way_out_is_named():

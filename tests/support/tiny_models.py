@@ -18,14 +18,23 @@ ARCHITECTURES = [
     *("lfm2", "qwen3_next", "falcon_h1", "bamba"),
 ]
 """What the decode loop runs, by transformers' `model_type`; the last four carry states."""
+MORE_ATTENTION = ["gpt_oss", "granite_swa", "mimo_v2_flash", "gemma3n_text", "gemma4_text", "deepseek_v3"]
+"""It also runs these: attention sinks, values of another width, layers that read the keys and values of earlier ones,
+and keys and values made of what is cached."""
 STATES = ["lfm2", "qwen3_next", "falcon_h1", "bamba"]
 STATEFUL = ["mamba", "jamba"]
 """Some that it refuses; Jamba has attention too."""
 TIED = ["gemma2", "gpt2", "cohere2", "smollm3", "starcoder2", "lfm2"]
 """Those whose output head is the embedding."""
 
-_WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+_WINDOWS: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+_ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
+# Of four layers the last two read the keys and values of the first two.
+_SHARED = {
+    **{**_WINDOWS, "layer_types": 2 * _WINDOWS["layer_types"], "num_hidden_layers": 4, "num_kv_shared_layers": 2},
+    **{"head_dim": 8, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY},
+}
 # What each has beside the sizes of all, chosen so that leaving any of it out shows.
 _OWN: dict[str, dict[str, Any]] = {
     # Not hidden / heads, as in the released models.
@@ -47,6 +56,19 @@ _OWN: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layers": [1, 0]},
     "glm4": {"head_dim": 16},
     "starcoder2": {"sliding_window": WINDOW},
+    "gpt_oss": {
+        **{**_WINDOWS, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+        **{"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    },
+    "granite_swa": {**_WINDOWS, "attention_multiplier": 0.2},
+    "mimo_v2_flash": {**_WINDOWS, **_ROUTED, "head_dim": 16, "v_head_dim": 8, "num_key_value_heads": 1},
+    "gemma3n_text": {**_SHARED, "laurel_rank": 4, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
+    # Layers without windows have wider heads, fewer of them, and take their keys as values.
+    "gemma4_text": {**_SHARED, "global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+    "deepseek_v3": {
+        **{**_ROUTED, "n_group": 2, "first_k_dense_replace": 1, "num_key_value_heads": 4, "q_lora_rank": 12},
+        **{"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
+    },
     "mamba": {"state_size": 8, "time_step_rank": 4},
     "jamba": {
         **{"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4},
@@ -113,8 +135,8 @@ def build(config: PretrainedConfig, attention: str = "eager", seed: int = 0) -> 
             elif name.endswith("bias"):
                 parameter.copy_(noise * 0.2)
             else:
-                # Gemma's norms multiply by 1 + weight.
-                parameter.copy_(noise.sign() - float("gemma" in config.model_type))
+                # The norms of Gemma 2 and 3 multiply by 1 + weight.
+                parameter.copy_(noise.sign() - float(config.model_type in ("gemma2", "gemma3_text")))
     return model
 
 

@@ -13,6 +13,7 @@ struct segment {
 
 struct batch {
     const float *q, *k, *v; /* [tokens][heads][d], and twice [tokens][kv][d] */
+    const float *sinks; /* [heads], one more logit for each query of a head, with a value of zeros; or null */
     const struct segment *segments;
     int64_t longest; /* most keys of a segment */
     int64_t heads, kv, d, window;
@@ -203,7 +204,8 @@ static void forward(const struct block *k, float *out, float *lse, float *work)
     for (int64_t r = 0; r < k->rows; r++) {
         int64_t from, to;
         seen(k, r, &from, &to);
-        float *w = weight + r * stride, peak = -1e30f, sum = 0;
+        const float sink = k->b->sinks ? k->b->sinks[row_of(k, r) % k->b->heads] : -1e30f;
+        float *w = weight + r * stride, peak = sink, sum = 0;
         shape(w + from, to - from, k->b->scale, k->b->softcap);
         for (int64_t j = from; j < to; j++)
             peak = w[j] > peak ? w[j] : peak;
@@ -211,6 +213,8 @@ static void forward(const struct block *k, float *out, float *lse, float *work)
             w[j] = expf(w[j] - peak);
             sum += w[j];
         }
+        if (k->b->sinks)
+            sum += expf(sink - peak);
         const float norm = 1 / sum;
         for (int64_t j = from; j < to; j++)
             w[j] *= norm;
@@ -258,12 +262,14 @@ static void backward(const struct block *k, const float *out, const float *lse, 
     store_rows(k, dq, x);
 }
 
-/* out[tokens][heads][d] and lse[tokens][heads], the logarithm of the sum of exponentials of each query's logits. */
-void segment_attention(float *out, float *lse, const float *q, const float *k, const float *v, const int64_t *segments,
-                       int64_t count, int64_t longest, int64_t heads, int64_t kv, int64_t d, int64_t window, float scale,
-                       float softcap)
+/* out[tokens][heads][d] and lse[tokens][heads], the logarithm of the sum of exponentials of each query's logits, its
+ * sink included. */
+void segment_attention(float *out, float *lse, const float *q, const float *k, const float *v, const float *sinks,
+                       const int64_t *segments, int64_t count, int64_t longest, int64_t heads, int64_t kv, int64_t d,
+                       int64_t window, float scale, float softcap)
 {
-    const struct batch b = {q, k, v, (const struct segment *)segments, longest, heads, kv, d, window, scale, softcap};
+    const struct batch b = {q, k, v, sinks, (const struct segment *)segments, longest,
+                            heads, kv, d, window, scale, softcap};
     #pragma omp parallel
     {
         float *work = malloc(ROWS * (d + longest) * sizeof(float));
@@ -279,14 +285,15 @@ void segment_attention(float *out, float *lse, const float *q, const float *k, c
     }
 }
 
-/* dq, dk and dv; dk and dv must be zeros on entry. Gradients of prefixes first go to before[2][sum of `before`][kv][d],
- * also zeros on entry, and are then added in the order of the segments, whatever the number of threads. */
+/* dq, dk and dv; dk and dv must be zeros on entry. Sinks count by their part in lse. Gradients of prefixes first go to
+ * before[2][sum of `before`][kv][d], also zeros on entry, and are then added in the order of the segments, whatever the number of threads. */
 void segment_attention_gradient(float *dq, float *dk, float *dv, float *before, const float *dout, const float *out,
                                 const float *lse, const float *q, const float *k, const float *v,
                                 const int64_t *segments, int64_t count, int64_t longest, int64_t heads, int64_t kv,
                                 int64_t d, int64_t window, float scale, float softcap)
 {
-    const struct batch b = {q, k, v, (const struct segment *)segments, longest, heads, kv, d, window, scale, softcap};
+    const struct batch b = {q, k, v, 0, (const struct segment *)segments, longest,
+                            heads, kv, d, window, scale, softcap};
     int64_t *offset = malloc((count + 1) * sizeof(int64_t));
     offset[0] = 0;
     for (int64_t i = 0; i < count; i++)

@@ -15,7 +15,7 @@ class SegmentAttention(torch.autograd.Function):
         segments_S4: int64; start and length of each segment, then of its prefix.
         longest: the most keys that a segment attends to.
         before: sum of the lengths of all prefixes.
-        scale, window, softcap: see `model.attention.routed_attention`; 0 means no window and no cap.
+        scale, window, softcap, sinks: see `model.attention.Options`.
     """
 
     @staticmethod
@@ -30,20 +30,32 @@ class SegmentAttention(torch.autograd.Function):
         scale: float,
         window: int,
         softcap: float,
+        sinks: Tensor | None,
     ) -> Tensor:
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         out, lse = torch.empty_like(query), query.new_empty(query.shape[:2])
         ctx.sizes = (len(segments_S4), longest, query.shape[1], key.shape[1], query.shape[2], window, scale, softcap)
         ctx.before = before
-        run("segment_attention", out, lse, query, key, value, segments_S4, *ctx.sizes)
-        ctx.save_for_backward(query, key, value, out, lse, segments_S4)
+        run("segment_attention", out, lse, query, key, value, sinks, segments_S4, *ctx.sizes)
+        ctx.save_for_backward(query, key, value, out, lse, segments_S4, sinks)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse, segments_S4 = ctx.saved_tensors
+        query, key, value, out, lse, segments_S4, sinks = ctx.saved_tensors
         dq, dk, dv = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         before = key.new_zeros(2, ctx.before, *key.shape[1:])
-        given = (dout.contiguous(), out, lse, query, key, value, segments_S4)
+        dout = dout.contiguous()
+        given = (dout, out, lse, query, key, value, segments_S4)
         run("segment_attention_gradient", dq, dk, dv, before, *given, *ctx.sizes)
-        return dq, dk, dv, None, None, None, None, None, None
+        return dq, dk, dv, None, None, None, None, None, None, sink_gradient(dout, out, lse, sinks)
+
+
+def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
+    """Return the gradient of sinks [heads], given attention's output and its gradient [N, heads, d] and `lse`, the
+    logarithm of the sum of exponentials of each query's logits and sink [N, heads]."""
+    if sinks is None:
+        return None
+    # The derivative of a softmax: the sink's weight times how far its value, which is 0, is below the mean.
+    mean = (dout.float() * out.float()).sum(-1)
+    return -(torch.exp(sinks.float() - lse) * mean).sum(0).to(sinks.dtype)

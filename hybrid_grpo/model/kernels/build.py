@@ -30,11 +30,11 @@ _INTEGER: Any = ctypes.c_int64
 _REAL: Any = ctypes.c_float
 _STRIDED = [_POINTER, _INTEGER, _INTEGER]
 _ARGUMENTS = {
-    "segment_attention": [_POINTER] * 6 + [_INTEGER] * 6 + [_REAL] * 2,
+    "segment_attention": [_POINTER] * 7 + [_INTEGER] * 6 + [_REAL] * 2,
     "segment_attention_gradient": [_POINTER] * 11 + [_INTEGER] * 6 + [_REAL] * 2,
     "linear": [_POINTER] * 4 + [_INTEGER] * 3,
     "rms_norm": [_POINTER] * 3 + [_REAL] * 2 + [_INTEGER] * 2,
-    "decode_attention": [_POINTER, *_STRIDED * 3, *[_POINTER] * 4, *[_INTEGER] * 7, _REAL, _REAL],
+    "decode_attention": [_POINTER, *_STRIDED * 3, *[_POINTER] * 4, *[_INTEGER] * 7, _REAL, _REAL, _POINTER],
     "decode": [_POINTER] * 7 + [_INTEGER] * 2,
     "sample": [_POINTER] * 5 + [_REAL] + [_INTEGER] * 2,
     "softmax_add": [_POINTER] * 6 + [_REAL] + [_INTEGER] * 3,
@@ -94,10 +94,12 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-def usable(*tensors: Tensor) -> bool:
-    """Whether the kernels can be called on these tensors: float32, in host memory, with contiguous rows."""
+def usable(*tensors: Tensor | None) -> bool:
+    """Whether the kernels can be called on these tensors: float32, in host memory, with contiguous rows, or None."""
     fitting = (
-        t.dtype == torch.float32 and t.device.type == "cpu" and (not t.dim() or t.stride(-1) == 1) for t in tensors
+        t.dtype == torch.float32 and t.device.type == "cpu" and (not t.dim() or t.stride(-1) == 1)
+        for t in tensors
+        if t is not None
     )
     return all(fitting) and load() is not None
 

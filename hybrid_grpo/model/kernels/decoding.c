@@ -131,10 +131,12 @@ struct attention {
     const int64_t *position;
     int64_t n, heads, kv, d, page, width, window;
     float scale, softcap;
+    const float *sinks; /* [heads], or null */
 };
 
 /* Stores key and value head h of a row in the cache, then attends over the row's whole sequence. The softmax over pages
- * is the online softmax of Milakov and Gimelshein (arXiv:1805.02867). */
+ * is the online softmax of Milakov and Gimelshein (arXiv:1805.02867); it begins with the head's sink, a logit whose value
+ * is zero. */
 static void attend(const struct attention *a, int64_t row, int64_t h)
 {
     const int64_t d = a->d, kv = a->kv, page = a->page, window = a->window, group = a->heads / kv;
@@ -147,8 +149,8 @@ static void attend(const struct attention *a, int64_t row, int64_t h)
     float score[MOST_SCORES], sum[MOST_SUMS], top[64], norm[64];
     memset(sum, 0, group * d * sizeof(float));
     for (int64_t g = 0; g < group; g++) {
-        top[g] = -1e30f;
-        norm[g] = 0;
+        top[g] = a->sinks ? a->sinks[h * group + g] : -1e30f;
+        norm[g] = a->sinks ? 1 : 0;
     }
     for (int64_t p = first / page; p <= last / page; p++) {
         const int64_t start = p * page < first ? first - p * page : 0;
@@ -190,10 +192,11 @@ static void attend(const struct attention *a, int64_t row, int64_t h)
 void decode_attention(float *out, const float *q, int64_t q_row, int64_t q_head, const float *key, int64_t key_row,
                       int64_t key_head, const float *value, int64_t value_row, int64_t value_head, float *keys,
                       float *values, const int32_t *table, const int64_t *position, int64_t n, int64_t heads, int64_t kv,
-                      int64_t d, int64_t page, int64_t width, int64_t window, float scale, float softcap)
+                      int64_t d, int64_t page, int64_t width, int64_t window, float scale, float softcap,
+                      const float *sinks)
 {
     const struct attention a = {out, q, q_row, q_head, key, key_row, key_head, value, value_row, value_head, keys,
-                                values, table, position, n, heads, kv, d, page, width, window, scale, softcap};
+                                values, table, position, n, heads, kv, d, page, width, window, scale, softcap, sinks};
     #pragma omp parallel for schedule(dynamic, 1)
     for (int64_t job = 0; job < n * kv; job++)
         attend(&a, job / kv, job % kv);
@@ -254,7 +257,7 @@ void decode(const struct model *m, float *logits, float *work, const int64_t *to
                                           {v, l->v, l->v_bias, narrow}};
             team_products(qkv, 3, t, n, hidden);
             const struct attention a = {out, q, wide, d, k, narrow, d, v, narrow, d, l->keys, l->values, table, position,
-                                        n, m->heads, m->kv, d, m->page, width, l->window, l->scale, l->softcap};
+                                        n, m->heads, m->kv, d, m->page, width, l->window, l->scale, l->softcap, 0};
             #pragma omp for schedule(dynamic, 1)
             for (int64_t job = 0; job < n * m->kv; job++) {
                 const int64_t row = job / m->kv, h = job % m->kv;

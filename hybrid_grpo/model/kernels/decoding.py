@@ -68,15 +68,17 @@ def decode_attention(
     values: Tensor,
     table: Tensor,
     position: Tensor,
-    window: int,
     scale: float,
+    window: int,
     softcap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Store the new keys and values in the cache, and return the attention output [n, 1, heads, d]; see `DecodeStep`.
 
     Args:
         query: [n, heads, 1, d]; key, value: [n, kv, 1, d], of the new tokens.
         keys, values: the layer's cache, [pages, page, kv, d].
+        scale, window, softcap, sinks: see `model.attention.Options`.
     """
     n, heads, _, d = query.shape
     out = query.new_empty(n, 1, heads, d)
@@ -87,18 +89,14 @@ def decode_attention(
         *(key, key.stride(0), key.stride(1)),
         *(value, value.stride(0), value.stride(1)),
         *(keys, values, table, position),
-        *(n, heads, key.shape[1], d, keys.shape[1], table.stride(0), window, scale, softcap),
+        *(n, heads, key.shape[1], d, keys.shape[1], table.stride(0), window, scale, softcap, sinks),
     )
     return out
 
 
-def can_attend(query: Tensor, keys: Tensor, values: Tensor) -> bool:
+def can_attend(query: Tensor, keys: Tensor, sinks: Tensor | None) -> bool:
     """Whether `decode_attention` supports these shapes and types."""
-    return (
-        usable(query, keys, values)
-        and keys.shape == values.shape
-        and fits(query.shape[1] // keys.shape[2], keys.shape[1], query.shape[3])
-    )
+    return usable(query, keys, sinks) and fits(query.shape[1] // keys.shape[2], keys.shape[1], query.shape[3])
 
 
 def fits(group: int, page: int, d: int) -> bool:

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from hybrid_grpo.model.attention import Segments
+from hybrid_grpo.model.attention import Options, Segments
 from hybrid_grpo.model.kernels import build as kernels
 
 pytestmark = pytest.mark.skipif(kernels.load() is None, reason="needs a C compiler")
@@ -35,8 +35,8 @@ def inputs(tokens, heads, kv, d, seed=0):
     return [torch.randn(shape, generator=generator).transpose(1, 2).requires_grad_() for shape in shapes]
 
 
-def definition(own, prefix, query, key, value, scale, window, softcap):
-    """One query at a time."""
+def definition(own, prefix, query, key, value, scale, window, softcap, sinks=None):
+    """One query at a time. A sink is one more logit, whose value is zero."""
     q, k, v = (x.double()[0] for x in (query, key, value))
     k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
     rows = []
@@ -47,22 +47,26 @@ def definition(own, prefix, query, key, value, scale, window, softcap):
             seen = seen[-window:] if window else seen
             logits = (k[:, seen] @ q[:, start + i, :, None])[..., 0] * scale
             logits = softcap * torch.tanh(logits / softcap) if softcap else logits
-            rows.append((logits.softmax(-1)[:, None] @ v[:, seen])[:, 0])
+            logits = logits if sinks is None else torch.cat([logits, sinks.double()[:, None]], 1)
+            rows.append((logits.softmax(-1)[:, None, : len(seen)] @ v[:, seen])[:, 0])
     return torch.stack(rows)[None]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "has_sinks"), [(0, False), (1, False), (2, True), (3, True)])
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (1, 0.0), (5, 0.0), (1000, 0.0), (0, 2.0), (7, 0.7)])
 @pytest.mark.parametrize(("heads", "kv", "d"), [(4, 2, 32), (2, 2, 7), (6, 1, 16), (7, 7, 33), (16, 2, 80)])
-def test_values_and_gradients_are_those_of_the_definition(heads, kv, d, window, softcap, seed):
+def test_values_and_gradients_are_those_of_the_definition(heads, kv, d, window, softcap, seed, has_sinks):
     own, prefix, tokens = layout(seed)
     given = inputs(tokens, heads, kv, d, seed)
-    expected = definition(own, prefix, *given, 0.4, window, softcap)
+    sinks = 3 * torch.randn(heads, generator=torch.Generator().manual_seed(seed)) if has_sinks else None
+    leaves = given if sinks is None else [*given, sinks.requires_grad_()]
+    options = Options(0.4, window, softcap, sinks)
+    expected = definition(own, prefix, *given, *options)
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
-    theirs = torch.autograd.grad((expected * weight).sum(), given)
-    found = Segments(own, prefix, CPU).attend(*given, 0.4, window, softcap)
+    theirs = torch.autograd.grad((expected * weight).sum(), leaves)
+    found = Segments(own, prefix, CPU).attend(*given, options)
     assert (found - expected).abs().max() < 1e-5
-    mine = torch.autograd.grad((found * weight).sum(), given)
+    mine = torch.autograd.grad((found * weight).sum(), leaves)
     for gradient, other in zip(mine, theirs, strict=True):
         assert (gradient - other).abs().max() < 1e-5 * max(1.0, float(other.abs().max()))
 
@@ -70,7 +74,7 @@ def test_values_and_gradients_are_those_of_the_definition(heads, kv, d, window, 
 def test_a_long_sequence_and_large_logits():
     own, prefix, tokens = [(0, 300), (300, 500)], [(0, 0), (0, 300)], 800
     given = inputs(tokens, 2, 1, 64)
-    found = Segments(own, prefix, CPU).attend(*given, 30.0, 0, 0.0)
+    found = Segments(own, prefix, CPU).attend(*given, Options(30.0))
     expected = definition(own, prefix, *given, 30.0, 0, 0.0)
     assert (found - expected).abs().max() < 1e-3 and torch.isfinite(found).all()
 
@@ -81,7 +85,7 @@ def test_a_sequence_has_the_same_values_and_gradients_wherever_it_stands_and_wit
 
     def run(own, prefix, rows):
         parts = [tensor[:, :, rows].detach().requires_grad_() for tensor in given]
-        out = Segments(own, prefix, CPU).attend(*parts, 0.2, 0, 0.0)
+        out = Segments(own, prefix, CPU).attend(*parts, Options(0.2))
         out.square().sum().backward()
         return [out[0], *(part.grad[0].transpose(0, 1) for part in parts)]
 

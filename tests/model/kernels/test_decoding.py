@@ -3,7 +3,7 @@ import warnings
 
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, pair
+from tiny_models import ARCHITECTURES, MORE_ATTENTION, pair
 from torch import nn
 
 from hybrid_grpo.generation import GREEDY, Request, Sampling, generate
@@ -11,6 +11,7 @@ from hybrid_grpo.generation.cache import Geometry, PagedCache
 from hybrid_grpo.generation.fused_step import fused_step
 from hybrid_grpo.generation.paged_attention import DecodeStep, Prefill, masked_attention
 from hybrid_grpo.generation.sampler import Sampler
+from hybrid_grpo.model.attention import Options
 from hybrid_grpo.model.kernels import build as kernels
 from hybrid_grpo.model.kernels import decoding
 
@@ -59,7 +60,8 @@ def test_norms_of_either_kind_are_recognised_and_others_left(offset, size):
 @pytest.mark.parametrize(("heads", "kv", "d"), [(4, 2, 16), (3, 3, 20), (8, 1, 64), (4, 4, 80), (6, 2, 7)])
 @pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
-def test_attention_over_pages_is_that_over_the_sequence(heads, kv, d, window, softcap):
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_attention_over_pages_is_that_over_the_sequence(heads, kv, d, window, softcap, has_sinks):
     page, lengths = 4, [1, 4, 5, 19, 8]
     n = len(lengths)
     cache = PagedCache(Geometry((((kv, d), (kv, d)),), torch.float32), 40, page, torch.device("cpu"))
@@ -76,36 +78,36 @@ def test_attention_over_pages_is_that_over_the_sequence(heads, kv, d, window, so
     query = random(n, heads, 1, d, seed=3)
     new = [torch.stack([t[row, :, i] for row, i in enumerate(position)])[:, :, None] for t in (keys, values)]
     batch = DecodeStep(cache, table, position, 6)
-    batch.update(*new, 0)
-    out = batch.attend(query, *new, 0.3, window, softcap)
-    expected = masked_attention(query, keys, values, position[:, None], 0.3, window, softcap)
+    options = Options(0.3, window, softcap, 3 * random(heads, seed=4) if has_sinks else None)
+    out = batch.attend(query, *new, options)
+    expected = masked_attention(query, keys, values, position[:, None], options)
     assert torch.allclose(out, expected, atol=1e-5)
     last = [(table[row, i // page], i % page) for row, i in enumerate(position)]
     assert all(torch.equal(cache.keys[0][at], new[0][row, :, 0]) for row, at in enumerate(last))
 
 
-@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (5, 0.0), (0, 3.0)])
-def test_what_is_read_behind_the_cache_attends_to_it(by, window, softcap):
+@pytest.mark.parametrize(("window", "softcap", "has_sinks"), [(0, 0.0, False), (5, 0.0, True), (0, 3.0, False)])
+def test_what_is_read_behind_the_cache_attends_to_it(by, window, softcap, has_sinks):
     """Sequences of which a part, or nothing, is in the cache, in one forward."""
     heads, kv, d, starts, lengths = 4, 2, 16, [3, 0, 9, 4], [2, 5, 1, 6]
     cache = PagedCache(Geometry((((kv, d), (kv, d)),), torch.float32), 40, 4, torch.device("cpu"))
     ends = [start + new for start, new in zip(starts, lengths, strict=True)]
     pages = [cache.take(cache.pages_for(end)) for end in ends]
     query, keys, values = (random(4, h, 12, d, seed=seed) for seed, h in enumerate((heads, kv, kv)))
-    expected = []
+    options, expected = Options(0.3, window, softcap, 3 * random(heads, seed=4) if has_sinks else None), []
     for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
         for entry in range(start):
             at = pages[row][entry // 4], entry % 4
             cache.keys[0][at], cache.values[0][at] = keys[row, :, entry], values[row, :, entry]
         whole = (t[row : row + 1, :, :end] for t in (keys, values))
         place = torch.arange(start, end)[None]
-        expected.append(masked_attention(query[row : row + 1, :, start:end], *whole, place, 0.3, window, softcap))
+        expected.append(masked_attention(query[row : row + 1, :, start:end], *whole, place, options))
     packed = [
         torch.cat([t[row, :, start:end] for row, (start, end) in enumerate(zip(starts, ends, strict=True))], 1)[None]
         for t in (query, keys, values)
     ]
     batch = Prefill(cache, pages, starts, lengths)
-    out = batch.attend(packed[0], *batch.update(*packed[1:], 0), 0.3, window, softcap)
+    out = batch.attend(*packed, options)
     assert torch.allclose(out, torch.cat(expected, 1), atol=1e-5)
 
 
@@ -114,7 +116,7 @@ def cache_of(view):
 
 
 @needs_compiler
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES + MORE_ATTENTION)
 def test_a_step_is_fused_where_the_model_is_that_of_llama(architecture):
     view = pair(architecture)[1]
     with torch.inference_mode():
