@@ -101,7 +101,8 @@ class _Seen:
                 f"policy.model: {self.name} attends to keys and values other than those it caches:"
                 " set rollout.decoder: transformers"
             )
-        return query.new_zeros(*query.shape[:3], value.shape[3]).transpose(1, 2)
+        n, heads, q, _ = query.shape
+        return query.new_zeros(n, q, heads, value.shape[3])
 
 
 class PagedCache:

@@ -25,9 +25,11 @@ _IN_ITS_MODULES = {
     "rwkv": "it divides weights in place to decode, and training has the same ones",
     # Training computes logits from the last hidden state, the head's weight, a scale and a soft cap: see LogitShape.
     **dict.fromkeys(_TRANSFORMING_HEADS, "its head transforms hidden states before it multiplies them by its weight"),
+    "emu3": "transformers does not load it as a causal language model",
     "hyperclovax": "it multiplies logits by the logits_scaling that other models divide them by",
     "inkling_text": "it divides hidden states before its head, and leaves out the end of the vocabulary",
     "inkling2_text": "it leaves out the end of the vocabulary",
+    "phimoe": "in training it draws its experts at random",
     "xlstm": "it caps its logits by a setting that other models do not have",
 }
 """Model types that would be trained or decoded wrongly without an error, and why."""
@@ -36,6 +38,10 @@ _ATTENTION_OPTIONS = {"attention_mask", "dropout", "position_ids", "scaling", "s
 """Keywords of an attention call that `ATTENTION` honours or may ignore: masks are causal, dropout is off, and only
 flash attention looks at positions."""
 _CACHE_METHODS = {"update", "get_seq_length", "is_sliding"}
+_STATE_METHODS = {
+    *("get_conv_state", "get_recurrent_state", "update_conv_state", "update_recurrent_state", "is_recording_past"),
+}
+"""Cache methods of layers that keep a state, which attention layers of the same model do not call."""
 _CACHE_NAMES = {"past_key_value", "past_key_values", "cache"}
 _CROSS_ATTENTION_METHODS = {"cross_attention_cache", "is_updated", "layers", "self_attention_cache"}
 """Cache attributes of classes that can also attend to an encoder; models with an encoder are refused."""
@@ -74,7 +80,7 @@ def _reasons(config: Any) -> Iterator[str]:
     layers = getattr(text, "layer_types", None) or []
     if odd := sorted(set(layers) - _LAYER_KINDS):
         yield f"it has layers of kind {', '.join(odd)}"
-    if model._is_stateful:
+    if model._is_stateful and not layers:
         yield "its layers keep a state beside keys and values"
     if getattr(text, "num_kv_shared_layers", 0):
         yield "its layers share keys and values"
@@ -83,11 +89,16 @@ def _reasons(config: Any) -> Iterator[str]:
         yield "its attention looks ahead"
     if not model._supports_attention_backend:
         yield "it does not route attention through transformers' attention interface"
+    head = inspect.getsource(model)
+    for field in ("logit_scale", "logits_scaling", "lm_head_multiplier", "final_logit_softcapping"):
+        if getattr(text, field, None) not in (None, 1.0) and field not in head:
+            yield f"its head ignores its {field}"
     window = "sliding_attention" in layers or (not layers and getattr(text, "sliding_window", None))
-    yield from _reasons_in_source(inspect.getsource(sys.modules[model.__module__]), bool(window))
+    allowed = _CACHE_METHODS | (_STATE_METHODS if layers else set())
+    yield from _reasons_in_source(inspect.getsource(sys.modules[model.__module__]), bool(window), allowed)
 
 
-def _reasons_in_source(text: str, has_windows: bool) -> Iterator[str]:
+def _reasons_in_source(text: str, has_windows: bool, cache_methods: set[str]) -> Iterator[str]:
     nodes = list(ast.walk(ast.parse(text)))
     # Attention without a cache belongs to encoders of images or sound, which do not run on text.
     attentions = [
@@ -117,7 +128,9 @@ def _reasons_in_source(text: str, has_windows: bool) -> Iterator[str]:
         yield "its attention was not found in its source"
     if more := sorted(options - _ATTENTION_OPTIONS):
         yield f"its attention needs {', '.join(more)}"
-    if more := sorted(methods - _CACHE_METHODS - _CROSS_ATTENTION_METHODS):
+    if "cross_attention_cache" in methods:
+        methods -= _CROSS_ATTENTION_METHODS
+    if more := sorted(methods - cache_methods):
         yield f"it has a cache of its own ({', '.join(more)})"
     if any(attention.mask not in ("attention_mask", "causal_mask") for attention in attentions):
         yield "its attention makes a mask of its own"

@@ -14,7 +14,14 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+)
 from transformers import logging as transformers_logging
 from transformers.integrations import deepspeed as integration
 
@@ -145,12 +152,13 @@ def training_attention(policy: PolicyConfig, config: Any = None) -> str:
 
 
 def without_dropout(config: Any) -> Any:
-    """Set every dropout of a configuration to 0, in place, and return it."""
-    # Models that also take images keep the settings of their text model in a section of its own.
-    for section in (config, config.get_text_config()):
-        for field, value in vars(section).items():
-            if ("dropout" in field or "pdrop" in field) and isinstance(value, float):
-                setattr(section, field, 0.0)
+    """Set every dropout of a configuration and of its sections, and the noise on the input of experts, to 0, in place,
+    and return it."""
+    for field, value in vars(config).items():
+        if isinstance(value, PretrainedConfig):
+            without_dropout(value)
+        elif isinstance(value, float) and any(word in field for word in ("dropout", "pdrop", "layerdrop", "jitter")):
+            setattr(config, field, 0.0)
     return config
 
 

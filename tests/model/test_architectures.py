@@ -34,8 +34,6 @@ def test_layers_with_a_state_are_for_generate(architecture):
         ("kimi_linear", "linear_attention"),
         ("deepseek_v4", "compressed_sparse_attention"),
         ("llama4_text", "chunked_attention"),
-        # Short convolutions, which no layer of this configuration has.
-        ("lfm2", "cache of its own (get_conv_state"),
         # The compressed keys and values are cached, those attended to are made of them.
         ("deepseek_v2", "keys and values other than those it caches"),
         ("deepseek_v3", "keys and values other than those it caches"),
@@ -43,6 +41,8 @@ def test_layers_with_a_state_are_for_generate(architecture):
         ("jetmoe", "keys and values other than those it caches"),
         ("diffllama", "keys and values other than those it caches"),
         ("gemma3n_text", "share keys and values"),
+        # Layers that are run several times, and copy the layers of the cache.
+        ("dory", "cache of its own (layers)"),
         ("gpt_oss", "needs s_aux"),
         ("granite_swa", "needs s_aux"),
         ("doge", "a mask of its own"),
@@ -67,7 +67,11 @@ def test_what_would_be_decoded_wrongly_is_refused_with_the_reason(architecture, 
     [
         # Their attention is not told of the window: only the mask has it, and the loop makes its own.
         ("qwen2_moe", {}, {"use_sliding_window": True, "max_window_layers": 99}, "windows that only its masks know"),
-        ("phimoe", {"sliding_window": None}, {"sliding_window": 64}, "windows that only its masks know"),
+        # Their class has layers with a state too.
+        ("lfm2", {}, {"layer_types": ["conv", "full_attention"] * 16}, "layers of kind conv"),
+        ("granitemoehybrid", {"layer_types": ["full_attention"] * 32}, {}, "layers of kind linear_attention"),
+        # The whole model of text and images leaves out what its text model has.
+        ("gemma3", {}, {"text_config": {"final_logit_softcapping": 30.0}}, "head ignores its final_logit_softcapping"),
         ("gemma3n_text", {"num_kv_shared_layers": 0}, {"num_kv_shared_layers": 10}, "share keys and values"),
         ("gemma3_text", {}, {"use_bidirectional_attention": True}, "looks ahead"),
         ("gpt2", {}, {"add_cross_attention": True}, "attends to an encoder"),
@@ -97,6 +101,7 @@ def test_the_way_out_is_named():
         ("bart", "attends to an encoder"),
         ("rwkv", "divides weights in place"),
         ("recurrent_gemma", "carries a state"),
+        ("phimoe", "draws its experts at random"),
         # What training would compute of their last hidden states are not their logits.
         ("hyperclovax", "multiplies logits"),
         ("modernbert-decoder", "head transforms"),
