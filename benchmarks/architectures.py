@@ -1,10 +1,10 @@
 """Which causal language models of transformers are accepted, and the proof that each of these is decoded and trained
 exactly: a tiny random model of every type, against transformers' `generate()` and plain forward.
 
-    python benchmarks/architectures.py [--json FILE] [--only NAME ...] [--docs]
+    python benchmarks/architectures.py [--json FILE] [--docs] [--only NAME ...]
 
-`--docs` writes the table in docs/rollouts.md from FILE, without a measurement. Each type runs in a process of its own,
-which is stopped after a minute. tests/support/architecture_proof.py says what is compared.
+`--docs` writes the lists in docs/rollouts.md. Each type runs in a process of its own, which is stopped after a minute.
+tests/support/architecture_proof.py says what is compared, tests/support/tiny_architectures.py has the configurations.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import re
 import sys
 import tempfile
+import textwrap
 import time
 import warnings
 from collections import Counter
@@ -37,8 +39,9 @@ from hybrid_grpo.model.architectures import unsupported  # noqa: E402
 
 SECONDS = 60.0
 """Most that one model may take."""
-EXPERTS = 1e-4
-"""Bound of the relative difference of a gradient where the sums over experts have another order; others have 1e-5."""
+EXACT, REORDERED = 1e-5, 1e-4
+"""Bounds of the relative difference of a gradient; the second where sums over experts, or over the streams of Gemma 3n,
+are rounded in another order."""
 PAGE = ROOT / "docs/rollouts.md"
 
 
@@ -55,15 +58,15 @@ def judged(name: str) -> dict[str, Any]:
         return {"refused": reason if name in VARIANTS else default or reason}
     with tempfile.TemporaryDirectory() as folder:
         gaps = prove(name, Path(folder))
-    has_experts = any("expert" in field for field in config.get_text_config().to_dict())
-    return {"wrong": gaps.faults(EXPERTS if has_experts else 1e-5), "gaps": as_numbers(gaps)}
+    reorders = any("expert" in field or "altup" in field for field in config.get_text_config().to_dict())
+    return {"wrong": gaps.faults(REORDERED if reorders else EXACT), "gaps": as_numbers(gaps)}
 
 
 def _refusal(configuration: Any, model_type: str) -> str | None:
     try:
         return unsupported(configuration(model_type))
-    except Exception as error:
-        return f"its default configuration is invalid: {_words(error)}"
+    except ValueError:
+        return "its default configuration is invalid"
 
 
 def _words(error: BaseException) -> str:
@@ -117,10 +120,36 @@ def counts(types: dict[str, dict[str, Any]]) -> dict[str, int]:
     }
 
 
+def lists(found: dict[str, Any]) -> str:
+    """Return the accepted and the refused model types as Markdown, from a result that was written as JSON."""
+    types, named = found["types"], found["counts"]
+    refused: dict[str, list[str]] = {}
+    for name, verdict in types.items():
+        if "refused" in verdict:
+            refused.setdefault(verdict["refused"].split(" (")[0], []).append(name)
+    accepted = ", ".join(name for name, verdict in types.items() if "refused" not in verdict)
+    rows = [f"| {reason} | {', '.join(names)} |" for reason, names in sorted(refused.items(), key=lambda r: -len(r[1]))]
+    head = (
+        f"Of the {named['types']} types of causal language models in transformers {found['machine']['transformers']},"
+        f" {named['accepted']} are accepted, and {named['proven']} of these are proven: {accepted}."
+    )
+    refusals = f"Each of the other {named['refused']}, with the kinds of layers that it may have, is refused for this reason:"
+    lines = [*textwrap.wrap(head, 120), "", *textwrap.wrap(refusals, 120), "", "| reason | types |", "|---|---|", *rows]
+    return "\n".join(lines)
+
+
+def replaced(page: str, text: str) -> str:
+    """Return the page with the lists between its two marks."""
+    done, count = re.subn(r"(?s)(<!-- architectures -->\n\n).*?(\n\n<!-- end -->)", lambda m: m[1] + text + m[2], page)
+    assert count == 1, "the page has no place for the lists"
+    return done
+
+
 def main() -> None:
     """Measure, print, and write FILE."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--docs", action="store_true", help="write the lists in docs/rollouts.md")
     parser.add_argument("--only", nargs="*", help="model types or variants; default: all")
     parser.add_argument("--jobs", type=int, default=2)
     arguments = parser.parse_args()
@@ -135,10 +164,14 @@ def main() -> None:
     summary = counts(types)
     print(", ".join(f"{name} {count}" for name, count in summary.items()), f"({time.perf_counter() - start:.0f} s)")
     print("reasons:", dict(Counter(result.get("refused") for result in types.values()).most_common(8)))
+    machine = {"transformers": transformers.__version__, "torch": torch.__version__}
+    result = {"machine": machine, "counts": summary, "types": types, "variants": variants}
     if arguments.json:
-        machine = {"transformers": transformers.__version__, "torch": torch.__version__}
-        result = {"machine": machine, "counts": summary, "types": types, "variants": variants}
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        rows = {group: [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in result[group].items()] for group in result}
+        groups = (f"{json.dumps(group)}: {{\n  " + ",\n  ".join(rows[group]) + "\n}" for group in rows)
+        arguments.json.write_text("{\n" + ",\n".join(groups) + "\n}\n")
+    if arguments.docs:
+        PAGE.write_text(replaced(PAGE.read_text(), lists(result)))
 
 
 if __name__ == "__main__":

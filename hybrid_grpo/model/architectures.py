@@ -63,6 +63,10 @@ def undecodable(config: Any) -> str | None:
         return "transformers has no causal language model of this kind"
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         return "it attends to an encoder"
+    text = config.get_text_config(decoder=True)
+    # "vision" is fine: it means the tokens of images, and there are no images here.
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all") or not getattr(text, "is_causal", True):
+        return "its attention looks ahead"
     return _IN_ITS_MODULES.get(config.model_type)
 
 
@@ -84,9 +88,6 @@ def _reasons(config: Any) -> Iterator[str]:
         yield "its layers keep a state beside keys and values"
     if getattr(text, "num_kv_shared_layers", 0):
         yield "its layers share keys and values"
-    # "vision" is fine: it means the tokens of images, and there are no images here.
-    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
-        yield "its attention looks ahead"
     if not model._supports_attention_backend:
         yield "it does not route attention through transformers' attention interface"
     head = inspect.getsource(model)

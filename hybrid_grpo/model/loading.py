@@ -91,13 +91,20 @@ def _refuse_custom_code(error: Exception, name: str, setting: str) -> None:
 
 
 def check_lengths(config: Any, longest: int) -> None:
-    """Raise UserError if sequences of `longest` tokens exceed the model's `max_position_embeddings`."""
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and longest > limit:
-        raise UserError(
-            f"the longest prompt plus max_completion_tokens is {longest} tokens and policy.model has {limit} positions:"
-            f" lower data.max_prompt_tokens or max_completion_tokens by {longest - limit}"
-        )
+    """Raise UserError if sequences of `longest` tokens exceed the model's `max_position_embeddings`, or the positions
+    from which on a model with longrope rotates all tokens of a forward differently, those of other sequences too."""
+    text = config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    limits = [(getattr(text, "max_position_embeddings", None), "positions")]
+    if rope.get("rope_type") == "longrope":
+        original = rope.get("original_max_position_embeddings")
+        limits.append((original, "positions before its rotary embeddings (longrope) change those of shorter sequences"))
+    for limit, what in limits:
+        if limit is not None and longest > limit:
+            raise UserError(
+                f"the longest prompt plus max_completion_tokens is {longest} tokens and policy.model has {limit}"
+                f" {what}: lower data.max_prompt_tokens or max_completion_tokens by {longest - limit}"
+            )
 
 
 def check_token_ids(rollout: RolloutConfig, config: Any) -> None:

@@ -8,7 +8,7 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.model import loading
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.files import check_files
-from hybrid_grpo.model.loading import load_model, training_attention
+from hybrid_grpo.model.loading import check_lengths, load_model, training_attention
 
 
 def test_dropout_is_off_in_the_text_model_of_one_that_takes_images_too(tmp_path):
@@ -24,6 +24,15 @@ def test_dropout_is_off_in_the_text_model_of_one_that_takes_images_too(tmp_path)
     ids = torch.arange(1, 20)[None]
     with torch.no_grad():
         assert torch.equal(model(ids).logits, model.eval()(ids).logits)
+
+
+def test_a_sequence_must_not_change_how_the_others_are_rotated():
+    """Phi-4-mini: past 4,096 positions all tokens of a forward are rotated as those of a long sequence."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    config = tiny_config("phi3", rope_parameters=rope, original_max_position_embeddings=64)
+    check_lengths(config, 64)
+    with pytest.raises(UserError, match=r"is 65 tokens and policy.model has 64 positions before its rotary.*by 1$"):
+        check_lengths(config, 65)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -30,7 +30,7 @@ from hybrid_grpo.model.view import View, meta_copy
 
 PROMPTS = [1, 5, 12, 27]
 """Lengths of the prompts that are decoded."""
-LIMIT = 20
+LIMIT = 12
 """Tokens of each completion that is decoded."""
 LONG = (150, [60, 90])
 """Length of a prompt and of its completions that are trained on, but not decoded."""

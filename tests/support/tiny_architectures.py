@@ -113,7 +113,11 @@ _OWN: dict[str, dict[str, Any]] = {
 }
 """What a model type needs beside these tables."""
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "granitemoehybrid, attention only": ("granitemoehybrid", {"layer_types": ["full_attention"] * LAYERS}),
+    "granitemoehybrid, attention only": ("granitemoehybrid", {"layer_types": ["attention"] * LAYERS}),
+    "granitemoehybrid, dense": (
+        "granitemoehybrid",
+        {"layer_types": ["attention"] * LAYERS, "num_local_experts": 0, "position_embedding_type": "rope"},
+    ),
     "lfm2, attention only": ("lfm2", {"layer_types": ["full_attention"] * LAYERS}),
     "gemma4_text, experts": ("gemma4_text", _GEMMA4_EXPERTS),
     "gemma4_text, keys are values": ("gemma4_text", _GEMMA4_EXPERTS | {"enable_moe_block": False}),
