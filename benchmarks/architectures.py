@@ -1,5 +1,6 @@
 """Which causal language models of transformers are accepted, and the proof that each of these is decoded and trained
-exactly: a tiny random model of every type, against transformers' `generate()` and plain forward.
+exactly: a tiny random model of every type, against transformers' `generate()` and plain forward. What the paged decoder
+refuses is proven with `rollout.decoder: transformers`, unless that refuses it too.
 
     python benchmarks/architectures.py [--json FILE] [--docs] [--only NAME ...]
 
@@ -18,7 +19,6 @@ import tempfile
 import textwrap
 import time
 import warnings
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,38 +35,36 @@ sys.path.append(str(ROOT / "tests/support"))
 from architecture_proof import as_numbers, prove  # noqa: E402
 from tiny_architectures import VARIANTS, tiny_architecture  # noqa: E402
 
-from hybrid_grpo.model.architectures import unsupported  # noqa: E402
+from hybrid_grpo.model.architectures import undecodable, unsupported  # noqa: E402
 
 SECONDS = 60.0
 """Most that one model may take."""
 EXACT, REORDERED = 1e-5, 1e-4
-"""Bounds of the relative difference of a gradient; the second where sums over experts, or over the streams of Gemma 3n,
-are rounded in another order."""
+"""Bounds of the relative difference of a gradient; the second where sums over experts, over the streams of Gemma 3n, or
+in layers with a state are rounded in another order."""
 PAGE = ROOT / "docs/rollouts.md"
 
 
-def judged(name: str) -> dict[str, Any]:
-    """Return the verdict on a model type or variant: accepted or refused, why, and the gaps of one that is accepted."""
+def refusal(name: str) -> tuple[str | None, bool]:
+    """Return why the paged decoder refuses a model type or variant (None if it does not), and whether
+    `rollout.decoder: transformers` refuses it too."""
     model_type = VARIANTS.get(name, (name, {}))[0]
-    default = _refusal(AutoConfig.for_model, model_type)
     try:
-        config = tiny_architecture(name)
-    except Exception as error:
-        return {"refused": default} if default else {"wrong": [f"no tiny configuration: {_words(error)}"]}
-    if reason := unsupported(config):
-        # A variant is refused for what it has beside the defaults.
-        return {"refused": reason if name in VARIANTS else default or reason}
+        default, config = unsupported(AutoConfig.for_model(model_type)), tiny_architecture(name)
+    except Exception:
+        return "its default configuration is invalid, or cannot be made small", True
+    reason = unsupported(config)
+    # A variant is refused for what it has beside the defaults.
+    return (default or reason if reason and name not in VARIANTS else reason), undecodable(config) is not None
+
+
+def faults(name: str, paged: bool) -> dict[str, Any]:
+    """Return the gaps of a model type or variant, and what of them is too far off."""
     with tempfile.TemporaryDirectory() as folder:
-        gaps = prove(name, Path(folder))
-    reorders = any("expert" in field or "altup" in field for field in config.get_text_config().to_dict())
-    return {"wrong": gaps.faults(REORDERED if reorders else EXACT), "gaps": as_numbers(gaps)}
-
-
-def _refusal(configuration: Any, model_type: str) -> str | None:
-    try:
-        return unsupported(configuration(model_type))
-    except ValueError:
-        return "its default configuration is invalid"
+        gaps = prove(name, Path(folder), paged)
+    fields = tiny_architecture(name).get_text_config().to_dict()
+    exact = paged and not any("expert" in field or "altup" in field for field in fields)
+    return {"wrong": gaps.faults(EXACT if exact else REORDERED), "gaps": as_numbers(gaps)}
 
 
 def _words(error: BaseException) -> str:
@@ -74,68 +72,91 @@ def _words(error: BaseException) -> str:
 
 
 def _run(name: str, answers: Connection) -> None:
+    """Send the refusal, if there is one, then the faults with the decoder that takes the model."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    reason, by_both = refusal(name)
+    answers.send({"refused": reason} if reason else {})
     try:
-        answers.send(judged(name))
+        answers.send({} if by_both else faults(name, paged=reason is None))
     except Exception as error:
         answers.send({"wrong": [_words(error)]})
 
 
 def guarded(name: str) -> dict[str, Any]:
-    """Return `judged` of a name, by a process of its own that may crash or hang."""
+    """Return the refusal and the faults of a model type or variant, by a process of its own that may crash or hang."""
     start = time.perf_counter()
     mine, theirs = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(target=_run, args=(name, theirs))
     process.start()
     theirs.close()
-    found: dict[str, Any] = {"wrong": [f"no end in {SECONDS:.0f} s"]}
+    found: dict[str, Any] = {}
     try:
-        if mine.poll(SECONDS):
-            found = mine.recv()
+        for _ in range(2):
+            found |= mine.recv() if mine.poll(SECONDS) else {"wrong": [f"no end in {SECONDS:.0f} s"]}
     except EOFError:
         process.join()
-        found = {"wrong": [f"the process ended with status {process.exitcode}"]}
+        found["wrong"] = [f"the process ended with status {process.exitcode}"]
     process.kill()
     process.join()
     return {**found, "seconds": round(time.perf_counter() - start, 1)}
 
 
+def verdict(found: dict[str, Any]) -> str:
+    """Return how a model type stands: proven, refused, wrong; or `fallback` if `rollout.decoder: transformers` is
+    proven where the paged decoder refuses."""
+    if "wrong" not in found:
+        return "refused"
+    return "WRONG" if found["wrong"] else "fallback" if "refused" in found else "proven"
+
+
 def line(name: str, found: dict[str, Any]) -> str:
     """Return the line that is printed for a model type."""
-    verdict = "refused" if "refused" in found else "WRONG" if found["wrong"] else "proven"
-    words = [found.get("refused") or "; ".join(found["wrong"])]
+    words = [found.get("refused", ""), *found.get("wrong", [])]
     if gaps := found.get("gaps"):
-        words.append(f"decoding {gaps['decoded']:.0e}, packed {gaps['packed']:.0e}, gradients {gaps['gradient']:.0e}")
-    return f"{verdict:8} {name:28} {'; '.join(filter(None, words))} ({found['seconds']} s)"
+        words.append(f"decoding {gaps['decoded']:.0e}, training {gaps['packed']:.0e}, gradients {gaps['gradient']:.0e}")
+    return f"{verdict(found):8} {name:28} {'; '.join(filter(None, words))} ({found['seconds']} s)"
 
 
 def counts(types: dict[str, dict[str, Any]]) -> dict[str, int]:
-    """Return how many types are accepted, proven, wrong and refused."""
+    """Return how many types the paged decoder accepts and refuses, and how many are proven and wrong with the decoder
+    that takes them."""
     accepted = [found for found in types.values() if "refused" not in found]
-    wrong = sum(bool(found["wrong"]) for found in accepted)
+    others = [found for found in types.values() if "refused" in found]
+    proven, fallback = (sum(found.get("wrong") == [] for found in group) for group in (accepted, others))
+    wrong, fallback_wrong = (sum(bool(found.get("wrong")) for found in group) for group in (accepted, others))
     return {
-        **{"types": len(types), "accepted": len(accepted), "proven": len(accepted) - wrong},
-        **{"wrong": wrong, "refused": len(types) - len(accepted)},
+        **{"types": len(types), "accepted": len(accepted), "proven": proven, "wrong": wrong, "refused": len(others)},
+        **{"fallback_proven": fallback, "fallback_wrong": fallback_wrong},
+        "refused_by_both": sum("wrong" not in found for found in others),
     }
 
 
 def lists(found: dict[str, Any]) -> str:
     """Return the accepted and the refused model types as Markdown, from a result that was written as JSON."""
     types, named = found["types"], found["counts"]
-    refused: dict[str, list[str]] = {}
-    for name, verdict in types.items():
-        if "refused" in verdict:
-            refused.setdefault(verdict["refused"].split(" (")[0], []).append(name)
-    accepted = ", ".join(name for name, verdict in types.items() if "refused" not in verdict)
-    rows = [f"| {reason} | {', '.join(names)} |" for reason, names in sorted(refused.items(), key=lambda r: -len(r[1]))]
-    head = (
+    accepted = ", ".join(name for name, result in types.items() if "refused" not in result)
+    parts = [
         f"Of the {named['types']} types of causal language models in transformers {found['machine']['transformers']},"
-        f" {named['accepted']} are accepted, and {named['proven']} of these are proven: {accepted}."
-    )
-    refusals = f"Each of the other {named['refused']}, with the kinds of layers that it may have, is refused for this reason:"
-    lines = [*textwrap.wrap(head, 120), "", *textwrap.wrap(refusals, 120), "", "| reason | types |", "|---|---|", *rows]
-    return "\n".join(lines)
+        f" {named['accepted']} are accepted, and {named['proven']} of these are proven: {accepted}.",
+        f"The paged decoder refuses {named['refused']}. Of these, `rollout.decoder: transformers` takes the following,"
+        f" and {named['fallback_proven']} are proven in the same way:",
+        _table({name: result for name, result in types.items() if "refused" in result and "wrong" in result}),
+        f"The other {named['refused_by_both']} are refused with either decoder:",
+        _table({name: result for name, result in types.items() if "wrong" not in result}),
+    ]
+    off = [f"{name} ({'; '.join(result['wrong'])})" for name, result in types.items() if result.get("wrong")]
+    if off:
+        parts.insert(3, f"Not proven: {', '.join(off)}.")
+    return "\n\n".join(part if part.startswith("|") else textwrap.fill(part, 120) for part in parts)
+
+
+def _table(types: dict[str, Any]) -> str:
+    by_reason: dict[str, list[str]] = {}
+    for name, result in types.items():
+        by_reason.setdefault(result["refused"].split(" (")[0], []).append(name)
+    rows = sorted(by_reason.items(), key=lambda row: -len(row[1]))
+    return "\n".join(["| reason | types |", "|---|---|", *(f"| {why} | {', '.join(names)} |" for why, names in rows)])
 
 
 def replaced(page: str, text: str) -> str:
@@ -163,7 +184,6 @@ def main() -> None:
     variants = {name: result for name, result in found.items() if name in VARIANTS}
     summary = counts(types)
     print(", ".join(f"{name} {count}" for name, count in summary.items()), f"({time.perf_counter() - start:.0f} s)")
-    print("reasons:", dict(Counter(result.get("refused") for result in types.values()).most_common(8)))
     machine = {"transformers": transformers.__version__, "torch": torch.__version__}
     result = {"machine": machine, "counts": summary, "types": types, "variants": variants}
     if arguments.json:

@@ -20,19 +20,27 @@ _TRANSFORMING_HEADS = (
     *("bert", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "modernbert-decoder"),
     *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 )
+_DRAFTING = ("gemma4_assistant", "gemma4_unified_assistant")
 _IN_ITS_MODULES = {
     "recurrent_gemma": "it carries a state from one prompt over to the next",
     "rwkv": "it divides weights in place to decode, and training has the same ones",
     # Training computes logits from the last hidden state, the head's weight, a scale and a soft cap: see LogitShape.
     **dict.fromkeys(_TRANSFORMING_HEADS, "its head transforms hidden states before it multiplies them by its weight"),
+    **dict.fromkeys(("bert-generation", "cpmant", "xlnet"), "its attention looks ahead"),
+    **dict.fromkeys(_DRAFTING, "it drafts for another model, whose keys and values it needs"),
+    "dory": "transformers fails to decode several rows of it",
     "emu3": "transformers does not load it as a causal language model",
     "hyperclovax": "it multiplies logits by the logits_scaling that other models divide them by",
     "inkling_text": "it divides hidden states before its head, and leaves out the end of the vocabulary",
-    "inkling2_text": "it leaves out the end of the vocabulary",
+    **dict.fromkeys(("inkling2_text", "inkling2_loop_text"), "it leaves out the end of the vocabulary"),
+    **dict.fromkeys(("llama4", "llama4_text"), "its class does not name its base model"),
+    "moshi": "its window cuts the cache, but not a forward without one",
     "phimoe": "in training it draws its experts at random",
     "xlstm": "it caps its logits by a setting that other models do not have",
 }
 """Model types that would be trained or decoded wrongly without an error, and why."""
+_LOGIT_FIELDS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "final_logit_softcapping")
+"""What `LogitShape` reads from a configuration."""
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
 _ATTENTION_OPTIONS = {"attention_mask", "dropout", "position_ids", "scaling", "sliding_window", "softcap"}
 """Keywords of an attention call that `ATTENTION` honours or may ignore: masks are causal, dropout is off, and only
@@ -67,6 +75,10 @@ def undecodable(config: Any) -> str | None:
     # "vision" is fine: it means the tokens of images, and there are no images here.
     if getattr(text, "use_bidirectional_attention", None) in (True, "all") or not getattr(text, "is_causal", True):
         return "its attention looks ahead"
+    head = inspect.getsource(_causal_lm(config))
+    for field in _LOGIT_FIELDS:
+        if getattr(text, field, None) not in (None, 1.0) and field not in head:
+            return f"its head ignores its {field}"
     return _IN_ITS_MODULES.get(config.model_type)
 
 
@@ -90,10 +102,6 @@ def _reasons(config: Any) -> Iterator[str]:
         yield "its layers share keys and values"
     if not model._supports_attention_backend:
         yield "it does not route attention through transformers' attention interface"
-    head = inspect.getsource(model)
-    for field in ("logit_scale", "logits_scaling", "lm_head_multiplier", "final_logit_softcapping"):
-        if getattr(text, field, None) not in (None, 1.0) and field not in head:
-            yield f"its head ignores its {field}"
     window = "sliding_attention" in layers or (not layers and getattr(text, "sliding_window", None))
     allowed = _CACHE_METHODS | (_STATE_METHODS if layers else set())
     yield from _reasons_in_source(inspect.getsource(sys.modules[model.__module__]), bool(window), allowed)

@@ -91,14 +91,17 @@ def _refuse_custom_code(error: Exception, name: str, setting: str) -> None:
 
 
 def check_lengths(config: Any, longest: int) -> None:
-    """Raise UserError if sequences of `longest` tokens exceed the model's `max_position_embeddings`, or the positions
-    from which on a model with longrope rotates all tokens of a forward differently, those of other sequences too."""
+    """Raise UserError if sequences of `longest` tokens exceed the model's `max_position_embeddings`, or a length from
+    which on it computes a token differently in a longer row: longrope rotates all positions by other frequencies, and
+    sparse attention (`index_topk`) chooses keys, where rounding decides between equal scores."""
     text = config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     limits = [(getattr(text, "max_position_embeddings", None), "positions")]
     if rope.get("rope_type") == "longrope":
         original = rope.get("original_max_position_embeddings")
         limits.append((original, "positions before its rotary embeddings (longrope) change those of shorter sequences"))
+    if {"indexed_attention", "compressed_sparse_attention"} & set(getattr(text, "layer_types", None) or []):
+        limits.append((text.index_topk, "positions before its attention selects some of them (index_topk)"))
     for limit, what in limits:
         if limit is not None and longest > limit:
             raise UserError(

@@ -33,7 +33,7 @@ def test_layers_with_a_state_are_for_generate(architecture):
         ("qwen3_5_text", "linear_attention"),
         ("kimi_linear", "linear_attention"),
         ("deepseek_v4", "compressed_sparse_attention"),
-        ("llama4_text", "chunked_attention"),
+        ("llama4_text", "does not name its base model"),
         # The compressed keys and values are cached, those attended to are made of them.
         ("deepseek_v2", "keys and values other than those it caches"),
         ("deepseek_v3", "keys and values other than those it caches"),
@@ -41,8 +41,6 @@ def test_layers_with_a_state_are_for_generate(architecture):
         ("jetmoe", "keys and values other than those it caches"),
         ("diffllama", "keys and values other than those it caches"),
         ("gemma3n_text", "share keys and values"),
-        # Layers that are run several times, and copy the layers of the cache.
-        ("dory", "cache of its own (layers)"),
         ("gpt_oss", "needs s_aux"),
         ("granite_swa", "needs s_aux"),
         ("doge", "a mask of its own"),
@@ -52,7 +50,7 @@ def test_layers_with_a_state_are_for_generate(architecture):
         ("bloom", "attention interface"),
         ("mpt", "attention interface"),
         ("falcon", "attention interface"),
-        ("bert-generation", "made for encoding"),
+        ("got_ocr2", "not found in its source"),
         ("bart", "attends to an encoder"),
         ("t5", "no causal language model"),
         ("vit", "no causal language model"),
@@ -102,6 +100,10 @@ def test_the_way_out_is_named():
         ("bart", "attends to an encoder"),
         ("rwkv", "divides weights in place"),
         ("recurrent_gemma", "carries a state"),
+        ("bert-generation", "looks ahead"),
+        ("cpmant", "looks ahead"),
+        ("dory", "fails to decode several rows"),
+        ("moshi", "window cuts the cache"),
         ("phimoe", "draws its experts at random"),
         # What training would compute of their last hidden states are not their logits.
         ("hyperclovax", "multiplies logits"),

@@ -35,6 +35,14 @@ def test_a_sequence_must_not_change_how_the_others_are_rotated():
         check_lengths(config, 65)
 
 
+def test_sequences_end_before_attention_becomes_sparse():
+    """DeepSeek-V3.2 decodes with other keys than it trains with once its indexer has to choose."""
+    config = AutoConfig.for_model("deepseek_v32", index_topk=64)
+    check_lengths(config, 64)
+    with pytest.raises(UserError, match=r"has 64 positions before its attention selects.*by 1$"):
+        check_lengths(config, 65)
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_what_the_decode_loop_runs_is_trained_packed(architecture, tmp_path):
     tiny_config(architecture).save_pretrained(tmp_path)

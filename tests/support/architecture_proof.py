@@ -1,8 +1,9 @@
 """Proof that a model is decoded and trained as transformers computes it: a tiny random one, written and loaded.
 
 The policy's side goes the way of `Policy` without its engine: weights are loaded with `ATTENTION`, a view of them is
-decoded page by page, and their packed pass with shared prompts gives log-probabilities and gradients. The other side is
-transformers alone: `generate()`, and one plain forward for each completion.
+decoded page by page, and their packed pass with shared prompts gives log-probabilities and gradients; or, for models
+that cannot be packed, with `rollout.decoder: transformers` and padded rows. The other side is transformers alone:
+`generate()`, and one plain forward for each completion.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from hybrid_grpo.config import PolicyConfig, RolloutConfig
-from hybrid_grpo.data.packing import pack
+from hybrid_grpo.data.packing import pack, pad
 from hybrid_grpo.generation import GREEDY, Request, Sampling, stream_key
 from hybrid_grpo.generation.rollout import complete
 from hybrid_grpo.model.attention import ATTENTION
@@ -48,7 +50,7 @@ class Gaps:
     decoded: float
     """Largest difference of a log-probability recorded while decoding from that of a plain forward, in nats."""
     packed: float
-    """The same for the packed pass."""
+    """The same for the training pass."""
     gradient: float
     """Largest relative difference of a parameter's gradient (L2)."""
     worst: str
@@ -68,18 +70,18 @@ class Gaps:
         return [words for words, wrong in found.items() if wrong]
 
 
-def prove(name: str, folder: Path, **changes: Any) -> Gaps:
-    """Return the gaps of a model type, or of one of `VARIANTS`; `folder` is where its tiny model is written."""
-    config = tiny_architecture(name, **changes)
-    model = draw(AutoModelForCausalLM.from_config(config))
+def prove(name: str, folder: Path, paged: bool = True) -> Gaps:
+    """Return the gaps of a model type, or of one of `VARIANTS`. `folder` is where its tiny model is written; not
+    `paged` means `rollout.decoder: transformers` and padded rows."""
+    model = draw(AutoModelForCausalLM.from_config(tiny_architecture(name)))
     model.save_pretrained(folder)
     char_tokenizer().save_pretrained(folder)
     eager = {"attn_implementation": "eager", "dtype": torch.float32}
     plain = AutoModelForCausalLM.from_pretrained(folder, **eager).eval()
-    policy = load_model(PolicyConfig(model=str(folder), dtype="float32"), ATTENTION)
-    rows, tokens, decoded = _decoding(plain, policy)
+    policy = load_model(PolicyConfig(model=str(folder), dtype="float32"), ATTENTION if paged else None)
+    rows, tokens, decoded = _decoding(plain, policy, paged)
     expected, theirs = _plain_pass(plain, rows)
-    found, mine = _packed_pass(policy, rows)
+    found, mine = _policy_pass(policy, rows, paged)
     packed = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
     gradient, worst, without = _gradient_gap(mine, theirs)
     return Gaps(tokens, decoded, packed, gradient, worst, without)
@@ -92,7 +94,8 @@ def draw(model: Any, seed: int = 0) -> Any:
     kinds = {id(p): type(module).__name__ for module in model.modules() for p in module.parameters(recurse=False)}
     saved = model.state_dict(keep_vars=True).items()
     for name, tensor in saved:
-        if not tensor.is_floating_point():
+        # Of the buffers, those that balance experts are learned; others are tables of constants.
+        if not (isinstance(tensor, nn.Parameter) or name.endswith("bias")) or not tensor.is_floating_point():
             continue
         noise = torch.randn(tensor.shape, generator=generator)
         if tensor.dim() > 1 and isinstance(tensor, nn.Parameter):
@@ -105,14 +108,14 @@ def draw(model: Any, seed: int = 0) -> Any:
     return model
 
 
-def _decoding(plain: Any, policy: Any) -> tuple[list[Row], int, float]:
+def _decoding(plain: Any, policy: Any, paged: bool) -> tuple[list[Row], int, float]:
     """Decode greedily and by sampling. Return the sampled rows and longer ones, the number of tokens that differ from
     those of `generate()`, and the largest difference of a log-probability."""
-    view = View(policy, meta_copy(policy, ATTENTION).eval(), False, CPU)
+    view = View(policy, meta_copy(policy, policy.config._attn_implementation).eval(), False, CPU)
     view.gather()
     prompts = _texts(PROMPTS)
     # Sequences queue, leave and move; a prefill holds parts of several prompts.
-    config = RolloutConfig(max_slots=5, prefill_tokens=20)
+    config = RolloutConfig(max_slots=5, prefill_tokens=20, decoder="paged" if paged else "transformers")
     different, gap, rows = 0, 0.0, []
     for samples, temperature in ((2, GREEDY), (3, 1.3)):
         requests = [Request(p, [stream_key(1, 0, 0, i, k) for k in range(samples)]) for i, p in enumerate(prompts)]
@@ -168,11 +171,12 @@ def _plain_pass(plain: Any, rows: list[Row]) -> tuple[list[Tensor], dict[str, Te
     return logp, dict(_gradients(plain))
 
 
-def _packed_pass(policy: Any, rows: list[Row]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """The same by the packed pass with shared prompts, in training mode."""
+def _policy_pass(policy: Any, rows: list[Row], packed: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The same in training mode: packed with shared prompts, or padded."""
     model, logp = LogprobModel(policy).train(), [torch.zeros(0)] * len(rows)
     prompts, completions = ([list(part) for part in side] for side in zip(*rows, strict=True))
-    for micro in pack(prompts, completions, range(len(rows)), 400, CPU, share="on"):
+    make = partial(pack, share="on") if packed else pad
+    for micro in make(prompts, completions, range(len(rows)), 400, CPU):
         scores = torch.stack(model(*micro.inputs, 1.0))
         lengths = [len(completions[row]) for row in micro.rows]
         weights = torch.cat([_weights(n, row) for n, row in zip(lengths, micro.rows, strict=True)], dim=1)

@@ -29,7 +29,7 @@ _SIZES: dict[str, Any] = {
     **{"head_dim": 16, "global_head_dim": 16, "rotary_dim": 4, "query_pre_attn_scalar": 8},
     **{"sliding_window": WINDOW, "attention_window_size": WINDOW, "attention_chunk_size": 2 * WINDOW},
     **{"q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12},
-    **{"qk_head_dim": 16, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 8},
+    **{"qk_head_dim": 16, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 512},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
     **{"mamba_d_state": 8, "mamba_dt_rank": 4, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8},
     **{"mamba_n_groups": 1, "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1},
@@ -73,7 +73,7 @@ _GEMMA_SHARED = {
     **{"laurel_rank": 8, "intermediate_size": [48] * 6, "activation_sparsity_pattern": [0.5] * 2 + [0.0] * 4},
 }
 _CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2}
-_DELTA = {"linear_head_dim": 8, "linear_num_heads": 4}
+_DELTA = {"linear_head_dim": 8, "linear_num_heads": 4, "num_expert_group": 2, "num_experts_per_token": 2}
 _INDEXED = {"num_hidden_layers": 2}
 _OWN: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": _ROPE_BY_KIND},
@@ -103,6 +103,7 @@ _OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("lfm2", "lfm2_moe"), _CONVOLUTIONS),
     "longcat_flash": {"num_layers": 2, "num_hidden_layers": 4, "zero_expert_num": 2},
     "gemma3n_text": _GEMMA_SHARED,
+    "reformer": {"is_decoder": True, "attn_layers": ["lsh", "local"] * 2},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
     "zamba2": {"n_mamba_heads": 8, "layers_block_type": ["linear_attention", "hybrid"] * 2, "hybrid_layer_ids": [1, 3]},
@@ -134,11 +135,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Further configurations of a model type, by a name of their own: (model type, changes)."""
 
 
-def tiny_architecture(name: str, **changes: Any) -> PretrainedConfig:
+def tiny_architecture(name: str) -> PretrainedConfig:
     """Return the tiny configuration of a model type, or of one of `VARIANTS`."""
     model_type, variation = VARIANTS.get(name, (name, {}))
     defaults = AutoConfig.for_model(model_type)
-    given = _small(defaults.to_dict(), _OWN.get(model_type, {}) | variation | changes)
+    given = _small(defaults.to_dict(), _OWN.get(model_type, {}) | variation)
     return AutoConfig.for_model(model_type, **given)
 
 
