@@ -211,6 +211,10 @@ def load_for_training(
         use_safetensors=None if policy.pickled_weights else True,
     )
     if policy.gradient_checkpointing:
+        kind = type(model).__name__
+        refuse(
+            not model.supports_gradient_checkpointing, f"policy.gradient_checkpointing: {kind} has none: leave it off"
+        )
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 

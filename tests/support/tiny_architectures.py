@@ -103,7 +103,7 @@ _OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("lfm2", "lfm2_moe"), _CONVOLUTIONS),
     "longcat_flash": {"num_layers": 2, "num_hidden_layers": 4, "zero_expert_num": 2},
     "gemma3n_text": _GEMMA_SHARED,
-    "reformer": {"is_decoder": True, "attn_layers": ["lsh", "local"] * 2},
+    "mpt": {"attn_pdrop": 0},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
     "zamba2": {"n_mamba_heads": 8, "layers_block_type": ["linear_attention", "hybrid"] * 2, "hybrid_layer_ids": [1, 3]},
