@@ -150,7 +150,8 @@ class _Seen:
         self.layers.append(layer)
         self.attention.append(options._replace(sinks=None))
         self.dtype, self.sinks = key.dtype, self.sinks or options.sinks is not None
-        return query.new_zeros(*query.shape[:3], value.shape[3]).transpose(1, 2)
+        n, heads, q, _ = query.shape
+        return query.new_zeros(n, q, heads, value.shape[3])
 
 
 class PagedCache:

@@ -61,7 +61,8 @@ def _looks_right(model: Any, cache: PagedCache) -> bool:
     layers = list(base.layers)
     return (
         type(base.embed_tokens) is nn.Embedding
-        and getattr(base.rotary_emb, "rope_type", None) in _ROPE
+        # Some have a type of rotary embedding for each kind of layer.
+        and str(getattr(base.rotary_emb, "rope_type", None)) in _ROPE
         and all(_layer_looks_right(layer, base.norm) for layer in layers)
         and len({tuple(None if w is None else w.shape for w in weights(layer)) for layer in layers}) == 1
         and all(pool.shape[2:] == (kv, d) for pool in cache.keys + cache.values)

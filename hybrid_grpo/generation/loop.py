@@ -266,7 +266,11 @@ def _decoder(
     if workspace is not None and capture is not None:
         return workspace.decoder(model, sampling, longest[0], new_cache, capture)
     cache = new_cache(longest, slots)
-    return Decoder(model, cache, sampling, cache.slots, cache.pages_for(longest[0]), capture)
+    decoder = Decoder(model, cache, sampling, cache.slots, cache.pages_for(longest[0]), capture)
+    if capture is not None and cache.states:
+        # A capture runs a forward once more, which would change the states of sequences.
+        decoder.capture_all()
+    return decoder
 
 
 @torch.inference_mode()

@@ -23,17 +23,27 @@ _TRANSFORMING_HEADS = (
     *("bert", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "modernbert-decoder"),
     *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 )
+_DRAFTING = ("gemma4_assistant", "gemma4_unified_assistant")
 _IN_ITS_MODULES = {
     "recurrent_gemma": "it carries a state from one prompt over to the next",
     "rwkv": "it divides weights in place to decode, and training has the same ones",
     # Training computes logits from the last hidden state, the head's weight, a scale and a soft cap: see LogitShape.
     **dict.fromkeys(_TRANSFORMING_HEADS, "its head transforms hidden states before it multiplies them by its weight"),
+    **dict.fromkeys(("bert-generation", "cpmant", "xlnet"), "its attention looks ahead"),
+    **dict.fromkeys(_DRAFTING, "it drafts for another model, whose keys and values it needs"),
+    "dory": "transformers fails to decode several rows of it",
+    "emu3": "transformers does not load it as a causal language model",
     "hyperclovax": "it multiplies logits by the logits_scaling that other models divide them by",
     "inkling_text": "it divides hidden states before its head, and leaves out the end of the vocabulary",
-    "inkling2_text": "it leaves out the end of the vocabulary",
+    **dict.fromkeys(("inkling2_text", "inkling2_loop_text"), "it leaves out the end of the vocabulary"),
+    **dict.fromkeys(("llama4", "llama4_text"), "its class does not name its base model"),
+    "moshi": "its window cuts the cache, but not a forward without one",
+    "phimoe": "in training it draws its experts at random",
     "xlstm": "it caps its logits by a setting that other models do not have",
 }
 """Model types that would be trained or decoded wrongly without an error, and why."""
+_LOGIT_FIELDS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "final_logit_softcapping")
+"""What `LogitShape` reads from a configuration."""
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
 _STATE_KINDS = {"linear_attention", "conv", "hybrid", "mamba"}
 _NO_MIXER_KINDS = {"mlp", "moe"}
@@ -66,6 +76,14 @@ def undecodable(config: Any) -> str | None:
         return "transformers has no causal language model of this kind"
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         return "it attends to an encoder"
+    text = config.get_text_config(decoder=True)
+    # "vision" is fine: it means the tokens of images, and there are no images here.
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all") or not getattr(text, "is_causal", True):
+        return "its attention looks ahead"
+    head = inspect.getsource(_causal_lm(config))
+    for field in _LOGIT_FIELDS:
+        if getattr(text, field, None) not in (None, 1.0) and field not in head:
+            return f"its head ignores its {field}"
     return _IN_ITS_MODULES.get(config.model_type)
 
 
@@ -92,9 +110,6 @@ def _reasons(config: Any) -> Iterator[str]:
             yield "its layers keep a state beside keys and values"
     if has_state:
         yield from _reasons_in_states(source)
-    # "vision" is fine: it means the tokens of images, and there are no images here.
-    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
-        yield "its attention looks ahead"
     # Classes with states do not claim it, whatever their attention does; their calls are looked at below.
     if not model._supports_attention_backend and not has_state:
         yield "it does not route attention through transformers' attention interface"
@@ -171,7 +186,9 @@ def _reasons_in_source(text: str, has_windows: bool, has_state: bool) -> Iterato
         yield "its attention was not found in its source"
     if more := sorted(options - _ATTENTION_OPTIONS):
         yield f"its attention needs {', '.join(more)}"
-    if more := sorted(methods - _CACHE_METHODS - _STATE_CACHE_METHODS - _CROSS_ATTENTION_METHODS):
+    if "cross_attention_cache" in methods:
+        methods -= _CROSS_ATTENTION_METHODS
+    if more := sorted(methods - _CACHE_METHODS - _STATE_CACHE_METHODS):
         yield f"it has a cache of its own ({', '.join(more)})"
     if any(attention.mask not in ("attention_mask", "causal_mask") for attention in attentions):
         yield "its attention makes a mask of its own"

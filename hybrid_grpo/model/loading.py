@@ -21,6 +21,7 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     Mxfp4Config,
+    PretrainedConfig,
 )
 from transformers import logging as transformers_logging
 from transformers.integrations import deepspeed as integration
@@ -105,12 +106,23 @@ def check_lengths(
     model: str = "policy.model",
     what: str = "the longest prompt with its completion",
 ) -> None:
-    """Raise UserError if `longest` tokens, the length of `what`, exceed the `max_position_embeddings` of the model's
-    configuration. `lengths` are the settings that add up to this length; the message begins with `model`."""
-    limit = getattr(config, "max_position_embeddings", None) or longest
-    refuse(
-        longest > limit, f"{model} has {limit} positions, and {what} is {longest} tokens: limit {lengths} to {limit}"
-    )
+    """Raise UserError if sequences of `longest` tokens, the length of `what`, exceed the model's
+    `max_position_embeddings`, or a length from which on it computes a token differently in a longer row: longrope
+    rotates all positions by other frequencies, and sparse attention (`index_topk`) chooses keys, where rounding decides
+    between equal scores. `lengths` are the settings that add up to this length; the message begins with `model`."""
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    rope = getattr(text, "rope_parameters", None) or {}
+    limits = [(getattr(text, "max_position_embeddings", None), "positions")]
+    if rope.get("rope_type") == "longrope":
+        original = rope.get("original_max_position_embeddings")
+        limits.append((original, "positions before its rotary embeddings (longrope) change those of shorter sequences"))
+    if {"indexed_attention", "compressed_sparse_attention"} & set(getattr(text, "layer_types", None) or []):
+        limits.append((text.index_topk, "positions before its attention selects some of them (index_topk)"))
+    for limit, of in limits:
+        refuse(
+            limit is not None and longest > limit,
+            f"{model} has {limit} {of}, and {what} is {longest} tokens: limit {lengths} to {limit}",
+        )
 
 
 def check_token_ids(rollout: RolloutConfig, config: Any) -> None:
@@ -184,12 +196,13 @@ def training_attention(policy: PolicyConfig, config: Any = None) -> str:
 
 
 def without_dropout(config: Any) -> Any:
-    """Set every dropout of a configuration to 0, in place, and return it."""
-    # Models that also take images keep the settings of their text model in a section of its own.
-    for section in (config, config.get_text_config()):
-        for field, value in vars(section).items():
-            if ("dropout" in field or "pdrop" in field) and isinstance(value, float):
-                setattr(section, field, 0.0)
+    """Set every dropout of a configuration and of its sections, and the noise on the input of experts, to 0, in place,
+    and return it."""
+    for field, value in vars(config).items():
+        if isinstance(value, PretrainedConfig):
+            without_dropout(value)
+        elif isinstance(value, float) and any(word in field for word in ("dropout", "pdrop", "layerdrop", "jitter")):
+            setattr(config, field, 0.0)
     return config
 
 
@@ -232,6 +245,10 @@ def load_for_training(
         use_safetensors=None if policy.pickled_weights else True,
     )
     if policy.gradient_checkpointing:
+        kind = type(model).__name__
+        refuse(
+            not model.supports_gradient_checkpointing, f"policy.gradient_checkpointing: {kind} has none: leave it off"
+        )
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 

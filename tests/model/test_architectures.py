@@ -26,10 +26,9 @@ def test_layers_with_a_state_are_for_generate(architecture):
     ("architecture", "reason"),
     [
         ("minimax", "a cache of its own"),
-        ("kimi_linear", "keys and values other than those it caches"),
         ("zamba", "convolutions cannot be divided"),
         ("deepseek_v4", "compressed_sparse_attention"),
-        ("llama4_text", "chunked_attention"),
+        ("llama4_text", "does not name its base model"),
         # Keys repeated, or values split, behind the cache.
         ("jetmoe", "keys and values other than those it caches"),
         ("diffllama", "keys and values other than those it caches"),
@@ -42,7 +41,7 @@ def test_layers_with_a_state_are_for_generate(architecture):
         ("bloom", "attention interface"),
         ("mpt", "attention interface"),
         ("falcon", "attention interface"),
-        ("bert-generation", "made for encoding"),
+        ("got_ocr2", "not found in its source"),
         ("bart", "attends to an encoder"),
         ("t5", "no causal language model"),
         ("vit", "no causal language model"),
@@ -57,8 +56,10 @@ def test_what_would_be_decoded_wrongly_is_refused_with_the_reason(architecture, 
     [
         # Their attention is not told of the window: only the mask has it, and the loop makes its own.
         ("qwen2_moe", {}, {"use_sliding_window": True, "max_window_layers": 99}, "windows that only its masks know"),
-        ("phimoe", {"sliding_window": None}, {"sliding_window": 64}, "windows that only its masks know"),
+        # The whole model of text and images leaves out what its text model has.
+        ("gemma3", {}, {"text_config": {"final_logit_softcapping": 30.0}}, "head ignores its final_logit_softcapping"),
         ("gemma3_text", {}, {"use_bidirectional_attention": True}, "looks ahead"),
+        ("llama", {}, {"is_causal": False}, "looks ahead"),
         ("gpt2", {}, {"add_cross_attention": True}, "attends to an encoder"),
         ("qwen3", {}, {"layer_types": ["full_attention", "chunked_attention"] * 16}, "chunked_attention"),
     ],
@@ -80,7 +81,7 @@ def test_the_way_out_is_named():
         check_architecture(config, "paged")
     message = str(error.value)
     assert message.startswith("policy.model some/mamba: MambaForCausalLM") and "\n" not in message
-    assert "linear_attention" in message and message.endswith("set rollout.decoder: transformers")
+    assert "cannot begin from a state" in message and message.endswith("set rollout.decoder: transformers")
 
 
 @pytest.mark.parametrize("decoder", ["paged", "transformers"])
@@ -91,6 +92,11 @@ def test_the_way_out_is_named():
         ("bart", "attends to an encoder"),
         ("rwkv", "divides weights in place"),
         ("recurrent_gemma", "carries a state"),
+        ("bert-generation", "looks ahead"),
+        ("cpmant", "looks ahead"),
+        ("dory", "fails to decode several rows"),
+        ("moshi", "window cuts the cache"),
+        ("phimoe", "draws its experts at random"),
         # What training would compute of their last hidden states are not their logits.
         ("hyperclovax", "multiplies logits"),
         ("modernbert-decoder", "head transforms"),

@@ -13,7 +13,7 @@ from hybrid_grpo.data.sources import Source, read_rows
 from hybrid_grpo.model import hub, loading
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.files import check_files
-from hybrid_grpo.model.loading import load_model, training_attention
+from hybrid_grpo.model.loading import check_lengths, load_model, training_attention
 
 
 def test_dropout_is_off_in_the_text_model_of_one_that_takes_images_too(tmp_path):
@@ -72,6 +72,25 @@ def test_experts_in_four_bits_are_trained_and_exported_whole(tmp_path, dtype):
     again = PolicyConfig(model=str(tmp_path / "exported"), dtype=dtype)
     assert loading.weights_fact(again) == {}
     assert all(map(torch.equal, load_model(again).parameters(), model.parameters()))
+
+
+def test_a_sequence_must_not_change_how_the_others_are_rotated():
+    """Phi-4-mini: past 4,096 positions all tokens of a forward are rotated as those of a long sequence."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    config = tiny_config("phi3", rope_parameters=rope, original_max_position_embeddings=64)
+    check_lengths(config, 64)
+    with pytest.raises(
+        UserError, match=r"^policy.model has 64 positions before its rotary.* is 65 tokens: limit .* to 64$"
+    ):
+        check_lengths(config, 65)
+
+
+def test_sequences_end_before_attention_becomes_sparse():
+    """DeepSeek-V3.2 decodes with other keys than it trains with once its indexer has to choose."""
+    config = AutoConfig.for_model("deepseek_v32", index_topk=64)
+    check_lengths(config, 64)
+    with pytest.raises(UserError, match=r"has 64 positions before its attention selects.* to 64$"):
+        check_lengths(config, 65)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

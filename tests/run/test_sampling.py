@@ -1,9 +1,9 @@
 """What a run says about itself before it loads a model."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
+from transformers import LlamaConfig
 
 from hybrid_grpo.config import RolloutConfig
 from hybrid_grpo.config.errors import UserError
@@ -50,6 +50,6 @@ TOOLS = {"tools": ["calculator"], "max_turns": 3, "max_tool_tokens": 8}
 )
 def test_positions_are_those_of_the_longest_sequence(settings, longest):
     rollout = RolloutConfig(max_completion_tokens=20, **settings)
-    Sampler(rollout, SimpleNamespace(max_position_embeddings=longest), None, ()).check_room(10)
+    Sampler(rollout, LlamaConfig(max_position_embeddings=longest), None, ()).check_room(10)
     with pytest.raises(UserError, match=f"is {longest} tokens: limit {re.escape(rollout.lengths)} to {longest - 1}$"):
-        Sampler(rollout, SimpleNamespace(max_position_embeddings=longest - 1), None, ()).check_room(10)
+        Sampler(rollout, LlamaConfig(max_position_embeddings=longest - 1), None, ()).check_room(10)
