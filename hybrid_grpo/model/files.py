@@ -14,9 +14,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM
 
 from hybrid_grpo.config.errors import UserError, refuse
-from hybrid_grpo.model.loading import first_line
+from hybrid_grpo.model.loading import LAYER, first_line
 
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 SAFE, PICKLED = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
@@ -74,7 +73,7 @@ def _check_layers(shapes: dict[str, list[int]], model: Any, start: str) -> None:
     numbers = {
         int(found[1]): weight
         for weight in sorted(shapes)
-        if (found := _LAYER.search(weight)) and not any(re.search(pattern, weight) for pattern in ignored)
+        if (found := LAYER.search(weight)) and not any(re.search(pattern, weight) for pattern in ignored)
     }
     # Layers that predict further tokens are numbered after the model's own, and are not trained.
     end = layers + (getattr(model.config, "num_nextn_predict_layers", 0) or 0)
