@@ -79,8 +79,8 @@ class Movement:
             self._before = self._marks()
 
     def end(self, lr: float) -> Frozen | None:
-        """After an optimizer step at learning rate `lr`, which was applied and had a gradient, return what has not moved
-        since the last check; None if no check is due. Collective."""
+        """After an optimizer step at learning rate `lr` that was applied, to a gradient that is not 0, return what has
+        not moved since the last check; None if no check is due. Collective."""
         self._steps += 1
         if self._steps not in _CHECKS:
             return None
