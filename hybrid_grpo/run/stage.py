@@ -74,9 +74,9 @@ class Stage:
         self.meter.add("policy/lr", self.policy.lr)
         result = self.policy.step()
         self.meter.add("policy/grad_norm", result.grad_norm)
-        if (frozen := self.policy.frozen) is not None:
+        if frozen := self.policy.frozen:
             self.meter.add("policy/frozen_tensors", len(frozen))
-            self.notes = {"frozen_tensors": str(frozen)} if frozen else self.notes
+            self.notes = {"frozen_tensors": str(frozen)}
         for feature in self.features if result.applied else ():
             feature.stepped()
 
