@@ -84,9 +84,9 @@ class Movement:
         self._steps += 1
         if self._steps not in _CHECKS:
             return None
-        found = all_reduce(self._seen(lr).to(self._device), "max").cpu().bool()
-        done = self._steps == _CHECKS[-1]
-        self._before = {} if done else self._marks()
+        marks = self._marks()
+        found = all_reduce(self._seen(lr, marks).to(self._device), "max").cpu().bool()
+        self._before = {} if self._steps == _CHECKS[-1] else marks
         if self._steps >= _LEARNS_BY:
             self._unhook()
         still = found[_MUST_MOVE] & ~found[_MOVED]
@@ -103,14 +103,13 @@ class Movement:
         return {name: _mark(weight) for name, weight, _ in shards.trained_pieces(*self._layout)}
 
     @torch.no_grad()
-    def _seen(self, lr: float) -> Tensor:
+    def _seen(self, lr: float, marks: dict[str, Tensor]) -> Tensor:
         """Return for each weight by row, as this rank sees it: did it move, did a gradient other than 0 reach the
         optimizer, is there an element that must have moved, was its layer called? Float32 [4, weights]."""
         index = {name: number for number, name in enumerate(self._names)}
         rows = torch.zeros(4, len(self._names))
         for name, weight, moment in shards.trained_pieces(*self._layout):
-            moved = (_mark(weight) != self._before[name]).any()
-            rows[_MOVED, index[name]] = float(moved)
+            rows[_MOVED, index[name]] = float((marks[name] != self._before[name]).any())
             if moment is None:
                 continue
             # Two passes over the moment, without a copy of it.
