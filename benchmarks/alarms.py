@@ -144,6 +144,23 @@ def perturb_sampler() -> None:
     Policy.rollout = perturbed  # type: ignore[method-assign]
 
 
+def stuck_weight() -> None:
+    """From ONSET on the optimizer's step leaves the first weight of the model as it was."""
+    from hybrid_grpo.engine import Engine
+
+    step = Engine.step
+
+    def stuck(self: Engine, lr: float) -> Any:
+        weight = next(self.engine.module.parameters())
+        kept = weight.detach().clone()
+        result = step(self, lr)
+        if self.engine.global_steps >= ONSET:
+            weight.data.copy_(kept)
+        return result
+
+    Engine.step = stuck  # type: ignore[method-assign]
+
+
 def slow_machine() -> None:
     """From ONSET on every decode step additionally waits for ten times its usual duration."""
     from hybrid_grpo.policy import Policy
@@ -183,6 +200,8 @@ CASES = [
     ),
     Case("parity", hook=perturb_sampler),
     Case("duplicates", [right], later={"rollout": {"top_p": 0.02}}, model="cold"),
+    # Tensors are looked at after the first step of a resumed run.
+    Case("frozen_tensors", hook=stuck_weight, later={"run": {"allow_changes": True}}),
     Case("throughput_drop", hook=slow_machine),
     Case("failing_rewards", [_sick(raises_for_some)]),
     Case("quickstart", sick=False),

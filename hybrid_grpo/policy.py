@@ -25,6 +25,7 @@ from hybrid_grpo.model.flops import Cost
 from hybrid_grpo.model.loading import dequantized, load_config, load_model, plain_attention, training_attention
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.lora import Adapters
+from hybrid_grpo.model.movement import Frozen, Movement
 from hybrid_grpo.model.ranks import all_reduce, rank
 from hybrid_grpo.model.scalar_model import ScalarModel, load_scalar_model, scalar_config
 from hybrid_grpo.model.view import meta_copy
@@ -52,9 +53,11 @@ class TrainedModel:
     Attributes:
         lr_scale: a factor on the schedule's learning rate, which the guard lowers after a rollback.
         cost: the cost of one token; see `Cost`.
+        frozen: tensors that do not move, if the latest optimizer step was one of those after which this is checked.
     """
 
     lr_scale = 1.0
+    frozen: Frozen | None = None
 
     def __init__(
         self,
@@ -82,6 +85,8 @@ class TrainedModel:
         self.cost = Cost.of(model)
         by_layer = self.adapters.by_layer if self.adapters else None
         self.engine = engines.Engine(wrap(model), model, view, self.deepspeed_config, by_layer, keep_view=keep_view)
+        trained = self.engine.engine
+        self.movement = Movement(trained.module, trained.optimizer, self.engine.stage, self.engine.device)
 
     def budget(self, gradients: bool) -> int:
         """Return the token budget of a micro-batch; see `token_budget`."""
@@ -90,7 +95,9 @@ class TrainedModel:
     def step(self) -> StepResult:
         """Take one optimizer step. If the gradients are not finite, all ranks skip it and count it as skipped."""
         with record_function("stage/optimizer"):
+            self.movement.begin()
             result = self.engine.step(self.lr)
+            self.frozen = self.movement.end(self.lr) if result.applied and result.grad_norm else None
         self.optimizer_steps += 1
         self.skipped_steps += not result.applied
         return result
@@ -107,6 +114,7 @@ class TrainedModel:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in _COUNTERS:
             setattr(self, name, state[name])
+        self.movement.restart()
 
     def export(self, folder: Path) -> None:
         """Write weights, configuration and tokenizer in Hugging Face format. Adapters are merged into the weights, and

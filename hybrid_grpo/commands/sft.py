@@ -38,6 +38,7 @@ def _sft(parsed: Parsed[SftConfig], doing: Doing) -> Path:
     from hybrid_grpo.run.fingerprints import of_inputs
     from hybrid_grpo.run.folder import say
     from hybrid_grpo.run.training import TrainingRun
+    from hybrid_grpo.run.verification import verified
     from hybrid_grpo.watch.frozen import write_report
 
     device = engine.start(config.engine.timeout_minutes)
@@ -65,6 +66,7 @@ def _sft(parsed: Parsed[SftConfig], doing: Doing) -> Path:
     # The policy generates nothing: its view of the model is used only for the export.
     policy = Policy(config.policy, config.engine, tokenizer, steps, decoder="transformers", lora=config.lora, seed=seed)
     load_features(features, policy)
+    say(f"weights: {verified(policy)}")
     doing.end()
     training.train(SftTrainer(config, policy, pairs, device, features), write_report)
     say(f"model: {training.folder / 'model'}")

@@ -48,6 +48,7 @@ def _train(parsed: Parsed[TrainConfig], plan: BatchPlan, doing: Doing) -> Path:
     from hybrid_grpo.run.folder import say
     from hybrid_grpo.run.memory.shortage import shortage
     from hybrid_grpo.run.training import TrainingRun
+    from hybrid_grpo.run.verification import verified
     from hybrid_grpo.watch.frozen import write_report
 
     device = engine.start(config.engine.timeout_minutes)
@@ -79,6 +80,7 @@ def _train(parsed: Parsed[TrainConfig], plan: BatchPlan, doing: Doing) -> Path:
         say(f"WARNING: it may not fit: {warning}")
     doing("loading the model")
     trainer = make_trainer(config, plan, inputs, features, device, memory)
+    say(f"weights: {verified(trainer.policy)}")
     doing.end()
     training.train(trainer, write_report)
     say(summary(training.folder, held_out_sets(config), memory.measurable if memory else None))

@@ -50,6 +50,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "ratio": {"above": 20.0, "patience": 3},
     "parity": {"above": 0.05, "patience": 1},
     "duplicates": {"above": 0.5, "patience": 5},
+    "frozen_tensors": {"above": 0.0, "patience": 1},
     "throughput_drop": {"below": 0.2, "patience": 10},
     "failing_rewards": {"above": 0.1, "patience": 3},
 }
@@ -95,6 +96,9 @@ class AlarmsConfig:
     duplicates: AlarmConfig | None = _default("duplicates")
     """completion/duplicate_frac, in steps whose completions have more than 5 nats of entropy (policy/entropy times
     completion/length_mean). Equal completions should then be rare; if not, the sampler does not follow the policy."""
+    frozen_tensors: AlarmConfig | None = _default("frozen_tensors")
+    """policy/frozen_tensors, after 1, 10 and 100 optimizer steps of the run or since its resumption. The message names
+    the tensors."""
     throughput_drop: AlarmConfig | None = _default("throughput_drop")
     """throughput/generated_tokens_per_s, divided by its median, as for length_runaway."""
     failing_rewards: AlarmConfig | None = _default("failing_rewards")

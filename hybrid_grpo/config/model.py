@@ -53,6 +53,10 @@ class PolicyConfig:
     """Also read weights that are pickled (pytorch_model.bin), without running code from them. If a model has both, its
     safetensors are read."""
 
+    verify: Literal["auto", "on", "off"] = "auto"
+    """Before the first step, compare the log-probabilities of 16 tokens with those of transformers' own model, which
+    rank 0 loads on the CPU, and refuse a model that differs. `auto` does so up to 1.5 billion parameters."""
+
     @model_validator(mode="after")
     def _check(self) -> PolicyConfig:
         refuse(

@@ -23,6 +23,9 @@ from hybrid_grpo.config.rollout import RolloutConfig, environment_rewards
 from hybrid_grpo.config.run import CheckpointConfig, LogConfig, RunConfig
 
 FeatureConfigT = TypeVar("FeatureConfigT", bound=FeatureConfig)
+_LEAST_BF16_LR = 4e-5
+"""Learning rate below which most updates of bfloat16 weights round to nothing: Adam moves a weight by about the
+learning rate, weights are about 0.02, and a number with 8 bits loses a change of less than 2^-9 of it."""
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -61,6 +64,13 @@ class ModelRunConfig:
             self.policy.dtype == "bfloat16" and self.engine.zero_stage == 0,
             "policy.dtype bfloat16 needs engine.zero_stage 1 or higher (at stage 0 DeepSpeed keeps no float32 weights):"
             " set engine.zero_stage to 1, or policy.dtype to float32",
+        )
+        rounds = self.engine.deepspeed.get("bf16", {}).get("bf16_master_weights_and_grads", False)
+        refuse(
+            rounds and self.policy.lr < _LEAST_BF16_LR,
+            f"engine.deepspeed.bf16.bf16_master_weights_and_grads keeps no float32 weights, and at policy.lr"
+            f" {self.policy.lr:g} most updates would round to nothing in bfloat16: take it out, or set policy.lr to"
+            f" {_LEAST_BF16_LR:g} or more",
         )
         last = max(self.log.profiled, default=0)
         refuse(

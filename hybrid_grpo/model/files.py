@@ -14,9 +14,10 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM
 
 from hybrid_grpo.config.errors import UserError, refuse
-from hybrid_grpo.model.loading import first_line
+from hybrid_grpo.model.loading import LAYER, first_line
 
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_FLOATS = ("F32", "BF16", "F16", "F64")
+"""Types of weights, as safetensors names them. Others hold quantized weights, and transformers would cast them."""
 SAFE, PICKLED = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
@@ -43,8 +44,15 @@ def check_files(
         check_pickled(name, allowed=pickled, setting=setting)
         return
     shapes: dict[str, list[int]] = {}
+    trained = dict(model.named_parameters())
     for file in _files(folder, start):
-        shapes |= _shapes(file, start)
+        for weight, (shape, kind) in _header(file, start).items():
+            refuse(
+                weight in trained and kind not in _FLOATS,
+                f"{start}: {weight} is stored as {kind}, from which its values would not come back: take files in one"
+                f" of {', '.join(_FLOATS)}",
+            )
+            shapes[weight] = shape
     asked = {weight: list(tensor.shape) for weight, tensor in model.state_dict(keep_vars=True).items()}
     for weight in sorted(shapes.keys() & asked.keys()):
         refuse(
@@ -74,7 +82,7 @@ def _check_layers(shapes: dict[str, list[int]], model: Any, start: str) -> None:
     numbers = {
         int(found[1]): weight
         for weight in sorted(shapes)
-        if (found := _LAYER.search(weight)) and not any(re.search(pattern, weight) for pattern in ignored)
+        if (found := LAYER.search(weight)) and not any(re.search(pattern, weight) for pattern in ignored)
     }
     # Layers that predict further tokens are numbered after the model's own, and are not trained.
     end = layers + (getattr(model.config, "num_nextn_predict_layers", 0) or 0)
@@ -106,11 +114,12 @@ def _files(folder: Path, start: str) -> Iterator[Path]:
         yield folder / name
 
 
-def _shapes(file: Path, start: str) -> dict[str, list[int]]:
-    """Return the shape of each weight by name, from the header of a safetensors file."""
+def _header(file: Path, start: str) -> dict[str, tuple[list[int], str]]:
+    """Return the shape and the type of each weight by name, from the header of a safetensors file."""
     try:
         with safe_open(file, framework="pt") as opened:
-            return {name: list(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            return {name: (list(of.get_shape()), of.get_dtype()) for name, of in slices.items()}
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"{start}: {file.name} is not a safetensors file, or is cut short: {first_line(error)}: copy it again"

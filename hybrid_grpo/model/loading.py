@@ -3,7 +3,8 @@
 Inside `engine.sharded_loading` the weights are loaded into shards; this module does not import the engine.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -36,7 +37,11 @@ from hybrid_grpo.model.ranks import all_gather_objects, rank
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
 
+_OTHER_CONFIG = "take the config.json that belongs to the weights"
+_RESAVE = "or save the model without them (save_pretrained)"
 _NO_TOKENIZER = "has no tokenizer: save the model's tokenizer in the same folder (tokenizer.save_pretrained)"
+LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+"""Finds the number of a layer in the name of a weight."""
 Start = Callable[[Any], None]
 """Initialises a weight, which may be sharded."""
 
@@ -257,32 +262,61 @@ def load_weights(
     auto: Any, name: str, config: Any, setting: str, fresh: Mapping[str, Start] | None = None, **options: Any
 ) -> Any:
     """Load a model through `auto`, one of transformers' AutoModel classes. Raises UserError if weights do not load, are
-    missing or are not finite. `fresh` maps the names of weights that may be missing to their initialisers."""
+    missing, are left out, or are not finite. `fresh` maps the names of weights that may be missing to their
+    initialisers."""
     if _is_mxfp4(config):
         options["quantization_config"] = Mxfp4Config(dequantize=True)
+    # Wrong shapes are reported below, by name.
+    safe = {"ignore_mismatched_sizes": True, "trust_remote_code": False, "weights_only": True}
+    options |= {"output_loading_info": True, **safe}
     try:
-        # Mismatched weights are reported below, by name.
-        safe = {"ignore_mismatched_sizes": True, "trust_remote_code": False, "weights_only": True}
-        model, loaded = auto.from_pretrained(name, config=config, output_loading_info=True, **safe, **options)
+        model, loaded = auto.from_pretrained(name, config=config, **options)
+        if integration.is_deepspeed_zero3_enabled():
+            # Into shards, transformers loads without noting what the files have too much: ask without reading weights.
+            with _outside_deepspeed():
+                _, noted = auto.from_pretrained(name, config=deepcopy(config), device_map="meta", **options)
+            loaded = {what: {*loaded[what], *noted[what]} for what in loaded}
     except (OSError, ValueError, KeyError, ImportError, SafetensorError, UnpicklingError) as error:
         raise UserError(f"{setting} {name} does not load: {_why(error, name)}") from error
     fresh = fresh or {}
     for weight in fresh.keys() & set(loaded["missing_keys"]):
         fresh[weight](model.get_parameter(weight))
-    # transformers would start missing weights at random and only warn.
-    for what, names in (
-        ("lacks", set(loaded["missing_keys"]) - fresh.keys()),
-        ("has the wrong shape for", loaded["mismatched_keys"]),
+    # transformers would start missing weights at random, leave out others, and only warn.
+    for what, names, way_out in (
+        (
+            "lacks {} of the weights",
+            {*loaded["missing_keys"]} - fresh.keys(),
+            f"take a complete {type(model).__name__}",
+        ),
+        ("has the wrong shape for {} of the weights", {key[0] for key in loaded["mismatched_keys"]}, _OTHER_CONFIG),
+        ("has {} weights beside those", _left_out(model, loaded["unexpected_keys"]), f"{_OTHER_CONFIG}, {_RESAVE}"),
     ):
-        if names:
-            first = min(name if isinstance(name, str) else name[0] for name in names)
-            raise UserError(
-                f"{setting} {name} {what} {len(names)} of the weights that its config.json asks for, {first} among"
-                f" them: take a complete {type(model).__name__}"
-            )
+        refuse(
+            bool(names),
+            f"{setting} {name} {what.format(len(names))} that its config.json asks for, {_first(names)} among them:"
+            f" {way_out}",
+        )
     _refuse_broken_weights(model, f"{setting} {name}")
-    _refuse_changed_buffers(model, f"{setting} {name}")
+    _refuse_changes(model, f"{setting} {name}")
     return model
+
+
+def _first(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)[:3])
+
+
+def _left_out(model: Any, unexpected: Collection[str]) -> set[str]:
+    """Return the names in a model's files that it has no place for, without those that models leave out on purpose:
+    layers that predict further tokens, and for a classifier the head of the language model."""
+    config = model.config.get_text_config(decoder=True)
+    further = getattr(config, "num_nextn_predict_layers", 0) or 0
+    beyond = range(getattr(config, "num_hidden_layers", 0), getattr(config, "num_hidden_layers", 0) + further)
+    return {
+        name
+        for name in unexpected
+        if (model.get_output_embeddings() is not None or name.startswith(f"{model.base_model_prefix}."))
+        and not ((layer := LAYER.search(name)) and int(layer[1]) in beyond)
+    }
 
 
 @torch.no_grad()
@@ -295,8 +329,9 @@ def _refuse_broken_weights(model: Any, start: str) -> None:
         raise UserError(f"{start}: {count} of its weights hold NaN or infinity{first}: use an intact copy")
 
 
-def _refuse_changed_buffers(model: Any, start: str) -> None:
-    """Raise UserError if a computed buffer differs from what the class computes.
+def _refuse_changes(model: Any, start: str) -> None:
+    """Raise UserError if the loaded model is not what its class builds from its config.json: if weights would not train
+    that do, if weights are untied that it ties, or if a buffer that it computes differs.
 
     `zero.Init` casts the results of tensor constructors. Rotary frequencies in bfloat16 are off by a radian at
     position 1,000, and no metric shows it: sampling and training share them, but the exported model has exact ones.
@@ -305,9 +340,23 @@ def _refuse_changed_buffers(model: Any, start: str) -> None:
     torch.set_default_dtype(model.dtype)
     try:
         with _outside_deepspeed(), init_empty_weights(include_buffers=False):
-            expected = dict(type(model)(deepcopy(model.config)).named_buffers())
+            built = type(model)(deepcopy(model.config))
     finally:
         torch.set_default_dtype(before)
+    trained = {name for name, parameter in built.named_parameters() if parameter.requires_grad}
+    frozen = trained & {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    refuse(
+        bool(frozen),
+        f"{start}: {len(frozen)} of its weights would not be trained (requires_grad is off), {_first(frozen)} among"
+        " them: update transformers",
+    )
+    untied = _tied(built) - _tied(model)
+    refuse(
+        bool(untied),
+        f"{start}: config.json ties {_first(untied)} to the embedding, and the files hold different values for both:"
+        " set tie_word_embeddings to false in config.json, or take the config.json that belongs to the weights",
+    )
+    expected = dict(built.named_buffers())
     saved = model.state_dict(keep_vars=True).keys()  # they come with the weights, so their values are not the class's
     for name, buffer in model.named_buffers():
         right = expected.get(name)
@@ -321,6 +370,10 @@ def _refuse_changed_buffers(model: Any, start: str) -> None:
                 " class), so the exported model would not be the trained one: update transformers and deepspeed, or"
                 " lower the ZeRO stage"
             )
+
+
+def _tied(model: Any) -> set[str]:
+    return set(getattr(model, "all_tied_weights_keys", None) or {})
 
 
 @contextmanager

@@ -72,6 +72,18 @@ def trained_tensors(module: nn.Module, optimizer: Any, stage: int) -> list[Tenso
     return [flat.tensor.detach() for flat in _optimizer_flats(module, optimizer, stage)]
 
 
+def trained_pieces(module: nn.Module, optimizer: Any, stage: int) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+    """Yield this rank's part of every trained weight: its name, its float32 elements, and Adam's first moment of them,
+    both flat; the moment is None before the first step, and for an optimizer that has none."""
+    states = _inner(optimizer, stage).state
+    for flat in _optimizer_flats(module, optimizer, stage):
+        weight, moment = flat.tensor.detach().view(-1), states.get(flat.tensor, {}).get("exp_avg")
+        for piece in flat.pieces:
+            part = slice(piece.at, piece.at + piece.count)
+            if piece.count:
+                yield piece.name, weight[part], None if moment is None else moment.view(-1)[part]
+
+
 @contextmanager
 def changing(optimizer: Any, stage: int) -> Iterator[None]:
     """A context in which `trained_tensors` may be changed; on exit the weights follow the changes. Collective."""

@@ -17,7 +17,7 @@ FREE = (
     *("data.eval_path", "data.eval_split", "data.eval_limit"),
     *("engine.zero_stage", "engine.offload_optimizer", "engine.adam", "engine.timeout_minutes", "engine.deepspeed.*"),
     *("policy.attn_implementation", "policy.shared_prefix", "policy.gradient_checkpointing"),
-    *("policy.micro_batch_tokens", "policy.pickled_weights"),
+    *("policy.micro_batch_tokens", "policy.pickled_weights", "policy.verify"),
     *("rollout.max_slots", "rollout.prefill_tokens", "rollout.cache_gb", "rollout.keep_cache"),
 )
 """Settings that may change between a checkpoint and the run that resumes from it: they decide how the run is computed,

@@ -1,6 +1,7 @@
 """A stage of training as a run sees it; the stages themselves are `trainer.py` and `commands/stages/`."""
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -38,6 +39,7 @@ class Stage:
         progress: where the stage reports its phase and learns that it must stop.
         eval_sets: held-out sets on which the policy is measured, each at its own interval.
         alarms: the run's alarms, some of which can make a step skip its update.
+        notes: what an alarm says beside its number, by its name.
     """
 
     policy: TrainedModel
@@ -48,6 +50,7 @@ class Stage:
     trace = StepTrace()
     progress = Progress()
     alarms = Alarms()
+    notes: Mapping[str, str] = MappingProxyType({})
     last_rollout: tuple[Rollout, Scores, Tensor] | None = None
     last_advantages_BT: Tensor | None = None
     eval_sets: Sequence[HeldOutSet] = ()
@@ -71,6 +74,9 @@ class Stage:
         self.meter.add("policy/lr", self.policy.lr)
         result = self.policy.step()
         self.meter.add("policy/grad_norm", result.grad_norm)
+        if frozen := self.policy.frozen:
+            self.meter.add("policy/frozen_tensors", len(frozen))
+            self.notes = {"frozen_tensors": str(frozen)}
         for feature in self.features if result.applied else ():
             feature.stepped()
 

@@ -141,7 +141,7 @@ class TrainingRun:
                 stage.progress.enter("evaluation", 0)
                 with Doing("measuring the model on held-out prompts"):
                     stage.evaluate(0, stage.eval_sets)
-                log.write(0, values := self.watched(0, stage.meter.reduce()))
+                log.write(0, values := self.watched(0, stage))
                 self._keep_best(stage, 0, values)
             step = done
             stage.alarms = self._alarms
@@ -192,7 +192,7 @@ class TrainingRun:
         log.write_trace(step, stage.trace.own(stage.meter.spans, stage.last_rollout))
         # Numbers before the checkpoint: a checkpoint without them would resume after a gap, while lines that lack a
         # checkpoint are cut off on resuming.
-        log.write(step, values := self.watched(step, stage.meter.reduce()))
+        log.write(step, values := self.watched(step, stage))
         self._act(stage, step)
         self._keep_best(stage, step, values)
         ends = not is_last and self._best.exhausted
@@ -296,9 +296,10 @@ class TrainingRun:
                 " weights: make room or fix the cause, and --run.resume auto writes the model again"
             ) from failure
 
-    def watched(self, step: int, values: dict[str, float]) -> dict[str, float]:
-        """Return a step's metrics with those that are alarms. Print and record the alarms that go off."""
-        for alarm in self._alarms.watch(step, values):
+    def watched(self, step: int, stage: Stage) -> dict[str, float]:
+        """Return a step's metrics, reduced, with those that are alarms. Print and record the alarms that go off."""
+        values = stage.meter.reduce()
+        for alarm in self._alarms.watch(step, values, stage.notes):
             say(f"ALARM: {alarm.message}")
             if rank() == 0:
                 with one_line(self.folder):

@@ -1,6 +1,7 @@
 """DeepSpeed's own settings: which are refused, and which pass."""
 
 import pytest
+import torch
 from user import User
 
 
@@ -42,6 +43,15 @@ def test_settings_of_sharded_weights_need_weights_that_are_sharded(user: User) -
         message = user.refused("--engine.deepspeed", section, "--engine.zero_stage", "2", ranks=2)
         assert given.partition(":")[0] in message and message.endswith("set engine.zero_stage to 3")
         assert user.train("--engine.deepspeed", section, ranks=2).engine.zero_stage == 3
+
+
+def test_updates_that_bfloat16_would_round_away_are_refused(user: User) -> None:
+    """Adam moves a weight by about the learning rate; half a unit in the last place of 0.02 is more than 1e-6."""
+    assert torch.tensor(0.02, dtype=torch.bfloat16) - 1e-6 == torch.tensor(0.02, dtype=torch.bfloat16)
+    given = "--engine.deepspeed", "{bf16: {bf16_master_weights_and_grads: true}}"
+    assert user.refused(*given).endswith("at policy.lr 1e-06 most updates would round to nothing in bfloat16: take it"
+                                         " out, or set policy.lr to 4e-05 or more")  # fmt: skip
+    assert user.train(*given, "--policy.lr", "1e-4").policy.lr == 1e-4
 
 
 def test_deepspeed_keys_that_belong_to_nobody_pass(user: User) -> None:

@@ -4,6 +4,7 @@ symptoms.py defines the symptoms. Some alarms are also metrics (`health/alarm`, 
 step's metrics.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from hybrid_grpo.config import AlarmConfig, AlarmsConfig, GuardConfig, ModelRunConfig
@@ -95,8 +96,9 @@ class Alarms:
             limit.action == "skip" and self._bad.get(name, 0) + 1 >= limit.patience for name, limit in limits.items()
         )
 
-    def watch(self, step: int, values: dict[str, float]) -> list[AlarmRecord]:
-        """Check a step's metrics, add the alarms that are metrics to `values`, and return the alarms that go off."""
+    def watch(self, step: int, values: dict[str, float], notes: Mapping[str, str] | None = None) -> list[AlarmRecord]:
+        """Check a step's metrics, add the alarms that are metrics to `values`, and return the alarms that go off.
+        `notes` is what an alarm says beside its number, by its name."""
         signs = self._signs(values)
         self._add_numbers(values, signs)
         bad = self._bad_signs(signs)
@@ -110,7 +112,7 @@ class Alarms:
             at_once = name == NON_FINITE and step == self._last_step and limit.action != "say"
             if count < (1 if at_once else limit.patience):
                 continue
-            record = AlarmRecord(step, name, self._since[name], self._message(name, sign), limit.action)
+            record = AlarmRecord(step, name, self._since[name], self._message(name, sign, notes or {}), limit.action)
             # An alarm is reported once each time it begins.
             records += [record] if count <= limit.patience else []
             self._due += [record] if limit.action in ("stop", "roll_back") else []
@@ -179,7 +181,7 @@ class Alarms:
         bad = {name for name, sign in signs.items() if _is_bad(self._limits[name], sign.value)}
         return {name for name in bad if not _CAUSES.get(name, set()) & bad}
 
-    def _message(self, name: str, sign: Sign) -> str:
+    def _message(self, name: str, sign: Sign, notes: Mapping[str, str]) -> str:
         limit, count = self._limits[name], self._bad[name]
         if name == NON_FINITE:
             return f"{name}: {sign.words} ({count} {'step' if count == 1 else 'steps'} in a row; guard.non_finite)"
@@ -188,7 +190,8 @@ class Alarms:
         what = "evaluations" if name == "held_out" else "steps"
         many = "" if limit.patience == 1 else f" for {count} {what}"
         setting = f"alarms.numbers {name}" if name in self._config.numbers else f"alarms.{name}"
-        return f"{name}: {sign.words} ({sign.value:.4g}, {bound}{many}; {setting})"
+        note = f": {notes[name]}" if name in notes else ""
+        return f"{name}: {sign.words}{note} ({sign.value:.4g}, {bound}{many}; {setting})"
 
     def _add_numbers(self, values: dict[str, float], signs: dict[str, Sign]) -> None:
         """Add to `values` the alarms that are also metrics, and the gap between training and held-out reward."""

@@ -136,6 +136,7 @@ def rise(start: float, end: float, step: int, steps: int = 10) -> float:
     ({"parity/logp_abs_diff_mean": 0.06, "policy/ratio_max": 5000.0}, {"parity": 31}),
     ({"completion/duplicate_frac": 0.8, "group/zero_std_frac": 0.95, "group/all_right_frac": 0.0}, {"duplicates": 35}),
     ({"completion/duplicate_frac": 0.8, "completion/length_mean": 6.0}, {}),
+    ({"policy/frozen_tensors": 2.0}, {"frozen_tensors": 31}),
     ({"throughput/generated_tokens_per_s": 150.0}, {"throughput_drop": 40}),
     ({"throughput/generated_tokens_per_s": 150.0, "time/profiled": 1.0}, {}),
     ({"throughput/generated_tokens_per_s": lambda k: 1000.0 if k % 8 else 50.0}, {}),
@@ -157,6 +158,14 @@ def test_a_symptom_that_begins_at_step_31_raises_its_alarm_and_no_other(changed,
     assert {alarm.alarm: alarm.step for alarm in said} == raised
     assert all(alarm.message.startswith(f"{alarm.alarm}: ") for alarm in said)
     assert all(alarm.since == 31 for alarm in said if alarm.alarm not in ("reward_hacking", "held_out"))
+
+
+def test_an_alarm_names_what_its_number_counts():
+    (said,) = alarms().watch(1, {"policy/frozen_tensors": 2.0}, {"frozen_tensors": "not moved: a.weight, b.weight"})
+    assert said.message == (
+        "frozen_tensors: tensors that should be trained stay as they are: not moved: a.weight, b.weight (2, above 0;"
+        " alarms.frozen_tensors)"
+    )
 
 
 def test_groups_and_rewards_say_nothing_where_the_policy_does_not_need_them():
@@ -249,7 +258,8 @@ def test_a_resumed_run_knows_its_best_evaluation(tmp_path, capsys):
     stage = Stage()
     stage.policy, stage.parts = SimpleNamespace(engine=None, load_state_dict=lambda state: None), {}
     assert run.restore(stage) == 1
-    assert run.watched(2, line(0.6, 0.4))["health/alarm"] == 1.0
+    stage.meter = SimpleNamespace(reduce=lambda: line(0.6, 0.4))
+    assert run.watched(2, stage)["health/alarm"] == 1.0
     assert "held-out accuracy is 0.400 after 0.500 at step 0" in capsys.readouterr().out
 
 
