@@ -79,7 +79,8 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
     from hybrid_grpo.commands.dialogue.text_stream import TextStream
     from hybrid_grpo.generation import Request, stream_key
     from hybrid_grpo.generation.rollout import attention_of, complete, sampling_of
-    from hybrid_grpo.model.loading import check_prompt_ids, load_model
+    from hybrid_grpo.model.limits import check_prompt_ids
+    from hybrid_grpo.model.loading import load_model
     from hybrid_grpo.model.lora import read_adapter, with_adapter
     from hybrid_grpo.run.sampling import Sampler
 

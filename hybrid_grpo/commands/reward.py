@@ -24,7 +24,8 @@ def reward(parsed: Parsed[RewardStageConfig]) -> Path:
     from hybrid_grpo.data.sources import evaluation_source
     from hybrid_grpo.generation.paged_attention import describe
     from hybrid_grpo.model.files import check_files
-    from hybrid_grpo.model.loading import check_lengths, check_prompt_ids, load_tokenizer, weights_fact
+    from hybrid_grpo.model.limits import check_lengths, check_prompt_ids
+    from hybrid_grpo.model.loading import load_tokenizer, weights_fact
     from hybrid_grpo.model.lora import check_lora
     from hybrid_grpo.model.scalar_model import check_scalar, padding_token
     from hybrid_grpo.policy import Scorer

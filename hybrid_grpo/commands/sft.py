@@ -31,7 +31,8 @@ def _sft(parsed: Parsed[SftConfig], doing: Doing) -> Path:
     from hybrid_grpo.commands.stages.sft import SftTrainer
     from hybrid_grpo.generation.paged_attention import describe
     from hybrid_grpo.model.files import check_files
-    from hybrid_grpo.model.loading import check_lengths, check_prompt_ids, load_config, load_tokenizer, weights_fact
+    from hybrid_grpo.model.limits import check_lengths, check_prompt_ids
+    from hybrid_grpo.model.loading import load_config, load_tokenizer, weights_fact
     from hybrid_grpo.model.lora import check_lora
     from hybrid_grpo.policy import Policy
     from hybrid_grpo.run.feature import load_features, make_features

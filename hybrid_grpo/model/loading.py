@@ -4,7 +4,7 @@ Inside `engine.sharded_loading` the weights are loaded into shards; this module 
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -27,7 +27,7 @@ from transformers import (
 from transformers import logging as transformers_logging
 from transformers.integrations import deepspeed as integration
 
-from hybrid_grpo.config import PolicyConfig, RolloutConfig
+from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.model import hub
 from hybrid_grpo.model.architectures import unsupported
@@ -102,52 +102,6 @@ def _refuse_custom_code(error: Exception, name: str, setting: str) -> None:
             f"{setting} {name} comes with code of its own (auto_map in its configuration), which is not run: use a"
             " model whose code is in transformers"
         ) from error
-
-
-def check_lengths(
-    config: Any,
-    longest: int,
-    lengths: str = "data.max_prompt_tokens + rollout.max_completion_tokens",
-    model: str = "policy.model",
-    what: str = "the longest prompt with its completion",
-) -> None:
-    """Raise UserError if sequences of `longest` tokens, the length of `what`, exceed the model's
-    `max_position_embeddings`, or a length from which on it computes a token differently in a longer row: longrope
-    rotates all positions by other frequencies, and sparse attention (`index_topk`) chooses keys, where rounding decides
-    between equal scores. `lengths` are the settings that add up to this length; the message begins with `model`."""
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    rope = getattr(text, "rope_parameters", None) or {}
-    limits = [(getattr(text, "max_position_embeddings", None), "positions")]
-    if rope.get("rope_type") == "longrope":
-        original = rope.get("original_max_position_embeddings")
-        limits.append((original, "positions before its rotary embeddings (longrope) change those of shorter sequences"))
-    if {"indexed_attention", "compressed_sparse_attention"} & set(getattr(text, "layer_types", None) or []):
-        limits.append((text.index_topk, "positions before its attention selects some of them (index_topk)"))
-    for limit, of in limits:
-        refuse(
-            limit is not None and longest > limit,
-            f"{model} has {limit} {of}, and {what} is {longest} tokens: limit {lengths} to {limit}",
-        )
-
-
-def check_token_ids(rollout: RolloutConfig, config: Any) -> None:
-    """Raise UserError if a token id in the settings is not below the model's `vocab_size`."""
-    size = config.get_text_config().vocab_size
-    for setting, ids in (("stop_ids", rollout.stop_ids), ("logit_bias", map(int, rollout.logit_bias))):
-        for token in ids:
-            if token >= size:
-                raise UserError(f"rollout.{setting} {token} is not a token of policy.model: its ids end at {size - 1}")
-
-
-def check_prompt_ids(longest: Sequence[list[int]], config: Any) -> None:
-    """Raise UserError if a prompt has a token id that is not below the model's `vocab_size`."""
-    size = config.get_text_config().vocab_size
-    highest = max(map(max, longest))
-    if highest >= size:
-        raise UserError(
-            f"policy.model {config.name_or_path}: its tokenizer gives the token id {highest}, and vocab_size is {size}:"
-            " take the tokenizer that belongs to the model"
-        )
 
 
 def _is_mxfp4(config: Any) -> bool:

@@ -10,14 +10,8 @@ from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.model.architectures import check_architecture
 from hybrid_grpo.model.files import check_files
-from hybrid_grpo.model.loading import (
-    check_lengths,
-    check_prompt_ids,
-    check_token_ids,
-    load_config,
-    load_tokenizer,
-    stop_ids,
-)
+from hybrid_grpo.model.limits import check_lengths, check_prompt_ids, check_token_ids
+from hybrid_grpo.model.loading import load_config, load_tokenizer, stop_ids
 from hybrid_grpo.turns.partners import Partners
 
 _SAMPLING = ("temperature", "top_p", "top_k")

@@ -13,7 +13,8 @@ from hybrid_grpo.data.sources import Source, read_rows
 from hybrid_grpo.model import hub, loading
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.files import check_files
-from hybrid_grpo.model.loading import check_lengths, load_model, training_attention
+from hybrid_grpo.model.limits import check_lengths
+from hybrid_grpo.model.loading import load_model, training_attention
 
 
 def test_dropout_is_off_in_the_text_model_of_one_that_takes_images_too(tmp_path):

@@ -13,7 +13,7 @@ from hybrid_grpo.data.batch import MicroBatch, Numbers, TrainBatch
 from hybrid_grpo.features.critic.gae import ValueTargets, critic_advantages, value_loss
 from hybrid_grpo.features.critic.settings import CriticConfig
 from hybrid_grpo.model.compatibility import check_compatible
-from hybrid_grpo.model.loading import check_lengths
+from hybrid_grpo.model.limits import check_lengths
 from hybrid_grpo.model.scalar_model import check_scalar
 from hybrid_grpo.policy import Policy, Scorer
 from hybrid_grpo.run.feature import Feature, Scored

@@ -12,7 +12,8 @@ from hybrid_grpo.data.loader import PromptLoader
 from hybrid_grpo.data.prompts import require_column
 from hybrid_grpo.data.sources import Source, read_rows
 from hybrid_grpo.features.pretraining.settings import PtxConfig
-from hybrid_grpo.model.loading import check_prompt_ids, load_config
+from hybrid_grpo.model.limits import check_prompt_ids
+from hybrid_grpo.model.loading import load_config
 from hybrid_grpo.model.ranks import rank, world_size
 from hybrid_grpo.run.feature import Feature
 

@@ -23,7 +23,8 @@ from hybrid_grpo.features.teacher.divergence import NextTokens, most_likely, rev
 from hybrid_grpo.features.teacher.settings import TeacherConfig
 from hybrid_grpo.model.architectures import undecodable
 from hybrid_grpo.model.compatibility import check_compatible
-from hybrid_grpo.model.loading import check_lengths, check_prompt_ids, load_config, load_model, training_attention
+from hybrid_grpo.model.limits import check_lengths, check_prompt_ids
+from hybrid_grpo.model.loading import load_config, load_model, training_attention
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.upload import upload
 from hybrid_grpo.policy import Policy

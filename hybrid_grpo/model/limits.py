@@ -1,0 +1,53 @@
+"""What a model's configuration allows: lengths of sequences, and tokens of its vocabulary."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from hybrid_grpo.config import RolloutConfig
+from hybrid_grpo.config.errors import UserError, refuse
+
+
+def check_lengths(
+    config: Any,
+    longest: int,
+    lengths: str = "data.max_prompt_tokens + rollout.max_completion_tokens",
+    model: str = "policy.model",
+    what: str = "the longest prompt with its completion",
+) -> None:
+    """Raise UserError if sequences of `longest` tokens, the length of `what`, exceed the model's
+    `max_position_embeddings`, or a length from which on it computes a token differently in a longer row: longrope
+    rotates all positions by other frequencies, and sparse attention (`index_topk`) chooses keys, where rounding decides
+    between equal scores. `lengths` are the settings that add up to this length; the message begins with `model`."""
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    rope = getattr(text, "rope_parameters", None) or {}
+    limits = [(getattr(text, "max_position_embeddings", None), "positions")]
+    if rope.get("rope_type") == "longrope":
+        original = rope.get("original_max_position_embeddings")
+        limits.append((original, "positions before its rotary embeddings (longrope) change those of shorter sequences"))
+    if {"indexed_attention", "compressed_sparse_attention"} & set(getattr(text, "layer_types", None) or []):
+        limits.append((text.index_topk, "positions before its attention selects some of them (index_topk)"))
+    for limit, of in limits:
+        refuse(
+            limit is not None and longest > limit,
+            f"{model} has {limit} {of}, and {what} is {longest} tokens: limit {lengths} to {limit}",
+        )
+
+
+def check_token_ids(rollout: RolloutConfig, config: Any) -> None:
+    """Raise UserError if a token id in the settings is not below the model's `vocab_size`."""
+    size = config.get_text_config().vocab_size
+    for setting, ids in (("stop_ids", rollout.stop_ids), ("logit_bias", map(int, rollout.logit_bias))):
+        for token in ids:
+            if token >= size:
+                raise UserError(f"rollout.{setting} {token} is not a token of policy.model: its ids end at {size - 1}")
+
+
+def check_prompt_ids(longest: Sequence[list[int]], config: Any) -> None:
+    """Raise UserError if a prompt has a token id that is not below the model's `vocab_size`."""
+    size = config.get_text_config().vocab_size
+    highest = max(map(max, longest))
+    if highest >= size:
+        raise UserError(
+            f"policy.model {config.name_or_path}: its tokenizer gives the token id {highest}, and vocab_size is {size}:"
+            " take the tokenizer that belongs to the model"
+        )
