@@ -19,16 +19,17 @@ _MOST_ENTRIES = 2**19
 _STEP = re.compile(rb'\{"step": ?(\d+)[,}]')
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Replace a file atomically: readers, even after a crash, see the old or the new text."""
-    replace_bytes(path, text.encode("utf-8", errors="replace"))
+def replace_text(path: Path, text: str, *, of_a_stranger: bool = False) -> None:
+    """Replace a file atomically: readers, even after a crash, see the old or the new text. In a folder `of_a_stranger`
+    the draft may be a link to the user's own files, or a pipe: then nothing is written, and OSError is raised."""
+    replace_bytes(path, text.encode("utf-8", errors="replace"), of_a_stranger=of_a_stranger)
 
 
-def replace_bytes(path: Path, content: Any) -> None:
+def replace_bytes(path: Path, content: Any, *, of_a_stranger: bool = False) -> None:
     """Like `replace_text`, but for bytes."""
     draft = path.with_name(f".{path.name}.draft")
-    # In a folder from a stranger the draft may be a link to the user's own files, or a pipe.
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK if of_a_stranger else 0
     with open(os.open(draft, flags, 0o666), "wb") as file:
         file.write(content)
         file.flush()

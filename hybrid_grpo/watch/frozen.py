@@ -56,7 +56,7 @@ def write_report(folder: Path) -> Path:
     path = folder / "report.html"
     text = _in_one_file(run.name, _frozen(run, Answers(folders)))
     try:
-        replace_text(path, text)
+        replace_text(path, text, of_a_stranger=True)
     except OSError as error:
         problem = f"{error.filename or path} cannot be written: {error.strerror}"
         raise UserError(f"{problem}: remove what is in its place, or make room") from None
