@@ -2,10 +2,10 @@
 
     python benchmarks/families.py [--only lfm2,qwen3_5_text] [--steps 250] [--json FILE]
 
-Each model is trained on supervised pairs and then by GRPO, as the quickstart does. Printed are held-out accuracy before
-and after, the gap between sampler and training forward, and seconds a step. `--resume` also kills a run of 12 steps by
-SIGKILL in its 8th step and lets it go on: metrics that are no times, and the model, must be those of a run that was not
-killed; and it compares the rollouts of one rank with those of two.
+Each model is trained on supervised pairs, as long as WARM_UP says, and then by GRPO, as the quickstart does. Printed are
+held-out accuracy before and after, the gap between sampler and training forward, and seconds a step. `--resume` also
+kills a run of 12 steps by SIGKILL in its 8th step and lets it go on: metrics that are no times, and the model, must be
+those of a run that was not killed; and it compares the rollouts of one rank with those of two.
 """
 
 from __future__ import annotations
@@ -53,6 +53,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+WARM_UP = {"qwen3": 50, "lfm2": 100, "qwen3_5_text": 100, "nemotron_h": 100, "falcon_h1": 100}
+"""Steps of supervised training that leave something to learn, by family; 50 for others."""
+
+
 def write_model(family: str, folder: Path) -> None:
     """A model with random weights, and the quickstart's tokenizer."""
     import quickstart_task
@@ -92,7 +96,13 @@ def train(family: str, folder: Path, steps: int) -> dict[str, Any]:
         write_model(family, folder / "model")
         run([sys.executable, str(SCRIPTS / "quickstart_task.py"), str(task)], log)
         data = ("--policy.model", str(folder / "model"), "--data.path", str(task / "sft.jsonl"))
-        run(command("sft", "quickstart_sft.yaml", 2, "--run.dir", str(folder), "--run.name", "sft", *data), log)
+        steps_of_sft = ("--run.steps", str(WARM_UP.get(family, 50)))
+        run(
+            command(
+                "sft", "quickstart_sft.yaml", 2, "--run.dir", str(folder), "--run.name", "sft", *data, *steps_of_sft
+            ),
+            log,
+        )
     grpo(folder, "grpo", 2, steps, log)
     rows = [json.loads(line) for line in (folder / "grpo/metrics.jsonl").read_text().splitlines()]
     accuracy = [row["eval/heldout/accuracy"] for row in rows if "eval/heldout/accuracy" in row]

@@ -36,6 +36,9 @@ LIMIT = 12
 """Tokens of each completion that is decoded."""
 LONG = (150, [60, 90])
 """Length of a prompt and of its completions that are trained on, but not decoded."""
+UNBOUNDED = ("nemotron_h", "zamba2")
+"""Their `generate()` leaves out the bounds of Mamba 2's step sizes, which their forward has: tokens are compared with
+those of the forward."""
 CPU = torch.device("cpu")
 Row = tuple[list[int], list[int]]
 """A prompt and a completion."""
@@ -143,8 +146,13 @@ def _texts(lengths: list[int], seed: int = 0) -> list[list[int]]:
     return [[rng.randrange(6, VOCABULARY) for _ in range(length)] for length in lengths]
 
 
+@torch.no_grad()
 def _generated(plain: Any, prompt: list[int]) -> list[int]:
     ids = torch.tensor([prompt])
+    if plain.config.model_type in UNBOUNDED:
+        for _ in range(LIMIT):
+            ids = torch.cat([ids, plain(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+        return ids[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
     options = {"max_new_tokens": LIMIT, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     tokens: list[int] = plain.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
     return tokens
