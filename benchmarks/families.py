@@ -2,10 +2,10 @@
 
     python benchmarks/families.py [--only lfm2,qwen3_5_text] [--steps 250] [--json FILE]
 
-Each model is trained on supervised pairs, as long as WARM_UP says, and then by GRPO, as the quickstart does. Printed are
-held-out accuracy before and after, the gap between sampler and training forward, and seconds a step. `--resume` also
-kills a run of 12 steps by SIGKILL in its 8th step and lets it go on: metrics that are no times, and the model, must be
-those of a run that was not killed; and it compares the rollouts of one rank with those of two.
+Each model is trained on supervised pairs, as long as WARM_UP says, and then by GRPO, as the quickstart does. Printed
+are held-out accuracy before and after, the gap between sampler and training forward, and seconds a step. `--resume`
+also kills a run of 12 steps by SIGKILL in its 8th step and lets it go on: metrics that are no times, and the model,
+must be those of a run that was not killed; and it compares the rollouts of one rank with those of two.
 """
 
 from __future__ import annotations

@@ -22,3 +22,4 @@ accuracy = [row["eval/heldout/accuracy"] for row in rows if "eval/heldout/accura
 completions = max(row.get("progress/completions", 0) for row in rows)
 print(json.dumps({"accuracy": [accuracy[0], accuracy[-1]], "completions": completions, "seconds": int(sys.argv[2])}))
 END
+[ -s "$json" ] || { rm -f "$json"; echo "the quickstart left no metrics" >&2; exit 1; }

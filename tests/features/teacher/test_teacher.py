@@ -178,8 +178,8 @@ def test_the_longest_that_a_teacher_reads_is_as_long_as_it_can(monkeypatch: Any,
     monkeypatch.setattr(teachers, "check_prompt_ids", lambda *_: None)
     longest = 50 + (40 if column else 30)
     for positions in (longest, longest - 1):
-        text = SimpleNamespace(vocab_size=9)
-        model = SimpleNamespace(max_position_embeddings=positions, get_text_config=lambda text=text: text)
+        text = SimpleNamespace(vocab_size=9, max_position_embeddings=positions)
+        model = SimpleNamespace(get_text_config=lambda text=text, **_: text)
         monkeypatch.setattr(teachers, "load_config", lambda *_, model=model: model)
         if positions == longest:
             check_teacher(config, inputs)
