@@ -33,7 +33,6 @@ _IN_ITS_MODULES = {
     **dict.fromkeys(_DRAFTING, "it drafts for another model, whose keys and values it needs"),
     "dory": "transformers fails to decode several rows of it",
     "emu3": "transformers does not load it as a causal language model",
-    "hyperclovax": "it multiplies logits by the logits_scaling that other models divide them by",
     "inkling_text": "it divides hidden states before its head, and leaves out the end of the vocabulary",
     **dict.fromkeys(("inkling2_text", "inkling2_loop_text"), "it leaves out the end of the vocabulary"),
     **dict.fromkeys(("llama4", "llama4_text"), "its class does not name its base model"),

@@ -41,8 +41,11 @@ class LogitShape:
 
     @classmethod
     def of(cls, config: Any) -> LogitShape:
-        """Read a transformers text configuration: Gemma's soft cap, and the scales of Cohere, Granite and Falcon-H1."""
-        scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1)
+        """Read a transformers text configuration: Gemma's soft cap, and the scales of Cohere, Granite and Falcon-H1.
+        HyperCLOVA X multiplies by what Granite divides by."""
+        scaling = float(getattr(config, "logits_scaling", None) or 1)
+        scale = float(getattr(config, "logit_scale", None) or 1.0)
+        scale *= scaling if getattr(config, "model_type", "") == "hyperclovax" else 1 / scaling
         scale *= float(getattr(config, "lm_head_multiplier", None) or 1.0)
         return cls(scale, getattr(config, "final_logit_softcapping", None))
 

@@ -98,7 +98,6 @@ def test_the_way_out_is_named():
         ("moshi", "window cuts the cache"),
         ("phimoe", "draws its experts at random"),
         # What training would compute of their last hidden states are not their logits.
-        ("hyperclovax", "multiplies logits"),
         ("modernbert-decoder", "head transforms"),
         ("roberta", "head transforms"),
         ("xlstm", "caps its logits"),
