@@ -178,11 +178,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path)
     parser.add_argument("--docs", action="store_true", help="write the lists in docs/rollouts.md")
-    parser.add_argument("--only", nargs="*", help="model types or variants; default: all")
+    parser.add_argument("--only", nargs="*", help="model types or variants; FILE keeps the others; default: all")
     parser.add_argument("--jobs", type=int, default=2)
     arguments = parser.parse_args()
     names = arguments.only or [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]
     start, found = time.perf_counter(), {}
+    if arguments.only and arguments.json and arguments.json.exists():
+        known = json.loads(arguments.json.read_text(encoding="utf-8"))
+        found = {**known["types"], **known["variants"]}
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for name, result in zip(names, pool.map(guarded, names), strict=True):
             found[name] = result

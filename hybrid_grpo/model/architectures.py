@@ -38,6 +38,7 @@ _IN_ITS_MODULES = {
     **dict.fromkeys(("llama4", "llama4_text"), "its class does not name its base model"),
     "moshi": "its window cuts the cache, but not a forward without one",
     "phimoe": "in training it draws its experts at random",
+    "gemma3n": "its tower of images needs timm, with which nobody has proven it",
     "xlstm": "it caps its logits by a setting that other models do not have",
 }
 """Model types that would be trained or decoded wrongly without an error, and why."""
