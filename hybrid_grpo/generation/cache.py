@@ -269,8 +269,8 @@ def cache_for(
     """Create a cache for the `slots` longest sequences at full length, or the largest one that memory allows.
 
     `longest` lists the maximum tokens of each sequence, prompt included, in descending order. On a GPU, room for a
-    prefill and `reserved(slots, pages of the longest)` is kept.
-    Sequences may be `waiting` for answers between turns. Raises UserError if the longest sequence does not fit.
+    prefill and `reserved(slots, pages of the longest)` is kept. `waiting` says whether sequences may wait for answers
+    between turns. Raises UserError if the longest sequence does not fit.
     """
     needs = [-(-tokens // page) + 1 for tokens in longest]
     on_gpu, page_bytes = device.type == "cuda", page * geometry.token_bytes

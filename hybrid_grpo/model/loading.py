@@ -109,6 +109,11 @@ def _is_mxfp4(config: Any) -> bool:
     return (getattr(config, "quantization_config", None) or {}).get("quant_method") == "mxfp4"
 
 
+def dequantizing(config: Any) -> dict[str, Any]:
+    """Return the options of `from_pretrained` that turn four bits in the files into numbers that can be trained."""
+    return {"quantization_config": Mxfp4Config(dequantize=True)} if _is_mxfp4(config) else {}
+
+
 def dequantized(config: Any) -> Any:
     """Make a configuration describe the weights that `load_weights` makes of the files, in place, and return it."""
     if _is_mxfp4(config):
@@ -218,8 +223,7 @@ def load_weights(
     """Load a model through `auto`, one of transformers' AutoModel classes. Raises UserError if weights do not load, are
     missing, are left out, or are not finite. `fresh` maps the names of weights that may be missing to their
     initialisers."""
-    if _is_mxfp4(config):
-        options["quantization_config"] = Mxfp4Config(dequantize=True)
+    options |= dequantizing(config)
     # Wrong shapes are reported below, by name.
     safe = {"ignore_mismatched_sizes": True, "trust_remote_code": False, "weights_only": True}
     options |= {"output_loading_info": True, **safe}

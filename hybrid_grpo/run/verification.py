@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.model.loading import dequantizing, load_config
 from hybrid_grpo.model.ranks import from_first_rank, rank
 from hybrid_grpo.policy import Policy
 
@@ -72,6 +73,7 @@ def _of_transformers(policy: Policy, ids: list[int]) -> Tensor:
         attn_implementation="eager",
         trust_remote_code=False,
         use_safetensors=None if config.pickled_weights else True,
+        **dequantizing(load_config(config.model)),
     )
     logits_TV = model.eval()(torch.tensor([ids]), use_cache=False).logits[0, :-1].float()
     return logits_TV.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None]).squeeze(-1)
