@@ -53,7 +53,7 @@ def test_packings_of_any_kind_leak_nothing(architecture):
             hidden = plain.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
             expected_SD = expected_SD.index_copy(0, torch.tensor(read), hidden)
         scale = expected_SD.abs().max()
-        assert (found_SD - expected_SD).abs().max() < 1e-4 * scale, seed
+        assert (found_SD - expected_SD).abs().max() < 2e-5 * scale, seed
         plain.zero_grad()
         view.zero_grad()
         (found_SD * weight_SD).sum().backward()
@@ -62,4 +62,4 @@ def test_packings_of_any_kind_leak_nothing(architecture):
         for (name, mine), theirs in zip(view.named_parameters(), plain.parameters(), strict=True):
             if theirs.grad is not None:
                 gap = float((mine.grad - theirs.grad).norm()) / max(float(theirs.grad.norm()), 1e-2 * largest)
-                assert gap < 1e-3, (seed, name, gap)
+                assert gap < 2e-4, (seed, name, gap)
