@@ -211,7 +211,8 @@ class DecodeStep:
         return self._cache.states.of("recurrent", layer_idx, state_idx)[: len(self._table)]
 
     def update_recurrent_state(self, state: Tensor, layer_idx: int, state_idx: int = 0, **_: object) -> Tensor:
-        return self.get_recurrent_state(layer_idx, state_idx).copy_(state)
+        own = self.get_recurrent_state(layer_idx, state_idx)
+        return own if state.data_ptr() == own.data_ptr() else own.copy_(state)
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.activations import ACT2FN
 
+from hybrid_grpo.model.kernels import states as kernels
 from hybrid_grpo.model.selection import Selection
 
 Scan = Callable[[tuple[Tensor, ...], Tensor | None], tuple[Tensor, Tensor]]
@@ -207,6 +208,12 @@ def _convolution(
     return out.T[None].to(hidden_states.dtype)
 
 
+def _convolution_step(original: Any, *given: Any, **more: Any) -> Tensor:
+    """`causal_conv1d_update`, which writes its state in place."""
+    out = None if torch.is_grad_enabled() else kernels.causal_conv1d_update(*given, **more)
+    return original(*given, **more) if out is None else out
+
+
 def _delta_rule(
     original: Any,
     query: Tensor,
@@ -234,6 +241,28 @@ def _delta_rule(
 
     out, final = batch.runs.scan(scan, (query[0], key[0], value[0], g[0], beta[0]), initial_state)
     return out[None], final
+
+
+def _delta_step(
+    original: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    batch: Any = None,
+    **more: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The delta rules for one token; all [n, 1, heads, ...]. In our own cache a state may be written in place."""
+    if batch is not None:
+        given = query, key, value, g, beta, initial_state
+        out = kernels.recurrent_delta_rule(*given, unit=use_qk_l2norm_in_kernel)
+        if out is not None:
+            return out, initial_state
+    more |= {"initial_state": initial_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+    return original(query, key, value, g=g, beta=beta, **more)
 
 
 def _mamba2_scan(
@@ -277,17 +306,27 @@ _step_limit: ContextVar[tuple[float, float] | None] = ContextVar("step_limit", d
 
 
 def _mamba2_step(
-    original: Any, state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *given: Any, **more: Any
+    original: Any,
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    batch: Any = None,
+    **more: Any,
 ) -> Any:
     """`mamba2_selective_state_update`. The bounds of step sizes, which transformers leaves out where it decodes, hold
     here as they do in training."""
-    limit = _step_limit.get()
-    more.pop("batch", None)
-    if limit is not None:
-        bias = more.pop("dt_bias", None)
-        dt = dt if bias is None else dt + bias.to(dt.dtype)
-        dt = (F.softplus(dt) if more.pop("dt_softplus", False) else dt).clamp(*limit)
-    return original(state, x, dt, A, B, C, *given, **more)
+    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    dt = F.softplus(dt) if dt_softplus else dt
+    if (limit := _step_limit.get()) is not None:
+        dt = dt.clamp(*limit)
+    out = None if batch is None or more.get("z") is not None else kernels.mamba2_update(state, x, dt, A, B, C, D)
+    return original(state, x, dt, A, B, C, D, **more) if out is None else out
 
 
 def _within_limit(module: Any, forward: Any, *given: Any, **more: Any) -> Any:
@@ -305,7 +344,10 @@ def _no_shortcut(original: Any, *given: Any, batch: StateBatch | None = None, **
 
 REPLACEMENTS: dict[str, Any] = {
     "causal_conv1d_fn": _convolution,
+    "causal_conv1d_update": _convolution_step,
     "torch_chunk_gated_delta_rule": _delta_rule,
+    "torch_recurrent_gated_delta_rule": _delta_step,
+    "recurrent_kimi_delta_attention": _delta_step,
     "chunk_kimi_delta_attention": _delta_rule,
     "mamba2_chunk_scan": _mamba2_scan,
     "mamba2_selective_state_update": _mamba2_step,

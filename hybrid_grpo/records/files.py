@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,24 @@ def replace_folder(target: Path, draft: Path, old: Path) -> None:
     sync(target.absolute().parent)
 
 
-def rollout_files(folder: Path, kind: str = "jsonl") -> dict[int, Path]:
+class FilesByStep(Mapping[int, Path]):
+    """The files of a folder by step, in ascending order. Paths are made when they are asked for: there may be very many
+    files."""
+
+    def __init__(self, folder: Path, names: dict[int, str]) -> None:
+        self._folder, self._names = folder, {step: names[step] for step in sorted(names)}
+
+    def __getitem__(self, step: int) -> Path:
+        return self._folder / self._names[step]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def rollout_files(folder: Path, kind: str = "jsonl") -> FilesByStep:
     """Return the rollout files in a folder by step, in ascending order: texts (`kind` is `jsonl`) or tokens
     (`parquet`). Other files, such as copies, are left out, and so are files in a folder with far too many entries."""
     expression = re.compile(rf"step_(\d{{1,15}})\.{kind}")
@@ -106,9 +123,9 @@ def rollout_files(folder: Path, kind: str = "jsonl") -> dict[int, Path]:
         with os.scandir(folder) as entries:
             names = [entry.name for entry in itertools.islice(entries, _MOST_ENTRIES)]
     except OSError:
-        return {}
-    steps = {int(match[1]): name for name in sorted(names) if (match := expression.fullmatch(name))}
-    return {step: folder / steps[step] for step in sorted(steps)}
+        names = []
+    matches = (expression.fullmatch(name) for name in sorted(names))
+    return FilesByStep(folder, {int(match[1]): match[0] for match in matches if match})
 
 
 def flattened(settings: dict[str, Any], levels: int = 99, longest: int | None = None) -> Iterator[tuple[str, Any]]:

@@ -4,7 +4,7 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +59,7 @@ class Found:
 
 
 def search(
-    files: dict[int, Path],
+    files: Mapping[int, Path],
     query: Query,
     start: tuple[int, int] | None = None,
     limit: int = 200,

@@ -18,7 +18,7 @@ import yaml
 from hybrid_grpo.config.recipes import load_yaml
 from hybrid_grpo.records.alarm_records import ALARMS_FILE, AlarmRecord
 from hybrid_grpo.records.console_log import CONSOLE_FILE
-from hybrid_grpo.records.files import TRACE_FILE, rollout_files
+from hybrid_grpo.records.files import TRACE_FILE, FilesByStep, rollout_files
 from hybrid_grpo.records.json_lines import last_lines, open_file, parse_step
 from hybrid_grpo.records.lock import state_of
 from hybrid_grpo.records.metrics.catalogue import TIME_METRICS, TOKEN_METRICS, find
@@ -96,7 +96,7 @@ class WatchedRun:
         far too large. There are no settings if the file is missing or damaged."""
         return _read_config(self.folder / "config.yaml")
 
-    def rollouts(self) -> dict[int, Path]:
+    def rollouts(self) -> FilesByStep:
         """Return the files of saved completions by step, in ascending order."""
         return self._of("rollouts", rollout_files)
 

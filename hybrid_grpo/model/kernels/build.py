@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hybrid_grpo.model.doing import Doing
 
-_SOURCES = [Path(__file__).with_name(name) for name in ("attention.c", "decoding.c", "softmax.c")]
+_SOURCES = [Path(__file__).with_name(name) for name in ("attention.c", "decoding.c", "softmax.c", "states.c")]
 _HEADER = Path(__file__).with_name("vectors.h")
 # -ffast-math reorders sums, which is fine for logits, and assumes no infinities, which the kernels do not use.
 _FLAGS = ["-O3", "-march=native", "-ffast-math", "-fPIC", "-fopenmp"]
@@ -37,6 +37,10 @@ _ARGUMENTS = {
     "decode_attention": [_POINTER, *_STRIDED * 3, *[_POINTER] * 4, *[_INTEGER] * 7, _REAL, _REAL, _POINTER],
     "decode": [_POINTER] * 7 + [_INTEGER] * 2,
     "sample": [_POINTER] * 5 + [_REAL] + [_INTEGER] * 2,
+    "conv_step": [_POINTER] * 5 + [_INTEGER] * 4,
+    "delta_step": [_POINTER] * 2 + [_POINTER, _INTEGER] * 3 + [_POINTER] * 2 + [_INTEGER] * 7,
+    "mamba_step": [_POINTER] * 3 + [_INTEGER] + [_POINTER] * 2 + [_POINTER, _INTEGER] * 2 + [_POINTER] + [_INTEGER] * 5,
+    "gated_norm": [_POINTER] * 4 + [_REAL] + [_INTEGER] * 2,
     "softmax_add": [_POINTER] * 6 + [_REAL] + [_INTEGER] * 3,
     "softmax_gradient": [_POINTER] * 7 + [_REAL] + [_INTEGER] * 3,
 }

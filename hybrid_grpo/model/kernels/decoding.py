@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_grpo.model.kernels.build import run, usable
+from hybrid_grpo.model.kernels.states import gated_norm
 
 FEW_ROWS = 512
 """Up to this many rows the kernel is at least as fast as torch's matrix product; more do not fit in the cache."""
@@ -26,6 +27,8 @@ def adopt(model: Any) -> None:
             module.forward = MethodType(_linear, module)
         elif kind.__name__.endswith("RMSNorm") and (norm := _norm_of(module)) is not None:
             module.forward = MethodType(norm, module)
+        elif kind.__name__.endswith("RMSNormGated") and _is_gated_norm(module):
+            module.forward = MethodType(gated_norm, module)
 
 
 def _linear(module: Any, x: Tensor) -> Tensor:
@@ -58,6 +61,19 @@ def _norm_of(module: Any) -> Any | None:
         if torch.allclose(norm(module, x), module(x), rtol=1e-5, atol=1e-6):
             return norm
     return None
+
+
+def _is_gated_norm(module: Any) -> bool:
+    """Whether a module computes what `gated_norm` does."""
+    weight, epsilon = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
+    if not isinstance(epsilon, float) or weight is None or weight.dim() != 1 or not usable(weight):
+        return False
+    x = torch.linspace(-2, 3, 4 * len(weight)).view(2, 2, -1)
+    try:
+        expected = module(*x)
+    except TypeError:
+        return False
+    return torch.allclose(gated_norm(module, *x), expected, rtol=1e-5, atol=1e-6)
 
 
 def decode_attention(
