@@ -7,18 +7,32 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.generation.cache import PagedCache
+from hybrid_grpo.model.attention import Options
 from hybrid_grpo.model.kernels.build import run
-from hybrid_grpo.model.kernels.decoding import fits
+from hybrid_grpo.model.kernels.decoding import fits, norm_offset
+from hybrid_grpo.model.kernels.states import WIDEST
+
+
+def _pointers(names: str) -> list[tuple[str, Any]]:
+    return [(name, ctypes.c_void_p) for name in names.split()]
+
+
+def _integers(names: str) -> list[tuple[str, Any]]:
+    return [(name, ctypes.c_int64) for name in names.split()]
+
+
+class _DeltaNet(ctypes.Structure):
+    """`struct delta_net` of decoding.c."""
+
+    _fields_ = _pointers("qkv z b a conv conv_bias dt_bias log_rate norm out conv_state state")
 
 
 class _Layer(ctypes.Structure):
     """`struct layer` of decoding.c."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("norm", "q", "q_bias", "k", "k_bias", "v", "v_bias", "q_norm")),
-        *((name, ctypes.c_void_p) for name in ("k_norm", "o", "o_bias", "mlp_norm", "gate", "up", "down")),
-        *((name, ctypes.c_void_p) for name in ("keys", "values")),
-        ("window", ctypes.c_int64),
+        *_pointers("norm q q_bias k k_bias v v_bias q_norm k_norm o o_bias mlp_norm gate up down keys values delta"),
+        *_integers("window"),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
     ]
@@ -28,9 +42,11 @@ class _Model(ctypes.Structure):
     """`struct model` of decoding.c."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("embedding", "norm", "head", "head_bias", "layers")),
-        *((name, ctypes.c_int64) for name in ("count", "vocabulary", "hidden", "heads", "kv", "d", "inner", "page")),
+        *_pointers("embedding norm head head_bias layers"),
+        *_integers("count vocabulary hidden heads kv d inner page rotated gated"),
+        *_integers("delta_heads delta_key_heads dk dv kernel"),
         ("epsilon", ctypes.c_float),
+        ("offset", ctypes.c_float),
     ]
 
 
@@ -40,34 +56,52 @@ class CpuStep:
     def __init__(self, model: Any, cache: PagedCache) -> None:
         base, head = model.base_model, model.get_output_embeddings()
         self._rotary, self._cache = base.rotary_emb, cache
-        attended = cache.geometry.attention
-        layers = zip(base.layers, cache.keys, cache.values, attended, strict=True)
-        self._layers = (_Layer * len(attended))(
-            *(
-                _Layer(*_addresses(*weights(layer), keys, values), o.window, o.scale, o.softcap)
-                for layer, keys, values, o in layers
-            )
-        )
-        attention, mlp = base.layers[0].self_attn, base.layers[0].mlp
+        self._deltas: list[_DeltaNet] = []
+        attended = iter(zip(cache.keys, cache.values, cache.geometry.attention, strict=True))
+        self._layers = (_Layer * len(base.layers))(
+            *(self._delta_layer(layer, at) if has_delta(layer) else _attention_layer(layer, *next(attended))
+              for at, layer in enumerate(base.layers))
+        )  # fmt: skip
+        attention = next(layer.self_attn for layer in base.layers if not has_delta(layer))
         self._vocabulary, hidden = head.weight.shape
-        d, inner = attention.head_dim, len(mlp.up_proj.weight)
-        heads, kv = len(attention.q_proj.weight) // d, len(attention.k_proj.weight) // d
+        d, inner = attention.head_dim, len(base.layers[0].mlp.up_proj.weight)
+        heads, kv, gated = attention.o_proj.in_features // d, len(attention.k_proj.weight) // d, is_gated(attention)
+        delta = next((_delta_sizes(layer.linear_attn) for layer in base.layers if has_delta(layer)), (0,) * 5)
+        self._rope = self._rope_of(1)
         self._model = _Model(
             *_addresses(base.embed_tokens.weight, base.norm.weight, head.weight, head.bias),
             ctypes.addressof(self._layers),
-            *(len(attended), self._vocabulary, hidden, heads, kv, d, inner, cache.page),
-            base.norm.variance_epsilon,
+            *(len(base.layers), self._vocabulary, hidden, heads, kv, d, inner, cache.page),
+            *(self._rope.shape[1] // 2, gated, *delta, epsilon_of(base.norm), norm_offset(base.norm)),
         )
-        self._row = 2 * hidden + 2 * heads * d + 2 * kv * d + 2 * inner
+        delta_heads, key_heads, dk, dv, _ = delta
+        mixer = heads * d * (2 + gated) + 2 * kv * d
+        of_delta = 4 * key_heads * dk + 4 * delta_heads * dv + 2 * delta_heads
+        self._row = 2 * hidden + 2 * inner + max(mixer, of_delta)
         self._memory = torch.empty(0)
-        self._rope = torch.empty(0, 2 * d)
+
+    def _delta_layer(self, layer: Any, at: int) -> _Layer:
+        net, states = layer.linear_attn, self._cache.states
+        self._deltas.append(
+            _DeltaNet(
+                *_addresses(net.in_proj_qkv.weight, net.in_proj_z.weight, net.in_proj_b.weight, net.in_proj_a.weight),
+                *_addresses(net.conv1d.weight, net.conv1d.bias, net.dt_bias, net.A_log, net.norm.weight),
+                *_addresses(net.out_proj.weight, states.of("conv", at, 0), states.of("recurrent", at, 0)),
+            )
+        )
+        mlp = dict(zip(("mlp_norm", "gate", "up", "down"), _addresses(*mlp_weights(layer)), strict=True))
+        norm = layer.input_layernorm.weight.data_ptr()
+        return _Layer(norm=norm, **mlp, delta=ctypes.addressof(self._deltas[-1]))
+
+    def _rope_of(self, positions: int) -> Tensor:
+        """Return cosines and sines, [positions, 2 * rotated]."""
+        return torch.cat([t[0] for t in self._rotary(torch.empty(0), torch.arange(positions)[None])], dim=-1)
 
     def __call__(self, token_n: Tensor, table_nw: Tensor, position_n: Tensor, read: int) -> Tensor:
         """Return logits_nV after each sequence's token, in memory that the next call overwrites; see `DecodeStep`."""
         entries = read * self._cache.page
         if len(self._rope) < entries:
-            position = torch.arange(max(entries, 2 * len(self._rope)))
-            self._rope = torch.cat([t[0] for t in self._rotary(self._rope, position[None])], dim=-1)
+            self._rope = self._rope_of(max(entries, 2 * len(self._rope)))
         n = len(token_n)
         if len(self._memory) < n * (self._row + self._vocabulary):
             self._memory = torch.empty(n * (self._row + self._vocabulary))
@@ -78,22 +112,53 @@ class CpuStep:
         return logits_nV
 
 
+def has_delta(layer: Any) -> bool:
+    """Whether a layer has a Gated DeltaNet in place of attention."""
+    return hasattr(layer, "linear_attn")
+
+
+def is_gated(attention: Any) -> bool:
+    """Whether `q_proj` returns, behind the query of each head, a gate for its output."""
+    return len(attention.q_proj.weight) == 2 * attention.o_proj.in_features
+
+
+def epsilon_of(norm: Any) -> float | None:
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+
+
 def fitting(model: Any, cache: PagedCache) -> bool:
-    """Whether the kernel has room for the shapes of a recognised model's attention."""
-    attention, (kv, d) = model.base_model.layers[0].self_attn, cache.keys[0].shape[2:]
-    return fits(len(attention.q_proj.weight) // d // kv, cache.page, d)
+    """Whether the kernel has room for the shapes of a recognised model."""
+    attention = next(layer.self_attn for layer in model.base_model.layers if not has_delta(layer))
+    kv, d = cache.keys[0].shape[2:]
+    widths = [max(_delta_sizes(layer.linear_attn)[2:4]) for layer in model.base_model.layers if has_delta(layer)]
+    return fits(attention.o_proj.in_features // d // kv, cache.page, d) and max(widths, default=0) <= WIDEST
 
 
 def weights(layer: Any) -> tuple[Tensor | None, ...]:
-    """Return the weights of a layer in the order of `struct layer`."""
-    attention, mlp = layer.self_attn, layer.mlp
+    """Return the weights of a layer with attention in the order of `struct layer`."""
+    attention = layer.self_attn
     q, k, v, o = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
     return (
         *(layer.input_layernorm.weight, q.weight, q.bias, k.weight, k.bias, v.weight, v.bias),
         *(getattr(getattr(attention, name, None), "weight", None) for name in ("q_norm", "k_norm")),
-        *(o.weight, o.bias, layer.post_attention_layernorm.weight),
-        *(mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight),
+        *(o.weight, o.bias, *mlp_weights(layer)),
     )
+
+
+def mlp_weights(layer: Any) -> tuple[Tensor, ...]:
+    mlp = layer.mlp
+    return layer.post_attention_layernorm.weight, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
+
+
+def _attention_layer(layer: Any, keys: Tensor, values: Tensor, options: Options) -> _Layer:
+    addresses = _addresses(*weights(layer), keys, values)
+    return _Layer(*addresses, None, options.window, options.scale, options.softcap)
+
+
+def _delta_sizes(net: Any) -> tuple[int, ...]:
+    """Return the numbers of heads of values and of keys, the widths of keys and of values, and the tokens that the
+    convolution sees."""
+    return net.num_v_heads, net.num_k_heads, net.head_k_dim, net.head_v_dim, net.conv1d.weight.shape[-1]
 
 
 def _addresses(*tensors: Tensor | None) -> list[int | None]:

@@ -1,7 +1,8 @@
 """Fused decode steps for models that compute what Llama does: one C call on a CPU, Triton kernels on a GPU.
 
-Models are tested rather than listed: a model with exactly the parts of a Llama model decodes a few tokens both ways,
-and the fused step is used only if the logits agree. Prefills use the model's own forward.
+On a CPU, attention may have a gate, and Gated DeltaNets may take its place, as in Qwen3.5. Models are tested rather
+than listed: a model with exactly the parts of such a model decodes a few tokens both ways, and the fused step is used
+only if the logits agree. Prefills use the model's own forward.
 """
 
 from typing import Any
@@ -12,19 +13,23 @@ from torch import nn
 from transformers.activations import SiLUActivation
 
 from hybrid_grpo.generation.cache import PagedCache
-from hybrid_grpo.generation.cpu_step import CpuStep, fitting, weights
+from hybrid_grpo.generation.cpu_step import CpuStep, epsilon_of, fitting, has_delta, is_gated, mlp_weights, weights
 from hybrid_grpo.generation.gpu_step import GpuStep
 from hybrid_grpo.generation.paged_attention import decode_step
 from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.model.kernels.build import usable
 
 _MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
-_LAYER = {
-    *("self_attn", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+_MLP = {
     *("mlp", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "mlp.act_fn"),
     *("input_layernorm", "post_attention_layernorm"),
 }
+_ATTENTION = {"self_attn", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"}
 _HEAD_NORMS = {"self_attn.q_norm", "self_attn.k_norm"}
+_DELTA = {
+    *("linear_attn", "linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_b"),
+    *("linear_attn.in_proj_a", "linear_attn.conv1d", "linear_attn.norm", "linear_attn.out_proj"),
+}
 _ROPE = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings that depend on the position only; other kinds look at the whole batch. A model whose layers have
 different ones names them in a dict."""
@@ -44,7 +49,7 @@ def fused_step(model: Any, cache: PagedCache) -> CpuStep | GpuStep | None:
     on_gpu = gpu.usable(*parameters)
     if not (on_gpu or usable(*parameters)) or not _looks_right(model, cache):
         return None
-    if not on_gpu and not fitting(model, cache):
+    if not (_is_llama(model) if on_gpu else fitting(model, cache)):
         return None
     kind = GpuStep if on_gpu else CpuStep
     if model not in _agreed:
@@ -57,32 +62,44 @@ def _looks_right(model: Any, cache: PagedCache) -> bool:
     base, head = model.base_model, model.get_output_embeddings()
     if {name for name, _ in base.named_children()} != _MODEL or type(head) is not nn.Linear:
         return False
-    kv, d = cache.keys[0].shape[2:]
     layers = list(base.layers)
+    if not cache.keys or not all(_layer_looks_right(layer, base.norm) for layer in layers):
+        return False
+    kv, d = cache.keys[0].shape[2:]
+    with_attention = [layer for layer in layers if not has_delta(layer)]
     return (
         type(base.embed_tokens) is nn.Embedding
         # Some have a type of rotary embedding for each kind of layer.
         and str(getattr(base.rotary_emb, "rope_type", None)) in _ROPE
-        and all(_layer_looks_right(layer, base.norm) for layer in layers)
-        and len({tuple(None if w is None else w.shape for w in weights(layer)) for layer in layers}) == 1
+        and len({tuple(None if w is None else w.shape for w in weights(layer)) for layer in with_attention}) == 1
+        and len({tuple(w.shape for w in mlp_weights(layer)) for layer in layers}) == 1
         and all(pool.shape[2:] == (kv, d) for pool in cache.keys + cache.values)
-        and layers[0].self_attn.head_dim == d
+        and len(cache.keys) == len(with_attention)
+        and with_attention[0].self_attn.head_dim == d
         and all(parameter.is_contiguous() for parameter in model.parameters())
     )
 
 
 def _layer_looks_right(layer: Any, norm: Any) -> bool:
     parts = {name: part for name, part in layer.named_modules() if name}
-    linears = [part for name, part in parts.items() if name.endswith("_proj")]
+    linears = [part for name, part in parts.items() if name.endswith("_proj") or "in_proj" in name]
     norms = [part for name, part in parts.items() if name.endswith("norm")]
+    mixer = _DELTA if has_delta(layer) else _ATTENTION
     return (
-        parts.keys() - _HEAD_NORMS == _LAYER
+        parts.keys() - _HEAD_NORMS == _MLP | mixer
         and all(type(linear) is nn.Linear for linear in linears)
         and layer.mlp.gate_proj.bias is layer.mlp.up_proj.bias is layer.mlp.down_proj.bias is None
         and isinstance(layer.mlp.act_fn, (nn.SiLU, SiLUActivation))
-        and hasattr(layer.self_attn, "head_dim")
-        and hasattr(norm, "variance_epsilon")
-        and all(getattr(part, "variance_epsilon", None) == norm.variance_epsilon for part in norms)
+        and (has_delta(layer) or hasattr(layer.self_attn, "head_dim"))
+        and all(epsilon_of(part) == epsilon_of(norm) is not None for part in norms)
+    )
+
+
+def _is_llama(model: Any) -> bool:
+    """Whether a model that looks right has no part that the step of a GPU lacks."""
+    base = model.base_model
+    return hasattr(base.norm, "variance_epsilon") and not any(
+        has_delta(layer) or is_gated(layer.self_attn) for layer in base.layers
     )
 
 
@@ -93,7 +110,7 @@ def _agrees(kind: type[CpuStep] | type[GpuStep], model: Any, like: PagedCache) -
     """
     far = min(getattr(model.config.get_text_config(), "max_position_embeddings", None) or _FAR, _FAR) - 1
     device = like.device
-    own, other = (PagedCache(like.geometry, 7, like.page, device) for _ in range(2))
+    own, other = (PagedCache(like.geometry, 7, like.page, device, 3, 3) for _ in range(2))
     table = torch.zeros(3, far // like.page + 1, dtype=torch.int32, device=device)
     table[:, 0] = torch.arange(1, 4)
     table[:, -1] = torch.arange(4, 7)

@@ -162,11 +162,18 @@ class Prefill:
         return x if before is None else torch.cat([before.flatten(0, 1).T[None].to(x.dtype), x], dim=2)
 
     def update_recurrent_state(self, state: Tensor, layer_idx: int, state_idx: int = 0, **_: object) -> Tensor:
-        self._cache.states.of("recurrent", layer_idx, state_idx)[self._rows] = state
+        states = self._cache.states.of("recurrent", layer_idx, state_idx)
+        if not _is_written(state, states):
+            states[self._rows] = state
         return state
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
+
+
+def _is_written(state: Tensor, states: Tensor) -> bool:
+    """Whether a layer has written a new state in place, into the memory of `states`."""
+    return state.untyped_storage().data_ptr() == states.untyped_storage().data_ptr()
 
 
 class DecodeStep:
@@ -212,7 +219,7 @@ class DecodeStep:
 
     def update_recurrent_state(self, state: Tensor, layer_idx: int, state_idx: int = 0, **_: object) -> Tensor:
         own = self.get_recurrent_state(layer_idx, state_idx)
-        return own if state.data_ptr() == own.data_ptr() else own.copy_(state)
+        return own if _is_written(state, own) else own.copy_(state)
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False

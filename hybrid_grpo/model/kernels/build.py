@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from hybrid_grpo.model.doing import Doing
 
 _SOURCES = [Path(__file__).with_name(name) for name in ("attention.c", "decoding.c", "softmax.c", "states.c")]
-_HEADER = Path(__file__).with_name("vectors.h")
+_HEADERS = [Path(__file__).with_name(name) for name in ("vectors.h", "states.h")]
 # -ffast-math reorders sums, which is fine for logits, and assumes no infinities, which the kernels do not use.
 _FLAGS = ["-O3", "-march=native", "-ffast-math", "-fPIC", "-fopenmp"]
 _POINTER: Any = ctypes.c_void_p
@@ -73,7 +73,7 @@ def _compiled(compiler: str) -> Path:
     folder = Path(os.environ.get("HYBRID_GRPO_CACHE") or Path.home() / ".cache" / "hybrid_grpo")
     # Link the OpenMP library that torch has loaded: two of them would keep two pools of threads spinning.
     openmp = sorted(map(str, (Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))) or ["-fopenmp"]
-    identity = [*(source.read_text() for source in [_HEADER, *_SOURCES]), compiler, *_FLAGS, *openmp, _processor()]
+    identity = [*(source.read_text() for source in [*_HEADERS, *_SOURCES]), compiler, *_FLAGS, *openmp, _processor()]
     target = folder / f"native_{hashlib.sha256('|'.join(identity).encode()).hexdigest()[:16]}.so"
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)

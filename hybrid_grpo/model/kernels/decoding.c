@@ -3,7 +3,7 @@
  * Plain C with the vector extensions of GCC and Clang, compiled on first use (build.py). The order of every sum does not
  * depend on the number of rows, so a sequence has the same result in any batch.
  */
-#include "vectors.h"
+#include "states.h"
 
 /* Columns c to end of out[m][n] = x[m][k] w[n][k]^T + bias[n]; they stay in the cache while all rows pass. */
 static void columns(float *out, const float *x, const float *w, const float *bias, int64_t m, int64_t n, int64_t k,
@@ -95,11 +95,12 @@ static inline void norm_row(float *out, const float *x, const float *weight, flo
         out[i] = x[i] * scale * (weight[i] + offset);
 }
 
-static void team_rms_norm(float *out, const float *x, const float *weight, float epsilon, int64_t m, int64_t d)
+static void team_rms_norm(float *out, const float *x, const float *weight, float offset, float epsilon, int64_t m,
+                          int64_t d)
 {
     #pragma omp for schedule(static)
     for (int64_t r = 0; r < m; r++)
-        norm_row(out + r * d, x + r * d, weight, 0, epsilon, d);
+        norm_row(out + r * d, x + r * d, weight, offset, epsilon, d);
 }
 
 void rms_norm(float *out, const float *x, const float *weight, float offset, float epsilon, int64_t m, int64_t d)
@@ -202,22 +203,32 @@ void decode_attention(float *out, const float *q, int64_t q_row, int64_t q_head,
         attend(&a, job / kv, job % kv);
 }
 
-/* Normalises a head if there is a weight, and rotates it, halves apart (Su et al., arXiv:2104.09864). */
-static void norm_rotate(float *x, const float *weight, float epsilon, const float *cos, const float *sin, int64_t d)
+/* Normalises a head if there is a weight, and rotates its first `rotated` numbers, halves apart (Su et al.,
+ * arXiv:2104.09864). */
+static void norm_rotate(float *x, const float *weight, float offset, float epsilon, const float *cos, const float *sin,
+                        int64_t rotated, int64_t d)
 {
     if (weight)
-        norm_row(x, x, weight, 0, epsilon, d);
-    for (int64_t i = 0; i < d / 2; i++) {
-        const float a = x[i], b = x[d / 2 + i];
+        norm_row(x, x, weight, offset, epsilon, d);
+    for (int64_t i = 0; i < rotated / 2; i++) {
+        const float a = x[i], b = x[rotated / 2 + i];
         x[i] = a * cos[i] - b * sin[i];
-        x[d / 2 + i] = b * cos[d / 2 + i] + a * sin[d / 2 + i];
+        x[rotated / 2 + i] = b * cos[rotated / 2 + i] + a * sin[rotated / 2 + i];
     }
 }
+
+/* A Gated DeltaNet (Yang et al., arXiv:2412.06464): weights of its products, of the convolution over queries, keys and
+ * values, of its decay and of its gated norm; and the states of the rows. */
+struct delta_net {
+    const float *qkv, *z, *b, *a, *conv, *conv_bias, *dt_bias, *log_rate, *norm, *out;
+    float *conv_state, *state;
+};
 
 struct layer {
     const float *norm, *q, *q_bias, *k, *k_bias, *v, *v_bias, *q_norm, *k_norm, *o, *o_bias;
     const float *mlp_norm, *gate, *up, *down;
     float *keys, *values;
+    const struct delta_net *delta; /* in place of the attention, or null */
     int64_t window;
     float scale, softcap;
 };
@@ -226,53 +237,108 @@ struct model {
     const float *embedding, *norm, *head, *head_bias;
     const struct layer *layers;
     int64_t count, vocabulary, hidden, heads, kv, d, inner, page;
-    float epsilon;
+    int64_t rotated, gated; /* `gated`: behind the query of a head is its gate, whose sigmoid multiplies the output */
+    int64_t delta_heads, delta_key_heads, dk, dv, kernel;
+    float epsilon, offset; /* weights of norms are stored less `offset` */
 };
 
+/* The attention of a layer for t[n][hidden]; returns its output before the last product, [n][heads][d]. */
+static float *team_attention(const struct model *m, const struct layer *l, float *work, const float *t, const float *rope,
+                             const int32_t *table, const int64_t *position, int64_t n, int64_t width)
+{
+    const int64_t d = m->d, wide = m->heads * d, narrow = m->kv * d, group = m->heads / m->kv;
+    const int64_t apart = m->gated ? 2 * d : d;
+    float *q = work, *out = q + n * m->heads * apart, *k = out + n * wide, *v = k + n * narrow;
+    const struct product qkv[] = {{q, l->q, l->q_bias, m->heads * apart}, {k, l->k, l->k_bias, narrow},
+                                  {v, l->v, l->v_bias, narrow}};
+    team_products(qkv, 3, t, n, m->hidden);
+    const struct attention a = {out, q, m->heads * apart, apart, k, narrow, d, v, narrow, d, l->keys, l->values, table,
+                                position, n, m->heads, m->kv, d, m->page, width, l->window, l->scale, l->softcap, 0};
+    #pragma omp for schedule(dynamic, 1)
+    for (int64_t job = 0; job < n * m->kv; job++) {
+        const int64_t row = job / m->kv, h = job % m->kv;
+        const float *cos = rope + row * 2 * m->rotated, *sin = cos + m->rotated;
+        norm_rotate(k + job * d, l->k_norm, m->offset, m->epsilon, cos, sin, m->rotated, d);
+        for (int64_t g = job * group; g < (job + 1) * group; g++)
+            norm_rotate(q + g * apart, l->q_norm, m->offset, m->epsilon, cos, sin, m->rotated, d);
+        attend(&a, row, h);
+        if (m->gated)
+            for (int64_t g = job * group; g < (job + 1) * group; g++)
+                for (int64_t i = 0; i < d; i++)
+                    out[g * d + i] /= 1 + expf(-q[g * apart + d + i]);
+    }
+    return out;
+}
+
+static float softplus(float x)
+{
+    return x > 20 ? x : log1pf(expf(x));
+}
+
+/* The Gated DeltaNet of a layer for t[n][hidden]; returns its output before the last product, [n][heads][dv]. */
+static float *team_delta(const struct model *m, const struct delta_net *l, float *work, const float *t, int64_t n)
+{
+    const int64_t heads = m->delta_heads, dk = m->dk, dv = m->dv, keys = m->delta_key_heads * dk, values = heads * dv;
+    const int64_t mixed = 2 * keys + values;
+    float *qkv = work, *shifted = qkv + n * mixed, *z = shifted + n * mixed, *out = z + n * values;
+    float *b = out + n * values, *a = b + n * heads;
+    const struct product products[] = {{qkv, l->qkv, 0, mixed}, {z, l->z, 0, values}, {b, l->b, 0, heads},
+                                       {a, l->a, 0, heads}};
+    team_products(products, 4, t, n, m->hidden);
+    #pragma omp for schedule(static)
+    for (int64_t row = 0; row < n; row++)
+        conv_row(shifted + row * mixed, qkv + row * mixed, l->conv_state + row * mixed * m->kernel, l->conv, l->conv_bias,
+                 1, mixed, m->kernel);
+    #pragma omp for schedule(static)
+    for (int64_t job = 0; job < n * heads; job++) {
+        const int64_t h = job % heads, from = h / (heads / m->delta_key_heads) * dk;
+        const float *query = shifted + job / heads * mixed + from, *value = shifted + job / heads * mixed + 2 * keys + h * dv;
+        const float log_decay = -expf(l->log_rate[h]) * softplus(a[job] + l->dt_bias[h]);
+        float *own = out + job * dv;
+        delta_head(own, l->state + job * dk * dv, query, query + keys, value, &log_decay, 1, 1 / (1 + expf(-b[job])), 1,
+                   dk, dv);
+        gated_norm_row(own, own, z + job * dv, l->norm, m->epsilon, dv);
+    }
+    return out;
+}
+
 /* A model of the Llama family (Touvron et al., arXiv:2302.13971, section 2.2) for one new token of every sequence:
- * logits[n][vocabulary] of token[n] at position[n], whose cos and sin are rope[n][2][d].
+ * logits[n][vocabulary] of token[n] at position[n], whose cos and sin are rope[n][2][rotated]. Any layer may have a
+ * Gated DeltaNet in place of its attention.
  *
- * `work` holds n * (2 hidden + 2 heads d + 2 kv d + 2 inner) numbers. One team of threads runs all of it: it meets at
+ * `work` holds n * (2 hidden + 2 inner + mixer) numbers, where the mixer of attention takes heads (apart + d) + 2 kv d,
+ * and that of a Gated DeltaNet 2 (2 keys + values) + 2 values + 2 heads. One team of threads runs all of it: it meets at
  * the end of each loop that is shared out, seven times a layer.
  */
 void decode(const struct model *m, float *logits, float *work, const int64_t *token, const float *rope,
             const int32_t *table, const int64_t *position, int64_t n, int64_t width)
 {
-    const int64_t hidden = m->hidden, d = m->d, wide = m->heads * d, narrow = m->kv * d, inner = m->inner;
-    const int64_t group = m->heads / m->kv;
-    float *x = work, *t = x + n * hidden, *q = t + n * hidden, *out = q + n * wide, *k = out + n * wide;
-    float *v = k + n * narrow, *gate = v + n * narrow, *up = gate + n * inner;
+    const int64_t hidden = m->hidden, inner = m->inner;
+    float *x = work, *t = x + n * hidden, *gate = t + n * hidden, *up = gate + n * inner, *mixer = up + n * inner;
     #pragma omp parallel
     {
         #pragma omp for schedule(static)
         for (int64_t row = 0; row < n; row++) {
             memcpy(x + row * hidden, m->embedding + token[row] * hidden, hidden * sizeof(float));
-            norm_row(t + row * hidden, x + row * hidden, m->layers[0].norm, 0, m->epsilon, hidden);
+            norm_row(t + row * hidden, x + row * hidden, m->layers[0].norm, m->offset, m->epsilon, hidden);
         }
         for (int64_t i = 0; i < m->count; i++) {
             const struct layer *l = m->layers + i;
             if (i)
-                team_rms_norm(t, x, l->norm, m->epsilon, n, hidden);
-            const struct product qkv[] = {{q, l->q, l->q_bias, wide}, {k, l->k, l->k_bias, narrow},
-                                          {v, l->v, l->v_bias, narrow}};
-            team_products(qkv, 3, t, n, hidden);
-            const struct attention a = {out, q, wide, d, k, narrow, d, v, narrow, d, l->keys, l->values, table, position,
-                                        n, m->heads, m->kv, d, m->page, width, l->window, l->scale, l->softcap, 0};
-            #pragma omp for schedule(dynamic, 1)
-            for (int64_t job = 0; job < n * m->kv; job++) {
-                const int64_t row = job / m->kv, h = job % m->kv;
-                const float *cos = rope + row * 2 * d, *sin = cos + d;
-                norm_rotate(k + job * d, l->k_norm, m->epsilon, cos, sin, d);
-                for (int64_t g = 0; g < group; g++)
-                    norm_rotate(q + (job * group + g) * d, l->q_norm, m->epsilon, cos, sin, d);
-                attend(&a, row, h);
+                team_rms_norm(t, x, l->norm, m->offset, m->epsilon, n, hidden);
+            const float *out;
+            if (l->delta) {
+                out = team_delta(m, l->delta, mixer, t, n);
+                team_add_product(x, t, out, l->delta->out, 0, n, hidden, m->delta_heads * m->dv);
+            } else {
+                out = team_attention(m, l, mixer, t, rope, table, position, n, width);
+                team_add_product(x, t, out, l->o, l->o_bias, n, hidden, m->heads * m->d);
             }
-            team_add_product(x, t, out, l->o, l->o_bias, n, hidden, wide);
-            team_rms_norm(t, x, l->mlp_norm, m->epsilon, n, hidden);
+            team_rms_norm(t, x, l->mlp_norm, m->offset, m->epsilon, n, hidden);
             team_gated(gate, up, t, l->gate, l->up, n, inner, hidden);
             team_add_product(x, t, gate, l->down, 0, n, hidden, inner);
         }
-        team_rms_norm(t, x, m->norm, m->epsilon, n, hidden);
+        team_rms_norm(t, x, m->norm, m->offset, m->epsilon, n, hidden);
         const struct product head = {logits, m->head, m->head_bias, m->vocabulary};
         team_products(&head, 1, t, n, hidden);
     }

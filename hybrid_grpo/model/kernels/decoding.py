@@ -43,23 +43,33 @@ def _linear(module: Any, x: Tensor) -> Tensor:
 
 
 def _norm_of(module: Any) -> Any | None:
+    offset = norm_offset(module)
+    if offset is None:
+        return None
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+
+    def norm(module: Any, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        weight = module.weight
+        run("rms_norm", out, x, weight, offset, epsilon, x.numel() // len(weight), len(weight))
+        return out
+
+    return norm
+
+
+def norm_offset(module: Any) -> float | None:
+    """Return what an RMS norm adds to its weight, 0 or 1; None if a module computes neither."""
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
     if not isinstance(epsilon, float) or weight is None or weight.dim() != 1 or not usable(weight):
         return None
     x = torch.linspace(-2, 3, 2 * len(weight)).view(2, -1)
+    found, out = module(x), torch.empty_like(x)
     for offset in (0.0, 1.0):
-
-        def norm(module: Any, x: Tensor, offset: float = offset) -> Tensor:
-            x = x.contiguous()
-            out = torch.empty_like(x)
-            weight = module.weight
-            rows = x.numel() // len(weight)
-            run("rms_norm", out, x, weight, offset, epsilon, rows, len(weight))
-            return out
-
-        if torch.allclose(norm(module, x), module(x), rtol=1e-5, atol=1e-6):
-            return norm
+        run("rms_norm", out, x, weight, offset, epsilon, 2, len(weight))
+        if torch.allclose(out, found, rtol=1e-5, atol=1e-6):
+            return offset
     return None
 
 

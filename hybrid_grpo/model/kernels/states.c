@@ -1,9 +1,7 @@
 /* One new token of every sequence through the layers that carry a state, on a CPU in float32: each state is read and
  * written once, in place. The order of every sum does not depend on the number of rows.
  */
-#include "vectors.h"
-
-#define WIDEST 512
+#include "states.h"
 
 /* out[n][channels] = the causal convolution over the last `kernel` tokens, whose newest is x; with `silu` behind it.
  * state[n][channels][kernel] has the tokens before, and then those with x. */
@@ -12,57 +10,8 @@ void conv_step(float *out, const float *x, float *state, const float *weight, co
 {
     #pragma omp parallel for schedule(static) if (n * channels > 1 << 12)
     for (int64_t row = 0; row < n; row++)
-        for (int64_t c = 0; c < channels; c++) {
-            float *s = state + (row * channels + c) * kernel;
-            for (int64_t i = 1; i < kernel; i++)
-                s[i - 1] = s[i];
-            s[kernel - 1] = x[row * channels + c];
-            const float sum = dot(s, weight + c * kernel, kernel) + (bias ? bias[c] : 0);
-            out[row * channels + c] = silu ? sum / (1 + expf(-sum)) : sum;
-        }
-}
-
-/* x[d] times `scale`, to length 1 before where `unit` is set. */
-static void scaled(float *out, const float *x, float scale, int64_t unit, int64_t d)
-{
-    if (unit)
-        scale /= sqrtf(dot(x, x, d) + 1e-6f);
-    for (int64_t i = 0; i < d; i++)
-        out[i] = x[i] * scale;
-}
-
-/* The state[dk][dv] forgets by decay[dk] and takes in what value[dv] adds to what it returns for key[dk], times `strength`;
- * out[dv] is what it then returns for query[dk] (Yang et al., arXiv:2412.06464, equation 10). */
-static void delta(float *out, float *state, const float *query, const float *key, const float *value, const float *decay,
-                  float strength, int64_t dk, int64_t dv)
-{
-    float weight[WIDEST], change[WIDEST];
-    for (int64_t i = 0; i < dk; i++)
-        weight[i] = key[i] * decay[i];
-    memset(change, 0, dv * sizeof(float));
-    add_rows(change, 0, weight, state, dv, dk, dv);
-    for (int64_t j = 0; j < dv; j++)
-        change[j] = (value[j] - change[j]) * strength;
-    int64_t j = 0;
-    for (; j + BLOCK <= dv; j += BLOCK) {
-        vec sum[4] = {{0}, {0}, {0}, {0}};
-        for (int64_t i = 0; i < dk; i++)
-            for (int l = 0; l < 4; l++) {
-                vec *at = (vec *)(state + i * dv + j + l * LANES);
-                *at = decay[i] * *at + key[i] * AT(change, j + l * LANES);
-                sum[l] += query[i] * *at;
-            }
-        for (int l = 0; l < 4; l++)
-            *(vec *)(out + j + l * LANES) = sum[l];
-    }
-    for (; j < dv; j++) {
-        float sum = 0;
-        for (int64_t i = 0; i < dk; i++) {
-            state[i * dv + j] = decay[i] * state[i * dv + j] + key[i] * change[j];
-            sum += query[i] * state[i * dv + j];
-        }
-        out[j] = sum;
-    }
+        conv_row(out + row * channels, x + row * channels, state + row * channels * kernel, weight, bias, silu, channels,
+                 kernel);
 }
 
 /* Gated delta rule: state[n][heads][dk][dv], out[n][heads][dv]; query, key [n][key_heads][dk] and value [n][heads][dv]
@@ -75,12 +24,8 @@ void delta_step(float *out, float *state, const float *query, int64_t query_row,
     #pragma omp parallel for schedule(static)
     for (int64_t job = 0; job < n * heads; job++) {
         const int64_t row = job / heads, h = job % heads, from = h / (heads / key_heads) * dk;
-        float q[WIDEST], k[WIDEST], decay[WIDEST];
-        scaled(q, query + row * query_row + from, 1 / sqrtf(dk), unit, dk);
-        scaled(k, key + row * key_row + from, 1, unit, dk);
-        for (int64_t i = 0; i < dk; i++)
-            decay[i] = channels == 1 && i ? decay[0] : expf(log_decay[job * channels + i]);
-        delta(out + job * dv, state + job * dk * dv, q, k, value + row * value_row + h * dv, decay, strength[job], dk, dv);
+        delta_head(out + job * dv, state + job * dk * dv, query + row * query_row + from, key + row * key_row + from,
+                   value + row * value_row + h * dv, log_decay + job * channels, channels, strength[job], unit, dk, dv);
     }
 }
 
@@ -111,9 +56,6 @@ void mamba_step(float *out, float *state, const float *x, int64_t x_row, const f
 void gated_norm(float *out, const float *x, const float *gate, const float *weight, float epsilon, int64_t rows, int64_t d)
 {
     #pragma omp parallel for schedule(static) if (rows * d > 1 << 12)
-    for (int64_t r = 0; r < rows; r++) {
-        const float *own = x + r * d, *g = gate + r * d, scale = 1 / sqrtf(dot(own, own, d) / d + epsilon);
-        for (int64_t i = 0; i < d; i++)
-            out[r * d + i] = own[i] * scale * weight[i] * g[i] / (1 + expf(-g[i]));
-    }
+    for (int64_t r = 0; r < rows; r++)
+        gated_norm_row(out + r * d, x + r * d, gate + r * d, weight, epsilon, d);
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybrid_grpo.model.kernels.build import run, usable
 
-_WIDEST = 512
+WIDEST = 512
 """Numbers in the widest head of `delta_step`."""
 _ACTIVATIONS = {None: False, "silu": True, "swish": True}
 
@@ -45,7 +45,7 @@ def recurrent_delta_rule(
     heads, dv = value.shape[2:]
     log_decay, beta = log_decay.contiguous(), beta.contiguous()
     heads_dense = all(_of_heads(t) for t in (query, key, value))
-    fits = count == 1 and max(dk, dv) <= _WIDEST and state.shape == (n, heads, dk, dv)
+    fits = count == 1 and max(dk, dv) <= WIDEST and state.shape == (n, heads, dk, dv)
     if not fits or not heads_dense or not _dense(log_decay, beta, state) or not usable(query, key, value):
         return None
     out = value.new_empty(n, 1, heads, dv)

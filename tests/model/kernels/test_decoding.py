@@ -1,17 +1,18 @@
 import subprocess
 import warnings
+from itertools import chain
 
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, MORE_ATTENTION, pair
+from tiny_models import ARCHITECTURES, MORE_ATTENTION, build, pair, tiny_config
 from torch import nn
 
-from hybrid_grpo.generation import GREEDY, Request, Sampling, generate
+from hybrid_grpo.generation import GREEDY, Request, Sampling, decoder, generate
 from hybrid_grpo.generation.cache import Geometry, PagedCache
 from hybrid_grpo.generation.fused_step import fused_step
 from hybrid_grpo.generation.paged_attention import DecodeStep, Prefill, masked_attention
 from hybrid_grpo.generation.sampler import Sampler
-from hybrid_grpo.model.attention import Options
+from hybrid_grpo.model.attention import ATTENTION, Options
 from hybrid_grpo.model.kernels import build as kernels
 from hybrid_grpo.model.kernels import decoding
 
@@ -122,6 +123,47 @@ def test_a_step_is_fused_where_the_model_is_that_of_llama(architecture):
     with torch.inference_mode():
         taken = fused_step(view, cache_of(view))
     assert (taken is not None) == (architecture in ("llama", "mistral", "qwen2", "qwen3"))
+
+
+def with_delta_nets(**changes):
+    """A model like Qwen3.5: gated attention, a rotation of a part of each head, norms that add 1 to their weight."""
+    sizes = {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+    sizes |= {"linear_value_head_dim": 12, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    return build(tiny_config("qwen3_5_text", layers=3, **(sizes | changes)), ATTENTION)
+
+
+@needs_compiler
+def test_a_step_with_delta_nets_is_fused_and_gives_the_tokens_of_its_modules(monkeypatch):
+    view = with_delta_nets()
+    with torch.inference_mode():
+        step = fused_step(view, PagedCache(Geometry.of(view), 3, 32, torch.device("cpu"), 2, 4))
+        assert step is not None
+        requests = [Request([5, 6, 7, 8], [1, 2, 3], limits=[40, 3, 17]), Request([9], [4, 5], limits=[9, 25])]
+        fused = generate(view, requests, Sampling(max_tokens=40), max_slots=3)[0]
+        monkeypatch.setattr(decoder, "fused_step", lambda *_: None)
+        plain = generate(view, requests, Sampling(max_tokens=40), max_slots=3)[0]
+    for one, other in zip(chain(*fused), chain(*plain), strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logp == pytest.approx(other.logp, abs=1e-4)
+
+
+@needs_compiler
+@pytest.mark.parametrize("changed", ["linear_attn.norm", "linear_attn.conv1d", "self_attn"])
+def test_delta_nets_that_compute_something_else_are_left_alone(changed):
+    view = with_delta_nets()
+    for layer in view.model.layers:
+        part = dict(layer.named_modules()).get(changed)
+        if part is not None and changed != "linear_attn.conv1d":
+            own = part.forward
+            part.forward = lambda *given, own=own, **more: louder(own(*given, **more))
+        elif part is not None:
+            layer.linear_attn.activation = "gelu"
+    with torch.inference_mode():
+        assert fused_step(view, PagedCache(Geometry.of(view), 3, 32, torch.device("cpu"), 2, 4)) is None
+
+
+def louder(found):
+    return (found[0] * 1.01, *found[1:]) if isinstance(found, tuple) else found * 1.01
 
 
 @needs_compiler
