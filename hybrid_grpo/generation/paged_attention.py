@@ -162,18 +162,11 @@ class Prefill:
         return x if before is None else torch.cat([before.flatten(0, 1).T[None].to(x.dtype), x], dim=2)
 
     def update_recurrent_state(self, state: Tensor, layer_idx: int, state_idx: int = 0, **_: object) -> Tensor:
-        states = self._cache.states.of("recurrent", layer_idx, state_idx)
-        if not _is_written(state, states):
-            states[self._rows] = state
+        self._cache.states.store(state, self._rows, layer_idx, state_idx)
         return state
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
-
-
-def _is_written(state: Tensor, states: Tensor) -> bool:
-    """Whether a layer has written a new state in place, into the memory of `states`."""
-    return state.untyped_storage().data_ptr() == states.untyped_storage().data_ptr()
 
 
 class DecodeStep:
@@ -218,8 +211,8 @@ class DecodeStep:
         return self._cache.states.of("recurrent", layer_idx, state_idx)[: len(self._table)]
 
     def update_recurrent_state(self, state: Tensor, layer_idx: int, state_idx: int = 0, **_: object) -> Tensor:
-        own = self.get_recurrent_state(layer_idx, state_idx)
-        return own if _is_written(state, own) else own.copy_(state)
+        self._cache.states.store(state, slice(len(state)), layer_idx, state_idx)
+        return state
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False

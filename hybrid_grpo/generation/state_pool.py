@@ -63,6 +63,12 @@ class StatePool:
         """Return a state of all rows, [rows, ...]."""
         return self._states[kind, layer, index]
 
+    def store(self, state: Tensor, rows: Tensor | slice | None, layer: int, index: int) -> None:
+        """Store the recurrent state of some rows, unless the layer has written it in place."""
+        own = self._states["recurrent", layer, index]
+        if state.untyped_storage().data_ptr() != own.untyped_storage().data_ptr():
+            own[rows] = state
+
     def clear(self) -> None:
         """Free all rows. What they hold is overwritten before it is read."""
         self._free = list(range(self._rows - 1, self._slots - 1, -1))
