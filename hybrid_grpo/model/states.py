@@ -40,6 +40,26 @@ class StateBatch(Protocol):
     def runs(self) -> Runs: ...
 
 
+class _WeightedSum(torch.autograd.Function):
+    """The sum over k of x_k times weight[:, k]. It is computed in float32, as the kernels of convolutions do: added up
+    in half precision, sampling and training would round differently."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_CK: Tensor, *x_kSC: Tensor) -> Tensor:
+        ctx.save_for_backward(weight_CK, *x_kSC)
+        total = sum(x_SC.float() * weight_C.float() for x_SC, weight_C in zip(x_kSC, weight_CK.T, strict=True))
+        assert isinstance(total, Tensor)
+        return total.to(weight_CK.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dout_SC: Tensor) -> tuple[Tensor, ...]:
+        weight_CK, *x_kSC = ctx.saved_tensors
+        dout_SC = dout_SC.float()
+        dweight_CK = torch.stack([(dout_SC * x_SC.float()).sum(0) for x_SC in x_kSC], dim=1)
+        dx = ((dout_SC * weight_C.float()).to(weight_CK.dtype) for weight_C in weight_CK.T)
+        return dweight_CK.to(weight_CK.dtype), *dx
+
+
 @dataclass(eq=False)
 class Runs:
     """The sequences of a packed row of tokens.
@@ -60,9 +80,9 @@ class Runs:
         kernel = weight_CK.shape[1]
         rows = [x_SC] if before is None else [x_SC, before.flatten(0, 1).to(x_SC.dtype)]
         padded = torch.cat([*rows, x_SC.new_zeros(1, x_SC.shape[1])])
-        out = x_SC * weight_CK[:, -1]
-        for back in range(1, kernel):
-            out = out + self._tokens_back(back, kernel if before is not None else 0)(padded) * weight_CK[:, -1 - back]
+        behind = kernel if before is not None else 0
+        taps = (self._tokens_back(back, behind)(padded) for back in range(kernel - 1, 0, -1))
+        out: Tensor = _WeightedSum.apply(weight_CK, *taps, x_SC)
         return out if bias_C is None else out + bias_C
 
     def _tokens_back(self, back: int, before: int) -> Selection:
