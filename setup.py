@@ -49,6 +49,8 @@ setup(
     extras_require={
         "clean": ["ftfy>=6.3", "py3langid>=0.3", "rensa>=0.5"],
         "flash": ["flash-attn>=2.7"],
+        # Kernels for Gated DeltaNet and KDA on a GPU, in Triton; transformers takes them where they are installed.
+        "linear-attention": ["flash-linear-attention>=0.5"],
         "lora": ["peft>=0.19"],
         # No requirement of all: its antlr conflicts with that of hydra and omegaconf, in one environment with them.
         "math": ["math-verify[antlr4_13_2]>=0.9"],
