@@ -42,15 +42,15 @@ Engine = Callable[[Workload], AbstractContextManager[Callable[[], list[int]]]]
 def build_model(shape: str, attention: str, device: str) -> Any:
     """A random model, the same one for every engine: the tiny ones in float32, the others in bfloat16."""
     torch.manual_seed(0)
-    config = _tiny_qwen3_5() if shape == "tiny-qwen3.5" else _SHAPES[shape].config
+    config = tiny_qwen3_5() if shape == "tiny-qwen3.5" else _SHAPES[shape].config
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     dtype = torch.float32 if shape.startswith("tiny") else torch.bfloat16
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).eval()
 
 
-def _tiny_qwen3_5() -> Any:
-    """The sizes of `tiny`, with three layers of Gated DeltaNet to one of attention."""
+def tiny_qwen3_5() -> Any:
+    """The configuration of a model of the sizes of `tiny`, with three layers of Gated DeltaNet to one of attention."""
     return AutoConfig.for_model(
         "qwen3_5_text", vocab_size=512, hidden_size=256, intermediate_size=1024, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=2, head_dim=64, linear_num_key_heads=4, linear_num_value_heads=4,

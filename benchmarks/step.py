@@ -14,10 +14,11 @@ and TRL uses its default AdamW, torch's fused one. If lengths are forced, `forci
 step; on our side they are limits of requests and take no time.
 
 `quickstart` is the step of training_scripts/quickstart.sh after its warm-up; completions end by themselves. `ragged`
-forces the lengths of rollout.py's workload of that name. `head` measures memory: every side has a fresh process, alone;
-`plain` is our step with log-probabilities from whole logits. Peak memory is the maximum resident size during a step,
-and `increment` its excess over the memory before. A workload's results replace its earlier results in FILE. Further
-options are passed to both sides as settings of `train`, for example --policy.micro_batch_tokens 4096.
+forces the lengths of rollout.py's workload of that name, `ragged_states` with a model like Qwen3.5. `head` measures
+memory: every side has a fresh process, alone; `plain` is our step with log-probabilities from whole logits. Peak memory
+is the maximum resident size during a step, and `increment` its excess over the memory before. A workload's results
+replace its earlier results in FILE. Further options are passed to both sides as settings of `train`, for example
+--policy.micro_batch_tokens 4096.
 
 `gpu_1.5b` trains the shape of Qwen2.5-1.5B in bfloat16 on the workload `gpu_ragged` of rollout.py, one side after the
 other. TRL keeps float32 weights and computes in bfloat16, as it does by default; ours, which needs ZeRO for bfloat16

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from plan_gpus import MODELS, Shape
+from rollout_engines import tiny_qwen3_5
 from rollout_workloads import WORKLOADS as ROLLOUTS
 
 from hybrid_grpo.config import TrainConfig, to_dict
@@ -105,36 +106,41 @@ def quickstart(folder: Path, seed: int = 0, ragged: bool = False) -> Job:
 
 def ragged(folder: Path) -> Job:
     """The workload of the same name of rollout.py, trained on: 16 prompts x 8, median 50 tokens, at most 256."""
-    return _of_rollout(folder, "ragged", _SMALL)
+    return _of_rollout(folder, "ragged", _SMALL.config)
+
+
+def ragged_states(folder: Path) -> Job:
+    """`ragged` with a model like Qwen3.5: three layers of Gated DeltaNet to one of attention."""
+    return _of_rollout(folder, "ragged", tiny_qwen3_5())
 
 
 def gpu(folder: Path) -> Job:
     """Qwen2.5-1.5B on the workload `gpu_ragged`: 32 prompts x 8, median 300 tokens, at most 1,024."""
-    job = _of_rollout(folder, "gpu_ragged", MODELS["Qwen2.5-1.5B"], dtype="bfloat16")
+    job = _of_rollout(folder, "gpu_ragged", MODELS["Qwen2.5-1.5B"].config, dtype="bfloat16")
     return replace(job, arguments=[*job.arguments, "--policy.gradient_checkpointing", "true"])
 
 
 def toy(folder: Path) -> Job:
     """As small as it gets."""
-    return _of_rollout(folder, "toy", replace(_SMALL, layers=1))
+    return _of_rollout(folder, "toy", replace(_SMALL, layers=1).config)
 
 
-def _of_rollout(folder: Path, name: str, shape: Shape, dtype: str = "float32") -> Job:
+def _of_rollout(folder: Path, name: str, config: Any, dtype: str = "float32") -> Job:
     """A workload of rollout.py, trained on."""
     workload = ROLLOUTS[name]()
     prompts = [len(ids) for ids in workload.prompts]
-    arguments = _forced(folder, prompts, len(workload.lengths[0]), workload.limit, shape, dtype)
+    arguments = _forced(folder, prompts, len(workload.lengths[0]), workload.limit, config, dtype)
     return Job(arguments, max(prompts), workload.lengths)
 
 
 def head(folder: Path) -> Job:
     """The cost of a large vocabulary: 8 sequences of 1,024 tokens, V = 151,936, two layers, in one micro-batch."""
-    arguments = _forced(folder, [64], 8, 960, replace(_SMALL, vocabulary=151_936, layers=2))
+    arguments = _forced(folder, [64], 8, 960, replace(_SMALL, vocabulary=151_936, layers=2).config)
     return Job([*arguments, "--policy.micro_batch_tokens", "8192"], 64, [[960] * 8])
 
 
 def _forced(
-    folder: Path, prompts: list[int], generations: int, limit: int, shape: Shape, dtype: str = "float32"
+    folder: Path, prompts: list[int], generations: int, limit: int, config: Any, dtype: str = "float32"
 ) -> list[str]:
     """A random model, and prompts of the given lengths in the quickstart's letters, its first 29 tokens."""
     from transformers import AutoModelForCausalLM
@@ -144,7 +150,6 @@ def _forced(
 
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
-    config = shape.config
     config.bos_token_id, config.eos_token_id, config.pad_token_id = None, tokenizer.eos_token_id, tokenizer.pad_token_id
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     model.save_pretrained(folder / "model")
@@ -171,6 +176,7 @@ def _forced(
 JOBS: dict[str, Callable[[Path], Job]] = {
     "quickstart": quickstart,
     "ragged": ragged,
+    "ragged_states": ragged_states,
     "head": head,
     "gpu_1.5b": gpu,
     "toy": toy,
