@@ -51,6 +51,8 @@ class Geometry:
     """For each call of attention, the index in `shapes` of its keys and values. Default: each has its own."""
     sinks: bool = False
     """Whether any layer's attention has sinks."""
+    latents: bool = False
+    """Whether pages hold latents, [rank + rope] for each token, in place of keys; values then have no width."""
     states: tuple[StateShape, ...] = ()
     """The states of a sequence: those of its recurrences and convolutions."""
 
@@ -79,7 +81,7 @@ class Geometry:
         with torch.no_grad(), MemoryTracker((*model.parameters(), *model.buffers(), ids)) as tracker:
             cached_forward(model.base_model, ids, ids, seen)
         reading, attention = -(-tracker.peak // _PROBE_TOKENS), tuple(seen.attention)
-        of_layers = tuple(seen.layers), seen.sinks, tuple(seen.states)
+        of_layers = tuple(seen.layers), seen.sinks, seen.latents, tuple(seen.states)
         return cls(tuple(seen.shapes), seen.dtype, attention, reading, *of_layers)
 
 
@@ -105,13 +107,14 @@ class _Seen:
         self.shapes: list[tuple[tuple[int, int], tuple[int, int]]] = []
         self.attention: list[Options] = []
         self.layers: list[int] = []
-        self.sinks = False
+        self.sinks = self.latents = False
         self.states: list[StateShape] = []
         self.dtype = torch.float32
         self.runs = Runs([(0, _PROBE_TOKENS)], [-1], device)
         self._keys: list[ref[Tensor]] = []
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        self._cached = key, value
         return key, value
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
@@ -152,6 +155,16 @@ class _Seen:
         self.dtype, self.sinks = key.dtype, self.sinks or options.sinks is not None
         n, heads, q, _ = query.shape
         return query.new_zeros(n, q, heads, value.shape[3])
+
+    def attend_to_latents(self, query: Tensor, module: Any, options: Options) -> Tensor:
+        latent, rotated = self._cached
+        width = latent.shape[3] + rotated.shape[3]
+        out = self.attend(query, latent, latent, options)
+        assert self.layers[-1] == len(self.shapes) - 1 and self.latents == (len(self.shapes) > 1), (
+            "all layers cache them"
+        )
+        self.latents, self.shapes[-1] = True, ((1, width), (1, 0))
+        return out.new_zeros(*out.shape[:3], module.v_head_dim)
 
 
 class PagedCache:

@@ -6,7 +6,7 @@ from what is cached, or belong to an earlier layer.
 """
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
@@ -24,6 +24,7 @@ from hybrid_grpo.model.attention import (
     ROUNDING,
     Options,
     Segments,
+    absorbed,
     attend,
     flash_attn_with_kvcache,
     has_flash,
@@ -99,8 +100,13 @@ class Prefill:
         return page_N, offset_N
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Return the new keys and values; `attend` will store them."""
-        return key, value
+        """Return the new keys and values; `attend` will store them. Latents are stored now; return all those that the
+        queries may attend to, which the layer will expand."""
+        if not self._cache.geometry.latents:
+            return key, value
+        latents = torch.cat([key, value], dim=-1)
+        latents = self._stored(latents, latents[..., :0])[0]
+        return latents[..., : key.shape[3]], latents[..., key.shape[3] :]
 
     def get_seq_length(self, layer: int = 0) -> int:
         # transformers asks for it; positions are always given explicitly.
@@ -108,7 +114,8 @@ class Prefill:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
         """See `routed_attention`."""
-        key, value = self._stored(key, value)
+        if not self._cache.geometry.latents:
+            key, value = self._stored(key, value)
         if not self._ragged:
             return self._segments.attend(query, key, value, options)
         if has_ragged_kernel(query, options.softcap, options.sinks is not None):
@@ -200,8 +207,13 @@ class DecodeStep:
         return begins, begins * (self._table.shape[1] * self._cache.page)
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Return the new keys and values; `attend` will store them."""
-        return key, value
+        """Return the new keys and values; `attend` will store them. Latents are stored now, and nothing needs to be
+        expanded from them: return those of one row."""
+        if not self._cache.geometry.latents:
+            return key, value
+        self._latents = self._cache.layer(next(self._layers))[0]
+        self._latents[self._written] = torch.cat([key, value], dim=-1)[:, :, 0]
+        return key[:1], value[:1]
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
         """Return the state of every slot, which the layer writes in place."""
@@ -228,6 +240,12 @@ class DecodeStep:
             return decoding.decode_attention(query, key, value, keys, values, self._table, self._position, *options)
         keys[self._written], values[self._written] = key[:, :, 0], value[:, :, 0]
         return self.attend_to(keys, values, query, options)
+
+    def attend_to_latents(self, query: Tensor, module: Any, options: Options) -> Tensor:
+        """Compute attention to the latents that `update` has stored; see `absorbed`."""
+        latents = self._latents[self._table[:, : self._read]].flatten(1, 2).transpose(1, 2)
+        attend = partial(masked_attention, position_nq=self._position[:, None], options=options)
+        return absorbed(query, latents, module, attend)
 
     def attend_to(self, keys: Tensor, values: Tensor, query: Tensor, options: Options) -> Tensor:
         """Compute `attend` after the new tokens are in the layer's cache: `keys` and `values`, [pages, page, kv, d]."""
@@ -316,6 +334,8 @@ def might_follow(half: bool, softcap: float) -> bool:
 def all_follow(geometry: Geometry, device: torch.device) -> bool:
     """Whether `follows_lengths` is true for every layer."""
     for layer, options in zip(geometry.layers, geometry.attention, strict=True):
+        if geometry.latents:
+            return False
         keys = torch.empty(1, 1, *geometry.shapes[layer][0], dtype=geometry.dtype, device=device)
         if not follows_lengths(keys, options.softcap, geometry.sinks):
             return False
@@ -339,6 +359,8 @@ def describe(policy: PolicyConfig, device: torch.device, *, paged: bool = False)
     if paged:
         follows = in_c or follows_lengths(like, softcap, sinks)
         ways["decoding"] = kernel if follows else "torch, on copies of all pages"
+        if getattr(text, "kv_lora_rank", None):
+            ways["decoding"] = "products with latents"
     line = ", ".join(f"{what} by {way}" for what, way in ways.items())
     if on_gpu(device) and "torch," in line:
         cure = "install flash-attn (the extra flash) or torch 2.12"

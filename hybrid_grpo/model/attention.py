@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -65,6 +65,39 @@ class Batch(Protocol):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor: ...
 
 
+@runtime_checkable
+class LatentBatch(Protocol):
+    """A batch that attends to latents in the place of keys and values, where a layer caches those."""
+
+    def attend_to_latents(self, query: Tensor, module: nn.Module, options: Options) -> Tensor: ...
+
+
+def caches_latents(module: nn.Module) -> bool:
+    """Whether a layer expands keys and values from latents by one product (DeepSeek-V2, arXiv:2405.04434 section
+    2.1)."""
+    product = getattr(module, "kv_b_proj", None)
+    return hasattr(module, "expand_kv") and type(product) is nn.Linear and product.bias is None
+
+
+def absorbed(query: Tensor, latents: Tensor, module: Any, attend: Callable[..., Tensor]) -> Tensor:
+    """Compute attention over latents, which all heads share, in place of the keys and values that they would be
+    expanded to: the product that expands keys is applied to the query, the one of values to the result.
+
+    Args:
+        query: [n, heads, q, nope + rope]; latents: [n, 1, k, rank + rope].
+        attend: computes attention [n, q, heads, rank] of a query [n, heads, q, rank + rope], keys and values.
+
+    Returns [n, q, heads, value_dim].
+    """
+    nope, rank = module.qk_nope_head_dim, module.kv_lora_rank
+    weight_HDR = module.kv_b_proj.weight.view(query.shape[1], -1, rank)
+    of_keys_HDR, of_values_HDR = weight_HDR[:, :nope], weight_HDR[:, nope:]
+    rotated = query[..., nope:]
+    query = torch.cat([query[..., :nope] @ of_keys_HDR, rotated], dim=-1)
+    out = attend(query, latents, latents[..., :rank])
+    return torch.einsum("nqhr,hdr->nqhd", out, of_values_HDR)
+
+
 def routed_attention(
     module: nn.Module,
     query: Tensor,
@@ -88,6 +121,8 @@ def routed_attention(
     assert batch is not None, "a forward with this attention is given `batch`"
     scale, width = query.shape[-1] ** -0.5 if scaling is None else scaling, value.shape[-1]
     options = Options(scale, sliding_window or 0, softcap or 0.0, s_aux)
+    if isinstance(batch, LatentBatch) and caches_latents(module):
+        return batch.attend_to_latents(query, module, options), None
     if key.shape[-1] != width:
         # Kernels and pages have one width for keys and values. Zeros at the end change neither logits nor sums.
         widest = max(key.shape[-1], width)

@@ -17,16 +17,24 @@ _ACTIVATIONS = {None: False, "silu": True, "swish": True}
 
 
 def causal_conv1d_update(
-    x_NC1: Tensor, state_NCK: Tensor, weight_CK: Tensor, bias_C: Tensor | None = None, activation: str | None = None
+    hidden_states: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
 ) -> Tensor | None:
-    """Return the causal convolution of one new token of each sequence, [N, C, 1]."""
-    n, channels, count = x_NC1.shape
-    given = x_NC1[:, :, 0], state_NCK, weight_CK, bias_C
-    fits = count == 1 and activation in _ACTIVATIONS and state_NCK.shape == (n, *weight_CK.shape)
+    """Return the causal convolution of one new token of each sequence, [n, C, 1].
+
+    Args:
+        hidden_states: [n, C, 1]; conv_state: [n, C, K], the tokens before; weight: [C, K]; bias: [C].
+    """
+    n, channels, count = hidden_states.shape
+    given = hidden_states[:, :, 0], conv_state, weight, bias
+    fits = count == 1 and activation in _ACTIVATIONS and conv_state.shape == (n, *weight.shape)
     if not fits or not _dense(*given):
         return None
-    out = x_NC1.new_empty(n, 1, channels)
-    run("conv_step", out, *given, _ACTIVATIONS[activation], n, channels, weight_CK.shape[1])
+    out = hidden_states.new_empty(n, 1, channels)
+    run("conv_step", out, *given, _ACTIVATIONS[activation], n, channels, weight.shape[1])
     return out.transpose(1, 2)
 
 
