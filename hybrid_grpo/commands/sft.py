@@ -29,7 +29,7 @@ def _sft(parsed: Parsed[SftConfig], doing: Doing) -> Path:
     from hybrid_grpo import engine
     from hybrid_grpo.commands.stages.pairs import read_pairs
     from hybrid_grpo.commands.stages.sft import SftTrainer
-    from hybrid_grpo.generation.paged_attention import describe
+    from hybrid_grpo.generation.description import describe
     from hybrid_grpo.model.files import check_files
     from hybrid_grpo.model.limits import check_lengths, check_prompt_ids
     from hybrid_grpo.model.loading import load_config, load_tokenizer, weights_fact

@@ -42,7 +42,7 @@ def _train(parsed: Parsed[TrainConfig], plan: BatchPlan, doing: Doing) -> Path:
     config = parsed.config
 
     from hybrid_grpo import engine
-    from hybrid_grpo.generation.paged_attention import describe
+    from hybrid_grpo.generation.description import describe
     from hybrid_grpo.model.loading import weights_fact
     from hybrid_grpo.run.feature import make_features
     from hybrid_grpo.run.folder import say

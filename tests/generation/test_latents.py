@@ -13,7 +13,8 @@ from torch import nn
 from hybrid_grpo.generation import Request, Sampling, generate, stream_key
 from hybrid_grpo.generation.cache import Geometry
 from hybrid_grpo.generation.paged_attention import masked_attention
-from hybrid_grpo.model.attention import ATTENTION, Options, absorbed
+from hybrid_grpo.model.attention import ATTENTION, Options
+from hybrid_grpo.model.latents import absorbed
 
 TYPES = ["deepseek_v3", "glm4_moe_lite"]
 

@@ -17,7 +17,8 @@ from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.data.packing import pack
 from hybrid_grpo.generation import Request, Sampling, generate, paged_attention, stream_key
 from hybrid_grpo.generation import loop as loops
-from hybrid_grpo.generation.paged_attention import describe, follows_lengths
+from hybrid_grpo.generation.description import describe
+from hybrid_grpo.generation.paged_attention import follows_lengths
 from hybrid_grpo.model import attention
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.logprobs import LogprobModel

@@ -1,0 +1,45 @@
+"""Names the attention that trains and the one that decodes, for the start of a run."""
+
+import torch
+
+from hybrid_grpo.config import PolicyConfig
+from hybrid_grpo.generation.paged_attention import follows_lengths
+from hybrid_grpo.model.architectures import has_sinks, layer_configs
+from hybrid_grpo.model.attention import ATTENTION, has_flash, has_ragged_kernel, on_gpu
+from hybrid_grpo.model.kernels.build import usable
+from hybrid_grpo.model.loading import load_config, training_attention
+
+_WIDTHS = ("head_dim", "qk_head_dim", "v_head_dim")
+"""Settings of a configuration that name the width of a head."""
+_WIDEST = 256
+"""Numbers in the widest heads that the GPU kernels support."""
+
+
+def describe(policy: PolicyConfig, device: torch.device, *, paged: bool = False) -> str:
+    """Return a line that names the attention used for training a model and, if `paged`, for decoding it. If a GPU has
+    no kernel for it, the line includes a remedy."""
+    config, dtype = load_config(policy.model), getattr(torch, policy.dtype)
+    training, text = training_attention(policy, config), config.get_text_config()
+    widths = [getattr(layer, name, None) or 0 for layer in layer_configs(config) for name in _WIDTHS]
+    head_dim = max(widths) or text.hidden_size // (getattr(text, "num_attention_heads", 0) or 1)
+    softcap, sinks = getattr(text, "attn_logit_softcapping", None) or 0.0, has_sinks(config)
+    like = torch.empty(1, 1, 1, head_dim, dtype=dtype, device=device)
+    in_c = usable(like)
+    kernel = "C kernels" if in_c else "flash-attn" if has_flash(like) else "torch's varlen_attn"
+    packed = kernel if in_c or not sinks else "torch's varlen_attn"
+    trains = packed if in_c or has_ragged_kernel(like, softcap, sinks) else "torch, one sequence after another"
+    ways = {"training": trains if training == ATTENTION else f"transformers' {training}"}
+    if paged:
+        follows = in_c or follows_lengths(like, softcap, sinks)
+        ways["decoding"] = kernel if follows else "torch, on copies of all pages"
+        if getattr(text, "kv_lora_rank", None):
+            ways["decoding"] = "products with latents"
+    line = ", ".join(f"{what} by {way}" for what, way in ways.items())
+    if on_gpu(device) and "torch," in line:
+        cure = "install flash-attn (the extra flash) or torch 2.12"
+        if head_dim > _WIDEST:
+            cure = f"heads of {head_dim} numbers are wider than {_WIDEST}"
+        elif dtype not in (torch.bfloat16, torch.float16):
+            cure = "set policy.dtype: bfloat16"
+        line += f"; WARNING: slow, because no GPU kernel supports this: {cure}"
+    return line
