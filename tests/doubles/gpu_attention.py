@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from hybrid_grpo.generation import description
 from hybrid_grpo.generation import paged_attention as decoding
 from hybrid_grpo.model import attention as training
 from hybrid_grpo.model.kernels.gpu.launcher import proven
@@ -194,6 +195,7 @@ def install(monkeypatch, *, flash: bool, torch_kernel=varlen_attn) -> None:
     for module in (training, decoding):
         monkeypatch.setattr(module, "varlen_kernel", lambda: torch_kernel)
         monkeypatch.setattr(module, "flash_attn_with_kvcache", flash_attn_with_kvcache if flash else None)
+    for module in (training, decoding, description):
         monkeypatch.setattr(module, "on_gpu", lambda device: True)
     monkeypatch.setattr(training, "varlen_backward", lambda: varlen_attn_backward)
     monkeypatch.setattr(training, "flash_attn_varlen_func", flash_attn_varlen_func if flash else None)
