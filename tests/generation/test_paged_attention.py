@@ -85,9 +85,11 @@ def test_the_decode_loop_in_bfloat16(as_on_a_gpu, architecture, prefill_tokens):
         ]
     )
     assert gaps.isfinite().all()
-    # Rounding to bfloat16; a token too many or too few in the attention makes it more than 0.3 on average. Decoding over
-    # latents rounds other numbers than training, which expands them.
-    assert gaps.mean() < (0.15 if architecture == "deepseek_v3" else 0.06) and gaps.max() < 0.6
+    if architecture == "deepseek_v3":
+        # Decoding over latents rounds other numbers than training: then a token may get other experts.
+        gaps = gaps.sort().values[: int(0.95 * len(gaps))]
+    # Rounding to bfloat16; a token too many or too few in the attention makes it more than 0.3 on average.
+    assert gaps.mean() < 0.06 and gaps.max() < 0.6
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "gemma2", "mistral", "gpt_oss", "mimo_v2_flash"])
