@@ -124,13 +124,14 @@ def test_rewards_run_while_others_are_sampled(tmp_path):
 
 @pytest.mark.parametrize("logprobs, old_logp, first, later", [
     ("softmax", "auto", 1.0, 0.5 / math.exp(-0.8)),
+    ("mask", "auto", 1.0, 0.5 / math.exp(-0.8)),
     ("softmax", "policy", 1.0, 1.0),
     ("sampling", "auto", 1.0, 1.0),
     ("sampling", "sampler", 0.5 / math.exp(-0.8), 0.5 / math.exp(-0.8)),
 ])  # fmt: skip
 def test_whose_logprobs_the_ratios_are_relative_to(logprobs, old_logp, first, later):
     """The sampler recorded -0.8 where the policy says log 1/2, as if another distribution had been drawn from."""
-    run = trainer(Sampler(), {"num_iterations": 2, "old_logp": old_logp, **WIDE}, logprobs=logprobs)
+    run = trainer(Sampler(), {"num_iterations": 2, "old_logp": old_logp, **WIDE}, logprobs=logprobs, top_p=0.9)
     rollout = replaced(run.sample(run.draw_prompts(), 1, lambda *_: None), logp=[-0.8, -0.8])
     old_logp_BT = run.old_logprobs(rollout)
     assert old_logp_BT is not None

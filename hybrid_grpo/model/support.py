@@ -15,9 +15,9 @@ from torch import Tensor
 
 from hybrid_grpo.model.upload import upload
 
-_HIDDEN = -1e15
-"""Logit of a token outside the support. Its probability is exactly 0, and its square, which the gradient of a soft cap
-multiplies by 0, is finite."""
+_HIDDEN = -1e6
+"""Logit of a token outside the support: its probability is exactly 0. Kernels compute the exponential of its rounding
+error, and soft caps its square, and multiply them by 0: both must be finite."""
 _GATHER_BITS = 0x0102040810204080
 """Multiplied by eight bytes that are 0 or 1, it has them as the bits of its highest byte, the first byte lowest."""
 

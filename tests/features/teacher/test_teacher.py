@@ -90,7 +90,7 @@ def test_it_tells_what_it_expects_after_its_own_prompt(
     plain.load_state_dict(model.state_dict())
     cpu = torch.device("cpu")
 
-    def micro_batches(prompts: Any, completions: Any, gradients: bool, places: Any) -> Any:
+    def micro_batches(prompts: Any, completions: Any, gradients: bool, places: Any, supports: Any) -> Any:
         given = prompts, completions, range(len(prompts)), 20, cpu
         return pack(*given, share="on", places=places) if packed else pad(*given, places)
 
@@ -153,7 +153,7 @@ def test_a_teacher_of_another_size_speaks_of_the_tokens_that_both_know(
         teacher=TeacherConfig(model=str(tmp_path / "teacher"), into="loss", offload=offload),
     )
 
-    def micro_batches(prompts: Any, completions: Any, gradients: bool, places: Any) -> Any:
+    def micro_batches(prompts: Any, completions: Any, gradients: bool, places: Any, supports: Any) -> Any:
         return pad(prompts, completions, range(len(prompts)), 20, torch.device("cpu"), places)
 
     policy: Any = SimpleNamespace(engine=None, micro_batches=micro_batches)
