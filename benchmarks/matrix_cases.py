@@ -63,7 +63,7 @@ DIMENSIONS: dict[str, dict[str, Settings]] = {
     "old log-probabilities": {
         "sampler": {},
         "filtered": {"rollout.logprobs": "sampling", "rollout.top_k": 30},
-        "with its mask": {"rollout.logprobs": "mask", "rollout.top_p": 0.9},
+        "with its mask": {"rollout.logprobs": "mask", "rollout.top_p": 0.9, "rollout.logit_bias": {}},
         "truncated": {"grpo.sampler_correction": "truncate"},
         "masked": {"grpo.sampler_correction": "mask"},
     },
