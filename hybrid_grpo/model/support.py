@@ -76,20 +76,20 @@ class HeadColumns:
     """
 
     def __init__(self, support: Support, target_N: np.ndarray, device: torch.device) -> None:
-        used = np.zeros(1 + support.id_K.max(), dtype=np.bool_)
-        used[support.id_K] = True
-        place = np.cumsum(used) - 1
-        self.id_U, self.target_N = upload(np.flatnonzero(used), device), upload(place[target_N], device)
-        self._column_K = upload(place[support.id_K], device)
-        self._row_K = upload(np.repeat(np.arange(len(target_N)), support.count_N), device)
-        self._ends = np.concatenate([[0], np.cumsum(support.count_N)])
+        count_V = np.bincount(support.id_K)
+        place_V = np.cumsum(count_V > 0, dtype=np.int32) - 1
+        self.id_U, self.target_N = upload(np.flatnonzero(count_V), device), upload(place_V[target_N], device)
+        # By column, so that those of a tile are together.
+        self._column_K, order = upload(place_V[support.id_K], device).sort(stable=True)
+        self._row_K = upload(np.repeat(np.arange(len(target_N), dtype=np.int32), support.count_N), device)[order]
+        self._ends = np.concatenate([[0], np.cumsum(count_V[count_V > 0])])
 
     def hide(self, logits: Tensor, rows: slice, columns: slice) -> Tensor:
         """Overwrite the logits of a tile at tokens outside the support of its rows; `columns` are indices in `id_U`."""
-        inside, width = slice(self._ends[rows.start], self._ends[rows.stop]), logits.shape[1]
-        column = self._column_K[inside] - columns.start
-        # Columns of other tiles go to one more column: choosing those of this tile would wait for the device.
-        column = torch.where((column >= 0) & (column < width), column, width)
-        outside = torch.ones(len(logits), width + 1, dtype=torch.bool, device=logits.device)
-        outside[self._row_K[inside] - rows.start, column] = False
-        return logits.masked_fill_(outside[:, :-1], _HIDDEN)
+        inside, height = slice(self._ends[columns.start], self._ends[columns.stop]), len(logits)
+        row = self._row_K[inside] - rows.start
+        # Those of other rows go to one more row: leaving them out would wait for the device.
+        row = torch.where((row >= 0) & (row < height), row, height)
+        outside = torch.ones(height + 1, logits.shape[1], dtype=torch.bool, device=logits.device)
+        outside[row, self._column_K[inside] - columns.start] = False
+        return logits.masked_fill_(outside[:-1], _HIDDEN)
