@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import gpu_attention
+import numpy as np
 import pytest
 import torch
 from host_waits import HostWaits
@@ -24,6 +25,7 @@ from hybrid_grpo.grpo.loss import micro_batch_loss
 from hybrid_grpo.grpo.minibatches import Signals
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.logprobs import LogprobModel
+from hybrid_grpo.model.support import Support
 from hybrid_grpo.model.upload import upload
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.metrics.meter import Meter
@@ -261,7 +263,7 @@ class InBfloat16(Policy):
         self.engine.backward = lambda loss: loss.backward()
 
     def micro_batches(self, prompt_ids, completion_ids, rows, *, gradients, places, supports):
-        return pack(prompt_ids, completion_ids, rows, 60, torch.device("cpu"), share="on")
+        return pack(prompt_ids, completion_ids, rows, 60, torch.device("cpu"), share="on", supports=supports)
 
     def forward(self, micro, temperature, more=None):
         self.forwards.append(len(self.waits.seen))
@@ -273,8 +275,8 @@ class InBfloat16(Policy):
 
 
 @pytest.mark.usefixtures("torch_only")
-@pytest.mark.parametrize("flash", [True, False])
-def test_the_host_waits_for_nothing_between_the_first_forward_and_the_last_step(monkeypatch, flash):
+@pytest.mark.parametrize("flash, filtered", [(True, False), (False, False), (True, True)])
+def test_the_host_waits_for_nothing_between_the_first_forward_and_the_last_step(monkeypatch, flash, filtered):
     """Two optimizer steps with all that a micro-batch may have to do. A host that has waited for a GPU then keeps the
     GPU waiting for the next kernels."""
     gpu_attention.install(monkeypatch, flash=flash)
@@ -293,6 +295,8 @@ def test_the_host_waits_for_nothing_between_the_first_forward_and_the_last_step(
         Completion(ids := tokens(4 + k % 5), [-4.0] * len(ids), ends[k % 3], writer=writers[k % 5])
         for k in range(P * G)
     ]
+    if filtered:
+        rows = [replace(c, support=Support.of([np.unique([token, 1, 2, 3]) for token in c.token_ids])) for c in rows]
     rollout = Rollout(prompts, rows, G)
     given_BT, run.reference = rollout.logp_BT, object()
     # The first forward checks the kernels, where the start of a run has not. What the check saved for its own gradients

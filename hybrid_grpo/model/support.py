@@ -91,5 +91,5 @@ class HeadColumns:
         # Those of other rows go to one more row: leaving them out would wait for the device.
         row = torch.where((row >= 0) & (row < height), row, height)
         outside = torch.ones(height + 1, logits.shape[1], dtype=torch.bool, device=logits.device)
-        outside[row, self._column_K[inside] - columns.start] = False
+        outside.index_put_((row, self._column_K[inside] - columns.start), outside.new_zeros(()))
         return logits.masked_fill_(outside[:-1], _HIDDEN)
