@@ -83,7 +83,8 @@ class _TokenLogprobs(torch.autograd.Function):
         for columns in column_tiles:
             _, weight, bias = _part(weight_VD, bias_V, columns, support)
             for rows in row_tiles:
-                softmax.add(rows, columns.start, _tile(hidden_ND, weight, bias, rows, columns, shape, support))
+                x = logits_of(hidden_ND[rows], weight, bias, slice(None), shape)
+                softmax.add(rows, columns.start, x if support is None else support.hide(x, rows, columns))
         logp_N, entropy_N = softmax.logp_N(), softmax.entropy_N()
         # Under ZeRO-3 the weight is gathered again for backward, so keep the parameter, not its present storage.
         ctx.set_materialize_grads(False)
@@ -111,7 +112,8 @@ class _TokenLogprobs(torch.autograd.Function):
             dweight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight and len(row_tiles) > 1 else None
             dbias = None if dbias_V is None else torch.zeros(len(weight), device=weight.device)
             for rows in row_tiles:
-                x = _tile(hidden_ND, weight, bias, rows, columns, shape, support)
+                x = logits_of(hidden_ND[rows], weight, bias, slice(None), shape)
+                x = x if support is None else support.hide(x, rows, columns)
                 dx = softmax_gradient(
                     x,
                     columns.start,
@@ -146,19 +148,6 @@ def _part(
     """Return the index in the vocabulary of some of the head's columns, and their weights and biases."""
     chosen = columns if support is None else support.id_U[columns]
     return chosen, weight_VD[chosen], None if bias_V is None else bias_V[chosen]
-
-
-def _tile(
-    hidden_ND: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    rows: slice,
-    columns: slice,
-    shape: LogitShape,
-    support: HeadColumns | None,
-) -> Tensor:
-    logits = logits_of(hidden_ND[rows], weight, bias, slice(None), shape)
-    return logits if support is None else support.hide(logits, rows, columns)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
