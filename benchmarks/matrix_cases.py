@@ -63,6 +63,7 @@ DIMENSIONS: dict[str, dict[str, Settings]] = {
     "old log-probabilities": {
         "sampler": {},
         "filtered": {"rollout.logprobs": "sampling", "rollout.top_k": 30},
+        "with its mask": {"rollout.logprobs": "mask", "rollout.top_p": 0.9, "rollout.logit_bias": {}},
         "truncated": {"grpo.sampler_correction": "truncate"},
         "masked": {"grpo.sampler_correction": "mask"},
     },
@@ -137,6 +138,7 @@ REFUSED = [
     ("teacher", _ANY, "source", "stream"),
     ("teacher", "itself", "turns", "environment"),
     ("guests", _ANY, "turns", _ANY),
+    ("guests", "learned", "old log-probabilities", "with its mask"),
     ("guests", _ANY, "source", "stream"),
     ("curriculum", _ANY, "source", "stream"),
 ]

@@ -16,7 +16,7 @@ from transformers.utils import cached_file
 from hybrid_grpo import engine as engines
 from hybrid_grpo.config import EngineConfig, LoraConfig, PolicyConfig, RolloutConfig
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout
-from hybrid_grpo.data.packing import Places, pack, pack_pairs, pad, pad_pairs, token_budget
+from hybrid_grpo.data.packing import Places, Supports, pack, pack_pairs, pad, pad_pairs, token_budget
 from hybrid_grpo.engine import StepResult
 from hybrid_grpo.generation import Journal, OnFinish, OnStep, Request, Sampling, Stats, Turns, Workspace, complete_rest
 from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
@@ -224,15 +224,16 @@ class Policy(TrainedModel):
         *,
         gradients: bool = True,
         places: Places | None = None,
+        supports: Supports | None = None,
     ) -> list[MicroBatch]:
         """Split rows (default: all) into micro-batches within `token_budget`, the same number on every rank. The
-        targets are the completion tokens at the indices `places` (default: all). Collective."""
+        targets are the completion tokens at the indices `places` (default: all); for `supports` see `pack`.
+        Collective."""
         rows = range(len(prompt_ids)) if rows is None else rows
-        budget = self.budget(gradients)
+        given = prompt_ids, completion_ids, rows, self.budget(gradients), self.engine.device
         if self.packs:
-            share, device = self.config.shared_prefix, self.engine.device
-            return pack(prompt_ids, completion_ids, rows, budget, device, share=share, places=places)
-        return pad(prompt_ids, completion_ids, rows, budget, self.engine.device, places)
+            return pack(*given, share=self.config.shared_prefix, places=places, supports=supports)
+        return pad(*given, places, supports)
 
     def forward(self, micro: MicroBatch, temperature: float, more: HeadFunction | None = None) -> tuple[Tensor, ...]:
         """Return the log-probabilities and entropies of the completion tokens, then the outputs of `more` for them,

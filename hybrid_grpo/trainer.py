@@ -61,8 +61,8 @@ class Trainer(Stage):
         self.loader: StepLoader = inputs.training.loader(config, plan, device)
         self.kl = KlController(config.grpo, plan.rows, device)
         self.total = partial(sum_over_ranks, device=device)
-        # The filtered distribution is not the policy's: with its log-probabilities no ratio is 1.
-        self.starts_on_policy = config.recomputes_old_logp or config.rollout.logprobs == "softmax"
+        # The training forward has the recorded distribution, unless it is filtered and its support is not known.
+        self.starts_on_policy = config.recomputes_old_logp or config.rollout.logprobs != "sampling"
         self.parts = {"loader": self.loader, "kl": self.kl}
         self.shards = reference if config.grpo.ref_every else None
 
@@ -227,7 +227,9 @@ class Trainer(Stage):
     def micro_batches(self, rollout: Rollout, rows: Sequence[int], *, gradients: bool = True) -> list[MicroBatch]:
         """Split rows into micro-batches within the token budget, the same number on every rank. Collective."""
         prompts, completions, places = rollout.read_ids
-        return self.policy.micro_batches(prompts, completions, rows, gradients=gradients, places=places)
+        return self.policy.micro_batches(
+            prompts, completions, rows, gradients=gradients, places=places, supports=rollout.supports
+        )
 
     def refresh_reference(self, step: int) -> None:
         """Move the reference toward the policy every `ref_every` steps (iterative GRPO)."""

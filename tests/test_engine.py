@@ -65,6 +65,20 @@ def test_sampler_and_training_forward_agree(alone):
 
 
 @pytest.mark.ranks
+def test_with_the_sampler_s_mask_ratios_are_one_whatever_filters_leave(folder):
+    """And the KL from a reference that is the policy is 0."""
+    (one,), two = ranks(1, "masked", folder), ranks(2, "masked", folder)
+    for name, seen in one.items():
+        assert len(seen["sizes"]) == sum(map(len, seen["tokens"])) and min(seen["sizes"]) < 24
+        assert max(seen["sizes"]) > 1 and (len(set(seen["sizes"])) > 3 or name == "top_k")
+        for metrics in (seen["metrics"], two[0][name]["metrics"]):
+            assert metrics["parity/logp_abs_diff_max"] < 1e-5, name
+            assert abs(metrics["policy/kl"]) < 1e-8
+            assert metrics["policy/grad_norm"] == pytest.approx(seen["metrics"]["policy/grad_norm"], rel=1e-4)
+        assert sorted(two[0][name]["tokens"] + two[1][name]["tokens"]) == sorted(seen["tokens"])
+
+
+@pytest.mark.ranks
 def test_nothing_is_collective_between_gather_and_release(folder):
     first, second = ranks(2, "switch", folder)
     for seen in (first, second):

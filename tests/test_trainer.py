@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import gpu_attention
+import numpy as np
 import pytest
 import torch
 from host_waits import HostWaits
@@ -24,6 +25,7 @@ from hybrid_grpo.grpo.loss import micro_batch_loss
 from hybrid_grpo.grpo.minibatches import Signals
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.logprobs import LogprobModel
+from hybrid_grpo.model.support import Support
 from hybrid_grpo.model.upload import upload
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.metrics.meter import Meter
@@ -49,7 +51,7 @@ class Sampler:
                 on_finish(i, k, rows[-1])
         return Rollout(prompts, rows, G), Stats()
 
-    def micro_batches(self, prompt_ids, completion_ids, rows, *, gradients, places):
+    def micro_batches(self, prompt_ids, completion_ids, rows, *, gradients, places, supports):
         return pad(prompt_ids, completion_ids, rows, 16384, torch.device("cpu"))
 
     def forward(self, micro, temperature):
@@ -124,13 +126,14 @@ def test_rewards_run_while_others_are_sampled(tmp_path):
 
 @pytest.mark.parametrize("logprobs, old_logp, first, later", [
     ("softmax", "auto", 1.0, 0.5 / math.exp(-0.8)),
+    ("mask", "auto", 1.0, 0.5 / math.exp(-0.8)),
     ("softmax", "policy", 1.0, 1.0),
     ("sampling", "auto", 1.0, 1.0),
     ("sampling", "sampler", 0.5 / math.exp(-0.8), 0.5 / math.exp(-0.8)),
 ])  # fmt: skip
 def test_whose_logprobs_the_ratios_are_relative_to(logprobs, old_logp, first, later):
     """The sampler recorded -0.8 where the policy says log 1/2, as if another distribution had been drawn from."""
-    run = trainer(Sampler(), {"num_iterations": 2, "old_logp": old_logp, **WIDE}, logprobs=logprobs)
+    run = trainer(Sampler(), {"num_iterations": 2, "old_logp": old_logp, **WIDE}, logprobs=logprobs, top_p=0.9)
     rollout = replaced(run.sample(run.draw_prompts(), 1, lambda *_: None), logp=[-0.8, -0.8])
     old_logp_BT = run.old_logprobs(rollout)
     assert old_logp_BT is not None
@@ -259,8 +262,8 @@ class InBfloat16(Policy):
         self.engine, self.waits, self.forwards = LogprobModel(model), waits, []
         self.engine.backward = lambda loss: loss.backward()
 
-    def micro_batches(self, prompt_ids, completion_ids, rows, *, gradients, places):
-        return pack(prompt_ids, completion_ids, rows, 60, torch.device("cpu"), share="on")
+    def micro_batches(self, prompt_ids, completion_ids, rows, *, gradients, places, supports):
+        return pack(prompt_ids, completion_ids, rows, 60, torch.device("cpu"), share="on", supports=supports)
 
     def forward(self, micro, temperature, more=None):
         self.forwards.append(len(self.waits.seen))
@@ -272,8 +275,8 @@ class InBfloat16(Policy):
 
 
 @pytest.mark.usefixtures("torch_only")
-@pytest.mark.parametrize("flash", [True, False])
-def test_the_host_waits_for_nothing_between_the_first_forward_and_the_last_step(monkeypatch, flash):
+@pytest.mark.parametrize("flash, filtered", [(True, False), (False, False), (True, True)])
+def test_the_host_waits_for_nothing_between_the_first_forward_and_the_last_step(monkeypatch, flash, filtered):
     """Two optimizer steps with all that a micro-batch may have to do. A host that has waited for a GPU then keeps the
     GPU waiting for the next kernels."""
     gpu_attention.install(monkeypatch, flash=flash)
@@ -292,6 +295,8 @@ def test_the_host_waits_for_nothing_between_the_first_forward_and_the_last_step(
         Completion(ids := tokens(4 + k % 5), [-4.0] * len(ids), ends[k % 3], writer=writers[k % 5])
         for k in range(P * G)
     ]
+    if filtered:
+        rows = [replace(c, support=Support.of([np.unique([token, 1, 2, 3]) for token in c.token_ids])) for c in rows]
     rollout = Rollout(prompts, rows, G)
     given_BT, run.reference = rollout.logp_BT, object()
     # The first forward checks the kernels, where the start of a run has not. What the check saved for its own gradients

@@ -188,4 +188,4 @@ def _rollout(config: EvaluationConfig, given: EvalSetConfig, setting: str) -> Ro
         f"{setting}.max_completion_tokens {longest} is less than rollout.min_completion_tokens"
         f" {config.rollout.min_completion_tokens}: raise it",
     )
-    return replace(config.rollout, **{**values, "max_completion_tokens": longest})
+    return replace(config.rollout, **{**values, "max_completion_tokens": longest, "logprobs": "softmax"})

@@ -108,9 +108,10 @@ class RolloutConfig:
     """Texts that end a completion as soon as it contains one of them. The text remains part of the completion."""
     ignore_eos: Switch = False
     """Let only a token limit end a completion, for benchmarks."""
-    logprobs: Literal["softmax", "sampling"] = "softmax"
+    logprobs: Literal["softmax", "sampling", "mask"] = "softmax"
     """Distribution under which `old_logp` is recorded: the `softmax` at the temperature, as in the training forward
-    pass, or the filtered distribution that tokens were drawn from (`sampling`)."""
+    pass, or the filtered distribution that tokens were drawn from (`sampling`). `mask` also records the tokens that
+    top_p, top_k and min_p left, and the training forward pass normalizes over the same tokens."""
     decoder: Literal["paged", "transformers"] = "paged"
     """`transformers` decodes with generate(), for architectures that the paged decoder cannot run."""
     max_slots: Count = 256
@@ -267,6 +268,23 @@ class RolloutConfig:
                 self.ignore_eos and bool(getattr(self, name)),
                 f"rollout.{name} ends completions, and rollout.ignore_eos lets only the length limit end them: set one"
                 " of the two",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_mask(self) -> RolloutConfig:
+        if self.logprobs != "mask":
+            return self
+        refuse(
+            not self.top_k and self.top_p == 1 and not self.min_p,
+            "rollout.logprobs mask records what filters leave, and there is none: set rollout.top_p, top_k or min_p, or"
+            " rollout.logprobs to softmax",
+        )
+        for name, default in (("repetition_penalty", 1), ("logit_bias", {})):
+            refuse(
+                getattr(self, name) != default,
+                f"rollout.{name} changes probabilities, and rollout.logprobs mask only knows which tokens were left:"
+                f" take out rollout.{name}, or set rollout.logprobs to sampling",
             )
         return self
 

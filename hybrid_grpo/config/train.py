@@ -131,7 +131,7 @@ class TrainConfig(ModelRunConfig):
     def idle_bounds(self, optimizer_steps: int) -> list[str]:
         """Return the bounds of the ratio that were changed without effect, because the ratio is 1: every rollout has a
         single optimizer step, no feature adds completions, and `old_logp` is the policy's own."""
-        is_one = self.recomputes_old_logp or self.rollout.logprobs == "softmax"
+        is_one = self.recomputes_old_logp or self.rollout.logprobs != "sampling"
         default = GrpoConfig()
         bounds = ("epsilon_low", "epsilon_high", "dual_clip")
         changed = [f"grpo.{name}" for name in bounds if getattr(self.grpo, name) != getattr(default, name)]

@@ -27,6 +27,7 @@ from torch import Tensor
 from hybrid_grpo.data.episodes import Episode, Opening
 from hybrid_grpo.model.attention import Segments
 from hybrid_grpo.model.selection import Selection
+from hybrid_grpo.model.support import HeadColumns, Support
 
 Message = dict[str, Any]
 """One chat message: `{"role": ..., "content": ...}`."""
@@ -80,7 +81,7 @@ class Completion:
     token_ids: list[int]
     """Sampled tokens of all turns, including the end-of-sequence or stop token if there was one."""
     logp: list[float]
-    """Log-probability of each token under the softmax at the sampling temperature, recorded while sampling. Empty if
+    """Log-probability of each token at the sampling temperature, recorded while sampling (`rollout.logprobs`). Empty if
     another writer wrote the completion and the policy does not learn from it."""
     finish: Literal["stop", "length"]
     """`stop`: the completion ended by itself; `length`: it was cut at the limit."""
@@ -98,6 +99,8 @@ class Completion:
     """The outcome of the completion's environment; None without one."""
     calls: tuple[Called, ...] = ()
     """The completion's tool calls, and a call `user` for each turn that the user answered, sorted."""
+    support: Support | None = None
+    """The tokens among which each token was drawn; None if log-probabilities are over the whole vocabulary."""
 
     @property
     def turns(self) -> int:
@@ -146,6 +149,11 @@ class Rollout:
         completions = self.completions
         prompts = [prompt.token_ids for prompt in self.row_prompts]
         return prompts, [c.read_ids for c in completions], [c.sampled_places for c in completions]
+
+    @property
+    def supports(self) -> list[Support | None]:
+        """[B], see `Completion.support`."""
+        return [completion.support for completion in self.completions]
 
     @property
     def num_tokens(self) -> int:
@@ -325,11 +333,13 @@ class MicroBatch:
     token."""
     segments: Segments | None
     """Which tokens attend to which when packed; None for padded rows."""
+    support: HeadColumns | None = None
+    """The tokens that log-probabilities are normalized over; None for the whole vocabulary."""
 
     @property
     def inputs(self) -> tuple[Any, ...]:
         """The arguments of `LogprobModel` except the temperature."""
-        return self.input_ids_bS, self.position_ids_bS, self.source, self.target_N, self.segments
+        return self.input_ids_bS, self.position_ids_bS, self.source, self.target_N, self.segments, self.support
 
     def of_rows(self, values_BT: Tensor) -> Tensor:
         """This micro-batch's rows of the values of a whole rollout: [b, T], or [b, 1] if the values are [B, 1]. A

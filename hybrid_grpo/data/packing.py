@@ -18,6 +18,7 @@ from hybrid_grpo.data.batch import MicroBatch
 from hybrid_grpo.model.attention import Segments
 from hybrid_grpo.model.ranks import all_reduce
 from hybrid_grpo.model.selection import Selection
+from hybrid_grpo.model.support import HeadColumns, Support
 from hybrid_grpo.model.upload import upload
 
 _WORTH_SHARING = 0.1
@@ -29,6 +30,8 @@ _SCORED = 4
 
 Places = Sequence[Sequence[int] | None]
 """For each row, the indices of some of its tokens, ascending; None stands for all."""
+Supports = Sequence[Support | None]
+"""For each row, the support of its targets; None for the whole vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class _Row:
     completion: list[int]
     targets: Sequence[int]
     """Indices of the completion tokens that are targets, ascending; the last is the completion's last token."""
+    support: Support | None = None
 
     @property
     def tokens(self) -> int:
@@ -58,13 +62,20 @@ class _Group:
 
 
 def _rows(
-    prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]], rows: Sequence[int], places: Places | None
+    prompt_ids: Sequence[list[int]],
+    completion_ids: Sequence[list[int]],
+    rows: Sequence[int],
+    places: Places | None,
+    supports: Supports | None,
 ) -> list[_Row]:
     def targets(row: int) -> Sequence[int]:
         chosen = None if places is None else places[row]
         return range(len(completion_ids[row])) if chosen is None else chosen
 
-    return [_Row(row, prompt_ids[row], completion_ids[row], targets(row)) for row in rows]
+    return [
+        _Row(row, prompt_ids[row], completion_ids[row], targets(row), supports[row] if supports else None)
+        for row in rows
+    ]
 
 
 def token_budget(policy: PolicyConfig, *, on_gpu: bool, gradients: bool) -> int:
@@ -86,6 +97,7 @@ def pack(
     *,
     share: Literal["auto", "on", "off"],
     places: Places | None = None,
+    supports: Supports | None = None,
 ) -> list[MicroBatch]:
     """Make micro-batches without padding, of about equal numbers of tokens, the same number on every rank. Collective.
 
@@ -95,8 +107,10 @@ def pack(
         budget: maximum tokens of a micro-batch; a longer row gets a micro-batch of its own.
         share: whether consecutive rows with the same prompt share its forward; `auto`: if that saves enough tokens.
         places: for each row, the completion tokens that are targets. Default: all.
+        supports: for each row, what its targets are normalized over. Default: the whole vocabulary, as also for a
+            micro-batch with a row that has none.
     """
-    chosen = _rows(prompt_ids, completion_ids, rows, places)
+    chosen = _rows(prompt_ids, completion_ids, rows, places, supports)
     alone = [_Group([[row]]) for row in chosen]
     return _balanced(_worth_it(alone, _groups(chosen, budget), share), budget, device)
 
@@ -216,9 +230,10 @@ def pad(
     budget: int,
     device: torch.device,
     places: Places | None = None,
+    supports: Supports | None = None,
 ) -> list[MicroBatch]:
     """Make micro-batches as `pack` does, but pad rows to the longest, for models that cannot be packed. Collective."""
-    chosen = _rows(prompt_ids, completion_ids, rows, places)
+    chosen = _rows(prompt_ids, completion_ids, rows, places, supports)
     parts = plan_rows([row.tokens for row in chosen], budget)
     return _filled([_padded([chosen[i] for i in part], device) for part in parts], device)
 
@@ -266,16 +281,19 @@ def _micro_batch(
     lengths = np.array([len(row.targets) for row in rows])
     indices = [row.index for row in rows]
     mask_bT = np.arange(lengths.max()) < lengths[:, None]
+    target_N = np.array([row.completion[target] for row in rows for target in row.targets])
+    supports = [row.support for row in rows if row.support is not None]
     return MicroBatch(
         indices,
         upload(indices, device),
         upload(tokens, device),
         upload(positions, device),
         Selection(np.array(source), device),
-        upload([row.completion[target] for row in rows for target in row.targets], device),
+        upload(target_N, device),
         upload(mask_bT, device),
         upload(np.flatnonzero(mask_bT), device),
         segments,
+        HeadColumns(Support.joined(supports), target_N, device) if len(supports) == len(rows) else None,
     )
 
 

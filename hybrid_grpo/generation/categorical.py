@@ -15,6 +15,8 @@ from hybrid_grpo.model.kernels import gpu
 UNIT = 1 << 40
 ONE = 1 << 23
 """The integer that stands for a top-p of 1; also the number of different draws."""
+Sampled = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""See `sample`."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Filters:
     """Smallest probability that is kept, in units of 2^-40 times the probability of the most probable token."""
     greedy: bool = False
     """Whether to take the first of the tokens that are kept, instead of drawing one."""
+    names_kept: bool = False
+    """Whether to return which tokens are kept."""
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
@@ -50,9 +54,9 @@ def draw(key_n: Tensor, counter_n: Tensor) -> Tensor:
     return _shift(x, 41)
 
 
-def sample(logits_nV: Tensor, key_n: Tensor, counter_n: Tensor, filters: Filters) -> tuple[Tensor, Tensor, Tensor]:
+def sample(logits_nV: Tensor, key_n: Tensor, counter_n: Tensor, filters: Filters) -> Sampled:
     """Draw tokens (int64 [n]), and return them with their log-probabilities over the whole vocabulary and over the
-    tokens that the filters keep (both float32 [n]).
+    tokens that the filters keep (both float32 [n]); then, if asked for, which tokens are kept (bool [n, V]), or None.
 
     The cumulative distribution is inverted at the stream's next draw. A row whose largest logit is not finite gets
     token 0 and NaN. Nothing waits for the device, and no shape depends on a value.
@@ -67,7 +71,7 @@ def sample(logits_nV: Tensor, key_n: Tensor, counter_n: Tensor, filters: Filters
     return in_torch(logits_nV, key_n, counter_n, filters)
 
 
-def in_torch(logits_nV: Tensor, key_n: Tensor, counter_n: Tensor, filters: Filters) -> tuple[Tensor, Tensor, Tensor]:
+def in_torch(logits_nV: Tensor, key_n: Tensor, counter_n: Tensor, filters: Filters) -> Sampled:
     """`sample` in torch, on any device."""
     logits_nV = logits_nV.float()
     peak_n1 = logits_nV.amax(-1, keepdim=True)
@@ -95,7 +99,7 @@ def in_torch(logits_nV: Tensor, key_n: Tensor, counter_n: Tensor, filters: Filte
     token_n = (cumulative_nV > target_n[:, None]).int().argmax(-1)
     gap_n = (logits_nV.gather(1, token_n[:, None]) - peak_n1)[:, 0] * filters.inverse_temperature
     logp_n, kept_logp_n = (gap_n - (total.float() / UNIT).log() for total in (weight_nV.sum(-1), kept_n))
-    return token_n, logp_n, kept_logp_n
+    return token_n, logp_n, kept_logp_n, kept_nV > 0 if filters.names_kept else None
 
 
 def _portion(total: Tensor, of_2_23: Tensor | int) -> Tensor:
@@ -108,6 +112,8 @@ def _kernel_agrees(device: torch.device, dtype: torch.dtype, vocabulary: int, fi
     generator = torch.Generator().manual_seed(0)
     logits_nV = (3 * torch.randn(4, vocabulary, generator=generator)).to(device, dtype)
     key_n, counter_n = torch.randint(1 << 62, (2, 4), generator=generator).to(device)
-    token_n, *logp = in_torch(logits_nV, key_n, counter_n, filters)
-    chosen_n, *scored = gpu.sampling.sample(logits_nV, key_n, counter_n, *astuple(filters))
-    return torch.equal(token_n, chosen_n) and torch.allclose(torch.stack(logp), torch.stack(scored), atol=1e-5)
+    token_n, *logp, kept = in_torch(logits_nV, key_n, counter_n, filters)
+    chosen_n, *scored, also_kept = gpu.sampling.sample(logits_nV, key_n, counter_n, *astuple(filters))
+    same_kept = kept is None or also_kept is None or torch.equal(kept, also_kept)
+    close = torch.allclose(torch.stack(logp), torch.stack(scored), atol=1e-5)
+    return torch.equal(token_n, chosen_n) and close and same_kept

@@ -3,6 +3,7 @@
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,7 +11,7 @@ from hybrid_grpo.generation.cache import PagedCache
 from hybrid_grpo.generation.fused_step import fused_step
 from hybrid_grpo.generation.graphs import Capture, Graphs, read_for, reads_up_to, size_for, sizes_up_to
 from hybrid_grpo.generation.paged_attention import all_follow, decode_step
-from hybrid_grpo.generation.sampler import Sampler, Sampling
+from hybrid_grpo.generation.sampler import Sampler, Sampling, to_lists
 from hybrid_grpo.generation.scheduler import Sequence
 from hybrid_grpo.model.upload import upload
 
@@ -108,20 +109,22 @@ class Decoder:
         chosen = self._advance(len(active), self.cache.pages_for(max(s.position for s in active) + 1))
         if self._graphs is None:
             return chosen, None
+        token_n, logp_n, *bits = chosen
         # One tensor, so one copy to the host: float64 holds both without loss.
-        return _to_host(torch.stack([row_n.double() for row_n in chosen]))
+        (rows_2n, *bits), copied = _to_host([torch.stack([token_n.double(), logp_n.double()]), *bits])
+        return (*rows_2n, *bits), copied
 
-    def _advance(self, n: int, read: int) -> tuple[Tensor, Tensor]:
-        """Advance slots 0 to n - 1 (at most `read` pages each) by one token; returns tokens and log-probabilities."""
+    def _advance(self, n: int, read: int) -> tuple[Tensor, ...]:
+        """Advance slots 0 to n - 1 (at most `read` pages each) by one token; returns what the sampler returns."""
         logits_nV = self._forward(n, read) if self._graphs is None else self._replayed(self._graphs, n, read)
         state_4n = self._state_4n[:, :n]
         seen_nV = None if self._seen_nV is None else self._seen_nV[:n]
-        token_n, logp_n = self._sampler(logits_nV, state_4n[_KEY], state_4n[_COUNT], seen_nV)
+        token_n, *others = self._sampler(logits_nV, state_4n[_KEY], state_4n[_COUNT], seen_nV)
         if seen_nV is not None:
             seen_nV.scatter_(1, token_n[:, None], True)
         state_4n[_TOKEN] = token_n
         state_4n[_POSITION : _COUNT + 1] += 1
-        return token_n, logp_n
+        return token_n, *others
 
     def _forward(self, n: int, read: int) -> Tensor:
         """Return logits_nV of slots 0 to n - 1. Only the cache changes, at each slot's position."""
@@ -149,21 +152,21 @@ class Decoder:
         return all_follow(self.cache.geometry, self._device)
 
     @staticmethod
-    def read(outcome: Any) -> tuple[list[int], list[float]]:
-        """Wait for a step, and return its tokens and log-probabilities by slot."""
-        rows, copied = outcome
+    def read(outcome: Any) -> tuple[list[int], list[float], list[np.ndarray | None]]:
+        """Wait for a step, and return its tokens, log-probabilities and supports by slot; see `to_lists`."""
+        chosen, copied = outcome
         if copied is not None:
             copied.synchronize()
-        tokens, logp = (row.tolist() for row in rows)
-        return list(map(int, tokens)), logp
+        return to_lists(chosen)
 
 
-def _to_host(packed: Tensor) -> tuple[Tensor, Any]:
-    """Start a copy to host memory. Return it, and the event that marks its end (None if the copy is already done)."""
-    if packed.device.type == "cpu":
-        return packed.clone(), None
-    host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-    host.copy_(packed, non_blocking=True)
+def _to_host(moved: list[Tensor]) -> tuple[list[Tensor], Any]:
+    """Start copies to host memory. Return them, and the event that marks their end (None if they are already done)."""
+    if moved[0].device.type == "cpu":
+        return [tensor.clone() for tensor in moved], None
+    host = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in moved]
+    for target, tensor in zip(host, moved, strict=True):
+        target.copy_(tensor, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record()
     return host, copied

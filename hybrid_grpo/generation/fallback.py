@@ -17,7 +17,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.generation.loop import PATIENCE_S, Request, Stats, sequences_of
-from hybrid_grpo.generation.sampler import Sampler, Sampling
+from hybrid_grpo.generation.sampler import Sampler, Sampling, to_lists
 from hybrid_grpo.generation.scheduler import Callbacks, Decode, OnFinish, OnStep, OnToken, Sequence, Turns
 
 
@@ -65,15 +65,15 @@ class _Batches:
         seen_nV = None
         if self.sampler.needs_seen:
             seen_nV = torch.zeros_like(logits_nV, dtype=torch.bool).scatter_(1, ids_nS, True)
-        token_n, logp_n = self.sampler(logits_nV, key_n, self._integers(len(row.logp) for row in rows), seen_nV)
+        chosen = self.sampler(logits_nV, key_n, self._integers(len(row.logp) for row in rows), seen_nV)
         self.stats.steps += 1
-        for row, token, logp in zip(rows, token_n.tolist(), logp_n.tolist(), strict=True):
+        for row, token, logp, kept in zip(rows, *to_lists(chosen), strict=True):
             # A row that has ended keeps being decoded with the others; its further tokens are dropped.
             if not (row.completion or row.waits):
                 self.stats.rows += 1
                 self.stats.context += len(row.tokens)
-                row.add(token, logp, self.sampling, self.callbacks)
-        return torch.full_like(logits_nV, float("-inf")).scatter_(1, token_n[:, None], 0.0)
+                row.add(token, logp, kept, self.sampling, self.callbacks)
+        return torch.full_like(logits_nV, float("-inf")).scatter_(1, chosen[0][:, None], 0.0)
 
     def answered(self, rows: list[Sequence]) -> list[Sequence]:
         """Wait for the answers to all rows, and return the rows that begin another turn."""

@@ -21,6 +21,7 @@ from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.data.episodes import Episode
 from hybrid_grpo.generation.loop import Request, Stats
 from hybrid_grpo.generation.scheduler import OnFinish
+from hybrid_grpo.model.support import Support
 
 _FILE = re.compile(r"step_(\d{6,})\.rank_\d+")
 Sample = Callable[[list[Request], OnFinish], tuple[list[list[Completion]], Stats]]
@@ -90,11 +91,13 @@ class Journal:
     def _write(self, key: int, completion: Completion) -> None:
         row = {
             "key": key,
-            "tokens": b64encode(np.array(completion.token_ids, "<i4").tobytes()).decode(),
-            "logp": b64encode(np.array(completion.logp, "<f8").tobytes()).decode(),
+            "tokens": _base64(completion.token_ids, "<i4"),
+            "logp": _base64(completion.logp, "<f8"),
             "finish": completion.finish,
             "text": completion.text,
         }
+        if (support := completion.support) is not None:
+            row |= {"support": _base64(support.id_K, "<i4"), "support_sizes": _base64(support.count_N, "<i4")}
         row |= {name: value for name in ("given", "messages", "calls") if (value := getattr(completion, name))}
         line = json.dumps(row | ({} if completion.episode is None else {"episode": asdict(completion.episode)}))
         self._append(f"{self._checksum(line)} {line}\n")
@@ -164,13 +167,24 @@ def _part(request: Request, chosen: list[int]) -> Request:
 
 def _completion(row: dict[str, Any]) -> tuple[int, Completion]:
     """Return the key and completion of a record. Raises ValueError, KeyError or TypeError if it is malformed."""
-    token_ids: list[int] = np.frombuffer(b64decode(row["tokens"]), "<i4").tolist()
-    logp: list[float] = np.frombuffer(b64decode(row["logp"]), "<f8").tolist()
+    token_ids: list[int] = _numbers(row["tokens"], "<i4").tolist()
+    logp: list[float] = _numbers(row["logp"], "<f8").tolist()
+    support: Support | None = None
+    if "support" in row:
+        support = Support(_numbers(row["support"], "<i4"), _numbers(row["support_sizes"], "<i4"))
     given = tuple((place, ids) for place, ids in row.get("given", ()))
     messages, episode = tuple(row.get("messages", ())), row.get("episode")
     if episode is not None:
         steps = tuple((end, reward) for end, reward in episode["steps"])
         episode = Episode(**{**episode, "steps": steps})
     calls = tuple((name, has_failed) for name, has_failed in row.get("calls", ()))
-    completion = Completion(token_ids, logp, row["finish"], row["text"], given, messages, episode=episode, calls=calls)
-    return row["key"], completion
+    others: dict[str, Any] = {"episode": episode, "calls": calls, "support": support}
+    return row["key"], Completion(token_ids, logp, row["finish"], row["text"], given, messages, **others)
+
+
+def _base64(numbers: Any, dtype: str) -> str:
+    return b64encode(np.array(numbers, dtype).tobytes()).decode()
+
+
+def _numbers(text: str, dtype: str) -> np.ndarray:
+    return np.frombuffer(b64decode(text), dtype)

@@ -222,10 +222,10 @@ class _Loop:
     def _collect(self) -> None:
         """Read the tokens of the oldest running step, and remove the sequences that end with them."""
         sequences, outcome = self.in_flight.popleft()
-        for (sequence, turn), token, logp in zip(sequences, *self.decoder.read(outcome), strict=False):
+        for (sequence, turn), token, logp, kept in zip(sequences, *self.decoder.read(outcome), strict=False):
             # Steps after the end of a turn were started before the end was known.
             if sequence.completion is None and sequence.turn == turn and not sequence.waits:
-                sequence.add(token, logp, self.sampling, self.callbacks)
+                sequence.add(token, logp, kept, self.sampling, self.callbacks)
         done = [slot for slot, s in enumerate(self.schedule.active) if s.completion or s.waits]
         self.decoder.move(*self.schedule.retire(done))
 

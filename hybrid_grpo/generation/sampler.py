@@ -8,16 +8,18 @@ import functools
 import hashlib
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hybrid_grpo.generation.categorical import ONE, UNIT, Filters, sample
 from hybrid_grpo.model.kernels import decoding
 from hybrid_grpo.model.kernels.build import usable
+from hybrid_grpo.model.support import packed, unpacked
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,10 @@ class Sampling:
     """(token, amount added to its logit)."""
     stop_strings: tuple[str, ...] = ()
     """A completion ends with the token that completes one of these in its text."""
-    logprobs: Literal["softmax", "sampling"] = "softmax"
+    logprobs: Literal["softmax", "sampling", "mask"] = "softmax"
     """The distribution whose log-probabilities are recorded. `softmax` is over the whole vocabulary at the temperature
-    (1 if greedy), as in the training forward; `sampling` is the distribution that the token was drawn from."""
+    (1 if greedy), as in the training forward; `sampling` is the distribution that the token was drawn from;
+    with `mask`, its support is recorded too."""
 
 
 GREEDY = 0.0
@@ -80,9 +83,10 @@ class Sampler:
 
     def __call__(
         self, logits_nV: Tensor, key_n: Tensor, counter_n: Tensor, seen_nV: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Choose one token for each row, int64 [n], and return it with its log-probability, float32 [n]; see
-        `Sampling.logprobs`. For the other arguments see `categorical.sample`. The call can be part of a CUDA graph.
+    ) -> tuple[Tensor, ...]:
+        """Choose one token for each row, int64 [n], and return it with its log-probability, float32 [n], and its
+        support, if that is recorded, as `packed` returns it; see `Sampling.logprobs`. For the other arguments see
+        `categorical.sample`. The call can be part of a CUDA graph.
 
         Args:
             seen_nV: bool, True for tokens of the prompt or the completion so far; required for a repetition penalty.
@@ -91,14 +95,17 @@ class Sampler:
         if self._is_plain and usable(logits_nV):
             return decoding.sample(logits_nV.contiguous(), key_n, counter_n, sampling.temperature)
         drawn_nV = self._changed(logits_nV.float(), counter_n, seen_nV) if self._changes_logits else logits_nV
-        token_n, logp_n, kept_logp_n = sample(drawn_nV, key_n, counter_n, self._filters)
-        if sampling.logprobs == "sampling":
+        token_n, logp_n, kept_logp_n, kept_nV = sample(drawn_nV, key_n, counter_n, self._filters)
+        if sampling.logprobs != "softmax":
             # Greedy choice draws from no distribution: the softmax after penalties stands in for one.
-            return token_n, logp_n if sampling.temperature == GREEDY else kept_logp_n
-        if self._changes_logits:
+            logp_n = logp_n if sampling.temperature == GREEDY else kept_logp_n
+        elif self._changes_logits:
             plain_nV = logits_nV.float() * self._filters.inverse_temperature
             logp_n = plain_nV.gather(1, token_n[:, None])[:, 0] - plain_nV.logsumexp(-1)
-        return token_n, logp_n
+        if kept_nV is None:
+            return token_n, logp_n
+        # Where no logit is finite, a token is chosen although none is kept.
+        return token_n, logp_n, packed(kept_nV.scatter_(1, token_n[:, None], True))
 
     def _changed(self, logits_nV: Tensor, counter_n: Tensor, seen_nV: Tensor | None) -> Tensor:
         penalty = self.sampling.repetition_penalty
@@ -115,11 +122,21 @@ class Sampler:
         return logits_nV
 
 
+def to_lists(chosen: Sequence[Tensor]) -> tuple[list[int], list[float], list[np.ndarray | None]]:
+    """Return what a `Sampler` has returned as lists: for each row the token, its log-probability and the ids of its
+    support (None if that is not recorded). Waits for the device."""
+    token_n, logp_n, *bits = chosen
+    tokens = list(map(int, token_n.tolist()))
+    return tokens, logp_n.tolist(), [*unpacked(bits[0].cpu().numpy())] if bits else [None] * len(tokens)
+
+
 def _filters_of(sampling: Sampling) -> Filters:
+    names_kept = sampling.logprobs == "mask"
     if sampling.temperature == GREEDY:
-        return Filters(least_weight=UNIT, greedy=True)
+        return Filters(least_weight=UNIT, greedy=True, names_kept=names_kept)
     top_p = max(1, round(sampling.top_p * ONE))
-    return Filters(1 / sampling.temperature, sampling.top_k, top_p, math.ceil(sampling.min_p * UNIT))
+    least_weight = math.ceil(sampling.min_p * UNIT)
+    return Filters(1 / sampling.temperature, sampling.top_k, top_p, least_weight, names_kept=names_kept)
 
 
 @functools.lru_cache(maxsize=1 << 17)

@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import numpy as np
+
 from hybrid_grpo.data.batch import Completion, Given
 from hybrid_grpo.generation.cache import PagedCache
 from hybrid_grpo.generation.sampler import Sampling, text_ends
+from hybrid_grpo.model.support import Support
 
 OnFinish = Callable[[int, int, Completion], None]
 """Called with the index of the request, the index of the sample within the request, and the completion."""
@@ -88,6 +91,8 @@ class Sequence:
     turn_limit: int = sys.maxsize
     """Maximum number of tokens to sample in one turn."""
     sampled: list[int] = field(default_factory=list)
+    kept: list[np.ndarray] = field(default_factory=list)
+    """The support of each sampled token; empty if it is not recorded."""
     given: list[Given] = field(default_factory=list)
     begin: int = field(init=False)
     """Index in `tokens` at which the turn begins."""
@@ -114,12 +119,14 @@ class Sequence:
         """Number of tokens that may still be sampled."""
         return min(self.limit - len(self.logp), self.most - len(self.tokens))
 
-    def add(self, token: int, logp: float, sampling: Sampling, callbacks: Callbacks) -> None:
-        """Append a sampled token. If the token ends the completion, call `end`; if it ends only the turn, set
-        `waits`."""
+    def add(self, token: int, logp: float, kept: np.ndarray | None, sampling: Sampling, callbacks: Callbacks) -> None:
+        """Append a sampled token; `kept` is its support, if recorded. If the token ends the completion, call `end`; if
+        it ends only the turn, set `waits`."""
         self.tokens.append(token)
         self.sampled.append(token)
         self.logp.append(logp)
+        if kept is not None:
+            self.kept.append(kept)
         if callbacks.on_token is not None:
             callbacks.on_token(self.request, self.sample, token)
         stopped = token in sampling.stop_ids
@@ -154,7 +161,8 @@ class Sequence:
         """Set `completion`, and pass it to the callbacks."""
         text = callbacks.decode(self.tokens[self.begin :]) if callbacks.decode else ""
         self.waits = False
-        self.completion = Completion(self.sampled, self.logp, finish, text, tuple(self.given))
+        support = Support.of(self.kept) if self.kept else None
+        self.completion = Completion(self.sampled, self.logp, finish, text, tuple(self.given), support=support)
         if callbacks.turns is not None:
             self.completion = callbacks.turns.finished(self.key, self.completion)
         if callbacks.on_finish is not None:

@@ -19,6 +19,7 @@ from hybrid_grpo.model.attention import Segments
 from hybrid_grpo.model.selection import Selection
 from hybrid_grpo.model.softmax import TiledSoftmax, on_gpu_kernel, softmax_gradient
 from hybrid_grpo.model.states import adopt_states
+from hybrid_grpo.model.support import HeadColumns
 
 TILE_BYTES = 64 << 20
 """Bytes of one tile of logits in float32; a few such temporaries are alive at once."""
@@ -75,17 +76,20 @@ class _TokenLogprobs(torch.autograd.Function):
         shape: LogitShape,
         temperature: float,
         tiles: tuple[list[slice], list[slice]],
+        support: HeadColumns | None,
     ) -> tuple[Tensor, Tensor]:
         softmax = TiledSoftmax(target_N, temperature)
         row_tiles, column_tiles = tiles
         for columns in column_tiles:
+            _, weight, bias = _part(weight_VD, bias_V, columns, support)
             for rows in row_tiles:
-                softmax.add(rows, columns.start, logits_of(hidden_ND[rows], weight_VD, bias_V, columns, shape))
+                x = logits_of(hidden_ND[rows], weight, bias, slice(None), shape)
+                softmax.add(rows, columns.start, x if support is None else support.hide(x, rows, columns))
         logp_N, entropy_N = softmax.logp_N(), softmax.entropy_N()
         # Under ZeRO-3 the weight is gathered again for backward, so keep the parameter, not its present storage.
         ctx.set_materialize_grads(False)
         ctx.weight, ctx.bias = weight_VD, bias_V
-        ctx.options = (shape, temperature, tiles)
+        ctx.options = (shape, temperature, tiles, support)
         ctx.save_for_backward(hidden_ND, target_N, softmax.normalizer_N(), entropy_N)
         return logp_N, entropy_N
 
@@ -94,19 +98,22 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_ND, target_N, normalizer_N, entropy_N = ctx.saved_tensors
         dlogp_N = torch.zeros_like(entropy_N) if dlogp_N is None else dlogp_N.contiguous()
         weight_VD, bias_V = ctx.weight.detach(), None if ctx.bias is None else ctx.bias.detach()
-        shape, temperature, (row_tiles, column_tiles) = ctx.options
+        shape, temperature, (row_tiles, column_tiles), support = ctx.options
         needs_weight = ctx.weight.requires_grad
         # Sum over tiles in float32: in bfloat16, small contributions to a large total would be rounded away.
         dhidden_ND = torch.zeros_like(hidden_ND, dtype=torch.float32)
-        dweight_VD = torch.empty_like(weight_VD) if needs_weight else None
-        dbias_V = torch.empty_like(bias_V) if needs_weight and bias_V is not None else None
+        # Columns outside all supports keep the gradient 0.
+        new = torch.empty_like if support is None else torch.zeros_like
+        dweight_VD = new(weight_VD) if needs_weight else None
+        dbias_V = new(bias_V) if needs_weight and bias_V is not None else None
         for columns in column_tiles:
-            weight = weight_VD[columns]
+            chosen, weight, bias = _part(weight_VD, bias_V, columns, support)
             # A column of several tiles sums its parts in float32 too.
             dweight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight and len(row_tiles) > 1 else None
             dbias = None if dbias_V is None else torch.zeros(len(weight), device=weight.device)
             for rows in row_tiles:
-                x = logits_of(hidden_ND[rows], weight_VD, bias_V, columns, shape)
+                x = logits_of(hidden_ND[rows], weight, bias, slice(None), shape)
+                x = x if support is None else support.hide(x, rows, columns)
                 dx = softmax_gradient(
                     x,
                     columns.start,
@@ -124,15 +131,23 @@ class _TokenLogprobs(torch.autograd.Function):
                 if dweight is not None:
                     add_product(dweight, dx.T, hidden_ND[rows])
                 elif dweight_VD is not None:
-                    dweight_VD[columns] = dx.T @ hidden_ND
+                    dweight_VD[chosen] = dx.T @ hidden_ND
                 if dbias is not None:
                     dbias.add_(dx.sum(0, dtype=torch.float32))
                 del dx
             if dweight_VD is not None and dweight is not None:
-                dweight_VD[columns] = dweight
+                dweight_VD[chosen] = dweight
             if dbias_V is not None and dbias is not None:
-                dbias_V[columns] = dbias
-        return dhidden_ND.to(hidden_ND.dtype), dweight_VD, dbias_V, None, None, None, None
+                dbias_V[chosen] = dbias
+        return dhidden_ND.to(hidden_ND.dtype), dweight_VD, dbias_V, None, None, None, None, None
+
+
+def _part(
+    weight_VD: Tensor, bias_V: Tensor | None, columns: slice, support: HeadColumns | None
+) -> tuple[slice | Tensor, Tensor, Tensor | None]:
+    """Return the index in the vocabulary of some of the head's columns, and their weights and biases."""
+    chosen = columns if support is None else support.id_U[columns]
+    return chosen, weight_VD[chosen], None if bias_V is None else bias_V[chosen]
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -164,6 +179,7 @@ def token_logprobs(
     bias_V: Tensor | None,
     target_N: Tensor,
     *,
+    support: HeadColumns | None = None,
     shape: LogitShape | None = None,
     temperature: float = 1.0,
     tile_bytes: int | None = None,
@@ -174,16 +190,19 @@ def token_logprobs(
     Args:
         hidden_ND: the hidden state before each target.
         weight_VD, bias_V: the output head.
+        support: the softmax of each target, and its entropy, are over these tokens only. Default: the vocabulary.
         temperature: the softmax is over logits / temperature.
         tile_bytes, tile_columns: bounds of one tile of logits. Default: `TILE_BYTES` and `TILE_COLUMNS`, or the GPU's.
     """
     kernel = on_gpu_kernel(hidden_ND)
-    columns = slices(len(weight_VD), tile_columns or (GPU_TILE_COLUMNS if kernel else TILE_COLUMNS))
+    width = len(weight_VD if support is None else support.id_U)
+    columns = slices(width, tile_columns or (GPU_TILE_COLUMNS if kernel else TILE_COLUMNS))
     row_bytes = (hidden_ND.element_size() if kernel else 4) * max(s.stop - s.start for s in columns)
     rows = slices(len(target_N), max(1, (tile_bytes or (GPU_TILE_BYTES if kernel else TILE_BYTES)) // row_bytes))
     shape = LogitShape() if shape is None else shape
-    given = (hidden_ND, weight_VD, bias_V, target_N.long().contiguous(), shape, temperature, (rows, columns))
-    logp_N, entropy_N = _TokenLogprobs.apply(*given)
+    target_N = (target_N if support is None else support.target_N).long().contiguous()
+    options = shape, temperature, (rows, columns), support
+    logp_N, entropy_N = _TokenLogprobs.apply(hidden_ND, weight_VD, bias_V, target_N, *options)
     return logp_N, entropy_N
 
 
@@ -206,10 +225,14 @@ class LogprobModel(nn.Module):
         head = model.get_output_embeddings()
 
         def scored(
-            hidden_ND: Tensor, target_N: Tensor, temperature: float, more: HeadFunction | None = None
+            hidden_ND: Tensor,
+            target_N: Tensor,
+            support: HeadColumns | None,
+            temperature: float,
+            more: HeadFunction | None = None,
         ) -> tuple[Tensor, ...]:
             given = hidden_ND, head.weight, head.bias
-            found = token_logprobs(*given, target_N, shape=self.shape, temperature=temperature)
+            found = token_logprobs(*given, target_N, support=support, shape=self.shape, temperature=temperature)
             return found if more is None else (*found, *more(*given, self.shape, temperature))
 
         head.forward = scored
@@ -221,6 +244,7 @@ class LogprobModel(nn.Module):
         source: Selection,
         target_N: Tensor,
         segments: Segments | None,
+        support: HeadColumns | None,
         temperature: float,
         more: HeadFunction | None = None,
     ) -> tuple[Tensor, ...]:
@@ -231,11 +255,12 @@ class LogprobModel(nn.Module):
                 one packed row that `segments` divides, for a model whose attention is `ATTENTION`.
             source: picks, among all b * S tokens, the one before each token to score.
             target_N: int64, the tokens to score.
+            support: the tokens to normalize over; None for the whole vocabulary.
             more: called with the hidden states that `source` picks, weight and bias of the head, its `LogitShape` and
                 the temperature, while the weight is gathered.
         """
         packed = {} if segments is None else {"batch": segments}
         out = self.model.base_model(input_ids=input_ids_bS, position_ids=position_ids_bS, use_cache=False, **packed)
         hidden_ND = source(out.last_hidden_state.flatten(0, 1))
-        found: tuple[Tensor, ...] = self.model.get_output_embeddings()(hidden_ND, target_N, temperature, more)
+        found: tuple[Tensor, ...] = self.model.get_output_embeddings()(hidden_ND, target_N, support, temperature, more)
         return found

@@ -28,6 +28,8 @@ SCHEMA = pa.schema(
     ]
 )
 """Schema of the parquet file; docs/rollouts.md explains the columns."""
+SUPPORT = "support"
+"""A further column, if the sampler recorded supports."""
 _LONGEST = 4
 """Maximum number of tokens that make up a single character: one for each of its bytes in UTF-8."""
 
@@ -97,7 +99,9 @@ def token_table(rollout: Rollout, first_group: int, advantages_BT: Tensor | None
         "given": [[{"before": n, "ids": ids, "text": text.text(ids)} for n, ids in c.given] for _, c in rows],
         "finish": [completion.finish for _, completion in rows],
     }
-    return pa.table({name: pa.array(columns[name], SCHEMA.field(name).type) for name in SCHEMA.names})
+    table = pa.table({name: pa.array(columns[name], SCHEMA.field(name).type) for name in SCHEMA.names})
+    supports = [support and support.lists() for support in rollout.supports]
+    return table.append_column(SUPPORT, pa.array(supports, pa.list_(_IDS))) if any(supports) else table
 
 
 def joined(tables: Sequence[pa.Table]) -> pa.Table:

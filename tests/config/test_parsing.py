@@ -213,6 +213,15 @@ def test_names_in_metrics(user: User, name: str) -> None:
         (["--rollout.ignore_eos=true", "--rollout.stop_strings=[x]"], "rollout.stop_strings .*rollout.ignore_eos"),
         (["--rollout.cache_gb=2", "--rollout.decoder=transformers"], "rollout.cache_gb 2.0 .*decoder transformers"),
         (["--rollout.keep_cache=on", "--rollout.decoder=transformers"], "rollout.keep_cache on .*decoder transformers"),
+        (["--rollout.logprobs=mask"], "rollout.logprobs mask .*rollout.top_p, top_k or min_p"),
+        (
+            ["--rollout.logprobs=mask", "--rollout.top_p=0.9", "--rollout.repetition_penalty=1.1"],
+            "rollout.repetition_penalty .*rollout.logprobs mask",
+        ),
+        (
+            ["--rollout.logprobs=mask", "--rollout.top_k=9", "--rollout.logit_bias", "{5: 1.0}"],
+            "rollout.logit_bias .*rollout.logprobs mask",
+        ),
         (["--engine.zero_stage", "0"], "policy.dtype bfloat16 .*engine.zero_stage"),
         (
             ["--policy.shared_prefix=on", "--policy.attn_implementation=sdpa"],

@@ -2,17 +2,19 @@ import random
 import sys
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from paths import ROOT
-from tiny_models import build, tiny_config
+from tiny_models import VOCABULARY, build, tiny_config
 
 from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.data.packing import pack, pack_pairs, pad, pad_pairs, plan_rows
 from hybrid_grpo.model.attention import ATTENTION, routed_attention
 from hybrid_grpo.model.logprobs import LogprobModel
+from hybrid_grpo.model.support import Support
 
 sys.path.append(str(ROOT / "benchmarks"))
 
@@ -240,8 +242,10 @@ def test_gradients_flow_through_unflatten_to_the_real_tokens(way):
 
 @pytest.mark.parametrize("share", ["on", "off", None])
 @pytest.mark.parametrize("architecture", ["qwen2", "gpt2", "gemma2", "mistral"])
-def test_given_tokens_are_read_and_nothing_else(architecture, share):
-    """The gradient is that of a plain forward over each row alone, and does not know the given tokens as targets."""
+@pytest.mark.parametrize("filtered", [False, True])
+def test_given_tokens_are_read_and_nothing_else(architecture, share, filtered):
+    """The gradient is that of a plain forward over each row alone, and does not know the given tokens as targets. With
+    `filtered`, every token was drawn from a few."""
     rng = random.Random(4)
     prompts, sampled = rollout([(4, [5, 9, 2]), (1, [7, 3])])
     completions = []
@@ -250,21 +254,26 @@ def test_given_tokens_are_read_and_nothing_else(architecture, share):
         given = tuple((cut, [rng.randrange(1, 60) for _ in range(rng.randint(1, 6))]) for cut in cuts)
         completions.append(Completion(ids, [0.0] * len(ids), "stop", given=given))
     read, places = [c.read_ids for c in completions], [c.sampled_places for c in completions]
+    others = [[rng.sample(range(VOCABULARY), rng.randint(0, 20)) for _ in ids] for ids in sampled]
+    kept = [
+        [sorted({token, *more}) for token, more in zip(*row, strict=True)] for row in zip(sampled, others, strict=True)
+    ]
+    supports = [Support.of([np.array(ids) for ids in row]) for row in kept] if filtered else None
     advantages = [torch.rand(len(ids)) for ids in sampled]
     model = build(tiny_config(architecture), "eager" if share is None else ATTENTION)
     plain = build(tiny_config(architecture), "eager")
     expected = torch.zeros(())
-    for prompt, completion, advantage in zip(prompts, completions, advantages, strict=True):
+    for prompt, completion, advantage, left in zip(prompts, completions, advantages, kept, strict=True):
         logits = plain(torch.tensor([prompt + completion.read_ids])).logits[0, len(prompt) - 1 : -1]
-        logp = logits.log_softmax(-1)
         chosen = completion.sampled_places or range(len(completion.token_ids))
-        for place, token, value in zip(chosen, completion.token_ids, advantage, strict=True):
-            expected = expected - value * logp[place, token]
+        for place, token, value, ids in zip(chosen, completion.token_ids, advantage, left, strict=True):
+            among = logits[place][ids] if filtered else logits[place]
+            expected = expected - value * (logits[place, token] - among.logsumexp(-1))
     expected.backward()
     if share is None:
-        batches = pad(prompts, read, range(len(read)), 40, CPU, places)
+        batches = pad(prompts, read, range(len(read)), 40, CPU, places, supports)
     else:
-        batches = pack(prompts, read, range(len(read)), 40, CPU, share=share, places=places)
+        batches = pack(prompts, read, range(len(read)), 40, CPU, share=share, places=places, supports=supports)
     total = torch.zeros(())
     for micro in batches:
         logp_bT = micro.unflatten(LogprobModel(model)(*micro.inputs, 1.0)[0])

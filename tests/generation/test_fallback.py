@@ -63,6 +63,7 @@ def test_greedy_tokens_are_those_of_each_prompt_alone_and_logp_that_of_training(
         Sampling(LIMIT),
         Sampling(LIMIT, temperature=1.4, top_k=12, top_p=0.9, min_p=0.02),
         Sampling(LIMIT, temperature=1.4, logprobs="sampling", top_p=0.9, logit_bias=((5, 2.0), (6, -50.0))),
+        Sampling(LIMIT, temperature=1.4, logprobs="mask", top_p=0.9),
         Sampling(LIMIT, repetition_penalty=1.3, min_tokens=4, stop_ids=tuple(range(0, VOCABULARY, 6))),
         Sampling(LIMIT, temperature=GREEDY, repetition_penalty=1.3, stop_ids=tuple(range(0, VOCABULARY, 6))),
         Sampling(LIMIT, stop_strings=("M", "CD", "xy"), min_tokens=2),
@@ -77,7 +78,8 @@ def test_both_decoders_sample_the_same(qwen2, sampling, limits):
     assert tokens(mine) == tokens(theirs)
     for a, b in zip((c for g in mine for c in g), (c for g in theirs for c in g), strict=True):
         assert a.finish == b.finish
-        assert a.logp == pytest.approx(b.logp, abs=1e-4)
+        assert a.logp == pytest.approx(b.logp, abs=1e-4) and a.support == b.support
+        assert (a.support is not None) == (sampling.logprobs == "mask")
     assert my_stats.rows == their_stats.rows
     assert my_stats.context == their_stats.context
 

@@ -34,6 +34,7 @@ SAMPLINGS = [
     Sampling(20, temperature=GREEDY),
     Sampling(20, temperature=GREEDY, **EVERYTHING),
     Sampling(20, temperature=1.3, top_k=20, top_p=0.9, min_p=0.02, **EVERYTHING),
+    Sampling(20, top_p=0.9, logprobs="mask"),
 ]
 
 
@@ -358,7 +359,7 @@ def test_a_step_of_any_architecture_can_be_captured(architecture):
 def test_a_step_with_any_sampling_waits_for_nothing(sampling):
     """Choosing tokens is not captured, but what a capture refuses would hold up the steps that run ahead."""
     decoder, captures = decoder_of(model_of(), sampling), Captures()
-    captures(lambda: torch.stack([row_n.double() for row_n in decoder._advance(4, 3)]))
+    captures(lambda: torch.cat([row_n.double().flatten() for row_n in decoder._advance(4, 3)]))
     assert len(captures.graphs[0].operations) > 50
 
 

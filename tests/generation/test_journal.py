@@ -2,13 +2,15 @@
 
 import zlib
 
+import numpy as np
 import pytest
 from tiny_models import pair
 
 from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.generation import Journal, Request, Sampling, Stats, generate, stream_key
+from hybrid_grpo.model.support import Support
 
-SAMPLING = Sampling(max_tokens=12, stop_ids=(3, 4, 5))
+SAMPLING = Sampling(max_tokens=12, stop_ids=(3, 4, 5), top_p=0.9, logprobs="mask")
 PROMPTS = [[7, 8, 9], [10], [11, 12, 13, 14, 15], [16, 17]]
 REQUESTS = [Request(prompt, [stream_key(0, 5, row, k) for k in range(6)]) for row, prompt in enumerate(PROMPTS)]
 
@@ -41,7 +43,9 @@ def broken_off(journal, sample, after):
 
 def test_a_conversation_comes_back_whole(tmp_path):
     said = ({"role": "assistant", "content": "a\n"}, {"role": "tool", "content": "é"})
-    completion = Completion([7, 3, 9], [-0.5, -0.25, -1.0], "stop", "é", ((2, [5, 6]),), said, calls=(("user", True),))
+    support = Support.of([np.array(ids) for ids in ([7], [3, 60_000], [1, 9, 200_000])])
+    others = {"calls": (("user", True),), "support": support}
+    completion = Completion([7, 3, 9], [-0.5, -0.25, -1.0], "stop", "é", ((2, [5, 6]),), said, **others)
     request = Request([1], [11], most=9)
 
     def sample(requests, on_finish):
@@ -63,7 +67,7 @@ def test_what_was_finished_is_not_sampled_again_and_nothing_differs(tmp_path, sa
     heard = {}
     resumed = Journal(tmp_path, 0)
     groups, stats = resumed.complete(5, REQUESTS, lambda r, k, c: heard.update({(r, k): c}), sample)
-    assert groups == whole
+    assert groups == whole and all(c.support is not None for group in groups for c in group)
     assert heard == {(r, k): c for r, group in enumerate(whole) for k, c in enumerate(group)}
     assert len(list(tmp_path.glob("step_000005.rank_*"))) == ranks_before
     assert 0 < stats.rows < of_whole.rows

@@ -37,7 +37,7 @@ def assert_alike(groups, others):
     assert tokens(groups) == tokens(others)
     for mine, theirs in zip((c for g in groups for c in g), (c for g in others for c in g), strict=True):
         assert mine.finish == theirs.finish
-        assert mine.logp == pytest.approx(theirs.logp, abs=2e-5)
+        assert mine.logp == pytest.approx(theirs.logp, abs=2e-5) and mine.support == theirs.support
 
 
 def through_transformers(model, prompts, stop_ids):
@@ -408,7 +408,7 @@ prompt_lists = st.lists(
         min_tokens=st.integers(0, 3),
         repetition_penalty=st.sampled_from([1.0, 1.3]),
         logit_bias=st.sampled_from([(), ((3, 2.0), (5, -1.0))]),
-        logprobs=st.sampled_from(["softmax", "sampling"]),
+        logprobs=st.sampled_from(["softmax", "sampling", "mask"]),
     ),
     max_slots=st.integers(1, 9),
     prefill_tokens=st.integers(1, 30),

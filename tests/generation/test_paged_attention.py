@@ -64,7 +64,7 @@ def test_prefills_admissions_and_steps_wait_for_nothing_but_tokens(as_on_a_gpu):
 
     waits(1)
     few, many = waits(1), waits(4)
-    assert few.pop("tolist at decoder.py") < many.pop("tolist at decoder.py")
+    assert few.pop("tolist at sampler.py") < many.pop("tolist at sampler.py")
     # What is left happens once in a call: the memory of a CPU's cache, and the sampler's own tensors.
     assert few == many and few.keys() == {"lift_fresh at cache.py", "lift_fresh at sampler.py"}
 

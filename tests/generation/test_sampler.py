@@ -1,6 +1,7 @@
 import math
 import random
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -19,7 +20,7 @@ from transformers import (
 from hybrid_grpo.generation import GREEDY, Sampling, stream_key
 from hybrid_grpo.generation.categorical import ONE
 from hybrid_grpo.generation.categorical import draw as drawn
-from hybrid_grpo.generation.sampler import Sampler, text_ends
+from hybrid_grpo.generation.sampler import Sampler, text_ends, to_lists
 
 DRAWS = 60_000
 
@@ -135,6 +136,28 @@ def test_filters_keep_the_tokens_that_those_of_transformers_keep(top_k, top_p):
         scores = TopPLogitsWarper(top_p)(None, scores) if top_p < 1 else scores
         token_n, _ = draw(logits[0], Sampling(1, 1.0, top_k, top_p), seed=seed, draws=6000)
         assert set(token_n.tolist()) == set(scores[0].isfinite().nonzero()[:, 0].tolist())
+
+
+@pytest.mark.parametrize("vocabulary", [16, 29])
+@pytest.mark.parametrize("options", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.8}])
+def test_a_mask_names_the_tokens_that_were_left_and_the_distribution_over_them(options, vocabulary):
+    """Stop tokens are not among them before the minimum, and the token of a row without a finite logit is."""
+    logits_nV = 2 * torch.randn(200, vocabulary, generator=torch.Generator().manual_seed(3))
+    logits_nV[-1] = torch.nan
+    sampling = Sampling(9, 0.8, logprobs="mask", stop_ids=(1, 4), min_tokens=3, **options)
+    chosen = sample(logits_nV, sampling, keys(200, 7), torch.arange(200) % 6)
+    tokens, logp, supports = to_lists(chosen)
+    for row, (token, support) in enumerate(zip(tokens[:-1], supports[:-1], strict=True)):
+        allowed_V = logits_nV[row].clone()
+        allowed_V[[1, 4] if row % 6 < 3 else []] = -torch.inf
+        kept = probabilities(allowed_V, 0.8, **options).nonzero()[0]
+        assert support.tolist() == kept.tolist() and token in kept
+        over_kept = (logits_nV[row][kept] / 0.8).log_softmax(-1)
+        assert logp[row] == pytest.approx(over_kept[kept.tolist().index(token)].item(), abs=1e-6)
+    assert supports[-1].tolist() == [tokens[-1]] == [0] and math.isnan(logp[-1])
+    assert len({len(support) for support in supports}) > 2 or "top_k" in options
+    plain = sample(logits_nV, replace(sampling, logprobs="sampling"), keys(200, 7), torch.arange(200) % 6)
+    assert all(map(partial(torch.allclose, equal_nan=True), plain, chosen[:2])), "nothing else changes"
 
 
 def test_greedy_takes_the_first_of_the_most_probable_tokens():

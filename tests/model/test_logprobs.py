@@ -9,16 +9,18 @@ from tiny_models import ARCHITECTURES, TIED, VOCABULARY, build, tiny_config
 
 from hybrid_grpo.model.logprobs import LogitShape, LogprobModel, token_logprobs
 from hybrid_grpo.model.selection import Selection
+from hybrid_grpo.model.support import HeadColumns, Support
 
 
-def plain(hidden, weight, bias, target, shape=LogitShape(), temperature=1.0):  # noqa: B008
+def plain(hidden, weight, bias, target, shape=LogitShape(), temperature=1.0, kept_NV=None):  # noqa: B008
     """The definition, with all logits at once and gradients by autograd."""
     x = torch.nn.functional.linear(hidden, weight, bias) * shape.scale
     if shape.softcap is not None:
         x = torch.tanh(x / shape.softcap) * shape.softcap
+    x = x if kept_NV is None else x.masked_fill(~kept_NV, -torch.inf)
     logp_NV = (x / temperature).log_softmax(-1)
     logp = logp_NV.gather(1, target[:, None])[:, 0]
-    return logp, -(logp_NV.exp() * logp_NV).sum(-1)
+    return logp, -(logp_NV.exp() * logp_NV.clamp(min=-1e9)).sum(-1)
 
 
 def head(tokens=37, hidden=16, vocabulary=53, bias=True, dtype=torch.float32, seed=0):
@@ -69,6 +71,33 @@ def test_values_and_gradients_are_those_of_the_definition(shape, temperature, bi
             assert relative(values, theirs) < 1e-5
         for gradient, theirs in zip(torch.autograd.grad(weighted(mine, use), leaves(*inputs)), gradients, strict=True):
             assert relative(gradient, theirs) < 1e-5
+
+
+@pytest.mark.parametrize("use", [("logp",), ("logp", "entropy")], ids="+".join)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_over_a_support_they_are_those_of_the_masked_softmax(shape, bias, use, by):
+    """In float64, with supports of one token, of few, of many and of all, and a head that keeps tokens out of all of
+    them."""
+    inputs = head(tokens=60, vocabulary=300, bias=bias)
+    exact = [None if leaf is None else leaf.detach().double().requires_grad_() for leaf in inputs[:3]]
+    generator = torch.Generator().manual_seed(1)
+    share_N1 = torch.tensor([0.0, 0.01, 0.1, 0.9, 1.0]).repeat(12)[:, None]
+    for never in (40, 0):
+        kept_NV = torch.rand(60, 300, generator=generator) < share_N1
+        kept_NV[:, 10 : 10 + never] = False
+        kept_NV.scatter_(1, inputs[3][:, None], True)
+        expected = plain(*exact, inputs[3], shape, 0.6, kept_NV)
+        gradients = torch.autograd.grad(weighted(expected, use), leaves(*exact, None))
+        support = Support.of([row.nonzero()[0] for row in kept_NV.numpy()])
+        columns = HeadColumns(support, inputs[3].numpy(), torch.device("cpu"))
+        for rows, width in ((60, 300), (7, 11)):
+            tile = {"tile_bytes": rows * 4 * width, "tile_columns": width}
+            mine = token_logprobs(*inputs, support=columns, shape=shape, temperature=0.6, **tile)
+            for values, theirs in zip(mine, expected, strict=True):
+                assert relative(values, theirs) < 1e-6
+            for found, theirs in zip(torch.autograd.grad(weighted(mine, use), leaves(*inputs)), gradients, strict=True):
+                assert relative(found, theirs) < 1e-5
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
@@ -171,7 +200,7 @@ def scores_of(model, ids, mask, temperature):
     before = mask.flatten().nonzero()[:, 0].numpy() - 1
     source = Selection(before, ids.device)
     positions = torch.arange(ids.shape[1]).expand_as(ids)
-    return LogprobModel(model)(ids, positions, source, ids[mask], None, temperature)
+    return LogprobModel(model)(ids, positions, source, ids[mask], None, None, temperature)
 
 
 def plain_scores(model, ids, mask, lengths, temperature):

@@ -45,8 +45,8 @@ def launches() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         gpu.rotation.rotate_and_store(q, k, k, norms, 1e-6, rope, numbers, table, keys, keys)
     for dtype in (torch.bfloat16, torch.float32):
         logits = torch.empty(n, 151_936, dtype=dtype, device="meta")
-        gpu.sampling.sample(logits, numbers, numbers, 1.25, 0, 1 << 23, 0, False)
-        gpu.sampling.sample(logits, numbers, numbers, 1.25, 50, 1 << 22, 1 << 38, False)
+        gpu.sampling.sample(logits, numbers, numbers, 1.25, 0, 1 << 23, 0, False, False)
+        gpu.sampling.sample(logits, numbers, numbers, 1.25, 50, 1 << 22, 1 << 38, False, True)
         sums = (*(rows.double() for _ in range(3)), rows)
         gpu.softmax.add(sums, logits[:, :8000], numbers, 0.9, 8000)
         for dentropy in (None, rows):

@@ -104,10 +104,11 @@ def build(
     decoder: str = "paged",
     deepspeed: dict[str, Any] | None = None,
     workspace: Workspace | None = None,
+    rollout: dict[str, Any] | None = None,
     **more: Any,
 ) -> Trainer:
     """A trainer on the quickstart's task and tiny model, or another in the same folder; `deepspeed` is of the
-    configuration's section `engine`, `more` of `policy`."""
+    configuration's section `engine`, `rollout` of that section, `more` of `policy`."""
     config = TrainConfig(
         policy=PolicyConfig(
             model=str(folder / model),
@@ -127,6 +128,7 @@ def build(
             max_completion_tokens=12,
             max_slots=16,
             decoder=decoder,  # type: ignore[arg-type]
+            **(rollout or {}),
         ),
         grpo=GrpoConfig(beta=beta, num_minibatches=num_minibatches, num_iterations=num_iterations),
         rewards=[RewardConfig("exact_match"), RewardConfig("letters_in_place")],
@@ -167,6 +169,20 @@ def two_steps(trainer: Trainer) -> dict[str, Any]:
     )
     seen["greedy"] = [group[0].token_ids for group in greedy]
     seen["eval"] = trainer.meter.reduce()
+    return seen
+
+
+def masked(folder: Path) -> dict[str, Any]:
+    """A step with each filter, and with a reference that is the policy."""
+    seen: dict[str, Any] = {}
+    for name, value in (("top_p", 0.9), ("top_k", 5), ("min_p", 0.1)):
+        settings = {name: value, "logprobs": "mask", "min_completion_tokens": 2}
+        trainer = build(folder, beta=0.1, rollout=settings)
+        trainer.step(1)
+        assert trainer.last_rollout is not None
+        completions = trainer.last_rollout[0].completions
+        sizes = [size for c in completions if c.support is not None for size in c.support.count_N.tolist()]
+        seen[name] = {"metrics": trainer.meter.reduce(), "sizes": sizes, "tokens": [c.token_ids for c in completions]}
     return seen
 
 

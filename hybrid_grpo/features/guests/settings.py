@@ -101,6 +101,12 @@ class GuestsConfig(FeatureConfig):
             f"grpo.kl_in reward takes a KL from completions that the policy sampled, and guests.writers {names[0]}"
             " brings others: set grpo.kl_in to loss, or grpo.beta to 0",
         )
+        learned = next((guest.name for guest in self.writers if guest.weight == "importance"), None)
+        refuse(
+            learned is not None and rollout.logprobs == "mask",
+            f"rollout.logprobs mask needs the tokens that filters left, and guests.writers {learned} has none: set its"
+            " weight to baseline, or rollout.logprobs to softmax",
+        )
         refuse(
             bool(config.streamer),
             f"{config.streamer} reads prompts as the run goes, and guests.writers {names[0]} needs all of them before"

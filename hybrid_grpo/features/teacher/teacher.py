@@ -88,7 +88,9 @@ class Teacher(Feature):
             head = partial(most_likely, vocabulary=self._vocabulary, top_k=self._settings.top_k)
         logp_BT = torch.zeros_like(old_logp_BT)
         found: dict[int, NextTokens] = {}
-        for micro in self._policy.micro_batches(prompt_ids, completion_ids, gradients=False, places=places):
+        for micro in self._policy.micro_batches(
+            prompt_ids, completion_ids, gradients=False, places=places, supports=rollout.supports
+        ):
             logp_N, _, *kept = self._engine(*micro.inputs, self._temperature, head)
             if not micro.rows:
                 continue
@@ -130,6 +132,12 @@ def check_teacher(config: TrainConfig, inputs: RunInputs) -> None:
         settings.top_k >= _vocabulary(config),
         f"teacher.top_k {settings.top_k} is not less than the {_vocabulary(config)} tokens of the vocabulary: set it"
         " to 0, which takes all",
+    )
+    own = load_config(config.policy.model).get_text_config().vocab_size
+    refuse(
+        config.rollout.logprobs == "mask" and _vocabulary(config) < own,
+        f"teacher.model {settings.model} has {_vocabulary(config)} tokens and the policy {own}, which"
+        " rollout.logprobs mask may leave to choose from: set rollout.logprobs to softmax",
     )
     read = list(map(_reader(config, inputs), inputs.prompts))
     check_prompt_ids(read, model_config)

@@ -357,11 +357,13 @@ class Plan:
 
     def choosing(self) -> int:
         """Return the bytes for choosing a token in every slot: logits and, in torch, weights and sums, which filters
-        also sort (measured). Kernels, which run on GPUs and for float32 without filters, need only logits."""
+        also sort (measured). Kernels, which run on GPUs and for float32 without filters, need only logits and masks."""
         rollout = self.config.rollout
         filters = rollout.top_k or rollout.top_p < 1
         in_torch = 60 if filters else 24 if self.dtype == 2 or rollout.min_p else 0
-        return self.laid_out * self.sizes.vocabulary * (self.dtype + (0 if self.gpu else in_torch))
+        # Booleans, and 64 bits for every eight of them.
+        masks = 3 if rollout.logprobs == "mask" else 0
+        return self.laid_out * self.sizes.vocabulary * (self.dtype + masks + (0 if self.gpu else in_torch))
 
     def decoding(self, free: int) -> Part:
         """Return the larger of a prefill and a decode step, which runs once before it is captured. These and the cache

@@ -23,6 +23,7 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, RewardStatus, Rollout, Scores, TrainBatch
 from hybrid_grpo.generation.rollout import requests_of
 from hybrid_grpo.grpo.loss import micro_batch_loss
+from hybrid_grpo.model.support import Support
 from hybrid_grpo.records.sinks import rollout_lines
 from hybrid_grpo.records.tokens import TokenText, joined, token_table, write_table
 from hybrid_grpo.rewards.scorer import Rewards
@@ -122,12 +123,12 @@ def test_passes_are_told_by_the_optimizer_steps_and_rows_that_are_not_learned_ar
     assert rows[12]["new_logp"][0] == pytest.approx(rows[4]["new_logp"][0] + 2, abs=1e-5)
 
 
-def make_saved(folder, steps=None) -> tuple[Rollout, Scores, SavedRollouts]:
+def make_saved(folder, steps=None, support=None) -> tuple[Rollout, Scores, SavedRollouts]:
     """Two groups of two completions and the files of their step, of which one was made with a tool."""
     prompts = [Prompt(7, "p", [1, 2], {}, epoch=1), Prompt(7, "p", [1, 2], {}, epoch=2)]
     given = ((1, ids("4")),)
     completions = [
-        Completion(ids("ab"), [-0.5, -1.5], "stop", "b", given, ({"role": "tool", "content": "4"},)),
+        Completion(ids("ab"), [-0.5, -1.5], "stop", "b", given, ({"role": "tool", "content": "4"},), support=support),
         *(Completion(ids(text), [-0.25] * len(text), "length", text) for text in ("c", "ab", "d")),
     ]
     rollout = Rollout(prompts, completions, 2)
@@ -147,8 +148,9 @@ def make_saved(folder, steps=None) -> tuple[Rollout, Scores, SavedRollouts]:
     return rollout, scores, SavedRollouts(folder)
 
 
-def test_saved_completions_take_the_place_of_sampling(tmp_path):
-    rollout, _, saved = make_saved(tmp_path / "rollouts")
+@pytest.mark.parametrize("support", [None, Support.of([np.array([1, 2]), np.array([3])])], ids=["whole", "filtered"])
+def test_saved_completions_take_the_place_of_sampling(tmp_path, support):
+    rollout, _, saved = make_saved(tmp_path / "rollouts", support=support)
     prompts = [*rollout.prompts, Prompt(8, "q", [3], {})]
     requests = requests_of(prompts, RolloutConfig(num_generations=2), seed=5, step=3)
     other, heard = Completion([9], [-1.0], "stop", "new"), []

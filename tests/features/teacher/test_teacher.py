@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from char_tokenizer import char_tokenizer
@@ -23,6 +24,7 @@ from hybrid_grpo.features.teacher.settings import TeacherConfig
 from hybrid_grpo.features.teacher.teacher import Teacher, check_teacher
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.logprobs import LogprobModel
+from hybrid_grpo.model.support import Support
 from hybrid_grpo.run.feature import Scored
 
 Seen = dict[str, Any]
@@ -78,26 +80,30 @@ def loaded(config: TrainConfig, policy: Any, inputs: Any, monkeypatch: pytest.Mo
     return teacher
 
 
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("packed, filtered", [(True, False), (False, False), (True, True), (False, True)])
 @pytest.mark.parametrize("top_k", [0, 3])
 def test_it_tells_what_it_expects_after_its_own_prompt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: bool, top_k: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: bool, filtered: bool, top_k: int
 ) -> None:
-    """Against transformers' own forward of each row, of a teacher with more to read than the policy."""
+    """Against transformers' own forward of each row, of a teacher with more to read than the policy. With `filtered`,
+    its probability of a token is among those that the policy's filters left."""
     tokenizer = char_tokenizer()
     model = build(tiny_config("qwen2", vocab_size=len(tokenizer)), ATTENTION if packed else "eager")
     plain = build(tiny_config("qwen2", vocab_size=len(tokenizer)), "eager")
     plain.load_state_dict(model.state_dict())
     cpu = torch.device("cpu")
 
-    def micro_batches(prompts: Any, completions: Any, gradients: bool, places: Any) -> Any:
+    def micro_batches(prompts: Any, completions: Any, gradients: bool, places: Any, supports: Any) -> Any:
         given = prompts, completions, range(len(prompts)), 20, cpu
-        return pack(*given, share="on", places=places) if packed else pad(*given, places)
+        return pack(*given, share="on", places=places, supports=supports) if packed else pad(*given, places, supports)
 
     texts = ["ab", "hello"]
     prompts = [Prompt(i, "", [5], {"solved": text}) for i, text in enumerate(texts)]
     rows = [[4], [5, 6, 7], [5, 8], [10, 11, 12, 13]]
-    rollout = Rollout(prompts, [Completion(ids, [-1.0] * len(ids), "stop") for ids in rows], 2)
+    left = [np.array([1, 2, 3, token, 20]) for token in range(4, 14)]
+    supports = [Support.of([left[token - 4] for token in ids]) if filtered else None for ids in rows]
+    completions = [Completion(ids, [-1.0] * len(ids), "stop", support=s) for ids, s in zip(rows, supports, strict=True)]
+    rollout = Rollout(prompts, completions, 2)
     plain.config.save_pretrained(tmp_path)
     config = TrainConfig(
         data=DataConfig(),
@@ -123,7 +129,9 @@ def test_it_tells_what_it_expects_after_its_own_prompt(
         else:
             assert (told.logp_NK[:, :-1] - expected_TV.gather(1, told.token_NK.long())).abs().max() < 1e-5
             assert torch.equal(told.token_NK.long(), expected_TV.topk(top_k, 1).indices)
+        among = expected_TV.gather(1, torch.tensor([[1, 2, 3, token, 20] for token in completion]))
         total += expected_TV.gather(1, torch.tensor(completion)[:, None]).sum().item()
+        total -= among.logsumexp(1).sum().item() if filtered else 0.0
     assert float(numbers["teacher/logp"][0]) == pytest.approx(total / 10, abs=1e-5)
     assert float(numbers["teacher/kl"][0]) == pytest.approx(-1.0 - total / 10, abs=1e-5)
 
@@ -153,7 +161,7 @@ def test_a_teacher_of_another_size_speaks_of_the_tokens_that_both_know(
         teacher=TeacherConfig(model=str(tmp_path / "teacher"), into="loss", offload=offload),
     )
 
-    def micro_batches(prompts: Any, completions: Any, gradients: bool, places: Any) -> Any:
+    def micro_batches(prompts: Any, completions: Any, gradients: bool, places: Any, supports: Any) -> Any:
         return pad(prompts, completions, range(len(prompts)), 20, torch.device("cpu"), places)
 
     policy: Any = SimpleNamespace(engine=None, micro_batches=micro_batches)

@@ -97,6 +97,7 @@ def _sample(
     token,
     logp,
     kept_logp,
+    lowest_logit,
     logits,
     stride,
     vocabulary,
@@ -142,12 +143,14 @@ def _sample(
     number = tl.arange(0, BLOCKS)
     sums = tl.zeros([BLOCKS], tl.int64)
     every = tl.zeros([BLOCK], tl.int64)
+    least = tl.full([BLOCK], float("inf"), tl.float32)
     for index in range(0, tl.cdiv(vocabulary, BLOCK)):
         x, inside = _row(logits, index * BLOCK, vocabulary, BLOCK)
         weight = _weight(x, inside, peak, inverse_temperature)
         every += weight
         kept = tl.where((_key(x, BITS) >= lowest) & (weight >= least_weight), weight, 0)
         sums = tl.where(number == index, tl.sum(kept, axis=0), sums)
+        least = tl.minimum(least, tl.where(kept > 0, x, float("inf")))
     total = tl.sum(every, axis=0)
     kept_total = tl.sum(sums, axis=0)
     target = tl.zeros([], tl.int64)
@@ -166,6 +169,8 @@ def _sample(
     gap = (x - peak) * inverse_temperature
     tl.store(logp + row, gap - tl.log(total.to(tl.float32) * 9.094947017729282e-13))
     tl.store(kept_logp + row, gap - tl.log(kept_total.to(tl.float32) * 9.094947017729282e-13))
+    # Nothing is equal to or above NaN.
+    tl.store(lowest_logit + row, tl.where(kept_total > 0, tl.min(least, axis=0), float("nan")))
 
 
 def sample(
@@ -177,15 +182,16 @@ def sample(
     top_p: int,
     least_weight: int,
     greedy: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw tokens as `generation.categorical.sample` does; the last five arguments are the fields of its `Filters`."""
+    names_kept: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Draw tokens as `generation.categorical.sample` does; the last six arguments are the fields of its `Filters`."""
     n, vocabulary = logits_nV.shape
     token_n, logp_n = key_n.new_empty(n), torch.empty(n, dtype=torch.float32, device=logits_nV.device)
-    kept_logp_n = torch.empty_like(logp_n)
+    kept_logp_n, lowest_n = torch.empty_like(logp_n), torch.empty_like(logp_n)
     launch(
         _sample,
         (n,),
-        *(token_n, logp_n, kept_logp_n, logits_nV, logits_nV.stride(0), vocabulary, key_n, counter_n),
+        *(token_n, logp_n, kept_logp_n, lowest_n, logits_nV, logits_nV.stride(0), vocabulary, key_n, counter_n),
         *(inverse_temperature, top_k, top_p, least_weight),
         TOP_K=0 < top_k < vocabulary,
         TOP_P=top_p < 1 << 23,
@@ -196,4 +202,5 @@ def sample(
         SEARCH_BLOCK=_SEARCH_BLOCK,
         num_warps=16,
     )
-    return token_n, logp_n, kept_logp_n
+    # Filters keep every token that is at least as probable as another that they keep.
+    return token_n, logp_n, kept_logp_n, logits_nV >= lowest_n[:, None] if names_kept else None

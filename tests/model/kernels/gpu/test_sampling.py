@@ -1,6 +1,6 @@
 """The sampling kernel: torch's tokens, and log-probabilities as float64 has them."""
 
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def random_filters(rng):
         top_p = max(1, round(ONE * rng.choice([0.0, 0.3, 0.9, 0.99]))) if top_p else ONE
         least = round(UNIT * rng.choice([1.0, 0.1, 1e-3])) if min_p else 0
         options.append(Filters(1 / rng.choice([1.0, 0.7, 1.5]), top_k, top_p, least))
-    return rng.choice(options)
+    return replace(rng.choice(options), names_kept=True)
 
 
 def random_logits(rng, generator, dtype):
@@ -50,9 +50,9 @@ def test_tokens_are_those_of_torch(case, seeded):
     key_n = torch.randint(-(1 << 62), 1 << 62, (len(logits_nV),), generator=generator).to(DEVICE)
     counter_n = torch.arange(len(logits_nV), device=DEVICE) * 1000
     given = (logits_nV, key_n, counter_n)
-    token_n, logp_n, kept_logp_n = sampling.sample(*given, *astuple(filters))
-    torch_token_n, _, torch_kept_logp_n = in_torch(*given, filters)
-    assert torch.equal(token_n, torch_token_n)
+    token_n, logp_n, kept_logp_n, kept_nV = sampling.sample(*given, *astuple(filters))
+    torch_token_n, _, torch_kept_logp_n, torch_kept_nV = in_torch(*given, filters)
+    assert torch.equal(token_n, torch_token_n) and torch.equal(kept_nV, torch_kept_nV)
     torch.testing.assert_close(kept_logp_n, torch_kept_logp_n, atol=2e-6, rtol=1e-6, equal_nan=True)
     whole = (logits_nV.double() * filters.inverse_temperature).log_softmax(-1)
     expected = whole.gather(1, token_n[:, None])[:, 0]
@@ -92,7 +92,7 @@ def test_tokens_follow_the_filtered_softmax():
 
 def test_a_kernel_that_disagrees_is_not_used(monkeypatch):
     def wrong(logits_nV, *_):
-        return logits_nV.argmin(-1), *torch.zeros(2, len(logits_nV))
+        return logits_nV.argmin(-1), *torch.zeros(2, len(logits_nV)), None
 
     case = (torch.device(DEVICE), torch.bfloat16, 500, Filters(1.2, 300, ONE * 9 // 10, UNIT // 1000))
     assert categorical._kernel_agrees(*case)
