@@ -27,6 +27,7 @@ from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.lora import Adapters
 from hybrid_grpo.model.movement import Frozen, Movement
 from hybrid_grpo.model.ranks import all_reduce, rank
+from hybrid_grpo.model.routing import Routing, replays, routed
 from hybrid_grpo.model.scalar_model import ScalarModel, load_scalar_model, scalar_config
 from hybrid_grpo.model.view import meta_copy
 
@@ -145,10 +146,12 @@ class Policy(TrainedModel):
     Attributes:
         journal: keeps finished completions; set by the run.
         turns: answers the model's turns in a completion; None if every completion is a single turn.
+        replays: whether its experts are those of the sampler in training; None if experts are not recorded.
     """
 
     journal: Journal | None = None
     turns: Turns | None = None
+    replays: bool | None = None
 
     def __init__(
         self,
@@ -169,6 +172,7 @@ class Policy(TrainedModel):
             view_attention=attention_of(decoder),
             keep_view=workspace is not None,
         )
+        self.replays = replays(self.engine.engine.module.model, policy, paged=self.packs and decoder == "paged")
 
     def rollout(
         self,
@@ -224,14 +228,17 @@ class Policy(TrainedModel):
         *,
         gradients: bool = True,
         places: Places | None = None,
+        routing: Sequence[Routing | None] | None = None,
     ) -> list[MicroBatch]:
         """Split rows (default: all) into micro-batches within `token_budget`, the same number on every rank. The
-        targets are the completion tokens at the indices `places` (default: all). Collective."""
+        targets are the completion tokens at the indices `places` (default: all); `routing` has the experts that the
+        sampler recorded. Collective."""
         rows = range(len(prompt_ids)) if rows is None else rows
         budget = self.budget(gradients)
         if self.packs:
             share, device = self.config.shared_prefix, self.engine.device
-            return pack(prompt_ids, completion_ids, rows, budget, device, share=share, places=places)
+            settings = rows, budget, device, places, routing, self.replays
+            return pack(prompt_ids, completion_ids, *settings, share=share)
         return pad(prompt_ids, completion_ids, rows, budget, self.engine.device, places)
 
     def forward(self, micro: MicroBatch, temperature: float, more: HeadFunction | None = None) -> tuple[Tensor, ...]:
@@ -384,5 +391,5 @@ class UnadaptedReference(Reference):
 
     def logprobs(self, batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
         """See `Reference.logprobs`."""
-        with self._adapters.off():
+        with self._adapters.off(), routed(None):
             return scored(self._policy, batches, shape, temperature)

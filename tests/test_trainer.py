@@ -49,7 +49,7 @@ class Sampler:
                 on_finish(i, k, rows[-1])
         return Rollout(prompts, rows, G), Stats()
 
-    def micro_batches(self, prompt_ids, completion_ids, rows, *, gradients, places):
+    def micro_batches(self, prompt_ids, completion_ids, rows, *, gradients, places, routing):
         return pad(prompt_ids, completion_ids, rows, 16384, torch.device("cpu"))
 
     def forward(self, micro, temperature):
@@ -259,7 +259,7 @@ class InBfloat16(Policy):
         self.engine, self.waits, self.forwards = LogprobModel(model), waits, []
         self.engine.backward = lambda loss: loss.backward()
 
-    def micro_batches(self, prompt_ids, completion_ids, rows, *, gradients, places):
+    def micro_batches(self, prompt_ids, completion_ids, rows, *, gradients, places, routing):
         return pack(prompt_ids, completion_ids, rows, 60, torch.device("cpu"), share="on")
 
     def forward(self, micro, temperature, more=None):

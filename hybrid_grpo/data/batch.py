@@ -26,6 +26,7 @@ from torch import Tensor
 
 from hybrid_grpo.data.episodes import Episode, Opening
 from hybrid_grpo.model.attention import Segments
+from hybrid_grpo.model.routing import Routing
 from hybrid_grpo.model.selection import Selection
 
 Message = dict[str, Any]
@@ -98,6 +99,8 @@ class Completion:
     """The outcome of the completion's environment; None without one."""
     calls: tuple[Called, ...] = ()
     """The completion's tool calls, and a call `user` for each turn that the user answered, sorted."""
+    routing: Routing | None = field(default=None, compare=False)
+    """The experts of the tokens that were read while sampling; None if they were not recorded."""
 
     @property
     def turns(self) -> int:
@@ -146,6 +149,11 @@ class Rollout:
         completions = self.completions
         prompts = [prompt.token_ids for prompt in self.row_prompts]
         return prompts, [c.read_ids for c in completions], [c.sampled_places for c in completions]
+
+    @property
+    def routing(self) -> list[Routing | None]:
+        """[B], the experts of each row."""
+        return [completion.routing for completion in self.completions]
 
     @property
     def num_tokens(self) -> int:

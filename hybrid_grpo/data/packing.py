@@ -17,6 +17,7 @@ from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.data.batch import MicroBatch
 from hybrid_grpo.model.attention import Segments
 from hybrid_grpo.model.ranks import all_reduce
+from hybrid_grpo.model.routing import Replay, Routing, joined
 from hybrid_grpo.model.selection import Selection
 from hybrid_grpo.model.upload import upload
 
@@ -38,6 +39,7 @@ class _Row:
     completion: list[int]
     targets: Sequence[int]
     """Indices of the completion tokens that are targets, ascending; the last is the completion's last token."""
+    routing: Routing | None = None
 
     @property
     def tokens(self) -> int:
@@ -58,13 +60,18 @@ class _Group:
 
 
 def _rows(
-    prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]], rows: Sequence[int], places: Places | None
+    prompt_ids: Sequence[list[int]],
+    completion_ids: Sequence[list[int]],
+    rows: Sequence[int],
+    places: Places | None,
+    routing: Sequence[Routing | None] | None = None,
 ) -> list[_Row]:
     def targets(row: int) -> Sequence[int]:
         chosen = None if places is None else places[row]
         return range(len(completion_ids[row])) if chosen is None else chosen
 
-    return [_Row(row, prompt_ids[row], completion_ids[row], targets(row)) for row in rows]
+    routing = [None] * len(prompt_ids) if routing is None else routing
+    return [_Row(row, prompt_ids[row], completion_ids[row], targets(row), routing[row]) for row in rows]
 
 
 def token_budget(policy: PolicyConfig, *, on_gpu: bool, gradients: bool) -> int:
@@ -83,9 +90,11 @@ def pack(
     rows: Sequence[int],
     budget: int,
     device: torch.device,
+    places: Places | None = None,
+    routing: Sequence[Routing | None] | None = None,
+    replays: bool | None = None,
     *,
     share: Literal["auto", "on", "off"],
-    places: Places | None = None,
 ) -> list[MicroBatch]:
     """Make micro-batches without padding, of about equal numbers of tokens, the same number on every rank. Collective.
 
@@ -93,12 +102,15 @@ def pack(
         prompt_ids, completion_ids: tokens of every row; neither is empty.
         rows: indices of the rows to take, as in `MicroBatch.rows`.
         budget: maximum tokens of a micro-batch; a longer row gets a micro-batch of its own.
-        share: whether consecutive rows with the same prompt share its forward; `auto`: if that saves enough tokens.
         places: for each row, the completion tokens that are targets. Default: all.
+        routing: for each row, the experts that were recorded for its tokens. Rows that share a prompt use the first
+            one's for it.
+        replays: see `Replay`; None ignores `routing`.
+        share: whether consecutive rows with the same prompt share its forward; `auto`: if that saves enough tokens.
     """
-    chosen = _rows(prompt_ids, completion_ids, rows, places)
+    chosen = _rows(prompt_ids, completion_ids, rows, places, routing)
     alone = [_Group([[row]]) for row in chosen]
-    return _balanced(_worth_it(alone, _groups(chosen, budget), share), budget, device)
+    return _balanced(_worth_it(alone, _groups(chosen, budget), share), budget, device, replays)
 
 
 def pack_pairs(
@@ -142,7 +154,7 @@ def _worth_it(alone: list[_Group], shared: list[_Group], share: Literal["auto", 
     return alone if share == "off" or (share == "auto" and every - fewer < _WORTH_SHARING * every) else shared
 
 
-def _balanced(groups: list[_Group], budget: int, device: torch.device) -> list[MicroBatch]:
+def _balanced(groups: list[_Group], budget: int, device: torch.device, replays: bool | None = None) -> list[MicroBatch]:
     """Make micro-batches without splitting groups; see `pack`. Collective."""
     # A row longer than the budget counts as filling it.
     count = -(-sum(min(group.tokens, budget) for group in groups) // budget)
@@ -152,7 +164,7 @@ def _balanced(groups: list[_Group], budget: int, device: torch.device) -> list[M
         count += 1
     most = int(all_reduce(torch.tensor(count, device=device), "max"))
     parts = [part for part in _spread(groups, most) if part]
-    return [_packed(part, device) for part in parts] + _fillers(most - len(parts), device)
+    return [_packed(part, device, replays) for part in parts] + _fillers(most - len(parts), device)
 
 
 def _groups(rows: list[_Row], budget: int) -> list[_Group]:
@@ -178,18 +190,20 @@ def _spread(groups: list[_Group], count: int) -> list[list[_Group]]:
     return parts
 
 
-def _packed(groups: list[_Group], device: torch.device) -> MicroBatch:
+def _packed(groups: list[_Group], device: torch.device, replays: bool | None) -> MicroBatch:
     """Make one sequence: the prompt of each part, followed by the part's completions without their last tokens."""
     tokens: list[int] = []
     positions: list[int] = []
     source: list[int] = []
     own: list[tuple[int, int]] = []
     prefix: list[tuple[int, int]] = []
+    experts: list[tuple[np.ndarray | None, int]] = []
     parts = [part for group in groups for part in group.parts]
     for part in parts:
         prompt, start, shared = part[0].prompt, len(tokens), len(part) > 1
         tokens += prompt
         positions += range(len(prompt))
+        experts.append((next((row.routing.prompt for row in part if row.routing), None), len(prompt)))
         if shared:
             own.append((start, len(prompt)))
             prefix.append((start, 0))
@@ -197,6 +211,7 @@ def _packed(groups: list[_Group], device: torch.device) -> MicroBatch:
             completion, begin = row.completion[:-1], len(tokens)
             tokens += completion
             positions += range(len(prompt), len(prompt) + len(completion))
+            experts.append((row.routing.completion if row.routing else None, len(completion)))
             before = [start + len(prompt) - 1, *range(begin, len(tokens))]
             source += [before[target] for target in row.targets]
             if not shared:
@@ -205,7 +220,9 @@ def _packed(groups: list[_Group], device: torch.device) -> MicroBatch:
             elif completion:
                 own.append((begin, len(completion)))
                 prefix.append((start, len(prompt)))
-    rows, segments = [row for part in parts for row in part], Segments(own, prefix, device)
+    recorded, rows = joined(experts), [row for part in parts for row in part]
+    routes = None if recorded is None or replays is None else Replay(recorded, replays, device)
+    segments = Segments(own, prefix, device, routes)
     return _micro_batch(rows, [tokens], [positions], source, segments, device)
 
 

@@ -12,6 +12,7 @@ import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.data.episodes import Episode
 from hybrid_grpo.generation.loop import Request, Stats
 from hybrid_grpo.generation.scheduler import OnFinish
+from hybrid_grpo.model.routing import Routing
 
 _FILE = re.compile(r"step_(\d{6,})\.rank_\d+")
 Sample = Callable[[list[Request], OnFinish], tuple[list[list[Completion]], Stats]]
@@ -96,6 +98,8 @@ class Journal:
             "text": completion.text,
         }
         row |= {name: value for name in ("given", "messages", "calls") if (value := getattr(completion, name))}
+        if completion.routing is not None:
+            row["experts"] = [_encoded(part) for part in (completion.routing.prompt, completion.routing.completion)]
         line = json.dumps(row | ({} if completion.episode is None else {"episode": asdict(completion.episode)}))
         self._append(f"{self._checksum(line)} {line}\n")
 
@@ -172,5 +176,17 @@ def _completion(row: dict[str, Any]) -> tuple[int, Completion]:
         steps = tuple((end, reward) for end, reward in episode["steps"])
         episode = Episode(**{**episode, "steps": steps})
     calls = tuple((name, has_failed) for name, has_failed in row.get("calls", ()))
-    completion = Completion(token_ids, logp, row["finish"], row["text"], given, messages, episode=episode, calls=calls)
-    return row["key"], completion
+    routing = Routing(*map(_decoded, row["experts"])) if "experts" in row else None
+    text = row["finish"], row["text"], given, messages
+    return row["key"], Completion(token_ids, logp, *text, episode=episode, calls=calls, routing=routing)
+
+
+def _encoded(array: np.ndarray) -> str:
+    file = BytesIO()
+    np.save(file, array)
+    return b64encode(file.getvalue()).decode()
+
+
+def _decoded(text: str) -> np.ndarray:
+    array: np.ndarray = np.load(BytesIO(b64decode(text)))
+    return array
