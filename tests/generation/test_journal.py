@@ -2,11 +2,13 @@
 
 import zlib
 
+import numpy as np
 import pytest
 from tiny_models import pair
 
 from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.generation import Journal, Request, Sampling, Stats, generate, stream_key
+from hybrid_grpo.model.routing import Routing
 
 SAMPLING = Sampling(max_tokens=12, stop_ids=(3, 4, 5))
 PROMPTS = [[7, 8, 9], [10], [11, 12, 13, 14, 15], [16, 17]]
@@ -41,7 +43,9 @@ def broken_off(journal, sample, after):
 
 def test_a_conversation_comes_back_whole(tmp_path):
     said = ({"role": "assistant", "content": "a\n"}, {"role": "tool", "content": "é"})
-    completion = Completion([7, 3, 9], [-0.5, -0.25, -1.0], "stop", "é", ((2, [5, 6]),), said, calls=(("user", True),))
+    routing = Routing(np.full((1, 2, 3), 255, np.uint8), np.arange(24, dtype=np.int16).reshape(4, 2, 3) * 11)
+    logp, more = [-0.5, -0.25, -1.0], {"calls": (("user", True),), "routing": routing}
+    completion = Completion([7, 3, 9], logp, "stop", "é", ((2, [5, 6]),), said, **more)
     request = Request([1], [11], most=9)
 
     def sample(requests, on_finish):
@@ -51,6 +55,9 @@ def test_a_conversation_comes_back_whole(tmp_path):
     Journal(tmp_path, 0).complete(1, [request], None, sample)
     groups, _ = Journal(tmp_path, 0).complete(1, [request], None, lambda requests, on_finish: ([], Stats()))
     assert groups == [[completion]]
+    for name in ("prompt", "completion"):
+        array, expected = (getattr(of, name) for of in (groups[0][0].routing, routing))
+        assert array.dtype == expected.dtype and np.array_equal(array, expected)
     assert completion.read_ids == [7, 3, 5, 6, 9] and completion.sampled_places == [0, 1, 4]
 
 
