@@ -4,8 +4,8 @@ what that does to their log-probabilities, with `policy.routing` free and replay
     python benchmarks/routing.py [--json FILE] [--only NAME ...]
 
 Random models in bfloat16: two with the defaults of transformers' initialisation, which sample 64 completions, and a
-tiny one of every type that the paged decoder takes and whose configuration names experts. The experts are seen by hooks
-on the modules that compute them. `rollout_s` are the CPU seconds of the rollout with and without recording, the best of
+tiny one of every type with experts that the paged decoder takes. The experts are seen by hooks on the modules that
+compute them. `rollout_s` are the CPU seconds of the rollout with and without recording, the best of
 three; `forward_s` those of the packed pass.
 """
 
@@ -137,7 +137,7 @@ def of_type(name: str) -> dict[str, Any] | None:
     with suppress(Exception):
         config = tiny_architecture(name)
         text = config.get_text_config()
-        if unsupported(config) is None and any("expert" in field for field in text.to_dict()):
+        if unsupported(config) is None:
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(without_dropout(config), attn_implementation=ATTENTION)
             if not any(part.split(".")[-1] == "experts" for part, _ in model.named_modules()):

@@ -27,7 +27,7 @@ from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.lora import Adapters
 from hybrid_grpo.model.movement import Frozen, Movement
 from hybrid_grpo.model.ranks import all_reduce, rank
-from hybrid_grpo.model.routing import Routing, replays, routed
+from hybrid_grpo.model.routing import Routing, described, replays, routed
 from hybrid_grpo.model.scalar_model import ScalarModel, load_scalar_model, scalar_config
 from hybrid_grpo.model.view import meta_copy
 
@@ -147,6 +147,7 @@ class Policy(TrainedModel):
         journal: keeps finished completions; set by the run.
         turns: answers the model's turns in a completion; None if every completion is a single turn.
         replays: whether its experts are those of the sampler in training; None if experts are not recorded.
+        experts: the same as a line for the user; None without experts.
     """
 
     journal: Journal | None = None
@@ -172,7 +173,9 @@ class Policy(TrainedModel):
             view_attention=attention_of(decoder),
             keep_view=workspace is not None,
         )
-        self.replays = replays(self.engine.engine.module.model, policy, paged=self.packs and decoder == "paged")
+        model = self.engine.engine.module.model
+        self.replays = replays(model, policy, paged=self.packs and decoder == "paged")
+        self.experts = described(model, self.replays)
 
     def rollout(
         self,

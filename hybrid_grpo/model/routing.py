@@ -121,6 +121,17 @@ def replays(model: Any, policy: PolicyConfig, *, paged: bool) -> bool | None:
     return policy.routing == "replay" or (policy.routing == "auto" and policy.dtype != "float32")
 
 
+def described(model: Any, replayed: bool | None) -> str | None:
+    """Return what training does with a model's experts, given what `replays` returns; None if it has none."""
+    if not any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules()):
+        return None
+    if replayed is None:
+        kind = type(model).__name__
+        return f"routers choose again in training: those of {kind} are not known, or its rows are not packed"
+    again = "routers choose again in training, which policy.routing replay prevents"
+    return "training uses those that the sampler used" if replayed else again
+
+
 def _chosen_by(router: Any) -> int:
     k: int = router.top_k if hasattr(router, "top_k") else router.config.top_k_experts
     return k
@@ -212,7 +223,7 @@ class Replay:
     def numbers(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return metrics of the last forward, each with the number of tokens that it is about."""
         layers = sorted(self._own)
-        recorded_SLk = self._recorded_SLk[:, layers]
+        recorded_SLk = torch.stack([self._recorded_SLk[:, layer] for layer in layers], dim=1)
         own_SLk = torch.stack([self._own[layer] for layer in layers], dim=1)
         used_SLk = _used(recorded_SLk, own_SLk) if self._replays else own_SLk
         known_S = recorded_SLk[:, 0, 0] != FREE
