@@ -14,8 +14,8 @@ import ast
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -57,14 +57,18 @@ class Routes(Protocol):
 _routes: ContextVar[Routes | None] = ContextVar("routes")
 
 
-@contextmanager
-def routed(routes: Routes | None) -> Iterator[None]:
-    """Route the forwards within by `routes`; None leaves them to their routers. If nested, the outermost counts."""
-    token = _routes.set(_routes.get(routes))
-    try:
-        yield
-    finally:
-        _routes.reset(token)
+class routed(AbstractContextManager[None]):
+    """Routes the forwards within by `routes`; None leaves them to their routers. If nested, the outermost counts. It
+    may be entered again, since every backward through a layer recomputes it."""
+
+    def __init__(self, routes: Routes | None) -> None:
+        self._own = routes
+
+    def __enter__(self) -> None:
+        self._token = _routes.set(_routes.get(self._own))
+
+    def __exit__(self, *_: object) -> None:
+        _routes.reset(self._token)
 
 
 def recomputed() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -217,14 +221,14 @@ class Replay:
 
     def route(self, layer: int, experts_Sk: Tensor, count: int) -> Tensor:
         """See `Routes`."""
-        self._own[layer], self._counts[layer] = experts_Sk, count
+        self._own[layer], self._counts[layer] = experts_Sk.to(torch.int16), count
         return _used(self._recorded_SLk[:, layer], experts_Sk) if self._replays else experts_Sk
 
     def numbers(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return metrics of the last forward, each with the number of tokens that it is about."""
         layers = sorted(self._own)
         recorded_SLk = torch.stack([self._recorded_SLk[:, layer] for layer in layers], dim=1)
-        own_SLk = torch.stack([self._own[layer] for layer in layers], dim=1)
+        own_SLk = torch.stack([self._own[layer] for layer in layers], dim=1).long()
         used_SLk = _used(recorded_SLk, own_SLk) if self._replays else own_SLk
         known_S = recorded_SLk[:, 0, 0] != FREE
         tokens = known_S.sum()
