@@ -27,6 +27,7 @@ from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.lora import Adapters
 from hybrid_grpo.model.movement import Frozen, Movement
 from hybrid_grpo.model.ranks import all_reduce, rank
+from hybrid_grpo.model.routing import Routing, described, replays, routed
 from hybrid_grpo.model.scalar_model import ScalarModel, load_scalar_model, scalar_config
 from hybrid_grpo.model.view import meta_copy
 
@@ -145,10 +146,13 @@ class Policy(TrainedModel):
     Attributes:
         journal: keeps finished completions; set by the run.
         turns: answers the model's turns in a completion; None if every completion is a single turn.
+        replays: whether its experts are those of the sampler in training; None if experts are not recorded.
+        experts: the same as a line for the user; None without experts.
     """
 
     journal: Journal | None = None
     turns: Turns | None = None
+    replays: bool | None = None
 
     def __init__(
         self,
@@ -169,6 +173,9 @@ class Policy(TrainedModel):
             view_attention=attention_of(decoder),
             keep_view=workspace is not None,
         )
+        model = self.engine.engine.module.model
+        self.replays = replays(model, policy, paged=self.packs and decoder == "paged")
+        self.experts = described(model, self.replays)
 
     def rollout(
         self,
@@ -225,14 +232,16 @@ class Policy(TrainedModel):
         gradients: bool = True,
         places: Places | None = None,
         supports: Supports | None = None,
+        routing: Sequence[Routing | None] | None = None,
     ) -> list[MicroBatch]:
         """Split rows (default: all) into micro-batches within `token_budget`, the same number on every rank. The
-        targets are the completion tokens at the indices `places` (default: all); for `supports` see `pack`.
-        Collective."""
+        targets are the completion tokens at the indices `places` (default: all); for `supports` and `routing`, what
+        the sampler recorded, see `pack`. Collective."""
         rows = range(len(prompt_ids)) if rows is None else rows
         given = prompt_ids, completion_ids, rows, self.budget(gradients), self.engine.device
         if self.packs:
-            return pack(*given, share=self.config.shared_prefix, places=places, supports=supports)
+            recorded: dict[str, Any] = {"supports": supports, "routing": routing, "replays": self.replays}
+            return pack(*given, share=self.config.shared_prefix, places=places, **recorded)
         return pad(*given, places, supports)
 
     def forward(self, micro: MicroBatch, temperature: float, more: HeadFunction | None = None) -> tuple[Tensor, ...]:
@@ -385,5 +394,5 @@ class UnadaptedReference(Reference):
 
     def logprobs(self, batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
         """See `Reference.logprobs`."""
-        with self._adapters.off():
+        with self._adapters.off(), routed(None):
             return scored(self._policy, batches, shape, temperature)

@@ -227,9 +227,8 @@ class Trainer(Stage):
     def micro_batches(self, rollout: Rollout, rows: Sequence[int], *, gradients: bool = True) -> list[MicroBatch]:
         """Split rows into micro-batches within the token budget, the same number on every rank. Collective."""
         prompts, completions, places = rollout.read_ids
-        return self.policy.micro_batches(
-            prompts, completions, rows, gradients=gradients, places=places, supports=rollout.supports
-        )
+        recorded: dict[str, Any] = {"supports": rollout.supports, "routing": rollout.routing}
+        return self.policy.micro_batches(prompts, completions, rows, gradients=gradients, places=places, **recorded)
 
     def refresh_reference(self, step: int) -> None:
         """Move the reference toward the policy every `ref_every` steps (iterative GRPO)."""

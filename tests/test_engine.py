@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from launching import assert_same_steps, make_task, ranks
-from rank_programs import UNPACKED
+from rank_programs import EXPERTS, UNPACKED
 from tiny_models import build, tiny_config
 from transformers import AutoTokenizer
 
@@ -165,6 +165,20 @@ def test_a_model_that_cannot_be_packed_is_trained_on_padded_rows(folder):
         assert metrics["parity/logp_abs_diff_max"] < 1e-3
     first, second = (metrics["policy/grad_norm"] for metrics in seen["metrics"])
     assert first != second
+
+
+@pytest.mark.ranks
+def test_two_ranks_replay_the_experts_that_one_does(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    model = build(tiny_config("qwen3_moe", vocab_size=len(tokenizer), num_experts=8, **ids))
+    model.save_pretrained(folder / EXPERTS)
+    tokenizer.save_pretrained(folder / EXPERTS)
+    (one,) = ranks(1, "experts", folder)
+    assert_same_steps(ranks(2, "experts", folder), one)
+    for metrics in one["metrics"]:
+        assert metrics["moe/differs_frac"] == 0 and metrics["parity/logp_abs_diff_max"] < 1e-4
+        assert metrics["moe/load_max"] > 1
 
 
 @pytest.mark.ranks

@@ -51,7 +51,7 @@ class Sampler:
                 on_finish(i, k, rows[-1])
         return Rollout(prompts, rows, G), Stats()
 
-    def micro_batches(self, prompt_ids, completion_ids, rows, *, gradients, places, supports):
+    def micro_batches(self, prompt_ids, completion_ids, rows, *, gradients, places, supports, routing):
         return pad(prompt_ids, completion_ids, rows, 16384, torch.device("cpu"))
 
     def forward(self, micro, temperature):
@@ -262,7 +262,7 @@ class InBfloat16(Policy):
         self.engine, self.waits, self.forwards = LogprobModel(model), waits, []
         self.engine.backward = lambda loss: loss.backward()
 
-    def micro_batches(self, prompt_ids, completion_ids, rows, *, gradients, places, supports):
+    def micro_batches(self, prompt_ids, completion_ids, rows, *, gradients, places, supports, routing):
         return pack(prompt_ids, completion_ids, rows, 60, torch.device("cpu"), share="on", supports=supports)
 
     def forward(self, micro, temperature, more=None):

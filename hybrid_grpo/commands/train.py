@@ -81,6 +81,8 @@ def _train(parsed: Parsed[TrainConfig], plan: BatchPlan, doing: Doing) -> Path:
     doing("loading the model")
     trainer = make_trainer(config, plan, inputs, features, device, memory)
     say(f"weights: {verified(trainer.policy)}")
+    if experts := trainer.policy.experts:
+        say(f"experts: {experts}")
     doing.end()
     training.train(trainer, write_report)
     say(summary(training.folder, held_out_sets(config), memory.measurable if memory else None))

@@ -32,6 +32,10 @@ class PolicyConfig:
     shared_prefix: Literal["auto", "on", "off"] = "auto"
     """With `packed`, compute the prompt of a group only once in training too, as in sampling. The result is exact;
     `auto` does so if it saves time."""
+    routing: Literal["auto", "replay", "free"] = "auto"
+    """In a mixture of experts, `replay` makes training use the experts that each token used while it was sampled (R3,
+    arXiv:2510.11370); with `free`, routers choose again, and rounding makes them choose others. `auto` replays in
+    bfloat16 if the model's routers allow it. The reference is always free."""
     gradient_checkpointing: Switch = False
     """Recompute each layer's activations in the backward pass instead of keeping them."""
     lr: Positive = 1e-6

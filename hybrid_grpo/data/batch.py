@@ -26,6 +26,7 @@ from torch import Tensor
 
 from hybrid_grpo.data.episodes import Episode, Opening
 from hybrid_grpo.model.attention import Segments
+from hybrid_grpo.model.routing import Routing
 from hybrid_grpo.model.selection import Selection
 from hybrid_grpo.model.support import HeadColumns, Support
 
@@ -101,6 +102,8 @@ class Completion:
     """The completion's tool calls, and a call `user` for each turn that the user answered, sorted."""
     support: Support | None = None
     """The tokens among which each token was drawn; None if log-probabilities are over the whole vocabulary."""
+    routing: Routing | None = field(default=None, compare=False)
+    """The experts of the tokens that were read while sampling; None if they were not recorded."""
 
     @property
     def turns(self) -> int:
@@ -154,6 +157,11 @@ class Rollout:
     def supports(self) -> list[Support | None]:
         """[B], see `Completion.support`."""
         return [completion.support for completion in self.completions]
+
+    @property
+    def routing(self) -> list[Routing | None]:
+        """[B], the experts of each row."""
+        return [completion.routing for completion in self.completions]
 
     @property
     def num_tokens(self) -> int:

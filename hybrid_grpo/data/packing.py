@@ -8,7 +8,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.data.batch import MicroBatch
 from hybrid_grpo.model.attention import Segments
 from hybrid_grpo.model.ranks import all_reduce
+from hybrid_grpo.model.routing import Replay, Routing, joined
 from hybrid_grpo.model.selection import Selection
 from hybrid_grpo.model.support import HeadColumns, Support
 from hybrid_grpo.model.upload import upload
@@ -42,6 +43,7 @@ class _Row:
     targets: Sequence[int]
     """Indices of the completion tokens that are targets, ascending; the last is the completion's last token."""
     support: Support | None = None
+    routing: Routing | None = None
 
     @property
     def tokens(self) -> int:
@@ -67,13 +69,17 @@ def _rows(
     rows: Sequence[int],
     places: Places | None,
     supports: Supports | None,
+    routing: Sequence[Routing | None] | None = None,
 ) -> list[_Row]:
     def targets(row: int) -> Sequence[int]:
         chosen = None if places is None else places[row]
         return range(len(completion_ids[row])) if chosen is None else chosen
 
+    def of(values: Sequence[Any] | None, row: int) -> Any:
+        return None if values is None else values[row]
+
     return [
-        _Row(row, prompt_ids[row], completion_ids[row], targets(row), supports[row] if supports else None)
+        _Row(row, prompt_ids[row], completion_ids[row], targets(row), of(supports, row), of(routing, row))
         for row in rows
     ]
 
@@ -98,6 +104,8 @@ def pack(
     share: Literal["auto", "on", "off"],
     places: Places | None = None,
     supports: Supports | None = None,
+    routing: Sequence[Routing | None] | None = None,
+    replays: bool | None = None,
 ) -> list[MicroBatch]:
     """Make micro-batches without padding, of about equal numbers of tokens, the same number on every rank. Collective.
 
@@ -105,14 +113,16 @@ def pack(
         prompt_ids, completion_ids: tokens of every row; neither is empty.
         rows: indices of the rows to take, as in `MicroBatch.rows`.
         budget: maximum tokens of a micro-batch; a longer row gets a micro-batch of its own.
-        share: whether consecutive rows with the same prompt share its forward; `auto`: if that saves enough tokens.
         places: for each row, the completion tokens that are targets. Default: all.
         supports: for each row, what its targets are normalized over. Default: the whole vocabulary, as also for a
             micro-batch with a row that has none.
+        routing: for each row, the experts that were recorded for its tokens. Rows that share a prompt use the first
+            one's for it.
+        replays: see `Replay`; None ignores `routing`.
     """
-    chosen = _rows(prompt_ids, completion_ids, rows, places, supports)
+    chosen = _rows(prompt_ids, completion_ids, rows, places, supports, routing)
     alone = [_Group([[row]]) for row in chosen]
-    return _balanced(_worth_it(alone, _groups(chosen, budget), share), budget, device)
+    return _balanced(_worth_it(alone, _groups(chosen, budget), share), budget, device, replays)
 
 
 def pack_pairs(
@@ -156,7 +166,7 @@ def _worth_it(alone: list[_Group], shared: list[_Group], share: Literal["auto", 
     return alone if share == "off" or (share == "auto" and every - fewer < _WORTH_SHARING * every) else shared
 
 
-def _balanced(groups: list[_Group], budget: int, device: torch.device) -> list[MicroBatch]:
+def _balanced(groups: list[_Group], budget: int, device: torch.device, replays: bool | None = None) -> list[MicroBatch]:
     """Make micro-batches without splitting groups; see `pack`. Collective."""
     # A row longer than the budget counts as filling it.
     count = -(-sum(min(group.tokens, budget) for group in groups) // budget)
@@ -166,7 +176,7 @@ def _balanced(groups: list[_Group], budget: int, device: torch.device) -> list[M
         count += 1
     most = int(all_reduce(torch.tensor(count, device=device), "max"))
     parts = [part for part in _spread(groups, most) if part]
-    return [_packed(part, device) for part in parts] + _fillers(most - len(parts), device)
+    return [_packed(part, device, replays) for part in parts] + _fillers(most - len(parts), device)
 
 
 def _groups(rows: list[_Row], budget: int) -> list[_Group]:
@@ -192,18 +202,20 @@ def _spread(groups: list[_Group], count: int) -> list[list[_Group]]:
     return parts
 
 
-def _packed(groups: list[_Group], device: torch.device) -> MicroBatch:
+def _packed(groups: list[_Group], device: torch.device, replays: bool | None) -> MicroBatch:
     """Make one sequence: the prompt of each part, followed by the part's completions without their last tokens."""
     tokens: list[int] = []
     positions: list[int] = []
     source: list[int] = []
     own: list[tuple[int, int]] = []
     prefix: list[tuple[int, int]] = []
+    experts: list[tuple[np.ndarray | None, int]] = []
     parts = [part for group in groups for part in group.parts]
     for part in parts:
         prompt, start, shared = part[0].prompt, len(tokens), len(part) > 1
         tokens += prompt
         positions += range(len(prompt))
+        experts.append((next((row.routing.prompt for row in part if row.routing), None), len(prompt)))
         if shared:
             own.append((start, len(prompt)))
             prefix.append((start, 0))
@@ -211,6 +223,7 @@ def _packed(groups: list[_Group], device: torch.device) -> MicroBatch:
             completion, begin = row.completion[:-1], len(tokens)
             tokens += completion
             positions += range(len(prompt), len(prompt) + len(completion))
+            experts.append((row.routing.completion if row.routing else None, len(completion)))
             before = [start + len(prompt) - 1, *range(begin, len(tokens))]
             source += [before[target] for target in row.targets]
             if not shared:
@@ -219,7 +232,9 @@ def _packed(groups: list[_Group], device: torch.device) -> MicroBatch:
             elif completion:
                 own.append((begin, len(completion)))
                 prefix.append((start, len(prompt)))
-    rows, segments = [row for part in parts for row in part], Segments(own, prefix, device)
+    recorded, rows = joined(experts), [row for part in parts for row in part]
+    routes = None if recorded is None or replays is None else Replay(recorded, replays, device)
+    segments = Segments(own, prefix, device, routes)
     return _micro_batch(rows, [tokens], [positions], source, segments, device)
 
 

@@ -22,6 +22,7 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation.state_pool import StatePool, StateShape, rows_for
 from hybrid_grpo.model.attention import Options
 from hybrid_grpo.model.memory_tracker import MemoryTracker
+from hybrid_grpo.model.routing import Recorder, Seen, adopt_routers, routed
 from hybrid_grpo.model.states import Runs
 from hybrid_grpo.model.upload import upload
 
@@ -55,6 +56,8 @@ class Geometry:
     """Whether pages hold latents, [rank + rope] for each token, in place of keys; values then have no width."""
     states: tuple[StateShape, ...] = ()
     """The states of a sequence: those of its recurrences and convolutions."""
+    experts: tuple[int, int, int] | None = None
+    """Layers with experts, experts of a token in each, and experts to choose from; None if they are not recorded."""
 
     @property
     def state_bytes(self) -> int:
@@ -68,20 +71,27 @@ class Geometry:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values in all layers."""
+        """Bytes of one token's keys and values in all layers, and of the numbers of its experts."""
         numbers = sum(heads * d for layer in self.shapes for heads, d in layer)
-        return numbers * torch.empty(0, dtype=self.dtype).element_size()
+        layers, k, _ = self.experts or (0, 0, 0)
+        return numbers * self.dtype.itemsize + layers * k * self.numbering.itemsize
+
+    @property
+    def numbering(self) -> torch.dtype:
+        """The dtype that the numbers of experts are recorded in."""
+        return torch.uint8 if self.experts and self.experts[2] <= 256 else torch.int16
 
     @classmethod
     def of(cls, model: Any) -> Geometry:
         """Measure a model with a forward of a few tokens, since architectures name these sizes differently. Raises
         UserError if a layer attends to keys and values that do not belong to the tokens of the forward."""
+        adopt_routers(model)
         device = next(model.parameters()).device
         seen, ids = _Seen(type(model).__name__, device), torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=device)
         with torch.no_grad(), MemoryTracker((*model.parameters(), *model.buffers(), ids)) as tracker:
             cached_forward(model.base_model, ids, ids, seen)
         reading, attention = -(-tracker.peak // _PROBE_TOKENS), tuple(seen.attention)
-        of_layers = tuple(seen.layers), seen.sinks, seen.latents, tuple(seen.states)
+        of_layers = tuple(seen.layers), seen.sinks, seen.latents, tuple(seen.states), seen.routes.shape
         return cls(tuple(seen.shapes), seen.dtype, attention, reading, *of_layers)
 
 
@@ -90,7 +100,8 @@ def cached_forward(model: Any, ids: Tensor, positions: Tensor, batch: Any) -> An
     The forward receives `batch` twice: as its cache, and as the `Batch` that `routed_attention` uses."""
     kind: Any = type(model)
     given = {"batch": batch, cache_keyword(kind): batch}
-    return model(input_ids=ids, position_ids=positions, use_cache=True, **given)
+    with routed(batch.routes):
+        return model(input_ids=ids, position_ids=positions, use_cache=True, **given)
 
 
 @functools.cache
@@ -111,6 +122,7 @@ class _Seen:
         self.states: list[StateShape] = []
         self.dtype = torch.float32
         self.runs = Runs([(0, _PROBE_TOKENS)], [-1], device)
+        self.routes = Seen()
         self._keys: list[ref[Tensor]] = []
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
@@ -180,7 +192,18 @@ class PagedCache:
         """Tokens of one prefill forward that fit in memory next to the cache."""
         self.keys = [_zeros((pages, page, *key), geometry.dtype, device) for key, _ in geometry.shapes]
         self.values = [_zeros((pages, page, *value), geometry.dtype, device) for _, value in geometry.shapes]
+        layers, k, _ = geometry.experts or (0, 0, 0)
+        self._experts = [_zeros((pages, page, layers, k), geometry.numbering, device)] if layers else []
         self._free_all()
+
+    def recorder(self, page_S: Tensor, offset_S: Tensor, known: np.ndarray | None = None) -> Recorder | None:
+        """Return what records the experts of tokens at these places; None if none are recorded."""
+        return Recorder(self._experts[0], page_S, offset_S, known) if self._experts else None
+
+    def experts(self, pages: list[int], entries: int) -> np.ndarray | None:
+        """Return the experts of the first entries of a sequence, [entries, layers, k]; None if none were recorded."""
+        found = [pool[pages].flatten(0, 1)[:entries].cpu().numpy() for pool in self._experts]
+        return found[0] if found else None
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Return the keys and the values of a layer, each [pages, page, heads, head_dim]."""
@@ -233,7 +256,7 @@ class PagedCache:
     def copy(self, source: list[int], target: list[int]) -> None:
         if source:
             from_, to = upload([source, target], self.device)
-            for pool in self.keys + self.values:
+            for pool in self.keys + self.values + self._experts:
                 pool.index_copy_(0, to, pool.index_select(0, from_))
 
 

@@ -12,6 +12,7 @@ import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.data.episodes import Episode
 from hybrid_grpo.generation.loop import Request, Stats
 from hybrid_grpo.generation.scheduler import OnFinish
+from hybrid_grpo.model.routing import Routing
 from hybrid_grpo.model.support import Support
 
 _FILE = re.compile(r"step_(\d{6,})\.rank_\d+")
@@ -99,6 +101,8 @@ class Journal:
         if (support := completion.support) is not None:
             row |= {"support": _base64(support.id_K, "<i4"), "support_sizes": _base64(support.count_N, "<i4")}
         row |= {name: value for name in ("given", "messages", "calls") if (value := getattr(completion, name))}
+        if completion.routing is not None:
+            row["experts"] = [_encoded(part) for part in (completion.routing.prompt, completion.routing.completion)]
         line = json.dumps(row | ({} if completion.episode is None else {"episode": asdict(completion.episode)}))
         self._append(f"{self._checksum(line)} {line}\n")
 
@@ -178,7 +182,8 @@ def _completion(row: dict[str, Any]) -> tuple[int, Completion]:
         steps = tuple((end, reward) for end, reward in episode["steps"])
         episode = Episode(**{**episode, "steps": steps})
     calls = tuple((name, has_failed) for name, has_failed in row.get("calls", ()))
-    others: dict[str, Any] = {"episode": episode, "calls": calls, "support": support}
+    routing = Routing(*map(_decoded, row["experts"])) if "experts" in row else None
+    others: dict[str, Any] = {"episode": episode, "calls": calls, "support": support, "routing": routing}
     return row["key"], Completion(token_ids, logp, row["finish"], row["text"], given, messages, **others)
 
 
@@ -188,3 +193,14 @@ def _base64(numbers: Any, dtype: str) -> str:
 
 def _numbers(text: str, dtype: str) -> np.ndarray:
     return np.frombuffer(b64decode(text), dtype)
+
+
+def _encoded(array: np.ndarray) -> str:
+    file = BytesIO()
+    np.save(file, array)
+    return b64encode(file.getvalue()).decode()
+
+
+def _decoded(text: str) -> np.ndarray:
+    array: np.ndarray = np.load(BytesIO(b64decode(text)))
+    return array

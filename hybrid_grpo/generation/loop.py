@@ -7,11 +7,12 @@ So all sampling happens in one place, and a group shares its prefill without sha
 import sys
 from collections import deque
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from hybrid_grpo.data.batch import Completion, Prompt
@@ -35,6 +36,7 @@ from hybrid_grpo.generation.scheduler import (
 from hybrid_grpo.generation.timeline import Timeline
 from hybrid_grpo.generation.workspace import Workspace
 from hybrid_grpo.model.kernels.decoding import adopt
+from hybrid_grpo.model.routing import Routing, joined
 from hybrid_grpo.model.states import adopt_states
 from hybrid_grpo.model.upload import upload
 
@@ -116,7 +118,10 @@ class _Loop:
         callbacks: Callbacks,
     ) -> None:
         self.model, self.schedule, self.decoder = model, schedule, decoder
-        self.prefill_tokens, self.sampling, self.callbacks = prefill_tokens, sampling, callbacks
+        self.prefill_tokens, self.sampling = prefill_tokens, sampling
+        self.callbacks = replace(callbacks, routing=self._routing)
+        self.prompts: dict[int, np.ndarray] = {}
+        """The experts of each request's prompt, as they were chosen for the completion that ended first."""
         self.stats = Stats()
         self.in_flight: deque[tuple[list[tuple[Sequence, int]], Any]] = deque()
         """For each running step, its sequences, each with the number of its turn, and the outcome to be read."""
@@ -181,7 +186,7 @@ class _Loop:
         """Prefill each sequence's tokens from its start up to, but not including, the last one. A single sequence that
         exceeds the budget is read in several parts."""
         rows = [
-            (holder.pages, holder.tokens[:-1], start, holder.state)
+            (holder.pages, holder.tokens[:-1], start, holder)
             for holder, start in zip(holders, starts, strict=True)
             if len(holder.tokens) - 1 > start
         ]
@@ -192,7 +197,13 @@ class _Loop:
             ids = upload([[token for part in parts for token in part]], self.schedule.cache.device)
             begins, lengths = [start + done for _, _, start, _ in rows], list(map(len, parts))
             owned = [pages for pages, *_ in rows]
-            batch = Prefill(self.schedule.cache, owned, begins, lengths, [state for *_, state in rows])
+            states = [holder.state for *_, holder in rows]
+            seen = [
+                None if (e := holder.experts) is None else e[begin:]
+                for (*_, holder), begin in zip(rows, begins, strict=True)
+            ]
+            known = joined(list(zip(seen, lengths, strict=True)))
+            batch = Prefill(self.schedule.cache, owned, begins, lengths, states, known)
             cached_forward(self.model.base_model, ids, batch.position_1N, batch)
 
     def _step(self) -> None:
@@ -214,6 +225,15 @@ class _Loop:
         for sequence in active:
             sequence.position += 1
             self.stats.context += sequence.position
+
+    def _routing(self, sequence: Sequence) -> Routing | None:
+        experts, prompt = sequence.experts, sequence.prompt
+        if sequence.pages:
+            experts = self.schedule.cache.experts(sequence.pages, len(sequence.tokens) - 1)
+        if experts is None:
+            return None
+        of_prompt = self.prompts.setdefault(sequence.request, experts[:prompt].copy())
+        return Routing(of_prompt, experts[prompt:].copy())
 
     def _drain(self) -> None:
         while self.in_flight:

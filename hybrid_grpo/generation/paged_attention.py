@@ -35,6 +35,7 @@ from hybrid_grpo.model.attention import (
 )
 from hybrid_grpo.model.kernels import decoding, gpu
 from hybrid_grpo.model.latents import absorbed
+from hybrid_grpo.model.routing import Recorder
 from hybrid_grpo.model.states import Runs
 from hybrid_grpo.model.upload import upload
 
@@ -47,6 +48,7 @@ class Prefill:
         starts: the number of entries that each sequence already has in the cache; 0 for a prompt.
         lengths: the number of new tokens of each sequence, at least one.
         states: the row of each sequence's states in the cache. Default: the model has none.
+        known: the experts of the new tokens, if the tokens were read before; see `Recorder`.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Prefill:
         starts: list[int],
         lengths: list[int],
         states: Sequence[int] = (),
+        known: np.ndarray | None = None,
     ) -> None:
         device = cache.device
         self._rows = upload(list(states), device) if cache.states else None
@@ -63,6 +66,7 @@ class Prefill:
         self._starts, self._lengths = starts, lengths
         ends = [start + n for start, n in zip(starts, lengths, strict=True)]
         self._page_N, self._offset_N = self._places(pages, starts, ends)
+        self.routes = cache.recorder(self._page_N, self._offset_N, known)
         position_N = torch.cat([torch.arange(start, end) for start, end in zip(starts, ends, strict=True)])
         self.position_1N = upload(position_N[None], device)
         begins = list(accumulate(lengths, initial=0))
@@ -189,6 +193,11 @@ class DecodeStep:
         """Page and offset that each new token is written to."""
         page, offset = self._position // self._cache.page, self._position % self._cache.page
         return self._table.gather(1, page[:, None])[:, 0].long(), offset
+
+    @cached_property
+    def routes(self) -> Recorder | None:
+        """Records the experts of the new tokens."""
+        return self._cache.recorder(*self._written) if self._cache.geometry.experts else None
 
     @cached_property
     def _begins(self) -> tuple[Tensor, Tensor]:

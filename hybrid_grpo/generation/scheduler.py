@@ -6,6 +6,8 @@ for an answer between two turns. Finally the sequence admitted last is preempted
 tokens so far will be read again.
 """
 
+from __future__ import annotations
+
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -17,6 +19,7 @@ import numpy as np
 from hybrid_grpo.data.batch import Completion, Given
 from hybrid_grpo.generation.cache import PagedCache
 from hybrid_grpo.generation.sampler import Sampling, text_ends
+from hybrid_grpo.model.routing import Routing
 from hybrid_grpo.model.support import Support
 
 OnFinish = Callable[[int, int, Completion], None]
@@ -61,6 +64,8 @@ class Callbacks:
     on_token: OnToken | None = None
     decode: Decode | None = None
     turns: Turns | None = None
+    routing: Callable[[Sequence], Routing | None] | None = None
+    """Returns the experts of a sequence that has ended."""
 
 
 _READ_AHEAD = 4
@@ -102,6 +107,8 @@ class Sequence:
     """Whether the turn has ended and has not been answered yet."""
     state: int = -1
     """Row of the cache's states that the sequence begins or goes on from when it gets a slot."""
+    experts: np.ndarray | None = None
+    """The experts of its tokens when it lost its pages, [tokens, layers, k]."""
 
     def __post_init__(self) -> None:
         self._begin_turn()
@@ -161,8 +168,9 @@ class Sequence:
         """Set `completion`, and pass it to the callbacks."""
         text = callbacks.decode(self.tokens[self.begin :]) if callbacks.decode else ""
         self.waits = False
-        support = Support.of(self.kept) if self.kept else None
-        self.completion = Completion(self.sampled, self.logp, finish, text, tuple(self.given), support=support)
+        kept: dict[str, Any] = {"support": Support.of(self.kept) if self.kept else None}
+        kept["routing"] = callbacks.routing(self) if callbacks.routing else None
+        self.completion = Completion(self.sampled, self.logp, finish, text, tuple(self.given), **kept)
         if callbacks.turns is not None:
             self.completion = callbacks.turns.finished(self.key, self.completion)
         if callbacks.on_finish is not None:
@@ -179,6 +187,13 @@ class Group:
     """Pages that hold all tokens but the last, once the tokens have been read."""
     state: int = -1
     """Row of the cache's states after these tokens."""
+    experts: np.ndarray | None = None
+    """See `Sequence`."""
+
+    @property
+    def position(self) -> int:
+        """Number of tokens in the pages."""
+        return len(self.tokens) - 1
 
 
 class Scheduler:
@@ -298,7 +313,7 @@ class Scheduler:
         elif sequence.pages:
             self.answered.append(sequence)
         else:
-            self.pending.appendleft(Group(list(sequence.tokens), deque([sequence])))
+            self._read_again(sequence)
         return sequence, finish
 
     def reclaim(self) -> bool:
@@ -312,18 +327,30 @@ class Scheduler:
         holder = next((s for s in reversed(self.waiting.values()) if s.pages), None)
         if holder is None and self.answered:
             holder = self.answered.pop()
-            self.pending.appendleft(Group(list(holder.tokens), deque([holder])))
-        if holder is None:
+            self._lose(holder)
+            self._read_again(holder)
+        elif holder is not None:
+            self._lose(holder)
+        else:
             return False
-        self._lose(holder)
         self.preempted += 1
         return True
 
     def _lose(self, holder: Sequence | Group) -> None:
         """Give back the pages and the state of a sequence without a slot, or of a group."""
+        self._note_experts(holder)
         self.cache.give_back(holder.pages)
         self.cache.states.give_back(holder.state)
         holder.pages, holder.state = [], -1
+
+    def _note_experts(self, holder: Sequence | Group) -> None:
+        """Keep the experts of tokens whose pages are about to be given back."""
+        if holder.pages:
+            holder.experts = self.cache.experts(holder.pages, holder.position)
+
+    def _read_again(self, sequence: Sequence) -> None:
+        """Make a sequence without pages pending again."""
+        self.pending.appendleft(Group(list(sequence.tokens), deque([sequence]), experts=sequence.experts))
 
     def reserve(self) -> bool:
         """Give every active sequence a page to write to; return False, without giving any, if too few pages can be
@@ -341,8 +368,9 @@ class Scheduler:
     def preempt(self) -> None:
         """Make the sequence admitted last pending again; its tokens so far will be read again."""
         sequence = self.active[-1]
+        self._note_experts(sequence)
         self.retire([len(self.active) - 1])
-        self.pending.appendleft(Group(list(sequence.tokens), deque([sequence])))
+        self._read_again(sequence)
         self.preempted += 1
 
     def retire(self, slots: list[int]) -> tuple[list[int], list[int]]:
@@ -358,6 +386,8 @@ class Scheduler:
             if sequence.waits:
                 self.waiting[sequence.key] = sequence
             if kept is None:
+                if sequence.waits:
+                    self._note_experts(sequence)
                 self.cache.give_back(sequence.pages)
                 sequence.pages = []
             sequence.state = -1 if kept is None else kept

@@ -33,6 +33,7 @@ from hybrid_grpo.model import hub
 from hybrid_grpo.model.architectures import unsupported
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.ranks import all_gather_objects, rank
+from hybrid_grpo.model.routing import recomputed
 
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
@@ -213,7 +214,7 @@ def load_for_training(
         refuse(
             not model.supports_gradient_checkpointing, f"policy.gradient_checkpointing: {kind} has none: leave it off"
         )
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recomputed})
     return model
 
 

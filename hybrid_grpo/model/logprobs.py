@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_grpo.model.attention import Segments
+from hybrid_grpo.model.routing import routed
 from hybrid_grpo.model.selection import Selection
 from hybrid_grpo.model.softmax import TiledSoftmax, on_gpu_kernel, softmax_gradient
 from hybrid_grpo.model.states import adopt_states
@@ -260,7 +261,8 @@ class LogprobModel(nn.Module):
                 the temperature, while the weight is gathered.
         """
         packed = {} if segments is None else {"batch": segments}
-        out = self.model.base_model(input_ids=input_ids_bS, position_ids=position_ids_bS, use_cache=False, **packed)
+        with routed(None if segments is None else segments.routes):
+            out = self.model.base_model(input_ids=input_ids_bS, position_ids=position_ids_bS, use_cache=False, **packed)
         hidden_ND = source(out.last_hidden_state.flatten(0, 1))
         found: tuple[Tensor, ...] = self.model.get_output_embeddings()(hidden_ND, target_N, support, temperature, more)
         return found

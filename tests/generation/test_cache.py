@@ -24,7 +24,10 @@ def test_the_geometry_is_that_of_what_a_forward_of_transformers_caches(architect
     for (key, value), layer in zip(seen.shapes, attending, strict=True):
         assert key == (layer.keys.shape[1], layer.keys.shape[3])
         assert value == (layer.values.shape[1], layer.values.shape[3])
-    assert seen.token_bytes == sum(4 * (layer.keys.numel() + layer.values.numel()) for layer in attending)
+    experts = (
+        2 * 2 if getattr(config, "num_experts_per_tok", 0) else 0
+    )  # a byte for each expert of a token in two layers
+    assert seen.token_bytes == sum(4 * (layer.keys.numel() + layer.values.numel()) for layer in attending) + experts
     states = {
         (kind, at, index): tuple(state.shape[1:])
         for at, layer in enumerate(kept.layers)

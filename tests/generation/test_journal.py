@@ -8,6 +8,7 @@ from tiny_models import pair
 
 from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.generation import Journal, Request, Sampling, Stats, generate, stream_key
+from hybrid_grpo.model.routing import Routing
 from hybrid_grpo.model.support import Support
 
 SAMPLING = Sampling(max_tokens=12, stop_ids=(3, 4, 5), top_p=0.9, logprobs="mask")
@@ -44,7 +45,8 @@ def broken_off(journal, sample, after):
 def test_a_conversation_comes_back_whole(tmp_path):
     said = ({"role": "assistant", "content": "a\n"}, {"role": "tool", "content": "é"})
     support = Support.of([np.array(ids) for ids in ([7], [3, 60_000], [1, 9, 200_000])])
-    others = {"calls": (("user", True),), "support": support}
+    routing = Routing(np.full((1, 2, 3), 255, np.uint8), np.arange(24, dtype=np.int16).reshape(4, 2, 3) * 11)
+    others = {"calls": (("user", True),), "support": support, "routing": routing}
     completion = Completion([7, 3, 9], [-0.5, -0.25, -1.0], "stop", "é", ((2, [5, 6]),), said, **others)
     request = Request([1], [11], most=9)
 
@@ -55,6 +57,9 @@ def test_a_conversation_comes_back_whole(tmp_path):
     Journal(tmp_path, 0).complete(1, [request], None, sample)
     groups, _ = Journal(tmp_path, 0).complete(1, [request], None, lambda requests, on_finish: ([], Stats()))
     assert groups == [[completion]]
+    for name in ("prompt", "completion"):
+        array, expected = (getattr(of, name) for of in (groups[0][0].routing, routing))
+        assert array.dtype == expected.dtype and np.array_equal(array, expected)
     assert completion.read_ids == [7, 3, 5, 6, 9] and completion.sampled_places == [0, 1, 4]
 
 

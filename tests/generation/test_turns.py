@@ -6,13 +6,16 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
+from experts_used import differing, experts_used
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_turns import Scripted, logp_of_training
 from tiny_models import ARCHITECTURES, STATES, VOCABULARY, build, pair, tiny_config
 
-from hybrid_grpo.generation import GREEDY, Request, Sampling, decoder, fallback, generate, stream_key
+from hybrid_grpo.generation import GREEDY, Request, Sampling, decoder, fallback, generate, scheduler, stream_key
 from hybrid_grpo.generation import loop as loops
 from hybrid_grpo.model.attention import ATTENTION
 
@@ -164,3 +167,48 @@ def test_who_waits_keeps_its_pages_and_gives_its_slot_to_others():
     tokens = sum(len(c.token_ids) for group in groups for c in group)
     assert stats.answers > 20
     assert stats.steps < 0.7 * tokens
+
+
+@pytest.mark.parametrize(("architecture", "pages"), [("qwen3_moe", 10), ("qwen3_next", None)])
+def test_the_recorded_experts_are_those_of_a_forward_over_the_whole_text(architecture, pages):
+    """Whatever pages a sequence lost, was given back or shares, and whoever answered between its turns."""
+    config = tiny_config(architecture, num_experts=16, num_experts_per_tok=3)
+    view, plain = build(config, ATTENTION), build(config)
+    prompts = [[(5 * row + place) % VOCABULARY for place in range(3 + 11 * row)] for row in range(5)]
+    requests = [
+        Request(prompt, [stream_key(2, 0, row, k) for k in range(3)], most=220) for row, prompt in enumerate(prompts)
+    ]
+    turns = Scripted(3, delays=(0, 2, 9))
+    cache_gb = pages and pages * 32 * loops.Geometry.of(view).token_bytes / 2**30
+    settings = {"max_slots": 6, "prefill_tokens": 25, "cache_gb": cache_gb}
+    groups, stats = generate(view, requests, Sampling(90, stop_ids=(3, 4)), turns=turns, **settings)
+    assert stats.answers and bool(stats.preempted) == bool(pages)
+    for prompt, group in zip(prompts, groups, strict=True):
+        assert any(completion.given for completion in group)
+        for completion in group:
+            recorded = np.concatenate([completion.routing.prompt, completion.routing.completion])
+            with torch.no_grad(), experts_used(plain) as used:
+                plain(torch.tensor([(prompt + completion.read_ids)[:-1]]))
+            assert len(completion.routing.prompt) == len(prompt) and differing(used, recorded) == 0
+
+
+def test_tokens_that_are_read_again_keep_the_experts_they_had(monkeypatch):
+    """The log-probabilities that were recorded belong to them. Experts that no router would choose show it."""
+    view = build(tiny_config("qwen3_moe", num_experts=16, num_experts_per_tok=3), ATTENTION)
+    note = scheduler.Scheduler._note_experts
+    lost = {}
+
+    def changed(self, holder):
+        note(self, holder)
+        if isinstance(holder, scheduler.Sequence) and holder.experts is not None:
+            holder.experts = (holder.experts + 1) % 16
+            lost[holder.request, holder.sample] = holder.experts
+
+    monkeypatch.setattr(scheduler.Scheduler, "_note_experts", changed)
+    requests = [Request([row, 7, 9], [stream_key(2, 0, row, 0)]) for row in range(8)]
+    cache_gb = 9 * 32 * loops.Geometry.of(view).token_bytes / 2**30
+    groups, stats = generate(view, requests, Sampling(70), max_slots=8, cache_gb=cache_gb)
+    assert stats.preempted and lost
+    for (request, sample), experts in lost.items():
+        routing = groups[request][sample].routing
+        assert (np.concatenate([routing.prompt, routing.completion])[: len(experts)] == experts).all()

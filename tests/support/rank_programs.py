@@ -37,8 +37,8 @@ from hybrid_grpo.policy import Policy, Reference
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.trainer import Trainer
 
-UNPACKED = "mamba"
-"""A folder, where a test made it."""
+UNPACKED, EXPERTS = "mamba", "qwen3_moe"
+"""Folders, where a test made them."""
 COLLECTIVES = (
     "all_reduce",
     "all_gather",
@@ -200,6 +200,11 @@ def zero2(folder: Path) -> dict[str, Any]:
 
 def zero0(folder: Path) -> dict[str, Any]:
     return steps(folder, stage=0, beta=0.0)
+
+
+def experts(folder: Path) -> dict[str, Any]:
+    """Steps of a mixture of experts that replay its routing, in forward and in recomputed layers."""
+    return two_steps(build(folder, model=EXPERTS, routing="replay", gradient_checkpointing=True))
 
 
 def variants(folder: Path) -> dict[str, Any]:

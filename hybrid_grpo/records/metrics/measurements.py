@@ -157,12 +157,15 @@ def group_correlation(reward_PG: Tensor, value_PG: Tensor) -> Tensor:
 
 
 def measure_parity(batch: TrainBatch, logp_bT: Tensor) -> Numbers:
-    """Return the gap in log-probability between sampler and training forward pass, on the policy's own tokens."""
+    """Return the gap in log-probability between sampler and training forward pass, on the policy's own tokens, and in
+    a mixture of experts how their routing differs."""
     if not batch.micro.rows:
         return {}
     gap_bT = torch.where(batch.own_bT, (logp_bT.detach() - batch.sampler_logp_bT).abs(), 0.0)
     tokens = batch.own_bT.sum() if batch.writers else len(batch.micro.target_N)
+    routes = batch.micro.segments and batch.micro.segments.routes
     return {
+        **(routes.numbers() if routes else {}),
         "parity/logp_abs_diff_mean": (gap_bT.sum() / tokens, tokens),
         "parity/logp_abs_diff_max": (gap_bT.max(), 1),
     }
