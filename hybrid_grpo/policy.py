@@ -26,8 +26,10 @@ from hybrid_grpo.model.loading import dequantized, load_config, load_model, plai
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.lora import Adapters
 from hybrid_grpo.model.movement import Frozen, Movement
+from hybrid_grpo.model.original import Original
 from hybrid_grpo.model.ranks import all_reduce, rank
 from hybrid_grpo.model.scalar_model import ScalarModel, load_scalar_model, scalar_config
+from hybrid_grpo.model.towers import lacks_towers
 from hybrid_grpo.model.view import meta_copy
 
 _COUNTERS = ("optimizer_steps", "skipped_steps", "lr_scale")
@@ -80,6 +82,7 @@ class TrainedModel:
         self.packs = attention == ATTENTION
         with engines.sharded_loading(self.deepspeed_config):
             model = load(attention)
+        self._original = Original(model, policy.model) if lacks_towers(model) else None
         view = meta_copy(model, view_attention or plain_attention(model.config, policy.attn_implementation))
         self.adapters = Adapters(model, lora, seed) if lora is not None and lora.rank else None
         self.cost = Cost.of(model)
@@ -117,19 +120,28 @@ class TrainedModel:
         self.movement.restart()
 
     def export(self, folder: Path) -> None:
-        """Write weights, configuration and tokenizer in Hugging Face format. Adapters are merged into the weights, and
+        """Write weights, configuration and tokenizer in Hugging Face format, or the whole checkpoint that the model is
+        the text model of. Adapters are merged into the weights, and
         also written to the folder `adapter/`, in peft's format. Collective."""
         with self.engine.generation() as view:
             if rank() == 0:
-                view.save_pretrained(folder, state_dict=_untangled(view.state_dict()))
-                config = self.exported_config()
-                config.dtype = getattr(torch, self.config.dtype)
-                config.save_pretrained(folder)
-                save_tokenizer(self.tokenizer, folder)
+                self._export_whole(view, folder)
         if self.adapters is not None:
             whole = self.engine.whole(self.adapters.parameters)
             if rank() == 0:
                 self.adapters.save(folder / "adapter", whole)
+
+    def _export_whole(self, view: Any, folder: Path) -> None:
+        state = _untangled(view.state_dict())
+        if self._original is not None:
+            save_tokenizer(self.tokenizer, folder)
+            self._original.export(state, folder)
+            return
+        view.save_pretrained(folder, state_dict=state)
+        config = self.exported_config()
+        config.dtype = getattr(torch, self.config.dtype)
+        config.save_pretrained(folder)
+        save_tokenizer(self.tokenizer, folder)
 
     def exported_config(self) -> Any:
         """The model's configuration as it was loaded, dropout included."""
