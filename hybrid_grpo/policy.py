@@ -3,7 +3,6 @@ outputs one number per token and is also trained."""
 
 import functools
 import math
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
-from transformers.utils import cached_file
 
 from hybrid_grpo import engine as engines
 from hybrid_grpo.config import EngineConfig, LoraConfig, PolicyConfig, RolloutConfig
@@ -21,6 +19,7 @@ from hybrid_grpo.engine import StepResult
 from hybrid_grpo.generation import Journal, OnFinish, OnStep, Request, Sampling, Stats, Turns, Workspace, complete_rest
 from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
 from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.export import save_model, save_tokenizer
 from hybrid_grpo.model.flops import Cost
 from hybrid_grpo.model.loading import dequantized, load_config, load_model, plain_attention, training_attention
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
@@ -125,23 +124,13 @@ class TrainedModel:
         also written to the folder `adapter/`, in peft's format. Collective."""
         with self.engine.generation() as view:
             if rank() == 0:
-                self._export_whole(view, folder)
+                config = None if self._original else self.exported_config()
+                save_model(view, folder, config, self.config.dtype, self._original)
+                save_tokenizer(self.tokenizer, folder)
         if self.adapters is not None:
             whole = self.engine.whole(self.adapters.parameters)
             if rank() == 0:
                 self.adapters.save(folder / "adapter", whole)
-
-    def _export_whole(self, view: Any, folder: Path) -> None:
-        state = _untangled(view.state_dict())
-        if self._original is not None:
-            save_tokenizer(self.tokenizer, folder)
-            self._original.export(state, folder)
-            return
-        view.save_pretrained(folder, state_dict=state)
-        config = self.exported_config()
-        config.dtype = getattr(torch, self.config.dtype)
-        config.save_pretrained(folder)
-        save_tokenizer(self.tokenizer, folder)
 
     def exported_config(self) -> Any:
         """The model's configuration as it was loaded, dropout included."""
@@ -316,33 +305,6 @@ class Scorer(TrainedModel):
     def exported_config(self) -> Any:
         """See `scalar_config`."""
         return dequantized(scalar_config(self.config.model, self._padding))
-
-
-def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write a tokenizer, then overwrite its files with the originals that it was loaded from, if they can be found.
-
-    transformers 5 chooses the tokenizer's class by the class of the model, and that class rebuilds the tokenizer: the
-    WordLevel vocabulary of a Qwen2 model would be saved as BPE.
-    """
-    tokenizer.save_pretrained(folder)
-    names = {*tokenizer.vocab_files_names.values(), *_TOKENIZER_FILES}
-    quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    for name in sorted(names) if tokenizer.name_or_path else ():
-        source = cached_file(tokenizer.name_or_path, name, **quietly)
-        if source is not None:
-            shutil.copyfile(source, folder / name)
-
-
-_TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
-
-
-def _untangled(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    # Gathered weights are slices of one buffer; tied weights stay tied.
-    copies: dict[int, Tensor] = {}
-    return {
-        name: copies.setdefault(tensor.data_ptr(), tensor.detach().to("cpu", copy=True))
-        for name, tensor in state.items()
-    }
 
 
 @torch.no_grad()

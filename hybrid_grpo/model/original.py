@@ -46,10 +46,12 @@ class Original:
         )
 
     def export(self, state: Mapping[str, Tensor], folder: Path) -> None:
-        """Write the checkpoint to a folder that exists, with the weights of `state` in place of its own, in their
+        """Write the checkpoint to a folder, with the weights of `state` in place of its own, in their
         names, dtypes and files. Everything else is copied. Raises UserError if the checkpoint is gone."""
         trained = revert_weight_conversion(self._like, dict(state))
-        for file in self._files():
+        files = self._files()
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in files:
             with safe_open(file, framework="pt") as opened:
                 tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
                 for name in tensors.keys() & trained.keys():
@@ -66,7 +68,7 @@ class Original:
         refuse(
             not self._folder.is_dir(),
             f"{self._start}: the folder {self._folder} is gone, from which an export copies the model's tower: put it"
-            " back, then go on with --run.resume auto",
+            " back",
         )
         return list(weight_files(self._folder, self._start))
 

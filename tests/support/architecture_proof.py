@@ -28,6 +28,7 @@ from hybrid_grpo.generation.rollout import complete
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.loading import load_model
 from hybrid_grpo.model.logprobs import LogprobModel
+from hybrid_grpo.model.original import Original
 from hybrid_grpo.model.towers import has_tower
 from hybrid_grpo.model.view import View, meta_copy
 
@@ -86,12 +87,23 @@ def prove(name: str, folder: Path, paged: bool = True) -> Gaps:
     eager = {"attn_implementation": "eager", "dtype": torch.float32}
     plain = auto.from_pretrained(folder, **eager).eval()
     policy = load_model(PolicyConfig(model=str(folder), dtype="float32"), ATTENTION if paged else None)
+    if has_tower(config):
+        _check_export(plain, policy, folder)
     rows, tokens, decoded = _decoding(plain, policy, paged)
     expected, theirs = _plain_pass(plain, rows)
     found, mine = _policy_pass(policy, rows, paged)
     packed = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
     gradient, worst, without = _gradient_gap(mine, theirs)
     return Gaps(tokens, decoded, packed, gradient, worst, without)
+
+
+def _check_export(plain: Any, policy: Any, folder: Path) -> None:
+    """Assert that a whole model, exported with all weights of its text negated, has these, and its own towers."""
+    negated = {name: -tensor for name, tensor in policy.state_dict().items()}
+    Original(policy, str(folder)).export(negated, folder / "exported")
+    found = type(plain).from_pretrained(folder / "exported", dtype=torch.float32).state_dict()
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(found[name], negated.get(name, tensor)), f"{name} is wrong in the export"
 
 
 @torch.no_grad()

@@ -93,7 +93,9 @@ _OWN: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "gemma3": {"text_config": {"final_logit_softcapping": None}},
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), _GEMMA4),
-    **dict.fromkeys(("gemma4", "gemma4_unified"), _GEMMA4_SECTION),
+    # Their defaults have no tower.
+    "gemma4": _GEMMA4_SECTION | {"vision_config": _PERCEPTION | {"model_type": "gemma4_vision", "patch_size": 4}},
+    "gemma4_unified": _GEMMA4_SECTION | {"vision_config": {"mm_embed_dim": 32, "output_proj_dims": 32}},
     "helium": {"head_dim": 8},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 8, "moe_topk": 2},
