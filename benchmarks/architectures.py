@@ -1,6 +1,7 @@
-"""Which causal language models of transformers are accepted, those with towers for pictures (`TOWERED`) included, and
-the proof that each of these is decoded and trained exactly: a tiny random model of every type, against transformers' `generate()` and plain forward. What the paged decoder
-refuses is proven with `rollout.decoder: transformers`, unless that refuses it too.
+"""Which causal language models of transformers are accepted, and the proof that each of these is decoded and trained
+exactly: a tiny random model of every type, against transformers' `generate()` and plain forward. What the paged decoder
+refuses is proven with `rollout.decoder: transformers`, unless that refuses it too. Types with towers for pictures
+(`TOWERED`) are compared with the whole model, and their exports are read back.
 
     python benchmarks/architectures.py [--json FILE] [--docs] [--only NAME ...]
 
