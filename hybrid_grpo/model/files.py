@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.model.loading import LAYER, first_line
@@ -53,14 +54,21 @@ def check_files(
                 f" of {', '.join(_FLOATS)}",
             )
             shapes[weight] = shape
-    asked = {weight: list(tensor.shape) for weight, tensor in model.state_dict(keep_vars=True).items()}
+    asked = {weight: shapes_in_files(tensor) for weight, tensor in model.state_dict(keep_vars=True).items()}
     for weight in sorted(shapes.keys() & asked.keys()):
         refuse(
-            shapes[weight] != asked[weight],
-            f"{start}: {weight} has the shape {shapes[weight]} in its files, and config.json asks for {asked[weight]}:"
+            shapes[weight] not in asked[weight],
+            f"{start}: {weight} has the shape {shapes[weight]} in its files, and config.json asks for"
+            f" {asked[weight][0]}:"
             " take the config.json that belongs to the weights",
         )
     _check_layers(shapes, model, start)
+
+
+def shapes_in_files(tensor: Tensor) -> list[list[int]]:
+    """Return the shapes that a weight may have in its files: its own, and that of experts which transformers transposes
+    when it loads them."""
+    return [list(tensor.shape)] + ([list(tensor.mT.shape)] if tensor.dim() == 3 else [])
 
 
 def check_pickled(name: str, *, allowed: bool, setting: str = "policy.model") -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from hybrid_grpo.config.errors import UserError, refuse
-from hybrid_grpo.model.files import SAFE, weight_files
+from hybrid_grpo.model.files import SAFE, shapes_in_files, weight_files
 from hybrid_grpo.model.towers import outside_deepspeed
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
@@ -37,11 +37,13 @@ class Original:
             self._like = type(model).from_pretrained(self._folder, config=config, dtype=model.dtype, device_map="meta")
         tied = self._like.all_tied_weights_keys
         own = {name: tensor for name, tensor in self._like.state_dict().items() if name not in tied}
-        known = {name for file in self._files() for name in _names(file)}
-        absent = sorted(revert_weight_conversion(self._like, own).keys() - known)
+        known = {name: shape for file in self._files() for name, shape in _shapes(file).items()}
+        trained = revert_weight_conversion(self._like, own)
+        wrong = [name for name in sorted(trained) if known.get(name) not in (None, *shapes_in_files(trained[name]))]
+        absent = sorted(trained.keys() - known.keys()) + wrong
         refuse(
             bool(absent),
-            f"{self._start}: {len(absent)} of its weights would get other names when they are exported,"
+            f"{self._start}: {len(absent)} of its weights would get other names or shapes when they are exported,"
             f" {', '.join(absent[:3])} among them: save it again with this version of transformers (save_pretrained)",
         )
 
@@ -56,7 +58,7 @@ class Original:
                 tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
                 for name in tensors.keys() & trained.keys():
                     # A copy, since tied weights share their memory.
-                    tensors[name] = trained[name].to(tensors[name].dtype, copy=True).contiguous()
+                    tensors[name] = _shaped(trained[name], tensors[name]).to(tensors[name].dtype, copy=True)
                 save_file(tensors, folder / file.name, metadata=opened.metadata())
         for source in sorted(self._folder.rglob("*")):
             place = source.relative_to(self._folder)
@@ -91,6 +93,11 @@ def _folder(name: str, start: str) -> Path:
         raise UserError(f"{start}: its files for pictures do not load from the hub: {error}: download it") from error
 
 
-def _names(file: Path) -> list[str]:
+def _shapes(file: Path) -> dict[str, list[int]]:
     with safe_open(file, framework="pt") as opened:
-        return list(opened.keys())
+        return {name: list(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+
+
+def _shaped(tensor: Tensor, like: Tensor) -> Tensor:
+    # transformers transposes experts when it loads them, but not back.
+    return (tensor if tensor.shape == like.shape else tensor.mT).contiguous()

@@ -104,6 +104,11 @@ def _without_towers(config: Any) -> Any:
         self.lm_head = nn.Linear(head.in_features, head.out_features, head.bias is not None)
         self.post_init()
 
+    def get_parameter(self: Any, name: str) -> Any:
+        # transformers transposes experts whose shape in the files is another; under ZeRO-3 the parameter is empty.
+        parameter = nn.Module.get_parameter(self, name)
+        return torch.empty(parameter.ds_shape, device="meta") if hasattr(parameter, "ds_shape") else parameter
+
     def from_config(cls: Any, config: Any, trust_remote_code: bool = False, **options: Any) -> Any:
         return cls._from_config(config, **options)
 
@@ -112,6 +117,7 @@ def _without_towers(config: Any) -> Any:
         type(whole),
         __init__=init,
         **without_start,
+        get_parameter=get_parameter,
         from_config=classmethod(from_config),
         lacks_towers=True,
         _keys_to_ignore_on_load_unexpected=ignored,

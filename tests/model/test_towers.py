@@ -10,7 +10,7 @@ import huggingface_hub.constants
 import peft
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from whole_models import OTHER_FILES, make_whole, tensors
 
@@ -57,6 +57,28 @@ def test_an_export_is_the_checkpoint_with_the_trained_weights_in_their_places(na
     whole = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float32)
     for weight, tensor in whole.state_dict().items():
         assert weight not in trained or torch.equal(tensor, trained[weight]), weight
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_come_back_as_they_lie_in_the_files(transposed, tmp_path):
+    """Qwen3-VL as it was released has them transposed, which transformers sees by their shapes and does not undo; under
+    ZeRO-3 it transposed them always, since a sharded parameter is empty."""
+    make_whole("qwen3_vl_moe", tmp_path, moe_intermediate_size=24)
+    for file in tmp_path.glob("*.safetensors") if transposed else ():
+        held = {name: of.mT.contiguous() if ".experts." in name else of for name, of in load_file(file).items()}
+        save_file(held, file, {"format": "pt"})
+    check_files(str(tmp_path), load_config(str(tmp_path)))
+    model, original = original_of(tmp_path)
+    trained = {weight: -tensor for weight, tensor in model.state_dict().items()}
+    original.export(trained, tmp_path / "out")
+    before, after = tensors(tmp_path), tensors(tmp_path / "out")
+    experts = [weight for weight in before if ".experts." in weight]
+    assert len(experts) == 8 and all(torch.equal(after[weight][1], -before[weight][1]) for weight in experts)
+    again, _ = original_of(tmp_path / "out")
+    assert all(torch.equal(tensor, trained[weight]) for weight, tensor in again.state_dict().items())
+    for parameter in model.parameters():
+        parameter.ds_shape, parameter.data = parameter.shape, torch.empty(0)
+    assert model.get_parameter("model.language_model.layers.0.mlp.experts.down_proj").shape == (8, 32, 24)
 
 
 def test_names_of_the_other_layout_come_back_too(tmp_path):
@@ -126,8 +148,12 @@ def test_what_could_not_be_exported_is_refused_in_a_line(tmp_path, monkeypatch):
     shutil.move(tmp_path / "start", tmp_path / "moved")
     with pytest.raises(UserError, match=r"start is gone, from which an export copies the model's tower: put it back$"):
         original.export(model.state_dict(), tmp_path / "out")
-    monkeypatch.setattr("hybrid_grpo.model.original.revert_weight_conversion", lambda _, of: {f"x.{n}": 0 for n in of})
-    with pytest.raises(UserError, match=r"63 of its weights would get other names when they are exported, x.lm_head"):
+    monkeypatch.setattr(
+        "hybrid_grpo.model.original.revert_weight_conversion", lambda _, of: {f"x.{n}": t for n, t in of.items()}
+    )
+    with pytest.raises(
+        UserError, match=r"63 of its weights would get other names or shapes when they are exported, x.lm_head"
+    ):
         Original(model, str(tmp_path / "moved"))
 
 
@@ -147,7 +173,7 @@ def test_a_text_model_alone_is_not_taken_for_a_part(tmp_path):
 def test_two_ranks_train_the_text_and_export_the_whole(tmp_path):
     """As a user would, under ZeRO-3: the log-probabilities at the start are those of the whole model."""
     start, out = tmp_path / "start", tmp_path / "runs/see/model"
-    make_whole("qwen3_vl", start)
+    make_whole("qwen3_vl_moe", start, moe_intermediate_size=24)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "ab"}\n' * 4)
     (tmp_path / "kinds.py").write_text(
         "def kinds(completions, **_):\n    return [len(set(text)) / 8 for text in completions]"

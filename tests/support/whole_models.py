@@ -17,10 +17,14 @@ OTHER_FILES = {"preprocessor_config.json": '{"size": 28}', "LICENSE": "free", "c
 """Files that no text model needs, with their texts."""
 
 
-def make_whole(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write a random model of a type, several files of weights, a tokenizer and `OTHER_FILES`."""
+def make_whole(name: str, folder: Path, dtype: torch.dtype = torch.float32, **text: Any) -> None:
+    """Write a random model of a type, with changes to the configuration of its `text`, several files of weights, a
+    tokenizer and `OTHER_FILES`."""
     torch.manual_seed(0)
-    model: Any = draw(AutoModelForImageTextToText.from_config(tiny_architecture(name)))
+    config = tiny_architecture(name)
+    for field, value in text.items():
+        setattr(config.text_config, field, value)
+    model: Any = draw(AutoModelForImageTextToText.from_config(config))
     model.to(dtype).save_pretrained(folder, max_shard_size="80KB")
     char_tokenizer(TEMPLATE).save_pretrained(folder)
     for file, text in OTHER_FILES.items():
