@@ -1,6 +1,7 @@
 """Which causal language models of transformers are accepted, and the proof that each of these is decoded and trained
 exactly: a tiny random model of every type, against transformers' `generate()` and plain forward. What the paged decoder
-refuses is proven with `rollout.decoder: transformers`, unless that refuses it too.
+refuses is proven with `rollout.decoder: transformers`, unless that refuses it too. Types with towers for pictures
+(`TOWERED`) are compared with the whole model, and their exports are read back.
 
     python benchmarks/architectures.py [--json FILE] [--docs] [--only NAME ...]
 
@@ -38,6 +39,7 @@ from architecture_proof import as_numbers, prove  # noqa: E402
 from tiny_architectures import VARIANTS, tiny_architecture  # noqa: E402
 
 from hybrid_grpo.model.architectures import undecodable, unsupported  # noqa: E402
+from hybrid_grpo.model.towers import TOWERED  # noqa: E402
 
 SECONDS = 90.0
 """Most that one model may take."""
@@ -144,8 +146,10 @@ def lists(found: dict[str, Any]) -> str:
     types, named = found["types"], found["counts"]
     accepted = ", ".join(name for name, result in types.items() if "refused" not in result)
     parts = [
-        f"Of the {named['types']} types of causal language models in transformers {found['machine']['transformers']},"
-        f" {named['accepted']} are accepted, and {named['proven']} of these are proven: {accepted}.",
+        f"Of {named['types']} types in transformers {found['machine']['transformers']}, all causal language models and"
+        f" {len(TOWERED)} that also take pictures, {named['accepted']} are accepted, and {named['proven']} of these are"
+        f" proven: {accepted}.",
+        f"Of the following types, text is trained without the [tower for pictures](vision.md): {', '.join(TOWERED)}.",
         f"The paged decoder refuses {named['refused']}. Of these, `rollout.decoder: transformers` takes the following,"
         f" and {named['fallback_proven']} are proven in the same way:",
         _table({name: result for name, result in types.items() if "refused" in result and "wrong" in result}),
@@ -154,7 +158,7 @@ def lists(found: dict[str, Any]) -> str:
     ]
     off = [f"{name} ({'; '.join(result['wrong'])})" for name, result in types.items() if result.get("wrong")]
     if off:
-        parts.insert(3, f"Not proven: {', '.join(off)}.")
+        parts.insert(4, f"Not proven: {', '.join(off)}.")
     return "\n\n".join(part if part.startswith("|") else textwrap.fill(part, 120) for part in parts)
 
 
@@ -181,7 +185,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="model types or variants; FILE keeps the others; default: all")
     parser.add_argument("--jobs", type=int, default=2)
     arguments = parser.parse_args()
-    names = arguments.only or [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]
+    names = arguments.only or [*sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TOWERED}), *VARIANTS]
     start, found = time.perf_counter(), {}
     if arguments.only and arguments.json and arguments.json.exists():
         known = json.loads(arguments.json.read_text(encoding="utf-8"))
@@ -190,7 +194,7 @@ def main() -> None:
         for name, result in zip(names, pool.map(guarded, names), strict=True):
             found[name] = result
             print(line(name, result), flush=True)
-    types = {name: result for name, result in found.items() if name not in VARIANTS}
+    types = {name: found[name] for name in sorted(found) if name not in VARIANTS}
     variants = {name: result for name, result in found.items() if name in VARIANTS}
     summary = counts(types)
     print(", ".join(f"{name} {count}" for name, count in summary.items()), f"({time.perf_counter() - start:.0f} s)")

@@ -3,7 +3,6 @@ outputs one number per token and is also trained."""
 
 import functools
 import math
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
-from transformers.utils import cached_file
 
 from hybrid_grpo import engine as engines
 from hybrid_grpo.config import EngineConfig, LoraConfig, PolicyConfig, RolloutConfig
@@ -21,14 +19,17 @@ from hybrid_grpo.engine import StepResult
 from hybrid_grpo.generation import Journal, OnFinish, OnStep, Request, Sampling, Stats, Turns, Workspace, complete_rest
 from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
 from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.export import save_model, save_tokenizer
 from hybrid_grpo.model.flops import Cost
 from hybrid_grpo.model.loading import dequantized, load_config, load_model, plain_attention, training_attention
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.lora import Adapters
 from hybrid_grpo.model.movement import Frozen, Movement
+from hybrid_grpo.model.original import Original
 from hybrid_grpo.model.ranks import all_reduce, rank
 from hybrid_grpo.model.routing import Routing, described, replays, routed
 from hybrid_grpo.model.scalar_model import ScalarModel, load_scalar_model, scalar_config
+from hybrid_grpo.model.towers import lacks_towers
 from hybrid_grpo.model.view import meta_copy
 
 _COUNTERS = ("optimizer_steps", "skipped_steps", "lr_scale")
@@ -81,6 +82,7 @@ class TrainedModel:
         self.packs = attention == ATTENTION
         with engines.sharded_loading(self.deepspeed_config):
             model = load(attention)
+        self._original = Original(model, policy.model) if lacks_towers(model) else None
         view = meta_copy(model, view_attention or plain_attention(model.config, policy.attn_implementation))
         self.adapters = Adapters(model, lora, seed) if lora is not None and lora.rank else None
         self.cost = Cost.of(model)
@@ -118,14 +120,13 @@ class TrainedModel:
         self.movement.restart()
 
     def export(self, folder: Path) -> None:
-        """Write weights, configuration and tokenizer in Hugging Face format. Adapters are merged into the weights, and
+        """Write weights, configuration and tokenizer in Hugging Face format, or the whole checkpoint that the model is
+        the text model of. Adapters are merged into the weights, and
         also written to the folder `adapter/`, in peft's format. Collective."""
         with self.engine.generation() as view:
             if rank() == 0:
-                view.save_pretrained(folder, state_dict=_untangled(view.state_dict()))
-                config = self.exported_config()
-                config.dtype = getattr(torch, self.config.dtype)
-                config.save_pretrained(folder)
+                config = None if self._original else self.exported_config()
+                save_model(view, folder, config, self.config.dtype, self._original)
                 save_tokenizer(self.tokenizer, folder)
         if self.adapters is not None:
             whole = self.engine.whole(self.adapters.parameters)
@@ -314,33 +315,6 @@ class Scorer(TrainedModel):
     def exported_config(self) -> Any:
         """See `scalar_config`."""
         return dequantized(scalar_config(self.config.model, self._padding))
-
-
-def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write a tokenizer, then overwrite its files with the originals that it was loaded from, if they can be found.
-
-    transformers 5 chooses the tokenizer's class by the class of the model, and that class rebuilds the tokenizer: the
-    WordLevel vocabulary of a Qwen2 model would be saved as BPE.
-    """
-    tokenizer.save_pretrained(folder)
-    names = {*tokenizer.vocab_files_names.values(), *_TOKENIZER_FILES}
-    quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    for name in sorted(names) if tokenizer.name_or_path else ():
-        source = cached_file(tokenizer.name_or_path, name, **quietly)
-        if source is not None:
-            shutil.copyfile(source, folder / name)
-
-
-_TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
-
-
-def _untangled(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    # Gathered weights are slices of one buffer; tied weights stay tied.
-    copies: dict[int, Tensor] = {}
-    return {
-        name: copies.setdefault(tensor.data_ptr(), tensor.detach().to("cpu", copy=True))
-        for name, tensor in state.items()
-    }
 
 
 @torch.no_grad()

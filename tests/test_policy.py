@@ -1,4 +1,3 @@
-import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -6,16 +5,13 @@ import pytest
 import torch
 from rank_threads import in_ranks
 from tiny_models import build, tiny_config
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from hybrid_grpo.config import PolicyConfig, RolloutConfig
 from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.generation import GREEDY, Request, Sampling
 from hybrid_grpo.model.attention import ATTENTION
-from hybrid_grpo.model.loading import load_tokenizer
 from hybrid_grpo.model.logprobs import LogprobModel
-from hybrid_grpo.policy import Policy, learning_rate, sampling_of, save_tokenizer
+from hybrid_grpo.policy import Policy, learning_rate, sampling_of
 
 
 def rates(schedule, total=10, warmup=4):
@@ -91,25 +87,6 @@ def test_a_finished_completion_is_handed_on_decoded_and_returned_as_the_same(dec
     for completion in [*rollout.completions, *greedy]:
         assert completion.text == "".join(chr(96 + token) for token in completion.token_ids if token)
     assert [completion.text for completion in rollout.completions] != [c.text for c in greedy for _ in range(2)]
-
-
-def test_an_exported_tokenizer_has_the_files_it_was_loaded_from(tmp_path):
-    """transformers loads a WordLevel tokenizer as BPE where a Qwen2 model lies beside it, and would save that."""
-    backend = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<unk>": 2, "<eos>": 3}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>")
-    made.chat_template = "{{ messages[0]['content'] }}"
-    made.save_pretrained(tmp_path / "model")
-    tiny_config("qwen2").save_pretrained(tmp_path / "model")
-    loaded = load_tokenizer(str(tmp_path / "model"))
-    assert json.loads(loaded.backend_tokenizer.to_str())["model"]["type"] == "BPE"
-    save_tokenizer(loaded, tmp_path / "out")
-    for path in (tmp_path / "out").iterdir():
-        assert path.read_bytes() == (tmp_path / "model" / path.name).read_bytes(), path.name
-    assert {"tokenizer.json", "tokenizer_config.json"} <= {path.name for path in (tmp_path / "out").iterdir()}
-    # One that came from nowhere is saved as it is.
-    save_tokenizer(made, tmp_path / "new")
-    assert json.loads((tmp_path / "new" / "tokenizer.json").read_text())["model"]["type"] == "WordLevel"
 
 
 def test_supervised_tokens_count_alike_whatever_rank_has_them():

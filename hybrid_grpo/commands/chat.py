@@ -89,7 +89,8 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
     tokenizer = sampler.tokenizer
     if adapter is not None:
         read_adapter(adapter, "chat.adapter")
-    positions = getattr(sampler.model_config, "max_position_embeddings", None) or sys.maxsize
+    text_config = sampler.model_config.get_text_config(decoder=True)
+    positions = getattr(text_config, "max_position_embeddings", None) or sys.maxsize
     has = f"policy.model has {positions} positions"
     if rollout.max_total_tokens is not None and rollout.max_total_tokens < positions:
         positions, has = rollout.max_total_tokens, f"rollout.max_total_tokens is {rollout.max_total_tokens}"

@@ -10,8 +10,9 @@ import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -184,10 +185,33 @@ def _tokenized(text: str, where: str, config: DataConfig, encode: Callable[[str]
 def apply_template(tokenizer: Any, chat: list[Message], *, generation: bool = True, **variables: Any) -> str:
     """Render a chat as text with the tokenizer's template; with `generation`, the text ends where the model's turn
     begins. Raises any error of the template, and TimeoutError or MemoryError above the limits."""
+    if _wants_parts(tokenizer, str(tokenizer.chat_template)):
+        chat = [{**m, "content": _part(m["content"])} if isinstance(m.get("content"), str) else m for m in chat]
+    return _rendered(tokenizer, chat, generation, **variables)
+
+
+def _rendered(tokenizer: Any, chat: list[Message], generation: bool, **variables: Any) -> str:
     # The template writes the special tokens itself; transformers adds none.
     with _at_most(_TEMPLATE_SECONDS, _TEMPLATE_BYTES):
         text: str = tokenizer.apply_chat_template(chat, add_generation_prompt=generation, tokenize=False, **variables)
     return text
+
+
+def _part(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+@lru_cache(maxsize=4)
+def _wants_parts(tokenizer: Any, _: str) -> bool:
+    """Whether a template leaves out a message that is text and not a list of parts, as those of Idefics 3 and SmolVLM
+    do."""
+
+    def shows(content: Any) -> bool:
+        with suppress(Exception):  # it is reported where the template is applied
+            return "hello" in _rendered(tokenizer, [{"role": "user", "content": content}], generation=False)
+        return False
+
+    return shows(_part("hello")) and not shows("hello")
 
 
 @contextmanager

@@ -14,10 +14,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.model.states import RECURRENCES, STATE_METHODS
+from hybrid_grpo.model.towers import causal_lm, text_class
 
 _TRANSFORMING_HEADS = (
     *("bert", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "modernbert-decoder"),
@@ -62,7 +61,7 @@ _CROSS_ATTENTION_METHODS = {"cross_attention_cache", "is_updated", "layers", "se
 
 def check_architecture(config: Any, decoder: Literal["paged", "transformers"], setting: str = "policy.model") -> None:
     """Raise UserError if a model, given its transformers configuration, cannot be decoded by `decoder`."""
-    model = _causal_lm(config)
+    model = causal_lm(config)
     name = f"{setting} {config.name_or_path}: {model.__name__ if model else type(config).__name__}"
     if reason := undecodable(config):
         raise UserError(f"{name} cannot be trained here, {reason}: take another model")
@@ -72,7 +71,7 @@ def check_architecture(config: Any, decoder: Literal["paged", "transformers"], s
 
 def undecodable(config: Any) -> str | None:
     """Return why neither the decode loop nor the fallback can run an architecture; None if one of them can."""
-    if _causal_lm(config) is None:
+    if causal_lm(config) is None:
         return "transformers has no causal language model of this kind"
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         return "it attends to an encoder"
@@ -80,7 +79,7 @@ def undecodable(config: Any) -> str | None:
     # "vision" is fine: it means the tokens of images, and there are no images here.
     if getattr(text, "use_bidirectional_attention", None) in (True, "all") or not getattr(text, "is_causal", True):
         return "its attention looks ahead"
-    head = inspect.getsource(_causal_lm(config))
+    head = inspect.getsource(causal_lm(config))
     for field in _LOGIT_FIELDS:
         if getattr(text, field, None) not in (None, 1.0) and field not in head:
             return f"its head ignores its {field}"
@@ -92,12 +91,8 @@ def unsupported(config: Any) -> str | None:
     return undecodable(config) or next(_reasons(config), None)
 
 
-def _causal_lm(config: Any) -> Any:
-    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-
-
 def _reasons(config: Any) -> Iterator[str]:
-    model, text = _causal_lm(config), config.get_text_config(decoder=True)
+    model, text = text_class(config), config.get_text_config(decoder=True)
     layers = getattr(text, "layer_types", None) or []
     source = _source(model)
     if odd := sorted(set(layers) - _LAYER_KINDS - _STATE_KINDS - _NO_MIXER_KINDS):
@@ -144,7 +139,7 @@ def layer_configs(config: Any) -> list[Any]:
 
 def has_sinks(config: Any) -> bool:
     """Whether some layer's attention has sinks, one more logit for each query that takes weight from all others."""
-    model = _causal_lm(config)
+    model = text_class(config)
     return model is not None and any("s_aux" in each.options for each in _attentions(ast.parse(_source(model))))
 
 

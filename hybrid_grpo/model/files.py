@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM
+from torch import Tensor
 
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.model.loading import LAYER, first_line
+from hybrid_grpo.model.towers import loader
 
 _FLOATS = ("F32", "BF16", "F16", "F64")
 """Types of weights, as safetensors names them. Others hold quantized weights, and transformers would cast them."""
@@ -35,7 +36,7 @@ def check_files(
         return
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model = loader(config).from_config(config, trust_remote_code=False)
     except Exception as error:  # an architecture may raise anything for numbers that it cannot take
         raise UserError(f"{start}: config.json describes no model: {first_line(error)}: repair it") from error
     if not needed and not any((folder / file).exists() for file in (*SAFE, *PICKLED)):
@@ -45,7 +46,7 @@ def check_files(
         return
     shapes: dict[str, list[int]] = {}
     trained = dict(model.named_parameters())
-    for file in _files(folder, start):
+    for file in weight_files(folder, start):
         for weight, (shape, kind) in _header(file, start).items():
             refuse(
                 weight in trained and kind not in _FLOATS,
@@ -53,14 +54,21 @@ def check_files(
                 f" of {', '.join(_FLOATS)}",
             )
             shapes[weight] = shape
-    asked = {weight: list(tensor.shape) for weight, tensor in model.state_dict(keep_vars=True).items()}
+    asked = {weight: shapes_in_files(tensor) for weight, tensor in model.state_dict(keep_vars=True).items()}
     for weight in sorted(shapes.keys() & asked.keys()):
         refuse(
-            shapes[weight] != asked[weight],
-            f"{start}: {weight} has the shape {shapes[weight]} in its files, and config.json asks for {asked[weight]}:"
+            shapes[weight] not in asked[weight],
+            f"{start}: {weight} has the shape {shapes[weight]} in its files, and config.json asks for"
+            f" {asked[weight][0]}:"
             " take the config.json that belongs to the weights",
         )
     _check_layers(shapes, model, start)
+
+
+def shapes_in_files(tensor: Tensor) -> list[list[int]]:
+    """Return the shapes that a weight may have in its files: its own, and that of experts which transformers transposes
+    when it loads them."""
+    return [list(tensor.shape)] + ([list(tensor.mT.shape)] if tensor.dim() == 3 else [])
 
 
 def check_pickled(name: str, *, allowed: bool, setting: str = "policy.model") -> None:
@@ -99,8 +107,9 @@ def _check_layers(shapes: dict[str, list[int]], model: Any, start: str) -> None:
     )
 
 
-def _files(folder: Path, start: str) -> Iterator[Path]:
-    """Yield the paths of the safetensors files that hold the weights."""
+def weight_files(folder: Path, start: str) -> Iterator[Path]:
+    """Yield the paths of the safetensors files that hold the weights of a folder. If one is missing, raises UserError
+    with a message that begins with `start`."""
     whole, index = (folder / file for file in SAFE)
     if whole.exists():
         yield whole

@@ -4,8 +4,7 @@ Inside `engine.sharded_loading` the weights are loaded into shards; this module 
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from pathlib import Path
 from pickle import UnpicklingError
@@ -16,9 +15,7 @@ from accelerate import init_empty_weights
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     Mxfp4Config,
@@ -34,6 +31,7 @@ from hybrid_grpo.model.architectures import unsupported
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.ranks import all_gather_objects, rank
 from hybrid_grpo.model.routing import recomputed
+from hybrid_grpo.model.towers import causal_lm, has_tower, loader, outside_deepspeed
 
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
@@ -124,7 +122,11 @@ def dequantized(config: Any) -> Any:
 
 def weights_fact(policy: PolicyConfig) -> dict[str, str]:
     """Return a line about weights that are not trained as the files hold them, by its name; empty if all are."""
-    if not _is_mxfp4(load_config(policy.model)):
+    config = load_config(policy.model)
+    if has_tower(config):
+        kept = "prompts are text, and an export copies it from the starting model, which must stay where it is"
+        return {"tower": f"the model's tower for pictures is neither loaded nor trained: {kept}"}
+    if not _is_mxfp4(config):
         return {}
     return {"weights": f"in four bits in the files (MXFP4); loaded, trained and exported in {policy.dtype}"}
 
@@ -132,7 +134,7 @@ def weights_fact(policy: PolicyConfig) -> dict[str, str]:
 def plain_attention(config: Any, attn_implementation: str) -> str:
     """Return the name of the transformers attention implementation that a setting selects for an architecture; raises
     UserError if the architecture lacks it."""
-    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model = causal_lm(config)
     has_sdpa = model is None or model._supports_sdpa
     if attn_implementation in ("auto", "packed"):
         return "sdpa" if has_sdpa else "eager"
@@ -179,13 +181,14 @@ def load_model(policy: PolicyConfig, attn_implementation: str | None = None, set
     """
     config = load_config(policy.model, setting)
     attention = attn_implementation or plain_attention(config, policy.attn_implementation)
-    return load_for_training(AutoModelForCausalLM, policy, config, attention, setting=setting)
+    return load_for_training(loader(config), policy, config, attention, setting=setting)
 
 
 def parameters_of(name: str, setting: str = "policy.model") -> int:
     """Return a causal language model's number of parameters, computed from its configuration."""
+    config = load_config(name, setting)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_config(name, setting), trust_remote_code=False)
+        model = loader(config).from_config(config, trust_remote_code=False)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -232,7 +235,7 @@ def load_weights(
         model, loaded = auto.from_pretrained(name, config=config, **options)
         if integration.is_deepspeed_zero3_enabled():
             # Into shards, transformers loads without noting what the files have too much: ask without reading weights.
-            with _outside_deepspeed():
+            with outside_deepspeed():
                 _, noted = auto.from_pretrained(name, config=deepcopy(config), device_map="meta", **options)
             loaded = {what: {*loaded[what], *noted[what]} for what in loaded}
     except (OSError, ValueError, KeyError, ImportError, SafetensorError, UnpicklingError) as error:
@@ -298,7 +301,8 @@ def _refuse_changes(model: Any, start: str) -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(model.dtype)
     try:
-        with _outside_deepspeed(), init_empty_weights(include_buffers=False):
+        # Classes that build another model inside, such as sequence classifiers, would shard it.
+        with outside_deepspeed(), init_empty_weights(include_buffers=False):
             built = type(model)(deepcopy(model.config))
     finally:
         torch.set_default_dtype(before)
@@ -335,17 +339,6 @@ def _tied(model: Any) -> set[str]:
     return set(getattr(model, "all_tied_weights_keys", None) or {})
 
 
-@contextmanager
-def _outside_deepspeed() -> Iterator[None]:
-    # Classes that build another model inside, such as sequence classifiers, would shard it.
-    outer = integration._hf_deepspeed_config_weak_ref
-    integration.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        integration._hf_deepspeed_config_weak_ref = outer
-
-
 def _held(parameter: Any) -> Tensor:
     """Return the part of a weight that this rank holds, without the padding at the end of its shard."""
     if not hasattr(parameter, "ds_tensor"):
@@ -379,7 +372,7 @@ def stop_ids(name: str, tokenizer: Any, more: list[int], config: Any, setting: s
                 raise UserError(f"{setting} {name}: generation_config.json: {first_line(error)}") from error
     ids.discard(None)
     vocab_size = config.get_text_config().vocab_size
-    own = config.get_text_config().eos_token_id
+    own = getattr(config.get_text_config(), "eos_token_id", None)
     for token in [*ids, *(own if isinstance(own, list) else [] if own is None else [own])]:
         if not isinstance(token, int) or not 0 <= token < vocab_size:
             raise UserError(

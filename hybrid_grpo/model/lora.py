@@ -19,12 +19,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from hybrid_grpo.config import LoraConfig
 from hybrid_grpo.config.errors import UserError, did_you_mean
 from hybrid_grpo.model.loading import first_line
+from hybrid_grpo.model.towers import lacks_towers, loader
 
 _NAME = "default"
 """peft's name for the only adapter of a model."""
@@ -86,7 +86,7 @@ class Adapters:
                 peft.inject_adapter_in_model(config, model, adapter_name=_NAME)
             except ValueError as error:
                 raise UserError(f"lora.target_modules: peft cannot adapt policy.model: {error}") from error
-        self._config = model.peft_config[_NAME]
+        self._config, self._beside_towers = model.peft_config[_NAME], lacks_towers(model)
         self._head = {"score": model.score.weight.requires_grad_()} if classifies else {}
         """Weights that are trained in full, by the path of their layer."""
         self.by_layer: dict[str, Adapter] = {
@@ -142,6 +142,9 @@ class Adapters:
         config = copy.copy(self._config)
         config.inference_mode = True
         config.modules_to_save = list(self._head) or None
+        if self._beside_towers:
+            # The layers of towers may have the same names.
+            config.target_modules = set(self.by_layer)
         config.save_pretrained(str(folder))
 
 
@@ -183,7 +186,7 @@ def check_lora(lora: LoraConfig, config: Any) -> None:
     """Raise the errors that `Adapters` would raise, from a model's configuration alone, before its weights are read."""
     if lora.rank:
         with torch.device("meta"):
-            Adapters(AutoModelForCausalLM.from_config(config), lora, seed=0)
+            Adapters(loader(config).from_config(config), lora, seed=0)
 
 
 def _targets(model: Any, lora: LoraConfig) -> list[str]:

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.model.loading import dequantizing, load_config
 from hybrid_grpo.model.ranks import from_first_rank, rank
+from hybrid_grpo.model.towers import has_tower
 from hybrid_grpo.policy import Policy
 
 _SENTENCE = "the quick brown fox jumps over the lazy dog"
@@ -66,14 +67,15 @@ def _ids(policy: Policy) -> list[int]:
 
 def _of_transformers(policy: Policy, ids: list[int]) -> Tensor:
     """Return the log-probabilities [T] of all tokens but the first, computed outside the engine, on the CPU."""
-    config = policy.config
-    model: Any = AutoModelForCausalLM.from_pretrained(
+    config, model_config = policy.config, load_config(policy.config.model)
+    auto: Any = AutoModelForImageTextToText if has_tower(model_config) else AutoModelForCausalLM
+    model = auto.from_pretrained(
         config.model,
         dtype=getattr(torch, config.dtype),
         attn_implementation="eager",
         trust_remote_code=False,
         use_safetensors=None if config.pickled_weights else True,
-        **dequantizing(load_config(config.model)),
+        **dequantizing(model_config),
     )
     logits_TV = model.eval()(torch.tensor([ids]), use_cache=False).logits[0, :-1].float()
     return logits_TV.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None]).squeeze(-1)

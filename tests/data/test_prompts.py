@@ -194,6 +194,16 @@ def test_what_the_template_itself_refuses_is_named_with_the_row(data):
         read_prompts(data([{"prompt": parts}]), char_tokenizer("{{ 'user: ' + messages[0].content }}"))
 
 
+def test_a_template_that_reads_parts_only_gets_text_as_a_part(data):
+    """Templates of Idefics 3 and SmolVLM go over the parts of a message, and left out what is not in parts."""
+    part = "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+    tokenizer = char_tokenizer(TEMPLATE.replace("{{ message.content }}", part))
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hi?"}]}]
+    for prompt in (CHAT, parts):
+        [read], _ = read_prompts(data([{"prompt": prompt}]), tokenizer)
+        assert read.token_ids == ids("<bos>", "<user>", "Hi?", "<assistant>") and read.text == prompt
+
+
 THINKING = TEMPLATE.replace(
     "{% if add_generation",
     "{% generation %}{% if enable_thinking is false %}{{ mark }}no{% endif %}{% endgeneration %}{% if add_generation",
@@ -242,6 +252,8 @@ def test_a_template_has_a_limit_of_memory_that_ends_with_it(size):
     """One that doubled a text took 70 s to be refused, and the memory of the machine."""
 
     class Tokenizer:
+        chat_template = ""
+
         def apply_chat_template(self, chat, **variables):
             return f"{len(bytearray(size))}"
 

@@ -41,7 +41,6 @@ def test_layers_with_a_state_are_for_generate(architecture):
         ("bloom", "attention interface"),
         ("mpt", "attention interface"),
         ("falcon", "attention interface"),
-        ("got_ocr2", "not found in its source"),
         ("bart", "attends to an encoder"),
         ("t5", "no causal language model"),
         ("vit", "no causal language model"),

@@ -20,6 +20,7 @@ SELECTION = [
     "dbrx",  # noise on experts in a section of the configuration, clipped queries
     "exaone_moe",  # groups of experts, windows
     "gemma3",  # the text of a model that also takes images
+    "glm4v_moe",  # positions with three axes, experts
     "gemma4_text, experts",  # head sizes by layer, values that are keys
     "gpt_neox",  # parallel attention and MLP, partial rotation
     "granitemoehybrid, attention only",  # a class that could keep a state

@@ -19,7 +19,7 @@ import torch
 from char_tokenizer import char_tokenizer
 from tiny_architectures import VOCABULARY, tiny_architecture
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hybrid_grpo.config import PolicyConfig, RolloutConfig
 from hybrid_grpo.data.packing import pack, pad
@@ -28,6 +28,8 @@ from hybrid_grpo.generation.rollout import complete
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.loading import load_model
 from hybrid_grpo.model.logprobs import LogprobModel
+from hybrid_grpo.model.original import Original
+from hybrid_grpo.model.towers import has_tower
 from hybrid_grpo.model.view import View, meta_copy
 
 PROMPTS = [1, 5, 12, 27]
@@ -77,18 +79,31 @@ def prove(name: str, folder: Path, paged: bool = True) -> Gaps:
     """Return the gaps of a model type, or of one of `VARIANTS`. `folder` is where its tiny model is written; not
     `paged` means `rollout.decoder: transformers` and padded rows."""
     torch.manual_seed(0)
-    model = draw(AutoModelForCausalLM.from_config(tiny_architecture(name)))
+    config = tiny_architecture(name)
+    auto: Any = AutoModelForImageTextToText if has_tower(config) else AutoModelForCausalLM
+    model = draw(auto.from_config(config))
     model.save_pretrained(folder)
     char_tokenizer().save_pretrained(folder)
     eager = {"attn_implementation": "eager", "dtype": torch.float32}
-    plain = AutoModelForCausalLM.from_pretrained(folder, **eager).eval()
+    plain = auto.from_pretrained(folder, **eager).eval()
     policy = load_model(PolicyConfig(model=str(folder), dtype="float32"), ATTENTION if paged else None)
+    if has_tower(config):
+        _check_export(plain, policy, folder)
     rows, tokens, decoded = _decoding(plain, policy, paged)
     expected, theirs = _plain_pass(plain, rows)
     found, mine = _policy_pass(policy, rows, paged)
     packed = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
     gradient, worst, without = _gradient_gap(mine, theirs)
     return Gaps(tokens, decoded, packed, gradient, worst, without)
+
+
+def _check_export(plain: Any, policy: Any, folder: Path) -> None:
+    """Assert that a whole model, exported with all weights of its text negated, has these, and its own towers."""
+    negated = {name: -tensor for name, tensor in policy.state_dict().items()}
+    Original(policy, str(folder)).export(negated, folder / "exported")
+    found = type(plain).from_pretrained(folder / "exported", dtype=torch.float32).state_dict()
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(found[name], negated.get(name, tensor)), f"{name} is wrong in the export"
 
 
 @torch.no_grad()

@@ -66,6 +66,9 @@ _WINDOWS = ["sliding_attention", "full_attention"] * 2
 _ALL_WINDOWS = {"sliding_window": WINDOW}
 _QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": _WINDOWS}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_MROPE, _SHORT_MROPE = (
+    {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": section}}} for section in ([1, 1, 2], [1, 1, 0])
+)
 _ROPE_BY_KIND = dict.fromkeys(("sliding_attention", "full_attention"), _ROPE)
 _GEMMA4 = {"pad_token_id": 0, "global_head_dim": 24}
 _GEMMA4_SECTION = {"text_config": _GEMMA4}
@@ -90,12 +93,16 @@ _OWN: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "gemma3": {"text_config": {"final_logit_softcapping": None}},
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), _GEMMA4),
-    **dict.fromkeys(("gemma4", "gemma4_unified"), _GEMMA4_SECTION),
+    # Their defaults have no tower.
+    "gemma4": _GEMMA4_SECTION | {"vision_config": _PERCEPTION | {"model_type": "gemma4_vision", "patch_size": 4}},
+    "gemma4_unified": _GEMMA4_SECTION | {"vision_config": {"mm_embed_dim": 32, "output_proj_dims": 32}},
     "helium": {"head_dim": 8},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 8, "moe_topk": 2},
     "ministral": {"head_dim": 16, "layer_types": _WINDOWS},
     "opt": {"layerdrop": 0.5},
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm46v", "glm4v", "glm_ocr"), _MROPE),
+    "glm4v_moe": _SHORT_MROPE,
     **dict.fromkeys(("mixtral", "phi3", "starcoder2"), _ALL_WINDOWS),
     **dict.fromkeys(("qwen2", "qwen3", "smollm3"), _QWEN_WINDOWS),
     "qwen3_moe": {"use_sliding_window": True, "sliding_window": WINDOW, "mlp_only_layers": [0]},

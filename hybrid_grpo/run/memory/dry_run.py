@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM
 
 from hybrid_grpo.config import BatchPlan, LoraConfig, PolicyConfig, TrainConfig
 from hybrid_grpo.data.batch import MicroBatch
@@ -26,6 +25,7 @@ from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.lora import Adapters
 from hybrid_grpo.model.memory_tracker import MemoryTracker
 from hybrid_grpo.model.states import adopt_states
+from hybrid_grpo.model.towers import loader
 
 HeadOf = Callable[[int, int], HeadFunction | None]
 """Function that returns what the head computes in addition, or None, from the number of target tokens and the
@@ -68,7 +68,7 @@ class DryRun:
         self._scale = getattr(torch, policy.dtype).itemsize // dtype.itemsize
         # peft moves its matrices, which fake tensors do not allow: they replace all weights only afterwards.
         with torch.device("meta"):
-            self.model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+            self.model: Any = loader(config).from_config(config, dtype=dtype, attn_implementation=attention)
             if lora.rank:
                 Adapters(self.model, lora, seed=0)
         # The tensors of a micro-batch are real.

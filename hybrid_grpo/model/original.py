@@ -1,0 +1,103 @@
+"""The checkpoint that a text model without its towers was taken from: an export is this checkpoint, with the trained
+weights in place of its own."""
+
+import shutil
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.model.files import SAFE, shapes_in_files, weight_files
+from hybrid_grpo.model.towers import outside_deepspeed
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+"""How files end that hold weights, or say where weights are. Copies in other formats would not be the trained ones."""
+_MORE_FOLDERS = ("additional_chat_templates",)
+
+
+class Original:
+    """The checkpoint of `model`, which `loader` made, in the folder or hub repository `name`.
+
+    Raises UserError if a trained weight could not be written back under the name that it has there.
+    """
+
+    def __init__(self, model: Any, name: str, setting: str = "policy.model") -> None:
+        self._start = f"{setting} {name}"
+        self._folder = _folder(name, self._start)
+        # Only reading the names of the weights shows which renamings the files need.
+        with outside_deepspeed():
+            config = deepcopy(model.config)
+            self._like = type(model).from_pretrained(self._folder, config=config, dtype=model.dtype, device_map="meta")
+        tied = self._like.all_tied_weights_keys
+        own = {name: tensor for name, tensor in self._like.state_dict().items() if name not in tied}
+        known = {name: shape for file in self._files() for name, shape in _shapes(file).items()}
+        trained = revert_weight_conversion(self._like, own)
+        wrong = [name for name in sorted(trained) if known.get(name) not in (None, *shapes_in_files(trained[name]))]
+        absent = sorted(trained.keys() - known.keys()) + wrong
+        refuse(
+            bool(absent),
+            f"{self._start}: {len(absent)} of its weights would get other names or shapes when they are exported,"
+            f" {', '.join(absent[:3])} among them: save it again with this version of transformers (save_pretrained)",
+        )
+
+    def export(self, state: Mapping[str, Tensor], folder: Path) -> None:
+        """Write the checkpoint to a folder, with the weights of `state` in place of its own, in their
+        names, dtypes and files. Everything else is copied. Raises UserError if the checkpoint is gone."""
+        trained = revert_weight_conversion(self._like, dict(state))
+        files = self._files()
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            with safe_open(file, framework="pt") as opened:
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+                for name in tensors.keys() & trained.keys():
+                    # A copy, since tied weights share their memory.
+                    tensors[name] = _shaped(trained[name], tensors[name]).to(tensors[name].dtype, copy=True)
+                save_file(tensors, folder / file.name, metadata=opened.metadata())
+        for source in sorted(self._folder.rglob("*")):
+            place = source.relative_to(self._folder)
+            if source.is_file() and _belongs(place):
+                (folder / place).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, folder / place)
+
+    def _files(self) -> list[Path]:
+        refuse(
+            not self._folder.is_dir(),
+            f"{self._start}: the folder {self._folder} is gone, from which an export copies the model's tower: put it"
+            " back",
+        )
+        return list(weight_files(self._folder, self._start))
+
+
+def _belongs(place: Path) -> bool:
+    """Whether a file of a checkpoint, given its place in the folder, is copied: no weights, and nothing hidden."""
+    is_index = place.name == SAFE[1]
+    at_home = len(place.parts) == 1 or place.parts[0] in _MORE_FOLDERS
+    return at_home and not place.name.startswith(".") and (is_index or not place.name.endswith(_WEIGHTS))
+
+
+def _folder(name: str, start: str) -> Path:
+    """Return the folder of a checkpoint; of one on the hub, the folder in the cache, with all files but the weights,
+    which are there already."""
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        return Path(snapshot_download(name, ignore_patterns=[f"*{end}" for end in _WEIGHTS]))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{start}: its files for pictures do not load from the hub: {error}: download it") from error
+
+
+def _shapes(file: Path) -> dict[str, list[int]]:
+    with safe_open(file, framework="pt") as opened:
+        return {name: list(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+
+
+def _shaped(tensor: Tensor, like: Tensor) -> Tensor:
+    # transformers transposes experts when it loads them, but not back.
+    return (tensor if tensor.shape == like.shape else tensor.mT).contiguous()

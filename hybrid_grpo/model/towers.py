@@ -1,0 +1,139 @@
+"""Text models of checkpoints that also take pictures: the checkpoint's own class, built without its towers.
+
+The class of such a checkpoint joins a tower, which turns pictures into embeddings, with a text model, which reads these
+among the embeddings of tokens. Here the text model and the output head are built alone, under the names that they have
+in the whole model. So weights load by transformers' own renaming, and trained weights and adapters fit the whole model.
+Towers are neither loaded nor trained; `original.py` copies them when the model is exported.
+
+Prompts with pictures are not implemented. Their place is where a base model is called with `input_ids` and plain
+`position_ids` (`LogprobModel.forward`, `cached_forward`): a prompt would bring the embeddings that a tower computed, as
+`inputs_embeds`, and its positions, which for some types have three axes. For text, all axes are the plain positions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+)
+from transformers.integrations import deepspeed as integration
+
+TOWERED = (
+    *("aria", "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid", "fuyu", "gemma3", "gemma4", "gemma4_unified"),
+    *("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "got_ocr2", "hyperclovax_vision_v2", "idefics2", "idefics3"),
+    *("internvl", "janus", "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llava", "llava_next"),
+    *("llava_next_video", "llava_onevision", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl"),
+    *("mistral3", "mistral_large4", "ovis2", "pp_chart2table", "qianfan_ocr", "qwen2_5_vl", "qwen2_vl", "qwen3_5"),
+    *("qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "video_llama_3", "video_llava", "vipllava"),
+)
+"""Model types of whole checkpoints whose text is trained without their towers."""
+
+
+@contextmanager
+def outside_deepspeed() -> Iterator[None]:
+    """A context in which transformers does not shard what it builds."""
+    outer = integration._hf_deepspeed_config_weak_ref
+    integration.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        integration._hf_deepspeed_config_weak_ref = outer
+
+
+def has_tower(config: Any) -> bool:
+    """Whether a configuration is of a checkpoint whose text model is built without towers. Checkpoints of the same type
+    may hold the text model alone, and then name its class."""
+    if config.model_type not in TOWERED:
+        return False
+    named = (config.architectures or [""])[0]
+    return not named.endswith("ForCausalLM") or named == MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)].__name__
+
+
+def causal_lm(config: Any) -> Any:
+    """Return transformers' class of a causal language model, with its towers; None if it has none."""
+    mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if has_tower(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+    return mapping.get(type(config), None)
+
+
+def text_class(config: Any) -> Any:
+    """Return the class whose layers compute the text: the text model's if there are towers, else `causal_lm`."""
+    return MODEL_MAPPING[type(config.get_text_config(decoder=True))] if has_tower(config) else causal_lm(config)
+
+
+def loader(config: Any) -> Any:
+    """Return the class with `from_pretrained` and `from_config` that makes the causal language model, without towers:
+    one of transformers' AutoModel classes, or the checkpoint's own, changed."""
+    return _without_towers(config) if has_tower(config) else AutoModelForCausalLM
+
+
+def lacks_towers(model: Any) -> bool:
+    """Whether a model was built without its towers."""
+    return getattr(model, "lacks_towers", False)
+
+
+def _without_towers(config: Any) -> Any:
+    with outside_deepspeed(), torch.device("meta"):
+        whole = causal_lm(config)(deepcopy(config))
+    base, head, text = whole.base_model, whole.get_output_embeddings(), text_class(config)
+    [kept] = [name for name, child in base.named_children() if type(child) is text]
+    towers = tuple(name for name in (*base._modules, *base._parameters) if name != kept)
+
+    def init_base(self: Any, config: Any) -> None:
+        _adopt(self, config, base)
+        setattr(self, kept, text._from_config(config.get_text_config(decoder=True)))
+        self.post_init()
+
+    # Weights that are missing are refused, and some classes would initialise parts of their towers.
+    without_start = {"_init_weights": lambda self, module: None}
+    kept_base = _subclass(type(base), __init__=init_base, **without_start)
+
+    def init(self: Any, config: Any) -> None:
+        _adopt(self, config, whole)
+        setattr(self, whole.base_model_prefix, kept_base(config))
+        self.lm_head = nn.Linear(head.in_features, head.out_features, head.bias is not None)
+        self.post_init()
+
+    def get_parameter(self: Any, name: str) -> Any:
+        # transformers transposes experts whose shape in the files is another; under ZeRO-3 the parameter is empty.
+        parameter = nn.Module.get_parameter(self, name)
+        return torch.empty(parameter.ds_shape, device="meta") if hasattr(parameter, "ds_shape") else parameter
+
+    def from_config(cls: Any, config: Any, trust_remote_code: bool = False, **options: Any) -> Any:
+        return cls._from_config(config, **options)
+
+    ignored = [*(whole._keys_to_ignore_on_load_unexpected or []), *(rf"(^|\.){re.escape(t)}(\.|$)" for t in towers)]
+    return _subclass(
+        type(whole),
+        __init__=init,
+        **without_start,
+        get_parameter=get_parameter,
+        from_config=classmethod(from_config),
+        lacks_towers=True,
+        _keys_to_ignore_on_load_unexpected=ignored,
+    )
+
+
+def _adopt(module: Any, config: Any, like: Any) -> None:
+    """Initialise a module with the plain attributes of another, and None in the place of its parts."""
+    PreTrainedModel.__init__(module, config)
+    for name, value in vars(like).items():
+        if not hasattr(module, name):
+            setattr(module, name, value)
+    for name in (*like._modules, *like._parameters):
+        setattr(module, name, None)
+
+
+def _subclass(kind: Any, **members: Any) -> Any:
+    """Return a subclass under the name of its parent, by which transformers finds the renaming of weights."""
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, **members})
