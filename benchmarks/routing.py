@@ -76,7 +76,7 @@ def training(model: LogprobModel, rows: list[Row], replays: bool) -> dict[str, f
     given = prompts, [c.token_ids for c in completions], range(len(rows)), 4096, torch.device("cpu")
     gaps, shares, sizes = [], [], []
     start = time.process_time()
-    for micro in pack(*given, None, [c.routing for c in completions], replays, share="on"):
+    for micro in pack(*given, share="on", routing=[c.routing for c in completions], replays=replays):
         with experts_used(model) as used:
             logp_N, _ = model(*micro.inputs, 1.0)
         gaps.append((logp_N - torch.cat([torch.tensor(completions[row].logp) for row in micro.rows])).abs())

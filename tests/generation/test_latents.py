@@ -30,7 +30,8 @@ def test_pages_hold_latents_and_no_keys(kind):
     width = config.kv_lora_rank + config.qk_rope_head_dim
     assert geometry.latents
     assert geometry.shapes == (((1, width), (1, 0)),) * config.num_hidden_layers
-    assert geometry.token_bytes == 4 * width * config.num_hidden_layers
+    layers, chosen, _ = geometry.experts
+    assert geometry.token_bytes == 4 * width * config.num_hidden_layers + layers * chosen
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -39,7 +39,8 @@ def sampled(view):
 
 def packed(rows, routing, replayed):
     prompts, completions = [prompt for prompt, _ in rows], [c.token_ids for _, c in rows]
-    [micro] = pack(prompts, completions, range(len(rows)), 10_000, CPU, None, routing, replayed, share="on")
+    given = prompts, completions, range(len(rows)), 10_000, CPU
+    [micro] = pack(*given, share="on", routing=routing, replays=replayed)
     order = [(rows[r][0], routing[r], len(completions[r]) - 1, k) for k, r in enumerate(micro.rows)]
     parts = []
     for prompt, of_row, length, k in order:
@@ -122,7 +123,7 @@ def test_tokens_without_a_recording_and_forwards_within_routed_none_are_free():
     routing = [rolled(completion.routing, 16) for _, completion in rows]
     routing[1:3], own = [None, None], rows[0][1].routing
     prompts, completions = [prompt for prompt, _ in rows[:3]], [c.token_ids for _, c in rows[:3]]
-    [micro] = pack(prompts, completions, range(3), 10_000, CPU, None, routing, True, share="off")
+    [micro] = pack(prompts, completions, range(3), 10_000, CPU, share="off", routing=routing, replays=True)
     lengths = [len(prompts[row]) + len(completions[row]) - 1 for row in micro.rows]
     begin = sum(lengths[: micro.rows.index(0)])
     recorded = slice(begin, begin + lengths[micro.rows.index(0)])
