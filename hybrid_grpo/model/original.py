@@ -19,7 +19,8 @@ from hybrid_grpo.model.towers import outside_deepspeed
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 """How files end that hold weights, or say where weights are. Copies in other formats would not be the trained ones."""
-_MORE_FOLDERS = ("additional_chat_templates",)
+_COPIED = ("*", "additional_chat_templates/*")
+"""Which files belong to a checkpoint, unless they hold weights."""
 
 
 class Original:
@@ -31,13 +32,14 @@ class Original:
     def __init__(self, model: Any, name: str, setting: str = "policy.model") -> None:
         self._start = f"{setting} {name}"
         self._folder = _folder(name, self._start)
+        files = self._files()
         # Only reading the names of the weights shows which renamings the files need.
         with outside_deepspeed():
             config = deepcopy(model.config)
             self._like = type(model).from_pretrained(self._folder, config=config, dtype=model.dtype, device_map="meta")
         tied = self._like.all_tied_weights_keys
         own = {name: tensor for name, tensor in self._like.state_dict().items() if name not in tied}
-        known = {name: shape for file in self._files() for name, shape in _shapes(file).items()}
+        known = {name: shape for file in files for name, shape in _shapes(file).items()}
         trained = revert_weight_conversion(self._like, own)
         wrong = [name for name in sorted(trained) if known.get(name) not in (None, *shapes_in_files(trained[name]))]
         absent = sorted(trained.keys() - known.keys()) + wrong
@@ -48,8 +50,8 @@ class Original:
         )
 
     def export(self, state: Mapping[str, Tensor], folder: Path) -> None:
-        """Write the checkpoint to a folder, with the weights of `state` in place of its own, in their
-        names, dtypes and files. Everything else is copied. Raises UserError if the checkpoint is gone."""
+        """Write the checkpoint to a folder, with the weights of `state` in place of its own, in their names, dtypes and
+        files. Everything else is copied. Raises UserError if the checkpoint is gone."""
         trained = revert_weight_conversion(self._like, dict(state))
         files = self._files()
         folder.mkdir(parents=True, exist_ok=True)
@@ -60,11 +62,11 @@ class Original:
                     # A copy, since tied weights share their memory.
                     tensors[name] = _shaped(trained[name], tensors[name]).to(tensors[name].dtype, copy=True)
                 save_file(tensors, folder / file.name, metadata=opened.metadata())
-        for source in sorted(self._folder.rglob("*")):
-            place = source.relative_to(self._folder)
-            if source.is_file() and _belongs(place):
-                (folder / place).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(source, folder / place)
+        for source in (path for pattern in _COPIED for path in self._folder.glob(pattern)):
+            if source.is_file() and _is_copied(source.name):
+                target = folder / source.relative_to(self._folder)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(source, target)
 
     def _files(self) -> list[Path]:
         refuse(
@@ -72,14 +74,17 @@ class Original:
             f"{self._start}: the folder {self._folder} is gone, from which an export copies the model's tower: put it"
             " back",
         )
+        refuse(
+            not any((self._folder / file).exists() for file in SAFE),
+            f"{self._start} has pickled weights, in which an export cannot exchange some for the trained ones: save"
+            " them as safetensors (save_pretrained does)",
+        )
         return list(weight_files(self._folder, self._start))
 
 
-def _belongs(place: Path) -> bool:
-    """Whether a file of a checkpoint, given its place in the folder, is copied: no weights, and nothing hidden."""
-    is_index = place.name == SAFE[1]
-    at_home = len(place.parts) == 1 or place.parts[0] in _MORE_FOLDERS
-    return at_home and not place.name.startswith(".") and (is_index or not place.name.endswith(_WEIGHTS))
+def _is_copied(file: str) -> bool:
+    """Whether a file of a checkpoint is copied, given its name: it holds no weights, and is not hidden."""
+    return not file.startswith(".") and (file == SAFE[1] or not file.endswith(_WEIGHTS))
 
 
 def _folder(name: str, start: str) -> Path:

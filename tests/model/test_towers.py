@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import warnings
+from pathlib import Path
 
 import forks
 import huggingface_hub.constants
@@ -43,6 +44,8 @@ def test_an_export_is_the_checkpoint_with_the_trained_weights_in_their_places(na
     start, out = tmp_path / "start", tmp_path / "out"
     make_whole(name, start, dtype)
     check_files(str(start), load_config(str(start)))
+    (start / "additional_chat_templates").mkdir()
+    (start / "additional_chat_templates/rag.jinja").write_text("kept")
     model, original = original_of(start)
     trained = {weight: -tensor for weight, tensor in model.state_dict().items()}
     assert not any(TOWER.search(weight) for weight in trained)
@@ -52,8 +55,9 @@ def test_an_export_is_the_checkpoint_with_the_trained_weights_in_their_places(na
     for weight, (file, tensor) in before.items():
         assert (after[weight][0], after[weight][1].dtype) == (file, dtype)
         assert torch.equal(after[weight][1], tensor if TOWER.search(weight) else -tensor), weight
-    for path in start.iterdir():
-        assert path.suffix == ".safetensors" or path.read_bytes() == (out / path.name).read_bytes(), path.name
+    for path in filter(Path.is_file, start.rglob("*")):
+        same = path.read_bytes() == (out / path.relative_to(start)).read_bytes()
+        assert same or path.suffix == ".safetensors", path
     whole = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float32)
     for weight, tensor in whole.state_dict().items():
         assert weight not in trained or torch.equal(tensor, trained[weight]), weight
@@ -148,6 +152,9 @@ def test_what_could_not_be_exported_is_refused_in_a_line(tmp_path, monkeypatch):
     shutil.move(tmp_path / "start", tmp_path / "moved")
     with pytest.raises(UserError, match=r"start is gone, from which an export copies the model's tower: put it back$"):
         original.export(model.state_dict(), tmp_path / "out")
+    (tmp_path / "pickled").mkdir()
+    with pytest.raises(UserError, match=r"pickled has pickled weights, in which an export cannot exchange some"):
+        Original(model, str(tmp_path / "pickled"))
     monkeypatch.setattr(
         "hybrid_grpo.model.original.revert_weight_conversion", lambda _, of: {f"x.{n}": t for n, t in of.items()}
     )
