@@ -13,21 +13,28 @@ _BLOCK = 2048
 def _add(peaks, totals, belows, chosens, logits, stride, targets, first, columns, inverse, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
-    peak, total, below = tl.load(peaks + row), tl.load(totals + row), tl.load(belows + row)
+    # A tile is added up in float32, and once to what is known of the row in float64, which many GPUs are slow at.
+    peak, total, below = -1e30, 0.0, 0.0
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < columns
         x = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32) * inverse
-        higher = tl.maximum(peak, tl.max(x, axis=0).to(tl.float64))
-        gap = x - higher.to(tl.float32)
+        higher = tl.maximum(peak, tl.max(x, axis=0))
+        gap = x - higher
         p = tl.exp(gap)
         shrink = tl.exp(peak - higher)
         below = (below + total * (higher - peak)) * shrink - tl.sum(tl.where(p > 0, gap * p, 0.0), axis=0)
         total = total * shrink + tl.sum(p, axis=0)
         peak = higher
-    tl.store(peaks + row, peak)
-    tl.store(totals + row, total)
-    tl.store(belows + row, below)
+    known, own = tl.load(peaks + row), peak.to(tl.float64)
+    highest = tl.maximum(known, own)
+    known_shrink, own_shrink = tl.exp(known - highest), tl.exp(own - highest)
+    known_total, own_total = tl.load(totals + row), total.to(tl.float64)
+    known_below = tl.load(belows + row) + known_total * (highest - known)
+    own_below = below.to(tl.float64) + own_total * (highest - own)
+    tl.store(peaks + row, highest)
+    tl.store(totals + row, known_total * known_shrink + own_total * own_shrink)
+    tl.store(belows + row, known_below * known_shrink + own_below * own_shrink)
     target = tl.load(targets + row) - first
     if (target >= 0) & (target < columns):
         tl.store(chosens + row, tl.load(logits + target).to(tl.float32) * inverse)
