@@ -23,7 +23,7 @@ from hybrid_grpo.generation.state_pool import StatePool, StateShape, rows_for
 from hybrid_grpo.model.attention import Options
 from hybrid_grpo.model.memory_tracker import MemoryTracker
 from hybrid_grpo.model.routing import Recorder, Seen, adopt_routers, routed
-from hybrid_grpo.model.states import Runs
+from hybrid_grpo.model.runs import Runs
 from hybrid_grpo.model.upload import upload
 
 GPU_SHARE = 0.95

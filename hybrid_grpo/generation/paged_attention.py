@@ -36,7 +36,7 @@ from hybrid_grpo.model.attention import (
 from hybrid_grpo.model.kernels import decoding, gpu
 from hybrid_grpo.model.latents import absorbed
 from hybrid_grpo.model.routing import Recorder
-from hybrid_grpo.model.states import Runs
+from hybrid_grpo.model.runs import Runs
 from hybrid_grpo.model.upload import upload
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.model.states import RECURRENCES, STATE_METHODS
+from hybrid_grpo.model.states import RECURRENCE_OF_LAYER, RECURRENCES, STATE_METHODS
 from hybrid_grpo.model.towers import causal_lm, text_class
 
 _TRANSFORMING_HEADS = (
@@ -114,7 +114,8 @@ def _reasons(config: Any) -> Iterator[str]:
 
 def _reasons_in_states(text: str) -> Iterator[str]:
     """Yield why layers with a state cannot run packed rows: only the functions of `model.states` can be divided."""
-    for node in ast.parse(text).body:
+    tree = ast.parse(text)
+    for node in tree.body:
         if not isinstance(node, ast.ClassDef):
             continue
         calls = [call for call in ast.walk(node) if isinstance(call, ast.Call)]
@@ -126,8 +127,22 @@ def _reasons_in_states(text: str) -> Iterator[str]:
         }
         if "update_conv_state" in methods and "causal_conv1d_fn" not in passed:
             yield "its convolutions cannot be divided into sequences"
-        if "update_recurrent_state" in methods and not passed & RECURRENCES:
+        called = {call.func.id for call in calls if isinstance(call.func, ast.Name)}
+        of_layer = RECURRENCE_OF_LAYER in called and _layers_are_given_keywords(tree)
+        if "update_recurrent_state" in methods and not (passed & RECURRENCES or of_layer):
             yield "its recurrence cannot begin from a state"
+
+
+def _layers_are_given_keywords(tree: ast.Module) -> bool:
+    """Whether a model passes the keywords of its forward on to its layers."""
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For) and "self.layers" in ast.unparse(node.iter)]
+    return any(
+        isinstance(call, ast.Call)
+        and ast.unparse(call.func) in ast.unparse(loop.target)
+        and any(word.arg is None for word in call.keywords)
+        for loop in loops
+        for call in ast.walk(loop)
+    )
 
 
 def layer_configs(config: Any) -> list[Any]:

@@ -28,8 +28,8 @@ from hybrid_grpo.model.kernels.attention import SegmentAttention, sink_gradient
 from hybrid_grpo.model.kernels.build import usable
 from hybrid_grpo.model.latents import caches_latents
 from hybrid_grpo.model.routing import Replay
+from hybrid_grpo.model.runs import Runs
 from hybrid_grpo.model.selection import Selection
-from hybrid_grpo.model.states import Runs
 from hybrid_grpo.model.upload import upload
 
 try:

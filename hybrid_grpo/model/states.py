@@ -11,26 +11,16 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.activations import ACT2FN
 
 from hybrid_grpo.model.kernels import states as kernels
-from hybrid_grpo.model.selection import Selection
-
-Scan = Callable[[tuple[Tensor, ...], Tensor | None], tuple[Tensor, Tensor]]
-"""Runs a recurrence over sequences, [n, L, ...] each, from their initial states (None: zeros); returns the outputs
-[n, L, ...] and the final states. Tokens in which all inputs are 0 change no state."""
-_WIDE = 64
-"""Sequences whose lengths differ by less than this are run together; the recurrences go in chunks as long."""
+from hybrid_grpo.model.runs import WIDE, Runs
 
 
 class StateBatch(Protocol):
@@ -38,167 +28,6 @@ class StateBatch(Protocol):
 
     @property
     def runs(self) -> Runs: ...
-
-
-class _WeightedSum(torch.autograd.Function):
-    """The sum over k of x_k times weight[:, k]. It is computed in float32, as the kernels of convolutions do: added up
-    in half precision, sampling and training would round differently."""
-
-    @staticmethod
-    def forward(ctx: Any, weight_CK: Tensor, *x_kSC: Tensor) -> Tensor:
-        ctx.save_for_backward(weight_CK, *x_kSC)
-        total = sum(x_SC.float() * weight_C.float() for x_SC, weight_C in zip(x_kSC, weight_CK.T, strict=True))
-        assert isinstance(total, Tensor)
-        return total.to(weight_CK.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, dout_SC: Tensor) -> tuple[Tensor, ...]:
-        weight_CK, *x_kSC = ctx.saved_tensors
-        dout_SC = dout_SC.float()
-        dweight_CK = torch.stack([(dout_SC * x_SC.float()).sum(0) for x_SC in x_kSC], dim=1)
-        dx = ((dout_SC * weight_C.float()).to(weight_CK.dtype) for weight_C in weight_CK.T)
-        return dweight_CK.to(weight_CK.dtype), *dx
-
-
-@dataclass(eq=False)
-class Runs:
-    """The sequences of a packed row of tokens.
-
-    Args:
-        own: (start, length) of every sequence; together they fill the row, in order.
-        parent: for each sequence, the number of the one that it continues; -1 for none. A parent has none itself.
-    """
-
-    own: Sequence[tuple[int, int]]
-    parent: Sequence[int]
-    device: torch.device
-    _back: dict[tuple[int, int], Selection] = field(default_factory=dict, init=False)
-
-    def convolve(self, x_SC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, before: Tensor | None = None) -> Tensor:
-        """Return the causal convolution of each sequence's channels over its last K tokens, [S, C]. `before`, if given,
-        has the last K tokens that came before each sequence, [sequences, K, C]."""
-        kernel = weight_CK.shape[1]
-        rows = [x_SC] if before is None else [x_SC, before.flatten(0, 1).to(x_SC.dtype)]
-        padded = torch.cat([*rows, x_SC.new_zeros(1, x_SC.shape[1])])
-        behind = kernel if before is not None else 0
-        taps = (self._tokens_back(back, behind)(padded) for back in range(kernel - 1, 0, -1))
-        out: Tensor = _WeightedSum.apply(weight_CK, *taps, x_SC)
-        return out if bias_C is None else out + bias_C
-
-    def _tokens_back(self, back: int, before: int) -> Selection:
-        """Select, for each token, the one `back` tokens earlier in its sequence, which may be in its parent, or among
-        the `before` tokens that came before it; else the row of zeros at the end."""
-        if (back, before) not in self._back:
-            self._back[back, before] = self._select_back(back, before)
-        return self._back[back, before]
-
-    def _select_back(self, back: int, before: int) -> Selection:
-        total = sum(length for _, length in self.own)
-        zero = total + before * len(self.own)
-        index = np.arange(total) - back
-        for number, ((start, length), parent) in enumerate(zip(self.own, self.parent, strict=True)):
-            for at in range(min(back, length)):
-                short = back - at  # tokens to go back beyond the sequence's start
-                index[start + at] = zero
-                if before:
-                    index[start + at] = total + (number + 1) * before - short
-                elif parent >= 0 and short <= self.own[parent][1]:
-                    index[start + at] = sum(self.own[parent]) - short
-        return Selection(index, self.device)
-
-    def last(self, x_SC: Tensor, kernel: int, before: Tensor | None) -> Tensor:
-        """Return the last `kernel` tokens of each sequence, [sequences, kernel, C], with those `before` it or zeros in
-        front."""
-        pads = x_SC.new_zeros(len(self.own), kernel, x_SC.shape[1]) if before is None else before.to(x_SC.dtype)
-        parts = [
-            torch.cat([pad, x_SC[start + max(0, length - kernel) : start + length]])[-kernel:]
-            for (start, length), pad in zip(self.own, pads, strict=True)
-        ]
-        return torch.stack(parts)
-
-    def scan(self, scan: Scan, inputs: tuple[Tensor, ...], initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Run a recurrence over each sequence, from its parent's final state or from `initial`, [sequences, ...].
-
-        Args:
-            inputs: the tokens of the packed row, [S, ...] each.
-
-        Returns the outputs, [S, ...], and the final states of the sequences without a parent, in their order.
-        """
-        outputs: list[Tensor] = []
-        finals: list[Tensor] = []
-        for bucket in self._roots:
-            start = None if initial is None else initial[bucket.numbers]
-            output, final = scan(bucket.padded(inputs), start)
-            outputs.append(output.flatten(0, 1))
-            finals.append(final)
-        final = self._order_of_roots(torch.cat(finals))
-        for bucket in self._children:
-            output, _ = scan(bucket.padded(inputs), bucket.parents(final))
-            outputs.append(output.flatten(0, 1))
-        return self._places(torch.cat(outputs)), final
-
-    @cached_property
-    def _roots(self) -> list[_Bucket]:
-        return _buckets(self, [number for number, parent in enumerate(self.parent) if parent < 0])
-
-    @cached_property
-    def _children(self) -> list[_Bucket]:
-        return _buckets(self, [number for number, parent in enumerate(self.parent) if parent >= 0])
-
-    @cached_property
-    def _order_of_roots(self) -> Selection:
-        return Selection(np.argsort([number for bucket in self._roots for number in bucket.members]), self.device)
-
-    @cached_property
-    def _places(self) -> Selection:
-        """Select the packed row's tokens from the outputs of all buckets, one after the other."""
-        index = np.empty(sum(length for _, length in self.own), dtype=np.int64)
-        begin = 0
-        for bucket in (*self._roots, *self._children):
-            for place, number in enumerate(bucket.members):
-                start, length = self.own[number]
-                index[start : start + length] = begin + place * bucket.width + np.arange(length)
-            begin += len(bucket.members) * bucket.width
-        return Selection(index, self.device)
-
-
-class _Bucket:
-    """Sequences of similar length that are run together, padded to the longest."""
-
-    def __init__(self, runs: Runs, members: list[int]) -> None:
-        self.members, self.width = members, max(runs.own[number][1] for number in members)
-        total = sum(length for _, length in runs.own)
-        index = np.full((len(members), self.width), total)
-        for place, number in enumerate(members):
-            start, length = runs.own[number]
-            index[place, :length] = start + np.arange(length)
-        self._tokens = Selection(index.flatten(), runs.device)
-        self.numbers = torch.tensor(members, device=runs.device)
-        roots = {number: at for at, number in enumerate(n for n, parent in enumerate(runs.parent) if parent < 0)}
-        self._parents = [roots[runs.parent[number]] for number in members if runs.parent[number] >= 0]
-        self._runs = runs
-
-    def padded(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the bucket's tokens of packed inputs, [members, width, ...], with zeros where there are none."""
-        return tuple(
-            self._tokens(torch.cat([x, x.new_zeros(1, *x.shape[1:])])).unflatten(0, (len(self.members), self.width))
-            for x in inputs
-        )
-
-    def parents(self, final: Tensor) -> Tensor:
-        """Return the final state of each member's parent."""
-        return self._from_parents(final)
-
-    @cached_property
-    def _from_parents(self) -> Selection:
-        return Selection(np.array(self._parents), self._runs.device)
-
-
-def _buckets(runs: Runs, numbers: list[int]) -> list[_Bucket]:
-    by_size: dict[int, list[int]] = {}
-    for number in numbers:
-        by_size.setdefault(-(-runs.own[number][1] // _WIDE), []).append(number)
-    return [_Bucket(runs, members) for _, members in sorted(by_size.items())]
 
 
 # What a module's functions are replaced by. Each takes the arguments of the function of transformers with its name, of
@@ -215,6 +44,7 @@ def _convolution(
     **more: Any,
 ) -> Tensor:
     """`causal_conv1d_fn`: hidden_states is [1, C, S]; with tokens of a cache, they come before the new ones."""
+    batch = _of_layer.get()[0] if batch is None else batch
     if batch is None:
         return original(hidden_states, weight, bias, activation=activation, **more)
     total = sum(length for _, length in batch.runs.own)
@@ -241,7 +71,7 @@ def _delta_rule(
     value: Tensor,
     g: Tensor,
     beta: Tensor,
-    chunk_size: int = _WIDE,
+    chunk_size: int = WIDE,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     batch: StateBatch | None = None,
@@ -321,6 +151,61 @@ def _mamba2_scan(
     return (out[None], final) if return_final_states else out[None]
 
 
+_of_layer: ContextVar[tuple[StateBatch | None, Any, int]] = ContextVar("of_layer", default=(None, None, 0))
+"""The `batch` and the cache of the layer whose forward is running, and its number, where it does not pass them on."""
+
+
+def _selective_scan(
+    original: Any,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **more: Any,
+) -> Any:
+    """`mamba_selective_scan` (arXiv:2312.00752); hidden_states and dt are [1, channels, S], B and C [1, size, S]. It
+    begins without a state. As the recurrence is linear, what a state adds to the outputs is computed beside it."""
+    batch, cache, number = _of_layer.get()
+    if batch is None:
+        given = {"D": D, "z": z, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
+        return original(hidden_states, dt, A, B, C, return_last_state=return_last_state, **given, **more)
+    # Steps are made here, so that padding can have steps of length 0.
+    dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[:, None]
+    dt = F.softplus(dt) if delta_softplus else dt
+
+    def scan(inputs: tuple[Tensor, ...], initial: Tensor | None) -> tuple[Tensor, Tensor]:
+        x, steps, b, c = inputs
+        out, final = original(x.mT, steps.mT, A, b.mT, c.mT, delta_softplus=False, return_last_state=True, **more)
+        out = out.mT
+        if initial is not None:
+            decay_nLCN = (A * steps.float().cumsum(1)[..., None]).exp()
+            out = out + ((decay_nLCN * initial[:, None]) @ c.float()[..., None]).squeeze(-1).to(out.dtype)
+            final = final + decay_nLCN[:, -1] * initial
+        return out, final
+
+    initial = None if cache is None else cache.get_recurrent_state(number)
+    out, final = batch.runs.scan(scan, tuple(t[0].T for t in (hidden_states, dt, B, C)), initial)
+    out = out.T[None]
+    out = out if D is None else out + hidden_states * D[:, None]
+    out = out if z is None else out * F.silu(z)
+    return (out, final) if return_last_state else out
+
+
+def _noting(mixer: Any, forward: Any, *given: Any, **more: Any) -> Any:
+    cache = more.get("cache", more.get("past_key_values"))
+    token = _of_layer.set((more.get("batch"), cache, mixer.layer_idx))
+    try:
+        return forward(*given, **more)
+    finally:
+        _of_layer.reset(token)
+
+
 _step_limit: ContextVar[tuple[float, float] | None] = ContextVar("step_limit", default=None)
 """The bounds of the step sizes of the layer whose forward is running."""
 
@@ -369,13 +254,16 @@ REPLACEMENTS: dict[str, Any] = {
     "torch_recurrent_gated_delta_rule": _delta_step,
     "recurrent_kimi_delta_attention": _delta_step,
     "chunk_kimi_delta_attention": _delta_rule,
+    "mamba_selective_scan": _selective_scan,
     "mamba2_chunk_scan": _mamba2_scan,
     "mamba2_selective_state_update": _mamba2_step,
     "mamba2_split_conv1d_scan_combined": _no_shortcut,
 }
 """Functions of transformers that are replaced in the module of a model, by name."""
 RECURRENCES = {"torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan"}
-"""Those of them that run a recurrence over several tokens."""
+"""Those of them that run a recurrence over several tokens, and are given the forward's `batch`."""
+RECURRENCE_OF_LAYER = "mamba_selective_scan"
+"""The one that is not given it, but finds it if layers are."""
 STATE_METHODS = ("update_conv_state", "update_recurrent_state")
 """Methods of a cache that layers with a state call."""
 
@@ -391,6 +279,9 @@ def adopt_states(model: Any) -> None:
                 functools.update_wrapper(replaced, original).replaces = original  # type: ignore[attr-defined]
                 setattr(module, function, replaced)
     for layer in model.modules():
+        mixer, is_adopted = getattr(layer, "mamba", None), isinstance(layer.forward, functools.partial)
+        if hasattr(sys.modules.get(type(mixer).__module__), RECURRENCE_OF_LAYER) and not is_adopted:
+            layer.forward = functools.partial(_noting, mixer, layer.forward)
         limit = getattr(layer, "time_step_limit", None)
         if limit and tuple(limit) != (0.0, float("inf")) and not isinstance(layer.forward, functools.partial):
             layer.forward = functools.partial(_within_limit, layer, layer.forward)

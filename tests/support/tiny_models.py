@@ -15,15 +15,15 @@ WINDOW = 6
 ARCHITECTURES = [
     *("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "gemma2", "gemma3_text", "gpt2"),
     *("phi3", "olmo2", "granite", "cohere2", "smollm3", "glm4", "starcoder2"),
-    *("lfm2", "qwen3_next", "falcon_h1", "bamba"),
+    *("lfm2", "qwen3_next", "falcon_h1", "bamba", "jamba"),
 ]
-"""What the decode loop runs, by transformers' `model_type`; the last four carry states."""
+"""What the decode loop runs, by transformers' `model_type`; the last five carry states."""
 MORE_ATTENTION = ["gpt_oss", "granite_swa", "mimo_v2_flash", "gemma3n_text", "gemma4_text", "deepseek_v3"]
 """It also runs these: attention sinks, values of another width, layers that read the keys and values of earlier ones,
 and keys and values made of what is cached."""
-STATES = ["lfm2", "qwen3_next", "falcon_h1", "bamba"]
-STATEFUL = ["mamba", "jamba"]
-"""Some that it refuses; Jamba has attention too."""
+STATES = ["lfm2", "qwen3_next", "falcon_h1", "bamba", "jamba"]
+STATEFUL = ["mamba", "falcon_mamba"]
+"""Some that it refuses."""
 TIED = ["gemma2", "gpt2", "cohere2", "smollm3", "starcoder2", "lfm2"]
 """Those whose output head is the embedding."""
 
@@ -70,6 +70,7 @@ _OWN: dict[str, dict[str, Any]] = {
         **{"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
     },
     "mamba": {"state_size": 8, "time_step_rank": 4},
+    "falcon_mamba": {"state_size": 8, "time_step_rank": 4},
     "jamba": {
         **{"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4},
         **{"num_experts": 2, "num_experts_per_tok": 1},
@@ -114,7 +115,7 @@ def tiny_config(architecture: str, hidden: int = 32, layers: int = 2, **changes:
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    if architecture != "mamba":
+    if architecture not in STATEFUL:
         sizes |= {"intermediate_size": 2 * hidden, "num_attention_heads": 4, "num_key_value_heads": 2}
         sizes |= {"max_position_embeddings": 512, "attention_dropout": 0.0}
     sizes |= dict.fromkeys(("embedding_dropout", "residual_dropout"), 0.0) if architecture == "starcoder2" else {}
