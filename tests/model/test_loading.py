@@ -102,7 +102,7 @@ def test_what_the_decode_loop_runs_is_trained_packed(architecture, tmp_path):
         assert training_attention(policy) == expected
 
 
-UNPACKED = {name: "sdpa" for name in ("jamba", "jetmoe")}
+UNPACKED = {name: "sdpa" for name in ("zamba", "jetmoe")}
 UNPACKED |= {name: "eager" for name in ("mamba", "bloom", "mpt")}
 
 
