@@ -106,7 +106,7 @@ def case(name: str) -> Callable[[Case], Case]:
 
 def steps_of(name: str, **other: Any) -> Iterator[bytes]:
     """Good lines of ascending steps, without end."""
-    before, after = raw(name, "step", b"|", **other).split(b"|", 1)
+    before, after = line(name, **{**other, "step": "|"}).split(b'"|"', 1)
     return (before + b"%d" % step + after for step in itertools.count(10))
 
 
