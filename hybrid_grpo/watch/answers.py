@@ -4,8 +4,9 @@ An answer takes a fraction of a second at most for reading; if a file needs more
 """
 
 import math
+import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -35,6 +36,8 @@ QUESTIONS = (
 """Names of the page's questions, each of which is a method of `Answers`."""
 _READ_S = 0.25
 """Seconds that an answer may spend on reading files of metrics and traces, for all of its runs together."""
+_LIST_S = 0.1
+"""Seconds that an answer may spend on reading what the list shows of runs."""
 _WAIT_S = 10.0
 """Seconds that a question waits for another question about the same run."""
 _MOST_RUNS = 100
@@ -53,6 +56,9 @@ class Answers:
     def __init__(self, folders: Folders) -> None:
         self._folders = folders
         self.token_reader = TokenReader()
+        self._listing = threading.Lock()
+        self._listed: tuple[float, list[dict[str, Any]]] = (-1.0, [])
+        """When the runs were last looked at, and what was seen of them."""
 
     def answer(self, question: str, given: QueryParams) -> Any:
         """Answer one of `QUESTIONS`, on any thread. Questions about the same run wait for each other."""
@@ -80,10 +86,18 @@ class Answers:
             }
             for run in opened
         ]
-        deadline = time.monotonic() + _READ_S
-        # If there are too many runs to look at, the others have their turn when the page asks again.
-        outlines = [run.outline(time.monotonic() < deadline) for run in known.values()]
-        return {"runs": outlines, "open": open_now}
+        return {"runs": self._outlines(known.values()), "open": open_now}
+
+    def _outlines(self, runs: Iterable[WatchedRun]) -> list[dict[str, Any]]:
+        """Return what the list shows of all runs; who waits while another question looks at them takes what it saw."""
+        asked = time.monotonic()
+        with self._listing:
+            if self._listed[0] < asked:
+                deadline = time.monotonic() + _LIST_S
+                # If there are too many runs to look at, the others have their turn when the page asks again.
+                outlines = [run.outline(time.monotonic() < deadline) for run in runs]
+                self._listed = time.monotonic(), outlines
+            return self._listed[1]
 
     def charts(self, given: QueryParams) -> Any:
         """Return the charts of runs by section; metrics that are not in charts.yaml come last, one in each chart. A

@@ -38,7 +38,8 @@ _TELLING = (
 _RECENT = 10
 """Number of values over which the first and the newest value of a noisy metric are averaged."""
 _MOST_ALARMS = 1000
-_CONFIG_BYTES = 2**18
+_CONFIG_BYTES, _PLAN_BYTES = 2**18, 2**15
+"""Limits of config.yaml where a run is looked at, and where it is listed among others."""
 _LONGEST_NAME, _LONGEST_VALUE, _MOST_TAGS = 300, 1000, 20
 """Limits for texts that a run brings."""
 NOTES_FILE = "notes.md"
@@ -199,13 +200,13 @@ def _alarm(line: bytes) -> AlarmRecord | None:
     return AlarmRecord(step, name[:_LONGEST_NAME], since, message[:_LONGEST_VALUE])
 
 
-def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
+def _read_config(path: Path, most: int = _CONFIG_BYTES) -> tuple[str, dict[str, Any]]:
     """Return the text of a config.yaml, and its settings."""
     content, settings = b"", None
     with suppress(OSError), open_file(path) as file:
-        content = file.read(_CONFIG_BYTES + 1)
-    text = content[:_CONFIG_BYTES].decode(errors="replace")
-    if len(content) > _CONFIG_BYTES:
+        content = file.read(most + 1)
+    text = content[:most].decode(errors="replace")
+    if len(content) > most:
         text += "\n# The file is larger: the rest is left out."
     with suppress(yaml.YAMLError, ValueError):
         settings = load_yaml(text)
@@ -214,7 +215,7 @@ def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
 
 def _planned(path: Path) -> dict[str, Any]:
     """Return what a config.yaml says of the run as a whole: its steps, its group and tags, and what it is for."""
-    settings = _read_config(path)[1]
+    settings = _read_config(path, _PLAN_BYTES)[1]
     run, log = (section if isinstance(section, dict) else {} for section in map(settings.get, ("run", "log")))
     steps, notes, tags = run.get("steps"), log.get("notes"), log.get("tags")
     words = [log.get("group"), *(tags if isinstance(tags, list) else ())]
