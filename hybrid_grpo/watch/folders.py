@@ -53,31 +53,36 @@ def _runs_in(named: Sequence[Path]) -> list[Path]:
     lead to is found once."""
     found: list[Path] = []
     seen: set[tuple[int, int]] = set()
-    level = list(named)
+    level = list(
+        map(str, named)
+    )  # there may be thousands, and a Path takes longer than the question whether it is there
     for depth in range(_DEPTH + 1):
-        below: list[Path] = []
+        below: list[str] = []
         for folder in level:
+            if len(seen) >= _MOST_FOLDERS:
+                return found
             try:
-                info = folder.stat()
+                info = os.stat(folder)
             except OSError:
                 continue
-            if (place := (info.st_dev, info.st_ino)) in seen or len(seen) >= _MOST_FOLDERS:
+            if (place := (info.st_dev, info.st_ino)) in seen:
                 continue
             seen.add(place)
             # A run that is loading has no metrics yet. Both are also False if the folder may not be entered.
-            if os.path.isfile(folder / "metrics.jsonl") or os.path.isfile(folder / ".lock"):
-                found.append(folder)
+            if os.path.isfile(f"{folder}/metrics.jsonl") or os.path.isfile(f"{folder}/.lock"):
+                found.append(Path(folder))
             elif depth < _DEPTH:
                 below += _inside(folder)
         level = below
     return found
 
 
-def _inside(folder: Path) -> list[Path]:
+def _inside(folder: str) -> list[str]:
     try:
         with os.scandir(folder) as entries:
             some = itertools.islice(entries, _MOST_ENTRIES)
-            return [folder / name for name in sorted(e.name for e in some if e.name[0] != "." and _is_folder(e))]
+            names = sorted(e.name for e in some if e.name[0] != "." and _is_folder(e))
+            return [f"{folder}/{name}" for name in names[:_MOST_FOLDERS]]
     except OSError:
         return []
 
