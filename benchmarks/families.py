@@ -53,7 +53,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-WARM_UP = {"lfm2": 50, "qwen3_5_text": 130, "nemotron_h": 100, "falcon_h1": 100}
+WARM_UP = {"lfm2": 50, "qwen3_5_text": 130, "glm4_moe_lite": 65, "nemotron_h": 100, "falcon_h1": 100}
 """Steps of supervised training that leave something to learn, by family; 50 for others."""
 
 
