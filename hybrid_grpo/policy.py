@@ -121,8 +121,8 @@ class TrainedModel:
 
     def export(self, folder: Path) -> None:
         """Write weights, configuration and tokenizer in Hugging Face format, or the whole checkpoint that the model is
-        the text model of. Adapters are merged into the weights, and
-        also written to the folder `adapter/`, in peft's format. Collective."""
+        the text model of. Adapters are merged into the weights, and also written to the folder `adapter/`, in peft's
+        format. Collective."""
         with self.engine.generation() as view:
             if rank() == 0:
                 config = None if self._original else self.exported_config()

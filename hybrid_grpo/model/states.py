@@ -30,6 +30,30 @@ class StateBatch(Protocol):
     def runs(self) -> Runs: ...
 
 
+_UNLIMITED = (0.0, float("inf"))
+_running: ContextVar[tuple[Any, dict[str, Any]]] = ContextVar("running", default=(None, {}))
+"""The mixer of the layer whose forward is running, and the forward's keywords, where functions are not given them."""
+
+
+def _noted(mixer: Any, forward: Any, *given: Any, **more: Any) -> Any:
+    token = _running.set((mixer, more))
+    try:
+        return forward(*given, **more)
+    finally:
+        _running.reset(token)
+
+
+def _steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
+    """Return the lengths of steps. They are made before the recurrence, so that padding can have steps of length 0."""
+    dt = dt if bias is None else dt + bias.to(dt.dtype)
+    return F.softplus(dt) if softplus else dt
+
+
+def _chunk(most: int, length: int) -> int:
+    """Return the size of chunks for sequences of a length: a power of 2 that short ones do not exceed by much."""
+    return min(most, max(16, 1 << (length - 1).bit_length()))
+
+
 # What a module's functions are replaced by. Each takes the arguments of the function of transformers with its name, of
 # which the first is the original.
 
@@ -44,7 +68,7 @@ def _convolution(
     **more: Any,
 ) -> Tensor:
     """`causal_conv1d_fn`: hidden_states is [1, C, S]; with tokens of a cache, they come before the new ones."""
-    batch = _of_layer.get()[0] if batch is None else batch
+    batch = _running.get()[1].get("batch") if batch is None else batch
     if batch is None:
         return original(hidden_states, weight, bias, activation=activation, **more)
     total = sum(length for _, length in batch.runs.own)
@@ -85,7 +109,7 @@ def _delta_rule(
 
     def scan(inputs: tuple[Tensor, ...], initial: Tensor | None) -> tuple[Tensor, Tensor]:
         q, k, v, decay, strength = inputs
-        size = min(chunk_size, max(16, 1 << (q.shape[1] - 1).bit_length()))
+        size = _chunk(chunk_size, q.shape[1])
         given = {"initial_state": initial, "output_final_state": True, "chunk_size": size}
         return original(q, k, v, g=decay, beta=strength, **given, **more)
 
@@ -127,7 +151,7 @@ def _mamba2_scan(
     dt_bias: Tensor | None = None,
     initial_states: Tensor | None = None,
     dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    dt_limit: tuple[float, float] = _UNLIMITED,
     return_final_states: bool = False,
     batch: StateBatch | None = None,
     **more: Any,
@@ -137,22 +161,15 @@ def _mamba2_scan(
         given: dict[str, Any] = {"D": D, "dt_bias": dt_bias, "initial_states": initial_states}
         given |= {"dt_softplus": dt_softplus, "dt_limit": dt_limit, "return_final_states": return_final_states}
         return original(hidden_states, dt, A, B, C, chunk_size, **given, **more)
-    # Steps are made here, so that padding can have steps of length 0.
-    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-    dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+    dt = _steps(dt, dt_bias, dt_softplus).clamp(*dt_limit)
 
     def scan(inputs: tuple[Tensor, ...], initial: Tensor | None) -> tuple[Tensor, Tensor]:
         x, steps, b, c = inputs
-        size = min(chunk_size, max(16, 1 << (x.shape[1] - 1).bit_length()))
         given = {"D": D, "initial_states": initial, "return_final_states": True}
-        return original(x, steps, A, b, c, size, **given, **more)
+        return original(x, steps, A, b, c, _chunk(chunk_size, x.shape[1]), **given, **more)
 
     out, final = batch.runs.scan(scan, (hidden_states[0], dt[0], B[0], C[0]), initial_states)
     return (out[None], final) if return_final_states else out[None]
-
-
-_of_layer: ContextVar[tuple[StateBatch | None, Any, int]] = ContextVar("of_layer", default=(None, None, 0))
-"""The `batch` and the cache of the layer whose forward is running, and its number, where it does not pass them on."""
 
 
 def _selective_scan(
@@ -171,13 +188,12 @@ def _selective_scan(
 ) -> Any:
     """`mamba_selective_scan` (arXiv:2312.00752); hidden_states and dt are [1, channels, S], B and C [1, size, S]. It
     begins without a state. As the recurrence is linear, what a state adds to the outputs is computed beside it."""
-    batch, cache, number = _of_layer.get()
+    mixer, keywords = _running.get()
+    batch, cache = keywords.get("batch"), keywords.get("cache", keywords.get("past_key_values"))
     if batch is None:
         given = {"D": D, "z": z, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
         return original(hidden_states, dt, A, B, C, return_last_state=return_last_state, **given, **more)
-    # Steps are made here, so that padding can have steps of length 0.
-    dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[:, None]
-    dt = F.softplus(dt) if delta_softplus else dt
+    dt = _steps(dt, None if delta_bias is None else delta_bias[:, None], delta_softplus)
 
     def scan(inputs: tuple[Tensor, ...], initial: Tensor | None) -> tuple[Tensor, Tensor]:
         x, steps, b, c = inputs
@@ -189,25 +205,12 @@ def _selective_scan(
             final = final + decay_nLCN[:, -1] * initial
         return out, final
 
-    initial = None if cache is None else cache.get_recurrent_state(number)
+    initial = None if cache is None else cache.get_recurrent_state(mixer.layer_idx)
     out, final = batch.runs.scan(scan, tuple(t[0].T for t in (hidden_states, dt, B, C)), initial)
     out = out.T[None]
     out = out if D is None else out + hidden_states * D[:, None]
     out = out if z is None else out * F.silu(z)
     return (out, final) if return_last_state else out
-
-
-def _noting(mixer: Any, forward: Any, *given: Any, **more: Any) -> Any:
-    cache = more.get("cache", more.get("past_key_values"))
-    token = _of_layer.set((more.get("batch"), cache, mixer.layer_idx))
-    try:
-        return forward(*given, **more)
-    finally:
-        _of_layer.reset(token)
-
-
-_step_limit: ContextVar[tuple[float, float] | None] = ContextVar("step_limit", default=None)
-"""The bounds of the step sizes of the layer whose forward is running."""
 
 
 def _mamba2_step(
@@ -226,20 +229,10 @@ def _mamba2_step(
 ) -> Any:
     """`mamba2_selective_state_update`. The bounds of step sizes, which transformers leaves out where it decodes, hold
     here as they do in training."""
-    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-    dt = F.softplus(dt) if dt_softplus else dt
-    if (limit := _step_limit.get()) is not None:
-        dt = dt.clamp(*limit)
+    limit = getattr(_running.get()[0], "time_step_limit", _UNLIMITED)
+    dt = _steps(dt, dt_bias, dt_softplus).clamp(*limit)
     out = None if batch is None or more.get("z") is not None else kernels.mamba2_update(state, x, dt, A, B, C, D)
     return original(state, x, dt, A, B, C, D, **more) if out is None else out
-
-
-def _within_limit(module: Any, forward: Any, *given: Any, **more: Any) -> Any:
-    token = _step_limit.set(module.time_step_limit)
-    try:
-        return forward(*given, **more)
-    finally:
-        _step_limit.reset(token)
 
 
 def _no_shortcut(original: Any, *given: Any, batch: StateBatch | None = None, **more: Any) -> Any:
@@ -279,9 +272,8 @@ def adopt_states(model: Any) -> None:
                 functools.update_wrapper(replaced, original).replaces = original  # type: ignore[attr-defined]
                 setattr(module, function, replaced)
     for layer in model.modules():
-        mixer, is_adopted = getattr(layer, "mamba", None), isinstance(layer.forward, functools.partial)
-        if hasattr(sys.modules.get(type(mixer).__module__), RECURRENCE_OF_LAYER) and not is_adopted:
-            layer.forward = functools.partial(_noting, mixer, layer.forward)
-        limit = getattr(layer, "time_step_limit", None)
-        if limit and tuple(limit) != (0.0, float("inf")) and not isinstance(layer.forward, functools.partial):
-            layer.forward = functools.partial(_within_limit, layer, layer.forward)
+        mixer = getattr(layer, "mamba", None)
+        if not hasattr(sys.modules.get(type(mixer).__module__), RECURRENCE_OF_LAYER):
+            mixer = layer if tuple(getattr(layer, "time_step_limit", None) or _UNLIMITED) != _UNLIMITED else None
+        if mixer is not None and not isinstance(layer.forward, functools.partial):
+            layer.forward = functools.partial(_noted, mixer, layer.forward)
