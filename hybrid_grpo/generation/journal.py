@@ -93,13 +93,13 @@ class Journal:
     def _write(self, key: int, completion: Completion) -> None:
         row = {
             "key": key,
-            "tokens": _base64(completion.token_ids, "<i4"),
-            "logp": _base64(completion.logp, "<f8"),
+            "tokens": _encoded(np.array(completion.token_ids, np.int32)),
+            "logp": _encoded(np.array(completion.logp, np.float64)),
             "finish": completion.finish,
             "text": completion.text,
         }
         if (support := completion.support) is not None:
-            row |= {"support": _base64(support.id_K, "<i4"), "support_sizes": _base64(support.count_N, "<i4")}
+            row["support"] = [_encoded(part) for part in (support.id_K, support.count_N)]
         row |= {name: value for name in ("given", "messages", "calls") if (value := getattr(completion, name))}
         if completion.routing is not None:
             row["experts"] = [_encoded(part) for part in (completion.routing.prompt, completion.routing.completion)]
@@ -116,7 +116,7 @@ class Journal:
             return []
         try:
             return [_completion(json.loads(text))]
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError, EOFError, RecursionError):
             return []
 
     def _append(self, text: str) -> None:
@@ -171,11 +171,9 @@ def _part(request: Request, chosen: list[int]) -> Request:
 
 def _completion(row: dict[str, Any]) -> tuple[int, Completion]:
     """Return the key and completion of a record. Raises ValueError, KeyError or TypeError if it is malformed."""
-    token_ids: list[int] = _numbers(row["tokens"], "<i4").tolist()
-    logp: list[float] = _numbers(row["logp"], "<f8").tolist()
-    support: Support | None = None
-    if "support" in row:
-        support = Support(_numbers(row["support"], "<i4"), _numbers(row["support_sizes"], "<i4"))
+    token_ids: list[int] = _decoded(row["tokens"]).tolist()
+    logp: list[float] = _decoded(row["logp"]).tolist()
+    support = Support(*map(_decoded, row["support"])) if "support" in row else None
     given = tuple((place, ids) for place, ids in row.get("given", ()))
     messages, episode = tuple(row.get("messages", ())), row.get("episode")
     if episode is not None:
@@ -185,14 +183,6 @@ def _completion(row: dict[str, Any]) -> tuple[int, Completion]:
     routing = Routing(*map(_decoded, row["experts"])) if "experts" in row else None
     others: dict[str, Any] = {"episode": episode, "calls": calls, "support": support, "routing": routing}
     return row["key"], Completion(token_ids, logp, row["finish"], row["text"], given, messages, **others)
-
-
-def _base64(numbers: Any, dtype: str) -> str:
-    return b64encode(np.array(numbers, dtype).tobytes()).decode()
-
-
-def _numbers(text: str, dtype: str) -> np.ndarray:
-    return np.frombuffer(b64decode(text), dtype)
 
 
 def _encoded(array: np.ndarray) -> str:

@@ -1,8 +1,8 @@
 """Stores the metrics of a run in columns, with one row for each step; rows are appended one at a time.
 
-A hundred thousand steps of two hundred metrics take 80 MB here; as dictionaries they would take gigabytes. Numbers have
-seven digits, as many as the page shows; only columns with numbers of more digits before the point have sixteen. A table
-that becomes larger keeps every other row, then every fourth, and so on.
+A hundred thousand steps of two hundred metrics take 80 MB here; as dictionaries they would take gigabytes. Numbers keep
+seven digits, as many as the page shows; a column with larger numbers keeps sixteen. A table that becomes too large keeps
+every other row, then every fourth, and so on.
 """
 
 import math
