@@ -53,9 +53,7 @@ def _runs_in(named: Sequence[Path]) -> list[Path]:
     lead to is found once."""
     found: list[Path] = []
     seen: set[tuple[int, int]] = set()
-    level = list(
-        map(str, named)
-    )  # there may be thousands, and a Path takes longer than the question whether it is there
+    level = list(map(str, named))  # making a Path takes longer than asking whether it is there
     for depth in range(_DEPTH + 1):
         below: list[str] = []
         for folder in level:

@@ -1,8 +1,8 @@
 """Stores the metrics of a run in columns, with one row for each step; rows are appended one at a time.
 
 A hundred thousand steps of two hundred metrics take 80 MB here; as dictionaries they would take gigabytes. Numbers keep
-seven digits, as many as the page shows; a column with larger numbers keeps sixteen. A table that becomes too large keeps
-every other row, then every fourth, and so on.
+seven digits, as many as the page shows; a column with larger numbers keeps sixteen. A table that is too large keeps every
+other row, then every fourth, and so on.
 """
 
 import math
@@ -15,8 +15,8 @@ from hybrid_grpo.records.metrics.thinning import Column
 
 _MOST_NAMES, _LONGEST_NAME, _MOST_ROWS, _MOST_CELLS = 2000, 300, 2**19, 25 * 10**6
 """Limits; a cell takes 4 bytes, or 8 if its column has numbers from `_LARGE` on."""
-_LARGE = 2**24
-"""From here on, not every whole number is a float of 4 bytes."""
+_LARGE = 10**7
+"""From here on, a whole number has more than seven digits."""
 
 
 class Table:

@@ -27,10 +27,12 @@ def test_columns_hold_what_the_rows_had():
 
 def test_numbers_of_seven_digits_and_whole_numbers_come_back_as_they_were():
     numbers = [0.0, -0.0, 0.7, -0.1, 1e-6, 3.14159, 1234567.0, 9.999999e-12, 5e-30, 123.4567, 1e7 - 1, None]
-    large = [1, 2**24, 2**24 + 1, 2**53 - 1, -(2**31) - 1, 0.5, 1e300, 3, 4, 5, 6, None]
+    whole = [10_000_000 + 123_457 * step for step in range(12)]
+    large = [1, 12_345_678, 2**24 + 1, 2**53 - 1, -(2**31) - 1, 0.5, 1e300, 3, 4, 5, 6, None]
     table = Table()
-    for step, (small, big) in enumerate(zip(numbers, large, strict=True)):
-        table.append({"step": step, "small": small, "big": big})
+    for step, (small, big, tokens) in enumerate(zip(numbers, large, whole, strict=True)):
+        table.append({"step": step, "small": small, "big": big, "tokens": tokens})
+    assert table.column("tokens").tolist() == whole
     assert table.column("small").tolist()[:-1] == numbers[:-1]
     assert table.column("big").tolist()[:-1] == large[:-1]
     assert np.isnan(table.column("small")[-1]) and np.isnan(table.column("big")[-1])
