@@ -35,8 +35,8 @@ _MOST_AT_ONCE = 64
 _MOST_BYTES = 2**25
 """Maximum size of an answer."""
 _SWITCH_S = 0.0005
-"""Seconds after which Python lets another thread compute; 0.005 by default. While one computes, a question waits as long
-for each file that it reads."""
+"""Seconds after which Python lets another thread compute; 0.005 by default. While one computes, a question waits that
+long for each file that it reads."""
 _HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",

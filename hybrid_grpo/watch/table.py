@@ -1,8 +1,8 @@
 """Stores the metrics of a run in columns, with one row for each step; rows are appended one at a time.
 
 A hundred thousand steps of two hundred metrics take 80 MB here; as dictionaries they would take gigabytes. Numbers keep
-seven digits, as many as the page shows; a column with larger numbers keeps sixteen. A table that is too large keeps every
-other row, then every fourth, and so on.
+seven digits, as many as the page shows; a column with larger numbers keeps sixteen. A table that is too large keeps
+every other row, then every fourth, and so on.
 """
 
 import math
