@@ -134,7 +134,8 @@ def test_nan_on_one_rank_stops_all_ranks(workshop: Workshop, what, says):
     rewards = "nan_rewards.py:early_letters" if what == "reward" else "my_rewards.py:early_letters"
     done = forks.run(script, what, *options(what, rewards), *settings, world=2, cwd=workshop.folder)
     assert done.status == 2, done.err[-3000:]
-    told = [line for line in done.err.splitlines() if line.startswith("hybrid-grpo")]
+    # On a busy machine a rank also says that it waits for the others.
+    told = [line for line in done.err.splitlines() if line.startswith("hybrid-grpo") and "error: " in line]
     assert len(told) == 2 and all(says in line for line in told), done.err[-3000:]
     assert len({line.partition("error: ")[2] for line in told}) == 1
     folder = workshop.folder / "runs" / what
