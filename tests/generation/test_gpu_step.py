@@ -7,7 +7,6 @@ from gpu_kernels import DEVICE
 from tiny_models import ARCHITECTURES, VOCABULARY, build, pair, tiny_config
 
 from hybrid_grpo.generation import Request, Sampling, generate, stream_key
-from hybrid_grpo.generation import loop as loops
 from hybrid_grpo.generation.cache import Geometry, PagedCache
 from hybrid_grpo.generation.fused_step import fused_step
 from hybrid_grpo.generation.gpu_step import GpuStep
@@ -69,7 +68,6 @@ def test_the_decode_loop_with_kernels_is_the_one_without(architecture, filters, 
     """In bfloat16 over pages of 256, on a CPU with attention by a double: the same completions, but for rounding."""
     if DEVICE == "cpu":
         gpu_attention.install(monkeypatch, flash=False)
-    monkeypatch.setitem(loops.PAGE, "cpu", loops.PAGE["cuda"])
     model = build(tiny_config(architecture), ATTENTION).to(DEVICE, torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in (1, 9, 4)]

@@ -16,7 +16,6 @@ from tiny_models import ARCHITECTURES, MORE_ATTENTION, STATES, VOCABULARY, build
 from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.data.packing import pack
 from hybrid_grpo.generation import Request, Sampling, generate, paged_attention, stream_key
-from hybrid_grpo.generation import loop as loops
 from hybrid_grpo.generation.description import describe
 from hybrid_grpo.generation.paged_attention import follows_lengths
 from hybrid_grpo.model import attention
@@ -30,7 +29,6 @@ LENGTHS = (1, 30, 7, 19, 4)
 @pytest.fixture(params=["flash-attn", "torch"])
 def as_on_a_gpu(request, monkeypatch):
     gpu_attention.install(monkeypatch, flash=request.param == "flash-attn")
-    monkeypatch.setitem(loops.PAGE, "cpu", loops.PAGE["cuda"])
 
 
 def in_bfloat16(architecture):
