@@ -90,8 +90,8 @@ class Decoder:
     def _clear(self, first: int) -> None:
         """Empty the slots from `first` on."""
         if first < self._filled:
-            self._state_5n[:, first : self._filled] = 0
-            self._table_nw[first : self._filled] = 0
+            self._state_5n[:, first : self._filled].zero_()
+            self._table_nw[first : self._filled].zero_()
         self._filled = first
 
     def insert(self, first: int, sequences: list[Sequence]) -> None:
@@ -157,7 +157,7 @@ class Decoder:
         if seen_nV is not None:
             seen_nV.scatter_(1, token_n[:, None], True)
         state_5n[_TOKEN] = token_n
-        state_5n[_POSITION : _COUNT + 1] += state_5n[_ACTIVE]
+        state_5n[_POSITION : _COUNT + 1].add_(state_5n[_ACTIVE])
         return token_n, *others
 
     def _replayed(self, graphs: Graphs, size: int) -> tuple[Tensor, ...]:
@@ -172,7 +172,7 @@ class Decoder:
         if kept_nV is None:
             self._logits_nV = logits_nV.new_empty(self.slots, logits_nV.shape[1])
             kept_nV = self._logits_nV[:size]
-        if logits_nV.data_ptr() != kept_nV.data_ptr():
+        if logits_nV is not kept_nV:
             kept_nV.copy_(logits_nV)
         return (kept_nV,)
 

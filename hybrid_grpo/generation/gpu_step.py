@@ -93,6 +93,6 @@ def _products(x: Tensor, modules: Sequence[nn.Linear], out: Tensor) -> None:
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     if bias is None:
-        torch.mm(x, weight.T, out=out)
+        torch.mm(x, weight.t(), out=out)
     else:
-        torch.addmm(bias, x, weight.T, out=out)
+        torch.addmm(bias, x, weight.t(), out=out)

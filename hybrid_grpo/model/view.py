@@ -24,15 +24,15 @@ TOGETHER = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor | None:
-    """Return neighbours in memory, [rows, ...] each, as one tensor without a copy; None if they are not neighbours."""
+    """Return contiguous neighbours in memory, [rows, ...] each, as one tensor without a copy; None if they are not
+    neighbours."""
     first = parts[0]
-    ends = [part.data_ptr() + part.nbytes for part in parts]
-    starts = [part.data_ptr() for part in parts[1:]]
-    if not all(part.is_contiguous() for part in parts) or starts != ends[:-1]:
-        return None
-    same = {part.untyped_storage().data_ptr() for part in parts} == {first.untyped_storage().data_ptr()}
+    for before, part in pairwise(parts):
+        same = before.untyped_storage()._cdata == part.untyped_storage()._cdata
+        if not same or part.storage_offset() != before.storage_offset() + before.numel():
+            return None
     rows = sum(len(part) for part in parts)
-    return first.as_strided((rows, *first.shape[1:]), first.stride()) if same else None
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
 def meta_copy(model: Any, attn_implementation: str) -> nn.Module:

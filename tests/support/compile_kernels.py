@@ -44,12 +44,12 @@ def launches() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     x, weight, rows = torch.empty(n, 1536, **half), torch.empty(1536, **half), torch.empty(n, device="meta")
     gpu.norm.add_norm(x, None, weight, 1e-6)
     gpu.norm.add_norm(x, x, weight, 1e-6)
-    gpu.gate.silu_times(x, x)
+    gpu.gate.silu_times(torch.empty(n, 2 * 8960, **half), torch.empty(n, 8960, **half))
     numbers, table = torch.empty(n, dtype=torch.int64, device="meta"), torch.empty(n, 3, dtype=torch.int32)
     keys, head_weight = torch.empty(9, 256, 2, d, **half), torch.empty(d, **half)
-    q, k, rope = torch.empty(n, 12 * d, **half), torch.empty(n, 2 * d, **half), torch.empty(768, 2 * d, **half)
+    qkv, rope = torch.empty(n, 16 * d, **half), torch.empty(768, 2 * d, **half)
     for norms in (None, (head_weight, head_weight)):
-        gpu.rotation.rotate_and_store(q, k, k, norms, 1e-6, rope, numbers, table, keys, keys)
+        gpu.rotation.rotate_and_store(qkv, norms, 1e-6, rope, numbers, table, keys, keys)
     for dtype in (torch.bfloat16, torch.float32):
         logits = torch.empty(n, 151_936, dtype=dtype, device="meta")
         gpu.sampling.sample(logits, numbers, numbers, 1.25, 0, 1 << 23, 0, False, False)
