@@ -11,15 +11,25 @@ from reward_models import make_reward_model
 from tiny_models import VOCABULARY, build, tiny_config
 
 from hybrid_grpo.data.packing import pack
-from hybrid_grpo.generation import GREEDY, Request, Sampling, Workspace, categorical, generate, graphs, stream_key
+from hybrid_grpo.generation import (
+    GREEDY,
+    Request,
+    Sampling,
+    Workspace,
+    categorical,
+    generate,
+    graphs,
+    paged_attention,
+    stream_key,
+)
 from hybrid_grpo.generation import loop as loops
 from hybrid_grpo.generation.cache import Geometry, PagedCache
 from hybrid_grpo.generation.categorical import ONE, UNIT, Filters
 from hybrid_grpo.generation.fused_step import fused_step
 from hybrid_grpo.generation.gpu_step import GpuStep
-from hybrid_grpo.generation.paged_attention import follows_lengths
+from hybrid_grpo.generation.paged_attention import has_kernel
 from hybrid_grpo.model import softmax
-from hybrid_grpo.model.attention import ATTENTION, has_ragged_kernel
+from hybrid_grpo.model.attention import ATTENTION, Options, has_ragged_kernel
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.rewards.models.reward_model import reward_model
 
@@ -83,11 +93,23 @@ def test_the_kernels_of_sampling_and_the_head_compute_what_torch_does(dtype):
     assert softmax._kernel_agrees(device, dtype)
 
 
-def test_the_kernels_of_attention_give_what_sinks_need():
-    """The log-sum-exp of each query, also of those of a cache in pages, and gradients that follow it."""
-    device, (heads, d) = torch.device("cuda", 0), (8, 64)
-    x, pool = (torch.zeros(*shape, d, device=device, dtype=torch.bfloat16) for shape in ((3, heads), (2, 256, 1)))
-    assert has_ragged_kernel(x, 0.0, True) and follows_lengths(pool, 0.0, True)
+def test_the_kernel_of_attention_gives_what_sinks_need():
+    """The log-sum-exp of each query, and gradients that follow it."""
+    assert has_ragged_kernel(torch.zeros(3, 8, 64, device="cuda", dtype=torch.bfloat16), 0.0, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_kernel_for_pages_is_right(dtype):
+    """For a plain model, one with windows and soft caps, one with sinks, and latents."""
+    sinks = torch.zeros(8, device="cuda")
+    for (d, v), group, options in (
+        ((128, 128), 6, Options(1.0)),
+        ((256, 256), 2, Options(1.0, 4096, 50.0)),
+        ((64, 64), 8, Options(1.0, 128, sinks=sinks)),
+        ((576, 512), 16, Options(1.0)),
+    ):
+        keys, values = (torch.empty(1, width, device="cuda", dtype=dtype) for width in (d, v))
+        assert has_kernel(torch.device("cuda", 0), paged_attention.PAGE, keys, values, group, options), (d, options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -95,7 +117,7 @@ def test_the_kernels_of_attention_give_what_sinks_need():
 @torch.inference_mode()
 def test_steps_of_llama_like_models_are_fused(architecture, dtype):
     model = view(architecture, dtype=dtype)
-    cache = PagedCache(Geometry.of(model), 2, 256, torch.device("cuda", 0))
+    cache = PagedCache(Geometry.of(model), 2, 32, torch.device("cuda", 0))
     assert isinstance(fused_step(model, cache), GpuStep)
 
 
@@ -158,8 +180,8 @@ def test_graphs_are_kept_for_all_calls_and_see_new_weights(captures):
     sampling, kept, anew = Sampling(LIMIT), Workspace(20, 60), Workspace(20, 60)
     model, fresh = view("qwen2", dtype=torch.bfloat16), view("qwen2", dtype=torch.bfloat16)
     first, stats = generate(model, requests(), sampling, workspace=kept)
-    # Of 20, 16, 8, 4, 2 and 1 rows.
-    assert stats.captures == len(captures) == 6
+    # Of 20, 16, 8, 4, 2 and 1 rows, a forward and a choice each.
+    assert stats.captures == 6 and len(captures) == 12
     again, _ = generate(model, requests(), sampling, workspace=kept)
     assert tokens(again) == tokens(first) and logp(again) == logp(first)
 
@@ -170,7 +192,6 @@ def test_graphs_are_kept_for_all_calls_and_see_new_weights(captures):
     for other in (Sampling(LIMIT, temperature=GREEDY), Sampling(5, top_p=0.9), replace(sampling, stop_ids=STOPS)):
         _, stats = generate(model, requests()[1:], other, workspace=kept)
         assert stats.captures == 0
-    assert len(captures) == 6
     expected, _ = generate(fresh, requests(), sampling, workspace=anew)
     assert tokens(trained) == tokens(expected) != tokens(first)
 
@@ -185,7 +206,6 @@ def test_without_a_workspace_all_memory_is_given_back(captures):
 
 
 def test_when_pages_run_out_sequences_go_back_and_come_out_the_same(monkeypatch):
-    # Float32 takes none of the kernels that ask for pages of 256.
     monkeypatch.setattr(loops, "PAGE", 4)
     model, sampling = view("qwen2"), Sampling(LIMIT, temperature=1.3, stop_ids=STOPS)
     roomy, stats = generate(model, requests(), sampling)

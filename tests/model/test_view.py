@@ -7,14 +7,10 @@ from torch import nn
 from hybrid_grpo.model import view
 
 
-@pytest.mark.parametrize("world", [2, 3, 7])
-def test_gathered_weights_begin_where_kernels_load_them_fastest(monkeypatch, world):
-    """With 3, 5, 6 or 7 ranks almost all weights began off a multiple of 16 bytes, since shards are rounded up."""
-    shapes = [(5, 7), (1, 3), (11, 9), (2, 2)]
-    source = nn.ParameterList(nn.Parameter(torch.empty(0, dtype=torch.bfloat16)) for _ in shapes)
-    whole = [torch.randn(shape).to(torch.bfloat16) for shape in shapes]
+def sharded(monkeypatch, parameters, whole, world):
+    """Give parameters shards as on the first of several ranks."""
     of_shard = {}
-    for parameter, value in zip(source, whole, strict=True):
+    for parameter, value in zip(parameters, whole, strict=True):
         size = -(-value.numel() // world)
         padded = torch.cat([value.flatten(), torch.full((world * size - value.numel(),), torch.nan).bfloat16()])
         parameter.ds_tensor, parameter.ds_numel, parameter.ds_shape = padded[:size], value.numel(), value.shape
@@ -23,9 +19,44 @@ def test_gathered_weights_begin_where_kernels_load_them_fastest(monkeypatch, wor
     monkeypatch.setattr(
         torch.distributed, "all_gather_into_tensor", lambda out, shard: out.copy_(of_shard[shard.data_ptr()])
     )
+
+
+@pytest.mark.parametrize("world", [2, 3, 7])
+def test_gathered_weights_begin_where_kernels_load_them_fastest(monkeypatch, world):
+    """With 3, 5, 6 or 7 ranks almost all weights began off a multiple of 16 bytes, since shards are rounded up."""
+    shapes = [(5, 7), (1, 3), (11, 9), (2, 2)]
+    source = nn.ParameterList(nn.Parameter(torch.empty(0, dtype=torch.bfloat16)) for _ in shapes)
+    whole = [torch.randn(shape).to(torch.bfloat16) for shape in shapes]
+    sharded(monkeypatch, source, whole, world)
     module = nn.ParameterList(nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes)
     made = view.View(source, module, True, torch.device("cpu"))
     made.gather()
     first = module[0].data_ptr()
     for parameter, value in zip(module, whole, strict=True):
         assert torch.equal(parameter, value) and (parameter.data_ptr() - first) % 128 == 0
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+def test_weights_on_the_same_input_are_neighbours(monkeypatch, world):
+    """Gathered, with padding behind shards, or copied from where an engine of one rank has them."""
+    widths = {"q_proj": 64, "up_proj": 192, "k_proj": 32, "gate_proj": 192, "o_proj": 5, "v_proj": 33}
+
+    def layer(device):
+        parts = {name: nn.Linear(48, width, device=device).bfloat16() for name, width in widths.items()}
+        return nn.ModuleDict(parts).requires_grad_(False)
+
+    source, module = layer("cpu"), layer("meta")
+    whole = [parameter.detach().clone() for parameter in source.parameters()]
+    if world > 1:
+        sharded(monkeypatch, source.parameters(), whole, world)
+    made = view.View(source, module, world > 1, torch.device("cpu"), neighbours=True, keep=True)
+    for _ in range(2):
+        made.gather()
+        for parameter, value in zip(module.parameters(), whole, strict=True):
+            assert torch.equal(parameter, value)
+        attention = [module[name].weight for name in ("q_proj", "k_proj", "v_proj")]
+        assert torch.equal(view.joined(attention), torch.cat(attention))
+        # Biases are no multiple of 128 bytes; gate and up are half of all weights, too much for a copy.
+        assert (view.joined([module[name].weight for name in ("gate_proj", "up_proj")]) is None) == (world == 1)
+        assert view.joined([module.o_proj.weight, module.q_proj.weight]) is None
+        made.release()
