@@ -174,10 +174,10 @@ class View:
         fastest, and right behind the last one where they are to be neighbours and sizes allow it."""
         unit = _ALIGNED_BYTES // parameters[0].ds_tensor.element_size()
         before: dict[Any, Any] = {p: q for group in self._together for q, p in pairwise(group)}
-        first = {p: group for group in self._together for p in group[:1]}
+        group_of = {p: group for group in self._together for p in group}
         members, places, end = set(parameters), dict[Any, int](), 0
         for parameter in parameters:
-            for p in first.get(parameter, [parameter]):
+            for p in group_of.get(parameter, [parameter]):
                 if p in places or p not in members:
                     continue
                 begin, neighbour = -(-end // unit) * unit, before.get(p, p)
