@@ -380,9 +380,9 @@ class Plan:
         # Stages 1 and 2 have already added up bfloat16 gradients in one float32 tensor.
         whole = min(self.t, self.bucket) if self.stage == 0 else self.owned
         flat = 0 if self.stage in (1, 2) and self.dtype == 2 else 4 * whole
-        # torch takes all tensors together on a GPU, and on a CPU one after the other, with two temporaries.
-        tensor = self.owned if self.gpu or self.stage else self.sizes.largest
-        adam = 0 if self.config.engine.adam == "deepspeed" else (4 if self.gpu else 8) * tensor
+        # On a CPU, torch takes one tensor after the other, with two temporaries; fused kernels have none.
+        tensor = self.owned if self.stage else self.sizes.largest
+        adam = 0 if self.gpu or self.config.engine.adam == "deepspeed" else 8 * tensor
         return Part("step", 0 if self.gpu and self.offloads else flat + adam, remedies.fewer_states(self))
 
 
