@@ -270,7 +270,8 @@ def test_memory_of_graphs_does_not_count_as_free_for_the_cache(monkeypatch):
     held = [segment((0, 0), 500, 100), segment((0, 7), 3000, 0), segment((0, 0), 900, 0, device=1)]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 8000))
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: held)
-    assert cache.free_bytes(torch.device("cuda", 0)) == 1000 + 400
+    # A margin of 3 % of the whole memory stays free.
+    assert cache.free_bytes(torch.device("cuda", 0)) == 1000 + 400 - 240
 
 
 @pytest.mark.process

@@ -42,17 +42,24 @@ class Hardware:
 
 
 GPUS = {
+    "rtx3090": (24, 71e12, 0.94e12),
     "rtx4090": (24, 165e12, 1.01e12),
+    "rtx5090": (32, 210e12, 1.79e12),
+    "a10g": (23.8, 70e12, 0.6e12),
     "a100-40gb": (40, 312e12, 1.56e12),
     "a100-80gb": (80, 312e12, 2.04e12),
-    "l40s": (48, 362e12, 0.86e12),
+    "l40s": (47.6, 362e12, 0.86e12),
     "h100": (80, 989e12, 3.35e12),
     "h200": (141, 989e12, 4.8e12),
     "b200": (180, 2250e12, 8.0e12),
 }
-"""GPUs from data sheets: memory in 10^9 bytes, dense bfloat16 operations per second, bytes read per second."""
+"""GPUs from data sheets: memory in 10^9 bytes, dense bfloat16 operations per second, bytes read per second. Where error
+correction takes a part of the memory, it is what CUDA reports."""
 _CALLED = {
+    r"RTX 3090$": "rtx3090",
     r"RTX 4090$": "rtx4090",
+    r"RTX 5090$": "rtx5090",
+    r"\bA10G\b": "a10g",
     r"A100\b": "a100-80gb",
     r"L40S\b": "l40s",
     # Cards for a PCIe slot are slower.

@@ -3,7 +3,8 @@
 from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.features.guests.settings import GuestsConfig
 from hybrid_grpo.model.loading import parameters_of
-from hybrid_grpo.run.memory.plan import FeatureMemory, Part, Plan
+from hybrid_grpo.run.memory.parts import Part
+from hybrid_grpo.run.memory.plan import FeatureMemory, Plan
 
 
 class GuestMemory(FeatureMemory):
@@ -17,4 +18,4 @@ class GuestMemory(FeatureMemory):
         self._parameters = sum(parameters_of(name) for name in names if name is not None)
 
     def part(self, plan: Plan, on_host: bool) -> Part:
-        return Part("guests", 0 if on_host else plan.dtype * self._parameters, "guests.writers")
+        return Part("guests", 0 if on_host else plan.dtype * self._parameters, "a smaller model in guests.writers")

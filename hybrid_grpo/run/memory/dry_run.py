@@ -4,10 +4,12 @@ What is kept for the backward pass differs too much between architectures for a 
 configuration on fake tensors, which have shapes and types but no data, and a micro-batch's allocations are added up.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -172,6 +174,22 @@ class Sizes:
     """Soft cap of the attention logits; see `attend`."""
     state_bytes: int = 0
     """Bytes of one sequence's states, in layers that carry one."""
+    tokens: int = 0
+    """Tokens of the micro-batch that `training` is for."""
+    packs: bool = True
+    """See `DryRun.packs`."""
+
+    def of_tokens(self, tokens: int, dtype: int) -> Sizes:
+        """Return the sizes with a micro-batch of fewer `tokens`, without another dry run: activations shrink with the
+        tokens, but not the gradient of the largest tensor, the head or the embedding, in `dtype` bytes a number."""
+
+        def shrunk(bytes_: int) -> int:
+            fixed = min(bytes_, dtype * self.largest)
+            return fixed + -(-(bytes_ - fixed) * tokens // self.tokens)
+
+        head, layers = shrunk(self.training.head), shrunk(self.training.layers)
+        kept = -(-self.training.kept * tokens // self.tokens)
+        return replace(self, training=Footprint(kept, head, layers), tokens=tokens)
 
 
 def measure(
@@ -200,6 +218,8 @@ def measure(
         reading=-(-dry.reading(micro) // micro.input_ids_bS.numel()),
         softcap=getattr(model_config.get_text_config(), "attn_logit_softcapping", None) or 0.0,
         state_bytes=state_bytes,
+        tokens=micro.input_ids_bS.numel(),
+        packs=dry.packs,
     )
 
 

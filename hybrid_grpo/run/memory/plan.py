@@ -7,13 +7,13 @@ The numbers are meant for GPUs; on a CPU, where freed memory stays with the proc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation import Workspace
-from hybrid_grpo.generation.cache import GPU_SHARE, prefill_that_fits
+from hybrid_grpo.generation.cache import GPU_SHARE, MARGIN, prefill_that_fits
 from hybrid_grpo.generation.graphs import bytes_of, reads_up_to
 from hybrid_grpo.generation.loop import PAGE
 from hybrid_grpo.generation.paged_attention import might_follow
@@ -24,6 +24,7 @@ from hybrid_grpo.model.logprobs import HeadFunction
 from hybrid_grpo.rewards.models.reward_model import RewardModel
 from hybrid_grpo.run.memory import remedies
 from hybrid_grpo.run.memory.dry_run import NeedsData, Sizes, measure
+from hybrid_grpo.run.memory.parts import Part, Phase, gib
 
 KEPT_BELOW = 0.85
 """Memory of decoding stays on the GPU during training if all phases then need at most this share of the free memory.
@@ -41,37 +42,6 @@ _CPU_HEAP = 1.5
 """Ratio of the memory that activations take on a CPU to their bytes: malloc leaves holes between blocks. Measured."""
 _MAX_LIVE, _BUCKET = 10**9, 5 * 10**8
 """DeepSpeed's defaults, in elements: the most gathered weights alive at a time, and the size of a gradient bucket."""
-
-
-@dataclass(frozen=True)
-class Part:
-    name: str
-    bytes: int
-    remedy: str = ""
-    """Changes that make the part smaller, the best first."""
-    fewest: int | None = None
-    """The fewest bytes that suffice; None means all of them."""
-
-    @property
-    def least(self) -> int:
-        return self.bytes if self.fewest is None else self.fewest
-
-
-@dataclass(frozen=True)
-class Phase:
-    """Parts that are in memory at the same time."""
-
-    name: str
-    parts: tuple[Part, ...]
-
-    @property
-    def bytes(self) -> int:
-        return sum(part.bytes for part in self.parts)
-
-    @property
-    def least(self) -> int:
-        """Bytes without which the phase cannot run."""
-        return sum(part.least for part in self.parts)
 
 
 class FeatureMemory:
@@ -108,8 +78,13 @@ def estimate(
     configuration, or does not support the attention or adapters in the settings."""
     features = [share for feature in config.active_features if (share := feature.memory(config)) is not None]
     heads = [feature.head for feature in features]
+    model_config = load_config(config.policy.model)
+
+    def measured(config: TrainConfig, batch: BatchPlan) -> Sizes:
+        return measure(config, model_config, batch, prompt, heads, on_gpu=hardware.on_gpu)
+
     try:
-        sizes = measure(config, load_config(config.policy.model), batch, prompt, heads, on_gpu=hardware.on_gpu)
+        sizes = measured(config, batch)
     except NeedsData:
         if hardware.on_gpu and config.rollout.keep_cache == "on":
             raise UserError(
@@ -118,7 +93,8 @@ def estimate(
             ) from None
         return None
     user = parameters_of(name) if (name := config.rollout.user_model) else 0
-    return Plan(config, sizes, batch, prompt, hardware, models, held_out, held_out_longest, features, user)
+    parts = models, held_out, held_out_longest, features, user
+    return Plan(config, sizes, batch, prompt, hardware, *parts, measured=measured)
 
 
 @dataclass
@@ -142,6 +118,8 @@ class Plan:
     user: int = 0
     """Number of parameters of the model that plays the user. Its memory for decoding is small compared with the
     policy's, and is not counted."""
+    measured: Callable[[TrainConfig, BatchPlan], Sizes] | None = None
+    """Makes another dry run, for other settings of `policy`; takes seconds."""
 
     def __post_init__(self) -> None:
         config = self.config
@@ -150,8 +128,13 @@ class Plan:
         self.n, self.t = self.sizes.parameters, self.sizes.trained
         # Elements that this rank's optimizer steps.
         self.owned = -(-self.t // self.ranks) if self.stage else self.t
-        self.sharded = self.stage == 3 and self.ranks > 1
         zero = config.engine.deepspeed.get("zero_optimization", {})
+        self.hosted = self.gpu and zero.get("offload_param", {}).get("device", "none") != "none"
+        """Whether the weights are in host memory."""
+        self.sharded = self.stage == 3 and (self.ranks > 1 or self.hosted)
+        """Whether generation and training gather weights."""
+        self.usable = int((1 - MARGIN) * self.hardware.device_bytes) if self.gpu else self.hardware.device_bytes
+        """Bytes of the device that a run may take."""
         self.bucket = int(float(zero.get("reduce_bucket_size", _BUCKET)))
         self.live = int(float(zero.get("stage3_max_live_parameters", _MAX_LIVE)))
         self.offloads = config.engine.offload_optimizer
@@ -179,6 +162,14 @@ class Plan:
     @property
     def peak(self) -> Phase:
         return max(self.phases, key=lambda phase: phase.bytes)
+
+    @property
+    def lacking(self) -> Phase | None:
+        """The phase that needs most, if that is more than it may take; `host`, if that lacks memory; else None."""
+        worst = max(self.phases, key=lambda phase: phase.least)
+        if worst.least > self.usable:
+            return worst
+        return self.host if self.host.least > self.hardware.host_bytes else None
 
     @property
     def measurable(self) -> int:
@@ -214,11 +205,11 @@ class Plan:
         # ZeRO-3 keeps its buffers of gradients from step to step.
         gathered = [*fixed, *freed, *([gradients] if self.stage == 3 else []), *([] if kept else [self.gathered()])]
         generating = gathered if kept else [*gathered, self.graphs()]
-        generating = [*generating, self.decoding(self.hardware.device_bytes - self.beside_cache(generating))]
+        generating = [*generating, self.decoding(self.usable - self.beside_cache(generating))]
         if not kept:
             generating.append(self.cache(self.beside_cache(generating)))
         # ZeRO-3 holds at most this number of elements whole on a rank, or all of a small model.
-        fetched = self.dtype * min(self.n, self.live) if self.sharded else 0
+        fetched = self.dtype * min(self.n, max(self.live, self.sizes.largest)) if self.sharded else 0
         training = [
             *fixed,
             gradients,
@@ -242,7 +233,8 @@ class Plan:
     def host(self) -> Phase:
         """What a rank with a GPU has in host memory."""
         states = self.states() if self.offloads else []
-        parts = [self.process, self.reward_models(on_host=True), self.reference(), *states]
+        weights = Part("weights", self.dtype * self.n // self.ranks if self.hosted else 0, "more ranks")
+        parts = [self.process, self.reward_models(on_host=True), self.reference(), weights, *states]
         parts += [*self.feature_parts(on_host=True), self.export]
         return Phase("its host", tuple(part for part in parts if part.bytes and self.gpu))
 
@@ -250,11 +242,11 @@ class Plan:
         """Return the parts that are on the device all the time."""
         shards = self.ranks if self.stage == 3 else 1
         parts = [
-            Part("weights", self.dtype * self.n // shards, remedies.more_shards(self, 3)),
+            Part("weights", 0 if self.hosted else self.dtype * self.n // shards, remedies.fewer_weights(self)),
             self.reward_models(on_host=False),
         ]
         parts += self.feature_parts(on_host=False)
-        parts += [Part("user", self.dtype * self.user, "rollout.user_model")]
+        parts += [Part("user", self.dtype * self.user, "a smaller rollout.user_model")]
         if self.gpu:
             runtime = [Part("runtime", CUDA_CONTEXT_BYTES), Part("NCCL", NCCL_BYTES if self.ranks > 1 else 0)]
             return [*runtime, *parts, *([] if self.offloads else self.states())]
@@ -273,7 +265,7 @@ class Plan:
 
     def reward_models(self, on_host: bool) -> Part:
         weights = sum(model.bytes_of(self.ranks) for model in self.models if model.on_host == on_host)
-        return Part("reward models", weights, "rewards: kwargs zero_stage 3 or dtype")
+        return Part("reward models", weights, "zero_stage 3 in kwargs of rewards")
 
     def states(self) -> list[Part]:
         """Return Adam's states; with offloading, also the gradients that it reads and the weights it copies back."""
@@ -297,7 +289,8 @@ class Plan:
 
     def reduction(self) -> Part:
         """Return the copies made while a bucket is reduced; stage 3 lays the shards of all ranks side by side."""
-        elements = min(self.t, self.bucket)
+        # A gradient that is larger than the bucket is reduced on its own.
+        elements = min(self.t, max(self.bucket, self.sizes.largest))
         copies = self.dtype * elements if self.stage in (1, 3) else 0
         # Stage 3 sums bfloat16 and keeps float32.
         own = 4 * elements // self.ranks if self.stage == 3 and self.dtype == 2 else 0
@@ -347,12 +340,8 @@ class Plan:
             return Part("keys and values", needed, f"rollout.keep_cache off, {remedies.fewer_slots(self)}")
         if self.gpu and rollout.cache_gb is None:
             least = min(needed, int(least / GPU_SHARE))
-            needed = min(needed, max(least, int(GPU_SHARE * (self.hardware.device_bytes - used))))
-        remedy = (
-            remedies.shorter_completions(self)
-            if rollout.cache_gb is None
-            else f"rollout.cache_gb {rollout.cache_gb / 2:g}"
-        )
+            needed = min(needed, max(least, int(GPU_SHARE * (self.usable - used))))
+        remedy = remedies.shorter_completions(self) if rollout.cache_gb is None else "rollout.cache_gb null"
         return Part("keys and values", needed, remedy, min(least, needed))
 
     def choosing(self) -> int:
@@ -372,7 +361,7 @@ class Plan:
         tokens = prefill_that_fits(wish, self.gpu, self.sizes.reading, free)
         prefill = min(tokens, self.batch.prompts_per_rank * self.prompt) * self.sizes.reading
         choosing = self.choosing()
-        remedy = f"rollout.prefill_tokens {max(1, tokens // 2)}" if prefill > choosing else remedies.fewer_slots(self)
+        remedy = remedies.shorter_prefills(tokens) if prefill > choosing else remedies.fewer_slots(self)
         return Part("decoding", max(prefill, choosing), remedy)
 
     def stepping(self) -> Part:
@@ -384,7 +373,3 @@ class Plan:
         tensor = self.owned if self.stage else self.sizes.largest
         adam = 0 if self.gpu or self.config.engine.adam == "deepspeed" else 8 * tensor
         return Part("step", 0 if self.gpu and self.offloads else flat + adam, remedies.fewer_states(self))
-
-
-def gib(bytes_: int) -> str:
-    return f"{bytes_ / 2**30:.1f}" if bytes_ >= 2**30 else f"{bytes_ / 2**30:.2f}"
