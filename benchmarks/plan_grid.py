@@ -21,7 +21,7 @@ import itertools
 import json
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -34,7 +34,7 @@ from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.model.hardware import GPUS, of_table
 from hybrid_grpo.run.memory.dry_run import Sizes, measure
 from hybrid_grpo.run.memory.plan import Plan
-from hybrid_grpo.run.memory.search import changed, sufficient
+from hybrid_grpo.run.memory.search import sufficient, with_settings
 
 MARGIN = 0.03
 HOSTED = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
@@ -72,10 +72,9 @@ def judged(case: Case, measured: Measured) -> tuple[str, list[str], list[str]]:
     settings = sufficient(plan)
     if settings is None:
         return "does not fit", [], ["overlooked"] * any(p.lacking is None for p in smallest(plan))
-    for setting in settings:
-        following = changed(plan, setting)
-        assert following is not None
-        plan = following
+    following = with_settings(plan, named(settings))
+    assert following is not None
+    plan = following
     if plan.lacking is not None:
         return "fits with settings", settings, ["does not help"]
     # The search scales the activations of another dry run; here it is made.
@@ -89,26 +88,32 @@ def too_full(plan: Plan) -> bool:
 
 def smallest(plan: Plan) -> Iterator[Plan]:
     """The plan with everything small that only costs time, and all combinations of what might take more memory."""
-    for setting in (
-        *("policy.gradient_checkpointing true", f"policy.micro_batch_tokens {plan.longest // 2}"),
-        *("rollout.max_slots 8", "rollout.prefill_tokens 512"),
-    ):
-        plan = changed(plan, setting) or plan
     zero = "engine.deepspeed.zero_optimization"
+    small = named(
+        [
+            *("policy.gradient_checkpointing true", f"policy.micro_batch_tokens {plan.longest // 2}"),
+            *("rollout.max_slots 8", "rollout.prefill_tokens 512"),
+        ]
+    )
+    base = with_settings(plan, small)
+    assert base is not None
     choices = (
-        *((None, "engine.offload_optimizer true"), ("engine.zero_stage 1", "engine.zero_stage 2", None)),
+        *((None, "engine.offload_optimizer true"), (None, "engine.zero_stage 1", "engine.zero_stage 2")),
         *((None, f"{zero}.offload_param.device cpu"), (None, f"{zero}.reduce_bucket_size 10000000")),
         (None, f"{zero}.stage3_max_live_parameters {plan.sizes.largest}"),
     )
     for chosen in itertools.product(*choices):
-        made: Plan | None = plan
-        for setting in filter(None, chosen):
-            try:
-                made = made and changed(made, setting)
-            except ValueError:  # stages below 3 cannot offload weights
-                made = None
-        if made is not None:
-            yield made
+        try:
+            made = with_settings(base, named(filter(None, chosen)))
+        except ValueError:  # stages below 3 cannot offload weights
+            continue
+        assert made is not None
+        yield made
+
+
+def named(settings: Iterable[str]) -> dict[str, str]:
+    """Values by the names of settings."""
+    return {name: value for name, _, value in (setting.partition(" ") for setting in settings)}
 
 
 def dry_runs(shape: Shape, name: str, folder: Path | None) -> Measured:
@@ -150,17 +155,17 @@ def main() -> None:
         arguments.sizes.mkdir(parents=True, exist_ok=True)
     says: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
     errors: list[dict[str, Any]] = []
-    named: Counter[str] = Counter()
+    proposed: Counter[str] = Counter()
     for name, shape in MODELS.items():
         for case, (says_so, settings, wrong) in grid({name: dry_runs(shape, name, arguments.sizes)}, list(GPUS), RANKS):
             says[case.kind][says_so] += 1
-            named.update(setting.partition(" ")[0] for setting in settings)
+            proposed.update(setting.partition(" ")[0] for setting in settings)
             errors += [{**asdict(case), "error": error, "settings": settings} for error in wrong]
         print(f"{name}: {sum(map(Counter.total, says.values()))} cases, {len(errors)} errors", flush=True)
     result = {
         "cases": sum(map(Counter.total, says.values())),
         "says": {kind: dict(count) for kind, count in says.items()},
-        "settings named": dict(named.most_common()),
+        "settings proposed": dict(proposed.most_common()),
         "errors": errors,
     }
     print(json.dumps(result, indent=1))

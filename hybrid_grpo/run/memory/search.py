@@ -52,23 +52,24 @@ def changes(phase: Phase) -> list[str]:
 
 
 def changed(plan: Plan, change: str) -> Plan | None:
-    """Return the plan after a change; None if it is not a setting of the plan. Raises ValueError if it contradicts
-    another setting."""
+    """Return the plan after a change; see `with_settings`."""
     name, _, value = change.partition(" ")
     if change == "more ranks":
         half = -(-plan.batch.prompts_per_rank // 2)
         return replace(plan, batch=replace(plan.batch, world_size=2 * plan.ranks, prompts_per_rank=half))
-    return _with(plan, {name: value})
+    return with_settings(plan, {name: value})
 
 
 def _possible(plan: Plan, settings: dict[str, str]) -> Plan | None:
     try:
-        return _with(plan, settings)
+        return with_settings(plan, settings)
     except ValueError:
         return None
 
 
-def _with(plan: Plan, settings: dict[str, str]) -> Plan | None:
+def with_settings(plan: Plan, settings: dict[str, str]) -> Plan | None:
+    """Return the plan with other values of settings, by their names; None if a name is not one that a plan knows.
+    Raises ValueError if they contradict other settings."""
     config = plan.config
     for name, text in settings.items():
         section, *path = name.split(".")

@@ -278,8 +278,8 @@ def test_a_run_that_clearly_does_not_fit_is_refused_by_name():
         on(need / 1.2)
     assert "\n" not in str(error.value)
     assert str(error.value).endswith("it fits with engine.offload_optimizer true")
-    with pytest.raises(UserError, match=r"are usable .*; ways out: more ranks, lora.rank 16$"):
-        on(need / 4)
+    with pytest.raises(UserError, match=r"are usable .*; ways out: engine.offload_optimizer true, more ranks"):
+        on(need / 12)
 
 
 def sizes_of(config: TrainConfig, batch: BatchPlan, billions: float) -> Sizes:
@@ -346,7 +346,7 @@ def test_a_smaller_micro_batch_is_planned_without_another_dry_run():
     scaled = large.of_tokens(small.tokens, 4).training
     for name in ("kept", "head", "layers"):
         ours, real = getattr(scaled, name), getattr(small.training, name)
-        assert 0.97 * real <= ours <= 1.3 * real, (name, scaled, small.training)
+        assert 0.97 * real <= ours <= 1.1 * real + 4 * large.largest, (name, scaled, small.training)
 
 
 def test_the_cache_that_is_sized_from_free_memory_is_no_reason_to_refuse():
