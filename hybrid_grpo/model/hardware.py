@@ -156,6 +156,13 @@ def of_device(device: torch.device, dtype: Literal["bfloat16", "float32"]) -> Ha
     return Hardware(torch.cuda.get_device_name(device), True, free, host, process, flops, bandwidth)
 
 
+def device_bytes(device: torch.device) -> int:
+    """Return the bytes of all memory of the device, free or not."""
+    if device.type == "cpu":
+        return int(psutil.virtual_memory().total)
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
 def host_free_bytes() -> int:
     """Return the bytes of host memory that are still free within the limit of this container."""
     free = int(psutil.virtual_memory().available)

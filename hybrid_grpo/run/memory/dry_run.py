@@ -20,7 +20,7 @@ from hybrid_grpo.config import BatchPlan, LoraConfig, PolicyConfig, TrainConfig
 from hybrid_grpo.data.batch import MicroBatch
 from hybrid_grpo.data.packing import pack, pad, token_budget
 from hybrid_grpo.generation.cache import Geometry
-from hybrid_grpo.model.architectures import layer_configs
+from hybrid_grpo.model.architectures import cached_numbers
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.loading import training_attention, without_dropout
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
@@ -108,7 +108,7 @@ class DryRun:
                 adopt_states(view)
                 geometry = Geometry.of(view)
                 return self._scale * geometry.token_bytes, geometry.state_bytes
-        return sum(map(_entry, layer_configs(self.model.config))) * self._scale * self.model.dtype.itemsize, 0
+        return cached_numbers(self.model.config) * self._scale * self.model.dtype.itemsize, 0
 
     def active_parameters(self) -> int:
         """Return the number of parameters that multiply one token: of experts, only those it uses; no embeddings."""
@@ -221,14 +221,6 @@ def measure(
         tokens=micro.input_ids_bS.numel(),
         packs=dry.packs,
     )
-
-
-def _entry(layer: Any) -> int:
-    """Return the numbers in one token's keys and values, given the configuration of a layer."""
-    query_heads = getattr(layer, "num_attention_heads", 0)
-    heads = getattr(layer, "num_key_value_heads", None) or query_heads
-    head_dim: int = getattr(layer, "head_dim", None) or layer.hidden_size // max(query_heads, 1)
-    return 2 * heads * head_dim
 
 
 def largest_micro_batch(config: TrainConfig, batch: BatchPlan, prompt: int, *, packs: bool, on_gpu: bool) -> MicroBatch:

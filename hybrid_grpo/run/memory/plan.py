@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation import Workspace
+from hybrid_grpo.generation.beside import user_workspace
 from hybrid_grpo.generation.cache import GPU_SHARE, MARGIN, prefill_that_fits
 from hybrid_grpo.generation.graphs import bytes_of, reads_up_to
 from hybrid_grpo.generation.loop import PAGE
@@ -92,9 +95,17 @@ def estimate(
                 f" {config.policy.model} cannot run without data: set it to auto"
             ) from None
         return None
-    user = parameters_of(name) if (name := config.rollout.user_model) else 0
+    user = _user_bytes(config, max(config.rollout.longest(prompt), held_out_longest), hardware)
     parts = models, held_out, held_out_longest, features, user
     return Plan(config, sizes, batch, prompt, hardware, *parts, measured=measured)
+
+
+def _user_bytes(config: TrainConfig, longest: int, hardware: Hardware) -> int:
+    if not (name := config.rollout.user_model):
+        return 0
+    dtype = config.policy.dtype
+    _, kept = user_workspace(config.rollout, load_config(name), dtype, longest, hardware.device_bytes)
+    return getattr(torch, dtype).itemsize * parameters_of(name) + (kept if hardware.on_gpu else 0)
 
 
 @dataclass
@@ -116,8 +127,7 @@ class Plan:
     """Number of tokens in the longest prompt of an evaluation with its completion."""
     features: Sequence[FeatureMemory] = ()
     user: int = 0
-    """Number of parameters of the model that plays the user. Its memory for decoding is small compared with the
-    policy's, and is not counted."""
+    """Bytes of the model that plays the user and, on a GPU, of the memory for decoding that it keeps."""
     measured: Callable[[TrainConfig, BatchPlan], Sizes] | None = None
     """Makes another dry run, for other settings of `policy`; takes seconds."""
 
@@ -246,7 +256,7 @@ class Plan:
             self.reward_models(on_host=False),
         ]
         parts += self.feature_parts(on_host=False)
-        parts += [Part("user", self.dtype * self.user, "a smaller rollout.user_model")]
+        parts += [Part("user", self.user, "a smaller rollout.user_model")]
         if self.gpu:
             runtime = [Part("runtime", CUDA_CONTEXT_BYTES), Part("NCCL", NCCL_BYTES if self.ranks > 1 else 0)]
             return [*runtime, *parts, *([] if self.offloads else self.states())]
