@@ -26,12 +26,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from plan_gpus import MODELS, PROMPT, RANKS, Shape, recipe
+from plan_gpus import MODELS, PROMPT, RANKS, Shape, recipe, sizes_of
 
 from hybrid_grpo.config import BatchPlan, LoraConfig, TrainConfig
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.model.hardware import GPUS, of_table
-from hybrid_grpo.run.memory.dry_run import Footprint, Sizes, measure
+from hybrid_grpo.run.memory.dry_run import Sizes
 from hybrid_grpo.run.memory.plan import Plan
 from hybrid_grpo.run.memory.search import sufficient, with_settings
 
@@ -123,11 +123,7 @@ def dry_runs(shape: Shape) -> Measured:
         config = config_of("LoRA" if lora else "on the GPU")
         policy = replace(config.policy, gradient_checkpointing=checkpointing, micro_batch_tokens=tokens)
         config = replace(config, policy=policy)
-        two, three = (
-            measure(config, replace(shape, layers=layers).config, batch_plan(config, 1), PROMPT, on_gpu=True)
-            for layers in (2, 3)
-        )
-        return with_layers(two, three, shape.layers)
+        return sizes_of(shape, config, PROMPT)
 
     def measured(config: TrainConfig, batch: BatchPlan) -> Sizes:
         policy = config.policy
@@ -135,18 +131,6 @@ def dry_runs(shape: Shape) -> Measured:
         return of(policy.gradient_checkpointing, policy.micro_batch_tokens, config.lora.rank)
 
     return measured
-
-
-def with_layers(two: Any, three: Any, layers: int) -> Any:
-    """A dataclass of sizes for a number of layers, from those for two and three."""
-    made = {}
-    for name, low in vars(two).items():
-        high = getattr(three, name)
-        if isinstance(low, Footprint):
-            made[name] = with_layers(low, high, layers)
-        else:
-            made[name] = low if low == high else low + (layers - 2) * (high - low)
-    return replace(two, **made)
 
 
 def grid(models: Mapping[str, Measured], gpus: list[str], ranks: tuple[int, ...]) -> Iterator[tuple[Case, Any]]:

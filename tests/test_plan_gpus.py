@@ -11,13 +11,15 @@ from paths import ROOT
 from transformers import AutoModelForCausalLM
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
-from hybrid_grpo.config.checks import batch_plan
+from hybrid_grpo.config.checks import batch_plan, check_train
 from hybrid_grpo.run.memory.dry_run import Footprint, Sizes, largest_micro_batch
+from hybrid_grpo.run.memory.shortage import shortage
 
 sys.path.append(str(ROOT / "benchmarks"))
 
 import plan_gpus
 import plan_grid
+import small_gpus
 
 
 def test_every_shape_has_the_parameters_that_its_card_names():
@@ -43,6 +45,49 @@ def test_the_tables_are_what_the_plan_says():
     seven = results["Qwen2.5-7B"]["fits"]
     assert seven["24"]["on the GPU"] is None and seven["80"]["on the GPU"]["gpus"] == 4
     assert plan_gpus.table(results).count("\n| Qwen2.5-7B |") == 3
+
+
+def rows_of(page: str) -> list[tuple[str, list[str]]]:
+    """The rows of the table of small GPUs: what follows the script's name, and the number of GPUs by column."""
+    table = page.partition("<!-- small_gpus -->")[2].partition("<!-- end -->")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()]
+    assert rows[0][1:-1] == list(small_gpus.CARDS)
+    return [(first.strip("`"), cells[:-1]) for first, *cells in rows[2:]]
+
+
+def test_every_command_for_a_small_gpu_fits_it_in_every_phase():
+    """The table is walked: each row's recipe, planned for each GPU of each column on as many as the cell says."""
+    results = json.loads(small_gpus.RESULTS.read_text())
+    page = (ROOT / "docs/memory.md").read_text()
+    again = "python benchmarks/small_gpus.py --json benchmarks/results/small_gpus.json --docs docs/memory.md"
+    assert page == plan_gpus.replaced(page, small_gpus.table(results), "small_gpus"), f"run {again}"
+    planned = 0
+    for command, cells in rows_of(page):
+        model, _, words = command.partition(" ")
+        config, sizes = small_gpus.config_of(model, words), small_gpus.saved_sizes(results[command])
+        assert bool(config.lora.rank) == ("lora" in words) and config.engine.offload_optimizer == ("offload" in words)
+        for cell, gpus in zip(cells, small_gpus.CARDS.values(), strict=True):
+            for gpu in gpus if cell != "-" else ():
+                check_train(config, int(cell))
+                plan = small_gpus.plan_of(config, sizes, gpu, int(cell))
+                assert shortage(plan) is None and plan.sequences >= 16, (command, gpu)
+                for phase in plan.phases:
+                    assert phase.bytes <= 0.97 * plan.hardware.device_bytes, (command, gpu, phase.name)
+                planned += 1
+    assert planned > 80
+    assert {command.split("-")[1] for command, cells in rows_of(page) if cells[0] == "1"} == {
+        "0.5B",
+        "1.5B",
+        "3B",
+        "7B",
+    }
+
+
+def test_the_sizes_behind_these_plans_are_those_of_a_dry_run_today():
+    model = "Qwen/Qwen2.5-0.5B-Instruct"
+    saved = small_gpus.saved_sizes(json.loads(small_gpus.RESULTS.read_text())[f"{model} lora"])
+    today = plan_gpus.sizes_of(small_gpus.SHAPES[model], small_gpus.config_of(model, "lora"), 512)
+    assert saved == today, "run benchmarks/small_gpus.py"
 
 
 def roughly(shape: plan_gpus.Shape) -> Sizes:
