@@ -8,6 +8,8 @@ kernel, with the bytes of its arguments and results. A Triton kernel counts with
 stores in Triton's interpreter, repeated loads included, times the number of programs. Counted are
 
     decode_kernels               a decode step of Qwen2.5-1.5B with 256 sequences, sampling included
+    tail_kernels                 the same with one sequence, whose entries several programs share
+    switch_launches              copies and gathers of weights before a rollout, on 8 ranks
     sampler_gb, sampler_top_p_gb sampling 256 tokens out of a vocabulary of 151,936, without filters and with top-p 0.95
     head_launches, head_gb       log-probabilities of 16,384 tokens and their gradient, without the matrix products
 """
@@ -36,16 +38,16 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 from triton.runtime import interpreter
 
-from hybrid_grpo.generation import Sampling
+from hybrid_grpo.generation import Sampling, paged_attention
 from hybrid_grpo.generation.cache import Geometry, PagedCache
 from hybrid_grpo.generation.decoder import Decoder
-from hybrid_grpo.model import attention
+from hybrid_grpo.model import attention, view
 from hybrid_grpo.model.attention import ATTENTION, Options
 from hybrid_grpo.model.kernels import build, gpu
 from hybrid_grpo.model.kernels.gpu import launcher
 from hybrid_grpo.model.logprobs import token_logprobs
 
-ROWS, PAGE, PAGES_OF_A_SEQUENCE = 256, 256, 4
+ROWS, PAGES_OF_A_SEQUENCE, RANKS = 256, 32, 8
 TOKENS, HIDDEN, VOCABULARY = 16384, 1536, 151936
 PRODUCTS = {"mm", "addmm", "bmm", "linear", "matmul", "addmm_"}
 _FREE = {
@@ -118,7 +120,7 @@ class _Memory:
 @contextmanager
 def counted() -> Iterator[Count]:
     """Counts the kernels launched inside the context."""
-    modules = (gpu.gate, gpu.norm, gpu.rotation, gpu.sampling, gpu.softmax)
+    modules = (gpu.attention, gpu.gate, gpu.norm, gpu.rotation, gpu.sampling, gpu.softmax)
     with Count() as count:
         for module in modules:
             module.launch = count.launch
@@ -143,20 +145,34 @@ def qwen(fake: FakeTensorMode) -> Any:
     return model.eval()
 
 
-def decode_step(model: Any, sampling: Sampling) -> tuple[Count, Count]:
-    """A step with sampling, and sampling alone."""
+def switched(model: Any) -> tuple[Any, int]:
+    """The model with its weights as ranks gather them before a rollout, and the launches that this takes."""
+    gathers = []
+    for parameter in model.parameters():
+        parameter.ds_numel, parameter.ds_shape = parameter.numel(), parameter.shape
+        parameter.ds_tensor = torch.empty(-(-parameter.numel() // RANKS), dtype=parameter.dtype)
+    view.world_size = lambda: RANKS
+    torch.distributed.all_gather_into_tensor = lambda out, shard: gathers.append(out)
+    whole = view.meta_copy(model, ATTENTION).eval()
+    made = view.View(model, whole, True, torch.device("cpu"), neighbours=True)
+    with counted() as count:
+        made.gather()
+    return whole, len(gathers) + count.kernels.total()
+
+
+def decode_step(model: Any, sampling: Sampling, rows: int) -> tuple[int, Count]:
+    """The kernels of a captured step, and of it the choice of tokens."""
     geometry = Geometry((((2, 128), (2, 128)),) * 28, torch.bfloat16, (Options(128**-0.5),) * 28)
-    cache = PagedCache(geometry, ROWS * PAGES_OF_A_SEQUENCE + 2, PAGE, torch.device("cpu"))
-    decoder = Decoder(model, cache, sampling, ROWS, PAGES_OF_A_SEQUENCE)
-    logits_nV = torch.empty(ROWS, VOCABULARY, dtype=torch.bfloat16)
+    cache = PagedCache(geometry, rows * PAGES_OF_A_SEQUENCE + 2, paged_attention.PAGE, torch.device("cpu"), rows)
+    decoder = Decoder(model, cache, sampling, rows, PAGES_OF_A_SEQUENCE, capture=lambda step: (lambda: None, step()))
     with torch.inference_mode():
-        # The first step makes the tables of rotations.
-        decoder._advance(ROWS, PAGES_OF_A_SEQUENCE)
-        with counted() as step:
-            decoder._advance(ROWS, PAGES_OF_A_SEQUENCE)
+        # The first steps take the memory.
+        decoder.capture_all()
+        with counted() as forward:
+            (logits_nV,) = decoder._forward_to_logits(rows)
         with counted() as choice:
-            decoder._sampler(logits_nV, decoder._state_4n[3], decoder._state_4n[2])
-    return step, choice
+            decoder._choose(logits_nV)
+    return forward.kernels.total() + choice.kernels.total(), choice
 
 
 def head() -> Count:
@@ -175,16 +191,20 @@ def measure() -> dict[str, float]:
     build.load = lambda: None
     launcher.on_gpu = lambda _: True
     gpu.tried = gpu.proven = lambda *_, **__: True
-    attention.on_gpu = lambda _: True
+    attention.on_gpu = paged_attention.on_gpu = lambda _: True
     attention.flash_attn_varlen_func = None
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     model = qwen(fake)
     with fake:
-        step, choice = decode_step(model, Sampling(512))
-        _, filtered = decode_step(model, Sampling(512, top_p=0.95))
+        whole, launches = switched(model)
+        step, choice = decode_step(whole, Sampling(512), ROWS)
+        tail, _ = decode_step(whole, Sampling(512), 1)
+        _, filtered = decode_step(whole, Sampling(512, top_p=0.95), ROWS)
         given = head()
     return {
-        "decode_kernels": step.kernels.total(),
+        "decode_kernels": step,
+        "tail_kernels": tail,
+        "switch_launches": launches,
         "sampler_gb": choice.bytes.total() / 1e9,
         "sampler_top_p_gb": filtered.bytes.total() / 1e9,
         "head_launches": sum(n for name, n in given.kernels.items() if name not in PRODUCTS),

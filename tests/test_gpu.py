@@ -195,7 +195,7 @@ def test_without_a_workspace_all_memory_is_given_back(captures):
 
 def test_when_pages_run_out_sequences_go_back_and_come_out_the_same(monkeypatch):
     # Float32 takes none of the kernels that ask for pages of 256.
-    monkeypatch.setitem(loops.PAGE, "cuda", 4)
+    monkeypatch.setattr(loops, "PAGE", 4)
     model, sampling = view("qwen2"), Sampling(LIMIT, temperature=1.3, stop_ids=STOPS)
     roomy, stats = generate(model, requests(), sampling)
     assert not stats.preempted

@@ -20,11 +20,11 @@ def workspace_beside(
     It is kept from call to call: graphs are captured once, and the policy's cache cannot take its memory. It holds
     `rows` sequences of `tokens` tokens, or as many as its share of the GPU's `device_bytes` allows.
     """
-    itemsize, page = 2 if dtype == "bfloat16" else 4, PAGE["cuda"]
-    pages, page_bytes = -(-tokens // page) + 1, page * cached_numbers(model_config) * itemsize
+    itemsize = 2 if dtype == "bfloat16" else 4
+    pages, page_bytes = -(-tokens // PAGE) + 1, PAGE * cached_numbers(model_config) * itemsize
     share = int(_SHARE * device_bytes) // max(1, pages * page_bytes)
     slots = max(1, min(rows, config.max_slots, share))
-    graphs = bytes_of(slots, 1, model_config.get_text_config().vocab_size * itemsize)
+    graphs = bytes_of(slots) + slots * model_config.get_text_config().vocab_size * itemsize
     taken = (slots * pages + 2) * page_bytes + graphs if config.decoder == "paged" else 0
     return Workspace(slots, tokens), taken
 

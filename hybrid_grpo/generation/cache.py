@@ -194,9 +194,16 @@ class PagedCache:
         """Tokens of one prefill forward that fit in memory next to the cache."""
         self.keys = [_zeros((pages, page, *key), geometry.dtype, device) for key, _ in geometry.shapes]
         self.values = [_zeros((pages, page, *value), geometry.dtype, device) for _, value in geometry.shapes]
+        self.scratch: dict[int, tuple[Tensor, Tensor]] = {}
+        """Memory of the kernel that reads the pages; see `kernels.gpu.attention.Scratch`."""
         layers, k, _ = geometry.experts or (0, 0, 0)
         self._experts = [_zeros((pages, page, layers, k), geometry.numbering, device)] if layers else []
         self._free_all()
+
+    @property
+    def place(self) -> tuple[torch.device, int]:
+        """Device, and entries of a page."""
+        return self.device, self.page
 
     def recorder(self, page_S: Tensor, offset_S: Tensor, known: np.ndarray | None = None) -> Recorder | None:
         """Return what records the experts of tokens at these places; None if none are recorded."""
@@ -298,7 +305,7 @@ def cache_for(
     cache_gb: float | None,
     device: torch.device,
     prefill_tokens: int | None,
-    reserved: Callable[[int, int], int],
+    reserved: Callable[[int], int],
     longest: list[int],
     slots: int,
     *,
@@ -307,14 +314,14 @@ def cache_for(
     """Create a cache for the `slots` longest sequences at full length, or the largest one that memory allows.
 
     `longest` lists the maximum tokens of each sequence, prompt included, in descending order. On a GPU, room for a
-    prefill and `reserved(slots, pages of the longest)` is kept. `waiting` says whether sequences may wait for answers
-    between turns. Raises UserError if the longest sequence does not fit.
+    prefill and `reserved(slots)` is kept. `waiting` says whether sequences may wait for answers between turns. Raises
+    UserError if the longest sequence does not fit.
     """
     needs = [-(-tokens // page) + 1 for tokens in longest]
     on_gpu, page_bytes = device.type == "cuda", page * geometry.token_bytes
     free = free_bytes(device)
     prefill = prefill_that_fits(prefill_tokens, on_gpu, geometry.reading, free)
-    reserve = min(prefill, sum(longest)) * geometry.reading + reserved(slots, needs[0] - 1) if on_gpu else 0
+    reserve = min(prefill, sum(longest)) * geometry.reading + reserved(slots) if on_gpu else 0
     bytes_ = int(GPU_SHARE * max(0, free - reserve) if on_gpu else free) if cache_gb is None else int(cache_gb * 2**30)
     # States take at most half; then fewer sequences are decoded at a time.
     while slots > 1 and rows_for(slots, waiting=waiting) * geometry.state_bytes > bytes_ / 2:

@@ -1,6 +1,6 @@
 """The device side of decoding: one slot of state for every sequence, and the step that advances all of them."""
 
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,53 +9,70 @@ from torch import Tensor
 
 from hybrid_grpo.generation.cache import PagedCache
 from hybrid_grpo.generation.fused_step import fused_step
-from hybrid_grpo.generation.graphs import Capture, Graphs, read_for, reads_up_to, size_for, sizes_up_to
-from hybrid_grpo.generation.paged_attention import all_follow, decode_step
-from hybrid_grpo.generation.sampler import Sampler, Sampling, to_lists
+from hybrid_grpo.generation.graphs import Capture, Graphs, size_for, sizes_up_to
+from hybrid_grpo.generation.paged_attention import decode_step
+from hybrid_grpo.generation.sampler import Sampler, Sampling, on_device, to_lists
 from hybrid_grpo.generation.scheduler import Sequence
 from hybrid_grpo.model.upload import upload
 
-_TOKEN, _POSITION, _COUNT, _KEY = range(4)
+_TOKEN, _POSITION, _COUNT, _KEY, _ACTIVE = range(5)
+_SAMPLINGS = 4
+"""Samplings whose graphs are kept: those of rollouts, of evaluations, and of what else uses the model."""
 
 
 class Decoder:
     """Up to `slots` sequences on the device, of at most `width` pages each; slots 0 to n - 1 are active.
 
-    `capture`, if given, captures forwards as CUDA graphs. Sampling, which is only a few kernels, is not captured, so
-    the graphs serve any `sampling`.
+    `capture`, if given, captures steps as CUDA graphs: the forward, which serves any sampling, and the choice of tokens
+    for each sampling. Between two steps the host then adds pages to the table, rarely, and copies what was chosen.
     """
 
     lag = 0
     """Number of steps that may be running on the device before the host reads the tokens of the oldest."""
+    ahead = 0
+    """Entries for which a sequence gets pages before it needs them, so that the table changes rarely."""
 
     def __init__(
         self, model: Any, cache: PagedCache, sampling: Sampling, slots: int, width: int, capture: Capture | None = None
     ) -> None:
-        self.cache, self._model, self._device = cache, model, cache.device
-        self._fused = fused_step(model, cache)
-        self._state_4n = torch.zeros(4, slots, dtype=torch.int64, device=self._device)
+        self.cache, self._model, self._device, self._capture = cache, model, cache.device, capture
+        self._fused: Any = fused_step(model, cache)
+        self._state_5n = torch.zeros(5, slots, dtype=torch.int64, device=self._device)
         self._table_nw = torch.zeros(slots, width, dtype=torch.int32, device=self._device)
+        self._filled = 0
+        """Slots from here on are zero: a row that pads a graph's size stands still, and writes to page 0."""
         self._graphs = None if capture is None else Graphs(capture)
+        self._choices: dict[Sampling, tuple[Sampler, Graphs]] = {}
+        self._logits_nV: Tensor | None = None
+        """What all captured forwards write to."""
+        self._seen_nV: Tensor | None = None
         if capture is not None:
-            self.lag = 2
+            self.lag, self.ahead = 2, 32
         self.begin(sampling)
 
     def begin(self, sampling: Sampling) -> None:
         """Begin a call that uses `sampling`; all slots must be free."""
         self._captured_before = len(self._graphs or ())
-        self._sampler = Sampler(sampling, self._device)
-        self._seen_nV: Tensor | None = None
-        if self._sampler.needs_seen:
-            slots, vocabulary = self._state_4n.shape[1], self._model.get_output_embeddings().weight.shape[0]
-            self._seen_nV = torch.zeros(slots, vocabulary, dtype=torch.bool, device=self._device)
+        self._clear(0)
+        if self._capture is None:
+            self._sampler = Sampler(sampling, self._device)
+        else:
+            kind = on_device(sampling)
+            kept = self._choices.pop(kind, None) or (Sampler(sampling, self._device), Graphs(self._capture))
+            self._choices[kind] = self._sampler, self._chosen = kept
+            if len(self._choices) > _SAMPLINGS:
+                del self._choices[next(iter(self._choices))]
+        if self._sampler.needs_seen and self._seen_nV is None:
+            vocabulary = self._model.get_output_embeddings().weight.shape[0]
+            self._seen_nV = torch.zeros(self.slots, vocabulary, dtype=torch.bool, device=self._device)
 
     @property
     def slots(self) -> int:
-        return self._state_4n.shape[1]
+        return self._state_5n.shape[1]
 
     @property
     def captured(self) -> bool:
-        """Whether no capture of a CUDA graph has failed."""
+        """Whether no capture of a forward has failed."""
         return self._graphs is None or self._graphs.usable
 
     @property
@@ -64,25 +81,34 @@ class Decoder:
         return len(self._graphs or ()) - self._captured_before
 
     def capture_all(self) -> None:
-        """Capture the forward of every graph size. All slots must be free: each forward runs once on padding before its
+        """Capture the steps of every graph size. All slots must be free: each step runs once on padding before its
         capture, and writes to page 0. The largest is captured first, so that the others reuse its memory."""
-        slots, width = self._table_nw.shape
-        for size in sizes_up_to(slots):
-            for read in reads_up_to(width, self._follows):
-                if self._graphs is not None and self._graphs.usable:
-                    self._graphs.run((size, read), partial(self._forward, size, read))
+        for size in sizes_up_to(self.slots):
+            if self._graphs is not None and self._graphs.usable:
+                self._replayed(self._graphs, size)
+
+    def _clear(self, first: int) -> None:
+        """Empty the slots from `first` on."""
+        if first < self._filled:
+            self._state_5n[:, first : self._filled].zero_()
+            self._table_nw[first : self._filled].zero_()
+        self._filled = first
 
     def insert(self, first: int, sequences: list[Sequence]) -> None:
         """Put sequences into slots, starting at `first`."""
         width, slots = self._table_nw.shape[1], slice(first, first + len(sequences))
         state = [
-            [s.tokens[-1], s.position, len(s.logp), s.key, *s.pages, *[0] * (width - len(s.pages))] for s in sequences
+            [s.tokens[-1], s.position, len(s.logp), s.key, 1, *s.pages, *[0] * (width - len(s.pages))]
+            for s in sequences
         ]
-        state_k4, table_kw = upload(state, self._device).split([4, width], dim=1)
-        self._state_4n[:, slots] = state_k4.T
+        state_k5, table_kw = upload(state, self._device).split([5, width], dim=1)
+        self._state_5n[:, slots] = state_k5.T
         self._table_nw[slots] = table_kw.int()
+        self._filled = max(self._filled, slots.stop)
+        for sequence in sequences:
+            sequence.known_pages = len(sequence.pages)
         self.cache.states.copy([s.state for s in sequences], list(range(first, first + len(sequences))))
-        if self._seen_nV is not None:
+        if self._sampler.needs_seen and self._seen_nV is not None:
             for slot, sequence in enumerate(sequences, first):
                 self._seen_nV[slot] = False
                 self._seen_nV[slot, upload(sequence.tokens, self._device)] = True
@@ -92,7 +118,7 @@ class Decoder:
         if not source:
             return
         source_k, target_k = upload([source, target], self._device)
-        self._state_4n[:, target_k] = self._state_4n[:, source_k]
+        self._state_5n[:, target_k] = self._state_5n[:, source_k]
         self._table_nw[target_k] = self._table_nw[source_k]
         self.cache.states.copy(source, target)
         if self._seen_nV is not None:
@@ -100,56 +126,55 @@ class Decoder:
 
     def step(self, active: list[Sequence]) -> Any:
         """Feed each active sequence its last token and sample the next one; `read` turns the result into tokens."""
-        page = self.cache.page
-        grown = [(slot, s.position // page) for slot, s in enumerate(active) if s.position % page == 0]
+        self._clear(len(active))
+        grown = [(slot, s) for slot, s in enumerate(active) if len(s.pages) > s.known_pages]
         if grown:
-            new = [[slot, column, active[slot].pages[column]] for slot, column in grown]
+            new = [[slot, i, s.pages[i]] for slot, s in grown for i in range(s.known_pages, len(s.pages))]
             slot_g, column_g, page_g = upload(new, self._device).unbind(1)
             self._table_nw[slot_g, column_g] = page_g.int()
-        chosen = self._advance(len(active), self.cache.pages_for(max(s.position for s in active) + 1))
+            for _, sequence in grown:
+                sequence.known_pages = len(sequence.pages)
+        n = len(active)
         if self._graphs is None:
-            return chosen, None
-        token_n, logp_n, *bits = chosen
-        # One tensor, so one copy to the host: float64 holds both without loss.
-        (rows_2n, *bits), copied = _to_host([torch.stack([token_n.double(), logp_n.double()]), *bits])
-        return (*rows_2n, *bits), copied
+            read = self.cache.pages_for(max(s.position for s in active) + 1)
+            return self._choose(self._forward(n, read)), None
+        return _to_host([part[:n] for part in self._replayed(self._graphs, size_for(n, self.slots))])
 
-    def _advance(self, n: int, read: int) -> tuple[Tensor, ...]:
-        """Advance slots 0 to n - 1 (at most `read` pages each) by one token; returns what the sampler returns."""
-        logits_nV = self._forward(n, read) if self._graphs is None else self._replayed(self._graphs, n, read)
-        state_4n = self._state_4n[:, :n]
-        seen_nV = None if self._seen_nV is None else self._seen_nV[:n]
-        token_n, *others = self._sampler(logits_nV, state_4n[_KEY], state_4n[_COUNT], seen_nV)
-        if seen_nV is not None:
-            seen_nV.scatter_(1, token_n[:, None], True)
-        state_4n[_TOKEN] = token_n
-        state_4n[_POSITION : _COUNT + 1] += 1
-        return token_n, *others
-
-    def _forward(self, n: int, read: int) -> Tensor:
-        """Return logits_nV of slots 0 to n - 1. Only the cache changes, at each slot's position."""
-        token_n, position_n, table_nw = self._state_4n[_TOKEN, :n], self._state_4n[_POSITION, :n], self._table_nw[:n]
+    def _forward(self, n: int, read: int, out: Tensor | None = None) -> Tensor:
+        """Return logits_nV of slots 0 to n - 1, of at most `read` pages each, in `out` where the step can write to it.
+        Only the cache changes, at each slot's position."""
+        token_n, position_n, table_nw = self._state_5n[_TOKEN, :n], self._state_5n[_POSITION, :n], self._table_nw[:n]
         if self._fused is not None:
-            return self._fused(token_n, table_nw, position_n, read)
+            given = (token_n, table_nw, position_n, read)
+            return self._fused(*given) if out is None else self._fused(*given, out)
         return decode_step(self._model, self.cache, token_n, table_nw, position_n, read)
 
-    def _replayed(self, graphs: Graphs, n: int, read: int) -> Tensor:
-        """Run `_forward` as a CUDA graph; the next call overwrites the result."""
-        size = size_for(n, self.slots)
-        # Rows that pad the graph's size write to page 0.
-        self._state_4n[:, n:size] = 0
-        self._table_nw[n:size] = 0
-        read = self._read_for(read)
-        return graphs.run((size, read), partial(self._forward, size, read))[:n]
+    def _choose(self, logits_nV: Tensor) -> tuple[Tensor, ...]:
+        """Advance slots 0 to n - 1 by one token; returns what the sampler returns."""
+        state_5n = self._state_5n[:, : len(logits_nV)]
+        seen_nV = self._seen_nV[: len(logits_nV)] if self._sampler.needs_seen and self._seen_nV is not None else None
+        token_n, *others = self._sampler(logits_nV, state_5n[_KEY], state_5n[_COUNT], seen_nV)
+        if seen_nV is not None:
+            seen_nV.scatter_(1, token_n[:, None], True)
+        state_5n[_TOKEN] = token_n
+        state_5n[_POSITION : _COUNT + 1].add_(state_5n[_ACTIVE])
+        return token_n, *others
 
-    def _read_for(self, pages: int) -> int:
-        """Return how many pages of each sequence a captured forward reads if the longest has `pages`."""
-        width = self._table_nw.shape[1]
-        return width if self._follows else read_for(pages, width)
+    def _replayed(self, graphs: Graphs, size: int) -> tuple[Tensor, ...]:
+        """Advance slots 0 to size - 1 by CUDA graphs; the next call overwrites the result."""
+        (logits_nV,) = graphs.run(size, partial(self._forward_to_logits, size))
+        choose = partial(self._choose, logits_nV)
+        return tuple(self._chosen.run(size, choose)) if graphs.usable else choose()
 
-    @cached_property
-    def _follows(self) -> bool:
-        return all_follow(self.cache.geometry, self._device)
+    def _forward_to_logits(self, size: int) -> tuple[Tensor]:
+        kept_nV = None if self._logits_nV is None else self._logits_nV[:size]
+        logits_nV = self._forward(size, self._table_nw.shape[1], kept_nV)
+        if kept_nV is None:
+            self._logits_nV = logits_nV.new_empty(self.slots, logits_nV.shape[1])
+            kept_nV = self._logits_nV[:size]
+        if logits_nV is not kept_nV:
+            kept_nV.copy_(logits_nV)
+        return (kept_nV,)
 
     @staticmethod
     def read(outcome: Any) -> tuple[list[int], list[float], list[np.ndarray | None]]:

@@ -3,16 +3,16 @@
 import torch
 
 from hybrid_grpo.config import PolicyConfig
-from hybrid_grpo.generation.paged_attention import follows_lengths
+from hybrid_grpo.generation.paged_attention import PAGE, has_kernel
 from hybrid_grpo.model.architectures import has_sinks, layer_configs
-from hybrid_grpo.model.attention import ATTENTION, has_flash, has_ragged_kernel, on_gpu
+from hybrid_grpo.model.attention import ATTENTION, Options, has_flash, has_ragged_kernel, on_gpu
 from hybrid_grpo.model.kernels.build import usable
 from hybrid_grpo.model.loading import load_config, training_attention
 
 _WIDTHS = ("head_dim", "qk_head_dim", "v_head_dim")
 """Settings of a configuration that name the width of a head."""
 _WIDEST = 256
-"""Numbers in the widest heads that the GPU kernels support."""
+"""Numbers in the widest heads that the GPU kernels for training support."""
 
 
 def describe(policy: PolicyConfig, device: torch.device, *, paged: bool = False) -> str:
@@ -29,13 +29,18 @@ def describe(policy: PolicyConfig, device: torch.device, *, paged: bool = False)
     packed = kernel if in_c or not sinks else "torch's varlen_attn"
     trains = packed if in_c or has_ragged_kernel(like, softcap, sinks) else "torch, one sequence after another"
     ways = {"training": trains if training == ATTENTION else f"transformers' {training}"}
-    if paged:
-        follows = in_c or follows_lengths(like, softcap, sinks)
-        ways["decoding"] = kernel if follows else "torch, on copies of all pages"
-        if getattr(text, "kv_lora_rank", None):
-            ways["decoding"] = "products with latents"
+    if paged and in_c:
+        ways["decoding"] = "products with latents" if getattr(text, "kv_lora_rank", None) else kernel
+    elif paged:
+        heads, rank = getattr(text, "num_attention_heads", 1), getattr(text, "kv_lora_rank", None)
+        d, v, kv = head_dim, head_dim, getattr(text, "num_key_value_heads", None) or heads
+        if rank:
+            d, v, kv = rank + text.qk_rope_head_dim, rank, 1
+        options = Options(1.0, softcap=softcap, sinks=like if sinks else None)
+        seen = has_kernel(device, PAGE, like.new_empty(1, d), like.new_empty(1, v), heads // kv, options)
+        ways["decoding"] = "a Triton kernel" if seen else "torch, on copies of all pages"
     line = ", ".join(f"{what} by {way}" for what, way in ways.items())
-    if on_gpu(device) and "torch," in line:
+    if on_gpu(device) and "torch," in ways["training"]:
         cure = "install flash-attn (the extra flash) or torch 2.12"
         if head_dim > _WIDEST:
             cure = f"heads of {head_dim} numbers are wider than {_WIDEST}"

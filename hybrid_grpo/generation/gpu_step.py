@@ -1,19 +1,21 @@
 """A decode step with Triton kernels between the matrix products, for models that `fused_step` recognises.
 
 To decode one token of each sequence, a layer of transformers launches about 40 kernels, most of which read vectors for
-only a microsecond. Here a layer launches twelve: the norm kernel also adds the residual, and the rotation kernel also
-writes to the cache.
+only a microsecond. Here a layer launches nine: the norm kernel also adds the residual, the rotation kernel also writes
+to the cache, and weights that multiply the same vectors, if they are neighbours in memory, do so as one (see `View`).
+All memory is kept, so that a capture as a CUDA graph takes none.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.functional import embedding, linear
+from torch import Tensor, nn
 
 from hybrid_grpo.generation.cache import PagedCache
 from hybrid_grpo.generation.paged_attention import DecodeStep
 from hybrid_grpo.model.kernels import gpu
+from hybrid_grpo.model.view import joined
 
 
 class GpuStep:
@@ -23,29 +25,51 @@ class GpuStep:
         self._model, self._cache = model, cache
         self._ropes: dict[int, Tensor] = {}
         """Cosines and sines, [positions, 2 * d], by number of positions. CUDA graphs read them in place."""
+        self._rows = 0
 
-    def __call__(self, token_n: Tensor, table_nw: Tensor, position_n: Tensor, read: int) -> Tensor:
-        """Return logits_nV after each sequence's token; see `DecodeStep`."""
+    def _take_memory(self, rows: int, like: Tensor) -> None:
+        layer = self._model.base_model.layers[0]
+        attention, mlp = layer.self_attn, layer.mlp
+        self._rows, hidden = max(rows, self._cache.slots), len(attention.o_proj.weight)
+        qkv = sum(len(part.weight) for part in (attention.q_proj, attention.k_proj, attention.v_proj))
+        inner, attended = mlp.down_proj.in_features, attention.o_proj.in_features
+        widths = hidden, hidden, hidden, qkv, attended, 2 * inner, inner
+        self._memory = [like.new_empty(self._rows, width) for width in widths]
+
+    def __call__(
+        self, token_n: Tensor, table_nw: Tensor, position_n: Tensor, read: int, out: Tensor | None = None
+    ) -> Tensor:
+        """Return logits_nV after each sequence's token, in `out` if given; see `DecodeStep`."""
         base, head, cache = self._model.base_model, self._model.get_output_embeddings(), self._cache
         step = DecodeStep(cache, table_nw, position_n, read)
-        x_nD, delta_nD = embedding(token_n, base.embed_tokens.weight), None
-        rope = self._rope(table_nw.shape[1] * cache.page, x_nD)
+        weight, rows = base.embed_tokens.weight, len(token_n)
+        if rows > self._rows:
+            self._take_memory(rows, weight)
+        x_nD, h_nD, delta_nD, qkv, attended, gate_up, inner = (part[:rows] for part in self._memory)
+        added: Tensor | None = None
+        torch.index_select(weight, 0, token_n, out=x_nD)
+        rope = self._rope(table_nw.shape[1] * cache.page, weight)
         epsilon = base.norm.variance_epsilon
         for index, layer in enumerate(base.layers):
             attention, mlp = layer.self_attn, layer.mlp
-            x_nD, h_nD = gpu.norm.add_norm(x_nD, delta_nD, layer.input_layernorm.weight, epsilon)
-            q, k, v = (_linear(h_nD, part) for part in (attention.q_proj, attention.k_proj, attention.v_proj))
+            gpu.norm.add_norm(x_nD, added, layer.input_layernorm.weight, epsilon, (x_nD, h_nD))
+            _products(h_nD, (attention.q_proj, attention.k_proj, attention.v_proj), qkv)
             norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
             pools = cache.keys[index], cache.values[index]
-            gpu.rotation.rotate_and_store(q, k, v, norms, epsilon, rope, position_n, table_nw, *pools)
-            query = q.view(len(q), -1, 1, attention.head_dim)
-            attended = step.attend_to(*pools, query, cache.geometry.attention[index])
-            delta_nD = _linear(attended.view(len(q), -1), attention.o_proj)
-            x_nD, h_nD = gpu.norm.add_norm(x_nD, delta_nD, layer.post_attention_layernorm.weight, epsilon)
-            inner = gpu.gate.silu_times(_linear(h_nD, mlp.gate_proj), _linear(h_nD, mlp.up_proj))
-            delta_nD = _linear(inner, mlp.down_proj)
-        _, h_nD = gpu.norm.add_norm(x_nD, delta_nD, base.norm.weight, epsilon)
-        return _linear(h_nD, head)
+            gpu.rotation.rotate_and_store(qkv, norms, epsilon, rope, position_n, table_nw, *pools)
+            query = qkv[:, : attended.shape[1]].view(rows, -1, 1, attention.head_dim)
+            options = cache.geometry.attention[index]
+            found = step.attend_to(query, *pools, options, attended.view(rows, -1, attention.head_dim))
+            _products(found.view(rows, -1), (attention.o_proj,), delta_nD)
+            gpu.norm.add_norm(x_nD, delta_nD, layer.post_attention_layernorm.weight, epsilon, (x_nD, h_nD))
+            _products(h_nD, (mlp.gate_proj, mlp.up_proj), gate_up)
+            gpu.gate.silu_times(gate_up, inner)
+            _products(inner, (mlp.down_proj,), delta_nD)
+            added = delta_nD
+        gpu.norm.add_norm(x_nD, added, base.norm.weight, epsilon, (x_nD, h_nD))
+        logits_nV = weight.new_empty(rows, len(head.weight)) if out is None else out
+        _products(h_nD, (head,), logits_nV)
+        return logits_nV
 
     def _rope(self, positions: int, like: Tensor) -> Tensor:
         if positions not in self._ropes:
@@ -55,5 +79,20 @@ class GpuStep:
         return self._ropes[positions]
 
 
-def _linear(x: Tensor, module: Any) -> Tensor:
-    return linear(x, module.weight, module.bias)
+def _products(x: Tensor, modules: Sequence[nn.Linear], out: Tensor) -> None:
+    """Write the outputs of linear modules on the same input to `out`, one beside the other."""
+    weight = joined([module.weight for module in modules])
+    biases = [module.bias for module in modules if module.bias is not None]
+    bias = joined(biases) if len(biases) == len(modules) else None
+    if weight is not None and (bias is not None or not biases):
+        _product(x, weight, bias, out)
+        return
+    for module, part in zip(modules, out.split([len(module.weight) for module in modules], dim=1), strict=True):
+        _product(x, module.weight, module.bias, part)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)

@@ -2,11 +2,11 @@
 all kernels than the GPU takes to run them.
 
 A graph replays with the addresses and the number of rows of its capture. So the number of rows is rounded up to one of
-a few sizes, and tensors that a graph reads or writes must not move.
+a few sizes, and tensors that a graph reads or writes must not move. A graph serves sequences of all lengths.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,9 +27,13 @@ GRAPH_BYTES = 16 << 20
 """Bytes of a captured decode step in addition to its tensors, for the parameters of its kernels. Assumed, not measured:
 vLLM reports about 0.5 GB for 35 graphs of a model with 8B parameters."""
 
+_SHARED_BYTES = 72 << 20
+"""Scratch memory of attention, for heads of 256 numbers or latents of 512; see `kernels.gpu.attention.Scratch`."""
+
 Replay = Callable[[], None]
-Capture = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]
-"""Captures a step without running it; returns a function that replays it, and the tensor that will hold its result."""
+Step = Callable[[], Sequence[Tensor]]
+Capture = Callable[[Step], tuple[Replay, Sequence[Tensor]]]
+"""Captures a step without running it; returns a function that replays it, and the tensors that will hold its result."""
 
 
 def size_for(rows: int, most: int) -> int:
@@ -43,21 +47,9 @@ def sizes_up_to(most: int) -> list[int]:
     return sorted({size_for(rows, most) for rows in range(1, most + 1)}, reverse=True)
 
 
-def read_for(pages: int, most: int) -> int:
-    """Return the pages that a graph reads of every sequence if it cannot adapt to lengths; the longest has `pages`."""
-    return min(1 << (pages - 1).bit_length(), most)
-
-
-def reads_up_to(most: int, follows: bool) -> list[int]:
-    """Return all values of `read_for` for sequences of up to `most` pages, the largest first. If the
-    attention `follows` the length of each sequence, graphs differ only in rows, and the only value is `most`."""
-    return [most] if follows else sorted({read_for(pages, most) for pages in range(1, most + 1)}, reverse=True)
-
-
-def bytes_of(slots: int, reads: int, row_bytes: int) -> int:
-    """Return the bytes of a decoder's graphs: each one's logits (`row_bytes` per row), the largest's temporaries."""
-    sizes = sizes_up_to(slots)
-    return (slots + reads * sum(sizes)) * row_bytes + reads * len(sizes) * GRAPH_BYTES
+def bytes_of(slots: int) -> int:
+    """Return the bytes of a decoder's graphs and of the memory that their kernels share, without the logits."""
+    return len(sizes_up_to(slots)) * GRAPH_BYTES + _SHARED_BYTES
 
 
 def capture_on(device: torch.device) -> Capture | None:
@@ -70,7 +62,7 @@ class NoRoom(Exception):
     """Raised before a capture begins if too little memory is free for it."""
 
 
-def on_cuda(step: Callable[[], Tensor], pool: Any = None) -> tuple[Replay, Tensor]:
+def on_cuda(step: Step, pool: Any = None) -> tuple[Replay, Sequence[Tensor]]:
     """Capture a step on the current device; graphs of one `pool` share their memory, since they run one at a time.
     Raises NoRoom if too little memory is free."""
     torch.cuda.empty_cache()
@@ -89,32 +81,32 @@ def on_cuda(step: Callable[[], Tensor], pool: Any = None) -> tuple[Replay, Tenso
 
 
 class Graphs:
-    """The captured steps of one decoder. A step's key is the pair of numbers that it depends on: rows and pages."""
+    """The captured steps of one kind, by their numbers of rows."""
 
     def __init__(self, capture: Capture) -> None:
         self._capture = capture
-        self._captured: dict[tuple[int, int], tuple[Replay, Tensor]] = {}
+        self._captured: dict[int, tuple[Replay, Sequence[Tensor]]] = {}
         self.usable = True
         """False once a capture has failed; from then on, no steps are captured."""
 
     def __len__(self) -> int:
         return len(self._captured)
 
-    def run(self, key: tuple[int, int], step: Callable[[], Tensor]) -> Tensor:
-        """Return the result of `step`, in memory that the next run with the same key overwrites.
+    def run(self, rows: int, step: Step) -> Sequence[Tensor]:
+        """Return the result of `step`, in memory that the next run with as many rows overwrites.
 
-        The first run of a key calls `step` and then captures its graph. Raises RunStopped if a capture fails and the
+        The first run calls `step` and then captures its graph. Raises RunStopped if a capture fails and the
         process cannot continue.
         """
-        if key in self._captured:
-            replay, result = self._captured[key]
+        if rows in self._captured:
+            replay, result = self._captured[rows]
             replay()
             return result
         # Run before capturing: libraries set themselves up on first use, which cannot be captured.
         result = step()
         if self.usable:
             try:
-                self._captured[key] = self._capture(step)
+                self._captured[rows] = self._capture(step)
             except (RuntimeError, NoRoom) as error:
                 if not (SURVIVES or isinstance(error, NoRoom)):
                     raise RunStopped(

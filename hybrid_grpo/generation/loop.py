@@ -19,8 +19,8 @@ from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.generation.cache import Geometry, PagedCache, cache_for, cached_forward
 from hybrid_grpo.generation.decoder import Decoder
 from hybrid_grpo.generation.fused_step import fused_step
-from hybrid_grpo.generation.graphs import bytes_of, capture_on, reads_up_to
-from hybrid_grpo.generation.paged_attention import Prefill, all_follow
+from hybrid_grpo.generation.graphs import bytes_of, capture_on
+from hybrid_grpo.generation.paged_attention import PAGE, Prefill
 from hybrid_grpo.generation.sampler import Sampling
 from hybrid_grpo.generation.scheduler import (
     Callbacks,
@@ -39,9 +39,6 @@ from hybrid_grpo.model.kernels.decoding import adopt
 from hybrid_grpo.model.routing import Routing, joined
 from hybrid_grpo.model.states import adopt_states
 from hybrid_grpo.model.upload import upload
-
-PAGE = {"cpu": 32, "cuda": 256}
-"""Entries of a cache page; flash-attn supports multiples of 256 only."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +95,10 @@ def _prepared(model: Any) -> Geometry:
     return _geometries[model]
 
 
-def _reserved(model: Any, geometry: Geometry, device: torch.device, captured: bool, slots: int, pages: int) -> int:
-    """Return the bytes that decoding `slots` sequences of `pages` pages needs besides the cache: logits and graphs."""
+def _reserved(model: Any, geometry: Geometry, captured: bool, slots: int) -> int:
+    """Return the bytes that decoding `slots` sequences needs besides the cache: logits and graphs."""
     row_bytes = model.get_output_embeddings().weight.shape[0] * geometry.dtype.itemsize
-    reads = len(reads_up_to(pages, all_follow(geometry, device)))
-    return slots * row_bytes + (bytes_of(slots, reads, row_bytes) if captured else 0)
+    return 2 * slots * row_bytes + (bytes_of(slots) if captured else 0)
 
 
 class _Loop:
@@ -277,11 +273,11 @@ def _decoder(
 ) -> Decoder:
     """Return the decoder for a call of `generate`, with a cache for sequences of the lengths `longest` (descending)."""
     device = next(model.parameters()).device
-    geometry, capture, page = _prepared(model), capture_on(device), PAGE[device.type]
+    geometry, capture, page = _prepared(model), capture_on(device), PAGE
     if capture is not None:
         # Test here whether a fused step is right, while there is memory for the test.
         fused_step(model, PagedCache(geometry, 2, page, device))
-    reserved = partial(_reserved, model, geometry, device, capture is not None)
+    reserved = partial(_reserved, model, geometry, capture is not None)
     new_cache = partial(cache_for, geometry, page, cache_gb, device, prefill_tokens, reserved, waiting=waiting)
     if workspace is not None and capture is not None:
         return workspace.decoder(model, sampling, longest[0], new_cache, capture)
@@ -341,7 +337,7 @@ def generate(
     memory = prefill_tokens, cache_gb, workspace
     decoder = _decoder(model, sampling, longest, slots, *memory, waiting=turns is not None)
     groups = [Group(list(group[0].tokens), deque(group)) for group in sequences]
-    schedule = Scheduler(decoder.cache, groups, min(slots, decoder.slots))
+    schedule = Scheduler(decoder.cache, groups, min(slots, decoder.slots), decoder.ahead)
     callbacks = Callbacks(on_finish, on_step, on_token, decode, turns)
     loop = _Loop(model, schedule, decoder, prefill_tokens or decoder.cache.prefill_tokens, sampling, callbacks)
     if turns is not None:

@@ -17,27 +17,25 @@ from torch import Tensor
 
 from hybrid_grpo.generation.cache import Geometry, PagedCache, cached_forward
 from hybrid_grpo.model.attention import (
-    PAGED_OPTIONS,
     ROUNDING,
     Options,
     Segments,
     attend,
-    flash_attn_with_kvcache,
-    has_flash,
-    has_paged_kernel,
     has_ragged_kernel,
-    log_sum_exp,
     on_gpu,
     ragged_attention,
-    varlen_kernel,
-    varlen_takes,
-    with_sinks,
 )
 from hybrid_grpo.model.kernels import decoding, gpu
 from hybrid_grpo.model.latents import absorbed
 from hybrid_grpo.model.routing import Recorder
 from hybrid_grpo.model.runs import Runs
 from hybrid_grpo.model.upload import upload
+
+PAGE = 32
+"""Entries of a cache page."""
+_FEW_TOKENS = 256
+"""Up to this many new tokens of a sequence, the kernel that reads pages is taken to be faster than copying the keys of
+all tokens for one that is made for many. Not measured."""
 
 
 class Prefill:
@@ -77,6 +75,9 @@ class Prefill:
             begins_2S = np.array([begins, [*accumulate(ends, initial=0)]], dtype=np.int32)
             query_begins, key_begins = upload(begins_2S, device)
             self._begins = query_begins, key_begins
+            width = max(map(len, pages))
+            table = np.array([[*own, *[0] * (width - len(own))] for own in pages], dtype=np.int32)
+            self._table, self._start_S = upload(table, device), upload(starts, device)
             return
         # The keys of the new tokens are followed by those that each sequence has in the cache.
         own, places = list(zip(begins, lengths, strict=False)), accumulate(starts, initial=sum(lengths))
@@ -109,6 +110,10 @@ class Prefill:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
         """See `routed_attention`."""
         if not self._cache.geometry.latents:
+            if self._ragged and self._longest[0] <= _FEW_TOKENS:
+                group = query.shape[1] // key.shape[1]
+                if has_kernel(*self._cache.place, key, value, group, options):
+                    return self._over_pages(query, key, value, options)
             key, value = self._stored(key, value)
         if not self._ragged:
             return self._segments.attend(query, key, value, options)
@@ -120,11 +125,22 @@ class Prefill:
         parts = [masked_attention(*part, options) for part in zip(*split, strict=True)]
         return torch.cat(parts, dim=1)
 
-    def _stored(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values; return all keys and values that the queries may attend to."""
+    def _over_pages(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+        """Compute `attend` where sequences have few new tokens, by the kernel that reads pages."""
+        keys, values = self._store(key, value)
+        given = keys, values, self._table, self._start_S, *options, self._cache.scratch
+        return gpu.attention.paged_attention(query[0].transpose(0, 1), *given, self._begins[0], self._longest[0])[None]
+
+    def _store(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store a layer's new keys and values; return its cache."""
         keys, values = self._cache.layer(next(self._layers))
         keys[self._page_N, self._offset_N] = key[0].transpose(0, 1)
         values[self._page_N, self._offset_N] = value[0].transpose(0, 1)
+        return keys, values
+
+    def _stored(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store a layer's new keys and values; return all keys and values that the queries may attend to."""
+        keys, values = self._store(key, value)
         if not any(self._starts):
             return key, value
         keys_K, values_K = (pool[self._page_K, self._offset_K].transpose(0, 1)[None] for pool in (keys, values))
@@ -176,17 +192,12 @@ class DecodeStep:
     Args:
         table: int32 [n, width], the pages of each sequence, padded with page 0.
         position: int64 [n], of the new tokens.
-        read: number of pages of the longest sequence; attention that ignores lengths reads as many of every sequence.
+        read: number of pages of the longest sequence; without a kernel, attention reads as many of every sequence.
     """
 
     def __init__(self, cache: PagedCache, table: Tensor, position: Tensor, read: int) -> None:
         self._cache, self._table, self._position, self._read = cache, table, position, read
         self._layers = iter(cache.geometry.layers)
-
-    @cached_property
-    def _used(self) -> Tensor:
-        """Number of entries of each sequence, including the new one."""
-        return (self._position + 1).int()
 
     @cached_property
     def _written(self) -> tuple[Tensor, Tensor]:
@@ -198,12 +209,6 @@ class DecodeStep:
     def routes(self) -> Recorder | None:
         """Records the experts of the new tokens."""
         return self._cache.recorder(*self._written) if self._cache.geometry.experts else None
-
-    @cached_property
-    def _begins(self) -> tuple[Tensor, Tensor]:
-        """Offsets of each sequence's first query and first key, as if all pages of the table were read."""
-        begins = torch.arange(len(self._table) + 1, dtype=torch.int32, device=self._table.device)
-        return begins, begins * (self._table.shape[1] * self._cache.page)
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Return the new keys and values; `attend` will store them. Latents are stored now, and nothing needs to be
@@ -238,106 +243,67 @@ class DecodeStep:
         if decoding.can_attend(query, keys, options.sinks):
             return decoding.decode_attention(query, key, value, keys, values, self._table, self._position, *options)
         keys[self._written], values[self._written] = key[:, :, 0], value[:, :, 0]
-        return self.attend_to(keys, values, query, options)
+        return self.attend_to(query, keys, values, options)
 
     def attend_to_latents(self, query: Tensor, module: Any, options: Options) -> Tensor:
         """Compute attention to the latents that `update` has stored; see `absorbed`."""
-        latents = self._latents[self._table[:, : self._read]].flatten(1, 2).transpose(1, 2)
+        latents, rank = self._latents, module.kv_lora_rank
+        if has_kernel(*self._cache.place, latents, latents[..., :rank], query.shape[1], options):
+            return absorbed(query, latents, module, partial(self.attend_to, options=options))
+        latents = latents[self._table[:, : self._read]].flatten(1, 2).transpose(1, 2)
         attend = partial(masked_attention, position_nq=self._position[:, None], options=options)
         return absorbed(query, latents, module, attend)
 
-    def attend_to(self, keys: Tensor, values: Tensor, query: Tensor, options: Options) -> Tensor:
-        """Compute `attend` after the new tokens are in the layer's cache: `keys` and `values`, [pages, page, kv, d]."""
-        follows = follows_lengths(keys, options.softcap, options.sinks is not None)
-        return (self.by_kernel if follows else self.on_copies)(keys, values, query, options)
+    def attend_to(
+        self, query: Tensor, keys: Tensor, values: Tensor, options: Options, out: Tensor | None = None
+    ) -> Tensor:
+        """Compute `attend` after the new tokens are in the layer's cache: `keys` and `values`, [pages, page, kv, d].
+        A kernel writes to `out`, if given."""
+        if has_kernel(*self._cache.place, keys, values, query.shape[1] // keys.shape[2], options):
+            return self.by_kernel(query, keys, values, options, out=out)[:, None]
+        return self.on_copies(query, keys, values, options)
 
-    def on_copies(self, keys: Tensor, values: Tensor, query: Tensor, options: Options) -> Tensor:
+    def by_kernel(self, query: Tensor, keys: Tensor, values: Tensor, options: Options, **more: Any) -> Tensor:
+        """Compute `attend_to` by a kernel that reads only the entries that each sequence has; [n, heads, d]. For `more`
+        see `gpu.attention.paged_attention`."""
+        given = keys, values, self._table, self._position, *options, self._cache.scratch
+        return gpu.attention.paged_attention(query[:, :, 0], *given, **more)
+
+    def on_copies(self, query: Tensor, keys: Tensor, values: Tensor, options: Options) -> Tensor:
         """Compute `attend_to` in torch."""
         read = (pool[self._table[:, : self._read]].flatten(1, 2).transpose(1, 2) for pool in (keys, values))
         return masked_attention(query, next(read), next(read), self._position[:, None], options)
 
-    def by_kernel(self, keys: Tensor, values: Tensor, query: Tensor, options: Options) -> Tensor:
-        """Compute `attend_to` by a kernel that reads only as many entries as each sequence has."""
-        attend = self._flash if has_flash(keys) else self._varlen
-        out, lse_n1H = attend(query, keys, values, options)
-        return out if options.sinks is None else with_sinks(out, lse_n1H, options.sinks)
 
-    def _flash(self, query: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-        scale, window, softcap, _ = options
-        out, lse_nH1 = flash_attn_with_kvcache(
-            query.transpose(1, 2),
-            keys,
-            values,
-            cache_seqlens=self._used,
-            block_table=self._table,
-            softmax_scale=scale,
-            causal=True,
-            window_size=(window - 1, 0) if window else (-1, -1),
-            softcap=softcap,
-            return_softmax_lse=True,
-        )
-        return out, lse_nH1.transpose(1, 2)
-
-    def _varlen(self, query: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-        (n, _, _, d), window = query.shape, options.window
-        width = self._table.shape[1] * self._cache.page
-        # Split over the keys, the kernel leaves rows of a paged cache unwritten (pytorch issue 194167).
-        whole: dict[str, Any] = {"num_splits": 1} if varlen_takes("num_splits") else {}
-        # A single query at the end needs no causal mask, and without one the kernel computes the query heads of a key
-        # head together. But then it writes the log-sum-exp of a paged cache in another order than it returns it in.
-        after = -1 if not window and options.sinks is None else 0
-        out, lse_Hn = varlen_kernel()(
-            query.transpose(1, 2).reshape(n, -1, d),
-            keys,
-            values,
-            *self._begins,
-            1,
-            width,
-            scale=options.scale,
-            return_aux=log_sum_exp(),
-            window_size=(window - 1 if window else -1, after),
-            enable_gqa=True,
-            seqused_k=self._used,
-            block_table=self._table,
-            **whole,
-        )
-        return out[:, None], lse_Hn.T[:, None]
+def has_kernel(device: torch.device, page: int, keys: Tensor, values: Tensor, group: int, options: Options) -> bool:
+    """Whether a GPU kernel reads keys and values like these, [..., d], from pages of `page` entries, if `group` query
+    heads share a key head."""
+    case = device, keys.dtype, page, group, keys.shape[-1], values.shape[-1]
+    kinds = options.window > 0, options.softcap > 0, options.sinks is not None
+    return on_gpu(device) and gpu.available() and gpu.proven("decoding", _kernel_agrees, *case, *kinds)
 
 
-def follows_lengths(keys: Tensor, softcap: float, has_sinks: bool) -> bool:
-    """Whether a GPU kernel reads from a layer's cache only as many entries as each sequence has."""
-    if not has_paged_kernel(keys) or (softcap and not has_flash(keys)):
-        return False
-    case = keys.device, keys.dtype, keys.shape[-1], has_flash(keys)
-    return not has_sinks or gpu.proven("decoding with sinks", _sinks_agree, *case, kernel="a kernel for pages")
-
-
-def _sinks_agree(device: torch.device, dtype: torch.dtype, head_dim: int, flash: bool) -> bool:
-    """Whether the kernel and torch agree on sinks, for two sequences with two query heads for each key head."""
-    generator, page = torch.Generator().manual_seed(0), 256
-    shapes = (2, page, 2, head_dim), (2, page, 2, head_dim), (2, 4, 1, head_dim)
+def _kernel_agrees(
+    device: torch.device, dtype: torch.dtype, page: int, group: int, d: int, v: int, *kinds: bool
+) -> bool:
+    """Whether the kernel and torch agree on sequences of 6 and 701 entries, of which several programs share the longer;
+    also where values are the first numbers of keys, as of latents."""
+    generator, width = torch.Generator().manual_seed(0), -(-701 // page)
+    shapes = (2 * width, page, 1, d), (2 * width, page, 1, v), (2, group, 1, d)
     keys, values, query = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
-    cache = PagedCache(Geometry((((2, head_dim), (2, head_dim)),), dtype), 1, page, device)
-    table, position = torch.tensor([[1], [0]], dtype=torch.int32, device=device), torch.tensor([5, 200], device=device)
-    options = Options(head_dim**-0.5, sinks=torch.linspace(-1, 4, 4, device=device))
-    step = DecodeStep(cache, table, position, 1)
-    found, expected = (way(keys, values, query, options).float() for way in (step.by_kernel, step.on_copies))
-    return bool((found - expected).norm() < ROUNDING * expected.norm())
-
-
-def might_follow(half: bool, softcap: float) -> bool:
-    """Whether `follows_lengths` is expected to be true on a GPU, given the packages that are installed here."""
-    return half and (flash_attn_with_kvcache is not None or (varlen_takes(*PAGED_OPTIONS) and not softcap))
-
-
-def all_follow(geometry: Geometry, device: torch.device) -> bool:
-    """Whether `follows_lengths` is true for every layer."""
-    for layer, options in zip(geometry.layers, geometry.attention, strict=True):
-        if geometry.latents:
-            return False
-        keys = torch.empty(1, 1, *geometry.shapes[layer][0], dtype=geometry.dtype, device=device)
-        if not follows_lengths(keys, options.softcap, geometry.sinks):
-            return False
+    cache = PagedCache(Geometry((((1, d), (1, v)),), dtype), 1, page, device)
+    table = torch.arange(2 * width, dtype=torch.int32, device=device).view(2, width)
+    step = DecodeStep(cache, table, torch.tensor([5, 700], device=device), width)
+    windowed, capped, sinking = kinds
+    sinks = torch.linspace(-1, 4, group, device=device) if sinking else None
+    options = Options(d**-0.5, 300 if windowed else 0, 20.0 if capped else 0.0, sinks)
+    worst = ROUNDING if dtype.itemsize == 2 else 1e-4
+    for pools in ((keys, values), *([(keys, keys[..., :v])] if v < d else [])):
+        expected = step.on_copies(query, *pools, options)[:, 0].float()
+        for splits in (1, None):
+            found = step.by_kernel(query, *pools, options, splits=splits).float()
+            if not (found - expected).norm() < worst * expected.norm():
+                return False
     return True
 
 

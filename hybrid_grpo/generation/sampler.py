@@ -9,7 +9,7 @@ import hashlib
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -62,6 +62,12 @@ def stream_key(*parts: int | str) -> int:
     """Return the 64-bit key of a completion's random stream, made from the values that identify the completion."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
+
+
+def on_device(sampling: Sampling) -> Sampling:
+    """Return a sampling that chooses the same tokens, and is equal for all that do."""
+    stop_ids = sampling.stop_ids if sampling.min_tokens else ()
+    return replace(sampling, max_tokens=0, max_turn_tokens=0, stop_strings=(), stop_ids=stop_ids)
 
 
 class Sampler:

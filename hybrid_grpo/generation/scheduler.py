@@ -88,6 +88,8 @@ class Sequence:
     """Maximum number of tokens to sample."""
     logp: list[float] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
+    known_pages: int = 0
+    """Number of `pages` that the device knows while the sequence is being decoded."""
     position: int = 0
     """Cache entry that the next step writes; ahead of `tokens` by the steps whose outcome has not been read yet."""
     completion: Completion | None = None
@@ -197,10 +199,11 @@ class Group:
 
 
 class Scheduler:
-    """Queues and pages of one call of `generate`; at most `slots` sequences are decoded at a time."""
+    """Queues and pages of one call of `generate`; at most `slots` sequences are decoded at a time. If a sequence needs
+    a page, all get pages for `ahead` more entries, as far as there are any."""
 
-    def __init__(self, cache: PagedCache, groups: Iterable[Group], slots: int) -> None:
-        self.cache, self.slots = cache, slots
+    def __init__(self, cache: PagedCache, groups: Iterable[Group], slots: int, ahead: int = 0) -> None:
+        self.cache, self.slots, self._ahead = cache, slots, ahead
         self.pending = deque(groups)
         self.ready: deque[Group] = deque()
         """Groups that were read, with sequences that still wait for a slot."""
@@ -354,7 +357,7 @@ class Scheduler:
 
     def reserve(self) -> bool:
         """Give every active sequence a page to write to; return False, without giving any, if too few pages can be
-        freed. A sequence that gets a page writes the page's first entry next."""
+        freed."""
         page = self.cache.page
         short = [sequence for sequence in self.active if sequence.position == len(sequence.pages) * page]
         while len(short) > self.cache.free and self.reclaim():
@@ -363,6 +366,10 @@ class Scheduler:
             return False
         for sequence in short:
             sequence.pages += self.cache.take(1)
+        for sequence in self.active if short and self._ahead else ():
+            wanted = self.cache.pages_for(min(sequence.position + 1 + self._ahead, sequence.until))
+            more = min(wanted - len(sequence.pages), self._spare)
+            sequence.pages += self.cache.take(max(0, more))
         return True
 
     def preempt(self) -> None:

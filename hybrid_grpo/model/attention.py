@@ -33,12 +33,9 @@ from hybrid_grpo.model.selection import Selection
 from hybrid_grpo.model.upload import upload
 
 try:
-    from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
-except ImportError:  # absent, built for another torch, or a package of this name without them, as flash-attn-4 leaves
-    flash_attn_varlen_func = flash_attn_with_kvcache = None
-
-PAGED_OPTIONS = {"block_table", "seqused_k", "enable_gqa"}
-"""The options with which torch's kernel reads a paged cache."""
+    from flash_attn import flash_attn_varlen_func
+except ImportError:  # absent, built for another torch, or a package of this name without it, as flash-attn-4 leaves
+    flash_attn_varlen_func = None
 
 ATTENTION = "hybrid"
 
@@ -139,11 +136,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, op
 
 def on_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
-
-
-def has_paged_kernel(keys: Tensor) -> bool:
-    """Whether a GPU kernel reads only the real entries of each sequence from the cache."""
-    return has_flash(keys) or (varlen_takes(*PAGED_OPTIONS) and _has_varlen(keys))
 
 
 def varlen_kernel() -> Callable[..., Any]:

@@ -7,8 +7,9 @@ buffer, or into copies of the engine's memory. A view may keep this memory, so t
 every time. The module in training is never touched, so there is nothing to restore after generation.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,6 +19,20 @@ from hybrid_grpo.model.lora import Adapter
 from hybrid_grpo.model.ranks import world_size
 
 _ALIGNED_BYTES = 128
+TOGETHER = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+"""Linear modules on the same input, whose products a decode step computes as one if their weights are neighbours."""
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return contiguous neighbours in memory, [rows, ...] each, as one tensor without a copy; None if they are not
+    neighbours."""
+    first = parts[0]
+    for before, part in pairwise(parts):
+        same = before.untyped_storage()._cdata == part.untyped_storage()._cdata
+        if not same or part.storage_offset() != before.storage_offset() + before.numel():
+            return None
+    rows = sum(len(part) for part in parts)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
 def meta_copy(model: Any, attn_implementation: str) -> nn.Module:
@@ -37,6 +52,8 @@ class View:
         device: where the whole weights are.
         adapters: the adapters in `source`, by the path of their layer in `module`.
         keep: keep the memory of gathered and merged weights for the next `gather`.
+        neighbours: lay out the weights of `TOGETHER` as neighbours in memory where they are gathered or merged, and
+            those of attention everywhere. Default: on GPUs.
     """
 
     def __init__(
@@ -47,6 +64,7 @@ class View:
         device: torch.device,
         adapters: Mapping[str, Adapter] | None = None,
         keep: bool = False,
+        neighbours: bool | None = None,
     ) -> None:
         self.module, self._sharded, self._device, self._keep = module, sharded, device, keep
         self._adapters = adapters or {}
@@ -65,6 +83,18 @@ class View:
                     self._homes.setdefault(by_name[prefix + name], []).append((child, name))
             for name in child._buffers:
                 child._buffers[name] = buffers.get(prefix + name)
+        wanted = device.type == "cuda" if neighbours is None else neighbours
+        self._together = [group for child in module.modules() for group in self._groups(child)] if wanted else []
+
+    def _groups(self, child: nn.Module) -> list[list[Any]]:
+        """Return the parameters of a module's children that are to be neighbours."""
+        of_home: dict[Any, Any] = {(home, name): p for p, homes in self._homes.items() for home, name in homes}
+        found = []
+        for names in TOGETHER:
+            parts = [getattr(child, name, None) for name in names]
+            if all(type(part) is nn.Linear for part in parts):
+                found += [[of_home.get((part, kind)) for part in parts] for kind in ("weight", "bias")]
+        return [group for group in found if None not in group]
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -72,14 +102,35 @@ class View:
         matrices = [p for adapter in self._adapters.values() for p in (adapter.down, adapter.up)]
         every = [*self._homes, *matrices]
         whole = self._whole(every, self._memory)
+        places = {} if self._copies(every) else self._beside(whole)
         for adapter in self._adapters.values():
             weight = adapter.linear.weight
-            out = whole[weight]
-            if not self._copies(every):
+            out = places.get(weight, whole[weight])
+            if not self._copies(every) and weight not in places:
                 out = self._memory(weight, out.numel(), out.dtype).view(out.shape)
             whole[weight] = adapter.merged(whole[weight], whole[adapter.down], whole[adapter.up], out)
         for parameter, homes in self._homes.items():
             self._bind(homes, whole[parameter])
+
+    def _beside(self, whole: dict[Any, Tensor]) -> dict[Any, Tensor]:
+        """Copy weights of the engine that are to be neighbours side by side, unless they are; return where those with
+        adapters are to be merged."""
+        adapted = {adapter.linear.weight for adapter in self._adapters.values()}
+        places: dict[Any, Tensor] = {}
+        for group in self._together:
+            merged = adapted.intersection(group)
+            # Queries, keys and values are a few percent of all weights, gate and up are half.
+            if not merged and (len(group) < len(TOGETHER[0]) or joined([whole[p] for p in group]) is not None):
+                continue
+            sizes = [whole[p].numel() for p in group]
+            flat = self._memory((group[0],), sum(sizes), whole[group[0]].dtype)
+            for p, place in zip(group, flat.split(sizes), strict=True):
+                place = place.view(whole[p].shape)
+                if p in merged:
+                    places[p] = place
+                else:
+                    whole[p] = place.copy_(whole[p])
+        return places
 
     @torch.no_grad()
     def whole(self, parameters: Iterable[Any]) -> dict[Any, Tensor]:
@@ -109,17 +160,32 @@ class View:
             return {p: _unpadded(p, p.ds_tensor.detach()) for p in every}
         whole: dict[Any, Tensor] = {}
         for dtype in sorted({p.ds_tensor.dtype for p in every}, key=str):
-            parameters = [p for p in every if p.ds_tensor.dtype == dtype]
-            sizes = [world_size() * p.ds_tensor.numel() for p in parameters]
-            # Each weight begins where a kernel can load it fastest.
-            unit = _ALIGNED_BYTES // dtype.itemsize
-            places = [-(-size // unit) * unit for size in sizes]
-            flat = memory(dtype, sum(places), dtype)
-            for p, size, place in zip(parameters, sizes, flat.split(places), strict=True):
-                target = place[:size]
+            places, size = self._places([p for p in every if p.ds_tensor.dtype == dtype])
+            flat = memory(dtype, size, dtype)
+            # In order: the padding behind a weight lies where its neighbour's is gathered next.
+            for p, begin in places.items():
+                target = flat[begin : begin + world_size() * p.ds_tensor.numel()]
                 torch.distributed.all_gather_into_tensor(target, p.ds_tensor.to(self._device).view(-1))
                 whole[p] = _unpadded(p, target)
         return whole
+
+    def _places(self, parameters: list[Any]) -> tuple[dict[Any, int], int]:
+        """Return where in one buffer each weight begins, and the buffer's size. Each begins where a kernel can load it
+        fastest, and right behind the last one where they are to be neighbours and sizes allow it."""
+        unit = _ALIGNED_BYTES // parameters[0].ds_tensor.element_size()
+        before: dict[Any, Any] = {p: q for group in self._together for q, p in pairwise(group)}
+        first = {p: group for group in self._together for p in group[:1]}
+        members, places, end = set(parameters), dict[Any, int](), 0
+        for parameter in parameters:
+            for p in first.get(parameter, [parameter]):
+                if p in places or p not in members:
+                    continue
+                begin, neighbour = -(-end // unit) * unit, before.get(p, p)
+                if neighbour in places and neighbour.ds_numel % unit == 0:
+                    begin = places[neighbour] + neighbour.ds_numel
+                places[p] = begin
+                end = max(end, begin + world_size() * p.ds_tensor.numel())
+        return places, end
 
     def _new(self, _: Any, size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device=self._device)

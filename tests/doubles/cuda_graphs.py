@@ -67,7 +67,7 @@ class Graph:
     outside: list[Outside] = field(default_factory=list)
     constants: list[Tensor] = field(default_factory=list)
     """Single numbers from the host."""
-    result: Tensor = field(default_factory=lambda: torch.empty(0))
+    result: tuple[Tensor, ...] = ()
     replays: int = 0
 
     def replay(self) -> None:
@@ -191,7 +191,9 @@ class Captures:
     def __init__(self) -> None:
         self.graphs: list[Graph] = []
 
-    def __call__(self, step: Callable[[], Tensor], pool: Any = None) -> tuple[Callable[[], None], Tensor]:
+    def __call__(
+        self, step: Callable[[], tuple[Tensor, ...]], pool: Any = None
+    ) -> tuple[Callable[[], None], tuple[Tensor, ...]]:
         """As `generation.graphs.on_cuda`."""
         with _Recording() as recording, _NoReading():
             result = step()
@@ -204,9 +206,9 @@ class Captures:
         return graph.replay, result
 
     @property
-    def rows(self) -> list[int]:
-        """Rows of the results, in the order of the captures."""
-        return [len(graph.result) for graph in self.graphs]
+    def forwards(self) -> list[int]:
+        """Rows of the logits of captured forwards, in the order of the captures."""
+        return [len(graph.result[0]) for graph in self.graphs if graph.result[0].dim() == 2]
 
     @property
     def replays(self) -> int:

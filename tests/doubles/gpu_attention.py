@@ -1,7 +1,7 @@
 """Doubles of the attention kernels of GPUs: they check the rules of the real ones, and compute on any device.
 
-The rules are those of torch 2.13's `varlen_attn` on top of FlashAttention-2, and of flash-attn 2.8. A call that the
-real kernel would refuse raises here; rows that it would leave unwritten are NaN here.
+The rules are those of torch 2.13's `varlen_attn` on top of FlashAttention-2, of flash-attn 2.8, and of the package's
+own kernel for pages. A call that the real kernel would refuse raises here.
 """
 
 from itertools import pairwise
@@ -12,6 +12,8 @@ from torch import Tensor
 from hybrid_grpo.generation import description
 from hybrid_grpo.generation import paged_attention as decoding
 from hybrid_grpo.model import attention as training
+from hybrid_grpo.model.attention import with_sinks
+from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.model.kernels.gpu.launcher import proven
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -28,13 +30,6 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, heads: int) -> Non
     _check(all(x.stride(-1) == 1 for x in (query, key, value)), "the last dimension must be contiguous")
     _check(query.shape[-1] % 8 == 0 and query.shape[-1] <= 256, "head_dim must be a multiple of 8, at most 256")
     _check(query.shape[-2] % heads == 0, "query heads must be a multiple of key heads")
-
-
-def _check_table(pool: Tensor, table: Tensor, used: Tensor, rows: int) -> None:
-    _check(pool.shape[1] % 256 == 0, "paged KV cache block size must be divisible by 256")
-    _check(table.dtype == torch.int32 and table.stride(-1) == 1, "block_table must have dtype int32, rows contiguous")
-    _check(len(table) == rows and used.shape == (rows,), "block_table and lengths must have a row for each sequence")
-    _check(used.dtype == torch.int32 and used.is_contiguous(), "lengths must have dtype int32 and be contiguous")
 
 
 def _attend(
@@ -84,41 +79,20 @@ def varlen_attn(
     scale=None,
     window_size=(-1, -1),
     enable_gqa=False,
-    seqused_k=None,
-    block_table=None,
-    num_splits=None,
 ):
     """torch.nn.attention.varlen.varlen_attn."""
     heads = key.shape[-2]
     _check_tensors(query, key, value, heads)
     _check(enable_gqa or query.shape[1] == heads, "Try setting enable_gqa=True for GQA.")
-    _check(cu_seq_k is not None, "FA2 requires cu_seq_k for paged KV; FA3/FA4 pass None")
+    _check(cu_seq_k is not None, "FA2 requires cu_seq_k")
     queries = _begins(cu_seq_q, max_q, "q")
     _check(queries[-1][1] == len(query), "cu_seq_q must end at the number of queries")
     left, right = window_size
-    if block_table is None:
-        spans = _begins(cu_seq_k, max_k, "k")
-        _check(spans[-1][1] == len(key) == len(value), "cu_seq_k must end at the number of keys")
-        pairs = [(key[a:b], value[a:b]) for a, b in spans]
-    else:
-        _check(seqused_k is not None, "block_table requires seqused_k")
-        # Not a rule, but four times slower: the kernel then computes each query head of a key head by itself.
-        _check(tuple(window_size) != (-1, 0) or return_aux, "a single query at the end is given no causal mask")
-        _check(not any(x.requires_grad for x in (query, key, value)), "block_table is for inference only")
-        _check_table(key, block_table, seqused_k, len(queries))
-        capacity = block_table.shape[1] * key.shape[1]
-        spans = _begins(cu_seq_k, max_k, "k")
-        _check(all(b - a == capacity for a, b in spans), "cu_seq_k must follow the pages of the table")
-        pairs = [
-            tuple(pool[row].flatten(0, 1)[:n] for pool in (key, value))
-            for row, n in zip(block_table.long(), seqused_k.tolist(), strict=True)
-        ]
+    spans = _begins(cu_seq_k, max_k, "k")
+    _check(spans[-1][1] == len(key) == len(value), "cu_seq_k must end at the number of keys")
+    pairs = [(key[a:b], value[a:b]) for a, b in spans]
     parts = [_attend_lse(query[a:b], k, v, scale, left, right) for (a, b), (k, v) in zip(queries, pairs, strict=True)]
     out, lse = torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts], dim=1)
-    if block_table is not None and num_splits != 1:
-        out[1::2] = torch.nan  # split over the keys, rows are left unwritten: pytorch issue 194167
-    if block_table is not None and right < 0:
-        lse[:] = torch.nan  # the heads of a key head, computed together, are written in another order
     return (out, lse.detach()) if return_aux else out
 
 
@@ -144,7 +118,7 @@ def varlen_attn_backward(
 def varlen_attn_of_2_11(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
 ):
-    """The same in torch 2.11, which hands on whatever key heads it is given, and knows no pages."""
+    """The same in torch 2.11, which hands on whatever key heads it is given."""
     places = query, key, value, cu_seq_q, cu_seq_k, max_q, max_k
     return varlen_attn(*places, return_aux=return_aux, scale=scale, window_size=window_size, enable_gqa=True)
 
@@ -165,36 +139,43 @@ def flash_attn_varlen_func(
     )
 
 
-def flash_attn_with_kvcache(
-    q,
-    k_cache,
-    v_cache,
-    *,
-    cache_seqlens,
-    block_table,
-    softmax_scale,
-    causal,
-    window_size,
+def paged_attention(
+    query,
+    keys,
+    values,
+    table,
+    position,
+    scale,
+    window,
     softcap,
-    return_softmax_lse=False,
+    sinks,
+    scratch,
+    begins=None,
+    longest=1,
+    splits=None,
+    out=None,
 ):
-    """flash_attn.flash_attn_with_kvcache, without new keys."""
-    _check_tensors(q, k_cache, v_cache, k_cache.shape[2])
-    _check_table(k_cache, block_table, cache_seqlens, len(q))
-    left, right = window_size[0], 0 if causal else window_size[1]
+    """hybrid_grpo.model.kernels.gpu.attention.paged_attention."""
+    _check(all(x.stride(-1) == 1 for x in (keys, values, table)), "rows are contiguous")
+    _check(table.dtype == torch.int32 and position.dtype == torch.int64, "types of the table and the positions")
+    _check(query.dtype == keys.dtype == values.dtype and len(table) == len(position), "what belongs together")
+    _check(begins is None or begins.dtype == torch.int32, "offsets are int32")
+    edges = list(range(len(table) + 1)) if begins is None else begins.tolist()
+    _check(edges[-1] == len(query) and all(b - a <= longest for a, b in pairwise(edges)), "queries of each sequence")
+    lefts = window - 1 if window else -1
     rows = []
-    for queries, pages, n in zip(q, block_table.long(), cache_seqlens.tolist(), strict=True):
-        keys, values = (pool[pages].flatten(0, 1)[:n] for pool in (k_cache, v_cache))
-        rows.append(_attend_lse(queries, keys, values, softmax_scale, left, right, softcap))
-    out, lse = (torch.stack(parts) for parts in zip(*rows, strict=True))
-    return (out, lse) if return_softmax_lse else out
+    for (a, b), pages, first in zip(pairwise(edges), table.long(), position.tolist(), strict=True):
+        found = [pool[pages].flatten(0, 1)[: first + b - a] for pool in (keys, values)]
+        part, lse = _attend_lse(query[a:b], *found, scale, lefts, 0, softcap)
+        rows.append(part if sinks is None else with_sinks(part, lse.T, sinks))
+    found = torch.cat(rows)
+    return found if out is None else out.copy_(found)
 
 
 def install(monkeypatch, *, flash: bool, torch_kernel=varlen_attn) -> None:
     """Let tensors in half precision take the way that they take on a GPU, with flash-attn or with torch's kernel."""
-    for module in (training, decoding):
-        monkeypatch.setattr(module, "varlen_kernel", lambda: torch_kernel)
-        monkeypatch.setattr(module, "flash_attn_with_kvcache", flash_attn_with_kvcache if flash else None)
+    monkeypatch.setattr(training, "varlen_kernel", lambda: torch_kernel)
+    monkeypatch.setattr(gpu.attention, "paged_attention", paged_attention)
     for module in (training, decoding, description):
         monkeypatch.setattr(module, "on_gpu", lambda device: True)
     monkeypatch.setattr(training, "varlen_backward", lambda: varlen_attn_backward)

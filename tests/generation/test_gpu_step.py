@@ -4,10 +4,11 @@ import gpu_attention
 import pytest
 import torch
 from gpu_kernels import DEVICE
+from scripted_turns import Scripted
+from tiny_architectures import tiny_architecture
 from tiny_models import ARCHITECTURES, VOCABULARY, build, pair, tiny_config
 
-from hybrid_grpo.generation import Request, Sampling, generate, stream_key
-from hybrid_grpo.generation import loop as loops
+from hybrid_grpo.generation import Request, Sampling, generate, paged_attention, stream_key
 from hybrid_grpo.generation.cache import Geometry, PagedCache
 from hybrid_grpo.generation.fused_step import fused_step
 from hybrid_grpo.generation.gpu_step import GpuStep
@@ -28,7 +29,7 @@ def kernels(monkeypatch):
         launcher.launch(kernel, grid, *arguments, **options)
 
     monkeypatch.setattr(launcher, "on_gpu", lambda _: True)
-    for module in (gpu.gate, gpu.norm, gpu.rotation, gpu.sampling, gpu.softmax):
+    for module in (gpu.attention, gpu.gate, gpu.norm, gpu.rotation, gpu.sampling, gpu.softmax):
         monkeypatch.setattr(module, "launch", launch)
     return launched
 
@@ -48,7 +49,7 @@ def test_a_step_is_fused_where_the_model_is_that_of_llama(architecture, kernels)
 
 @torch.inference_mode()
 def test_a_kernel_with_other_results_or_without_a_compiler_is_left_with_one_warning(kernels, monkeypatch):
-    monkeypatch.setattr(gpu.gate, "silu_times", lambda gate, up: gate * up)
+    monkeypatch.setattr(gpu.gate, "silu_times", lambda gate_up, out: out.zero_())
     view = pair("llama")[1].to(DEVICE)
     with pytest.warns(UserWarning, match="decoding LlamaForCausalLM is slower without a Triton kernel: its results"):
         assert fused_step(view, cache_of(view)) is None
@@ -66,10 +67,9 @@ def test_a_kernel_with_other_results_or_without_a_compiler_is_left_with_one_warn
 @pytest.mark.parametrize(("architecture", "filters"), [("qwen2", {}), ("qwen3", {"top_k": 20, "top_p": 0.9})])
 @torch.inference_mode()
 def test_the_decode_loop_with_kernels_is_the_one_without(architecture, filters, kernels, monkeypatch):
-    """In bfloat16 over pages of 256, on a CPU with attention by a double: the same completions, but for rounding."""
+    """In bfloat16, on a CPU with attention by a double: the same completions, but for rounding."""
     if DEVICE == "cpu":
         gpu_attention.install(monkeypatch, flash=False)
-    monkeypatch.setitem(loops.PAGE, "cpu", loops.PAGE["cuda"])
     model = build(tiny_config(architecture), ATTENTION).to(DEVICE, torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in (1, 9, 4)]
@@ -93,3 +93,28 @@ def test_the_decode_loop_with_kernels_is_the_one_without(architecture, filters, 
     assert len(same) > 6
     gaps = [abs(fast[key] - slow[key]) for key in same]
     assert max(gaps) < 0.4 and sum(gaps) / len(gaps) < 0.06
+
+
+@pytest.mark.parametrize("architecture", ["gpt_oss", "glm4_moe_lite"])
+@torch.inference_mode()
+def test_turns_with_the_kernel_for_pages_are_those_without(architecture, kernels, monkeypatch):
+    """Windows, sinks and latents, in float32; answers between turns are read by the kernel too."""
+    latent = architecture == "glm4_moe_lite"
+    model = build(tiny_architecture(architecture) if latent else tiny_config(architecture), ATTENTION).to(DEVICE)
+    requests = [Request([5, 1, 3], [stream_key(0)], most=40), Request([2] * 9, [stream_key(1)], most=40)]
+
+    def completions():
+        turns = Scripted(3)
+        [[one], [other]], stats = generate(model, requests, Sampling(8, stop_ids=tuple(range(0, 40, 2))), turns=turns)
+        assert stats.answers
+        return [(c.token_ids, c.given) for c in (one, other)], torch.tensor([*one.logp, *other.logp])
+
+    monkeypatch.setattr(launcher, "on_gpu", lambda _: False)
+    expected_tokens, expected_logp = completions()
+    assert "_attend" not in kernels
+    monkeypatch.setattr(paged_attention, "on_gpu", lambda _: True)
+    monkeypatch.setattr(gpu.attention, "_MOST_SPLITS", 2)  # the interpreter runs one program after the other
+    tokens, logp = completions()
+    assert kernels.count("_attend") > 20
+    assert tokens == expected_tokens
+    torch.testing.assert_close(logp, expected_logp, rtol=0, atol=2e-5)

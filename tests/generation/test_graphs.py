@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import cuda_graphs
@@ -16,11 +17,10 @@ from hybrid_grpo.config.errors import RunStopped
 from hybrid_grpo.generation import GREEDY, Request, Sampling, Workspace, generate, graphs, stream_key
 from hybrid_grpo.generation import fused_step as fusing
 from hybrid_grpo.generation import loop as loops
-from hybrid_grpo.generation import paged_attention as attentions
 from hybrid_grpo.generation.beside import user_workspace, workspace_beside
 from hybrid_grpo.generation.cache import Geometry, PagedCache
 from hybrid_grpo.generation.decoder import Decoder
-from hybrid_grpo.generation.graphs import GRAPH_BYTES, Graphs, bytes_of, capture_on, reads_up_to, size_for, sizes_up_to
+from hybrid_grpo.generation.graphs import GRAPH_BYTES, Graphs, bytes_of, capture_on, size_for, sizes_up_to
 from hybrid_grpo.generation.scheduler import Sequence
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.kernels import gpu
@@ -92,17 +92,17 @@ def test_steps_run_as_graphs_give_the_completions_of_steps_run_as_they_are(
             assert self.lag == 2
             self.lag = lag
 
-    monkeypatch.setitem(loops.PAGE, "cpu", 4)
+    monkeypatch.setattr(loops, "PAGE", 4)
     model, requests = model_of(), requests_of([1, 9, 4, 17, 6], samples=1 if max_slots == 1 else 3)
     plain, plain_stats = plainly(model, requests, sampling, max_slots=max_slots)
     monkeypatch.setattr(loops, "Decoder", Lagging)
     groups, stats = generate(model, requests, sampling, max_slots=max_slots)
     assert_alike(groups, plain)
     slots = min(max_slots, sum(len(request.keys) for request in requests))
-    assert set(captures.rows) <= {size_for(rows, slots) for rows in range(1, slots + 1)}
-    # The first run of a size is not one of its graph, all others are.
-    assert captures.replays + len(captures.graphs) == stats.steps
-    assert captures.replays and stats.captures == len(captures.graphs)
+    assert set(captures.forwards) <= {size_for(rows, slots) for rows in range(1, slots + 1)}
+    # A step is a forward and a choice. The first run of a size is not one of its graph, all others are.
+    assert captures.replays + len(captures.graphs) == 2 * stats.steps
+    assert captures.replays and stats.captures == len(captures.forwards) == len(captures.graphs) / 2
     if not lag:
         assert stats.rows == plain_stats.rows
 
@@ -110,9 +110,8 @@ def test_steps_run_as_graphs_give_the_completions_of_steps_run_as_they_are(
 def as_in_half_precision(monkeypatch):
     """Attention by doubles of the kernels for GPUs, each one operation of a graph."""
     gpu_attention.install(monkeypatch, flash=False)
-    captured = cuda_graphs.kernel(gpu_attention.varlen_attn)
-    monkeypatch.setattr(attentions, "varlen_kernel", lambda: captured)
-    monkeypatch.setitem(loops.PAGE, "cpu", loops.PAGE["cuda"])
+    captured = cuda_graphs.kernel(gpu_attention.paged_attention, writes=True)
+    monkeypatch.setattr(gpu.attention, "paged_attention", captured)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -125,10 +124,8 @@ def test_twelve_rollouts_capture_in_the_first_alone(monkeypatch, captures, dtype
     if dtype == torch.bfloat16:
         as_in_half_precision(monkeypatch)
         low, high = 225, 285
-        reads = 1
     else:
-        monkeypatch.setitem(loops.PAGE, "cpu", 16)
-        reads = len({1, 2, 4, 5})
+        monkeypatch.setattr(loops, "PAGE", 16)
     workspace = Workspace(slots, high + limit)
     kinds = [replace(sampling, max_tokens=limit) for sampling in SAMPLINGS]
     seen = []
@@ -144,19 +141,16 @@ def test_twelve_rollouts_capture_in_the_first_alone(monkeypatch, captures, dtype
             parameter.mul_(1 + 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(rollout)))
     sizes = [9, 8, 4, 2, 1]
     # What the plan and the room beside the cache count.
-    assert len(reads_up_to(workspace._decoder._table_nw.shape[1], dtype == torch.bfloat16)) == reads
-    counted = bytes_of(slots, reads, 1000) - bytes_of(slots, 0, 1000)
-    assert counted == reads * (len(sizes) * GRAPH_BYTES + sum(sizes) * 1000)
-    assert seen == [len(sizes) * reads] + [0] * 11 == [len(captures.graphs)] + [0] * 11
-    assert captures.rows == [size for size in sizes for _ in range(reads)], "the largest first"
-    assert captures.replays > 120
+    assert bytes_of(slots) - bytes_of(1) == (len(sizes) - 1) * GRAPH_BYTES
+    assert seen == [len(sizes)] + [0] * 11
+    assert captures.forwards == sizes, "the largest first, one for sequences of all lengths and any sampling"
+    assert captures.replays > 240
 
 
 @torch.no_grad()
 def test_evaluations_and_models_beside_the_policy_capture_once_in_thirty_rollouts(monkeypatch, captures):
     """Each model beside the policy had no memory of its own, and captured all its graphs in every call. The user speaks
     while the policy's sequences wait. The double checks that no replay finds its memory elsewhere."""
-    monkeypatch.setitem(loops.PAGE, "cuda", loops.PAGE["cpu"])
     config, rng = (
         RolloutConfig(num_generations=2, max_slots=9, max_tool_tokens=12),
         random.Random(0),
@@ -166,7 +160,7 @@ def test_evaluations_and_models_beside_the_policy_capture_once_in_thirty_rollout
     for_guest, bytes_ = workspace_beside(config, guest.config, "float32", 6, 40, memory)
     for_user, _ = user_workspace(config, user.config, "float32", 60, memory)
     assert (for_guest.slots, for_guest.tokens) == (6, 40) and for_user.slots < 9
-    assert bytes_ - bytes_of(6, 1, VOCABULARY * 4) < 0.1 * memory
+    assert bytes_ - bytes_of(6) - 6 * VOCABULARY * 4 < 0.1 * memory
     seen: dict[str, list[int]] = {"policy": [], "evaluation": [], "guest": [], "user": []}
 
     def generated(who, model, workspace, most, sampling, **more):
@@ -199,7 +193,7 @@ def test_the_fused_step_of_a_gpu_is_captured_too(monkeypatch, captures):
     monkeypatch.setattr(launcher, "on_gpu", lambda _: True)
     # Whether it computes what the model does is another test's question.
     monkeypatch.setattr(fusing, "_agrees", lambda *_: True)
-    monkeypatch.setattr(gpu, "proven", lambda what, *_, **__: what == "attention")
+    monkeypatch.setattr(gpu, "proven", lambda what, *_, **__: what in ("attention", "decoding"))
     launch = cuda_graphs.kernel(launcher.launch, writes=True)
     for module in (gpu.gate, gpu.norm, gpu.rotation):
         monkeypatch.setattr(module, "launch", launch)
@@ -212,8 +206,10 @@ def test_the_fused_step_of_a_gpu_is_captured_too(monkeypatch, captures):
         seen.append(stats.captures)
         for parameter in model.parameters():
             parameter.mul_(1.5)
-    assert seen == [2, 0] and captures.replays == 6
-    assert launcher.launch in [function for function, *_ in captures.graphs[0].operations]
+    assert seen == [2, 0] and captures.replays == 12
+    operations = captures.graphs[0].operations
+    assert launcher.launch in [function for function, *_ in operations]
+    assert [function for function, *_, filled in operations if filled] == [], "a captured forward takes no memory"
 
 
 @torch.no_grad()
@@ -238,12 +234,11 @@ def test_only_a_longer_sequence_and_weights_that_moved_are_captured_again(captur
         return stats.captures
 
     assert [check([15]), check([3, 7])] == [3, 0]
-    # Up to 40 entries take two pages of 32, and are read one or two at a time.
-    assert [check([35]), check([2, 15])] == [2 * 3, 0]
+    assert [check([35]), check([2, 15])] == [3, 0]
     assert (workspace.slots, workspace.tokens) == (4, 40)
     for parameter in model.parameters():
         parameter.data = parameter.data * 1.1
-    assert [check([4]), check([30])] == [2 * 3, 0]
+    assert [check([4]), check([30])] == [3, 0]
 
 
 @torch.no_grad()
@@ -263,18 +258,18 @@ def test_a_call_that_fails_leaves_nothing_behind_in_the_workspace(captures):
     embedding.copy_(sound)
     groups, stats = generate(model, requests, sampling, workspace=workspace)
     assert_alike(groups, plain)
-    assert stats.captures == 0 and len(captures.graphs) == 6
+    assert stats.captures == 0 and len(captures.graphs) == 2 * 3
 
 
 def test_rows_that_fill_up_a_graph_stay_where_there_is_memory(monkeypatch, captures):
     """The longest sequence ends first, and its row is padding for more steps than its table has places."""
-    monkeypatch.setitem(loops.PAGE, "cpu", 4)
+    monkeypatch.setattr(loops, "PAGE", 4)
     model, requests = model_of(), requests_of([1, 1, 1, 30], samples=1)
     requests = [replace(request, limits=[n]) for request, n in zip(requests, (30, 30, 30, 2), strict=True)]
     plain, _ = plainly(model, requests, Sampling(30))
     groups, _ = generate(model, requests, Sampling(30))
     assert_alike(groups, plain)
-    assert set(captures.rows) == {4}
+    assert set(captures.forwards) == {4}
 
 
 def test_every_decoder_has_a_pool_of_its_own(monkeypatch):
@@ -344,17 +339,17 @@ def test_a_key_is_run_once_then_replayed_each_into_memory_of_its_own():
     def step_of(key):
         def step():
             ran.append(key)
-            return torch.tensor([float(len(ran))])
+            return (torch.tensor([float(len(ran))]),)
 
         return step
 
     def capture(step):
         result = torch.zeros(1)
-        return lambda: result.copy_(step()), result
+        return lambda: result.copy_(step()[0]), (result,)
 
     runs = Graphs(capture)
-    outcomes = [runs.run(key, step_of(key)) for key in [(1, 1), (2, 1), (1, 1), (2, 2), (2, 1), (1, 1)]]
-    assert ran == [(1, 1), (2, 1), (1, 1), (2, 2), (2, 1), (1, 1)]
+    outcomes = [runs.run(rows, step_of(rows))[0] for rows in [1, 2, 1, 3, 2, 1]]
+    assert ran == [1, 2, 1, 3, 2, 1]
     assert outcomes[2] is outcomes[5] and outcomes[2] is not outcomes[4]
     assert [outcome.item() for outcome in outcomes] == [1, 2, 6, 4, 5, 6]
 
@@ -389,11 +384,12 @@ def decoder_of(model, sampling, capture=None):
 def test_a_step_of_any_architecture_can_be_captured(architecture):
     model, captures = model_of(architecture), Captures()
     decoder = decoder_of(model, SAMPLINGS[0], captures)
-    decoder._replayed(decoder._graphs, 3, 3)
+    forward = partial(decoder._forward_to_logits, 4)
+    decoder._graphs.run(4, forward)
     decoder.cache.states.zero(list(range(decoder.slots)))  # where there are any, each forward changes them
     for recorded in decoder.cache._experts:
         recorded.zero_()
-    logits_nV, plain = decoder._replayed(decoder._graphs, 3, 3), decoder_of(model, SAMPLINGS[0])
+    logits_nV, plain = decoder._graphs.run(4, forward)[0][:3], decoder_of(model, SAMPLINGS[0])
     assert captures.replays == 1 and len(captures.graphs[0].operations) > 50
     torch.testing.assert_close(logits_nV, plain._forward(3, 3), rtol=1e-4, atol=1e-5)
     for recorded, expected in zip(decoder.cache._experts, plain.cache._experts, strict=True):
@@ -403,9 +399,8 @@ def test_a_step_of_any_architecture_can_be_captured(architecture):
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @torch.inference_mode()
 def test_a_step_with_any_sampling_waits_for_nothing(sampling):
-    """Choosing tokens is not captured, but what a capture refuses would hold up the steps that run ahead."""
     decoder, captures = decoder_of(model_of(), sampling), Captures()
-    captures(lambda: torch.cat([row_n.double().flatten() for row_n in decoder._advance(4, 3)]))
+    captures(lambda: decoder._choose(decoder._forward(4, 3)))
     assert len(captures.graphs[0].operations) > 50
 
 
@@ -428,7 +423,7 @@ def test_a_step_with_any_sampling_waits_for_nothing(sampling):
 def test_the_double_refuses_what_a_capture_refuses(step):
     x = torch.ones(3)
     with pytest.raises(CaptureRefused, match="operation not permitted when stream is capturing: "):
-        Captures()(lambda: step(x))
+        Captures()(lambda: (step(x),))
 
 
 @torch.no_grad()
@@ -437,9 +432,9 @@ def test_the_double_runs_nothing_at_capture_and_no_python_at_replay():
 
     def step():
         written.add_(x)
-        return x * python.number
+        return (x * python.number,)
 
-    replay, result = Captures()(step)
+    replay, (result,) = Captures()(step)
     assert written.tolist() == [0, 0, 0] and result.isnan().all()
     python.number = 5
     x += 1
@@ -451,13 +446,13 @@ def test_the_double_runs_nothing_at_capture_and_no_python_at_replay():
 def test_the_double_misses_memory_that_went_away():
     x = torch.arange(3.0)
     holder = SimpleNamespace(tensor=x.clone())
-    replay, _ = Captures()(lambda: holder.tensor + x)
+    replay, _ = Captures()(lambda: (holder.tensor + x,))
     replay()
     # At the same address or not, it is another tensor's now.
     holder.tensor = holder.tensor * 1
     with pytest.raises(AssertionError, match="given back"):
         replay()
-    replay, _ = Captures()(lambda: x + 1)
+    replay, _ = Captures()(lambda: (x + 1,))
     x.untyped_storage().resize_(1 << 20)
     with pytest.raises(AssertionError, match="moved"):
         replay()

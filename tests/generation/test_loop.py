@@ -275,7 +275,7 @@ def test_long_prompts_are_read_in_pieces_exactly(architecture_pair):
 
 
 def test_memory_follows_the_tokens_and_not_the_limit(view, monkeypatch):
-    monkeypatch.setitem(loops.PAGE, "cpu", 4)
+    monkeypatch.setattr(loops, "PAGE", 4)
     prompts = random_prompts([3, 30, 11])
     stop_ids = tuple(range(0, VOCABULARY, 6))
     requests = requests_of(prompts, 4)
@@ -290,7 +290,7 @@ def test_memory_follows_the_tokens_and_not_the_limit(view, monkeypatch):
 
 
 def test_a_group_shares_the_pages_of_its_prompt(view, monkeypatch):
-    monkeypatch.setitem(loops.PAGE, "cpu", 4)
+    monkeypatch.setattr(loops, "PAGE", 4)
     [prompt] = random_prompts([81])
     _, one = generate(view, requests_of([prompt], 1), Sampling(1))
     _, eight = generate(view, requests_of([prompt], 8), Sampling(1))
@@ -305,7 +305,7 @@ def gib(tokens, pages=1):
 
 
 def test_when_pages_run_out_sequences_go_back_and_come_out_the_same(view, sampled, monkeypatch):
-    monkeypatch.setitem(loops.PAGE, "cpu", 4)
+    monkeypatch.setattr(loops, "PAGE", 4)
     requests, sampling, groups = sampled
     # The longest prompt and completion take 19 + 24 tokens.
     for tokens, squeezed in ((5000, False), (300, True), (120, True), (56, True)):
@@ -430,7 +430,7 @@ def test_no_completion_is_lost_doubled_or_changed(
     cache_gb = (max(needs, default=1) + spare_pages) * page * token_bytes * 1.0001 / 2**30
     finished = Counter()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(loops.PAGE, "cpu", page)
+        patch.setattr(loops, "PAGE", page)
         patch.setattr(decoder.Decoder, "lag", lag)
         groups, stats = generate(
             MINIATURE,

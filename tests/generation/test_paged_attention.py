@@ -15,12 +15,12 @@ from tiny_models import ARCHITECTURES, MORE_ATTENTION, STATES, VOCABULARY, build
 
 from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.data.packing import pack
-from hybrid_grpo.generation import Request, Sampling, generate, paged_attention, stream_key
-from hybrid_grpo.generation import loop as loops
+from hybrid_grpo.generation import Request, Sampling, generate, stream_key
 from hybrid_grpo.generation.description import describe
-from hybrid_grpo.generation.paged_attention import follows_lengths
+from hybrid_grpo.generation.paged_attention import has_kernel
 from hybrid_grpo.model import attention
-from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.attention import ATTENTION, Options
+from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.model.logprobs import LogprobModel
 
 pytestmark = pytest.mark.usefixtures("torch_only")
@@ -30,7 +30,6 @@ LENGTHS = (1, 30, 7, 19, 4)
 @pytest.fixture(params=["flash-attn", "torch"])
 def as_on_a_gpu(request, monkeypatch):
     gpu_attention.install(monkeypatch, flash=request.param == "flash-attn")
-    monkeypatch.setitem(loops.PAGE, "cpu", loops.PAGE["cuda"])
 
 
 def in_bfloat16(architecture):
@@ -137,7 +136,7 @@ def test_flash_attn_is_taken_only_where_its_functions_are_there_and_right(monkey
     (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
     (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
     code = "import sys; sys.path.insert(0, sys.argv[1]); from hybrid_grpo.model import attention; "
-    code += "assert attention.flash_attn_varlen_func is attention.flash_attn_with_kvcache is None"
+    code += "assert attention.flash_attn_varlen_func is None"
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True)
 
     x = torch.zeros(3, 2, 8, dtype=torch.bfloat16)
@@ -155,12 +154,12 @@ def test_flash_attn_is_taken_only_where_its_functions_are_there_and_right(monkey
         monkeypatch.setattr(attention, "flash_attn_varlen_func", kernel)
         with pytest.warns(UserWarning, match=f"^attention is slower without flash-attn: .*{reason}.*$") as said:
             assert not attention.has_flash(x) and not attention.has_flash(x)
-        assert len(said) == 1 and attention.has_paged_kernel(x), "torch's is taken"
+        assert len(said) == 1 and attention.has_ragged_kernel(x, 0.0, False), "torch's is taken"
 
 
 def test_kernels_with_a_wrong_log_sum_exp_are_not_taken_for_sinks(monkeypatch):
     """Without sinks nobody looks at it."""
-    x, pool = torch.zeros(3, 4, 8, dtype=torch.bfloat16), torch.zeros(2, 256, 2, 8, dtype=torch.bfloat16)
+    x = torch.zeros(3, 4, 8, dtype=torch.bfloat16)
 
     @functools.wraps(gpu_attention.varlen_attn)
     def transposed(*given, **options):
@@ -168,12 +167,9 @@ def test_kernels_with_a_wrong_log_sum_exp_are_not_taken_for_sinks(monkeypatch):
         return (found[0], found[1].flip(1)) if options.get("return_aux") else found
 
     gpu_attention.install(monkeypatch, flash=False)
-    assert attention.has_ragged_kernel(x, 0.0, True) and follows_lengths(pool, 0.0, True)
+    assert attention.has_ragged_kernel(x, 0.0, True)
     gpu_attention.install(monkeypatch, flash=False)
-    for module in (attention, paged_attention):
-        monkeypatch.setattr(module, "varlen_kernel", lambda: transposed)
-    with pytest.warns(UserWarning, match="^decoding with sinks is slower without a kernel for pages: its "):
-        assert not follows_lengths(pool, 0.0, True)
+    monkeypatch.setattr(attention, "varlen_kernel", lambda: transposed)
     with pytest.warns(UserWarning, match="^attention is slower without torch's varlen_attn for attention sinks: "):
         assert not attention.has_ragged_kernel(x, 0.0, True)
 
@@ -198,36 +194,56 @@ def test_which_attention_runs_is_said(monkeypatch, tmp_path):
     slow = "; WARNING: slow, because no GPU kernel supports this: "
     cure = "install flash-attn (the extra flash) or torch 2.12"
     assert cases == {
-        "flash": "training by flash-attn, decoding by flash-attn",
-        "sinks": "training by torch's varlen_attn, decoding by flash-attn",
+        "flash": "training by flash-attn, decoding by a Triton kernel",
+        "sinks": "training by torch's varlen_attn, decoding by a Triton kernel",
         "torch": "training by torch's varlen_attn",
         "wide": f"training by torch, one sequence after another{slow}heads of 264 numbers are wider than 256",
         "float32": f"training by torch, one sequence after another{slow}set policy.dtype: bfloat16",
         "caps": f"training by torch, one sequence after another{slow}{cure}",
-        "2.11": f"training by torch's varlen_attn, decoding by torch, on copies of all pages{slow}{cure}",
+        "2.11": "training by torch's varlen_attn, decoding by a Triton kernel",
     }
 
 
+def test_a_kernel_for_pages_that_is_wrong_is_not_taken(monkeypatch):
+    """A key too many is seen, and so is a sequence whose parts are added up wrongly."""
+    pool, kinds = torch.zeros(2, 32, 2, 8), (Options(1.0), Options(1.0, window=9), Options(1.0, sinks=torch.ones(4)))
+
+    def taken(kernel):
+        gpu_attention.install(monkeypatch, flash=False)
+        monkeypatch.setattr(gpu.attention, "paged_attention", kernel)
+        return [has_kernel(torch.device("cpu"), 32, pool, pool, 2, options) for options in kinds]
+
+    def later(query, keys, values, table, position, *rest, **more):
+        return gpu_attention.paged_attention(query, keys, values, table, position - 1, *rest, **more)
+
+    def halved(*given, splits=1, **more):
+        return gpu_attention.paged_attention(*given, **more) * (1.0 if splits == 1 else 0.5)
+
+    assert taken(gpu_attention.paged_attention) == [True] * 3
+    for wrong in (later, halved):
+        with pytest.warns(UserWarning, match="^decoding is slower without a Triton kernel: its results differ"):
+            assert taken(wrong) == [False] * 3
+
+
 def test_doubles_refuse_what_the_kernels_refuse():
-    half = torch.zeros(2, 4, 8, dtype=torch.bfloat16)
-    pool = torch.zeros(3, 256, 2, 8, dtype=torch.bfloat16)
-    begins, used = torch.arange(3, dtype=torch.int32), torch.tensor([5, 9], dtype=torch.int32)
-    table = torch.ones(2, 2, dtype=torch.int32)
-    paged = {"scale": 1.0, "enable_gqa": True, "seqused_k": used, "block_table": table, "num_splits": 1}
+    half, table = torch.zeros(2, 4, 8, dtype=torch.bfloat16), torch.ones(2, 2, dtype=torch.int32)
+    pool, position = torch.zeros(3, 32, 2, 8, dtype=torch.bfloat16), torch.tensor([5, 9])
+    begins = torch.arange(3, dtype=torch.int32)
 
-    def call(query=half, keys=pool, begins_k=begins * 512, **changed):
-        return gpu_attention.varlen_attn(query, keys, keys, begins, begins_k, 1, 512, **{**paged, **changed})
+    def pages(query=half, keys=pool, table=table, position=position):
+        return gpu_attention.paged_attention(query, keys, pool, table, position, 1.0, 0, 0.0, None, {})
 
-    assert call().shape == half.shape
-    assert call(num_splits=None).isnan().any()
-    for message, wrong in (
-        ("requires cu_seq_k", {"begins_k": None}),
-        ("fp16 and bf16", {"query": half.float(), "keys": pool.float()}),
-        ("divisible by 256", {"keys": pool[:, :32].contiguous()}),
-        ("int32", {"block_table": table.long()}),
-        ("enable_gqa", {"enable_gqa": False}),
-        ("requires seqused_k", {"seqused_k": None}),
+    def rows(query=half, key=half[:, :2], **changed):
+        given = {"scale": 1.0, "enable_gqa": True, **changed}
+        return gpu_attention.varlen_attn(query, key, key, begins, begins, 1, 1, **given)
+
+    assert pages().shape == rows().shape == half.shape
+    for message, call, wrong in (
+        ("types of the table", pages, {"table": table.long()}),
+        ("what belongs together", pages, {"keys": pool.float()}),
+        ("queries of each sequence", pages, {"query": half[:1]}),
+        ("fp16 and bf16", rows, {"query": half.float(), "key": half.float()[:, :2]}),
+        ("enable_gqa", rows, {"enable_gqa": False}),
     ):
         with pytest.raises(RuntimeError, match=message):
             call(**wrong)
-    assert not attention.has_paged_kernel(pool), "on a CPU"

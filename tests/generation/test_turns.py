@@ -118,7 +118,7 @@ def test_no_completion_is_lost_doubled_or_changed(
     cache_gb = (max(needs, default=1) + spare_pages) * page * 2 * 1 * 4 * 4 * 1.0001 / 2**30
     finished = Counter()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(loops.PAGE, "cpu", page)
+        patch.setattr(loops, "PAGE", page)
         patch.setattr(decoder.Decoder, "lag", lag)
         groups, stats = generate(
             MINIATURE,

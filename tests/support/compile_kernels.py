@@ -1,21 +1,28 @@
 """Compiles every Triton kernel to machine code for a GPU, without one: python compile_kernels.py ARCHITECTURE
 
-Prints a line for each: the kernel's name and the shared memory that a program takes, in bytes.
+Prints a line for each: the kernel's name, the shared memory that a program takes, and the bytes of a thread's registers
+that do not fit and spill to memory.
 """
 
+import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+import triton.backends.nvidia
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hybrid_grpo.model.kernels import gpu
 
+_OBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 TYPES = {
-    **{torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"},
+    **{torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64"},
     **{torch.int64: "*i64", torch.int32: "*i32"},
 }
 
@@ -31,18 +38,18 @@ def type_of(argument: Any) -> str:
 def launches() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """What the package's functions launch for a decode step of Qwen2.5-1.5B and the head, with and without options."""
     seen = []
-    for module in (gpu.gate, gpu.norm, gpu.rotation, gpu.sampling, gpu.softmax):
+    for module in (gpu.attention, gpu.gate, gpu.norm, gpu.rotation, gpu.sampling, gpu.softmax):
         module.launch = lambda kernel, grid, *given, **options: seen.append((kernel, given, options))
     half, n, d = {"dtype": torch.bfloat16, "device": "meta"}, 4, 128
     x, weight, rows = torch.empty(n, 1536, **half), torch.empty(1536, **half), torch.empty(n, device="meta")
     gpu.norm.add_norm(x, None, weight, 1e-6)
     gpu.norm.add_norm(x, x, weight, 1e-6)
-    gpu.gate.silu_times(x, x)
+    gpu.gate.silu_times(torch.empty(n, 2 * 8960, **half), torch.empty(n, 8960, **half))
     numbers, table = torch.empty(n, dtype=torch.int64, device="meta"), torch.empty(n, 3, dtype=torch.int32)
     keys, head_weight = torch.empty(9, 256, 2, d, **half), torch.empty(d, **half)
-    q, k, rope = torch.empty(n, 12 * d, **half), torch.empty(n, 2 * d, **half), torch.empty(768, 2 * d, **half)
+    qkv, rope = torch.empty(n, 16 * d, **half), torch.empty(768, 2 * d, **half)
     for norms in (None, (head_weight, head_weight)):
-        gpu.rotation.rotate_and_store(q, k, k, norms, 1e-6, rope, numbers, table, keys, keys)
+        gpu.rotation.rotate_and_store(qkv, norms, 1e-6, rope, numbers, table, keys, keys)
     for dtype in (torch.bfloat16, torch.float32):
         logits = torch.empty(n, 151_936, dtype=dtype, device="meta")
         gpu.sampling.sample(logits, numbers, numbers, 1.25, 0, 1 << 23, 0, False, False)
@@ -51,7 +58,37 @@ def launches() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         gpu.softmax.add(sums, logits[:, :8000], numbers, 0.9, 8000)
         for dentropy in (None, rows):
             gpu.softmax.gradient(logits, logits[:, :8000], rows, numbers, rows, rows, dentropy, 0.9, 8000)
+    for heads, kv, width, value, rows, options in (
+        (12, 2, 128, 128, 256, {}),  # Qwen2.5-1.5B
+        (12, 2, 128, 128, 1, {}),
+        (32, 8, 128, 128, 8, {"window": 4096}),  # Mistral
+        (8, 4, 256, 256, 64, {"window": 4096, "softcap": 50.0}),  # Gemma 2
+        (64, 8, 64, 64, 8, {"window": 128, "sinks": weight}),  # gpt-oss
+        (32, 32, 96, 96, 64, {}),  # Phi-3
+        (128, 1, 576, 512, 8, {}),  # DeepSeek-V3, latents
+        (16, 16, 192, 128, 8, {}),
+        (12, 2, 128, 128, 8, {"longest": 8, "begins": table[0]}),
+    ):
+        for dtype in (torch.bfloat16, torch.float32):
+            keys = torch.empty(9, 32, kv, width, dtype=dtype, device="meta")
+            values = keys[..., :value] if kv == 1 else torch.empty(9, 32, kv, value, dtype=dtype, device="meta")
+            query = torch.empty(rows, heads, width, dtype=dtype, device="meta")
+            pages = torch.empty(rows, 32, dtype=torch.int32, device="meta")
+            given = {"scale": width**-0.5, "window": 0, "softcap": 0.0, "sinks": None, **options}
+            scratch = gpu.attention.Scratch()
+            gpu.attention.paged_attention(
+                query, keys, values, pages, numbers[:1].expand(rows), **given, scratch=scratch
+            )
     return seen
+
+
+def spilled(code: bytes) -> int:
+    """Bytes of a thread's stack."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        said = subprocess.run([_OBJDUMP, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
+    return int(re.search(r"STACK:(\d+)", said)[1])
 
 
 def main() -> None:
@@ -60,11 +97,16 @@ def main() -> None:
         types = [type_of(argument) for argument in given]
         constants = {name: value for name, value in options.items() if name.isupper()}
         named = dict(zip(kernel.arg_names, [*types, *["constexpr"] * len(constants)], strict=True))
-        source = ASTSource(fn=kernel, signature=named, constexprs=constants)
+        # As a launch finds out: memory begins at a multiple of 16 bytes, and most sizes are multiples of 16.
+        even = [
+            isinstance(argument, Tensor) or (isinstance(argument, int) and argument % 16 == 0) for argument in given
+        ]
+        attributes = {(index,): [["tt.divisibility", 16]] for index, is_even in enumerate(even) if is_even}
+        source = ASTSource(fn=kernel, signature=named, constexprs=constants, attrs=attributes)
         rest = {name: value for name, value in options.items() if name not in constants}
         compiled = triton.compile(source, target=target, options=rest)
         assert compiled.asm["cubin"]
-        print(kernel.__name__, compiled.metadata.shared)
+        print(kernel.__name__, compiled.metadata.shared, spilled(compiled.asm["cubin"]))
 
 
 if __name__ == "__main__":

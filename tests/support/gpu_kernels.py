@@ -1,11 +1,29 @@
 """Where Triton's kernels are tested: on a GPU, or interpreted on a CPU."""
 
+import os
+
 import torch
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-CASES = 300 if DEVICE == "cuda" else 50
-"""Random cases of each kernel; interpreted, 300 take more than a minute, and were run when the kernels were written."""
+CASES = int(os.environ.get("CASES", 300 if DEVICE == "cuda" else 50))
+"""Random cases of each kernel; interpreted, 300 take minutes, and were run when the kernels were written."""
+
+
+def multiply_bfloat16() -> None:
+    """Let Triton's interpreter multiply bfloat16, of which it would multiply the bits as integers."""
+    dot = InterpreterBuilder.create_dot
+
+    def of_floats(self, a, b, *rest):
+        a, b = (self.create_fp_ext(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return dot(self, a, b, *rest)
+
+    InterpreterBuilder.create_dot = of_floats
+
+
+multiply_bfloat16()
 
 
 def rounding(dtype: torch.dtype) -> float:

@@ -170,10 +170,10 @@ class Sizes:
     training: Footprint
     reading: int
     """Bytes per token of a forward pass that reads prompts."""
-    softcap: float = 0.0
-    """Soft cap of the attention logits; see `attend`."""
     state_bytes: int = 0
     """Bytes of one sequence's states, in layers that carry one."""
+    attending: int = 0
+    """Number of parameters that compute queries, keys and values."""
     tokens: int = 0
     """Tokens of the micro-batch that `training` is for."""
     packs: bool = True
@@ -216,11 +216,15 @@ def measure(
         training=dry.training(micro),
         # A forward takes memory in proportion to its tokens.
         reading=-(-dry.reading(micro) // micro.input_ids_bS.numel()),
-        softcap=getattr(model_config.get_text_config(), "attn_logit_softcapping", None) or 0.0,
         state_bytes=state_bytes,
         tokens=micro.input_ids_bS.numel(),
         packs=dry.packs,
+        attending=sum(p.numel() for name, p in dry.model.named_parameters() if _of_queries(name)),
     )
+
+
+def _of_queries(name: str) -> bool:
+    return not {"q_proj", "k_proj", "v_proj"}.isdisjoint(name.split("."))
 
 
 def largest_micro_batch(config: TrainConfig, batch: BatchPlan, prompt: int, *, packs: bool, on_gpu: bool) -> MicroBatch:

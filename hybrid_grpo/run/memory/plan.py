@@ -17,9 +17,8 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation import Workspace
 from hybrid_grpo.generation.beside import user_workspace
 from hybrid_grpo.generation.cache import GPU_SHARE, MARGIN, prefill_that_fits
-from hybrid_grpo.generation.graphs import bytes_of, reads_up_to
+from hybrid_grpo.generation.graphs import bytes_of
 from hybrid_grpo.generation.loop import PAGE
-from hybrid_grpo.generation.paged_attention import might_follow
 from hybrid_grpo.generation.state_pool import rows_for
 from hybrid_grpo.model.hardware import CUDA_CONTEXT_BYTES, Hardware
 from hybrid_grpo.model.loading import load_config, parameters_of
@@ -155,8 +154,7 @@ class Plan:
         self.longest = config.rollout.longest(self.prompt)
         # Rollouts and evaluations share the cache.
         self.longest_cached = max(self.longest, self.held_out_longest)
-        page = PAGE["cuda" if self.gpu else "cpu"]
-        self.pages, self.bytes_of_page = -(-self.longest_cached // page), page * self.sizes.token_bytes
+        self.pages, self.bytes_of_page = -(-self.longest_cached // PAGE), PAGE * self.sizes.token_bytes
         # Evaluations use the kept slots too.
         self.kept_slots = min(config.rollout.max_slots, max(self.rows, -(-self.held_out // self.ranks)))
         wish = config.rollout.keep_cache if config.rollout.decoder == "paged" else "off"
@@ -307,9 +305,10 @@ class Plan:
         return Part("reduction", copies + own, remedies.smaller_buckets(self))
 
     def gathered(self) -> Part:
-        """Return the unsharded weights for generation; adapters are merged into a copy."""
+        """Return the unsharded weights for generation; adapters are merged into a copy. Where weights stay in place,
+        a GPU has those of queries, keys and values once more, side by side; see `model.view.View`."""
         if not (self.sharded or self.config.lora.rank):
-            return Part("gathered weights", 0)
+            return Part("gathered weights", self.dtype * self.sizes.attending if self.gpu else 0)
         return Part("gathered weights", self.dtype * self.n)
 
     def reference(self) -> Part:
@@ -326,10 +325,8 @@ class Plan:
         return self.kept_slots if self.keeps else self.slots
 
     def graphs(self) -> Part:
-        """Return the captured forwards and, in their pool, the logits of each and the temporaries of the largest."""
-        follows = might_follow(self.dtype == 2, self.sizes.softcap)
-        reads = len(reads_up_to(self.pages, follows))
-        size = bytes_of(self.laid_out, reads, self.sizes.vocabulary * self.dtype)
+        """Return the captured steps, and the logits that all of them write to."""
+        size = bytes_of(self.laid_out) + self.laid_out * self.sizes.vocabulary * self.dtype
         paged = self.config.rollout.decoder == "paged"
         return Part("CUDA graphs", size if self.gpu and paged else 0, remedies.fewer_slots(self))
 

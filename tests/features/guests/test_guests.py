@@ -182,7 +182,7 @@ def test_a_model_captures_its_graphs_once_and_is_planned_with_the_memory_it_keep
     monkeypatch.setattr(loop, "capture_on", lambda _: captures)
     guests = guests_of(config, load_tokenizer(str(tmp_path)), PROMPTS[:2], 80)
     counts = [len(guests.write(PROMPTS[:2], step, lambda: None)) and len(captures.graphs) for step in (1, 2, 3)]
-    assert counts == [counts[0]] * 3 and captures.rows[0] == 4, "two prompts, two completions each"
+    assert counts == [counts[0]] * 3 and captures.forwards[0] == 4, "two prompts, two completions each"
 
     weights = 4 * parameters_of(str(tmp_path))
     parts = [
@@ -191,7 +191,7 @@ def test_a_model_captures_its_graphs_once_and_is_planned_with_the_memory_it_keep
     ]
     # Four sequences of one page and one to grow into, and two more pages; graphs of 4, 2 and 1 rows.
     numbers = cached_numbers(load_config(str(tmp_path)))
-    assert parts == [weights, weights + (4 * 2 + 2) * PAGE["cuda"] * 4 * numbers + bytes_of(4, 1, 4 * 80)]
+    assert parts == [weights, weights + (4 * 2 + 2) * PAGE * 4 * numbers + bytes_of(4) + 4 * 4 * 80]
 
 
 @pytest.mark.parametrize("changes, says", [

@@ -4,9 +4,9 @@ Triton comes with torch's builds for GPUs; without it torch computes everything.
 checked, once on the device, that it agrees with torch; see `tried`.
 """
 
-from hybrid_grpo.model.kernels.gpu.launcher import proven, tried, triton, usable
+from hybrid_grpo.model.kernels.gpu.launcher import available, proven, tried, triton, usable
 
 if triton is not None:
-    from hybrid_grpo.model.kernels.gpu import gate, norm, rotation, sampling, softmax
+    from hybrid_grpo.model.kernels.gpu import attention, gate, norm, rotation, sampling, softmax
 
-__all__ = ["gate", "norm", "proven", "rotation", "sampling", "softmax", "tried", "usable"]
+__all__ = ["attention", "available", "gate", "norm", "proven", "rotation", "sampling", "softmax", "tried", "usable"]

@@ -24,14 +24,16 @@ def _add_norm(out, total, x, residual, weight, size, epsilon, ADD: tl.constexpr,
     tl.store(out + row + column, (normed.to(tl.float32) * scale).to(out.dtype.element_ty), mask=inside)
 
 
-def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Return the sum x + residual (x itself if there is no residual), and weight * sum / rms(sum), both [n, size].
+def add_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, to: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the sum x + residual (x itself if there is no residual), and weight * sum / rms(sum), both [n, size]; in
+    `to`, if given, of which the first may be `x`.
 
     Root mean square layer normalisation: Zhang and Sennrich, arXiv:1910.07467. Rounds where a Llama layer rounds.
     """
     n, size = x.shape
-    out = torch.empty_like(x)
-    total = x if residual is None else torch.empty_like(x)
+    total, out = to or (x if residual is None else torch.empty_like(x), torch.empty_like(x))
     given = (out, total, x, x if residual is None else residual, weight, size, epsilon)
     launch(_add_norm, (n,), *given, ADD=residual is not None, BLOCK=triton.next_power_of_2(size), num_warps=8)
     return total, out

@@ -26,9 +26,7 @@ def _half(x, norm, base, half, d, epsilon, NORM: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _rotate_and_store(
-    q,
-    k,
-    v,
+    qkv,
     q_norm,
     k_norm,
     rope,
@@ -53,12 +51,12 @@ def _rotate_and_store(
     at = tl.load(position + row)
     kind = keys.dtype.element_ty
     entry = tl.load(table + row * table_stride + at // page).to(tl.int64) * page + at % page
+    source = (row * (heads + 2 * kv) + head) * d
     if head >= heads + kv:
         # A head of the values, stored as it is.
-        source = (row * kv + head - heads - kv) * d
         target = (entry * kv + head - heads - kv) * d
         for begin in tl.static_range(2):
-            x = tl.load(v + source + begin * half + place, mask=inside)
+            x = tl.load(qkv + source + begin * half + place, mask=inside)
             tl.store(values + target + begin * half + place, x, mask=inside)
     else:
         cos_a = tl.load(rope + at * 2 * d + place, mask=inside, other=0.0).to(tl.float32)
@@ -66,14 +64,12 @@ def _rotate_and_store(
         sin_a = tl.load(rope + at * 2 * d + d + place, mask=inside, other=0.0).to(tl.float32)
         sin_b = tl.load(rope + at * 2 * d + d + half + place, mask=inside, other=0.0).to(tl.float32)
         if head < heads:
-            source = (row * heads + head) * d
             target = source
-            a, b = _half(q, q_norm, source, half, d, epsilon, NORM, BLOCK)
-            out = q
+            a, b = _half(qkv, q_norm, source, half, d, epsilon, NORM, BLOCK)
+            out = qkv
         else:
-            source = (row * kv + head - heads) * d
             target = (entry * kv + head - heads) * d
-            a, b = _half(k, k_norm, source, half, d, epsilon, NORM, BLOCK)
+            a, b = _half(qkv, k_norm, source, half, d, epsilon, NORM, BLOCK)
             out = keys
         first = (a * cos_a).to(kind).to(tl.float32) - (b * sin_a).to(kind).to(tl.float32)
         second = (b * cos_b).to(kind).to(tl.float32) + (a * sin_b).to(kind).to(tl.float32)
@@ -82,9 +78,7 @@ def _rotate_and_store(
 
 
 def rotate_and_store(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    qkv: Tensor,
     norms: tuple[Tensor, Tensor] | None,
     epsilon: float,
     rope: Tensor,
@@ -98,19 +92,19 @@ def rotate_and_store(
     Rotary position embedding: Su et al., arXiv:2104.09864, in the layout and with the roundings of transformers' Llama.
 
     Args:
-        q: [n, heads * d]; k, v: [n, kv * d]; contiguous.
+        qkv: [n, (heads + 2 * kv) * d], contiguous: queries, keys and values beside each other.
         norms: weights [d] of the RMS norms of the heads of queries and keys, for models that have them.
         rope: cosines and sines of every position, [positions, 2 * d].
         position_n: int64 [n]; table_nw: int32 [n, width], the pages of each sequence.
         keys, values: a layer's cache, [pages, page, kv, d].
     """
     _, page, kv, d = keys.shape
-    heads = q.shape[1] // d
-    q_norm, k_norm = norms or (q, k)
+    heads = qkv.shape[1] // d - 2 * kv
+    q_norm, k_norm = norms or (qkv, qkv)
     launch(
         _rotate_and_store,
-        (len(q), heads + 2 * kv),
-        *(q, k, v, q_norm, k_norm, rope, position_n, table_nw, table_nw.stride(0), keys, values),
+        (len(qkv), heads + 2 * kv),
+        *(qkv, q_norm, k_norm, rope, position_n, table_nw, table_nw.stride(0), keys, values),
         *(epsilon, heads, kv, d, page),
         NORM=norms is not None,
         BLOCK=triton.next_power_of_2(d // 2),

@@ -10,9 +10,9 @@ SHARED_MEMORY = 48 << 10
 """Bytes that a program may take on any GPU without asking for more."""
 
 
-# Ampere (A100) and Hopper (H100, H200).
+# A10G and RTX 30: the least shared memory of all. All six generations are for benchmarks/kernels.py.
 @pytest.mark.process
-@pytest.mark.parametrize("architecture", ["80", "90"])
+@pytest.mark.parametrize("architecture", ["86"])
 def test_kernels_compile_for_gpus_of_each_generation(architecture, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path)}

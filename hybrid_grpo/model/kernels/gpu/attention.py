@@ -1,0 +1,294 @@
+"""Attention of few new tokens over a paged cache, on a GPU.
+
+One program computes the query heads that share a key head, for one sequence. Where there are few sequences, several
+programs share the entries of one, and the last of them to end adds up their parts. How many share is decided on the
+device from the length of each sequence, so that a captured CUDA graph serves all lengths.
+
+Online softmax: Milakov and Gimelshein, arXiv:1805.02867. Pages: Kwon et al., arXiv:2309.06180. Splitting over the keys:
+Dao et al., "Flash-Decoding for long-context inference", 2023.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybrid_grpo.model.kernels.gpu.launcher import launch
+
+_UNITS = 2048
+"""Most parts that all programs of a launch write."""
+_MOST_SPLITS = 64
+_LEAST = 256
+"""Entries for which a program of its own is worth it, at least."""
+_TILE_BYTES = 32 << 10
+"""Most bytes of keys and values that a program loads at a time; another such tile is on its way meanwhile."""
+
+
+@triton.jit
+def _dot(a, b, c):
+    # Exact for float32; of no effect on other types.
+    return tl.dot(a, b, c, input_precision="ieee")
+
+
+@triton.jit
+def _tile(pool, place, inside, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Load numbers `first` to `WIDTH` of some entries, [entries, BLOCK]."""
+    column = first + tl.arange(0, BLOCK)
+    there = inside[:, None] & (column < WIDTH)[None, :]
+    return tl.load(pool + place[:, None] + column[None, :], mask=there, other=0.0)
+
+
+@triton.jit
+def _store(out, row, first, total, acc, real, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Store the mean of the values: zero for a query that attends to nothing."""
+    column = first + tl.arange(0, BLOCK)
+    mean = acc / tl.where(total > 0, total, 1.0)[:, None]
+    there = real[:, None] & (column < WIDTH)[None, :]
+    tl.store(out + row[:, None] + column[None, :], mean.to(out.dtype.element_ty), there)
+
+
+@triton.jit(do_not_specialize=["table_stride", "window", "least", "splits"])
+def _attend(
+    out,
+    query,
+    keys,
+    values,
+    table,
+    position,
+    begins,
+    sinks,
+    parts,
+    arrived,
+    query_token,
+    query_head,
+    table_stride,
+    key_page,
+    key_entry,
+    key_head,
+    value_page,
+    value_entry,
+    value_head,
+    scale,
+    softcap,
+    window,
+    least,
+    splits,
+    RAGGED: tl.constexpr,
+    SINKS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SHARED: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    V: tl.constexpr,
+    V0: tl.constexpr,
+    V1: tl.constexpr,
+    QUERIES: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+    head, tile = tl.program_id(1), tl.program_id(2)
+    first, count = row, 1
+    if RAGGED:
+        first = tl.load(begins + row)
+        count = tl.load(begins + row + 1) - first
+    start = tl.load(position + row).to(tl.int32)
+    # The query heads of a key head, for one new token after the other.
+    place = tile * QUERIES + tl.arange(0, QUERIES)
+    token, of_group = place // GROUP, place % GROUP
+    real = token < count
+    at = start + token
+    query_heads = tl.num_programs(1) * GROUP
+    here = head * GROUP + of_group
+
+    end = tl.minimum(start + (tile * QUERIES + QUERIES - 1) // GROUP, start + count - 1) + 1
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(start + tile * QUERIES // GROUP - window + 1, 0)
+    begin = begin // ENTRIES
+    blocks = tl.where(tile * QUERIES < count * GROUP, tl.maximum(tl.cdiv(end, ENTRIES) - begin, 0), 0)
+    share = tl.maximum(tl.cdiv(blocks, splits), least)
+    used = tl.cdiv(blocks, share)
+
+    if (split < used) | ((split == 0) & (tile * QUERIES < count * GROUP)):
+        at_query = (first + token).to(tl.int64) * query_token + here * query_head
+        q0 = _tile(query, at_query, real, 0, D, D0)
+        highest = tl.full([QUERIES], -1e30, tl.float32)
+        total = tl.zeros([QUERIES], tl.float32)
+        acc0 = tl.zeros([QUERIES, V0], tl.float32)
+        if D1:
+            q1 = _tile(query, at_query, real, D0, D, D1)
+        if V1:
+            acc1 = tl.zeros([QUERIES, V1], tl.float32)
+        for block in range(begin + split * share, begin + tl.minimum((split + 1) * share, blocks)):
+            entry = block * ENTRIES + tl.arange(0, ENTRIES)
+            inside = entry < end
+            page = tl.load(table + row.to(tl.int64) * table_stride + entry // PAGE, inside, 0).to(tl.int64)
+            at_key = page * key_page + entry % PAGE * key_entry + head * key_head
+            k0 = _tile(keys, at_key, inside, 0, D, D0)
+            logits = _dot(q0, tl.trans(k0), tl.zeros([QUERIES, ENTRIES], tl.float32))
+            if D1:
+                logits = _dot(q1, tl.trans(_tile(keys, at_key, inside, D0, D, D1)), logits)
+            logits *= scale
+            if SOFTCAP:
+                # tanh
+                small = tl.exp(tl.abs(logits) * (-2.0 / softcap))
+                capped = softcap * (1.0 - small) / (1.0 + small)
+                logits = tl.where(logits < 0, -capped, capped)
+            seen = (entry[None, :] <= at[:, None]) & inside[None, :]
+            if WINDOW:
+                seen = seen & (entry[None, :] > at[:, None] - window)
+            logits = tl.where(seen, logits * 1.4426950408889634, float("-inf"))
+            higher = tl.maximum(highest, tl.max(logits, 1))
+            weights = tl.exp2(logits - higher[:, None])
+            shrink = tl.exp2(highest - higher)
+            total = total * shrink + tl.sum(weights, 1)
+            weights = weights.to(values.dtype.element_ty)
+            at_value = page * value_page + entry % PAGE * value_entry + head * value_head
+            if SHARED:
+                v0 = k0
+            else:
+                v0 = _tile(values, at_value, inside, 0, V, V0)
+            acc0 = _dot(weights, v0, acc0 * shrink[:, None])
+            if V1:
+                acc1 = _dot(weights, _tile(values, at_value, inside, V0, V, V1), acc1 * shrink[:, None])
+            highest = higher
+
+        last = True
+        if used > 1:
+            unit = ((row * tl.num_programs(1) + head) * tl.num_programs(2) + tile).to(tl.int64)
+            size = QUERIES * (V0 + V1 + 2)
+            queries, whole = tl.arange(0, QUERIES), tl.full([QUERIES], True, tl.int1)
+            part = parts + unit * splits * size
+            mine = part + split * size
+            one = tl.full([QUERIES], 1.0, tl.float32)
+            tl.store(mine + queries, highest)
+            tl.store(mine + QUERIES + queries, total)
+            _store(mine + 2 * QUERIES, queries * V0, 0, one, acc0, whole, V0, V0)
+            if V1:
+                _store(mine + QUERIES * (2 + V0), queries * V1, 0, one, acc1, whole, V1, V1)
+            # All threads have stored before the program counts as arrived.
+            tl.debug_barrier()
+            last = tl.atomic_add(arrived + unit, 1, sem="acq_rel", scope="gpu") == used - 1
+            if last:
+                tl.debug_barrier()
+                tl.store(arrived + unit, 0)
+                highest = tl.full([QUERIES], -1e30, tl.float32)
+                total = tl.zeros([QUERIES], tl.float32)
+                acc0 = tl.zeros([QUERIES, V0], tl.float32)
+                if V1:
+                    acc1 = tl.zeros([QUERIES, V1], tl.float32)
+                for other in range(0, used):
+                    theirs = part + other * size
+                    own = tl.load(theirs + queries, cache_modifier=".cg")
+                    higher = tl.maximum(highest, own)
+                    shrink, weight = tl.exp2(highest - higher), tl.exp2(own - higher)
+                    total = total * shrink + tl.load(theirs + QUERIES + queries, cache_modifier=".cg") * weight
+                    cell = queries[:, None] * V0 + tl.arange(0, V0)[None, :]
+                    found = tl.load(theirs + 2 * QUERIES + cell, cache_modifier=".cg")
+                    acc0 = acc0 * shrink[:, None] + found * weight[:, None]
+                    if V1:
+                        cell = queries[:, None] * V1 + tl.arange(0, V1)[None, :]
+                        found = tl.load(theirs + QUERIES * (2 + V0) + cell, cache_modifier=".cg")
+                        acc1 = acc1 * shrink[:, None] + found * weight[:, None]
+                    highest = higher
+        if last:
+            if SINKS:
+                sink = tl.load(sinks + here, real, 0.0).to(tl.float32) * 1.4426950408889634
+                total = tl.where(total > 0, total + tl.exp2(tl.minimum(sink - highest, 126.0)), 0.0)
+            to = ((first + token).to(tl.int64) * query_heads + here) * V
+            _store(out, to, 0, total, acc0, real, V, V0)
+            if V1:
+                _store(out, to, V0, total, acc1, real, V, V1)
+
+
+def _halves(width: int) -> tuple[int, int]:
+    """Return two powers of two, or one and 0, which add up to at least `width`."""
+    first = max(16, 1 << width.bit_length() - 1)
+    return first, max(16, triton.next_power_of_2(width - first)) if width > first else 0
+
+
+def _queries(group: int, tokens: int, width: int, itemsize: int) -> int:
+    """Return the number of queries that one program computes."""
+    most = 16 if itemsize > 2 or width > 256 else 32
+    return min(max(16, triton.next_power_of_2(group * tokens)), most)
+
+
+Scratch = dict[int, tuple[Tensor, Tensor]]
+"""Memory in which the programs of a launch leave their parts, by the numbers of a part; kept from launch to launch.
+Only launches that follow each other on one stream can share it."""
+
+
+def _room(scratch: Scratch, numbers: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return room for as many parts of `numbers` float32 as a launch may have, and counters (int32) that are 0."""
+    if numbers not in scratch:
+        parts = torch.empty(_UNITS * numbers, dtype=torch.float32, device=device)
+        scratch[numbers] = parts, torch.zeros(_UNITS, dtype=torch.int32, device=device)
+    return scratch[numbers]
+
+
+def paged_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    position: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+    scratch: Scratch,
+    begins: Tensor | None = None,
+    longest: int = 1,
+    splits: int | None = None,
+    least: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Compute the causal attention of the last tokens of sequences, whose keys and values are in the cache already.
+    Returns [N, heads, value_dim]; zeros for a sequence without entries.
+
+    Args:
+        query: [N, heads, head_dim], of each sequence's new tokens in order; by default one for each.
+        keys: [pages, page, kv, head_dim], a layer's cache; values: [pages, page, kv, value_dim]. Values may be the
+            first numbers of the keys, as latents are.
+        table: int32 [n, width], the pages of each sequence.
+        position: int64 [n], of each sequence's first new token; -1 for a sequence without entries.
+        scale, window, softcap, sinks: see `model.attention.Options`.
+        scratch: see `Scratch`.
+        begins: int32 [n + 1], the offsets of each sequence's first query; `longest`: the most queries of a sequence.
+        splits: most programs that share a sequence, of which each computes at least `least` entries. Default: as keeps
+            a GPU busy.
+        out: contiguous memory for the result.
+    """
+    (_, heads, d), (_, page, kv, v) = query.shape, values.shape
+    n, group = len(table), heads // kv
+    queries = _queries(group, longest, max(d, v), keys.itemsize)
+    tiles = -(-group * longest // queries)
+    programs = n * kv * tiles
+    splits, least = splits or max(1, min(_MOST_SPLITS, _UNITS // programs)), least or max(_LEAST, 2 * programs)
+    query = query if query.stride(2) == 1 else query.contiguous()
+    (d0, d1), (v0, v1) = _halves(d), _halves(v)
+    entries = max(16, 1 << (_TILE_BYTES // ((d0 + d1 + v0 + v1) * keys.itemsize)).bit_length() - 1)
+    entries = min(entries, 64 if keys.itemsize == 2 else 16)
+    same_place = values.untyped_storage()._cdata == keys.untyped_storage()._cdata and v == v0 == d0
+    shares = same_place and (values.storage_offset(), values.stride()) == (keys.storage_offset(), keys.stride())
+    if out is None:
+        out = torch.empty(len(query), heads, v, dtype=query.dtype, device=query.device)
+    parts, arrived = _room(scratch, queries * (v0 + v1 + 2), query.device) if splits > 1 else (out, table)
+    launch(
+        _attend,
+        (n * splits, kv, tiles),
+        *(out, query, keys, values, table, position),
+        *(table if begins is None else begins, out if sinks is None else sinks, parts, arrived),
+        *(query.stride(0), query.stride(1), table.stride(0), *keys.stride()[:3], *values.stride()[:3]),
+        *(scale, softcap, window, max(1, least // entries), splits),
+        **{"RAGGED": begins is not None, "SINKS": sinks is not None, "SOFTCAP": softcap > 0, "WINDOW": window > 0},
+        **{"SHARED": shares, "GROUP": group, "PAGE": page, "D": d, "D0": d0, "D1": d1, "V": v, "V0": v0, "V1": v1},
+        **{"QUERIES": queries, "ENTRIES": entries},
+        num_warps=4 if queries * (v0 + v1) < 8192 and keys.itemsize == 2 else 8,
+        num_stages=2,
+    )
+    return out
