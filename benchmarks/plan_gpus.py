@@ -2,10 +2,12 @@
 
     python benchmarks/plan_gpus.py [MODEL ...] [--json benchmarks/results/plan_gpus.json] [--docs docs/memory.md]
 
-Nothing is measured and no weights are created, so it runs anywhere. All models take some minutes; given models replace
-their rows in the file. The recipe: bfloat16, ZeRO-3, gradient checkpointing, prompts of 512 tokens and completions of
-1,024, a rollout of 32 x 8, prefills of 2,048 tokens, no reference, everything else as it is by default. A model fits
-where the plan's phases do, with a cache for at least `SEQUENCES` sequences at once.
+Nothing is measured and no weights are created, so it runs anywhere. Dry runs have two layers and three, from which the
+sizes of the whole model follow. All models take some minutes; given models replace their rows in the file.
+
+The recipe: bfloat16, ZeRO-3, gradient checkpointing, prompts of 512 tokens and completions of 1,024, a rollout of 32 x
+8, prefills of 2,048 tokens, no reference, everything else as it is by default. A model fits where the plan's phases do,
+with a cache for at least `SEQUENCES` sequences at once.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from transformers import AutoConfig
 from hybrid_grpo.config import EngineConfig, PolicyConfig, RolloutConfig, TrainConfig
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.model.hardware import of_table
-from hybrid_grpo.run.memory.dry_run import measure
+from hybrid_grpo.run.memory.dry_run import Footprint, Sizes, measure
 from hybrid_grpo.run.memory.plan import Plan
 
 ROOT = Path(__file__).parent.parent
@@ -93,11 +95,32 @@ def recipe(offload: bool) -> TrainConfig:
     )
 
 
+def sizes_of(shape: Shape, config: TrainConfig, prompt: int) -> Sizes:
+    """The sizes of a model from dry runs with two layers and three; of 0.5B they are those of one with all layers."""
+    two, three = (
+        measure(config, replace(shape, layers=layers).config, batch_plan(config, 1), prompt, on_gpu=True)
+        for layers in (2, 3)
+    )
+    return with_layers(two, three, shape.layers)
+
+
+def with_layers(two: Any, three: Any, layers: int) -> Any:
+    """A dataclass of sizes for a number of layers, from those for two and three."""
+    made = {}
+    for name, low in vars(two).items():
+        high = getattr(three, name)
+        if isinstance(low, Footprint):
+            made[name] = with_layers(low, high, layers)
+        else:
+            made[name] = low if low == high else low + (layers - 2) * (high - low)
+    return replace(two, **made)
+
+
 def plans(shape: Shape) -> dict[str, Any]:
     """The model's entry in the file: by GPU memory and place of the optimizer, the plan on the fewest sufficient
     GPUs."""
     # The same on every number of ranks: a micro-batch is one group, and four prompts fill a prefill.
-    sizes = measure(recipe(offload=False), shape.config, batch_plan(recipe(offload=False), 1), PROMPT, on_gpu=True)
+    sizes = sizes_of(shape, recipe(offload=False), PROMPT)
     fitting: dict[str, dict[str, Any]] = {}
     for memory, gpu in GPUS.items():
         of_memory = fitting[memory] = {}
@@ -109,8 +132,8 @@ def plans(shape: Shape) -> dict[str, Any]:
 
 
 def fits(plan: Plan) -> bool:
-    """Whether every phase has enough memory, and the cache has room for enough sequences."""
-    return max(phase.least for phase in plan.phases) <= plan.hardware.device_bytes and plan.sequences >= SEQUENCES
+    """Whether every phase has enough memory, with a margin, and the cache has room for enough sequences."""
+    return max(phase.least for phase in plan.phases) <= plan.usable and plan.sequences >= SEQUENCES
 
 
 def summary(plan: Plan) -> dict[str, Any]:
@@ -177,9 +200,9 @@ def _cells(planned: dict[str, Any]) -> list[str]:
     return [*(f"{size:.1f}" if size else "-" for size in sizes), str(planned["sequences"]), f"{planned['host']:.0f}"]
 
 
-def replaced(page: str, tables: str) -> str:
-    """The page with the tables between its two marks."""
-    done, count = re.subn(r"(?s)(<!-- plan_gpus -->\n\n).*?(\n\n<!-- end -->)", lambda m: m[1] + tables + m[2], page)
+def replaced(page: str, tables: str, mark: str = "plan_gpus") -> str:
+    """The page with the tables between the two marks."""
+    done, count = re.subn(rf"(?s)(<!-- {mark} -->\n\n).*?(\n\n<!-- end -->)", lambda m: m[1] + tables + m[2], page)
     assert count == 1, "the page has no place for the tables"
     return done
 

@@ -132,6 +132,8 @@ def policy_config(policy: PolicyConfig, engine: EngineConfig) -> dict[str, Any]:
     on_gpu = get_accelerator().device_name() != "cpu"
     torch_adam = engine.adam == "torch" or (engine.adam == "auto" and not (on_gpu and engine.offload_optimizer))
     adam = {"lr": policy.lr, "betas": list(policy.betas), "weight_decay": policy.weight_decay, "torch_adam": torch_adam}
+    if torch_adam and on_gpu and not engine.offload_optimizer:
+        adam["fused"] = True  # one pass over the weights, without temporaries
     config: dict[str, Any] = {
         **_common(policy.dtype),
         # One engine.step() is one optimizer step, after any number of micro-batches.

@@ -146,6 +146,15 @@ def test_bfloat16_and_offloading_to_the_host(folder):
         assert 0 < seen[name]["parity/logp_abs_diff_mean"] < 0.02, name
 
 
+def test_the_fused_optimizer_is_saved_and_resumed(folder):
+    """It counts its steps on the GPU; a count on the host, as other optimizers of torch have it, is read there as an
+    address of the GPU."""
+    (seen,) = ranks(1, "fused", folder, accelerator="cuda", programs="reshaping_programs.py")
+    assert seen["fused"] and seen["steps on"] == ["cuda"] and seen["saved"]["again"]
+    for ours, theirs in zip(seen["resumed"]["metrics"], seen["saved"]["metrics"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+
+
 # Gemma 2 has windows, soft caps and a tied head.
 @pytest.mark.parametrize("architecture", ["qwen2", "gemma2", "gpt_oss"])
 def test_greedy_tokens_in_float32_are_those_of_the_cpu(architecture, captures):

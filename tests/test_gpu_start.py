@@ -12,6 +12,7 @@ import torch
 import torch.cuda.graphs
 from paths import ROOT
 
+from hybrid_grpo.config import EngineConfig, PolicyConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation import cache, graphs
 from hybrid_grpo.model import hardware
@@ -122,26 +123,36 @@ def test_the_same_without_the_launcher(monkeypatch):
 
 
 @pytest.fixture
-def gpus(monkeypatch):
-    """Starts a rank where so many GPUs are visible; returns the GPU it takes, its threads and its allocator."""
+def gpus(monkeypatch, tmp_path):
+    """Starts a rank where so many GPUs are visible; returns the GPU it takes, its threads and its allocator. Linux
+    lists the cores near a GPU in `nodes`, if the test has set it."""
     names = ("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
     for name in (*names, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "LOCAL_RANK", "RANK"):
         monkeypatch.setenv(name, "")  # so that what a start sets is taken back
-    cores = {"own": 64, "launcher": 64}
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores["own" if pid == 0 else "launcher"])))
+    cores = {"own": set(range(64)), "launcher": set(range(64))}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores["own" if pid == 0 else "launcher"])
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, chosen: cores.update(own=set(chosen)))
+    monkeypatch.setattr(hardware, "_PCI_DEVICES", tmp_path)
+    address = {"pci_domain_id": 0, "pci_device_id": 0}
+    device = lambda gpu: SimpleNamespace(**address, pci_bus_id=26 + gpu)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_device_properties", device)
     threads = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
 
-    def start(count, own=64, **environment):
+    def start(count, own=64, nodes=(), **environment):
+        for gpu, listed in enumerate(nodes):
+            (tmp_path / f"0000:{26 + gpu:02x}:00.0").mkdir(exist_ok=True)
+            (tmp_path / f"0000:{26 + gpu:02x}:00.0/local_cpulist").write_text(f"{listed}\n")
         for name in (*names, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
             monkeypatch.delenv(name, raising=False)
         for name, value in {"LOCAL_RANK": "0", **environment}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("RANK", os.environ["LOCAL_RANK"])
-        cores["own"], taken = own, []
+        cores["own"], taken = set(range(own)), []
         threads.clear()
         hardware.take_gpu(SimpleNamespace(device_count=lambda: count, set_device=taken.append))
         assert os.environ["LOCAL_RANK"] == str(taken[0])
+        start.cores = cores["own"]
         return taken[0], threads[0] if threads else None, os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
 
     return start
@@ -164,6 +175,27 @@ def test_a_rank_takes_its_share_of_the_cores(gpus):
     assert gpus(8, LOCAL_WORLD_SIZE="8", own=12)[1] == 12, "bound by whoever started it, as by srun"
     assert gpus(8, LOCAL_SIZE="8", OMP_NUM_THREADS="3")[1] is None
     assert gpus(1)[1] == 64
+
+
+def test_a_rank_is_bound_to_cores_near_its_gpu(gpus):
+    """Two sockets of 16 cores, with hyperthreads 32 further on, and two GPUs on each."""
+    nodes = ["0-15,32-47"] * 2 + ["16-31,48-63"] * 2
+    seen = []
+    for rank in range(4):
+        assert gpus(4, nodes=nodes, LOCAL_RANK=str(rank), LOCAL_SIZE="4")[1] == 16
+        seen.append(gpus.cores)
+    assert set().union(*seen) == set(range(64)) and sum(map(len, seen)) == 64, "each core is one rank's"
+    for rank, cores in enumerate(seen):
+        assert {core % 32 // 16 for core in cores} == {rank // 2}
+        assert {core % 32 for core in cores if core < 32} == {core % 32 for core in cores}, "hyperthreads are together"
+    # Cores of the other socket would be idle; two ranks of one socket share its cores.
+    for count, local in ((1, "0"), (2, "1")):
+        assert gpus(4, nodes=nodes, LOCAL_RANK=local, LOCAL_SIZE=str(count))[1] == 64 // count
+        assert gpus.cores == set(range(64))
+    # Without a list, in a virtual machine.
+    gpus(4, nodes=[""] * 4, LOCAL_RANK="1", LOCAL_SIZE="4")
+    assert gpus.cores == set(range(64))
+    assert gpus(4, nodes=nodes, own=8, LOCAL_RANK="1", LOCAL_SIZE="4")[1] == 8, "bound by whoever started it"
 
 
 def test_every_way_of_launching_sets_the_allocator(gpus):
@@ -238,7 +270,8 @@ def test_memory_of_graphs_does_not_count_as_free_for_the_cache(monkeypatch):
     held = [segment((0, 0), 500, 100), segment((0, 7), 3000, 0), segment((0, 0), 900, 0, device=1)]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 8000))
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: held)
-    assert cache.free_bytes(torch.device("cuda", 0)) == 1000 + 400
+    # A margin of 3 % of the whole memory stays free.
+    assert cache.free_bytes(torch.device("cuda", 0)) == 1000 + 400 - 240
 
 
 @pytest.mark.process
@@ -263,6 +296,37 @@ print("built")
     monkeypatch.delenv("CUDA_HOME", raising=False)
     done = forks.run(tmp_path / "program.py")
     assert done.out.endswith("built\n"), done.err[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "name", "fused"),
+    [
+        ("cuda", {}, "AdamW", True),
+        ("cuda", {"zero_stage": 1, "adam": "torch"}, "AdamW", True),
+        ("cuda", {"offload_optimizer": True}, "DeepSpeedCPUAdam", None),
+        ("cuda", {"offload_optimizer": True, "adam": "torch"}, "AdamW", None),
+        ("cuda", {"adam": "deepspeed"}, "FusedAdam", None),
+        ("cpu", {}, "AdamW", None),
+        ("cpu", {"offload_optimizer": True}, "AdamW", None),
+    ],
+)
+def test_the_optimizer_is_fused_where_it_is_on_a_gpu(monkeypatch, device, settings, name, fused):
+    """torch's default on a GPU, `foreach`, reads and writes everything several times."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    from hybrid_grpo import engine as engines
+
+    monkeypatch.setattr(engines, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: device))
+    engine = EngineConfig(**settings)
+    given = dict(engines.policy_config(PolicyConfig(weight_decay=0.1), engine)["optimizer"]["params"])
+    double = SimpleNamespace(
+        zero_use_cpu_optimizer=lambda: engine.offload_optimizer, zenflow=False, bf16_optimizer_states=lambda: False
+    )
+    kind, more = DeepSpeedEngine.get_optimizer_configuration(double, given, True)
+    assert (kind.__name__, given.get("fused")) == (name, fused)
+    if name == "AdamW":
+        (group,) = kind([torch.zeros(3)], **given, **more).param_groups
+        assert (group["fused"], group["foreach"], group["lr"], group["weight_decay"]) == (fused, None, 1e-6, 0.1)
 
 
 @pytest.mark.process

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,10 @@ from hybrid_grpo.config.checks import batch_plan, check_generate, check_reward, 
 from hybrid_grpo.config.held_out import held_out_sets
 from hybrid_grpo.config.parsing import parse
 from hybrid_grpo.records.lock import FolderLock
+
+sys.path.append(str(ROOT / "benchmarks"))
+
+import small_gpus
 
 SCRIPTS = ROOT / "training_scripts"
 RECIPES = sorted(path.name for path in SCRIPTS.glob("gsm8k_*.sh"))
@@ -69,6 +74,19 @@ def test_a_recipe_parses_and_its_last_word_is_the_user_s(script, tmp_path, monke
     assert config.data.path == "openai/gsm8k" and config.rewards == [RewardConfig("numeric_answer")]
     if ranks == 8:
         assert config.engine.zero_stage == 3 and config.engine.offload_optimizer and config.grpo.beta > 0
+
+
+@pytest.mark.process
+def test_the_words_of_the_recipe_for_small_gpus_are_recipes(tmp_path, monkeypatch):
+    """tests/test_plan_gpus.py plans what docs/memory.md says of them."""
+    (call,) = handed_over("small_gpus.sh", tmp_path, "Qwen/Qwen2.5-7B-Instruct", "lora", "offload", "--run.steps", "7")
+    monkeypatch.chdir(SCRIPTS.parent)
+    config = parse(TrainConfig, call[call.index("train") + 1 :], "train").config
+    expected = small_gpus.config_of("Qwen/Qwen2.5-7B-Instruct", "lora offload")
+    name = "gsm8k_qwen2.5-7b-instruct_lora_offload"
+    assert config == replace(expected, run=replace(expected.run, name=name, steps=7))
+    with pytest.raises(subprocess.CalledProcessError):
+        handed_over("small_gpus.sh", tmp_path)
 
 
 @pytest.mark.process

@@ -90,7 +90,7 @@ def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[di
     with output as write:
         device = _device()
         if partners is not None:
-            partners.load(device)
+            partners.load(device, rollout.longest(max(len(prompt.token_ids) for prompt in prompts)))
         model = load_model(config.policy, attention_of(rollout.decoder)).to(device).eval()
         requests = requests_of(prompts, rollout, config.run.seed, step=0)
         with bar:

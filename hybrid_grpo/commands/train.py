@@ -123,7 +123,7 @@ def make_trainer(
     from hybrid_grpo.trainer import Trainer
 
     inputs.load_models(engine.Frozen)
-    inputs.load_user(device)
+    inputs.load_user(device, config.rollout.longest(inputs.longest_prompt))
     policy = Policy(
         config.policy,
         config.engine,

@@ -25,7 +25,7 @@ from hybrid_grpo.config.run import RunConfig
 from hybrid_grpo.config.train import ModelRunConfig, TrainConfig, check_outcome, names_of_rewards
 from hybrid_grpo.config.watching import WatchOptionsConfig
 
-_Gpu = Literal["rtx4090", "a100-40gb", "a100-80gb", "l40s", "h100", "h200", "b200"]
+_Gpu = Literal["rtx3090", "rtx4090", "rtx5090", "a10g", "l40s", "a100-40gb", "a100-80gb", "h100", "h200", "b200"]
 
 
 def _gpu_name(name: Any) -> Any:

@@ -28,6 +28,8 @@ from hybrid_grpo.model.upload import upload
 
 GPU_SHARE = 0.95
 """Fraction of the free GPU memory that the cache may take, after deducting what decoding itself will take."""
+MARGIN = 0.03
+"""Fraction of a GPU's memory that stays free, for what a plan does not know."""
 _HOST_SHARE = 0.5
 """Fraction of the available host memory that the cache may take."""
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
@@ -288,12 +290,12 @@ def prefill_that_fits(wish: int | None, on_gpu: bool, token_bytes: int, free: in
 def free_bytes(device: torch.device) -> int:
     """Return the bytes of memory that decoding may take on the device now."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
+        free, total = torch.cuda.mem_get_info(device)
         # Blocks that torch holds and no tensor uses are free too, but not those of CUDA graphs, which have pools of
         # their own: the common pool is (0, 0).
         segments = [s for s in torch.cuda.memory_snapshot() if s["device"] == device.index]
         common = [s for s in segments if tuple(s["segment_pool_id"]) == (0, 0)]
-        return int(free + sum(s["total_size"] - s["allocated_size"] for s in common))
+        return int(free + sum(s["total_size"] - s["allocated_size"] for s in common) - MARGIN * total)
     return int(_HOST_SHARE * psutil.virtual_memory().available)
 
 

@@ -152,6 +152,16 @@ def layer_configs(config: Any) -> list[Any]:
     return list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text] * text.num_hidden_layers
 
 
+def cached_numbers(config: Any) -> int:
+    """Return the numbers in one token's keys and values in all layers, as if each layer attended."""
+    numbers = 0
+    for layer in layer_configs(config):
+        query_heads = getattr(layer, "num_attention_heads", 0)
+        heads = getattr(layer, "num_key_value_heads", None) or query_heads
+        numbers += 2 * heads * (getattr(layer, "head_dim", None) or layer.hidden_size // max(query_heads, 1))
+    return numbers
+
+
 def has_sinks(config: Any) -> bool:
     """Whether some layer's attention has sinks, one more logit for each query that takes weight from all others."""
     model = text_class(config)

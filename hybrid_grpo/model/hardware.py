@@ -11,13 +11,14 @@ import torch
 from torch.utils.benchmark import Timer
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.model.ranks import local_ranks
+from hybrid_grpo.model.ranks import local_ranks, own_cores
 
 _CGROUPS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
     (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
 )
 """Files with the memory limit and use of this container, under cgroups version 2 and 1."""
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
 CUDA_CONTEXT_BYTES = 550 << 20
 """CUDA's context and workspaces: what `nvidia-smi` shows for a process on top of torch's memory. An estimate."""
 
@@ -41,17 +42,24 @@ class Hardware:
 
 
 GPUS = {
+    "rtx3090": (24, 71e12, 0.94e12),
     "rtx4090": (24, 165e12, 1.01e12),
+    "rtx5090": (32, 210e12, 1.79e12),
+    "a10g": (23.8, 70e12, 0.6e12),
     "a100-40gb": (40, 312e12, 1.56e12),
     "a100-80gb": (80, 312e12, 2.04e12),
-    "l40s": (48, 362e12, 0.86e12),
+    "l40s": (47.6, 362e12, 0.86e12),
     "h100": (80, 989e12, 3.35e12),
     "h200": (141, 989e12, 4.8e12),
     "b200": (180, 2250e12, 8.0e12),
 }
-"""GPUs from data sheets: memory in 10^9 bytes, dense bfloat16 operations per second, bytes read per second."""
+"""GPUs from data sheets: memory in 10^9 bytes, dense bfloat16 operations per second, bytes read per second. Where error
+correction takes a part of the memory, it is what CUDA reports."""
 _CALLED = {
+    r"RTX 3090$": "rtx3090",
     r"RTX 4090$": "rtx4090",
+    r"RTX 5090$": "rtx5090",
+    r"\bA10G\b": "a10g",
     r"A100\b": "a100-80gb",
     r"L40S\b": "l40s",
     # Cards for a PCIe slot are slower.
@@ -63,22 +71,13 @@ _CALLED = {
 
 
 def take_gpu(accelerator: Any) -> None:
-    """Select this rank's GPU before CUDA starts in the process; set CUDA's allocator and the number of host threads.
+    """Select this rank's GPU before CUDA starts in the process; set CUDA's allocator, cores and number of host threads.
 
     `accelerator` is DeepSpeed's. Raises UserError if torch sees too few GPUs.
     """
     # Expandable segments fragment less when rollouts and training alternate.
     if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
-    if "OMP_NUM_THREADS" not in os.environ or by_torchrun:
-        # The cores that this rank is bound to, or its share of the cores that all ranks of the machine share.
-        cores = os.sched_getaffinity(0)
-        shared = cores == os.sched_getaffinity(os.getppid())
-        threads = max(1, len(cores) // (local_ranks() if shared else 1))
-        # Adam's kernel has its own OpenMP, which reads the variable.
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        torch.set_num_threads(threads)
     count, local = accelerator.device_count(), int(os.environ["LOCAL_RANK"])
     if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
         # The launcher lets each rank see only its own GPU, as Slurm does with --gpus-per-task.
@@ -90,6 +89,33 @@ def take_gpu(accelerator: Any) -> None:
         )
     os.environ["LOCAL_RANK"] = str(local)  # DeepSpeed reads it too
     accelerator.set_device(local)
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
+    if "OMP_NUM_THREADS" not in os.environ or by_torchrun:
+        if count >= local_ranks() > 1 and os.sched_getaffinity(0) == os.sched_getaffinity(os.getppid()):
+            _bind([_cores_near(gpu) for gpu in range(local_ranks())], local)
+        threads = own_cores()
+        # Adam's kernel has its own OpenMP, which reads the variable.
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)
+
+
+def _cores_near(gpu: int) -> set[int]:
+    """Return the cores of a GPU's NUMA node that this process may use; none if Linux does not list them."""
+    found: Any = torch.cuda.get_device_properties(gpu)
+    address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    file = _PCI_DEVICES / address / "local_cpulist"
+    spans = [span.partition("-") for span in file.read_text().strip().split(",") if span] if file.is_file() else []
+    listed = {core for first, _, last in spans for core in range(int(first), int(last or first) + 1)}
+    return listed & os.sched_getaffinity(0)
+
+
+def _bind(near: list[set[int]], local: int) -> None:
+    """Bind this process to its share of the cores near its GPU, given those near the GPU of every rank of the machine.
+    Memory of an offloaded optimizer is then on the GPU's side. Without effect if some cores are near no rank's GPU."""
+    if set().union(*near) == os.sched_getaffinity(0):
+        sharing = [rank for rank, cores in enumerate(near) if cores == near[local]]
+        # Hyperthreads of a core are numbered half of all cores apart, so that a stride keeps them together.
+        os.sched_setaffinity(0, sorted(near[local])[sharing.index(local) :: len(sharing)])
 
 
 def refuse_idle_gpus() -> None:
@@ -128,6 +154,13 @@ def of_device(device: torch.device, dtype: Literal["bfloat16", "float32"]) -> Ha
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info(device)[0] + CUDA_CONTEXT_BYTES
     return Hardware(torch.cuda.get_device_name(device), True, free, host, process, flops, bandwidth)
+
+
+def device_bytes(device: torch.device) -> int:
+    """Return the bytes of all memory of the device, free or not."""
+    if device.type == "cpu":
+        return int(psutil.virtual_memory().total)
+    return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def host_free_bytes() -> int:

@@ -45,6 +45,12 @@ def local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
 
 
+def own_cores() -> int:
+    """Return the number of cores that this rank is bound to, or its share of those that all ranks here can use."""
+    cores = os.sched_getaffinity(0)
+    return max(1, len(cores) // (local_ranks() if cores == os.sched_getaffinity(os.getppid()) else 1))
+
+
 def form_group_of_one() -> None:
     """Set the environment variables of a process group with one rank, as a launcher does."""
     with socket.socket() as probe:

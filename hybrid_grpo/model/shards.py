@@ -317,9 +317,10 @@ class _Saved:
                     state[key] = torch.empty_like(flat.tensor, dtype=dtype)
                 targets[key] = state[key].zero_()
             if steps:
-                # torch's optimizers count steps in a tensor, DeepSpeed's in a number.
+                # torch's optimizers count steps in a tensor, fused ones on the device; DeepSpeed's in a number.
                 of_torch = type(optimizer).__module__.startswith("torch.")
-                state[_STEP] = torch.tensor(float(max(steps))) if of_torch else max(steps)
+                device = flat.tensor.device if optimizer.defaults.get("fused") else "cpu"
+                state[_STEP] = torch.tensor(float(max(steps)), device=device) if of_torch else max(steps)
         for piece, saved in parts:
             _copy(piece, {key: target.view(-1) for key, target in targets.items()}, saved.piece, saved.tensors)
 

@@ -1,6 +1,5 @@
 """Loads the reward functions that the setting `rewards` lists, and refuses entries that cannot work."""
 
-import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ import torch
 from hybrid_grpo.config import RewardConfig, ScoringConfig, reward_name
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Prompt
-from hybrid_grpo.model.ranks import local_ranks
+from hybrid_grpo.model.ranks import own_cores
 from hybrid_grpo.rewards.functions import BUILTINS, RewardEntry, load_function
 from hybrid_grpo.rewards.models.reward_model import RewardModel, held
 from hybrid_grpo.workers.calls import Interface
@@ -122,7 +121,7 @@ def _isolated(config: RewardConfig, entry: str) -> bool:
 
 def worker_count() -> int:
     """Return the number of workers of this rank: one per available core, but at least 2 and at most 8."""
-    return min(8, max(2, len(os.sched_getaffinity(0)) // local_ranks()))
+    return min(8, max(2, own_cores()))
 
 
 def _enter_gpu() -> Callable[[], None]:

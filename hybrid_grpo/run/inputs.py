@@ -70,10 +70,16 @@ class EvalInputs:
         tools = tool_names(self.partners.tool_names) if self.partners else []
         return Meter(self.rewards.names, names, device, sources, samples, tools, features)
 
-    def load_user(self, device: torch.device) -> None:
-        """Load the model that plays the user, if there is one, onto this device without sharding it."""
+    def load_user(self, device: torch.device, longest: int = 0) -> None:
+        """Load the model that plays the user, if there is one, onto this device without sharding it. `longest`: tokens
+        of the longest sequence that is not of an evaluation."""
         if self.partners is not None:
-            self.partners.load(device)
+            self.partners.load(device, max(longest, self.held_out_longest))
+
+    @property
+    def held_out_longest(self) -> int:
+        """Number of tokens in the longest held-out prompt together with the longest completion of its set."""
+        return max((held_out.longest for held_out in self.eval_sets), default=0)
 
     @property
     def _all_rewards(self) -> list[Rewards]:
@@ -143,11 +149,6 @@ class RunInputs(EvalInputs):
     def held_out_rows(self) -> int:
         """Number of completions in the largest evaluation, over all ranks."""
         return max((held_out.rows for held_out in self.eval_sets), default=0)
-
-    @property
-    def held_out_longest(self) -> int:
-        """Number of tokens in the longest held-out prompt together with the longest completion of its set."""
-        return max((held_out.longest for held_out in self.eval_sets), default=0)
 
     def fingerprints(self, config: TrainConfig, more: Mapping[str, Sequence[Any]]) -> Fingerprints:
         """Return the fingerprints of all inputs; of a stream, only its first rows. `more` has the rows of features."""

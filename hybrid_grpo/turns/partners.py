@@ -88,10 +88,10 @@ class Partners:
     def tool_names(self) -> list[str]:
         return self.tools.names if self.tools is not None else []
 
-    def load(self, device: torch.device) -> None:
-        """Load the model that plays the user, if there is one; raises UserError if it cannot be loaded."""
+    def load(self, device: torch.device, longest: int) -> None:
+        """Load the model that plays the user, if there is one; see `ModelUser.load`."""
         if isinstance(self.user, ModelUser):
-            self.user.load(device)
+            self.user.load(device, longest)
 
     def check(self, prompts: list[Prompt]) -> None:
         """Raise UserError if a row lacks what its environment or the user needs."""

@@ -430,6 +430,7 @@ def test_one_name_is_enough_for_a_list_of_names(option, value):
     ("written", "name"),
     [
         *[("H100", "h100"), ("NVIDIA H100 80GB HBM3", "h100"), ("4090", "rtx4090"), ("GeForce RTX 4090", "rtx4090")],
+        *[("NVIDIA GeForce RTX 5090", "rtx5090"), ("A10G", "a10g"), ("RTX 3090", "rtx3090"), ("L40S", "l40s")],
         *[("NVIDIA A100-SXM4-80GB", "a100-80gb"), ("A100 PCIe 40GB", "a100-40gb"), ("a100-40gb", "a100-40gb")],
     ],
 )
@@ -438,7 +439,7 @@ def test_gpus_are_known_in_any_spelling(written, name):
 
 
 def test_a_gpu_of_which_there_are_two_kinds_is_not_guessed():
-    with pytest.raises(UserError, match=r"plan\.gpu: expected rtx4090 or a100-40gb or a100-80gb or .* got A100"):
+    with pytest.raises(UserError, match=r"plan\.gpu: expected rtx3090 or rtx4090 or .* got A100"):
         parse(PlanConfig, ["--plan.gpu=A100"], "plan")
 
 

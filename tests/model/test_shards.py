@@ -48,6 +48,18 @@ def test_training_goes_on_from_the_files_to_the_bit(tmp_path: Path, steps: int) 
     assert content["shapes"].keys() == {"first.weight", "late.weight"}, "frozen weights come with the model"
 
 
+@pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (None, "cpu")])
+def test_a_fused_optimizer_counts_its_steps_where_its_weights_are(tmp_path: Path, fused: bool, device: str) -> None:
+    """Its kernel reads the count from the device; a count on the host would be an address that is not the GPU's."""
+    shards.save_optimizer(tmp_path, *trained(), stage=0)
+    module = trained(steps=0)[0].to("meta")
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], fused=fused)
+    shards.load_optimizer(tmp_path, module, optimizer, stage=0)
+    assert [state["step"].device.type for state in optimizer.state.values()] == [device] * 2
+    if fused is None:
+        assert [state["step"].item() for state in optimizer.state.values()] == [2, 1]
+
+
 def test_what_belongs_to_another_model_is_refused(tmp_path: Path) -> None:
     shards.save_optimizer(tmp_path, *trained(width=4), stage=0)
     with pytest.raises(UserError, match=r"another model .* shape of first.weight is \[4, 4\], here it is \[3, 3\]"):

@@ -50,6 +50,7 @@ def tokens(run: list[dict[str, Any]]) -> dict[str, list[int]]:
         ("stage 3 to 2", "two_3"),
         ("stage 3 to 1", "two_3"),
         ("stage 3 to 0", "two_3"),
+        *((f"fused, stage 3 to {stage}", "two_3") for stage in (0, 2, 3)),
         ("stage 0 to 2", "one_0"),
         ("offloaded", "two_3"),
         ("stage 3 to 1, offloaded", "two_3"),

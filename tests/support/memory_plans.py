@@ -21,6 +21,7 @@ SIZES = Sizes(
     token_bytes=24 * 2 * 128 * 2,
     training=Footprint(kept=800, head=300, layers=200),
     reading=0,
+    tokens=16_384,
 )
 GPU = Hardware("gpu", True, 80 << 30, 256 << 30, 1 << 30, 1e14, 1e12)
 CPU = Hardware("cpu", False, 64 << 30, 64 << 30, 1 << 30, 1e11, 1e10)

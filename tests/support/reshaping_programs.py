@@ -38,6 +38,8 @@ AS_IF_LARGE = {
 """Several groups of weights, none of which stays gathered."""
 ROUND_ROBIN = {"zero_optimization": {"round_robin_gradients": True}}
 """Weights in another order."""
+FUSED = {"optimizer": {"params": {"fused": True}}}
+"""AdamW as on a GPU."""
 
 
 def build(
@@ -154,9 +156,20 @@ def one_again(folder: Path) -> dict[str, Any]:
     return {
         "two to one": resume(folder, "two_3", stage=3),
         "stage 3 to 0": resume(folder, "two_3", stage=0),
+        **{f"fused, stage 3 to {n}": resume(folder, "two_3", stage=n, deepspeed=FUSED) for n in (0, 2, 3)},
         "adapters": resume(folder, "two_lora", stage=2, lora=LORA),
         "bfloat16": resume(folder, "two_bf16", stage=1, dtype="bfloat16"),
     }
+
+
+def fused(folder: Path) -> dict[str, Any]:
+    """On a GPU: saved by torch's fused AdamW, and resumed."""
+    seen = {"saved": save(folder, "fused", stage=3)}
+    trainer = build(folder, stage=3)
+    restore(trainer, folder, "fused")
+    inner = trainer.policy.engine.engine.optimizer.optimizer
+    devices = {state["step"].device.type for state in inner.state.values()}
+    return {**seen, "fused": inner.defaults["fused"], "steps on": sorted(devices), "resumed": finish(trainer)}
 
 
 def three(folder: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The moving average's share of the memory plan."""
 
-from hybrid_grpo.run.memory.plan import FeatureMemory, Part, Plan
+from hybrid_grpo.run.memory.parts import Part
+from hybrid_grpo.run.memory.plan import FeatureMemory, Plan
 
 
 class AverageMemory(FeatureMemory):

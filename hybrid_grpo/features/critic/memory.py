@@ -5,7 +5,8 @@ from dataclasses import replace
 from hybrid_grpo.config import GrpoConfig, LoraConfig, TrainConfig
 from hybrid_grpo.features.critic.settings import CriticConfig
 from hybrid_grpo.model.scalar_model import count_parameters
-from hybrid_grpo.run.memory.plan import FeatureMemory, Part, Plan
+from hybrid_grpo.run.memory.parts import Part
+from hybrid_grpo.run.memory.plan import FeatureMemory, Plan
 
 
 class CriticMemory(FeatureMemory):
@@ -33,7 +34,8 @@ class CriticMemory(FeatureMemory):
         own = Plan(config, sizes, plan.batch, plan.prompt, plan.hardware)
         states, shards = sum(part.bytes for part in own.states()), own.ranks if own.stage == 3 else 1
         held = own.dtype * own.n // shards + own.gradients().bytes + (0 if own.offloads else states)
-        remedy = "critic.zero_stage, critic.offload_optimizer, more ranks"
+        shards_more = "more ranks" if own.stage == 3 else "critic.zero_stage 3"
+        remedy = shards_more if own.offloads else f"critic.offload_optimizer true, {shards_more}"
         return Part("critic", (states if own.offloads else 0) if on_host else held, remedy)
 
     def seconds(self, plan: Plan, forward: float, passes: int) -> float:

@@ -34,8 +34,9 @@ class Guests(Feature):
         super().__init__(config, plan, inputs)
         vocabulary = load_config(config.policy.model).get_text_config().vocab_size
         learner = Learner(config, inputs.tokenizer, inputs.prompts, inputs.stop_ids, vocabulary)
+        prompts = plan.prompts_per_rank
         self._guests = [
-            (guest, GuestFile(guest, learner) if guest.model is None else GuestModel(guest, learner))
+            (guest, GuestFile(guest, learner) if guest.model is None else GuestModel(guest, learner, prompts))
             for guest in config.of(GuestsConfig).writers
         ]
 

@@ -14,9 +14,11 @@ from hybrid_grpo.data.batch import Completion, Message, Prompt, Rollout
 from hybrid_grpo.data.completions import read_completions
 from hybrid_grpo.features.guests.settings import GuestConfig
 from hybrid_grpo.generation import Request, stream_key
+from hybrid_grpo.generation.beside import workspace_beside
 from hybrid_grpo.generation.rollout import attention_of, complete, sampling_of
 from hybrid_grpo.model.architectures import check_architecture
 from hybrid_grpo.model.files import check_files
+from hybrid_grpo.model.hardware import device_bytes
 from hybrid_grpo.model.limits import check_lengths
 from hybrid_grpo.model.loading import load_config, load_model, load_tokenizer, stop_ids
 
@@ -80,16 +82,19 @@ class GuestFile:
 
 
 class GuestModel:
-    """A frozen model that completes prompts in the same way as the policy, with its own random streams."""
+    """A frozen model that completes prompts in the same way as the policy, with its own random streams.
 
-    def __init__(self, guest: GuestConfig, learner: Learner) -> None:
+    On a GPU it keeps its memory for decoding, which is for `prompts` prompts at a time.
+    """
+
+    def __init__(self, guest: GuestConfig, learner: Learner, prompts: int) -> None:
         self._guest, self._learner, self._model = guest, learner, None
         assert guest.model is not None
         self._policy = replace(learner.config.policy, model=guest.model, gradient_checkpointing=False)
         self._setting, rollout = f"guests.writers {guest.name}: model", learner.config.rollout
         self.fact = f"{guest.per_group} completions of every group by {guest.model}"
         name, start = guest.model, f"{self._setting} {guest.model}"
-        config = load_config(name, self._setting)
+        self._config = config = load_config(name, self._setting)
         check_architecture(config, rollout.decoder, self._setting)
         check_files(name, config, pickled=self._policy.pickled_weights, setting=self._setting)
         tokenizer = load_tokenizer(name, self._setting)
@@ -104,8 +109,9 @@ class GuestModel:
             f"{start} ends completions with token {''.join(map(str, others[:1]))}, which does not end those of"
             f" policy.model: set rollout.stop_ids to {others}",
         )
-        longest = max(len(prompt.token_ids) for prompt in learner.prompts) + rollout.max_completion_tokens
-        check_lengths(config, longest, model=start)
+        self._longest = max(len(prompt.token_ids) for prompt in learner.prompts) + rollout.max_completion_tokens
+        check_lengths(config, self._longest, model=start)
+        self._rows = prompts * guest.per_group
         highest = max(
             *(max(prompt.token_ids) for prompt in learner.prompts), *learner.ends, *map(int, rollout.logit_bias), 0
         )
@@ -116,8 +122,10 @@ class GuestModel:
         )
 
     def load(self, device: torch.device) -> None:
-        attention = attention_of(self._learner.config.rollout.decoder)
-        self._model = load_model(self._policy, attention, self._setting).to(device).eval()
+        rollout = self._learner.config.rollout
+        sizes = self._policy.dtype, self._rows, self._longest, device_bytes(device)
+        self._workspace, _ = workspace_beside(rollout, self._config, *sizes)
+        self._model = load_model(self._policy, attention_of(rollout.decoder), self._setting).to(device).eval()
 
     def write(self, prompts: Sequence[Prompt], step: int, beat: Callable[[], None]) -> list[list[Completion]]:
         """Return [P], `per_group` completions of each prompt, without any that have tokens unknown to the policy."""
@@ -128,7 +136,8 @@ class GuestModel:
         ]
         assert self._model is not None, "load() comes first"
         sampling = sampling_of(config.rollout, self._learner.ends)
-        groups, _ = complete(self._model, self._learner.tokenizer, requests, sampling, config.rollout, on_step=beat)
+        given = self._model, self._learner.tokenizer, requests, sampling, config.rollout
+        groups, _ = complete(*given, on_step=beat, workspace=self._workspace)
         # Models of one family may have different numbers of embeddings beyond the tokens of the tokenizer.
         return [[c for c in group if max(c.token_ids) < self._learner.vocabulary] for group in groups]
 

@@ -9,7 +9,8 @@ from hybrid_grpo.features.teacher.divergence import NextTokens, reverse_kl
 from hybrid_grpo.features.teacher.settings import TeacherConfig
 from hybrid_grpo.model.loading import parameters_of
 from hybrid_grpo.model.logprobs import HeadFunction
-from hybrid_grpo.run.memory.plan import FeatureMemory, Part, Plan
+from hybrid_grpo.run.memory.parts import Part
+from hybrid_grpo.run.memory.plan import FeatureMemory, Plan
 
 
 class TeacherMemory(FeatureMemory):
@@ -26,7 +27,9 @@ class TeacherMemory(FeatureMemory):
         settings, places = self._settings, plan.rows * plan.config.rollout.max_completion_tokens
         weights = plan.dtype * self._parameters // plan.ranks if settings.offload == on_host else 0
         kept = places * (8 * settings.top_k or 4 * plan.sizes.vocabulary) if settings.keeps_vocabulary else 0
-        return Part("teacher", weights + (kept if on_host else 0), "teacher.top_k, teacher.offload, more ranks")
+        fewer = "teacher.top_k 64, " if kept and not settings.top_k else ""
+        remedy = f"{fewer}more ranks" if on_host else "teacher.offload true, more ranks"
+        return Part("teacher", weights + (kept if on_host else 0), remedy)
 
     def seconds(self, plan: Plan, forward: float, passes: int) -> float:
         """Return the time of one forward pass of the teacher, which may be the policy itself."""

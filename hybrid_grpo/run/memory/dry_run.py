@@ -4,10 +4,12 @@ What is kept for the backward pass differs too much between architectures for a 
 configuration on fake tensors, which have shapes and types but no data, and a micro-batch's allocations are added up.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from hybrid_grpo.config import BatchPlan, LoraConfig, PolicyConfig, TrainConfig
 from hybrid_grpo.data.batch import MicroBatch
 from hybrid_grpo.data.packing import pack, pad, token_budget
 from hybrid_grpo.generation.cache import Geometry
-from hybrid_grpo.model.architectures import layer_configs
+from hybrid_grpo.model.architectures import cached_numbers
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.loading import training_attention, without_dropout
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
@@ -106,7 +108,7 @@ class DryRun:
                 adopt_states(view)
                 geometry = Geometry.of(view)
                 return self._scale * geometry.token_bytes, geometry.state_bytes
-        return sum(map(_entry, layer_configs(self.model.config))) * self._scale * self.model.dtype.itemsize, 0
+        return cached_numbers(self.model.config) * self._scale * self.model.dtype.itemsize, 0
 
     def active_parameters(self) -> int:
         """Return the number of parameters that multiply one token: of experts, only those it uses; no embeddings."""
@@ -172,6 +174,22 @@ class Sizes:
     """Bytes of one sequence's states, in layers that carry one."""
     attending: int = 0
     """Number of parameters that compute queries, keys and values."""
+    tokens: int = 0
+    """Tokens of the micro-batch that `training` is for."""
+    packs: bool = True
+    """See `DryRun.packs`."""
+
+    def of_tokens(self, tokens: int, dtype: int) -> Sizes:
+        """Return the sizes with a micro-batch of fewer `tokens`, without another dry run: activations shrink with the
+        tokens, but not the gradient of the largest tensor, the head or the embedding, in `dtype` bytes a number."""
+
+        def shrunk(bytes_: int) -> int:
+            fixed = min(bytes_, dtype * self.largest)
+            return fixed + -(-(bytes_ - fixed) * tokens // self.tokens)
+
+        head, layers = shrunk(self.training.head), shrunk(self.training.layers)
+        kept = -(-self.training.kept * tokens // self.tokens)
+        return replace(self, training=Footprint(kept, head, layers), tokens=tokens)
 
 
 def measure(
@@ -199,20 +217,14 @@ def measure(
         # A forward takes memory in proportion to its tokens.
         reading=-(-dry.reading(micro) // micro.input_ids_bS.numel()),
         state_bytes=state_bytes,
+        tokens=micro.input_ids_bS.numel(),
+        packs=dry.packs,
         attending=sum(p.numel() for name, p in dry.model.named_parameters() if _of_queries(name)),
     )
 
 
 def _of_queries(name: str) -> bool:
     return not {"q_proj", "k_proj", "v_proj"}.isdisjoint(name.split("."))
-
-
-def _entry(layer: Any) -> int:
-    """Return the numbers in one token's keys and values, given the configuration of a layer."""
-    query_heads = getattr(layer, "num_attention_heads", 0)
-    heads = getattr(layer, "num_key_value_heads", None) or query_heads
-    head_dim: int = getattr(layer, "head_dim", None) or layer.hidden_size // max(query_heads, 1)
-    return 2 * heads * head_dim
 
 
 def largest_micro_batch(config: TrainConfig, batch: BatchPlan, prompt: int, *, packs: bool, on_gpu: bool) -> MicroBatch:

@@ -7,13 +7,16 @@ The numbers are meant for GPUs; on a CPU, where freed memory stays with the proc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation import Workspace
-from hybrid_grpo.generation.cache import GPU_SHARE, prefill_that_fits
+from hybrid_grpo.generation.beside import user_workspace
+from hybrid_grpo.generation.cache import GPU_SHARE, MARGIN, prefill_that_fits
 from hybrid_grpo.generation.graphs import bytes_of
 from hybrid_grpo.generation.loop import PAGE
 from hybrid_grpo.generation.state_pool import rows_for
@@ -23,6 +26,7 @@ from hybrid_grpo.model.logprobs import HeadFunction
 from hybrid_grpo.rewards.models.reward_model import RewardModel
 from hybrid_grpo.run.memory import remedies
 from hybrid_grpo.run.memory.dry_run import NeedsData, Sizes, measure
+from hybrid_grpo.run.memory.parts import Part, Phase, gib
 
 KEPT_BELOW = 0.85
 """Memory of decoding stays on the GPU during training if all phases then need at most this share of the free memory.
@@ -40,37 +44,6 @@ _CPU_HEAP = 1.5
 """Ratio of the memory that activations take on a CPU to their bytes: malloc leaves holes between blocks. Measured."""
 _MAX_LIVE, _BUCKET = 10**9, 5 * 10**8
 """DeepSpeed's defaults, in elements: the most gathered weights alive at a time, and the size of a gradient bucket."""
-
-
-@dataclass(frozen=True)
-class Part:
-    name: str
-    bytes: int
-    remedy: str = ""
-    """Changes that make the part smaller, the best first."""
-    fewest: int | None = None
-    """The fewest bytes that suffice; None means all of them."""
-
-    @property
-    def least(self) -> int:
-        return self.bytes if self.fewest is None else self.fewest
-
-
-@dataclass(frozen=True)
-class Phase:
-    """Parts that are in memory at the same time."""
-
-    name: str
-    parts: tuple[Part, ...]
-
-    @property
-    def bytes(self) -> int:
-        return sum(part.bytes for part in self.parts)
-
-    @property
-    def least(self) -> int:
-        """Bytes without which the phase cannot run."""
-        return sum(part.least for part in self.parts)
 
 
 class FeatureMemory:
@@ -107,8 +80,13 @@ def estimate(
     configuration, or does not support the attention or adapters in the settings."""
     features = [share for feature in config.active_features if (share := feature.memory(config)) is not None]
     heads = [feature.head for feature in features]
+    model_config = load_config(config.policy.model)
+
+    def measured(config: TrainConfig, batch: BatchPlan) -> Sizes:
+        return measure(config, model_config, batch, prompt, heads, on_gpu=hardware.on_gpu)
+
     try:
-        sizes = measure(config, load_config(config.policy.model), batch, prompt, heads, on_gpu=hardware.on_gpu)
+        sizes = measured(config, batch)
     except NeedsData:
         if hardware.on_gpu and config.rollout.keep_cache == "on":
             raise UserError(
@@ -116,8 +94,17 @@ def estimate(
                 f" {config.policy.model} cannot run without data: set it to auto"
             ) from None
         return None
-    user = parameters_of(name) if (name := config.rollout.user_model) else 0
-    return Plan(config, sizes, batch, prompt, hardware, models, held_out, held_out_longest, features, user)
+    user = _user_bytes(config, max(config.rollout.longest(prompt), held_out_longest), hardware)
+    parts = models, held_out, held_out_longest, features, user
+    return Plan(config, sizes, batch, prompt, hardware, *parts, measured=measured)
+
+
+def _user_bytes(config: TrainConfig, longest: int, hardware: Hardware) -> int:
+    if not (name := config.rollout.user_model):
+        return 0
+    dtype = config.policy.dtype
+    _, kept = user_workspace(config.rollout, load_config(name), dtype, longest, hardware.device_bytes)
+    return getattr(torch, dtype).itemsize * parameters_of(name) + (kept if hardware.on_gpu else 0)
 
 
 @dataclass
@@ -139,8 +126,9 @@ class Plan:
     """Number of tokens in the longest prompt of an evaluation with its completion."""
     features: Sequence[FeatureMemory] = ()
     user: int = 0
-    """Number of parameters of the model that plays the user. Its memory for decoding is small compared with the
-    policy's, and is not counted."""
+    """Bytes of the model that plays the user and, on a GPU, of the memory for decoding that it keeps."""
+    measured: Callable[[TrainConfig, BatchPlan], Sizes] | None = None
+    """Makes another dry run, for other settings of `policy`; takes seconds."""
 
     def __post_init__(self) -> None:
         config = self.config
@@ -149,8 +137,13 @@ class Plan:
         self.n, self.t = self.sizes.parameters, self.sizes.trained
         # Elements that this rank's optimizer steps.
         self.owned = -(-self.t // self.ranks) if self.stage else self.t
-        self.sharded = self.stage == 3 and self.ranks > 1
         zero = config.engine.deepspeed.get("zero_optimization", {})
+        self.hosted = self.gpu and zero.get("offload_param", {}).get("device", "none") != "none"
+        """Whether the weights are in host memory."""
+        self.sharded = self.stage == 3 and (self.ranks > 1 or self.hosted)
+        """Whether generation and training gather weights."""
+        self.usable = int((1 - MARGIN) * self.hardware.device_bytes) if self.gpu else self.hardware.device_bytes
+        """Bytes of the device that a run may take."""
         self.bucket = int(float(zero.get("reduce_bucket_size", _BUCKET)))
         self.live = int(float(zero.get("stage3_max_live_parameters", _MAX_LIVE)))
         self.offloads = config.engine.offload_optimizer
@@ -177,6 +170,14 @@ class Plan:
     @property
     def peak(self) -> Phase:
         return max(self.phases, key=lambda phase: phase.bytes)
+
+    @property
+    def lacking(self) -> Phase | None:
+        """The phase that needs most, if that is more than it may take; `host`, if that lacks memory; else None."""
+        worst = max(self.phases, key=lambda phase: phase.least)
+        if worst.least > self.usable:
+            return worst
+        return self.host if self.host.least > self.hardware.host_bytes else None
 
     @property
     def measurable(self) -> int:
@@ -212,11 +213,11 @@ class Plan:
         # ZeRO-3 keeps its buffers of gradients from step to step.
         gathered = [*fixed, *freed, *([gradients] if self.stage == 3 else []), *([] if kept else [self.gathered()])]
         generating = gathered if kept else [*gathered, self.graphs()]
-        generating = [*generating, self.decoding(self.hardware.device_bytes - self.beside_cache(generating))]
+        generating = [*generating, self.decoding(self.usable - self.beside_cache(generating))]
         if not kept:
             generating.append(self.cache(self.beside_cache(generating)))
         # ZeRO-3 holds at most this number of elements whole on a rank, or all of a small model.
-        fetched = self.dtype * min(self.n, self.live) if self.sharded else 0
+        fetched = self.dtype * min(self.n, max(self.live, self.sizes.largest)) if self.sharded else 0
         training = [
             *fixed,
             gradients,
@@ -240,7 +241,8 @@ class Plan:
     def host(self) -> Phase:
         """What a rank with a GPU has in host memory."""
         states = self.states() if self.offloads else []
-        parts = [self.process, self.reward_models(on_host=True), self.reference(), *states]
+        weights = Part("weights", self.dtype * self.n // self.ranks if self.hosted else 0, "more ranks")
+        parts = [self.process, self.reward_models(on_host=True), self.reference(), weights, *states]
         parts += [*self.feature_parts(on_host=True), self.export]
         return Phase("its host", tuple(part for part in parts if part.bytes and self.gpu))
 
@@ -248,11 +250,11 @@ class Plan:
         """Return the parts that are on the device all the time."""
         shards = self.ranks if self.stage == 3 else 1
         parts = [
-            Part("weights", self.dtype * self.n // shards, remedies.more_shards(self, 3)),
+            Part("weights", 0 if self.hosted else self.dtype * self.n // shards, remedies.fewer_weights(self)),
             self.reward_models(on_host=False),
         ]
         parts += self.feature_parts(on_host=False)
-        parts += [Part("user", self.dtype * self.user, "rollout.user_model")]
+        parts += [Part("user", self.user, "a smaller rollout.user_model")]
         if self.gpu:
             runtime = [Part("runtime", CUDA_CONTEXT_BYTES), Part("NCCL", NCCL_BYTES if self.ranks > 1 else 0)]
             return [*runtime, *parts, *([] if self.offloads else self.states())]
@@ -271,7 +273,7 @@ class Plan:
 
     def reward_models(self, on_host: bool) -> Part:
         weights = sum(model.bytes_of(self.ranks) for model in self.models if model.on_host == on_host)
-        return Part("reward models", weights, "rewards: kwargs zero_stage 3 or dtype")
+        return Part("reward models", weights, "zero_stage 3 in kwargs of rewards")
 
     def states(self) -> list[Part]:
         """Return Adam's states; with offloading, also the gradients that it reads and the weights it copies back."""
@@ -295,7 +297,8 @@ class Plan:
 
     def reduction(self) -> Part:
         """Return the copies made while a bucket is reduced; stage 3 lays the shards of all ranks side by side."""
-        elements = min(self.t, self.bucket)
+        # A gradient that is larger than the bucket is reduced on its own.
+        elements = min(self.t, max(self.bucket, self.sizes.largest))
         copies = self.dtype * elements if self.stage in (1, 3) else 0
         # Stage 3 sums bfloat16 and keeps float32.
         own = 4 * elements // self.ranks if self.stage == 3 and self.dtype == 2 else 0
@@ -344,12 +347,8 @@ class Plan:
             return Part("keys and values", needed, f"rollout.keep_cache off, {remedies.fewer_slots(self)}")
         if self.gpu and rollout.cache_gb is None:
             least = min(needed, int(least / GPU_SHARE))
-            needed = min(needed, max(least, int(GPU_SHARE * (self.hardware.device_bytes - used))))
-        remedy = (
-            remedies.shorter_completions(self)
-            if rollout.cache_gb is None
-            else f"rollout.cache_gb {rollout.cache_gb / 2:g}"
-        )
+            needed = min(needed, max(least, int(GPU_SHARE * (self.usable - used))))
+        remedy = remedies.shorter_completions(self) if rollout.cache_gb is None else "rollout.cache_gb null"
         return Part("keys and values", needed, remedy, min(least, needed))
 
     def choosing(self) -> int:
@@ -369,7 +368,7 @@ class Plan:
         tokens = prefill_that_fits(wish, self.gpu, self.sizes.reading, free)
         prefill = min(tokens, self.batch.prompts_per_rank * self.prompt) * self.sizes.reading
         choosing = self.choosing()
-        remedy = f"rollout.prefill_tokens {max(1, tokens // 2)}" if prefill > choosing else remedies.fewer_slots(self)
+        remedy = remedies.shorter_prefills(tokens) if prefill > choosing else remedies.fewer_slots(self)
         return Part("decoding", max(prefill, choosing), remedy)
 
     def stepping(self) -> Part:
@@ -377,11 +376,7 @@ class Plan:
         # Stages 1 and 2 have already added up bfloat16 gradients in one float32 tensor.
         whole = min(self.t, self.bucket) if self.stage == 0 else self.owned
         flat = 0 if self.stage in (1, 2) and self.dtype == 2 else 4 * whole
-        # torch takes all tensors together on a GPU, and on a CPU one after the other, with two temporaries.
-        tensor = self.owned if self.gpu or self.stage else self.sizes.largest
-        adam = 0 if self.config.engine.adam == "deepspeed" else (4 if self.gpu else 8) * tensor
+        # On a CPU, torch takes one tensor after the other, with two temporaries; fused kernels have none.
+        tensor = self.owned if self.stage else self.sizes.largest
+        adam = 0 if self.gpu or self.config.engine.adam == "deepspeed" else 8 * tensor
         return Part("step", 0 if self.gpu and self.offloads else flat + adam, remedies.fewer_states(self))
-
-
-def gib(bytes_: int) -> str:
-    return f"{bytes_ / 2**30:.1f}" if bytes_ >= 2**30 else f"{bytes_ / 2**30:.2f}"

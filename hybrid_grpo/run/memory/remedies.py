@@ -12,18 +12,25 @@ from hybrid_grpo.data.packing import token_budget
 if TYPE_CHECKING:
     from hybrid_grpo.run.memory.plan import Plan
 
-_BUCKETS = "engine.deepspeed.zero_optimization.reduce_bucket_size"
-_FETCHED = "engine.deepspeed.zero_optimization.stage3_max_live_parameters"
+_ZERO = "engine.deepspeed.zero_optimization"
 _SHORTEST = 64
 """Completions, in tokens, that are not proposed to become shorter."""
+_FEWEST_SLOTS, _SHORTEST_PREFILL, _SMALLEST_BUCKET = 8, 512, 10**7
+"""Slots, tokens of a prefill and elements of a bucket below which a run is too slow to be proposed."""
 
 
 def smaller_buckets(plan: Plan) -> str:
-    return f"{_BUCKETS} {min(plan.t, plan.bucket) // 2}"
+    elements = min(plan.t, plan.bucket)
+    return f"{_ZERO}.reduce_bucket_size {max(_SMALLEST_BUCKET, elements // 2)}" if elements > _SMALLEST_BUCKET else ""
 
 
 def fewer_slots(plan: Plan) -> str:
-    return f"rollout.max_slots {max(1, plan.laid_out // 2)}"
+    slots = plan.laid_out
+    return f"rollout.max_slots {max(_FEWEST_SLOTS, slots // 2)}" if slots > _FEWEST_SLOTS else ""
+
+
+def shorter_prefills(tokens: int) -> str:
+    return f"rollout.prefill_tokens {max(_SHORTEST_PREFILL, tokens // 2)}" if tokens > _SHORTEST_PREFILL else ""
 
 
 def shorter_completions(plan: Plan) -> str:
@@ -34,6 +41,10 @@ def shorter_completions(plan: Plan) -> str:
 def more_shards(plan: Plan, stage: int) -> str:
     """Return what divides a part by more ranks, if it is divided from this ZeRO stage on."""
     return "more ranks" if plan.stage >= stage else "engine.zero_stage 3"
+
+
+def fewer_weights(plan: Plan) -> str:
+    return f"{more_shards(plan, 3)}, {_ZERO}.offload_param.device cpu"
 
 
 def fewer_states(plan: Plan) -> str:
@@ -56,5 +67,6 @@ def smaller_micro_batches(plan: Plan, recomputed: bool = False) -> str:
 
 
 def less_fetched(plan: Plan) -> str:
-    """Return what lets ZeRO-3 gather fewer weights at once."""
-    return f"{_FETCHED} {min(plan.n, plan.live) // 2}"
+    """Return what lets ZeRO-3 gather fewer weights at once; it gathers whole tensors."""
+    elements, least = min(plan.n, plan.live), plan.sizes.largest
+    return f"{_ZERO}.stage3_max_live_parameters {max(least, elements // 2)}" if elements > least else ""

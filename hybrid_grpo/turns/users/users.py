@@ -17,12 +17,14 @@ from hybrid_grpo.config import PolicyConfig, RolloutConfig, ScoringConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.config.user_code import describe
-from hybrid_grpo.data.batch import Message, Numbers, Prompt, Rollout
+from hybrid_grpo.data.batch import Completion, Message, Numbers, Prompt, Rollout
 from hybrid_grpo.data.chat_text import ChatText
 from hybrid_grpo.generation import Request, Sampling, stream_key
+from hybrid_grpo.generation.beside import user_workspace
 from hybrid_grpo.generation.rollout import attention_of, complete
 from hybrid_grpo.model.architectures import check_architecture
 from hybrid_grpo.model.files import check_files
+from hybrid_grpo.model.hardware import device_bytes
 from hybrid_grpo.model.loading import load_config, load_model, load_tokenizer, stop_ids
 from hybrid_grpo.rewards.loader import worker_count
 from hybrid_grpo.turns.calls import Turn
@@ -177,10 +179,19 @@ class ModelUser(User):
                 f" {did_you_mean(name, columns)}",
             )
 
-    def load(self, device: torch.device) -> None:
-        """Load the weights; raises UserError if they cannot be loaded."""
-        attention = attention_of(self._config.decoder)
+    def load(self, device: torch.device, longest: int) -> None:
+        """Load the weights; raises UserError if they cannot be loaded. The policy's longest sequence has `longest`
+        tokens."""
+        attention, dtype = attention_of(self._config.decoder), self._policy.dtype
         self._model = load_model(self._policy, attention, self.setting).to(device).eval()
+        self._workspace, _ = user_workspace(self._config, self._model.config, dtype, longest, device_bytes(device))
+        if device.type != "cpu":
+            # Takes its memory before the policy's cache takes all that is free.
+            self._complete([Request(self._ids([user_message(".")]), [0])], replace(self._sampling, max_tokens=1))
+
+    def _complete(self, requests: list[Request], sampling: Sampling) -> list[list[Completion]]:
+        given = self._model, self._tokenizer, requests, sampling, self._config
+        return complete(*given, workspace=self._workspace)[0]
 
     def answer(self, trajectory: Trajectory, turn: Turn, done: Callable[[Answer], None]) -> None:
         """Add the turn to those that wait for `speak`."""
@@ -202,7 +213,7 @@ class ModelUser(User):
         if not requests:
             return
         assert self._model is not None, "load() comes first"
-        said, _ = complete(self._model, self._tokenizer, requests, self._sampling, self._config)
+        said = self._complete(requests, self._sampling)
         for pending, [completion] in zip(asked, said, strict=True):
             self._said(pending, completion.text.strip())
 

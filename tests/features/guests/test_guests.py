@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 from char_tokenizer import char_tokenizer, ids
+from cuda_graphs import Captures
 from launching import make_task, ranks
+from memory_plans import CPU, GPU, SIZES
 from tiny_models import build, tiny_config
 from tokenizers import decoders
 
@@ -25,11 +27,17 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Numbers, Prompt, Rollout, Scores
 from hybrid_grpo.features.guests import guests as module
 from hybrid_grpo.features.guests.guests import Guests
+from hybrid_grpo.features.guests.memory import GuestMemory
 from hybrid_grpo.features.guests.settings import GuestConfig, GuestsConfig
+from hybrid_grpo.generation import loop
+from hybrid_grpo.generation.graphs import bytes_of
+from hybrid_grpo.generation.loop import PAGE
 from hybrid_grpo.generation.rollout import requests_of
-from hybrid_grpo.model.loading import load_tokenizer
+from hybrid_grpo.model.architectures import cached_numbers
+from hybrid_grpo.model.loading import load_config, load_tokenizer, parameters_of
 from hybrid_grpo.records.metrics.measurements import measure_step
 from hybrid_grpo.records.metrics.meter import Meter
+from hybrid_grpo.run.memory.plan import Plan
 
 PROGRAMS = str(Path(__file__).with_name("programs.py"))
 Seen = dict[str, Any]
@@ -159,6 +167,31 @@ def test_what_a_model_writes_is_a_matter_of_the_seed(tmp_path: Path):
         return [completion.token_ids for completion in guests.write(PROMPTS[:1], 1, lambda: None).values()]
 
     assert written(0) == written(0) != written(1)
+
+
+@pytest.mark.usefixtures("torch_only")
+def test_a_model_captures_its_graphs_once_and_is_planned_with_the_memory_it_keeps(tmp_path: Path, monkeypatch):
+    char_tokenizer().save_pretrained(tmp_path)
+    build(tiny_config("qwen2", vocab_size=80)).save_pretrained(tmp_path)
+    config = TrainConfig(
+        policy=PolicyConfig(model=str(tmp_path), dtype="float32"),
+        rollout=RolloutConfig(prompts_per_step=2, num_generations=3, max_completion_tokens=8),
+        **{"guests": GuestsConfig([GuestConfig("large", "importance", model=str(tmp_path), per_group=2)])},
+    )
+    captures = Captures()
+    monkeypatch.setattr(loop, "capture_on", lambda _: captures)
+    guests = guests_of(config, load_tokenizer(str(tmp_path)), PROMPTS[:2], 80)
+    counts = [len(guests.write(PROMPTS[:2], step, lambda: None)) and len(captures.graphs) for step in (1, 2, 3)]
+    assert counts == [counts[0]] * 3 and captures.forwards[0] == 4, "two prompts, two completions each"
+
+    weights = 4 * parameters_of(str(tmp_path))
+    parts = [
+        GuestMemory(config).part(Plan(config, SIZES, batch_plan(config, 1), 4, hardware), on_host=False).bytes
+        for hardware in (CPU, GPU)
+    ]
+    # Four sequences of one page and one to grow into, and two more pages; graphs of 4, 2 and 1 rows.
+    numbers = cached_numbers(load_config(str(tmp_path)))
+    assert parts == [weights, weights + (4 * 2 + 2) * PAGE * 4 * numbers + bytes_of(4) + 4 * 4 * 80]
 
 
 @pytest.mark.parametrize("changes, says", [

@@ -1,8 +1,8 @@
 """The plan against counts by hand, its refusals, and its command."""
 
 import itertools
-import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import forks
@@ -51,9 +51,9 @@ def test_states_of_qwen2_0_5b_by_stage():
     plain = parts(recipe(0, "float32"), 1)["optimizer step"]
     assert "float32 masters" not in plain
     assert (plain["weights"], plain["gradients"], plain["Adam's moments"]) == (4 * N, 4 * N, 8 * N)
-    # Gradients in one tensor, and on a GPU a temporary as large; stage 0 takes them by the bucket.
-    assert (plain["step"], parts(recipe(3, "float32"), 8)["optimizer step"]["step"]) == (8 * N, 8 * (N // 8))
-    assert parts(recipe(2), 8)["optimizer step"]["step"] == 4 * (N // 8)
+    # Gradients in one tensor; fused kernels have no temporaries. Stage 0 takes gradients by the bucket.
+    assert (plain["step"], parts(recipe(3, "float32"), 8)["optimizer step"]["step"]) == (4 * N, 4 * (N // 8))
+    assert "step" not in parts(recipe(2), 8)["optimizer step"]
 
 
 def test_gradients_are_a_shard_and_a_bucket():
@@ -271,13 +271,15 @@ def test_a_run_that_clearly_does_not_fit_is_refused_by_name():
         return shortage(Plan(config, SIZES, batch, 512, replace(GPU, device_bytes=int(free))))
 
     need = max(phase.least for phase in Plan(config, SIZES, batch, 512, GPU).phases)
-    assert on(need) is None
+    assert on(need / 0.969) is None
     warning = on(need / 1.1)
-    assert warning is not None and "engine.offload_optimizer true" in warning
-    with pytest.raises(UserError, match=r"the run does not fit: optimizer step needs 14.\d GiB a rank") as error:
+    assert warning is not None and warning.endswith("; it fits with engine.offload_optimizer true")
+    with pytest.raises(UserError, match=r"the run does not fit: reduction needs 13.\d GiB a rank and 10.\d") as error:
         on(need / 1.2)
     assert "\n" not in str(error.value)
-    assert str(error.value).endswith("ways out: engine.offload_optimizer true, more ranks, lora.rank 16")
+    assert str(error.value).endswith("it fits with engine.offload_optimizer true")
+    with pytest.raises(UserError, match=r"are usable .*; ways out: engine.offload_optimizer true, more ranks"):
+        on(need / 12)
 
 
 def sizes_of(config: TrainConfig, batch: BatchPlan, billions: float) -> Sizes:
@@ -288,45 +290,70 @@ def sizes_of(config: TrainConfig, batch: BatchPlan, billions: float) -> Sizes:
     kept = tokens * wide * (40 if config.policy.gradient_checkpointing else 600)
     trained = count // 100 if config.lora.rank else count
     return Sizes(
-        count, trained, 1 << 28, count, 1 << 17, 24 * wide, Footprint(kept, 90_000 * tokens, 20 * kept // 40), 0
-    )
+        count, trained, 1 << 28, count, 1 << 17, 24 * wide, Footprint(kept, 90_000 * tokens, 20 * kept // 40), 0,
+        tokens=tokens,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("gpu", ["rtx4090", "a100-40gb", "h100", "h200"])
 @pytest.mark.parametrize("billions", [0.5, 1.5, 7.0, 32.0])
-def test_following_the_first_way_out_makes_the_run_smaller_until_it_fits(billions, gpu):
-    """For 7B on 8 H100s at ZeRO-3, it was engine.zero_stage."""
+def test_what_a_refusal_proposes_makes_the_run_fit(billions, gpu):
+    """Typed as its reader would: all settings that it fits with, or, where there are none, the first way out, again
+    and again. For 7B on 8 H100s at ZeRO-3, the first way out was engine.zero_stage."""
     ends = {"fits": 0, "a machine with more memory": 0}
     for ranks, stage, more in itertools.product((1, 8), (1, 2, 3), ([], ["--rollout.keep_cache=on"])):
         options = [f"--engine.zero_stage={stage}", "--rollout.max_completion_tokens=1024", *more]
-        least = None
+        least, sufficed = None, False
         while True:
             config = parse(TrainConfig, options, "train").config
-            batch = batch_plan(config, ranks)
-            made = Plan(config, sizes_of(config, batch, billions), batch, 512, of_table(gpu))
+            batch, measured = batch_plan(config, ranks), partial(sizes_of, billions=billions)
+            made = Plan(config, measured(config, batch), batch, 512, of_table(gpu), measured=measured)
             smaller, least = least, max(phase.least for phase in made.phases)
             assert smaller is None or least < smaller, (options, ranks)
             try:
-                message = shortage(made) or "ways out: fits"
+                message = shortage(made) or ""
             except UserError as error:
                 message = str(error)
-            way_out = re.split("[,]", message.partition("ways out: ")[2])[0]
-            if way_out in ends or (way_out == "more ranks" and ranks == 32):
+            if not message:
+                way_out = "fits"
                 break
-            if way_out == "more ranks":
+            assert not sufficed, (options, ranks, message)
+            _, fits, settings = message.partition("it fits with ")
+            sufficed, (way_out, *_) = bool(fits), message.partition("ways out: ")[2].split(",")
+            if fits:
+                options += [f"--{setting.replace(' ', '=')}" for setting in settings.split(", ")]
+            elif way_out in ends or (way_out == "more ranks" and ranks == 32):
+                break
+            elif way_out == "more ranks":
                 ranks *= 2
             else:
                 options.append(f"--{way_out.replace(' ', '=')}")
-        ends[way_out if way_out in ends else "a machine with more memory"] += 1
-        assert way_out != "fits" or least <= made.hardware.device_bytes
+        ends["fits" if way_out == "fits" else "a machine with more memory"] += 1
     assert ends["fits"] > (6 if billions < 32 else -1), ends
+
+
+def test_a_smaller_micro_batch_is_planned_without_another_dry_run():
+    """A dry run of 7B takes seconds; what it says of a micro-batch is close enough for one of an eighth."""
+    config = tiny_config("qwen2", hidden=64, layers=3)
+    rollout = RolloutConfig(prompts_per_step=8, num_generations=2, max_completion_tokens=64)
+    seen = []
+    for tokens in (1024, 128):
+        train = recipe(dtype="float32", rollout=rollout)
+        train = replace(train, policy=replace(train.policy, micro_batch_tokens=tokens, gradient_checkpointing=True))
+        seen.append(measure(train, config, batch_plan(train, 1), 64, on_gpu=False))
+    large, small = seen
+    assert large.tokens > 5 * small.tokens
+    scaled = large.of_tokens(small.tokens, 4).training
+    for name in ("kept", "head", "layers"):
+        ours, real = getattr(scaled, name), getattr(small.training, name)
+        assert 0.97 * real <= ours <= 1.1 * real + 4 * large.largest, (name, scaled, small.training)
 
 
 def test_the_cache_that_is_sized_from_free_memory_is_no_reason_to_refuse():
     config = recipe(rollout=RolloutConfig(max_completion_tokens=8192))
     tight = replace(GPU, device_bytes=20 << 30)
     made = Plan(config, SIZES, batch_plan(config, 1), 512, tight)
-    assert made.peak.name == "generation" and 19 << 30 < made.peak.bytes <= 20 << 30
+    assert made.peak.name == "generation" and 0.9 * (20 << 30) < made.peak.bytes <= 0.97 * (20 << 30)
     assert shortage(made) is None
     wants = replace(config, rollout=replace(config.rollout, cache_gb=16.0))
     with pytest.raises(UserError, match=r"rollout\.cache_gb"):

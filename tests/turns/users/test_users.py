@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from cuda_graphs import Captures
 from paths import SUPPORT
 from tiny_models import build, tiny_config
 from tool_tokenizers import FAMILIES, tool_tokenizer
@@ -12,7 +13,7 @@ from tool_tokenizers import FAMILIES, tool_tokenizer
 from hybrid_grpo.config import PolicyConfig, RolloutConfig, ScoringConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout
-from hybrid_grpo.generation import Request
+from hybrid_grpo.generation import Request, loop
 from hybrid_grpo.model.loading import load_tokenizer
 from hybrid_grpo.turns.partners import Partners
 from hybrid_grpo.turns.template import assistant_message, user_message
@@ -197,7 +198,7 @@ ROWS = [{"asked": "a" * n, "goal": "tea" * n} for n in range(1, 6)]
 def spoken_by(folder, together, **settings):
     """What the model says in two turns of each conversation, asked together or one after the other."""
     user = model_user(folder, **settings)
-    user.load(torch.device("cpu"))
+    user.load(torch.device("cpu"), 150)
     tokenizer, partners = began(model_config(folder, **settings), user, "llama3", *ROWS)
     turn = [*tokens(tokenizer, "what?"), tokenizer.eos_token_id]
     said = []
@@ -220,16 +221,27 @@ def test_what_a_model_says_does_not_depend_on_who_waits_beside_it(model_folder):
     assert together != spoken_by(model_folder, True, user_temperature=0.5)
 
 
+@pytest.mark.usefixtures("torch_only")
+def test_a_model_captures_its_graphs_the_first_time_it_speaks(model_folder, monkeypatch):
+    """It captured some of them in every turn, and its cache was made of what the policy's had left."""
+    captures, counts = Captures(), []
+    monkeypatch.setattr(loop, "capture_on", lambda _: captures)
+    speak = ModelUser.speak
+    monkeypatch.setattr(ModelUser, "speak", lambda *given: (speak(*given), counts.append(len(captures.graphs))))
+    spoken_by(model_folder, False)
+    assert len(counts) >= 6 and set(counts) == {counts[0]} and counts[0] > 1
+
+
 def test_a_model_reads_the_conversation_from_the_other_side(model_folder, monkeypatch):
     asked = []
 
-    def complete(model, tokenizer, requests, *_):
+    def complete(model, tokenizer, requests, *_, workspace):
         asked.extend(request.prompt_ids for request in requests)
         return [[Completion([1], [0.0], "stop", " tea! ")] for _ in requests], None
 
     monkeypatch.setattr("hybrid_grpo.turns.users.users.complete", complete)
     user = model_user(model_folder)
-    user.load(torch.device("cpu"))
+    user.load(torch.device("cpu"), 150)
     tokenizer, partners = began(model_config(model_folder), user, "llama3", *ROWS[:1])
     for said in ("what?", "milk?"):
         assert partners.ended(0, [*tokens(tokenizer, said), tokenizer.eos_token_id], room=50) is None
@@ -256,7 +268,7 @@ def test_calls_of_tools_and_the_system_text_are_not_the_user_s_to_read():
 @pytest.mark.parametrize("asked, fails", [(30, 0.0), (90, 1.0), (200, 1.0)])
 def test_a_conversation_that_is_too_long_for_the_model_is_counted_as_a_failure(model_folder, asked, fails):
     user = model_user(model_folder)
-    user.load(torch.device("cpu"))
+    user.load(torch.device("cpu"), 150)
     _, partners = began(model_config(model_folder), user, "llama3", {"asked": "a" * asked, "goal": "tea"})
     assert partners.ended(0, [3, 6], room=50) is None
     assert (answers(partners, 1) == {0: "stop"}) is bool(fails)

@@ -1,0 +1,106 @@
+"""Looks for settings with which a run fits, among those that do not alter what is learned.
+
+Starting with the phase that needs most, it makes the first change (remedies.py) of its largest part that helps, until
+the run fits. Then it takes back what is not needed after all, the changes that cost most time first.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from hybrid_grpo.run.memory.dry_run import largest_micro_batch
+
+if TYPE_CHECKING:
+    from hybrid_grpo.run.memory.parts import Phase
+    from hybrid_grpo.run.memory.plan import Plan
+
+_ZERO = "engine.deepspeed.zero_optimization."
+_ALIKE = (
+    *(f"{_ZERO}offload_param.device", "engine.offload_optimizer", "engine.zero_stage"),
+    *("policy.gradient_checkpointing", "policy.micro_batch_tokens", f"{_ZERO}stage3_max_live_parameters"),
+    *("rollout.keep_cache", "rollout.max_slots", "rollout.cache_gb", "rollout.prefill_tokens"),
+    f"{_ZERO}reduce_bucket_size",
+)
+"""Settings that change the memory and the time of a run and nothing else, those that cost most time first."""
+
+
+def sufficient(plan: Plan) -> list[str] | None:
+    """Return changes that together make the run fit and do not alter what is learned; None if there are none."""
+    found, made = plan, dict[str, str]()
+    while (phase := found.lacking) is not None:
+        for change in changes(phase):
+            name, _, value = change.partition(" ")
+            tried = _possible(found, {name: value}) if name in _ALIKE else None
+            if tried is not None and _helps(tried, found, phase):
+                found, made[name] = tried, value
+                break
+        else:
+            return None
+    for name in filter(made.__contains__, _ALIKE):
+        fewer = {other: value for other, value in made.items() if other != name}
+        if (tried := _possible(plan, fewer)) is not None and tried.lacking is None:
+            made = fewer
+    return [f"{name} {value}" for name, value in made.items()]
+
+
+def changes(phase: Phase) -> list[str]:
+    """Return the changes that make parts of a phase smaller, those of the largest parts first."""
+    parts = sorted(phase.parts, key=lambda part: -part.least)
+    return list(dict.fromkeys(change for part in parts for change in part.remedy.split(", ") if change))
+
+
+def changed(plan: Plan, change: str) -> Plan | None:
+    """Return the plan after a change; see `with_settings`."""
+    name, _, value = change.partition(" ")
+    if change == "more ranks":
+        half = -(-plan.batch.prompts_per_rank // 2)
+        return replace(plan, batch=replace(plan.batch, world_size=2 * plan.ranks, prompts_per_rank=half))
+    return with_settings(plan, {name: value})
+
+
+def _possible(plan: Plan, settings: dict[str, str]) -> Plan | None:
+    try:
+        return with_settings(plan, settings)
+    except ValueError:
+        return None
+
+
+def with_settings(plan: Plan, settings: dict[str, str]) -> Plan | None:
+    """Return the plan with other values of settings, by their names; None if a name is not one that a plan knows.
+    Raises ValueError if they contradict other settings."""
+    config = plan.config
+    for name, text in settings.items():
+        section, *path = name.split(".")
+        if section not in ("engine", "policy", "rollout"):
+            return None
+        value: Any = text if text in ("off", "cpu") else json.loads(text)
+        config = replace(config, **{section: _set(getattr(config, section), path, value)})
+    if config.policy.gradient_checkpointing != plan.config.policy.gradient_checkpointing:
+        sizes = plan.measured(config, plan.batch) if plan.measured else None
+    elif config.policy != plan.config.policy:
+        largest = largest_micro_batch(config, plan.batch, plan.prompt, packs=plan.sizes.packs, on_gpu=plan.gpu)
+        sizes = plan.sizes.of_tokens(largest.input_ids_bS.numel(), plan.dtype)
+    else:
+        sizes = plan.sizes
+    return None if sizes is None else replace(plan, config=config, sizes=sizes)
+
+
+def _set(section: Any, path: list[str], value: Any) -> Any:
+    """Return a section of settings, or a mapping in it, with one value replaced."""
+    name, *below = path
+    if isinstance(section, dict):
+        return {**section, name: _set(section.get(name, {}), below, value) if below else value}
+    return replace(section, **{name: _set(getattr(section, name), below, value) if below else value})
+
+
+def _helps(tried: Plan, before: Plan, phase: Phase) -> bool:
+    """Whether a phase became smaller at no other's cost; the host may fill up as far as it has memory."""
+    if tried.lacking is None:
+        return True
+    host = tried.host.least <= max(before.host.least, tried.hardware.host_bytes)
+    if phase.name == before.host.name:
+        return tried.host.least < phase.least
+    now = {of.name: of.least for of in tried.phases}
+    return host and now[phase.name] < phase.least and max(now.values()) <= phase.least
