@@ -1,16 +1,93 @@
-"""Reads and writes `torch.save` files. A failed write reports its reason, and reading never runs code from the file."""
+"""Reads and writes `torch.save` files. A failed write reports its reason, and reading never runs code from the file.
 
+Files can be postponed, so that a thread writes them while their tensors go on changing. It writes from a copy, which it
+makes itself unless the tensors are on a GPU. Whoever is about to change tensors of a checkpoint calls `settle` first.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
+_PIECE_BYTES = 64 << 20
+"""Size of the pinned buffer through which tensors leave a GPU."""
+_settled = threading.Event()
+"""Set while no thread reads tensors that may change."""
+_settled.set()
+
+
+_collecting = threading.local()
+"""Attribute `files`: where `write` puts files in this thread."""
+
+
+class Postponed:
+    """Files that are written later than their `write` is called: in the order of the calls, by `write_all`."""
+
+    def __init__(self) -> None:
+        self._files: list[tuple[Any, Path]] = []
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """A context in which `write` only adds a file. Its value must not change, except for tensors."""
+        _collecting.files = self._files
+        try:
+            yield
+        finally:
+            del _collecting.files
+
+    @property
+    def bytes(self) -> int:
+        """Size of all tensors."""
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    @property
+    def on_gpu(self) -> bool:
+        return any(tensor.is_cuda for tensor in self._tensors())
+
+    def copy_later(self) -> None:
+        """Let `settle` wait until `copy` has been called, in another thread."""
+        _settled.clear()
+
+    def copy(self) -> None:
+        """Replace all tensors by copies in host memory."""
+        try:
+            self._files = [(_mapped(value, to_host), path) for value, path in self._files]
+        finally:
+            _settled.set()
+
+    def write_all(self) -> Iterator[Path]:
+        """Write the files, and yield the path of each. Their memory is freed one by one."""
+        while self._files:
+            value, path = self._files.pop(0)
+            write(value, path)
+            del value
+            yield path
+
+    def _tensors(self) -> list[Tensor]:
+        tensors: list[Tensor] = []
+        for value, _ in self._files:
+            _mapped(value, tensors.append)
+        return tensors
+
+
+def settle() -> None:
+    """Wait until no thread copies tensors any more: those of a checkpoint may then change."""
+    _settled.wait()
 
 
 def write(value: Any, path: Path) -> None:
-    """Write a file; a failure raises an OSError, or a RuntimeError with one in its chain."""
+    """Write a file, unless it is postponed. Of each tensor only its elements are written, not the rest of the memory
+    that it is in. A failure raises an OSError, or a RuntimeError with one in its chain."""
+    if hasattr(_collecting, "files"):
+        _collecting.files.append((value, path))
+        return
     # Given a path, torch would hide the reason of a failure.
     with open(path, "wb") as file:
-        torch.save(value, file)
+        torch.save(_mapped(value, _alone), file)
 
 
 def read(path: Path) -> Any:
@@ -22,3 +99,36 @@ def read(path: Path) -> Any:
 def foreign_types(path: Path) -> list[str]:
     """List the types in a file that `read` would refuse. Raises ValueError or RuntimeError if it is not torch's."""
     return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+
+
+def to_host(tensor: Tensor, piece_bytes: int = _PIECE_BYTES) -> Tensor:
+    """Return a copy of a tensor in host memory. What is on a GPU is copied in pieces through a pinned buffer: pinned
+    memory for all of it would take as long to get as the copy."""
+    tensor = tensor.detach()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype)
+    if not tensor.is_cuda:
+        return host.copy_(tensor)
+    with torch.cuda.device(tensor.device):
+        count = max(1, piece_bytes // tensor.element_size())
+        buffer = torch.empty(min(count, tensor.numel()), dtype=tensor.dtype, pin_memory=True)
+        for part, target in zip(tensor.reshape(-1).split(count), host.view(-1).split(count), strict=True):
+            target.copy_(buffer[: len(part)].copy_(part))
+    return host
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return plain data with `change` applied to its tensors."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if type(value) is dict:
+        return {key: _mapped(item, change) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(item, change) for item in value)
+    return value
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    # Otherwise DeepSpeed's attributes, and the rest of the memory that the tensor is in, would be written too.
+    tensor = tensor.detach()
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if whole else tensor.to("cpu", copy=True)
