@@ -73,6 +73,15 @@ class CheckpointConfig:
     """What to do if a checkpoint cannot be written: report it and continue, or stop the run. The previous checkpoint is
     kept. A run that cannot write its first checkpoint stops."""
 
+    @property
+    def is_on(self) -> bool:
+        return bool(self.every or self.every_minutes)
+
+    @property
+    def copies(self) -> bool:
+        """Whether checkpoints are written from a copy."""
+        return self.asynchronous and self.is_on
+
 
 TRACKERS = ("wandb", "tensorboard", "trackio", "mlflow")
 """The trackers that log.trackers may name, each called like its Python package."""

@@ -15,9 +15,8 @@ from torch import Tensor
 
 _PIECE_BYTES = 64 << 20
 """Size of the pinned buffer through which tensors leave a GPU."""
-_settled = threading.Event()
-"""Set while no thread reads tensors that may change."""
-_settled.set()
+_copying: list[threading.Event] = []
+"""One for each `Postponed` that a thread is to copy; set when it has."""
 
 
 _collecting = threading.local()
@@ -29,6 +28,7 @@ class Postponed:
 
     def __init__(self) -> None:
         self._files: list[tuple[Any, Path]] = []
+        self._copied = threading.Event()
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -50,14 +50,15 @@ class Postponed:
 
     def copy_later(self) -> None:
         """Let `settle` wait until `copy` has been called, in another thread."""
-        _settled.clear()
+        _copying.append(self._copied)
 
     def copy(self) -> None:
         """Replace all tensors by copies in host memory."""
         try:
             self._files = [(_mapped(value, to_host), path) for value, path in self._files]
         finally:
-            _settled.set()
+            _copying.remove(self._copied)
+            self._copied.set()
 
     def write_all(self) -> Iterator[Path]:
         """Write the files, and yield the path of each. Their memory is freed one by one."""
@@ -76,7 +77,8 @@ class Postponed:
 
 def settle() -> None:
     """Wait until no thread copies tensors any more: those of a checkpoint may then change."""
-    _settled.wait()
+    for copied in list(_copying):
+        copied.wait()
 
 
 def write(value: Any, path: Path) -> None:
@@ -101,19 +103,24 @@ def foreign_types(path: Path) -> list[str]:
     return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
 
 
-def to_host(tensor: Tensor, piece_bytes: int = _PIECE_BYTES) -> Tensor:
-    """Return a copy of a tensor in host memory. What is on a GPU is copied in pieces through a pinned buffer: pinned
-    memory for all of it would take as long to get as the copy."""
+def to_host(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor in host memory. What is on a GPU passes through a pinned buffer: to pin memory for all
+    of it would take as long as to copy it."""
     tensor = tensor.detach()
     host = torch.empty(tensor.shape, dtype=tensor.dtype)
     if not tensor.is_cuda:
         return host.copy_(tensor)
     with torch.cuda.device(tensor.device):
-        count = max(1, piece_bytes // tensor.element_size())
-        buffer = torch.empty(min(count, tensor.numel()), dtype=tensor.dtype, pin_memory=True)
-        for part, target in zip(tensor.reshape(-1).split(count), host.view(-1).split(count), strict=True):
-            target.copy_(buffer[: len(part)].copy_(part))
+        count = min(tensor.numel(), _PIECE_BYTES // tensor.element_size())
+        pass_through(torch.empty(max(1, count), dtype=tensor.dtype, pin_memory=True), tensor, host)
     return host
+
+
+def pass_through(buffer: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy a tensor to another one in pieces, each of which is in the buffer on its way."""
+    count = len(buffer)
+    for part, place in zip(source.reshape(-1).split(count), target.view(-1).split(count), strict=True):
+        place.copy_(buffer[: len(part)].copy_(part))
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:

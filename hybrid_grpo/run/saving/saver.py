@@ -37,7 +37,7 @@ class Saver:
 
     @property
     def is_on(self) -> bool:
-        return bool(self._config.every or self._config.every_minutes)
+        return self._config.is_on
 
     @property
     def newest(self) -> str:

@@ -30,7 +30,7 @@ def check_space(folder: Path, config: CheckpointConfig, stage: Stage, models: in
     checkpoint += model if stage.shards is not None else 0
     for feature in stage.features:
         checkpoint, models = checkpoint + feature.checkpoint_bytes(trained), models + len(feature.exports)
-    count = config.keep + 1 if config.every or config.every_minutes else 0
+    count = config.keep + 1 if config.is_on else 0
     # A resumed run replaces the checkpoints that it has already written.
     here = sum(path.stat().st_size for path in (folder / "checkpoints").rglob("*") if path.is_file())
     needed, free = count * checkpoint + models * model, shutil.disk_usage(folder).free + here
