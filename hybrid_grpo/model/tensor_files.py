@@ -40,13 +40,11 @@ class Postponed:
             del _collecting.files
 
     @property
-    def bytes(self) -> int:
-        """Size of all tensors."""
-        return sum(tensor.nbytes for tensor in self._tensors())
-
-    @property
-    def on_gpu(self) -> bool:
-        return any(tensor.is_cuda for tensor in self._tensors())
+    def tensors(self) -> list[Tensor]:
+        found: list[Tensor] = []
+        for value, _ in self._files:
+            _mapped(value, found.append)
+        return found
 
     def copy_later(self) -> None:
         """Let `settle` wait until `copy` has been called, in another thread."""
@@ -67,12 +65,6 @@ class Postponed:
             write(value, path)
             del value
             yield path
-
-    def _tensors(self) -> list[Tensor]:
-        tensors: list[Tensor] = []
-        for value, _ in self._files:
-            _mapped(value, tensors.append)
-        return tensors
 
 
 def settle() -> None:

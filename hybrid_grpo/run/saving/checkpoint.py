@@ -109,7 +109,7 @@ class Checkpoints:
                 engine.save(self.folder, draft.name, {"hybrid_grpo": {"step": step, **state}})
                 for part in shards:
                     part.save(draft)
-            return not copy or has_memory(files.bytes)
+            return not copy or has_memory(sum(tensor.nbytes for tensor in files.tensors))
 
         with self._cleared_on_failure(tag):
             run = write_together(lambda: self._begin(draft, notes), self.folder)[0]

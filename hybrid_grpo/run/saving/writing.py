@@ -19,7 +19,7 @@ from hybrid_grpo.run.saving.manifest import measure
 
 Files = dict[str, list[int]]
 """Size in bytes and CRC-32 of files, by their path in the checkpoint; see `Manifest.files`."""
-_LOOK_S, _PATIENCE_S = 0.05, 10.0
+_LOOK_S, _PATIENCE_S = 0.02, 10.0
 
 
 class Writing:
@@ -43,7 +43,7 @@ class Writing:
         self._rank, self._world, self._abandoned = rank(), world_size(), threading.Event()
         if copy:
             files.copy_later()
-        on_gpu = files.on_gpu
+        on_gpu = any(tensor.is_cuda for tensor in files.tensors)
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
         if copy and on_gpu:
