@@ -26,7 +26,7 @@ POINTS = {
     "logging": ("hybrid_grpo.records.sinks", "Log.write"),
     "saving": ("hybrid_grpo.engine", "Engine.save"),
     "copying": ("hybrid_grpo.model.tensor_files", "Postponed.copy"),
-    "writing": ("torch", "save"),
+    "writing": ("hybrid_grpo.run.saving.writing", "_synced"),
     "a note": ("hybrid_grpo.run.saving.writing", "replace_text"),
     "the manifest": ("hybrid_grpo.run.saving.manifest", "Manifest.write"),
     "removing": ("hybrid_grpo.run.saving.checkpoint", "Checkpoints._remove"),

@@ -156,6 +156,7 @@ def kill_writing(bench: Bench, name: str, fault: Entry) -> Entry:
         started(ranks)
         gone_s = bench.gone_after(GONE_S)
     tags = [path.name for path in (bench.folder / name / "run" / "checkpoints").glob("step_*")]
+    assert tags, "the first checkpoint was there before anything broke"
     newest, left = max(int(tag.removeprefix("step_")) for tag in tags), bench.lines(name)
     status, said = bench.run(name)
     bench.same(name, status, said)

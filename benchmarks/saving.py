@@ -2,8 +2,8 @@
 
     python benchmarks/saving.py [--ranks 1 2] [--pairs 4] [--json benchmarks/results/saving.json]
 
-A model of 0.2 billion weights trains at ZeRO-3 in float32. After every second step a checkpoint is written, in turn
-while training waits and while it goes on. Seconds are medians on rank 0:
+A model of 0.2 billion weights trains at ZeRO-3 in float32. After every step a checkpoint is written, in turn while
+training waits and while it goes on. Seconds are medians on rank 0:
 
     synchronous_s   the call that saves, where training waits
     call_s          the call that saves, where training goes on
@@ -43,10 +43,10 @@ SETTINGS = {
     "engine.adam": "torch",
     "rollout.prompts_per_step": 2,
     "rollout.num_generations": 2,
-    "rollout.max_completion_tokens": 24,
+    "rollout.max_completion_tokens": 12,
     "rollout.ignore_eos": True,
     "rewards": "[{function: letters_in_place}]",
-    "checkpoint.every": 2,
+    "checkpoint.every": 1,
     "checkpoint.keep": 1,
     "log.wandb": "disabled",
 }
@@ -102,7 +102,8 @@ def work(arguments: list[str]) -> None:
     memory: dict[int, dict[str, float]] = defaultdict(dict)
     clock.watch(tensor_files, "settle", "settle")
     clock.watch(Trainer, "step", "step")
-    save, finish, step_of = Saver.save, Checkpoints.finish, Trainer.step
+    save, finish, finish_writing, step_of = Saver.save, Saver.finish, Checkpoints.finish, Trainer.step
+    threads: list[float] = []
 
     def resident() -> float:
         return process.memory_info().rss / 1e9
@@ -121,17 +122,22 @@ def work(arguments: list[str]) -> None:
         self.finish(stage)
         memory[step]["before"] = resident()
         start = time.perf_counter()
-        save(self, stage, step, states, beside=beside and step % 4 == 0)
+        save(self, stage, step, states, beside=beside and step % 2 == 0)
         clock.seconds[step]["save"] = time.perf_counter() - start
         memory[step]["after"] = resident()
 
-    def finished(self: Checkpoints) -> float:
-        start = time.perf_counter()
-        seconds = finish(self)
-        clock.seconds[clock.step].update(finish=time.perf_counter() - start, writing=seconds)
-        return seconds
+    def finished(self: Saver, stage: Any) -> None:
+        if self._under_way is not None:
+            start = time.perf_counter()
+            finish(self, stage)
+            clock.seconds[clock.step].update(finish=time.perf_counter() - start, writing=threads[-1])
 
-    Saver.save, Checkpoints.finish, Trainer.step = saved, finished, stepped  # type: ignore[method-assign]
+    def written(self: Checkpoints) -> float:
+        threads.append(finish_writing(self))
+        return threads[-1]
+
+    Saver.save, Saver.finish, Trainer.step = saved, finished, stepped  # type: ignore[method-assign]
+    Checkpoints.finish = written  # type: ignore[method-assign]
     sys.argv = ["hybrid-grpo", *arguments]
     target = Path(os.environ["SEEN"])
     exit_ = os._exit
@@ -153,7 +159,7 @@ def measure(folder: Path, ranks: int, pairs: int) -> dict[str, Any]:
     settings = {
         **SETTINGS,
         **{"policy.model": folder / "model", "data.path": folder / "train.jsonl", "run.dir": folder / f"runs_{ranks}"},
-        "run.steps": 4 * pairs + 4,
+        "run.steps": 2 * pairs + 2,
     }
     seen = folder / f"seen_{ranks}.json"
     line = ["train", *(part for name, value in settings.items() for part in (f"--{name}", str(value)))]
@@ -166,8 +172,8 @@ def measure(folder: Path, ranks: int, pairs: int) -> dict[str, Any]:
 
 def summary(seconds: dict[str, dict[str, float]], memory: dict[str, dict[str, float]]) -> dict[str, Any]:
     """Medians. The first save is of smaller states, the last is waited for; both are left out."""
-    steps = range(2, max(map(int, seconds)) - 1, 2)
-    waited, beside = ([step for step in steps if step % 4 == rest] for rest in (2, 0))
+    steps = range(1, max(map(int, seconds)) - 1)
+    waited, beside = ([step for step in steps if step % 2 == rest] for rest in (1, 0))
 
     def median(name: str, chosen: list[int]) -> float:
         return round(statistics.median(seconds[str(step)].get(name, 0.0) for step in chosen), 3)
@@ -191,7 +197,7 @@ def summary(seconds: dict[str, dict[str, float]], memory: dict[str, dict[str, fl
             ("before", "before", beside),
             ("peak beside", "peak", after),
             ("peak alone", "peak", [step + 1 for step in waited]),
-            ("before the next", "before", [step + 2 for step in beside]),
+            ("before the next", "before", after),
         )
     }
     return result

@@ -156,7 +156,7 @@ def test_a_checkpoint_beside_the_run_counts_once_it_is_in_place(tmp_path, monkey
         run.saver.look(stage)
         run.saver.save(stage, step, {}, beside=True)
         assert run.saver.step == step
-    says = "checkpoint.asynchronous: host memory is short of a copy, so training waits for checkpoints"
+    says = "checkpoint.asynchronous: the host lacks memory for a copy, so training waits for checkpoints"
     assert capsys.readouterr().out.count(says) == 1 and room == []
     run, stage = make(tmp_path / "other", asynchronous=False)
     run.saver.save(stage, 2, {}, beside=True)

@@ -85,7 +85,7 @@ class Saver:
         if self.checkpoints.begin(stage.policy.engine, step, states, stage.all_shards, copy=True):
             return True
         if not self._is_short:
-            say("checkpoint.asynchronous: host memory is short of a copy, so training waits for checkpoints")
+            say("checkpoint.asynchronous: the host lacks memory for a copy, so training waits for checkpoints")
         self._is_short = True
         return False
 
