@@ -98,7 +98,7 @@ def work(arguments: list[str]) -> None:
     from hybrid_grpo.run.saving.saver import Saver
     from hybrid_grpo.trainer import Trainer
 
-    clock, process = Clock(), psutil.Process()
+    clock = Clock()
     memory: dict[int, dict[str, float]] = defaultdict(dict)
     clock.watch(tensor_files, "settle", "settle")
     clock.watch(Trainer, "step", "step")
@@ -106,7 +106,8 @@ def work(arguments: list[str]) -> None:
     threads: list[float] = []
 
     def resident() -> float:
-        return process.memory_info().rss / 1e9
+        # Of the rank: its parent, which watches it, has read this file.
+        return psutil.Process().memory_info().rss / 1e9
 
     def watch_memory(step: int) -> None:
         while clock.step == step:
