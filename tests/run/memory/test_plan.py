@@ -120,7 +120,7 @@ def test_the_copy_to_save_is_counted_in_host_memory_and_no_reason_to_refuse():
     moving, off = GrpoConfig(beta=0.1, ref_every=1), CheckpointConfig(asynchronous=False)
     for config, size in [
         (recipe(3), 12 * N // 8),
-        (recipe(0), 12 * N),
+        (recipe(0, "float32"), 12 * N),
         (recipe(3, grpo=moving), 12 * N // 8 + 2 * N // 8),
         (recipe(3, checkpoint=off), 0),
         (recipe(3, checkpoint=CheckpointConfig(every_minutes=0)), 0),
