@@ -1,7 +1,8 @@
 """One rank of a run that breaks at a chosen point: `python fault_program.py COMMAND ...` is `hybrid-grpo COMMAND ...`.
 
-The variable FAULT is JSON: `point` (a key of POINTS), `nth` (which call of it, from 1 on), `rank` (a number, or `all`)
-and `action` (a key of ACTIONS). Without it nothing breaks.
+The variable FAULT is JSON: `point` (a key of POINTS), `nth` (which call of it, from 1 on), `rank` (a number, or `all`),
+`action` (a key of ACTIONS), and `after`, the seconds from that call to the action (default: 0). Without it nothing
+breaks.
 """
 
 import ctypes
@@ -10,6 +11,7 @@ import json
 import math
 import os
 import signal
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -23,6 +25,11 @@ POINTS = {
     "evaluation": ("hybrid_grpo.policy", "Policy.complete"),
     "logging": ("hybrid_grpo.records.sinks", "Log.write"),
     "saving": ("hybrid_grpo.engine", "Engine.save"),
+    "copying": ("hybrid_grpo.model.tensor_files", "Postponed.copy"),
+    "writing": ("hybrid_grpo.run.saving.writing", "_synced"),
+    "a note": ("hybrid_grpo.run.saving.writing", "replace_text"),
+    "the manifest": ("hybrid_grpo.run.saving.manifest", "Manifest.write"),
+    "removing": ("hybrid_grpo.run.saving.checkpoint", "Checkpoints._remove"),
     "export": ("hybrid_grpo.policy", "Policy.export"),
     "fsync": ("os", "fsync"),
     "rename": ("os", "replace"),
@@ -65,7 +72,7 @@ ACTIONS: dict[str, Callable[[], Any]] = {
 """What happens there; if it returns, the function itself is called."""
 
 
-def arm(point: str, nth: int, rank: int | str, action: str) -> None:
+def arm(point: str, nth: int, rank: int | str, action: str, after: float = 0.0) -> None:
     """Break this process at the point, if it is the chosen rank."""
     if rank not in ("all", int(os.environ.get("RANK", "0"))):
         return
@@ -81,7 +88,10 @@ def arm(point: str, nth: int, rank: int | str, action: str) -> None:
         calls += 1
         if calls == nth:
             print(f"fault: {action} at {point} {nth} of rank {os.environ.get('RANK', '0')}", flush=True)
-            ACTIONS[action]()
+            if after:
+                threading.Timer(after, ACTIONS[action]).start()
+            else:
+                ACTIONS[action]()
         return original(*arguments, **options)
 
     setattr(owner, name, broken)

@@ -11,6 +11,8 @@ real one starts them.
 
     kills        SIGKILL to a rank, to all, to the launcher or to its helper, at random moments and at named points; all
                  processes must be gone within 15 s, and the next start must finish the run as the whole one
+    writes       SIGKILL to a rank or all while a checkpoint is written beside training, at points of it and random
+                 moments; the next start must go on from the newest checkpoint that is in place
     signals      SIGTERM, SIGINT, SIGUSR1 at random moments: status 75 within 30 s, then as above
     corruptions  every kind of file of a checkpoint cut, with a flipped byte, a block of zeros, deleted, swapped with
                  another rank's, taken from another step: named in one line, and the checkpoint before is used
@@ -133,6 +135,33 @@ def _kill_launcher(bench: Bench, name: str, program: str, moment: float) -> Entr
         gone_s = bench.gone_after(GONE_S)
         started.communicate()
     return _resumed(bench, name, gone_s)
+
+
+def writes(bench: Bench, number: int) -> Iterator[Case]:
+    """Ranks while their threads copy, write and publish: before a call of it, or a moment after."""
+    # Of seven saves the first and the last are waited for. Each copies once, writes three files, and removes what was
+    # replaced and, from the fourth on, the oldest.
+    points = {"copying": (1, 5), "writing": (4, 18), "a note": (2, 6), "the manifest": (2, 6), "removing": (2, 9)}
+    for count in range(number):
+        point = list(points)[count % len(points)]
+        rank = 0 if point in ("the manifest", "removing") else (0, 1, "all")[count // len(points) % 3]
+        nth, moment = bench.random.randint(*points[point]), bench.random.choice([0.0, bench.random.uniform(0.0, 0.2)])
+        fault = {"point": point, "nth": nth, "rank": rank, "action": "kill", "after": round(moment, 3)}
+        yield f"write {count}: rank {rank} {moment:.3f} s after {point} {nth}", kill_writing, (fault,)
+
+
+def kill_writing(bench: Bench, name: str, fault: Entry) -> Entry:
+    """Let a run kill itself, and resume it: from the newest checkpoint that is in place."""
+    with bench.ranks(name, fault=fault) as ranks:
+        started(ranks)
+        gone_s = bench.gone_after(GONE_S)
+    tags = [path.name for path in (bench.folder / name / "run" / "checkpoints").glob("step_*")]
+    assert tags, "the first checkpoint was there before anything broke"
+    newest, left = max(int(tag.removeprefix("step_")) for tag in tags), bench.lines(name)
+    status, said = bench.run(name)
+    bench.same(name, status, said)
+    assert f"after step {newest}\n" in said, f"step {newest} is the newest checkpoint: {said[-600:]}"
+    return {"gone_s": round(gone_s, 2), "checkpoint": newest, "steps_repeated": max(left - 1, 0) - newest}
 
 
 def signals(bench: Bench, number: int) -> Iterator[Case]:
@@ -334,7 +363,8 @@ def _started_and_resumed(bench: Bench, name: str, number: int) -> Entry:
 
 
 PARTS: dict[str, tuple[Callable[[Bench, int], Iterator[Case]], int]] = {
-    **{"kills": (kills, 60), "signals": (signals, 20), "corruptions": (corruptions, 999), "stalls": (stalls, 30)},
+    **{"kills": (kills, 60), "writes": (writes, 30)},
+    **{"signals": (signals, 20), "corruptions": (corruptions, 999), "stalls": (stalls, 30)},
     **{"disk": (disk, 10), "worlds": (worlds, 6), "poison": (poison, 4), "cost": (cost, 5)},
 }
 

@@ -142,7 +142,7 @@ def summary(plan: Plan) -> dict[str, Any]:
     for part in (part for phase in plan.phases for part in phase.parts):
         parts[part.name] = max(parts.get(part.name, 0), part.bytes)
     # The memory of this program's own process does not count.
-    host = sum(part.bytes for part in plan.host.parts if part.name != "runtime")
+    host = sum(part.bytes for part in plan.host.parts if part.name not in ("runtime", "copy to save"))
     return {
         "gpus": plan.ranks,
         "sequences": plan.sequences,

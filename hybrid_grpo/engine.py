@@ -38,7 +38,7 @@ from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_conf
 
 from hybrid_grpo.config import EngineConfig, PolicyConfig
 from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
-from hybrid_grpo.model import shards
+from hybrid_grpo.model import shards, tensor_files
 from hybrid_grpo.model.hardware import refuse_idle_gpus, take_gpu
 from hybrid_grpo.model.kernels.compilation_lock import one_at_a_time
 from hybrid_grpo.model.lora import Adapter
@@ -263,6 +263,7 @@ class Engine:
 
     def step(self, lr: float) -> StepResult:
         """Update the weights with the gradients of all `backward` calls since the last step, at learning rate `lr`."""
+        tensor_files.settle()
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         self.engine.step()
@@ -375,6 +376,7 @@ class Frozen:
         communicate.
         """
         sources: dict[str, Any] = dict(source.engine.module.named_parameters())
+        tensor_files.settle()
         self._release()
         for name, parameter in self.engine.module.named_parameters():
             own, theirs = parameter.ds_tensor, sources[name]

@@ -64,6 +64,9 @@ def lines(plan: Plan) -> list[str]:
     free = f", {gib(hardware.device_bytes)} of them free" if hardware.device_bytes < 1 << 60 else ""
     kept = ["decoding: cache, gathered weights and CUDA graphs stay on the GPU during training"] if plan.keeps else []
     host = " + ".join(f"{gib(part.bytes)} {part.name}" for part in plan.host.parts)
+    copy = plan.copy().bytes
+    saving = f"saving: from a copy of {gib(copy)} GiB a rank in host memory; if there is no room for it, or"
+    saving += " with checkpoint.asynchronous false, training waits while a checkpoint is written"
     seconds = step_seconds(plan)
     times = ", ".join(f"{name} {duration(spent)}" for name, spent in seconds.items() if spent)
     rows = plan.ranks * plan.rows
@@ -75,6 +78,7 @@ def lines(plan: Plan) -> list[str]:
         f"cache: {plan.sequences} of {plan.laid_out} sequences of {plan.longest:,} tokens at once",
         *kept,
         *([f"host memory: {host} = {gib(plan.host.bytes)} GiB a rank"] if host else []),
+        *([saving] if copy else []),
         f"tokens: at most {sampled:,} sampled and {trained:,} trained a step",
         f"time: roughly {duration(sum(seconds.values()))} a step at full speed and full length ({times})",
     ]

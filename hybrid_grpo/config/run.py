@@ -66,9 +66,21 @@ class CheckpointConfig:
     """Steps between checkpoints; 0 ignores steps."""
     keep: Count = 2
     """How many of the newest checkpoints are kept."""
+    asynchronous: Switch = True
+    """Write checkpoints while training goes on, from a copy in host memory. The first and the last one of a run are
+    waited for, and so are all if memory is short."""
     on_failure: Literal["say", "stop"] = "say"
     """What to do if a checkpoint cannot be written: report it and continue, or stop the run. The previous checkpoint is
     kept. A run that cannot write its first checkpoint stops."""
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.every or self.every_minutes)
+
+    @property
+    def copies(self) -> bool:
+        """Whether checkpoints are written from a copy."""
+        return self.asynchronous and self.is_on
 
 
 TRACKERS = ("wandb", "tensorboard", "trackio", "mlflow")

@@ -11,6 +11,7 @@ import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import astuple, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -87,6 +88,7 @@ def trained_pieces(module: nn.Module, optimizer: Any, stage: int) -> Iterator[tu
 @contextmanager
 def changing(optimizer: Any, stage: int) -> Iterator[None]:
     """A context in which `trained_tensors` may be changed; on exit the weights follow the changes. Collective."""
+    tensor_files.settle()
     if stage == 3:
         # No weight may stay gathered while its shards change.
         optimizer.checkpoint_event_prologue()
@@ -134,7 +136,7 @@ def load_module(folder: Path, name: str, module: nn.Module) -> None:
 
 def save_state(folder: Path, state: dict[str, Any]) -> None:
     """Write this rank's `state`, which holds plain values and tensors."""
-    tensor_files.write(state, _path(folder, _STATE, rank(), world_size()))
+    tensor_files.write(deepcopy(state), _path(folder, _STATE, rank(), world_size()))
 
 
 def load_state(folder: Path) -> dict[str, Any]:
@@ -232,7 +234,7 @@ def _write(
             {
                 "pieces": [astuple(piece) for piece in flat.pieces],
                 "step": None if _STEP not in state else int(state[_STEP]),
-                "tensors": {key: _alone(value) for key, value in {_WEIGHT: flat.tensor, **moments}.items()},
+                "tensors": {_WEIGHT: flat.tensor, **moments},
             }
         )
     tensor_files.write({"shapes": shapes, "flats": content}, _path(folder, name, rank(), world_size()))
@@ -252,13 +254,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _is_moment(key: str, value: Any, flat: _Flat) -> bool:
     return key != _STEP and isinstance(value, Tensor) and value.shape == flat.tensor.shape
-
-
-def _alone(tensor: Tensor) -> Tensor:
-    # Otherwise DeepSpeed's attributes, and the rest of the memory that the tensor is in, would be written too.
-    tensor = tensor.detach()
-    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return tensor if whole else tensor.to("cpu", copy=True)
 
 
 @dataclass(frozen=True, eq=False)

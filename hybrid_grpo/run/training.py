@@ -110,6 +110,9 @@ class TrainingRun:
             # A launcher kills the other ranks once one has ended, and rank 0 is the last to close its outputs.
             barrier()
             raise
+        except Exception:
+            self.checkpoints.leave()
+            raise
         finally:
             self._run_folder.release()
 
@@ -165,22 +168,26 @@ class TrainingRun:
             with profiler.step(step, stage.meter), Doing(f"making step {step}") if is_first else nullcontext():
                 stage.step(step)
         except RunInterrupted:
-            if self.saver.step != step - 1:
-                stage.progress.enter("saving")
-                self.saver.save(stage, step - 1, before)
+            stage.progress.enter("saving")
+            self._save_before(stage, step, before)
             raise self._interrupted(stage) from None
         except RunStopped as stop:
             if stage.last_rollout is not None:
                 log.write_rollouts(step, *stage.last_rollout, always=True)
-            if self.saver.step != step - 1:
-                self.saver.save(stage, step - 1, before)
+            self._save_before(stage, step, before)
             if self.saver.step is None:
                 raise
             raise RunStopped(f"{stop}; the run is saved as it was after step {self.saver.step}") from stop
 
+    def _save_before(self, stage: Stage, step: int, before: dict[str, Any]) -> None:
+        self.saver.finish(stage)
+        if self.saver.step != step - 1:
+            self.saver.save(stage, step - 1, before)
+
     def _finish_step(self, stage: Stage, step: int, log: Log) -> None:
         """After a step, evaluate the policy, log the step's metrics, and save the run, where each is due."""
         is_last = step == self._steps
+        self.saver.look(stage)
         if stage.last_rollout is not None:
             log.write_rollouts(step, *stage.last_rollout, stage.last_advantages_BT)
         saves = self.saver.is_due(step, stage)
@@ -200,7 +207,7 @@ class TrainingRun:
         stops = not is_last and not ends and stage.progress.stops()
         saves = saves and (is_last or not self._alarms.doubts)
         if (saves or stops or (ends and self.saver.is_on)) and not self._alarms.diverged:
-            self._save(stage, step)
+            self._save(stage, step, beside=not (is_last or stops or ends))
         if stops:
             raise self._interrupted(stage)
 
@@ -226,8 +233,10 @@ class TrainingRun:
     def _act(self, stage: Stage, step: int) -> None:
         """Act on the alarms of a step: raise RunStopped or RollBack if an alarm requires it."""
         try:
-            if self._alarms.stops and self.saver.is_on and not self._alarms.diverged:
-                self.saver.save(stage, step, self._states(stage))
+            if self._alarms.stops:
+                self.saver.finish(stage)
+                if self.saver.is_on and not self._alarms.diverged:
+                    self.saver.save(stage, step, self._states(stage))
             self._alarms.act(f"the newest checkpoint is from step {self.saver.step}")
         except (RunStopped, RollBack):
             # A repeated step must not learn from completions that a diverged policy has sampled.
@@ -237,6 +246,7 @@ class TrainingRun:
 
     def _roll_back(self, stage: Stage, diverged: RollBack) -> int:
         """Go back to the newest checkpoint before the run diverged, lower the learning rate, and return its step."""
+        self.saver.finish(stage)
         config, before = self.config.guard, diverged.since
         if self.saver.step == self._back_to and before == self._back_to + 1:
             # Bad weights show one step later: the checkpoint that the run rolled back to was already bad.
@@ -268,19 +278,22 @@ class TrainingRun:
             return RunInterrupted(f"{asked}; nothing could be saved")
         return RunInterrupted(f"{asked}, saved after step {step} in {self.folder}: go on with --run.resume auto")
 
-    def _save(self, stage: Stage, step: int) -> None:
-        """Save the run after a step; the time for this is one of the step's metrics."""
+    def _save(self, stage: Stage, step: int, *, beside: bool = False) -> None:
+        """Save the run after a step; the time that it waits for this is one of the step's metrics."""
         stage.progress.enter("saving", step)
         with stage.meter.time("time/checkpoint_s"):
-            self.saver.save(stage, step, self._states(stage))
+            self.saver.save(stage, step, self._states(stage), beside=beside)
 
     def _keep_best(self, stage: Stage, step: int, values: dict[str, float]) -> None:
+        if self._best.is_beaten(values):
+            self.saver.finish(stage)
         if not self._alarms.diverged and (warning := self._best.take(stage.policy, step, values)):
             say(warning)
 
     def _export(self, stage: Stage, step: int) -> None:
         """Export the models of features, and then `model/`, whose presence means that the run is finished. Each is
         written completely or not at all. Raise UserError if that fails."""
+        self.saver.finish(stage)
         modes = [mode for feature in stage.features for mode in feature.exports.items()]
         model = self.folder
         try:

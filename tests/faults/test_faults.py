@@ -15,6 +15,8 @@ pytestmark = pytest.mark.ranks
 CASES = {
     "killed where the ranks meet": {"point": "meeting", "nth": 1, "rank": 0, "action": "kill"},
     "killed while it saves": {"point": "saving", "nth": 3, "rank": 1, "action": "kill"},
+    "killed while its thread writes": {"point": "writing", "nth": 8, "rank": 1, "action": "kill"},
+    "killed before the manifest": {"point": "the manifest", "nth": 4, "rank": 0, "action": "kill"},
     "killed in the export": {"point": "export", "nth": 1, "rank": "all", "action": "kill"},
 }
 
@@ -26,5 +28,6 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_that_is_killed_ends_and_goes_on_to_the_same_end(bench: Bench, case: str) -> None:
-    entry = faults.tried(bench, case, faults.kill_at, (CASES[case],))
+    beside = CASES[case]["point"] in ("writing", "the manifest")
+    entry = faults.tried(bench, case, faults.kill_writing if beside else faults.kill_at, (CASES[case],))
     assert entry["passed"], entry["why"]

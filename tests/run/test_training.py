@@ -137,6 +137,53 @@ def test_a_stop_has_the_time_that_saving_takes(tmp_path, clock, monkeypatch, set
     assert status.own_status().mine.grace_s == seconds
 
 
+def test_a_checkpoint_beside_the_run_counts_once_it_is_in_place(tmp_path, monkeypatch, capsys):
+    run, stage = make(tmp_path)
+    monkeypatch.setattr(status, "_of_this_process", [status.SharedStatus()])
+    monkeypatch.setattr(status.SharedStatus, "listen", lambda *_, **__: None)
+    stage.progress = Progress(RunConfig())
+    ready, room = [False, True], [True, False, False]
+    run.checkpoints.begin = lambda *_, copy: room.pop(0)
+    run.checkpoints.is_ready = lambda device: ready.pop(0)
+    run.checkpoints.finish = lambda: 40.0
+    run.saver.save(stage, 2, {}, beside=True)
+    run.saver.look(stage)
+    assert (run.saver.step, ready) == (None, [True])
+    run.saver.look(stage)
+    assert (run.saver.step, ready) == (2, []) and status.own_status().mine.grace_s == 20 + 2 * 40
+    # Nothing is under way, so nothing is asked; and without memory for a copy they are waited for.
+    for step in (3, 4):
+        run.saver.look(stage)
+        run.saver.save(stage, step, {}, beside=True)
+        assert run.saver.step == step
+    says = "checkpoint.asynchronous: the host lacks memory for a copy, so training waits for checkpoints"
+    assert capsys.readouterr().out.count(says) == 1 and room == []
+    run, stage = make(tmp_path / "other", asynchronous=False)
+    run.saver.save(stage, 2, {}, beside=True)
+    assert run.saver.step == 2
+
+
+def test_what_fails_beside_the_run_is_said_when_it_is_seen(tmp_path, capsys):
+    def fails():
+        raise WriteFailed("checkpoint step_000003 could not be written: Disk quota exceeded")
+
+    for on_failure in ("say", "stop"):
+        run, stage = make(tmp_path / on_failure, on_failure=on_failure)
+        run.checkpoints.begin, run.checkpoints.finish = lambda *_, copy: True, fails
+        run.checkpoints.is_ready = lambda device: True
+        run.saver.save(stage, 3, {}, beside=True)
+        if on_failure == "say":
+            run.saver.look(stage)
+            run.saver.finish(stage)
+            assert (
+                capsys.readouterr().out.count("WARNING: checkpoint step_000003 could not be written: Disk quota") == 1
+            )
+        else:
+            with pytest.raises(RunStopped, match="Disk quota exceeded; there is none before it"):
+                run.saver.save(stage, 4, {})
+        assert run.saver.step is None
+
+
 def test_a_report_that_cannot_be_written_is_said_and_changes_nothing(tmp_path, capsys):
     run, _ = make(tmp_path)
 

@@ -24,6 +24,7 @@ from hybrid_grpo.config import (
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.model.ranks import barrier, rank, world_size
 from hybrid_grpo.policy import Policy, Reference, UnadaptedReference
+from hybrid_grpo.run.feature import load_features, make_features
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.trainer import Trainer
 
@@ -50,8 +51,9 @@ def build(
     dtype: str = "float32",
     lora: LoraConfig | None = None,
     deepspeed: dict[str, Any] | None = None,
+    **sections: Any,
 ) -> Trainer:
-    """A run on the quickstart's tiny model and task, with weight decay."""
+    """A run on the quickstart's tiny model and task, with weight decay; `sections` are those of its features."""
     grpo = GrpoConfig(beta=0.1, kl_target=0.01, ref_every=0 if lora else 1, ref_mix=1.0 if lora else 0.5)
     lora = lora or LoraConfig()
     config = TrainConfig(
@@ -67,6 +69,7 @@ def build(
         rollout=RolloutConfig(prompts_per_step=6, num_generations=4, max_completion_tokens=8),
         grpo=grpo,
         rewards=[RewardConfig("exact_match"), RewardConfig("letters_in_place")],
+        **sections,
     )
     device = engines.start()
     plan = check_train(config, world_size())
@@ -77,7 +80,9 @@ def build(
         reference = UnadaptedReference(policy.engine, policy.adapters)
     else:
         reference = Reference(config.policy, config.engine)
-    return Trainer(config, plan, policy, reference, inputs, device)
+    features = make_features(config, plan, inputs)
+    load_features(features, policy)
+    return Trainer(config, plan, policy, reference, inputs, device, features)
 
 
 def save(folder: Path, tag: str, **settings: Any) -> dict[str, Any]:

@@ -12,3 +12,7 @@ class AverageMemory(FeatureMemory):
     def part(self, plan: Plan, on_host: bool) -> Part:
         """See `FeatureMemory`."""
         return Part("moving average", 4 * plan.owned if on_host else 0, "average.decay null, more ranks")
+
+    def saved(self, plan: Plan) -> int:
+        """See `FeatureMemory`."""
+        return 4 * plan.owned

@@ -20,6 +20,17 @@ class CriticMemory(FeatureMemory):
         self._parameters = count_parameters(config.of(CriticConfig).as_policy(config.policy).model)
 
     def part(self, plan: Plan, on_host: bool) -> Part:
+        own = self._own(plan)
+        states, shards = sum(part.bytes for part in own.states()), own.ranks if own.stage == 3 else 1
+        held = own.dtype * own.n // shards + own.gradients().bytes + (0 if own.offloads else states)
+        shards_more = "more ranks" if own.stage == 3 else "critic.zero_stage 3"
+        remedy = shards_more if own.offloads else f"critic.offload_optimizer true, {shards_more}"
+        return Part("critic", (states if own.offloads else 0) if on_host else held, remedy)
+
+    def saved(self, plan: Plan) -> int:
+        return 12 * self._own(plan).owned
+
+    def _own(self, plan: Plan) -> Plan:
         settings = plan.config.of(CriticConfig)
         config = replace(
             plan.config.without(CriticConfig),
@@ -31,12 +42,7 @@ class CriticMemory(FeatureMemory):
             grpo=GrpoConfig(),
         )
         sizes = replace(plan.sizes, parameters=self._parameters, trained=self._parameters)
-        own = Plan(config, sizes, plan.batch, plan.prompt, plan.hardware)
-        states, shards = sum(part.bytes for part in own.states()), own.ranks if own.stage == 3 else 1
-        held = own.dtype * own.n // shards + own.gradients().bytes + (0 if own.offloads else states)
-        shards_more = "more ranks" if own.stage == 3 else "critic.zero_stage 3"
-        remedy = shards_more if own.offloads else f"critic.offload_optimizer true, {shards_more}"
-        return Part("critic", (states if own.offloads else 0) if on_host else held, remedy)
+        return Plan(config, sizes, plan.batch, plan.prompt, plan.hardware)
 
     def seconds(self, plan: Plan, forward: float, passes: int) -> float:
         """Return the time of one forward pass for the values, and of training the critic."""

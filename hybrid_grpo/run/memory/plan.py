@@ -57,6 +57,10 @@ class FeatureMemory:
         """Return the memory that the feature holds from step to step, on the host or on the device."""
         raise NotImplementedError
 
+    def saved(self, plan: Plan) -> int:
+        """Return the bytes of the feature's tensors in this rank's files of a checkpoint."""
+        return 0
+
     def seconds(self, plan: Plan, forward: float, passes: int) -> float:
         """Return the seconds that the feature adds to a step, if a forward pass of the policy over a rollout takes
         `forward` seconds, and training on the rollout takes as long as `passes` forward passes."""
@@ -212,7 +216,7 @@ class Plan:
         freed = [] if self.gpu else [activations]
         # ZeRO-3 keeps its buffers of gradients from step to step.
         gathered = [*fixed, *freed, *([gradients] if self.stage == 3 else []), *([] if kept else [self.gathered()])]
-        generating = gathered if kept else [*gathered, self.graphs()]
+        generating = [*gathered, *([] if kept else [self.graphs()]), *([] if self.gpu else [self.copy()])]
         generating = [*generating, self.decoding(self.usable - self.beside_cache(generating))]
         if not kept:
             generating.append(self.cache(self.beside_cache(generating)))
@@ -243,7 +247,7 @@ class Plan:
         states = self.states() if self.offloads else []
         weights = Part("weights", self.dtype * self.n // self.ranks if self.hosted else 0, "more ranks")
         parts = [self.process, self.reward_models(on_host=True), self.reference(), weights, *states]
-        parts += [*self.feature_parts(on_host=True), self.export]
+        parts += [*self.feature_parts(on_host=True), self.export, self.copy()]
         return Phase("its host", tuple(part for part in parts if part.bytes and self.gpu))
 
     def fixed(self) -> list[Part]:
@@ -315,6 +319,12 @@ class Plan:
         """Return the reference in host memory, sharded over the ranks. With adapters, it takes no memory of its own."""
         loaded = self.config.grpo.beta and not self.config.lora.rank
         return Part("reference", self.dtype * self.n // self.ranks if loaded else 0, "grpo.beta 0, more ranks")
+
+    def copy(self) -> Part:
+        """Return the copy from which a checkpoint is written; if there is no memory for it, training waits instead."""
+        size = 12 * self.owned + sum(feature.saved(self) for feature in self.features)
+        size += self.dtype * self.n // self.ranks if self.config.grpo.ref_every else 0
+        return Part("copy to save", size if self.config.checkpoint.copies else 0, fewest=0)
 
     def feature_parts(self, on_host: bool) -> list[Part]:
         return [feature.part(self, on_host) for feature in self.features]

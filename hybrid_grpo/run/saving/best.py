@@ -46,13 +46,17 @@ class Best:
         later = (line for line in map(json.loads, lines) if line["step"] > self._step >= 0)
         self._since = sum(line.get(self._metric) is not None for line in later)
 
+    def is_beaten(self, values: dict[str, float]) -> bool:
+        """Return whether these metrics are better than the best evaluation so far."""
+        return values.get(self._metric or "", math.nan) > self._value
+
     def take(self, policy: TrainedModel, step: int, values: dict[str, float]) -> str:
         """Keep the weights of a step if its evaluation is the best so far. Return a warning if they cannot be written,
         otherwise an empty text. Collective."""
         value = values.get(self._metric or "", math.nan)
         if self._metric is None or math.isnan(value):
             return ""
-        if value > self._value:
+        if self.is_beaten(values):
             try:
                 export(policy, self._model, {"step": step, self._metric: value})
             except WriteFailed as failure:

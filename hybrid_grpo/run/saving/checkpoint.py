@@ -9,18 +9,23 @@ import pickle
 import re
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hybrid_grpo.engine import Engine
-from hybrid_grpo.model.ranks import all_gather_objects, barrier, rank, world_size
-from hybrid_grpo.model.tensor_files import foreign_types
+from hybrid_grpo.model.ranks import all_gather_objects, all_reduce, barrier, rank, world_size
+from hybrid_grpo.model.tensor_files import Postponed, foreign_types
 from hybrid_grpo.records.files import replace_text, sync
 from hybrid_grpo.records.write_failures import WriteFailed, write_together
 from hybrid_grpo.run.parts import Shards
-from hybrid_grpo.run.saving.manifest import Damaged, Manifest, measure, owner
+from hybrid_grpo.run.saving.manifest import Damaged, Manifest
+from hybrid_grpo.run.saving.space import has_memory
+from hybrid_grpo.run.saving.writing import Files, Writing
 
 _TAG = re.compile(r"step_\d{6,}")
 _DRAFT = ".draft_"
@@ -43,6 +48,8 @@ class Checkpoints:
         self.folder, self._keep, self._settings = folder, keep, settings or {}
         self.inputs: dict[str, str] = {}
         self.rollbacks = 0
+        self._writing: Writing | None = None
+        """The checkpoint that was begun and is not finished."""
         self._verified_run = ""
         """Identity of the run according to its checkpoints, in case the file `run_id` is gone."""
 
@@ -85,55 +92,100 @@ class Checkpoints:
     def save(self, engine: Engine, step: int, state: dict[str, Any], shards: Sequence[Shards] = ()) -> None:
         """Write the checkpoint of `step`; `state` and `shards` are this rank's own. If it cannot be written, raise
         WriteFailed on all ranks; earlier checkpoints then remain as they were. Collective."""
-        tag = f"step_{step:06d}"
-        draft = self.folder / f"{_DRAFT}{tag}"
+        self.begin(engine, step, state, shards)
+        self.finish()
 
-        def write() -> None:
+    def begin(
+        self, engine: Engine, step: int, state: dict[str, Any], shards: Sequence[Shards] = (), *, copy: bool = False
+    ) -> bool:
+        """Begin to write a checkpoint in a thread, which `finish` waits for; see `save`. With `copy` the run may go on
+        meanwhile: a copy is written. Return False, having begun nothing, if a rank lacks the memory for it."""
+        tag, files = f"step_{step:06d}", Postponed()
+        draft, notes = self.folder / f"{_DRAFT}{tag}", self.folder / f"{_DRAFT}notes"
+
+        def collect() -> bool:
             # One key for our state: the engine stores its own keys next to it.
-            engine.save(self.folder, draft.name, {"hybrid_grpo": {"step": step, **state}})
-            for part in shards:
-                part.save(draft)
+            with files.collecting():
+                engine.save(self.folder, draft.name, {"hybrid_grpo": {"step": step, **state}})
+                for part in shards:
+                    part.save(draft)
+            return not copy or has_memory(sum(tensor.nbytes for tensor in files.tensors))
 
+        with self._cleared_on_failure(tag):
+            run = write_together(lambda: self._begin(draft, notes), self.folder)[0]
+            if not all(write_together(collect, self.folder)):
+                return False
+        facts = run, step, world_size(), engine.stage, self._settings
+        rest = self.inputs, self.rollbacks
+
+        def publish(files: Files) -> None:
+            self._publish(Manifest(*facts, files, *rest), draft, tag)
+
+        self._writing = Writing(step, files, draft, notes, publish, copy=copy)
+        return True
+
+    def is_ready(self, device: torch.device) -> bool:
+        """Return whether `finish` would not wait: the checkpoint is in place, or a rank has failed. Collective."""
+        assert self._writing is not None
+        written, published = self._writing.written, self._writing.published
+        fails = written.done() and written.exception() is not None
+        busy, failed = all_reduce(torch.tensor([not published.done(), fails], device=device).float(), "max").tolist()
+        return bool(failed or not busy)
+
+    def finish(self) -> float:
+        """Wait until the checkpoint that was begun is in place, and return the seconds that writing it took. If it
+        cannot be written, raise WriteFailed on all ranks. Collective."""
+        writing, self._writing = self._writing, None
+        assert writing is not None, "no checkpoint is being written"
+        with self._cleared_on_failure(f"step_{writing.step:06d}"):
+            try:
+                write_together(writing.written.result, self.folder)
+                write_together(writing.published.result, self.folder)
+            except WriteFailed:
+                writing.abandon()
+                raise
+        return writing.seconds
+
+    def leave(self) -> None:
+        """Wait for the checkpoint that was begun, if any, although the run ends by an error. Not collective."""
+        if self._writing is not None:
+            self._writing.wait()
+
+    @contextmanager
+    def _cleared_on_failure(self, tag: str) -> Iterator[None]:
         try:
-            run = write_together(lambda: self._begin(draft), self.folder)[0]
-            write_together(write, self.folder)
-            # All ranks have written, so all files exist.
-            written = write_together(lambda: _synced(draft), self.folder)
-            files = {name: facts for of_rank in written for name, facts in of_rank.items()}
-            what = run, step, world_size(), engine.stage, self._settings, files, self.inputs, self.rollbacks
-            write_together(lambda: self._publish(Manifest(*what), draft, tag), self.folder)
+            yield
         except WriteFailed as failure:
             if rank() == 0:
                 self._clear_drafts()
             barrier()
             raise WriteFailed(f"checkpoint {self.folder / tag} could not be written: {failure}") from failure
-        if rank() == 0:
-            # Later ones belong to a timeline that this run has abandoned.
-            kept = [old for old in self.tags() if _step(old) <= step][: self._keep]
-            for old in set(self.tags()) - set(kept):
-                self._remove(old)
-            self._clear_drafts()
-        barrier()
 
-    def _begin(self, draft: Path) -> str:
+    def _begin(self, draft: Path, notes: Path) -> str:
         if rank() != 0:
             return ""
         self._clear_drafts()
         draft.mkdir(parents=True)
+        notes.mkdir()
         if not self._run():
             replace_text(self.folder / "run_id", self._verified_run or secrets.token_hex(8))
         return self._run()
 
     def _publish(self, manifest: Manifest, draft: Path, tag: str) -> None:
-        if rank() == 0:
-            manifest.write(draft)
-            # Every rank has synced its files; only their directory entries are left.
-            for path in [*draft.rglob("*"), draft]:
-                if path.is_dir():
-                    sync(path)
-            self._remove(tag)
-            draft.rename(self.folder / tag)
-            sync(self.folder)
+        """Make a draft whose files are on disk a checkpoint, and remove the oldest. For rank 0."""
+        manifest.write(draft)
+        # Only the directory entries of the files are left.
+        for path in [*draft.rglob("*"), draft]:
+            if path.is_dir():
+                sync(path)
+        self._remove(tag)
+        draft.rename(self.folder / tag)
+        sync(self.folder)
+        # Later ones belong to a timeline that this run has abandoned.
+        kept = [old for old in self.tags() if _step(old) <= manifest.step][: self._keep]
+        for old in set(self.tags()) - set(kept):
+            self._remove(old)
+        self._clear_drafts()
 
     def load(self, engine: Engine, checkpoint: Checkpoint, shards: Sequence[Shards] = ()) -> dict[str, Any]:
         """Restore a checkpoint that `verify` returned, and return this rank's state. Collective."""
@@ -179,15 +231,6 @@ class Checkpoints:
 
 def _step(tag: str) -> int:
     return int(tag.removeprefix("step_"))
-
-
-def _synced(draft: Path) -> dict[str, list[int]]:
-    """Flush this rank's files to disk, and return the size and CRC-32 of each."""
-    names = (str(path.relative_to(draft)) for path in sorted(draft.rglob("*")) if path.is_file())
-    own = [name for name in names if owner(name) % world_size() == rank()]
-    for name in own:
-        sync(draft / name)
-    return {name: measure(draft / name) for name in own}
 
 
 def _refuse_code(path: Path) -> None:

@@ -1,6 +1,8 @@
 """Saves checkpoints when they are due, handles failures to do so, and restores a stage from a checkpoint."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +30,14 @@ class Saver:
         self.step: int | None = None
         self._config, self._steps, self._folder, self._journal = config, steps, folder, journal
         self._saved_at = time.monotonic()
+        self._under_way: int | None = None
+        """Step of the checkpoint that is being written beside the run."""
+        self._is_short = False
+        """Whether memory was once too short for a copy."""
 
     @property
     def is_on(self) -> bool:
-        return bool(self._config.every or self._config.every_minutes)
+        return self._config.is_on
 
     @property
     def newest(self) -> str:
@@ -45,27 +51,61 @@ class Saver:
         late = rank() == 0 and limit > 0 and time.monotonic() - self._saved_at >= 60 * limit
         return bool(all_reduce(torch.tensor(float(late), device=stage.policy.engine.device), "max"))
 
-    def save(self, stage: Stage, step: int, states: dict[str, Any]) -> None:
-        """Write the checkpoint of a step; `states` holds the states of everything but the policy. If writing fails,
-        raise RunStopped if `checkpoint.on_failure` is stop, or if the step is 0: without a first checkpoint, a run has
-        nothing to resume from. Collective."""
+    def save(self, stage: Stage, step: int, states: dict[str, Any], *, beside: bool = False) -> None:
+        """Write the checkpoint of a step; `states` holds the states of everything but the policy. With `beside`, the
+        run may go on while it is written (see `finish`), unless `checkpoint.asynchronous` is off or memory is short. If
+        writing fails, raise RunStopped if `checkpoint.on_failure` is stop, or if the step is 0: without a first
+        checkpoint, a run has nothing to resume from. Collective."""
+        self.finish(stage)
         start = time.monotonic()
-        try:
+        with self._reported(step):
             # A checkpoint is useless without the numbers before it.
             write_together(self._sync_numbers, self._folder)
             states = {"policy": stage.policy.state_dict(), **states}
-            self.checkpoints.save(stage.policy.engine, step, states, stage.all_shards)
-            self.step = step
-            if rank() == 0:
-                self._journal.forget(step)
+            if beside and self._config.asynchronous and self._begin(stage, step, states):
+                self._under_way = step
+            else:
+                self.checkpoints.save(stage.policy.engine, step, states, stage.all_shards)
+                self._saved(stage, step, time.monotonic() - start)
+        self._saved_at = time.monotonic()
+
+    def look(self, stage: Stage) -> None:
+        """Finish the checkpoint that is being written if this takes no time any more. Collective."""
+        if self._under_way is not None and self.checkpoints.is_ready(stage.policy.engine.device):
+            self.finish(stage)
+
+    def finish(self, stage: Stage) -> None:
+        """Wait for the checkpoint that is being written, if any. On failure, do what `save` does. Collective."""
+        step, self._under_way = self._under_way, None
+        if step is not None:
+            with self._reported(step):
+                self._saved(stage, step, self.checkpoints.finish())
+
+    def _begin(self, stage: Stage, step: int, states: dict[str, Any]) -> bool:
+        if self.checkpoints.begin(stage.policy.engine, step, states, stage.all_shards, copy=True):
+            return True
+        if not self._is_short:
+            say("checkpoint.asynchronous: the host lacks memory for a copy, so training waits for checkpoints")
+        self._is_short = True
+        return False
+
+    def _saved(self, stage: Stage, step: int, seconds: float) -> None:
+        self.step = step
+        if rank() == 0:
+            self._journal.forget(step)
+        if step:  # before the first step, there are no moments yet
+            stage.progress.expect_saving(2 * seconds)
+
+    @contextmanager
+    def _reported(self, step: int) -> Iterator[None]:
+        try:
+            yield
         except WriteFailed as failure:
             if self._config.on_failure == "stop" or step == 0:
                 raise RunStopped(
                     f"{failure}; {self.newest}: make room or fix the cause, and go on with --run.resume auto"
                 ) from None
             say(f"WARNING: {failure}; {self.newest}, and the run goes on (checkpoint.on_failure say)")
-        self._saved_at = time.monotonic()
-        stage.progress.expect_saving(2 * (self._saved_at - start))
 
     def _sync_numbers(self) -> None:
         paths = (self._folder / "metrics.jsonl", self._folder / "rollouts", self._folder)

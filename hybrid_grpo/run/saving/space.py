@@ -1,11 +1,17 @@
-"""Checks before the first step that the disk has room for what a run will keep."""
+"""Checks before the first step that the disk has room for what a run will keep, and before a save that the host has
+memory for a copy."""
 
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.run import CheckpointConfig
+from hybrid_grpo.model.hardware import host_free_bytes
+from hybrid_grpo.model.ranks import local_ranks
 from hybrid_grpo.policy import TrainedModel
 from hybrid_grpo.run.parts import SavedModel
 from hybrid_grpo.run.stage import Stage
@@ -24,7 +30,7 @@ def check_space(folder: Path, config: CheckpointConfig, stage: Stage, models: in
     checkpoint += model if stage.shards is not None else 0
     for feature in stage.features:
         checkpoint, models = checkpoint + feature.checkpoint_bytes(trained), models + len(feature.exports)
-    count = config.keep + 1 if config.every or config.every_minutes else 0
+    count = config.keep + 1 if config.is_on else 0
     # A resumed run replaces the checkpoints that it has already written.
     here = sum(path.stat().st_size for path in (folder / "checkpoints").rglob("*") if path.is_file())
     needed, free = count * checkpoint + models * model, shutil.disk_usage(folder).free + here
@@ -36,6 +42,13 @@ def check_space(folder: Path, config: CheckpointConfig, stage: Stage, models: in
         " lower checkpoint.keep, or use another run.dir",
     )
     return checkpoint
+
+
+def has_memory(bytes_: int) -> bool:
+    """Return whether this rank's share of free host memory holds so many bytes, and what the process has given back of
+    its largest memory so far, which it may need again."""
+    given_back = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - psutil.Process().memory_info().rss
+    return bytes_ + max(0, given_back) <= host_free_bytes() // local_ranks()
 
 
 def _trained(model: TrainedModel | SavedModel) -> int:

@@ -20,6 +20,7 @@ def test_it_is_in_host_memory_and_sharded_as_the_optimizer_is(stage, owned):
     plan = partial(Plan, config, SIZES, batch_plan(config, 8), 512, features=[AverageMemory(config)])
     host, phases = plan(GPU).host, plan(GPU).phases
     assert {part.name: part.bytes for part in host.parts}["moving average"] == 4 * owned
+    assert {part.name: part.bytes for part in host.parts}["copy to save"] == (12 + 4) * owned
     assert "moving average" not in {part.name for phase in phases for part in phase.parts}
     for phase in plan(CPU).phases:
         assert {part.name: part.bytes for part in phase.parts}["moving average"] == 4 * owned

@@ -27,6 +27,7 @@ from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.config.commands import PlanOptionsConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import parse
+from hybrid_grpo.config.run import CheckpointConfig
 from hybrid_grpo.data.packing import token_budget
 from hybrid_grpo.model import hardware as hardware_module
 from hybrid_grpo.model.attention import ATTENTION
@@ -113,6 +114,25 @@ def test_a_gpu_also_holds_what_is_no_tensor_of_the_model():
     made = Plan(recipe(rollout=rollout), SIZES, batch_plan(recipe(rollout=rollout), 8), 512, GPU)
     largest = max(sum(phase.values()) - sum(phase[name] for name in others[:3]) for phase in eight.values())
     assert made.measurable == largest, "torch counts its tensors only"
+
+
+def test_the_copy_to_save_is_counted_in_host_memory_and_no_reason_to_refuse():
+    moving, off = GrpoConfig(beta=0.1, ref_every=1), CheckpointConfig(asynchronous=False)
+    for config, size in [
+        (recipe(3), 12 * N // 8),
+        (recipe(0, "float32"), 12 * N),
+        (recipe(3, grpo=moving), 12 * N // 8 + 2 * N // 8),
+        (recipe(3, checkpoint=off), 0),
+        (recipe(3, checkpoint=CheckpointConfig(every_minutes=0)), 0),
+    ]:
+        plan = Plan(config, SIZES, batch_plan(config, 8), 512, GPU)
+        host = {part.name: part.bytes for part in plan.host.parts}
+        assert host.get("copy to save", 0) == size == plan.host.bytes - plan.host.least
+        assert any(line.startswith(f"saving: from a copy of {plans.gib(size)} GiB") for line in lines(plan)) == (
+            size > 0
+        )
+        here = parts(config, 8, CPU)
+        assert here["generation"].get("copy to save", 0) == size and "copy to save" not in here["backward"]
 
 
 def test_sequences_at_once_are_those_that_the_rest_of_the_memory_holds():
