@@ -118,7 +118,7 @@ class _Memory:
 @contextmanager
 def counted() -> Iterator[Count]:
     """Counts the kernels launched inside the context."""
-    modules = (gpu.gate, gpu.norm, gpu.rotation, gpu.sampling, gpu.softmax)
+    modules = (gpu.gate, gpu.norm, gpu.rotary, gpu.rotation, gpu.sampling, gpu.softmax)
     with Count() as count:
         for module in modules:
             module.launch = count.launch

@@ -7,6 +7,6 @@ checked, once on the device, that it agrees with torch; see `tried`.
 from hybrid_grpo.model.kernels.gpu.launcher import proven, tried, triton, usable
 
 if triton is not None:
-    from hybrid_grpo.model.kernels.gpu import gate, norm, rotation, sampling, softmax
+    from hybrid_grpo.model.kernels.gpu import gate, norm, rotary, rotation, sampling, softmax
 
-__all__ = ["gate", "norm", "proven", "rotation", "sampling", "softmax", "tried", "usable"]
+__all__ = ["gate", "norm", "proven", "rotary", "rotation", "sampling", "softmax", "tried", "usable"]

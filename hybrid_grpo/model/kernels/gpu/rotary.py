@@ -1,0 +1,117 @@
+"""Rotary embedding of queries and keys in training and prefill on a GPU: one program rotates the heads of one token."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybrid_grpo.model.kernels.gpu.launcher import launch
+
+
+@triton.jit
+def _heads(
+    out, x, stride, heads, half, d, cos_a, cos_b, sin_a, sin_b, HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr
+):
+    """Rotate a token's heads, whose first two halves cos and sin belong to; columns after those are copied."""
+    head, place = tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
+    kind = out.dtype.element_ty
+    inside = (head < heads) & (place < half)
+    a = tl.load(x + head * stride + place, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(x + head * stride + half + place, mask=inside, other=0.0).to(tl.float32)
+    first = (a * cos_a).to(kind).to(tl.float32) - (b * sin_a).to(kind).to(tl.float32)
+    second = (b * cos_b).to(kind).to(tl.float32) + (a * sin_b).to(kind).to(tl.float32)
+    tl.store(out + head * d + place, first.to(kind), mask=inside)
+    tl.store(out + head * d + half + place, second.to(kind), mask=inside)
+    if REST:
+        place = 2 * half + tl.arange(0, REST)[None, :]
+        inside = (head < heads) & (place < d)
+        tl.store(out + head * d + place, tl.load(x + head * stride + place, mask=inside), mask=inside)
+
+
+@triton.jit
+def _rotate(
+    q_out,
+    k_out,
+    q,
+    k,
+    cos,
+    sin,
+    q_row,
+    q_token,
+    q_head,
+    k_row,
+    k_token,
+    k_head,
+    cos_row,
+    cos_token,
+    length,
+    heads,
+    kv,
+    half,
+    d,
+    BACK: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REST: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    row, at = token // length, token % length
+    place = tl.arange(0, BLOCK)[None, :]
+    inside = place < half
+    angle = row * cos_row + at * cos_token + place
+    cos_a = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
+    cos_b = tl.load(cos + angle + half, mask=inside, other=0.0).to(tl.float32)
+    sin_a = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
+    sin_b = tl.load(sin + angle + half, mask=inside, other=0.0).to(tl.float32)
+    if BACK:
+        # The transposed rotation.
+        sin_a, sin_b = -sin_b, -sin_a
+    q_at, k_at = row * q_row + at * q_token, row * k_row + at * k_token
+    _heads(q_out + token * heads * d, q + q_at, q_head, heads, half, d, cos_a, cos_b, sin_a, sin_b, HEADS, BLOCK, REST)
+    _heads(k_out + token * kv * d, k + k_at, k_head, kv, half, d, cos_a, cos_b, sin_a, sin_b, KV, BLOCK, REST)
+
+
+def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> tuple[Tensor, Tensor]:
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    rows, heads, length, d = q.shape
+    kv, half = k.shape[1], cos.shape[-1] // 2
+    # Laid out as attention kernels read them, and as the projections' outputs are.
+    q_out, k_out = (x.new_empty(rows, length, x.shape[1], d) for x in (q, k))
+    strides = [x.stride(i) for x in (q, k) for i in (0, 2, 1)]
+    block, head_block = triton.next_power_of_2(half), triton.next_power_of_2(heads)
+    launch(
+        _rotate,
+        (rows * length,),
+        *(q_out, k_out, q, k, cos, sin, *strides, cos.stride(0) if len(cos) > 1 else 0, cos.stride(1)),
+        *(length, heads, kv, half, d),
+        BACK=back,
+        HEADS=head_block,
+        KV=triton.next_power_of_2(kv),
+        BLOCK=block,
+        REST=triton.next_power_of_2(d - 2 * half) if d > 2 * half else 0,
+        num_warps=min(16, max(1, head_block * block // 256)),
+    )
+    return q_out.transpose(1, 2), k_out.transpose(1, 2)
+
+
+class Rotate(torch.autograd.Function):
+    """Returns rotated queries and keys, each [rows, heads, length, d], but with the heads of a token as neighbours.
+
+    Rotary position embedding: Su et al., arXiv:2104.09864, in the layout and with the roundings of transformers' Llama.
+
+    Args: q: [rows, heads, length, d]; k: [rows, kv, length, d]; cos, sin: [rows or 1, length, r], of one layout, for
+    the first r columns of a head, r even; the other columns are copied.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = cos.contiguous(), sin.contiguous()
+        ctx.save_for_backward(cos, sin)
+        return _rotated(q, k, cos, sin, back=False)
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+        return *_rotated(dq, dk, *ctx.saved_tensors, back=True), None, None
