@@ -1,11 +1,18 @@
 """Where Triton's kernels are tested: on a GPU, or interpreted on a CPU."""
 
+import os
+
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CASES = 300 if DEVICE == "cuda" else 50
 """Random cases of each kernel; interpreted, 300 take more than a minute, and were run when the kernels were written."""
+
+
+def cases(few: int) -> range:
+    """Random cases of a kernel with a gradient: 300 on a GPU, and `few` interpreted unless KERNEL_CASES gives more."""
+    return range(int(os.environ.get("KERNEL_CASES", 300 if DEVICE == "cuda" else few)))
 
 
 def rounding(dtype: torch.dtype) -> float:

@@ -212,14 +212,15 @@ def is_rotation(function: Any) -> bool:
     """Whether a function rotates as `rotated` does: all columns, and if it takes fewer angles, the first of them."""
     q, k, (cos, sin) = _drawn(1, 2, 16, 8), _drawn(1, 1, 16, 8, phase=1.0), _drawn(2, 1, 16, 8, phase=2.0)
 
-    def right(cos: Tensor, sin: Tensor) -> bool:
-        return _alike(lambda: function(q, k, cos, sin), lambda: [rotated(x, cos, sin) for x in (q, k)])
+    def right(r: int) -> bool:
+        angles = cos[..., :r], sin[..., :r]
+        return _alike(lambda: function(q, k, *angles), lambda: [rotated(x, *angles) for x in (q, k)])
 
     try:
-        partial = function(q, k, cos[..., :4], sin[..., :4]) is not None
-    except RuntimeError:  # shapes that do not fit together
-        partial = False
-    return right(cos, sin) and (not partial or right(cos[..., :4], sin[..., :4]))
+        function(q, k, cos[..., :4], sin[..., :4])
+    except Exception:  # fewer angles do not fit, or none do
+        return right(8)
+    return right(8) and right(4)
 
 
 def is_residual_layer(layer: Any) -> bool:
