@@ -46,7 +46,9 @@ def adopt_layers(model: Any, like: Tensor) -> None:
 
 def fuse(model: Any, device: torch.device | None) -> None:
     """Replace the forwards of the modules that compute what the kernels do. Without a `device` the kernels are not
-    compared with torch, as for a dry run, which computes nothing."""
+    compared with torch, as for a dry run, which computes nothing. Without Triton nothing is replaced."""
+    if not gpu.usable():
+        return
 
     def right(check: Callable[..., bool], *case: Any) -> bool:
         return device is None or gpu.proven("training", check, device, model.dtype, *case)
