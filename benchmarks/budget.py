@@ -10,6 +10,8 @@ stores in Triton's interpreter, repeated loads included, times the number of pro
     decode_kernels               a decode step of Qwen2.5-1.5B with 256 sequences, sampling included
     sampler_gb, sampler_top_p_gb sampling 256 tokens out of a vocabulary of 151,936, without filters and with top-p 0.95
     head_launches, head_gb       log-probabilities of 16,384 tokens and their gradient, without the matrix products
+    training_elementwise_gb_*    the layers of Qwen2.5 in a forward and backward of 16,384 tokens with checkpointing,
+                                 without the matrix products and the kernel of attention
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+import budget_training
 from triton.runtime import interpreter
 
 from hybrid_grpo.generation import Sampling
@@ -189,6 +192,7 @@ def measure() -> dict[str, float]:
         "sampler_top_p_gb": filtered.bytes.total() / 1e9,
         "head_launches": sum(n for name, n in given.kernels.items() if name not in PRODUCTS),
         "head_gb": sum(n for name, n in given.bytes.items() if name not in PRODUCTS) / 1e9,
+        **budget_training.measure(counted, PRODUCTS),
     }
 
 
@@ -198,7 +202,7 @@ def main() -> None:
     file = parser.parse_args().json
     numbers = measure()
     for name, value in numbers.items():
-        print(f"{name:18} {value:,.2f}" if isinstance(value, float) else f"{name:18} {value:,}")
+        print(f"{name:28} {value:,.2f}" if isinstance(value, float) else f"{name:28} {value:,}")
     if file is not None:
         file.write_text(json.dumps(numbers, indent=2) + "\n")
 

@@ -1,19 +1,29 @@
 """Compiles every Triton kernel to machine code for a GPU, without one: python compile_kernels.py ARCHITECTURE
 
-Prints a line for each: the kernel's name and the shared memory that a program takes, in bytes.
+Prints a line for each: the kernel's name, the shared memory that a program takes, and what a thread keeps outside
+registers, in bytes. To try another version of Triton, install it into a folder of its own, and put that first:
+
+    pip install --no-deps --target /tmp/triton-3.6 triton==3.6.0
+    PYTHONPATH=/tmp/triton-3.6:. python tests/support/compile_kernels.py 90
 """
 
+import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+import triton.backends.nvidia
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hybrid_grpo.model.kernels import gpu
 
+CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 TYPES = {
     **{torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"},
     **{torch.int64: "*i64", torch.int32: "*i32"},
@@ -31,7 +41,7 @@ def type_of(argument: Any) -> str:
 def launches() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """What the package's functions launch for a decode step of Qwen2.5-1.5B and the head, with and without options."""
     seen = []
-    for module in (gpu.gate, gpu.norm, gpu.rotation, gpu.sampling, gpu.softmax):
+    for module in (gpu.gate, gpu.norm, gpu.rotary, gpu.rotation, gpu.sampling, gpu.softmax):
         module.launch = lambda kernel, grid, *given, **options: seen.append((kernel, given, options))
     half, n, d = {"dtype": torch.bfloat16, "device": "meta"}, 4, 128
     x, weight, rows = torch.empty(n, 1536, **half), torch.empty(1536, **half), torch.empty(n, device="meta")
@@ -51,7 +61,41 @@ def launches() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         gpu.softmax.add(sums, logits[:, :8000], numbers, 0.9, 8000)
         for dentropy in (None, rows):
             gpu.softmax.gradient(logits, logits[:, :8000], rows, numbers, rows, rows, dentropy, 0.9, 8000)
+    return seen + layers()
+
+
+def layers() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """What the layers of training launch, forward and backward, for models of several sizes."""
+    seen = []
+    for module in (gpu.gate, gpu.norm, gpu.rotary):
+        module.launch = lambda kernel, grid, *given, **options: seen.append((kernel, given, options))
+
+    def empty(*shape: int, trains: bool = True) -> Tensor:
+        return torch.empty(*shape, dtype=torch.bfloat16, device="meta", requires_grad=trains)
+
+    llama, gemma = gpu.norm.Formula(1e-6), gpu.norm.Formula(1e-6, 1.0, False)
+    # Heads, Qwen2.5-1.5B, 7B with frozen norms, and the widest.
+    for size, formula in ((128, llama), (1536, llama), (3584, gemma), (gpu.norm.WIDEST, llama)):
+        x, weight = empty(1, 64, size), empty(size, trains=size != 3584)
+        total, out = gpu.norm.AddNorm.apply(x, x.detach(), weight, formula)
+        (total.sum() + out.sum()).backward()
+        gpu.norm.AddNorm.apply(x, None, weight, formula)[1].sum().backward()
+    gpu.gate.SiluTimes.apply(empty(64, 8960), empty(64, 8960)).sum().backward()
+    for heads, kv, d, r in ((12, 2, 128, 128), (16, 2, 256, 64), (128, 128, 128, 128)):
+        q, k = (empty(1, 64, count, d).transpose(1, 2) for count in (heads, kv))
+        cos = empty(1, 64, r, trains=False)
+        out = gpu.rotary.Rotate.apply(q, k, cos, cos)
+        (out[0].sum() + out[1].sum()).backward()
     return seen
+
+
+def stack(cubin: bytes) -> int:
+    """The bytes of a thread's stack and local memory, which a kernel takes if its registers do not suffice."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        used = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", used)))
 
 
 def main() -> None:
@@ -64,7 +108,7 @@ def main() -> None:
         rest = {name: value for name, value in options.items() if name not in constants}
         compiled = triton.compile(source, target=target, options=rest)
         assert compiled.asm["cubin"]
-        print(kernel.__name__, compiled.metadata.shared)
+        print(kernel.__name__, compiled.metadata.shared, stack(compiled.asm["cubin"]))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybrid_grpo.model.kernels import gpu
 
@@ -54,21 +54,25 @@ def fuse(model: Any, device: torch.device | None) -> None:
         return device is None or gpu.proven("training", check, device, model.dtype, *case)
 
     for module in model.modules():
-        if "forward" in module.__dict__:
-            continue
-        forward = inspect.unwrap(type(module).forward)
-        if (formula := norm_formula(module)) is not None:
-            if right(_norm_agrees, _size(module), formula):
-                module.forward = functools.partial(_normed, module, module.forward, formula)
-        elif is_gated_mlp(module):
-            if right(_gate_agrees):
-                module.forward = functools.partial(_gated, module)
-        elif ROTATION in getattr(getattr(forward, "__code__", None), "co_names", ()):
-            if _adopt_rotation(sys.modules[forward.__module__]) and right(_rotation_agrees):
-                module.forward = functools.partial(_with_rotation, module.forward)
+        if "forward" not in module.__dict__ and (forward := _fused(module, right)) is not None:
+            module.forward = forward
     for layer in model.modules():
         if is_residual_layer(layer) and all(_is_normed(norm) for norm in _norms(layer)):
-            layer.__class__ = _with_residuals(type(layer))
+            layer.__class__ = _with_residuals(layer.__class__)
+
+
+def _fused(module: Any, right: Callable[..., bool]) -> Callable[..., Any] | None:
+    """Return a forward with a kernel for a module that computes what the kernel does; None for another. `right` says
+    whether a check of the kernel passes."""
+    own, formula = inspect.unwrap(type(module).forward), norm_formula(module)
+    if formula is not None and right(_norm_agrees, _size(module), formula):
+        return functools.partial(_normed, module, module.forward, formula)
+    if is_gated_mlp(module) and right(_gate_agrees):
+        return functools.partial(_gated, module)
+    rotates = ROTATION in getattr(getattr(own, "__code__", None), "co_names", ())
+    if rotates and _adopt_rotation(sys.modules[own.__module__]) and right(_rotation_agrees):
+        return functools.partial(_with_rotation, module.forward)
+    return None
 
 
 # The forwards of adopted modules.
@@ -173,6 +177,8 @@ def norm_formula(module: Any) -> Any | None:
     if weight is None or len(getattr(weight, "ds_shape", weight.shape)) != 1:
         return None
     size = _size(module)
+    if size > gpu.norm.WIDEST:
+        return None
     for formula in (gpu.norm.Formula(epsilon, *which) for which in ((0.0, True), (0.0, False), (1.0, False))):
         if all(_follows(module, formula, size, dtype) for dtype in (torch.bfloat16, torch.float32)):
             return formula

@@ -3,6 +3,7 @@
 import functools
 import random
 from collections import Counter
+from copy import deepcopy
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from torch import nn
 
 from hybrid_grpo.config import LoraConfig
 from hybrid_grpo.data.packing import pack
+from hybrid_grpo.generation import GREEDY, Request, Sampling, generate
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.kernels import gpu, layers
+from hybrid_grpo.model.kernels.gpu import launcher
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.lora import Adapters
 
@@ -169,14 +172,29 @@ def test_a_kernel_that_is_wrong_on_the_device_is_not_taken(monkeypatch):
     gpu.proven.cache_clear()
 
 
-def test_models_on_a_cpu_keep_their_own_code():
+def test_only_models_on_a_gpu_take_kernels(launches, monkeypatch):
+    """The function that rotates belongs to all models of a kind: on a CPU it does what it did."""
+    other = build(tiny_config("qwen2"), ATTENTION)
+    layers.fuse(other, None)
     model = build(tiny_config("qwen2"), ATTENTION)
-    rotation = inspect_rotation(model)
     trained(model, micro_batch())
-    assert not taken(model) and inspect_rotation(model) is rotation
+    assert not taken(model) and not launches
+    monkeypatch.setattr(launcher, "on_gpu", lambda _: True)
+    for _ in range(2):
+        layers.adopt_layers(model, torch.zeros(1))
+        assert taken(model) == TAKEN["qwen2"]
+    monkeypatch.undo()
+    expected = trained(build(tiny_config("qwen2"), ATTENTION), micro_batch())
+    assert_same(trained(deepcopy(model), micro_batch()), expected, 2e-5)
 
 
-def inspect_rotation(model):
-    import sys
-
-    return getattr(sys.modules[type(model.model.layers[0].self_attn).__module__], layers.ROTATION)
+def test_prefills_of_a_recognised_model_take_kernels(launches, torch_only):
+    """What is sampled in float32 is what the model's own code gives."""
+    requests = [Request([1, 2, 3, 4, 5], [0]), Request([7], [1])]
+    model, plain = (build(tiny_config("qwen3"), ATTENTION) for _ in range(2))
+    layers.fuse(model, None)
+    sampling = Sampling(4, temperature=GREEDY)
+    found, expected = (generate(each, requests, sampling)[0] for each in (model, plain))
+    assert launches["_rotate"] and [c.token_ids for [c] in found] == [c.token_ids for [c] in expected]
+    for [one], [other] in zip(found, expected, strict=True):
+        assert one.logp == pytest.approx(other.logp, abs=1e-5)

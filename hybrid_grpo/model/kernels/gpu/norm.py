@@ -9,6 +9,8 @@ from torch import Tensor
 
 from hybrid_grpo.model.kernels.gpu.launcher import launch
 
+WIDEST = 8192
+"""The most elements of a row: more would not stay in registers."""
 _TILE = 1024
 """Least elements that a program computes at once: short rows, such as heads, share a program."""
 _PROGRAMS = 512
@@ -120,7 +122,7 @@ def _rows(x: Tensor) -> Tensor:
 def _tile(size: int) -> dict[str, int]:
     block = triton.next_power_of_2(size)
     rows = max(1, _TILE // block)
-    return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(4, rows * block // 256))}
+    return {"ROWS": rows, "BLOCK": block, "num_warps": min(32, max(4, rows * block // 256))}
 
 
 def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, formula: Formula) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,7 +12,19 @@ from hybrid_grpo.model.kernels.gpu.launcher import launch
 
 @triton.jit
 def _heads(
-    out, x, stride, heads, half, d, cos_a, cos_b, sin_a, sin_b, HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr
+    out,
+    x,
+    stride,
+    heads,
+    half,
+    d,
+    cos_a,
+    cos_b,
+    sin_a,
+    sin_b,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REST: tl.constexpr,
 ):
     """Rotate a token's heads, whose first two halves cos and sin belong to; columns after those are copied."""
     head, place = tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
@@ -82,6 +94,7 @@ def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> t
     q_out, k_out = (x.new_empty(rows, length, x.shape[1], d) for x in (q, k))
     strides = [x.stride(i) for x in (q, k) for i in (0, 2, 1)]
     block, head_block = triton.next_power_of_2(half), triton.next_power_of_2(heads)
+    rest = triton.next_power_of_2(d - 2 * half) if d > 2 * half else 0
     launch(
         _rotate,
         (rows * length,),
@@ -91,8 +104,8 @@ def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> t
         HEADS=head_block,
         KV=triton.next_power_of_2(kv),
         BLOCK=block,
-        REST=triton.next_power_of_2(d - 2 * half) if d > 2 * half else 0,
-        num_warps=min(16, max(1, head_block * block // 256)),
+        REST=rest,
+        num_warps=min(16, max(1, head_block * max(block, rest) // 256)),
     )
     return q_out.transpose(1, 2), k_out.transpose(1, 2)
 
