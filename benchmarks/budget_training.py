@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybrid_grpo.data.packing import pack
 from hybrid_grpo.model.attention import ATTENTION
-from hybrid_grpo.model.kernels.layers import fuse
+from hybrid_grpo.model.layers import fuse
 
 TOKENS, LAYERS = 16384, 28
 SHAPES = {

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_grpo.model.attention import Segments
-from hybrid_grpo.model.kernels.layers import adopt_layers
+from hybrid_grpo.model.layers import adopt_layers
 from hybrid_grpo.model.routing import routed
 from hybrid_grpo.model.selection import Selection
 from hybrid_grpo.model.softmax import TiledSoftmax, on_gpu_kernel, softmax_gradient

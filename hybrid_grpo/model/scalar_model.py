@@ -18,7 +18,7 @@ from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.model.architectures import undecodable
 from hybrid_grpo.model.attention import Segments
-from hybrid_grpo.model.kernels.layers import adopt_layers
+from hybrid_grpo.model.layers import adopt_layers
 from hybrid_grpo.model.loading import draw_normal, load_config, load_for_training
 from hybrid_grpo.model.selection import Selection
 from hybrid_grpo.model.states import adopt_states

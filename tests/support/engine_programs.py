@@ -17,7 +17,7 @@ from transformers import modeling_utils
 from hybrid_grpo import engine
 from hybrid_grpo.config import EngineConfig, PolicyConfig
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.model.kernels.layers import fuse
+from hybrid_grpo.model.layers import fuse
 from hybrid_grpo.model.loading import load_model
 from hybrid_grpo.model.ranks import all_reduce, barrier, rank, world_size
 

@@ -20,7 +20,7 @@ from hybrid_grpo.data.packing import pack, pad, token_budget
 from hybrid_grpo.generation.cache import Geometry
 from hybrid_grpo.model.architectures import layer_configs
 from hybrid_grpo.model.attention import ATTENTION
-from hybrid_grpo.model.kernels.layers import fuse
+from hybrid_grpo.model.layers import fuse
 from hybrid_grpo.model.loading import training_attention, without_dropout
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.lora import Adapters

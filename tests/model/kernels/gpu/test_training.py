@@ -11,7 +11,7 @@ from gpu_kernels import DEVICE, DTYPES, cases, rounding
 from hybrid_grpo.model.kernels.gpu.gate import SiluTimes
 from hybrid_grpo.model.kernels.gpu.norm import AddNorm, Formula
 from hybrid_grpo.model.kernels.gpu.rotary import Rotate
-from hybrid_grpo.model.kernels.layers import rms_norm, rotated
+from hybrid_grpo.model.layers import rms_norm, rotated
 
 CASES = cases(20)
 LLAMA, GEMMA, OLMO = Formula(1e-6), Formula(1e-6, 1.0, False), Formula(1e-5, 0.0, False)

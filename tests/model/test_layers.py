@@ -13,8 +13,9 @@ from torch import nn
 from hybrid_grpo.config import LoraConfig
 from hybrid_grpo.data.packing import pack
 from hybrid_grpo.generation import GREEDY, Request, Sampling, generate
+from hybrid_grpo.model import layers
 from hybrid_grpo.model.attention import ATTENTION
-from hybrid_grpo.model.kernels import gpu, layers
+from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.model.kernels.gpu import launcher
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.lora import Adapters
