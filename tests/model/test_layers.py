@@ -157,10 +157,27 @@ def test_modules_that_differ_keep_their_own_code():
     model = build(tiny_config("qwen2", hidden_act="gelu"), ATTENTION)
     model.model.layers[0].post_attention_layernorm = _Biased(32)
     model.model.norm.variance_epsilon = None
-    before = [type(layer) for layer in model.model.layers]
+    layer = model.model.layers[1]
+
+    class Own(type(layer)):
+        """Gives its attention more than it was given."""
+
+        def forward(self, hidden_states, **more):
+            return super().forward(hidden_states, **more, sliding_window=3)
+
+    assert layers.is_residual_layer(layer)
+    layer.__class__ = Own
     layers.fuse(model, None)
-    assert taken(model) == {"_normed": 3, "_with_rotation": 2, "_layer": 1}
-    assert type(model.model.layers[0]) is before[0] and type(model.model.layers[1]) is not before[1]
+    assert taken(model) == {"_normed": 3, "_with_rotation": 2}
+    assert type(layer) is Own
+
+
+@pytest.mark.parametrize(
+    "architecture, offset, rounds", [("llama", 0, True), ("olmo2", 0, False), ("gemma2", 1, False)]
+)
+def test_norms_round_where_their_model_does(architecture, offset, rounds):
+    norm = build(tiny_config(architecture), ATTENTION).model.norm
+    assert layers.norm_formula(norm)[1:] == (offset, rounds)
 
 
 def test_a_kernel_that_is_wrong_on_the_device_is_not_taken(monkeypatch):
