@@ -154,9 +154,9 @@ def _stubbed(module: Any, **parts: Any) -> Any:
 def _alike(found: Callable[[], Any], expected: Callable[[], Any]) -> bool:
     """Whether two functions have the same results, almost all to the bit."""
     try:
-        ours, theirs = expected(), found()
-        if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
-            ours, theirs = (ours,), (theirs,)
+        theirs, ours = found(), expected()
+        if isinstance(theirs, Tensor) and isinstance(ours, Tensor):
+            theirs, ours = (theirs,), (ours,)
         pairs = zip(theirs, ours, strict=True)
         return all(a.dtype == b.dtype and float((a == b).float().mean()) > _ALIKE for a, b in pairs)
     except Exception:  # a module that computes something else may raise anything

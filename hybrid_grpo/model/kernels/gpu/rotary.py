@@ -69,8 +69,9 @@ def _rotate(
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
-    row, at = token // length, token % length
+    number = tl.program_id(0)
+    # Division of 64 bits is a call.
+    token, row, at = number.to(tl.int64), (number // length).to(tl.int64), (number % length).to(tl.int64)
     place = tl.arange(0, BLOCK)[None, :]
     inside = place < half
     angle = row * cos_row + at * cos_token + place
