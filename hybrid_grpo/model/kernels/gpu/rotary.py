@@ -9,6 +9,9 @@ from torch import Tensor
 
 from hybrid_grpo.model.kernels.gpu.launcher import launch
 
+_TILE = 2048
+"""Most elements of each half that a program rotates at once."""
+
 
 @triton.jit
 def _heads(
@@ -24,22 +27,24 @@ def _heads(
     sin_b,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
-    REST: tl.constexpr,
 ):
     """Rotate a token's heads, whose first two halves cos and sin belong to; columns after those are copied."""
-    head, place = tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
-    kind = out.dtype.element_ty
-    inside = (head < heads) & (place < half)
-    a = tl.load(x + head * stride + place, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(x + head * stride + half + place, mask=inside, other=0.0).to(tl.float32)
-    first = (a * cos_a).to(kind).to(tl.float32) - (b * sin_a).to(kind).to(tl.float32)
-    second = (b * cos_b).to(kind).to(tl.float32) + (a * sin_b).to(kind).to(tl.float32)
-    tl.store(out + head * d + place, first.to(kind), mask=inside)
-    tl.store(out + head * d + half + place, second.to(kind), mask=inside)
-    if REST:
-        place = 2 * half + tl.arange(0, REST)[None, :]
-        inside = (head < heads) & (place < d)
-        tl.store(out + head * d + place, tl.load(x + head * stride + place, mask=inside), mask=inside)
+    kind: tl.constexpr = out.dtype.element_ty
+    place = tl.arange(0, BLOCK)[None, :]
+    for begin in range(0, heads, HEADS):
+        head = begin + tl.arange(0, HEADS)[:, None]
+        inside = (head < heads) & (place < half)
+        source, target = x + head * stride, out + head * d
+        a = tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(source + half + place, mask=inside, other=0.0).to(tl.float32)
+        first = (a * cos_a).to(kind).to(tl.float32) - (b * sin_a).to(kind).to(tl.float32)
+        second = (b * cos_b).to(kind).to(tl.float32) + (a * sin_b).to(kind).to(tl.float32)
+        tl.store(target + place, first.to(kind), mask=inside)
+        tl.store(target + half + place, second.to(kind), mask=inside)
+        for column in range(2 * half, d, BLOCK):
+            rest = column + place
+            copied = (head < heads) & (rest < d)
+            tl.store(target + rest, tl.load(source + rest, mask=copied), mask=copied)
 
 
 @triton.jit
@@ -67,7 +72,6 @@ def _rotate(
     HEADS: tl.constexpr,
     KV: tl.constexpr,
     BLOCK: tl.constexpr,
-    REST: tl.constexpr,
 ):
     number = tl.program_id(0)
     # Division of 64 bits is a call.
@@ -83,8 +87,8 @@ def _rotate(
         # The transposed rotation.
         sin_a, sin_b = -sin_b, -sin_a
     q_at, k_at = row * q_row + at * q_token, row * k_row + at * k_token
-    _heads(q_out + token * heads * d, q + q_at, q_head, heads, half, d, cos_a, cos_b, sin_a, sin_b, HEADS, BLOCK, REST)
-    _heads(k_out + token * kv * d, k + k_at, k_head, kv, half, d, cos_a, cos_b, sin_a, sin_b, KV, BLOCK, REST)
+    _heads(q_out + token * heads * d, q + q_at, q_head, heads, half, d, cos_a, cos_b, sin_a, sin_b, HEADS, BLOCK)
+    _heads(k_out + token * kv * d, k + k_at, k_head, kv, half, d, cos_a, cos_b, sin_a, sin_b, KV, BLOCK)
 
 
 def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> tuple[Tensor, Tensor]:
@@ -94,19 +98,18 @@ def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> t
     # Laid out as attention kernels read them, and as the projections' outputs are.
     q_out, k_out = (x.new_empty(rows, length, x.shape[1], d) for x in (q, k))
     strides = [x.stride(i) for x in (q, k) for i in (0, 2, 1)]
-    block, head_block = triton.next_power_of_2(half), triton.next_power_of_2(heads)
-    rest = triton.next_power_of_2(d - 2 * half) if d > 2 * half else 0
+    block = triton.next_power_of_2(half)
+    q_heads, k_heads = (min(triton.next_power_of_2(count), max(1, _TILE // block)) for count in (heads, kv))
     launch(
         _rotate,
         (rows * length,),
         *(q_out, k_out, q, k, cos, sin, *strides, cos.stride(0) if len(cos) > 1 else 0, cos.stride(1)),
         *(length, heads, kv, half, d),
         BACK=back,
-        HEADS=head_block,
-        KV=triton.next_power_of_2(kv),
+        HEADS=q_heads,
+        KV=k_heads,
         BLOCK=block,
-        REST=rest,
-        num_warps=min(16, max(1, head_block * max(block, rest) // 256)),
+        num_warps=max(1, q_heads * block // 256),
     )
     return q_out.transpose(1, 2), k_out.transpose(1, 2)
 
