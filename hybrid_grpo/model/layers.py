@@ -89,8 +89,8 @@ def _normed(module: Any, original: Any, formula: Any, x: Tensor, *residual: Tens
 
 
 def _gated(module: Any, x: Tensor) -> Tensor:
-    gate, up = module.gate_proj(x), module.up_proj(x)
-    return module.down_proj(gpu.gate.SiluTimes.apply(gate, up) if gate.dtype == up.dtype else F.silu(gate) * up)
+    # Without names for gate and up, which would keep them while the product is projected.
+    return module.down_proj(gpu.gate.SiluTimes.apply(module.gate_proj(x), module.up_proj(x)))
 
 
 def _with_rotation(original: Any, *given: Any, **more: Any) -> Any:
