@@ -119,10 +119,11 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _tile(size: int) -> dict[str, int]:
+def _tile(size: int, elements: int) -> dict[str, int]:
+    """The options of a program: its rows, and about this many `elements` for a thread."""
     block = triton.next_power_of_2(size)
     rows = max(1, _TILE // block)
-    return {"ROWS": rows, "BLOCK": block, "num_warps": min(32, max(4, rows * block // 256))}
+    return {"ROWS": rows, "BLOCK": block, "num_warps": min(32, max(4, rows * block // (32 * elements)))}
 
 
 def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, formula: Formula) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,7 +132,7 @@ def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, formula: Formul
     other = flat if residual is None else _rows(residual)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(out)
-    inverse, tile = torch.empty(len(flat), dtype=torch.float32, device=x.device), _tile(size)
+    inverse, tile = torch.empty(len(flat), dtype=torch.float32, device=x.device), _tile(size, 8)
     launch(
         _add_norm,
         (triton.cdiv(len(flat), tile["ROWS"]),),
@@ -170,7 +171,7 @@ class AddNorm(torch.autograd.Function):
             return dtotal, dtotal if ctx.adds else None, None, None
         flat, given = _rows(total), _rows(dout)
         more = given if dtotal is None else _rows(dtotal)
-        (rows, size), tile, train = flat.shape, _tile(total.shape[-1]), ctx.needs_input_grad[2]
+        (rows, size), tile, train = flat.shape, _tile(total.shape[-1], 16), ctx.needs_input_grad[2]
         tiles = triton.cdiv(rows, tile["ROWS"])
         programs = min(tiles, _PROGRAMS)
         dx = torch.empty(total.shape, dtype=total.dtype, device=total.device)
