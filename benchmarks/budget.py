@@ -12,6 +12,8 @@ stores in Triton's interpreter, repeated loads included, times the number of pro
     switch_launches              copies and gathers of weights before a rollout, on 8 ranks
     sampler_gb, sampler_top_p_gb sampling 256 tokens out of a vocabulary of 151,936, without filters and with top-p 0.95
     head_launches, head_gb       log-probabilities of 16,384 tokens and their gradient, without the matrix products
+    training_elementwise_gb_*    the layers of Qwen2.5 in a forward and backward of 16,384 tokens with checkpointing,
+                                 without the matrix products and the kernel of attention
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+import budget_training
 from triton.runtime import interpreter
 
 from hybrid_grpo.generation import Sampling, paged_attention
@@ -120,7 +123,7 @@ class _Memory:
 @contextmanager
 def counted() -> Iterator[Count]:
     """Counts the kernels launched inside the context."""
-    modules = (gpu.attention, gpu.gate, gpu.norm, gpu.rotation, gpu.sampling, gpu.softmax)
+    modules = (gpu.attention, gpu.gate, gpu.norm, gpu.rotary, gpu.rotation, gpu.sampling, gpu.softmax)
     with Count() as count:
         for module in modules:
             module.launch = count.launch
@@ -209,6 +212,7 @@ def measure() -> dict[str, float]:
         "sampler_top_p_gb": filtered.bytes.total() / 1e9,
         "head_launches": sum(n for name, n in given.kernels.items() if name not in PRODUCTS),
         "head_gb": sum(n for name, n in given.bytes.items() if name not in PRODUCTS) / 1e9,
+        **budget_training.measure(counted, PRODUCTS),
     }
 
 
@@ -218,7 +222,7 @@ def main() -> None:
     file = parser.parse_args().json
     numbers = measure()
     for name, value in numbers.items():
-        print(f"{name:18} {value:,.2f}" if isinstance(value, float) else f"{name:18} {value:,}")
+        print(f"{name:28} {value:,.2f}" if isinstance(value, float) else f"{name:28} {value:,}")
     if file is not None:
         file.write_text(json.dumps(numbers, indent=2) + "\n")
 

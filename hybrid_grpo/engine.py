@@ -63,10 +63,8 @@ _ENDS: dict[type[Exception], int] = {RunInterrupted: _INTERRUPTED, RunStopped: _
 
 
 def start(timeout_minutes: float = 30.0) -> torch.device:
-    """Join the process group that the launcher describes, or form a group of one, and return this rank's device.
-
-    A collective that waits longer than `timeout_minutes` raises an error.
-    """
+    """Join the process group that the launcher describes, or form a group of one, and return this rank's device. A
+    collective that waits longer than `timeout_minutes` raises an error."""
     if not gc.isenabled():
         # What has been imported stays: it need not be looked at again.
         gc.freeze()
@@ -81,8 +79,7 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
     deepspeed.utils.logger.addFilter(lambda record: "No compatible DeepSpeed inference" not in record.getMessage())
     if "RANK" not in os.environ:
         form_group_of_one()
-    # Compile kernels with this environment's ninja even if the environment is not activated: two versions of ninja
-    # disagree on what is up to date, and each would compile everything again.
+    # This environment's ninja, activated or not: another version would compile everything again.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     OpBuilder.jit_load = one_at_a_time(OpBuilder.jit_load)
     accelerator = get_accelerator()

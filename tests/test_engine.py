@@ -110,6 +110,17 @@ def test_generation_between_steps_leaves_training_bit_identical(folder):
 
 
 @pytest.mark.ranks
+def test_fused_layers_train_sharded_weights_as_those_of_transformers(folder):
+    """Weights are there only while the module that has them runs, and gradients reach them by its hooks."""
+    for seen in ranks(2, "fused", folder, programs="engine_programs.py"):
+        (own, *weights), (fused, *others) = seen["own"], seen["fused"]
+        assert fused == pytest.approx(own, rel=1e-5)
+        assert len(weights) == len(others) > 4
+        for one, other in zip(weights, others, strict=True):
+            assert other == pytest.approx(one, abs=1e-5) and max(abs(value - 1) for value in one) > 1e-3
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(folder, stage):
     first, second = ranks(2, "nonfinite", folder / f"stage{stage}", programs="engine_programs.py")

@@ -28,8 +28,9 @@ from hybrid_grpo.generation.categorical import ONE, UNIT, Filters
 from hybrid_grpo.generation.fused_step import fused_step
 from hybrid_grpo.generation.gpu_step import GpuStep
 from hybrid_grpo.generation.paged_attention import has_kernel
-from hybrid_grpo.model import softmax
+from hybrid_grpo.model import layers, softmax
 from hybrid_grpo.model.attention import ATTENTION, Options, has_ragged_kernel
+from hybrid_grpo.model.kernels.gpu import norm
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.rewards.models.reward_model import reward_model
 
@@ -91,6 +92,38 @@ def test_the_kernels_of_sampling_and_the_head_compute_what_torch_does(dtype):
         for filters in (Filters(0.7), Filters(1.2, 300, ONE * 9 // 10, UNIT // 1000)):
             assert categorical._kernel_agrees(device, dtype, vocabulary, filters)
     assert softmax._kernel_agrees(device, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_kernels_of_training_compute_what_torch_does(dtype):
+    """Heads, real sizes, the widest, and sizes that are no power of two; gradients included."""
+    device, formula = torch.device("cuda", 0), norm.Formula(1e-6)
+    for size in (64, 100, 128, 896, 1536, 3584, 5120, norm.WIDEST):
+        for kind in (formula, formula._replace(rounds=False), formula._replace(offset=1.0, rounds=False)):
+            assert layers._norm_agrees(device, dtype, size, kind), (size, kind)
+    assert layers._gate_agrees(device, dtype) and layers._rotation_agrees(device, dtype)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", "qwen3_next"])
+def test_fused_layers_train_as_those_of_transformers(architecture, checkpointing, monkeypatch):
+    """In float32, on the GPU both."""
+    prompts, completions = [[1, 2, 3]] * 4, [[row] * (4 + row) for row in range(4)]
+    [micro] = pack(prompts, completions, range(4), 10_000, torch.device("cuda"), share="on")
+    results = []
+    for adopt in (layers.adopt_layers, lambda *_: None):
+        monkeypatch.setattr("hybrid_grpo.model.logprobs.adopt_layers", adopt)
+        model = build(tiny_config(architecture, hidden=128), ATTENTION).to("cuda").train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        logp, _ = LogprobModel(model)(*micro.inputs, 1.0)
+        (logp * torch.linspace(-1, 1, len(logp), device="cuda")).sum().backward()
+        taken = sum("forward" in module.__dict__ for module in model.base_model.modules())
+        results.append((taken, [logp.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]))
+    (taken, found), (plain, expected) = results
+    assert taken > plain + 6
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine - theirs).norm() <= 1e-3 * theirs.norm() + 1e-5
 
 
 def test_the_kernel_of_attention_gives_what_sinks_need():

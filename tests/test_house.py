@@ -24,6 +24,7 @@ BESIDE_THE_CORE = (
 """Rooms that a run with plain functions as rewards does not enter; everything else is the core, which trains GRPO."""
 LONG_FILES: set[str] = set()
 LONG_FUNCTIONS = {
+    "model/kernels/gpu/attention.py:_attend",
     "model/kernels/gpu/sampling.py:_sample",
 }
 FEATURES = re.compile("critic|teacher|guest|ptx|curriculum", re.IGNORECASE)

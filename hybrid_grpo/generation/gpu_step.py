@@ -35,6 +35,7 @@ class GpuStep:
         inner, attended = mlp.down_proj.in_features, attention.o_proj.in_features
         widths = hidden, hidden, hidden, qkv, attended, 2 * inner, inner
         self._memory = [like.new_empty(self._rows, width) for width in widths]
+        self._memory.append(torch.empty(self._rows, dtype=torch.float32, device=like.device))
 
     def __call__(
         self, token_n: Tensor, table_nw: Tensor, position_n: Tensor, read: int, out: Tensor | None = None
@@ -45,14 +46,14 @@ class GpuStep:
         weight, rows = base.embed_tokens.weight, len(token_n)
         if rows > self._rows:
             self._take_memory(rows, weight)
-        x_nD, h_nD, delta_nD, qkv, attended, gate_up, inner = (part[:rows] for part in self._memory)
+        x_nD, h_nD, delta_nD, qkv, attended, gate_up, inner, inverse_n = (part[:rows] for part in self._memory)
         added: Tensor | None = None
         torch.index_select(weight, 0, token_n, out=x_nD)
         rope = self._rope(table_nw.shape[1] * cache.page, weight)
         epsilon = base.norm.variance_epsilon
         for index, layer in enumerate(base.layers):
             attention, mlp = layer.self_attn, layer.mlp
-            gpu.norm.add_norm(x_nD, added, layer.input_layernorm.weight, epsilon, (x_nD, h_nD))
+            gpu.norm.add_norm(x_nD, added, layer.input_layernorm.weight, epsilon, (x_nD, h_nD, inverse_n))
             _products(h_nD, (attention.q_proj, attention.k_proj, attention.v_proj), qkv)
             norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
             pools = cache.keys[index], cache.values[index]
@@ -61,12 +62,12 @@ class GpuStep:
             options = cache.geometry.attention[index]
             found = step.attend_to(query, *pools, options, attended.view(rows, -1, attention.head_dim))
             _products(found.view(rows, -1), (attention.o_proj,), delta_nD)
-            gpu.norm.add_norm(x_nD, delta_nD, layer.post_attention_layernorm.weight, epsilon, (x_nD, h_nD))
+            gpu.norm.add_norm(x_nD, delta_nD, layer.post_attention_layernorm.weight, epsilon, (x_nD, h_nD, inverse_n))
             _products(h_nD, (mlp.gate_proj, mlp.up_proj), gate_up)
-            gpu.gate.silu_times(gate_up, inner)
+            gpu.gate.silu_times(gate_up[:, : inner.shape[1]], gate_up[:, inner.shape[1] :], inner)
             _products(inner, (mlp.down_proj,), delta_nD)
             added = delta_nD
-        gpu.norm.add_norm(x_nD, added, base.norm.weight, epsilon, (x_nD, h_nD))
+        gpu.norm.add_norm(x_nD, added, base.norm.weight, epsilon, (x_nD, h_nD, inverse_n))
         logits_nV = weight.new_empty(rows, len(head.weight)) if out is None else out
         _products(h_nD, (head,), logits_nV)
         return logits_nV

@@ -36,6 +36,7 @@ from hybrid_grpo.generation.scheduler import (
 from hybrid_grpo.generation.timeline import Timeline
 from hybrid_grpo.generation.workspace import Workspace
 from hybrid_grpo.model.kernels.decoding import adopt
+from hybrid_grpo.model.layers import adopt_layers
 from hybrid_grpo.model.routing import Routing, joined
 from hybrid_grpo.model.states import adopt_states
 from hybrid_grpo.model.upload import upload
@@ -91,6 +92,7 @@ def _prepared(model: Any) -> Geometry:
     if model not in _geometries:
         adopt(model)
         adopt_states(model)
+        adopt_layers(model, next(model.parameters()))
         _geometries[model] = Geometry.of(model)
     return _geometries[model]
 

@@ -1,9 +1,8 @@
 """Decides which prompts are read and which sequences are decoded next, and which pages they share. No tensors.
 
 A prompt is read once for its group. Its full pages then belong to all of its completions; the page in which it ends is
-copied for each. When pages run out, prompts that were read ahead give up their pages first, then sequences that wait
-for an answer between two turns. Finally the sequence admitted last is preempted: it becomes pending again, and all its
-tokens so far will be read again.
+copied for each. When pages run out, prompts that were read ahead give up theirs first, then sequences that wait for an
+answer. Finally the sequence admitted last is preempted: it becomes pending, and all its tokens will be read again.
 """
 
 from __future__ import annotations
@@ -356,10 +355,8 @@ class Scheduler:
         self.pending.appendleft(Group(list(sequence.tokens), deque([sequence]), experts=sequence.experts))
 
     def reserve(self) -> bool:
-        """Give every active sequence a page to write to; return False, without giving any, if too few pages can be
-        freed."""
-        page = self.cache.page
-        short = [sequence for sequence in self.active if sequence.position == len(sequence.pages) * page]
+        """Give every active sequence a page to write to; return False, without giving any, if too few can be freed."""
+        short = [sequence for sequence in self.active if sequence.position == len(sequence.pages) * self.cache.page]
         while len(short) > self.cache.free and self.reclaim():
             pass
         if len(short) > self.cache.free:
@@ -368,8 +365,7 @@ class Scheduler:
             sequence.pages += self.cache.take(1)
         for sequence in self.active if short and self._ahead else ():
             wanted = self.cache.pages_for(min(sequence.position + 1 + self._ahead, sequence.until))
-            more = min(wanted - len(sequence.pages), self._spare)
-            sequence.pages += self.cache.take(max(0, more))
+            sequence.pages += self.cache.take(max(0, min(wanted - len(sequence.pages), self._spare)))
         return True
 
     def preempt(self) -> None:

@@ -315,7 +315,7 @@ class Segments:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
         """Compute `routed_attention` for n = 1, with the fastest kernel for the device and the dtypes."""
-        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
         if usable(q, k, v, options.sinks):
             out = SegmentAttention.apply(q, k, v, *self._table, *options)
         elif has_ragged_kernel(q, options.softcap, options.sinks is not None):

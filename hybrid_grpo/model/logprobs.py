@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_grpo.model.attention import Segments
+from hybrid_grpo.model.layers import adopt_layers
 from hybrid_grpo.model.routing import routed
 from hybrid_grpo.model.selection import Selection
 from hybrid_grpo.model.softmax import TiledSoftmax, on_gpu_kernel, softmax_gradient
@@ -260,6 +261,7 @@ class LogprobModel(nn.Module):
             more: called with the hidden states that `source` picks, weight and bias of the head, its `LogitShape` and
                 the temperature, while the weight is gathered.
         """
+        adopt_layers(self.model, input_ids_bS)
         packed = {} if segments is None else {"batch": segments}
         with routed(None if segments is None else segments.routes):
             out = self.model.base_model(input_ids=input_ids_bS, position_ids=position_ids_bS, use_cache=False, **packed)

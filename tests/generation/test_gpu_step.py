@@ -49,7 +49,7 @@ def test_a_step_is_fused_where_the_model_is_that_of_llama(architecture, kernels)
 
 @torch.inference_mode()
 def test_a_kernel_with_other_results_or_without_a_compiler_is_left_with_one_warning(kernels, monkeypatch):
-    monkeypatch.setattr(gpu.gate, "silu_times", lambda gate_up, out: out.zero_())
+    monkeypatch.setattr(gpu.gate, "silu_times", lambda gate, up, out: out.zero_())
     view = pair("llama")[1].to(DEVICE)
     with pytest.warns(UserWarning, match="decoding LlamaForCausalLM is slower without a Triton kernel: its results"):
         assert fused_step(view, cache_of(view)) is None

@@ -1,7 +1,10 @@
 """Compiles every Triton kernel to machine code for a GPU, without one: python compile_kernels.py ARCHITECTURE
 
-Prints a line for each: the kernel's name, the shared memory that a program takes, and the bytes of a thread's registers
-that do not fit and spill to memory.
+Prints a line for each: the kernel's name, the shared memory that a program takes, and what a thread keeps outside
+registers, in bytes. To try another version of Triton, install it into a folder of its own, and put that first:
+
+    pip install --no-deps --target /tmp/triton-3.6 triton==3.6.0
+    PYTHONPATH=/tmp/triton-3.6:. python tests/support/compile_kernels.py 90
 """
 
 import re
@@ -20,7 +23,7 @@ from triton.compiler import ASTSource
 
 from hybrid_grpo.model.kernels import gpu
 
-_OBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 TYPES = {
     **{torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64"},
     **{torch.int64: "*i64", torch.int32: "*i32"},
@@ -44,7 +47,8 @@ def launches() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     x, weight, rows = torch.empty(n, 1536, **half), torch.empty(1536, **half), torch.empty(n, device="meta")
     gpu.norm.add_norm(x, None, weight, 1e-6)
     gpu.norm.add_norm(x, x, weight, 1e-6)
-    gpu.gate.silu_times(torch.empty(n, 2 * 8960, **half), torch.empty(n, 8960, **half))
+    gate_up = torch.empty(n, 2 * 8960, **half)
+    gpu.gate.silu_times(*gate_up.split(8960, dim=1), torch.empty(n, 8960, **half))
     numbers, table = torch.empty(n, dtype=torch.int64, device="meta"), torch.empty(n, 3, dtype=torch.int32)
     keys, head_weight = torch.empty(9, 256, 2, d, **half), torch.empty(d, **half)
     qkv, rope = torch.empty(n, 16 * d, **half), torch.empty(768, 2 * d, **half)
@@ -75,20 +79,45 @@ def launches() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
             query = torch.empty(rows, heads, width, dtype=dtype, device="meta")
             pages = torch.empty(rows, 32, dtype=torch.int32, device="meta")
             given = {"scale": width**-0.5, "window": 0, "softcap": 0.0, "sinks": None, **options}
-            scratch = gpu.attention.Scratch()
+            scratch = {}
             gpu.attention.paged_attention(
                 query, keys, values, pages, numbers[:1].expand(rows), **given, scratch=scratch
             )
+    return seen + layers()
+
+
+def layers() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """What the layers of training launch, forward and backward, for models of several sizes."""
+    seen = []
+    for module in (gpu.gate, gpu.norm, gpu.rotary):
+        module.launch = lambda kernel, grid, *given, **options: seen.append((kernel, given, options))
+
+    def empty(*shape: int, trains: bool = True) -> Tensor:
+        return torch.empty(*shape, dtype=torch.bfloat16, device="meta", requires_grad=trains)
+
+    llama, gemma = gpu.norm.Formula(1e-6), gpu.norm.Formula(1e-6, 1.0, False)
+    # Heads, Qwen2.5-1.5B, 7B with frozen norms, and the widest.
+    for size, formula in ((128, llama), (1536, llama), (3584, gemma), (gpu.norm.WIDEST, llama)):
+        x, weight = empty(1, 64, size), empty(size, trains=size != 3584)
+        total, out = gpu.norm.AddNorm.apply(x, x.detach(), weight, formula)
+        (total.sum() + out.sum()).backward()
+        gpu.norm.AddNorm.apply(x, None, weight, formula)[1].sum().backward()
+    gpu.gate.SiluTimes.apply(empty(64, 8960), empty(64, 8960)).sum().backward()
+    for heads, kv, d, r in ((12, 2, 128, 128), (16, 2, 256, 64), (128, 128, 128, 128)):
+        q, k = (empty(1, 64, count, d).transpose(1, 2) for count in (heads, kv))
+        cos = empty(1, 64, r, trains=False)
+        out = gpu.rotary.Rotate.apply(q, k, cos, cos)
+        (out[0].sum() + out[1].sum()).backward()
     return seen
 
 
-def spilled(code: bytes) -> int:
-    """Bytes of a thread's stack."""
+def stack(cubin: bytes) -> int:
+    """The bytes of a thread's stack and local memory, which a kernel takes if its registers do not suffice."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(code)
+        file.write(cubin)
         file.flush()
-        said = subprocess.run([_OBJDUMP, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
-    return int(re.search(r"STACK:(\d+)", said)[1])
+        used = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", used)))
 
 
 def main() -> None:
@@ -106,7 +135,7 @@ def main() -> None:
         rest = {name: value for name, value in options.items() if name not in constants}
         compiled = triton.compile(source, target=target, options=rest)
         assert compiled.asm["cubin"]
-        print(kernel.__name__, compiled.metadata.shared, spilled(compiled.asm["cubin"]))
+        print(kernel.__name__, compiled.metadata.shared, stack(compiled.asm["cubin"]))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from transformers import modeling_utils
 from hybrid_grpo import engine
 from hybrid_grpo.config import EngineConfig, PolicyConfig
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.model.layers import fuse
 from hybrid_grpo.model.loading import load_model
 from hybrid_grpo.model.ranks import all_reduce, barrier, rank, world_size
 
@@ -104,6 +105,27 @@ def streaming(folder: Path) -> dict[str, Any]:
         trainer.reference.refresh(trainer.policy.engine, 0.5)
     numbers = sum(p.ds_numel for p in parameters)
     return {"parameters": len(parameters), "numbers": numbers, "late": late, "held": held}
+
+
+def fused(folder: Path) -> dict[str, Any]:
+    """The loss of one micro-batch, the gradient norm, and a norm's weights after two steps; with
+    the layers of transformers and with fused ones, whose weights are gathered by the hooks of their modules."""
+    seen: dict[str, Any] = {}
+    for name in ("own", "fused"):
+        trainer = build(folder, gradient_checkpointing=True, deepspeed={"zero_optimization": _AS_IF_LARGE})
+        model = trainer.policy.engine.engine.module.model
+        if name == "fused":
+            fuse(model, None)
+            assert sum("forward" in module.__dict__ for module in model.base_model.modules()) > 6
+        for _ in range(2):  # DeepSpeed notes the order of weights in the first forward, and follows it in the second
+            [micro] = trainer.policy.micro_batches([[1 + rank(), 2, 3]], [[4, 5, 6, 7]])
+            logp_bT, _ = trainer.policy.forward(micro, 1.0)
+            trainer.policy.engine.backward(-logp_bT.sum())
+            norm = trainer.policy.step().grad_norm
+        weights = [parameter for label, parameter in model.named_parameters() if "norm" in label]
+        whole = trainer.policy.engine.whole(weights)
+        seen[name] = [[float(logp_bT.detach().sum()), norm], *(whole[weight].flatten().tolist() for weight in weights)]
+    return seen
 
 
 def losses(folder: Path) -> dict[str, Any]:

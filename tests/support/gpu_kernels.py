@@ -26,6 +26,11 @@ def multiply_bfloat16() -> None:
 multiply_bfloat16()
 
 
+def cases(few: int) -> range:
+    """Random cases of a kernel with a gradient: 300 on a GPU, and `few` interpreted unless KERNEL_CASES gives more."""
+    return range(int(os.environ.get("KERNEL_CASES", 300 if DEVICE == "cuda" else few)))
+
+
 def rounding(dtype: torch.dtype) -> float:
     """The largest relative error of one rounding to a type. Triton's interpreter cuts off bits of bfloat16 instead."""
     cut_off = DEVICE == "cpu" and dtype == torch.bfloat16

@@ -22,6 +22,7 @@ from hybrid_grpo.data.packing import pack, pad, token_budget
 from hybrid_grpo.generation.cache import Geometry
 from hybrid_grpo.model.architectures import cached_numbers
 from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.layers import fuse
 from hybrid_grpo.model.loading import training_attention, without_dropout
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.lora import Adapters
@@ -53,9 +54,18 @@ class NeedsData(Exception):
 
 class DryRun:
     """A model built from a transformers configuration on fake tensors, as the policy trains it; `heads` say what its
-    head computes in addition. Methods raise NeedsData if the model cannot run without data."""
+    head computes in addition. `on_gpu`: with the kernels of a GPU in its layers, which keep less. Methods raise
+    NeedsData if the model cannot run without data."""
 
-    def __init__(self, model_config: Any, policy: PolicyConfig, lora: LoraConfig, heads: Sequence[HeadOf] = ()) -> None:
+    def __init__(
+        self,
+        model_config: Any,
+        policy: PolicyConfig,
+        lora: LoraConfig,
+        heads: Sequence[HeadOf] = (),
+        *,
+        on_gpu: bool = False,
+    ) -> None:
         self._heads = heads
         config = without_dropout(deepcopy(model_config))
         attention = training_attention(policy, config)
@@ -82,6 +92,8 @@ class DryRun:
         if policy.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self._scored = LogprobModel(self.model)
+        if on_gpu:
+            fuse(self.model, None)
         # The engine moves gradients into its own buffers as soon as they are there.
         for parameter in filter(lambda parameter: parameter.requires_grad, self.model.parameters()):
             parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
@@ -202,7 +214,7 @@ def measure(
     on_gpu: bool,
 ) -> Sizes:
     """Return the sizes of a model, computed without its weights; `DryRun` explains `heads`."""
-    dry = DryRun(model_config, config.policy, config.lora, heads)
+    dry = DryRun(model_config, config.policy, config.lora, heads, on_gpu=on_gpu)
     parameters = list(dry.model.parameters())
     token_bytes, state_bytes = dry.cache_bytes(paged=config.rollout.decoder == "paged")
     micro = largest_micro_batch(config, batch, prompt, packs=dry.packs, on_gpu=on_gpu)

@@ -32,6 +32,7 @@ from hybrid_grpo.data.packing import token_budget
 from hybrid_grpo.model import hardware as hardware_module
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.hardware import CUDA_CONTEXT_BYTES, GPUS, host_free_bytes, of_device, of_table
+from hybrid_grpo.model.layers import fuse
 from hybrid_grpo.model.logprobs import TILE_COLUMNS, LogprobModel
 from hybrid_grpo.run.memory import plan as plans
 from hybrid_grpo.run.memory.dry_run import DryRun, Footprint, NeedsData, Sizes, largest_micro_batch, measure
@@ -217,12 +218,8 @@ def test_micro_batches_are_smaller_on_a_cpu_where_nothing_is_said(on_gpu, rows):
     assert micro.input_ids_bS.shape == (rows, 1023)
 
 
-def test_a_dry_run_counts_what_a_real_one_keeps():
-    """Against the tensors that autograd saves in a real forward, each storage once."""
-    config = tiny_config("llama", hidden=64, layers=3)
-    dry = DryRun(config, PolicyConfig(dtype="float32"), LoraConfig())
-    seen = dry.training(micro_batch(2, 48))
-    model = LogprobModel(type(dry.model)._from_config(config, attn_implementation=ATTENTION))
+def saved(model):
+    """The bytes that autograd saves in a real forward, each storage once."""
     storages = {}
 
     def note(tensor):
@@ -233,11 +230,31 @@ def test_a_dry_run_counts_what_a_real_one_keeps():
         model(*micro_batch(2, 48).inputs, 1.0)
     for tensor in [*model.parameters(), *model.buffers()]:
         storages.pop(tensor.untyped_storage().data_ptr(), None)
-    assert seen.kept == pytest.approx(sum(storages.values()), rel=0.1)
+    return sum(storages.values())
+
+
+def test_a_dry_run_counts_what_a_real_one_keeps():
+    """Against the tensors that autograd saves in a real forward, each storage once."""
+    config = tiny_config("llama", hidden=64, layers=3)
+    dry = DryRun(config, PolicyConfig(dtype="float32"), LoraConfig())
+    seen = dry.training(micro_batch(2, 48))
+    model = LogprobModel(type(dry.model)._from_config(config, attn_implementation=ATTENTION))
+    assert seen.kept == pytest.approx(saved(model), rel=0.1)
     checkpointing = PolicyConfig(dtype="float32", gradient_checkpointing=True)
     checkpointed = DryRun(config, checkpointing, LoraConfig()).training(micro_batch(2, 48))
     assert checkpointed.kept < 0.4 * seen.kept < checkpointed.kept + checkpointed.layers + seen.kept
     assert dry.cache_bytes(paged=True) == dry.cache_bytes(paged=False) == (3 * 2 * 2 * 16 * 4, 0)
+
+
+def test_a_dry_run_for_a_gpu_counts_what_fused_layers_keep():
+    """Against the tensors that their forward saves, interpreted: neither norms before they are rounded, nor silus."""
+    config, settings = tiny_config("llama", hidden=64, layers=3), (PolicyConfig(dtype="float32"), LoraConfig())
+    dry = DryRun(config, *settings, on_gpu=True)
+    model = LogprobModel(type(dry.model)._from_config(config, attn_implementation=ATTENTION))
+    fuse(model.model, None)
+    kept = dry.training(micro_batch(2, 48)).kept
+    assert kept == pytest.approx(saved(model), rel=0.1)
+    assert kept < 0.8 * DryRun(config, *settings).training(micro_batch(2, 48)).kept
 
 
 def test_only_adapters_are_trained_of_an_adapted_model():

@@ -7,6 +7,18 @@ checked, once on the device, that it agrees with torch; see `tried`.
 from hybrid_grpo.model.kernels.gpu.launcher import available, proven, tried, triton, usable
 
 if triton is not None:
-    from hybrid_grpo.model.kernels.gpu import attention, gate, norm, rotation, sampling, softmax
+    from hybrid_grpo.model.kernels.gpu import attention, gate, norm, rotary, rotation, sampling, softmax
 
-__all__ = ["attention", "available", "gate", "norm", "proven", "rotation", "sampling", "softmax", "tried", "usable"]
+__all__ = [
+    "attention",
+    "available",
+    "gate",
+    "norm",
+    "proven",
+    "rotary",
+    "rotation",
+    "sampling",
+    "softmax",
+    "tried",
+    "usable",
+]

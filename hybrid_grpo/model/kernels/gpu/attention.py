@@ -47,6 +47,38 @@ def _store(out, row, first, total, acc, real, WIDTH: tl.constexpr, BLOCK: tl.con
     tl.store(out + row[:, None] + column[None, :], mean.to(out.dtype.element_ty), there)
 
 
+@triton.jit
+def _keep(part, highest, total, acc0, acc1, V0: tl.constexpr, V1: tl.constexpr, QUERIES: tl.constexpr):
+    """Store what a program has of a sequence: the highest logit, the sums of weights and of values."""
+    row, one, all_ = tl.arange(0, QUERIES), tl.full([QUERIES], 1.0, tl.float32), tl.full([QUERIES], True, tl.int1)
+    tl.store(part + row, highest)
+    tl.store(part + QUERIES + row, total)
+    _store(part + 2 * QUERIES, row * V0, 0, one, acc0, all_, V0, V0)
+    if V1:
+        _store(part + QUERIES * (2 + V0), row * V1, 0, one, acc1, all_, V1, V1)
+
+
+@triton.jit
+def _added(part, used, size, V0: tl.constexpr, V1: tl.constexpr, QUERIES: tl.constexpr):
+    """Add up the parts of a sequence, in their order. They are read past the first cache, which others do not write."""
+    row = tl.arange(0, QUERIES)
+    highest, total = tl.full([QUERIES], -1e30, tl.float32), tl.zeros([QUERIES], tl.float32)
+    acc0, acc1 = tl.zeros([QUERIES, V0], tl.float32), tl.zeros([QUERIES, max(V1, 16)], tl.float32)
+    for split in range(0, used):
+        mine = part + split * size
+        own = tl.load(mine + row, cache_modifier=".cg")
+        higher = tl.maximum(highest, own)
+        shrink, weight = tl.exp2(highest - higher), tl.exp2(own - higher)
+        total = total * shrink + tl.load(mine + QUERIES + row, cache_modifier=".cg") * weight
+        cell = 2 * QUERIES + row[:, None] * V0 + tl.arange(0, V0)[None, :]
+        acc0 = acc0 * shrink[:, None] + tl.load(mine + cell, cache_modifier=".cg") * weight[:, None]
+        if V1:
+            cell = QUERIES * (2 + V0) + row[:, None] * V1 + tl.arange(0, V1)[None, :]
+            acc1 = acc1 * shrink[:, None] + tl.load(mine + cell, cache_modifier=".cg") * weight[:, None]
+        highest = higher
+    return highest, total, acc0, acc1
+
+
 @triton.jit(do_not_specialize=["table_stride", "window", "least", "splits"])
 def _attend(
     out,
@@ -118,11 +150,9 @@ def _attend(
         q0 = _tile(query, at_query, real, 0, D, D0)
         highest = tl.full([QUERIES], -1e30, tl.float32)
         total = tl.zeros([QUERIES], tl.float32)
-        acc0 = tl.zeros([QUERIES, V0], tl.float32)
+        acc0, acc1 = tl.zeros([QUERIES, V0], tl.float32), tl.zeros([QUERIES, max(V1, 16)], tl.float32)
         if D1:
             q1 = _tile(query, at_query, real, D0, D, D1)
-        if V1:
-            acc1 = tl.zeros([QUERIES, V1], tl.float32)
         for block in range(begin + split * share, begin + tl.minimum((split + 1) * share, blocks)):
             entry = block * ENTRIES + tl.arange(0, ENTRIES)
             inside = entry < end
@@ -161,40 +191,15 @@ def _attend(
         if used > 1:
             unit = ((row * tl.num_programs(1) + head) * tl.num_programs(2) + tile).to(tl.int64)
             size = QUERIES * (V0 + V1 + 2)
-            queries, whole = tl.arange(0, QUERIES), tl.full([QUERIES], True, tl.int1)
             part = parts + unit * splits * size
-            mine = part + split * size
-            one = tl.full([QUERIES], 1.0, tl.float32)
-            tl.store(mine + queries, highest)
-            tl.store(mine + QUERIES + queries, total)
-            _store(mine + 2 * QUERIES, queries * V0, 0, one, acc0, whole, V0, V0)
-            if V1:
-                _store(mine + QUERIES * (2 + V0), queries * V1, 0, one, acc1, whole, V1, V1)
+            _keep(part + split * size, highest, total, acc0, acc1, V0, V1, QUERIES)
             # All threads have stored before the program counts as arrived.
             tl.debug_barrier()
             last = tl.atomic_add(arrived + unit, 1, sem="acq_rel", scope="gpu") == used - 1
             if last:
                 tl.debug_barrier()
                 tl.store(arrived + unit, 0)
-                highest = tl.full([QUERIES], -1e30, tl.float32)
-                total = tl.zeros([QUERIES], tl.float32)
-                acc0 = tl.zeros([QUERIES, V0], tl.float32)
-                if V1:
-                    acc1 = tl.zeros([QUERIES, V1], tl.float32)
-                for other in range(0, used):
-                    theirs = part + other * size
-                    own = tl.load(theirs + queries, cache_modifier=".cg")
-                    higher = tl.maximum(highest, own)
-                    shrink, weight = tl.exp2(highest - higher), tl.exp2(own - higher)
-                    total = total * shrink + tl.load(theirs + QUERIES + queries, cache_modifier=".cg") * weight
-                    cell = queries[:, None] * V0 + tl.arange(0, V0)[None, :]
-                    found = tl.load(theirs + 2 * QUERIES + cell, cache_modifier=".cg")
-                    acc0 = acc0 * shrink[:, None] + found * weight[:, None]
-                    if V1:
-                        cell = queries[:, None] * V1 + tl.arange(0, V1)[None, :]
-                        found = tl.load(theirs + QUERIES * (2 + V0) + cell, cache_modifier=".cg")
-                        acc1 = acc1 * shrink[:, None] + found * weight[:, None]
-                    highest = higher
+                highest, total, acc0, acc1 = _added(part, used, size, V0, V1, QUERIES)
         if last:
             if SINKS:
                 sink = tl.load(sinks + here, real, 0.0).to(tl.float32) * 1.4426950408889634
@@ -230,6 +235,17 @@ def _room(scratch: Scratch, numbers: int, device: torch.device) -> tuple[Tensor,
     return scratch[numbers]
 
 
+def _entries(entry_bytes: int, itemsize: int) -> int:
+    """Return the number of entries that a program loads at once."""
+    return min(max(16, 1 << (_TILE_BYTES // entry_bytes).bit_length() - 1), 64 if itemsize == 2 else 16)
+
+
+def _begin_together(keys: Tensor, values: Tensor) -> bool:
+    """Whether values are the first numbers of the keys."""
+    same_memory = keys.untyped_storage()._cdata == values.untyped_storage()._cdata
+    return same_memory and (keys.storage_offset(), keys.stride()) == (values.storage_offset(), values.stride())
+
+
 def paged_attention(
     query: Tensor,
     keys: Tensor,
@@ -259,8 +275,7 @@ def paged_attention(
         scale, window, softcap, sinks: see `model.attention.Options`.
         scratch: see `Scratch`.
         begins: int32 [n + 1], the offsets of each sequence's first query; `longest`: the most queries of a sequence.
-        splits: most programs that share a sequence, of which each computes at least `least` entries. Default: as keeps
-            a GPU busy.
+        splits: most programs that share a sequence; `least`: the least entries of each. Default: what keeps a GPU busy.
         out: contiguous memory for the result.
     """
     (_, heads, d), (_, page, kv, v) = query.shape, values.shape
@@ -271,10 +286,8 @@ def paged_attention(
     splits, least = splits or max(1, min(_MOST_SPLITS, _UNITS // programs)), least or max(_LEAST, 2 * programs)
     query = query if query.stride(2) == 1 else query.contiguous()
     (d0, d1), (v0, v1) = _halves(d), _halves(v)
-    entries = max(16, 1 << (_TILE_BYTES // ((d0 + d1 + v0 + v1) * keys.itemsize)).bit_length() - 1)
-    entries = min(entries, 64 if keys.itemsize == 2 else 16)
-    same_place = values.untyped_storage()._cdata == keys.untyped_storage()._cdata and v == v0 == d0
-    shares = same_place and (values.storage_offset(), values.stride()) == (keys.storage_offset(), keys.stride())
+    entries = _entries((d0 + d1 + v0 + v1) * keys.itemsize, keys.itemsize)
+    shares = v == v0 == d0 and _begin_together(keys, values)
     if out is None:
         out = torch.empty(len(query), heads, v, dtype=query.dtype, device=query.device)
     parts, arrived = _room(scratch, queries * (v0 + v1 + 2), query.device) if splits > 1 else (out, table)
@@ -286,8 +299,8 @@ def paged_attention(
         *(query.stride(0), query.stride(1), table.stride(0), *keys.stride()[:3], *values.stride()[:3]),
         *(scale, softcap, window, max(1, least // entries), splits),
         **{"RAGGED": begins is not None, "SINKS": sinks is not None, "SOFTCAP": softcap > 0, "WINDOW": window > 0},
-        **{"SHARED": shares, "GROUP": group, "PAGE": page, "D": d, "D0": d0, "D1": d1, "V": v, "V0": v0, "V1": v1},
-        **{"QUERIES": queries, "ENTRIES": entries},
+        **{"SHARED": shares, "GROUP": group, "PAGE": page, "QUERIES": queries, "ENTRIES": entries},
+        **{"D": d, "D0": d0, "D1": d1, "V": v, "V0": v0, "V1": v1},
         num_warps=4 if queries * (v0 + v1) < 8192 and keys.itemsize == 2 else 8,
         num_stages=2,
     )

@@ -46,6 +46,6 @@ def proven(what: str, check: Callable[..., bool], *case: Any, kernel: str = "a T
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Run a kernel. Fake tensors (in a dry run) have no memory, so nothing is computed."""
-    if not any(isinstance(argument, FakeTensor) for argument in arguments):
+    """Run a kernel. Fake tensors (in a dry run) have no memory, so nothing is computed; nor without programs."""
+    if all(grid) and not any(isinstance(argument, FakeTensor) for argument in arguments):
         kernel[grid](*arguments, **options)

@@ -45,7 +45,8 @@ def test_residual_and_norm(case, seeded):
         x[0, -1] = float("nan")
     residual = residual if rng.random() < 0.8 else None
     exact = x.double() if residual is None else x.double() + residual.double()
-    total, out = add_norm(x, residual, weight, EPSILON, (x, torch.empty_like(x)) if case % 2 else None)
+    to = x, torch.empty_like(x), x.new_empty(n, dtype=torch.float32)
+    total, out = add_norm(x, residual, weight, EPSILON, to if case % 2 else None)
     assert_within(total, exact, 1)
     # The norm is that of the rounded sum, which the model keeps.
     assert_within(out, rms_norm(total, weight), 3 if dtype != torch.float32 else 12)
@@ -64,7 +65,7 @@ def test_gate_times_up(case, seeded):
     # A silu too small to be a normal number is rounded to a step, and multiplied.
     tiny = torch.finfo(dtype).smallest_normal * up.double().abs()
     out = gate.new_empty(n, size)
-    silu_times(gate_up, out)
+    silu_times(gate, up, out)
     # A GPU's exponential is off by a rounding of its argument.
     assert_within(out, expected, 6, expected.abs() * (1 + g.abs() * rounded_argument) + tiny)
 
