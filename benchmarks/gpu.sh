@@ -1,64 +1,88 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, with one command: the tests that need one, decoding at the shapes of Qwen2.5 0.5B, 1.5B
-# and 7B against transformers' engines and the bandwidth floor, a GRPO step of 1.5B and TRL's, the quickstart, and a
-# plan against the memory that the run takes.
+# Everything that needs a GPU, with one command: a profile of decoding and training at the shapes of Qwen2.5-1.5B, the
+# tests that need a GPU, decoding at the shapes of 0.5B, 1.5B and 7B against transformers' engines and the bandwidth
+# floor, a GRPO step of 1.5B and TRL's, a plan against the memory that the run takes, and the quickstart.
 #
 #   bash benchmarks/gpu.sh                      all parts, on the first GPU of this machine
+#   bash benchmarks/gpu.sh profile              this part: one process, about ninety seconds; see gpu_profile.py
 #   bash benchmarks/gpu.sh decode_7b plan       these parts
+#   bash benchmarks/gpu.sh --list               the names of all parts
 #   bash benchmarks/gpu.sh --toy --out FOLDER   every part at toy sizes on the CPU: shows that the script runs
 #
+# SKIP_SETUP=1 takes the environment as it is and needs no network, but for the part trl_environment; gpu_pack.sh makes
+# a folder with what a machine without network lacks.
+#
 # Every part is stopped after ten minutes. If a part fails, the others still run, and the script fails at its end.
-# Started again it skips the parts done on this commit and machine; --again repeats them. It writes gpu.json and gpu.md
-# (a table) to benchmarks/results, or to the folder after --out, with logs in gpu/. TRL_ENV is the folder of TRL's
-# environment, which is created if it does not exist.
+# Started again it skips the parts done on this commit and machine; --again repeats them. After each part it writes
+# gpu.json and gpu.md (a table) to benchmarks/results, or to the folder after --out, with logs in gpu/. TRL_ENV is the
+# folder of TRL's environment, which is created if it does not exist.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . training_scripts/setup.sh
 
-toy="" again="" out=benchmarks/results wanted=()
+toy="" again="" list="" out=benchmarks/results wanted=()
 while [ $# -gt 0 ]; do
     case $1 in
     --toy) toy=1 out="" ;;
     --again) again=1 ;;
+    --list) list=1 ;;
     --out) out=${2:-} && shift ;;
     --*)
-        echo "gpu.sh: $1 is no option; there are --toy, --again and --out FOLDER" >&2
+        echo "gpu.sh: $1 is no option; there are --toy, --again, --list and --out FOLDER" >&2
         exit 2
         ;;
     *) wanted+=("$1") ;;
     esac
     shift
 done
-if [ -z "$out" ]; then
+if [ -z "$out$list" ]; then
     echo "gpu.sh: --toy needs --out FOLDER behind it: its numbers are not a GPU's" >&2
     exit 2
 fi
 
-setup dev
-if [ -n "$toy" ]; then
-    export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES="" MACHINE="cpu, toy sizes"
-else
-    # Without a device the tests would be skipped, and the rest would run on the CPU.
-    python -c 'import torch; torch.cuda.is_available() or exit("gpu.sh: torch finds no CUDA device")'
-    CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0}
-    export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES%%,*}
-    MACHINE=$(nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader -i "$CUDA_VISIBLE_DEVICES")
-    export MACHINE PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
-fi
-COMMIT=$(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)
-changes=$(git diff HEAD -- . ':!benchmarks/results' 2>/dev/null || true)
-if [ -n "$changes" ]; then COMMIT="$COMMIT with changes $(cksum <<<"$changes" | cut -d' ' -f1)"; fi
-export COMMIT TRL_ENV=${TRL_ENV:-$HOME/.cache/hybrid_grpo/trl}
+prepare() { # the environment, and the names of machine and commit
+    setup dev
+    mkdir -p "$out/gpu"
+    out=$(realpath "$out")
+    work=$out/gpu
+    if ! command -v python >/dev/null; then
+        # The scripts of the parts call it so.
+        mkdir -p "$work/bin"
+        printf '#!/bin/sh\nexec python3 "$@"\n' >"$work/bin/python"
+        chmod +x "$work/bin/python"
+        export PATH=$work/bin:$PATH
+    fi
+    if [ -n "$toy" ]; then
+        export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES="" MACHINE="cpu, toy sizes"
+    else
+        # Without a device the tests would be skipped, and the rest would run on the CPU.
+        python -c 'import torch; torch.cuda.is_available() or exit("gpu.sh: torch finds no CUDA device")'
+        CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0}
+        export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES%%,*}
+        MACHINE=$(nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader \
+            -i "$CUDA_VISIBLE_DEVICES") || MACHINE=$(python -c 'import torch; print(torch.cuda.get_device_name())')
+        export MACHINE PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+    fi
+    # A folder of gpu_pack.sh has no history, but a file.
+    COMMIT=$(cat COMMIT 2>/dev/null || git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)
+    local changes
+    changes=$(git diff HEAD -- . ':!benchmarks/results' 2>/dev/null || true)
+    if [ -n "$changes" ]; then COMMIT="$COMMIT with changes $(cksum <<<"$changes" | cut -d' ' -f1)"; fi
+    export COMMIT
+    # The package need not be installed.
+    export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+}
 
-mkdir -p "$out/gpu"
-out=$(realpath "$out")
-work=$out/gpu limit=${LIMIT_S:-600} failed=() known=()
+export TRL_ENV=${TRL_ENV:-$HOME/.cache/hybrid_grpo/trl}
+work="" limit=${LIMIT_S:-600} failed=() known=()
+if [ -z "$list" ]; then prepare; fi
 results() { python benchmarks/gpu_results.py "$out" "$@"; }
 
 part() { # NAME COMMAND...: the command writes its numbers to a file of that name in $work
     local name=$1 start=$SECONDS
     shift
     known+=("$name")
+    if [ -n "$list" ]; then return; fi
     if [ ${#wanted[@]} -gt 0 ] && [[ " ${wanted[*]} " != *" $name "* ]]; then return; fi
     if [ -z "$again" ] && results has "$name"; then
         echo "== $name: done before"
@@ -75,6 +99,7 @@ part() { # NAME COMMAND...: the command writes its numbers to a file of that nam
     fi
 }
 
+part profile python benchmarks/gpu_profile.py ${toy:+--toy} --json "$work/profile.json"
 step=(python benchmarks/step.py --trl-python "$TRL_ENV/bin/python")
 mapfile -t tests < <(grep -lE 'mark\.gpu\b' tests/*.py tests/*/*.py tests/*/*/*.py)
 part tests python -m pytest -m gpu -v -rs -p no:cacheprovider --junitxml="$work/tests.xml" "${tests[@]}"
@@ -104,6 +129,10 @@ else
 fi
 part quickstart bash benchmarks/gpu_quickstart.sh "$work/runs" "$toy" "$work/quickstart.json"
 
+if [ -n "$list" ]; then
+    printf '%s\n' "${known[@]}"
+    exit
+fi
 parts=${known[*]}
 for name in "${wanted[@]}"; do
     if [[ " $parts " != *" $name "* ]]; then

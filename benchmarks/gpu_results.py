@@ -3,7 +3,7 @@
     python benchmarks/gpu_results.py FOLDER has PART            # exit status: whether it is there and did not fail
     python benchmarks/gpu_results.py FOLDER add PART SECONDS    # from FOLDER/gpu/PART.json, or .xml of pytest
     python benchmarks/gpu_results.py FOLDER fail PART           # with the end of FOLDER/gpu/PART.log
-    python benchmarks/gpu_results.py FOLDER table               # prints the table and writes FOLDER/gpu.md
+    python benchmarks/gpu_results.py FOLDER table               # prints FOLDER/gpu.md, which is written after each part
 
 The environment variables MACHINE and COMMIT identify the numbers; parts of other machines or commits count as not done.
 """
@@ -60,11 +60,14 @@ class Results:
     def _write(self, name: str, part: dict[str, Any]) -> None:
         self.parts[name] = {**self.origin, **part}
         self.path.write_text(json.dumps({"parts": self.parts}, indent=1) + "\n")
+        (self.folder / "gpu.md").write_text(self.table())
 
     def _words(self, name: str, part: dict[str, Any]) -> str:
         results = part["results"]
         if not results:
             return ""
+        if name == "profile":
+            return _profile(results)
         if name in ("tests", "kernels"):
             return ", ".join(f"{count} {what}" for what, count in results.items() if count)
         if name.startswith("decode_"):
@@ -98,6 +101,28 @@ def _tests(path: Path) -> dict[str, int]:
     suites = list(ElementTree.parse(path).getroot().iter("testsuite"))
     count = {what: sum(int(suite.get(what, 0)) for suite in suites) for what in ("tests", "skipped")}
     return {"passed": count["tests"] - count["skipped"], "skipped": count["skipped"]}
+
+
+def _profile(found: dict[str, dict[str, Any]]) -> str:
+    """One row; all numbers are in the file, and a readable form of them is in the log."""
+    words = [found.get("checks", {}).get("attention", "")]
+    # What was skipped is a text.
+    decode, prefill = (
+        {case: row for case, row in found.get(part, {}).items() if isinstance(row, dict)}
+        for part in ("decode", "prefill")
+    )
+    steps = [f"{case} {row['ms']:.2f} ({row['floor_ms']:.2f})" for case, row in decode.items()]
+    if steps:
+        words.append(f"ms a decode step, rows x context (and to read weights and cache): {', '.join(steps)}")
+    if prefill:
+        words.append(f"prefill {_first(prefill)['tokens_per_s']:,.0f} tokens/s")
+    if "mfu" in found.get("training", {}):
+        words.append(f"training {found['training']['tokens_per_s']:,.0f} tokens/s, MFU {found['training']['mfu']:.1%}")
+    if "first" in found.get("capturing", {}):
+        first = found["capturing"]["first"]
+        words.append(f"{first['forwards']} graphs captured in {first['capturing_s']:.1f} s")
+    words += [f"{name} failed: {part['failed']}".replace("|", "/") for name, part in found.items() if "failed" in part]
+    return "; ".join(filter(None, words))
 
 
 def _decoding(engines: dict[str, dict[str, Any]]) -> str:
@@ -136,7 +161,6 @@ def main() -> None:
     if command == "has":
         sys.exit(not results.has(*arguments))
     if command == "table":
-        Path(folder, "gpu.md").write_text(results.table())
         print(f"\n{results.table()}")
     else:
         {"add": results.add, "fail": results.fail}[command](*arguments)

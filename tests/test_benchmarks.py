@@ -4,16 +4,20 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
 import forks
 import pytest
+import torch
 from paths import ROOT
 from warm_python import programs
 
 sys.path.append(str(ROOT / "benchmarks"))
 
+import gpu_packages
+import gpu_profile
 import gpu_results
 import plan
 import ppo
@@ -154,13 +158,66 @@ def gpu_sh(out, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.process
+def test_the_profile_measures_every_part_at_toy_sizes(tmp_path):
+    done = gpu_sh(tmp_path, "profile")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = json.loads((tmp_path / "gpu/profile.json").read_text())
+    assert list(found) == list(gpu_profile.PARTS)
+    assert not [name for name, part in found.items() if "failed" in part or part["warnings"]]
+    assert found["checks"]["attention"].startswith("training by torch")
+    gaps = [gap for row in found["checks"].values() if isinstance(row, dict) for gap in row.values()]
+    assert all(gap < 1e-5 for gap in gaps if isinstance(gap, float)) and "FAILED" not in str(found["checks"])
+    decode = {case: row for case, row in found["decode"].items() if " x " in case}
+    assert list(decode) == ["1 x 20", "2 x 20", "1 x 40", "2 x 40"]
+    assert all(0 < row["floor_ms"] < row["ms"] for row in decode.values())
+    assert found["capturing"]["again"]["forwards"] == 2 and found["training"]["mfu"] > 0
+    assert len(found["training_kernels"]["kernels"]) == len(found["decode_kernels"]["kernels of 2 x 20"]) == 15
+    refused, *later = (found["failed_capture"][name] for name in ("capture_that_fails", "work", "next_capture"))
+    assert refused.startswith("fails: operation not permitted") and later == ["works", "works"]
+    assert "ms a decode step" in (tmp_path / "gpu.md").read_text()
+
+
+def test_a_part_of_the_profile_that_fails_or_is_late_keeps_what_it_found(monkeypatch):
+    """Kernels are given up on any Exception: that a part is late is none of theirs."""
+
+    def late(bench, found):
+        found["first"] = 1
+        try:
+            time.sleep(5)
+        except Exception:
+            found["swallowed"] = True
+
+    def failing(bench, found):
+        found["first"] = 1
+        raise RuntimeError("no memory\nmore")
+
+    monkeypatch.setattr(gpu_profile, "PARTS", {"late": (late, 0.1), "failing": (failing, 5)})
+    bench = gpu_profile.gpu_bench.Bench(None, torch.device("cpu"), None)
+    for name, why in (("late", "stopped after 0 s"), ("failing", "no memory")):
+        found = gpu_profile.run(bench, name)
+        assert found["first"] == 1 and found["failed"] == why and "swallowed" not in found
+
+
+def test_a_machine_without_network_is_given_what_torch_and_transformers_do_not_bring(monkeypatch, capsys):
+    """pydantic too, which transformers requires only through later versions of huggingface-hub."""
+    packed = {}
+    for more in ((), ("all",)):
+        monkeypatch.setattr(sys, "argv", ["gpu_packages.py", "3.12", *more])
+        gpu_packages.main()
+        packed[more] = {line.split("==")[0] for line in capsys.readouterr().out.split()}
+    assert packed[()] >= {"deepspeed", "pydantic", "pydantic-core", "psutil", "ninja", "pytest"}
+    assert not packed["all",] & {"torch", "triton", "transformers", "numpy", "tokenizers", "wandb", "hybrid-grpo"}
+    assert packed["all",] - packed[()] >= {"datasets", "pyarrow", "pandas"}
+
+
+@pytest.mark.process
 def test_every_part_of_the_gpu_script_runs_at_toy_sizes_and_only_once(tmp_path):
     """On the CPU; without TRL's environment that part alone fails, and says what is missing."""
     missing = not os.path.exists(os.path.join(os.environ.get("TRL_ENV", step.TRL), "bin/python"))
     done = gpu_sh(tmp_path)
     assert done.returncode == missing, done.stdout[-3000:] + done.stderr[-3000:]
     parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
-    assert list(parts) == ["tests", "decode_tiny", "step", "trl", "plan", "quickstart"]
+    assert list(parts) == ["profile", "tests", "decode_tiny", "step", "trl", "plan", "quickstart"]
     assert [name for name, part in parts.items() if "failed" in part] == ["trl"] * missing
     assert not missing or "bash benchmarks/trl_env.sh" in parts["trl"]["failed"]
     assert parts["tests"]["results"]["passed"] == 0 < parts["tests"]["results"]["skipped"]
@@ -171,10 +228,12 @@ def test_every_part_of_the_gpu_script_runs_at_toy_sizes_and_only_once(tmp_path):
     assert parts["plan"]["results"]["cases"]["quickstart"]["ratio"] == pytest.approx(1, abs=0.25)
     assert parts["quickstart"]["results"]["completions"] == 16
     table = (tmp_path / "gpu.md").read_text()
-    assert table.count("\n| ") == 7 and table.strip() in done.stdout
+    assert table.count("\n| ") == 8 and table.strip() in done.stdout
     again = gpu_sh(tmp_path, "tests", "quickstart", "decode_9b")
     assert again.stdout.count(": done before") == 2 and again.stdout.count("== ") == 2
-    assert again.returncode == 1 and "there is no part decode_9b, only tests, decode_tiny" in again.stderr
+    assert again.returncode == 1 and "there is no part decode_9b, only profile, tests" in again.stderr
+    listed = subprocess.run(["bash", ROOT / "benchmarks/gpu.sh", "--list"], capture_output=True, text=True).stdout
+    assert listed.split()[:3] == ["profile", "tests", "kernels"]
 
 
 @pytest.mark.process
@@ -202,10 +261,12 @@ def test_the_parts_of_a_gpu_are_told_what_their_programs_know(tmp_path, monkeypa
     tiny = replace(step_workloads.MODELS["Qwen2.5-1.5B"], hidden=64, inner=64, layers=1, heads=2, head_dim=32)
     monkeypatch.setitem(step_workloads.MODELS, "Qwen2.5-1.5B", tiny)
     calls = [line.split("\x1f")[:-1] for line in (tmp_path / "calls").read_text().splitlines()]
-    assert len(calls) == 6
+    assert len(calls) == 7
     for program, *options in calls:
         monkeypatch.setattr(sys, "argv", [program, *options])
-        if program.endswith("rollout.py"):
+        if program.endswith("gpu_profile.py"):
+            assert options[:1] == ["--json"]
+        elif program.endswith("rollout.py"):
             assert rollout.parse().alone
         elif program.endswith("step.py"):
             told = step.parse()

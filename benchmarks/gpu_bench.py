@@ -1,0 +1,198 @@
+"""What the parts of gpu_profile.py share: the device, the sizes, a model of made weights, and its decoder."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from hybrid_grpo.generation import Sampling, graphs
+from hybrid_grpo.generation.cache import Geometry, PagedCache, free_bytes
+from hybrid_grpo.generation.decoder import Decoder
+from hybrid_grpo.generation.loop import _prepared
+from hybrid_grpo.generation.paged_attention import PAGE
+from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.hardware import Hardware, of_device
+from hybrid_grpo.model.kernels import build
+from hybrid_grpo.model.view import View, meta_copy
+
+Found = dict[str, Any]
+_CACHE_SHARE = 0.9
+"""Fraction of the free memory that the cache may take, less what prefills and graphs take."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured."""
+
+    model: dict[str, int]
+    dtype: torch.dtype
+    rows: tuple[int, ...]
+    contexts: tuple[int, ...]
+    steps: int
+    profiled: tuple[tuple[int, int], ...]
+    """(rows, context) of the steps whose kernels are listed."""
+    prefills: tuple[tuple[int, int, int], ...]
+    """(sequences, entries before, new tokens of each)."""
+    split: tuple[int, int]
+    """(rows, context)."""
+    splits: tuple[int | None, ...]
+    """Most programs that share a sequence; None: the default."""
+    micro_batch: tuple[int, int, int]
+    """(tokens of the prompt, completions, tokens of each)."""
+
+
+REAL = Sizes(
+    {
+        **{"vocab_size": 151_936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28},
+        **{"num_attention_heads": 12, "num_key_value_heads": 2, "max_position_embeddings": 1 << 17},
+    },
+    torch.bfloat16,
+    (1, 8, 64, 256),
+    (1024, 8192, 32_768),
+    20,
+    ((256, 1024), (8, 32_768)),
+    ((16, 0, 1024), (2, 0, 8192), (64, 1024, 64), (64, 1024, 256), (60, 1024, 272)),
+    (8, 32_768),
+    (1, 4, 16, 64, None),
+    (512, 31, 512),
+)
+_TOY = Sizes(
+    {
+        **{"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256},
+    },
+    torch.float32,
+    (1, 2),
+    (20, 40),
+    2,
+    ((2, 20),),
+    ((2, 0, 12), (2, 20, 3)),
+    (1, 40),
+    (1, None),
+    (6, 3, 5),
+)
+
+
+@dataclass
+class Bench:
+    """The device, and what the parts share."""
+
+    sizes: Sizes
+    device: torch.device
+    new_capture: Callable[[], graphs.Capture | None]
+    """Returns what captures into a memory pool of its own."""
+
+    def capture(self, step: graphs.Step) -> graphs.Replay:
+        """Capture a step as a CUDA graph."""
+        capture = self.new_capture()
+        assert capture is not None
+        return capture(step)[0]
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, work: Callable[[], Any], repeats: int) -> float:
+        """Mean seconds of `work`, after one call that is not timed."""
+        work()
+        self.synchronize()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        self.synchronize()
+        return (time.perf_counter() - start) / repeats
+
+    @cached_property
+    def hardware(self) -> Hardware:
+        return of_device(self.device, "bfloat16" if self.device.type == "cuda" else "float32")
+
+    @cached_property
+    def config(self) -> Any:
+        return Qwen2Config(**self.sizes.model, tie_word_embeddings=True)
+
+    @cached_property
+    def model(self) -> Any:
+        """The model in training, its parameters one after the other in memory, as DeepSpeed lays them out."""
+        torch.manual_seed(0)
+        with torch.inference_mode(False), torch.device(self.device):
+            made = AutoModelForCausalLM.from_config(self.config, dtype=self.sizes.dtype, attn_implementation=ATTENTION)
+            parameters = list(made.parameters())
+            flat = torch.cat([p.data.flatten() for p in parameters])
+            for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+                p.data = part.view(p.shape)
+        return made
+
+    @cached_property
+    def view(self) -> Any:
+        """The same weights as they decode."""
+        module = meta_copy(self.model, ATTENTION).eval()
+        View(self.model, module, False, self.device).gather()
+        return module
+
+    @cached_property
+    def geometry(self) -> Geometry:
+        return _prepared(self.view)
+
+    @cached_property
+    def cache(self) -> PagedCache:
+        """Pages for the most entries that are asked for, or as many as fit."""
+        pages = [self.pages(rows, context) for rows in self.sizes.rows for context in self.sizes.contexts]
+        prefill = max(n * new for n, _, new in self.sizes.prefills) * self.geometry.reading
+        slots = max(self.sizes.rows)
+        room = _CACHE_SHARE * free_bytes(self.device) - prefill - graphs.bytes_of(slots)
+        count = int(room / (PAGE * self.geometry.token_bytes))
+        cache = PagedCache(self.geometry, min(max(pages), count), PAGE, self.device, slots)
+        for pool in (*cache.keys, *cache.values):
+            pool.normal_()
+        return cache
+
+    def pages(self, rows: int, context: int) -> int:
+        """Pages for `rows` sequences with as many entries and those of the steps, and page 0."""
+        return rows * self.width(context) + 1
+
+    def width(self, context: int) -> int:
+        return -(-(context + 4 * self.sizes.steps + 8) // PAGE)
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        width = self.width(max(self.sizes.contexts))
+        return Decoder(self.view, self.cache, Sampling(1), max(self.sizes.rows), width, self.new_capture())
+
+    def release(self) -> None:
+        """Give back the memory of decoding."""
+        for name in ("decoder", "cache", "view"):
+            self.__dict__.pop(name, None)
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def on_gpu() -> Bench:
+    device = torch.device("cuda", torch.cuda.current_device())
+    return Bench(REAL, device, lambda: graphs.capture_on(device))
+
+
+def toy() -> Bench:
+    """On the CPU, without its C kernels, with the tests' double of CUDA graphs."""
+    sys.path.append(str(Path(__file__).parent.parent / "tests" / "doubles"))
+    from cuda_graphs import Captures
+
+    build.load = lambda: None
+    return Bench(_TOY, torch.device("cpu"), Captures)
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

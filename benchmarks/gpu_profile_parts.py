@@ -1,0 +1,249 @@
+"""The parts of gpu_profile.py, which says what each measures. A part writes to `found` as it goes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+import torch
+from gpu_bench import Bench, Found, first_line
+from gpu_checks import layer_step, micro_batch
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from hybrid_grpo.generation import Sampling, graphs
+from hybrid_grpo.generation.cache import cached_forward
+from hybrid_grpo.generation.paged_attention import Prefill
+from hybrid_grpo.generation.scheduler import Sequence
+from hybrid_grpo.model.attention import varlen_takes
+from hybrid_grpo.model.flops import Cost
+from hybrid_grpo.model.hardware import peak_flops
+from hybrid_grpo.model.logprobs import LogprobModel
+from hybrid_grpo.model.routing import recomputed
+
+LONGEST = 15
+"""Kernels that are listed."""
+
+
+def versions(bench: Bench, found: Found) -> None:
+    found["python"] = sys.version.split()[0]
+    for name in ("torch", "triton", "transformers", "numpy", "flash-attn", "deepspeed"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    if bench.device.type == "cuda":
+        gpu_ = torch.cuda.get_device_properties(bench.device)
+        found |= {"gpu": gpu_.name, "sm": f"{gpu_.major}{gpu_.minor}", "processors": gpu_.multi_processor_count}
+        found |= {"gpu_gb": gpu_.total_memory / 1e9, "free_gb": torch.cuda.mem_get_info()[0] / 1e9}
+        found |= {
+            "cuda_of_torch": torch.version.cuda,
+        }
+    found["product_tflops"] = bench.hardware.flops / 1e12
+    found["read_gb_per_s"] = bench.hardware.bandwidth / 1e9
+    found["varlen_attn"] = {name: varlen_takes(name) for name in ("enable_gqa", "seqused_k", "block_table")}
+
+
+def model(bench: Bench, found: Found) -> None:
+    found["parameters"] = sum(p.numel() for p in bench.model.parameters())
+    with torch.inference_mode():
+        found["cache_bytes_per_token"] = bench.geometry.token_bytes
+        found["prefill_bytes_per_token"] = bench.geometry.reading
+
+
+@torch.inference_mode()
+def capturing(bench: Bench, found: Found) -> None:
+    _ = bench.cache
+    for name in ("first", "again"):
+        bench.__dict__.pop("decoder", None)
+        free = torch.cuda.mem_get_info()[0] if bench.device.type == "cuda" else 0
+        start = time.perf_counter()
+        decoder = bench.decoder
+        bench.synchronize()
+        made = time.perf_counter()
+        decoder.capture_all()
+        bench.synchronize()
+        row = {"decoder_s": made - start, "capturing_s": time.perf_counter() - made, "forwards": decoder.captures}
+        left = torch.cuda.mem_get_info()[0] if bench.device.type == "cuda" else 0
+        found[name] = row | {"choices": len(decoder._chosen), "memory_mib": (free - left) >> 20}
+        found["usable"] = decoder.captured
+        del decoder
+
+
+def _steps(bench: Bench, rows: int, context: int) -> Callable[[int], None]:
+    """Put sequences with `context` random entries into the slots; returns what advances them by some tokens, reading
+    outcomes as late as a rollout does."""
+    decoder, width = bench.decoder, bench.width(context)
+    pages = [list(range(1 + row * width, 1 + (row + 1) * width)) for row in range(rows)]
+    active = [Sequence(0, row, row, [row + 1], 1, 1 << 30, pages=pages[row], position=context) for row in range(rows)]
+    decoder.begin(Sampling(1))
+    decoder.insert(0, active)
+
+    def advance(count: int) -> None:
+        pending: deque[Any] = deque()
+        for _ in range(count):
+            pending.append(decoder.step(active))
+            for sequence in active:
+                sequence.position += 1
+            if len(pending) > decoder.lag:
+                decoder.read(pending.popleft())
+        while pending:
+            decoder.read(pending.popleft())
+
+    return advance
+
+
+@torch.inference_mode()
+def decode(bench: Bench, found: Found) -> None:
+    weights = sum(p.nbytes for p in bench.view.parameters())
+    for context in bench.sizes.contexts:
+        for rows in bench.sizes.rows:
+            cached = rows * context * bench.geometry.token_bytes
+            if bench.pages(rows, context) > bench.cache.pages:
+                found[f"{rows} x {context}"] = f"skipped: {cached / 1e9:,.1f} GB of keys and values do not fit"
+                continue
+            advance, steps = _steps(bench, rows, context), bench.sizes.steps
+            seconds = bench.seconds(lambda: advance(steps), 2) / steps  # noqa: B023
+            floor = (weights + cached) / bench.hardware.bandwidth
+            found[f"{rows} x {context}"] = {
+                "ms": 1e3 * seconds,
+                "floor_ms": 1e3 * floor,
+                "tokens_per_s": rows / seconds,
+            }
+
+
+def _longest(bench: Bench, work: Callable[[], Any], runs: int) -> tuple[dict[str, float], list[Found]]:
+    """Milliseconds in which the device was busy and that passed, and the longest kernels, all of them per run."""
+    on_gpu = bench.device.type == "cuda"
+    work()
+    bench.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as seen:
+        start = time.perf_counter()
+        for _ in range(runs):
+            work()
+        bench.synchronize()
+        passed = time.perf_counter() - start
+    what = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    # Calls of CUDA's runtime are events of the host.
+    kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    events = [event for event in seen.key_averages() if event.device_type == kind]
+    events.sort(key=lambda event: -getattr(event, what))
+    total = sum(getattr(event, what) for event in events)
+    kernels = [
+        {
+            "ms": getattr(event, what) / 1e3 / runs,
+            "share": getattr(event, what) / max(total, 1),
+            "calls": event.count / runs,
+            "name": event.key[:90],
+        }
+        for event in events[:LONGEST]
+    ]
+    launches = sum(event.count for event in events) / runs
+    return {"busy_ms": total / 1e3 / runs, "passed_ms": 1e3 * passed / runs, "launches": launches}, kernels
+
+
+@torch.inference_mode()
+def decode_kernels(bench: Bench, found: Found) -> None:
+    for rows, context in bench.sizes.profiled:
+        if bench.pages(rows, context) <= bench.cache.pages:
+            advance, name = _steps(bench, rows, context), f"{rows} x {context}"
+            found[name], found[f"kernels of {name}"] = _longest(bench, lambda: advance(1), bench.sizes.steps)  # noqa: B023
+
+
+@torch.inference_mode()
+def prefill(bench: Bench, found: Found) -> None:
+    for count, before, new in bench.sizes.prefills:
+        width = bench.width(before + new)
+        name = f"{count} x {new}" + (f" after {before}" if before else "")
+        if bench.pages(count, before + new) > bench.cache.pages:
+            found[name] = "skipped: the keys and values do not fit"
+            continue
+        pages = [list(range(1 + row * width, 1 + (row + 1) * width)) for row in range(count)]
+        ids = torch.arange(count * new, device=bench.device)[None] % bench.config.vocab_size
+
+        def read() -> None:
+            batch = Prefill(bench.cache, pages, [before] * count, [new] * count)  # noqa: B023
+            cached_forward(bench.view.base_model, ids, batch.position_1N, batch)  # noqa: B023
+
+        seconds = bench.seconds(read, 2)
+        found[name] = {"ms": 1e3 * seconds, "tokens_per_s": count * new / seconds}
+
+
+@torch.inference_mode()
+def splits(bench: Bench, found: Found) -> None:
+    bench.release()
+    rows, context = bench.sizes.split
+    step, query, keys, values, options, found["kernel"] = layer_step(bench, rows, context)
+    found["floor_ms"] = 1e3 * (keys.nbytes + values.nbytes) / bench.hardware.bandwidth
+    on_gpu = bench.device.type == "cuda"
+    calls = 20 if on_gpu else 1
+    for most in bench.sizes.splits:
+
+        def work() -> list[Tensor]:
+            return [step.by_kernel(query, keys, values, options, splits=most) for _ in range(calls)]  # noqa: B023
+
+        work()
+        # Captured, since Python takes longer to launch a kernel than the kernel runs.
+        replay = bench.capture(work) if on_gpu else work
+        found[f"ms, splits {most or 'by default'}"] = 1e3 * bench.seconds(replay, 3 if on_gpu else 1) / calls
+
+
+def _micro_batch(bench: Bench) -> tuple[Callable[[], None], float, int]:
+    """What runs forward and backward of a prompt and its completions; floating-point operations, and tokens."""
+    prompt, count, length = bench.sizes.micro_batch
+    bench.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recomputed})
+    scored, given = LogprobModel(bench.model).train(), micro_batch(bench.device, prompt, count, length)
+
+    def work() -> None:
+        logp_N, _ = scored(*given, None, 1.0)
+        (-logp_N.mean()).backward()
+        scored.zero_grad(set_to_none=True)
+
+    context = np.array([prompt / 2, prompt + length / 2])
+    tokens = np.array([prompt, count * length])
+    flops = Cost.of(bench.model).training(tokens, context, np.array([0, count * length])).sum()
+    return work, float(flops), prompt + count * length
+
+
+def training(bench: Bench, found: Found) -> None:
+    bench.release()
+    work, flops, tokens = _micro_batch(bench)
+    on_gpu = bench.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    seconds = bench.seconds(work, 2)
+    known = peak_flops(torch.cuda.get_device_name(bench.device)) if on_gpu else None
+    found |= {"tokens": tokens, "ms": 1e3 * seconds, "tokens_per_s": tokens / seconds, "tflops": flops / seconds / 1e12}
+    found["mfu"] = flops / seconds / (known or bench.hardware.flops)
+    found["mfu_against"] = "the data sheet" if known else "the measured matrix product"
+    found["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9 if on_gpu else "not measured on a CPU"
+
+
+def training_kernels(bench: Bench, found: Found) -> None:
+    bench.release()
+    found["all"], found["kernels"] = _longest(bench, _micro_batch(bench)[0], 1)
+
+
+def failed_capture(bench: Bench, found: Found) -> None:
+    """Does what the host cannot do inside a capture, then what a next rollout would."""
+    found["expected_to_survive"] = graphs.SURVIVES
+    x = torch.ones(8, device=bench.device)
+    steps = {
+        "capture_that_fails": lambda: bench.capture(lambda: [x * x.sum().item()]),
+        "empty_cache": torch.cuda.empty_cache,
+        "work": lambda: (x * 2).sum().item(),
+        "next_capture": lambda: bench.capture(lambda: [x * 2])(),
+    }
+    for name, work in steps.items():
+        try:
+            work()
+            bench.synchronize()
+            found[name] = "works"
+        except Exception as error:  # what fails is the result
+            found[name] = f"fails: {first_line(error)}"
