@@ -8,8 +8,6 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-CASES = int(os.environ.get("CASES", 300 if DEVICE == "cuda" else 50))
-"""Random cases of each kernel; interpreted, 300 take minutes, and were run when the kernels were written."""
 
 
 def multiply_bfloat16() -> None:
@@ -26,8 +24,8 @@ def multiply_bfloat16() -> None:
 multiply_bfloat16()
 
 
-def cases(few: int) -> range:
-    """Random cases of a kernel with a gradient: 300 on a GPU, and `few` interpreted unless KERNEL_CASES gives more."""
+def cases(few: int = 50) -> range:
+    """Random cases of a kernel: 300 on a GPU, and `few` interpreted, unless KERNEL_CASES says how many."""
     return range(int(os.environ.get("KERNEL_CASES", 300 if DEVICE == "cuda" else few)))
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).parents[3] / "support" / "compile_kernels.py"
-SHARED_MEMORY = 48 << 10
-"""Bytes that a program may take on any GPU without asking for more."""
+SHARED_MEMORY = 99 << 10
+"""Bytes that a program may take on the GPUs that have least: those of generations 8.6, 8.9 and 12.0."""
 
 
-# Ampere (A100) and Hopper (H100, H200); with KERNEL_CASES also A10G, 4090 and L40S, B200, 5090.
-ARCHITECTURES = ["80", "90", *(["86", "89", "100", "120"] if "KERNEL_CASES" in os.environ else [])]
+# Hopper (H100, H200); with KERNEL_CASES also A100, A10G, 4090 and L40S, B200, 5090. Each takes most of a minute.
+ARCHITECTURES = ["90", *(["80", "86", "89", "100", "120"] if "KERNEL_CASES" in os.environ else [])]
 
 
 @pytest.mark.process
@@ -26,4 +26,5 @@ def test_kernels_compile_for_gpus_of_each_generation(architecture, tmp_path):
         *("_attend", "_add_norm", "_silu_times", "_rotate_and_store", "_sample", "_add", "_gradient"),
         *("_add_norm_backward", "_silu_times_backward", "_rotate"),
     }
-    assert all(int(size) <= SHARED_MEMORY and not int(spilled) for _, size, spilled in used), used
+    # A call takes some bytes of the stack.
+    assert all(int(size) <= SHARED_MEMORY and int(spilled) <= 16 for _, size, spilled in used), used

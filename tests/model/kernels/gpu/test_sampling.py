@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from distributions import assert_follows, probabilities
-from gpu_kernels import CASES, DEVICE, DTYPES
+from gpu_kernels import DEVICE, DTYPES, cases
 
 from hybrid_grpo.generation import categorical, stream_key
 from hybrid_grpo.generation.categorical import ONE, UNIT, Filters, in_torch
@@ -42,7 +42,7 @@ def random_logits(rng, generator, dtype):
     return logits.to(DEVICE, dtype)[:, :vocabulary]
 
 
-@pytest.mark.parametrize("case", range(CASES))
+@pytest.mark.parametrize("case", cases())
 def test_tokens_are_those_of_torch(case, seeded):
     rng, generator = seeded(case)
     logits_nV = random_logits(rng, generator, rng.choice(DTYPES))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gpu_kernels import CASES, DEVICE, DTYPES, rounding
+from gpu_kernels import DEVICE, DTYPES, cases, rounding
 
 from hybrid_grpo.model import softmax
 from hybrid_grpo.model.kernels.gpu.softmax import add, gradient
@@ -12,7 +12,7 @@ ROUNDINGS = 4e-7 if DEVICE == "cpu" else 2e-6
 """A GPU's exponential is off by a rounding of its argument."""
 
 
-@pytest.mark.parametrize("case", range(CASES))
+@pytest.mark.parametrize("case", cases())
 def test_tiles_add_up_to_the_softmax_and_its_gradient(case, seeded):
     rng, generator = seeded(case)
     dtype, n = rng.choice(DTYPES), rng.randint(1, 3)
