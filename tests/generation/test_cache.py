@@ -110,8 +110,8 @@ def test_on_a_gpu_the_cache_leaves_room_for_a_prefill_the_logits_and_the_graphs(
     monkeypatch.setattr(cache_module, "PagedCache", lambda *given: made.append(given) or SimpleNamespace())
     asked = []
 
-    def beside(slots, pages):
-        asked.append((slots, pages))
+    def beside(slots):
+        asked.append(slots)
         return 2 * gib
 
     def pages_and_prefill(wish, reading, longest):
@@ -125,6 +125,6 @@ def test_on_a_gpu_the_cache_leaves_room_for_a_prefill_the_logits_and_the_graphs(
     assert pages_and_prefill(None, 2**17, many) == (int(0.95 * (10 - 1 - 2) * gib / page), 8192)
     assert pages_and_prefill(None, 2**20, many)[1] == 2048
     assert pages_and_prefill(16384, 2**17, [1024]) == (4 + 1 + 2, 16384), "as many pages as are needed"
-    assert asked[0] == (300, 16)
+    assert asked[0] == 300
     with pytest.raises(UserError, match=r"^rollout\.cache_gb: 0 GiB hold 0 tokens"):
         pages_and_prefill(131072, 2**17, many)

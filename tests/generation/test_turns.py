@@ -136,7 +136,10 @@ def test_no_completion_is_lost_doubled_or_changed(
         assert all(len(c.token_ids) <= sampling.max_tokens and c.turns <= turns for c in group)
         assert all(len(turn) <= sampling.max_turn_tokens for c in group for turn in turns_of(c))
         for key, completion in zip(request.keys, group, strict=True):
-            alone, _ = generate(MINIATURE, [replace(request, keys=[key])], sampling, turns=Scripted(turns))
+            with pytest.MonkeyPatch.context() as patch:
+                # In pages of the same size: others round differently, and a draw on the edge gives another token.
+                patch.setattr(loops, "PAGE", page)
+                alone, _ = generate(MINIATURE, [replace(request, keys=[key])], sampling, turns=Scripted(turns))
             alike([completion], alone[0])
     if not lag:
         assert stats.rows == sum(len(c.token_ids) for group in groups for c in group)

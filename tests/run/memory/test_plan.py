@@ -86,17 +86,16 @@ def test_the_gather_is_free_on_one_rank_and_below_stage_3():
 def test_the_cache_is_what_slots_or_settings_or_memory_allow():
     token = SIZES.token_bytes
     rollout = RolloutConfig(prompts_per_step=4, num_generations=8, max_completion_tokens=512)
-    # 32 sequences of 1,024 tokens fill four pages of 256, and have one to grow into.
-    assert parts(recipe(rollout=rollout), 1)["generation"]["keys and values"] == (32 * 5 + 2) * 256 * token
+    # 32 sequences of 1,024 tokens fill 32 pages of 32, and have one to grow into.
+    assert parts(recipe(rollout=rollout), 1)["generation"]["keys and values"] == (32 * 33 + 2) * 32 * token
     few = replace(rollout, max_slots=4)
-    assert parts(recipe(rollout=few), 1)["generation"]["keys and values"] == (4 * 5 + 2) * 256 * token
+    assert parts(recipe(rollout=few), 1)["generation"]["keys and values"] == (4 * 33 + 2) * 32 * token
     bound = replace(rollout, cache_gb=0.25)
     assert parts(recipe(rollout=bound), 1)["generation"]["keys and values"] == 1 << 28
     # It can do with the pages of one sequence, and the share of the memory that they are.
     given_back = recipe(rollout=replace(rollout, keep_cache="off"))
     made = Plan(given_back, SIZES, batch_plan(given_back, 1), 512, GPU)
-    assert made.cache().least == int((4 + 3) * 256 * token / plans.GPU_SHARE)
-    # Pages of 32 on a CPU.
+    assert made.cache().least == int((32 + 3) * 32 * token / plans.GPU_SHARE)
     assert parts(recipe(rollout=rollout), 1, CPU)["generation"]["keys and values"] == (32 * 33 + 2) * 32 * token
 
 
@@ -105,8 +104,8 @@ def test_a_gpu_also_holds_what_is_no_tensor_of_the_model():
     rollout = RolloutConfig(prompts_per_step=32, num_generations=8)
     alone, eight = (parts(recipe(rollout=rollout), ranks) for ranks in (1, 8))
     assert "NCCL" not in alone["loss"] and eight["loss"]["NCCL"] == NCCL_BYTES
-    # Graphs of 32, 24, 16, 8, 4, 2 and 1 rows, with their logits, and the temporaries of the largest.
-    assert eight["loss"]["CUDA graphs"] == 7 * (16 << 20) + (32 + 87) * 151_936 * 2
+    # Graphs of 32, 24, 16, 8, 4, 2 and 1 rows, the logits that all write to, and the scratch memory of attention.
+    assert eight["loss"]["CUDA graphs"] == 7 * (16 << 20) + 32 * 151_936 * 2 + (72 << 20)
     assert "CUDA graphs" not in parts(recipe(rollout=rollout), 1, CPU)["loss"]
     for phase in eight.values():
         others = ("runtime", "NCCL", "allocator", "keys and values")
@@ -138,13 +137,13 @@ def test_the_copy_to_save_is_counted_in_host_memory_and_no_reason_to_refuse():
 
 def test_sequences_at_once_are_those_that_the_rest_of_the_memory_holds():
     config = recipe(rollout=RolloutConfig(prompts_per_step=32, num_generations=8, max_completion_tokens=8192))
-    # 8,704 tokens are 34 pages of 256, and one to grow into.
-    page, seen = 256 * SIZES.token_bytes, []
+    # 8,704 tokens are 272 pages of 32, and one to grow into.
+    page, seen = 32 * SIZES.token_bytes, []
     for free in (80, 24, 16):
         made = Plan(config, SIZES, batch_plan(config, 1), 512, replace(GPU, device_bytes=free * 10**9))
         cache = parts(config, 1, made.hardware)["generation"]["keys and values"]
-        assert (made.sequences * 35 + 2) * page <= cache
-        assert made.sequences == 256 or cache < ((made.sequences + 1) * 35 + 2) * page
+        assert (made.sequences * 273 + 2) * page <= cache
+        assert made.sequences == 256 or cache < ((made.sequences + 1) * 273 + 2) * page
         seen.append(made.sequences)
     assert seen[0] == 256 > seen[1] > seen[2] > 1
 
@@ -401,10 +400,10 @@ def test_the_memory_of_decoding_is_kept_where_training_has_room_beside_it():
     config = recipe()
     batch, rows = batch_plan(config, 8), 32
     made = Plan(config, SIZES, batch, 512, GPU, held_out=1000)
-    # Four pages of 256 and one to grow into, for the 125 held-out prompts of a rank, which are more than its rows.
-    cache = (125 * 5 + 2) * 256 * SIZES.token_bytes
-    # The logits of graphs of 125, 96, 64, 48, 32, 24, 16, 8, 4, 2 and 1 rows, and the temporaries of the largest.
-    graphs = (125 + 420) * SIZES.vocabulary * 2 + 11 * (16 << 20)
+    # 32 pages of 32 and one to grow into, for the 125 held-out prompts of a rank, which are more than its rows.
+    cache = (125 * 33 + 2) * 32 * SIZES.token_bytes
+    # Graphs of 125, 96, 64, 48, 32, 24, 16, 8, 4, 2 and 1 rows, the logits of the largest, and attention's scratch.
+    graphs = 125 * SIZES.vocabulary * 2 + 11 * (16 << 20) + (72 << 20)
     for phase in made.phases:
         held = {part.name: part.bytes for part in phase.parts}
         names = ("keys and values", "CUDA graphs", "gathered weights")
