@@ -389,7 +389,7 @@ def kept(folder: Path) -> dict[str, Any]:
             seen["addresses"].append([p.data_ptr() for p in view.parameters()])
         seen["same"].append(rollout(step, None)[0] == tokens)
         trainer.step(step)
-    seen["graphs"], seen["replays"] = len(captures.graphs), captures.replays
+    seen["graphs"], seen["replays"] = len(captures.forwards), captures.replays
     seen["empty_after"] = all(p.numel() == 0 for p in policy.engine._view.module.parameters())
     return seen
 
