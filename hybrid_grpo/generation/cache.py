@@ -52,8 +52,6 @@ class Geometry:
     """Bytes that a prefill needs for each token, in addition to the cache."""
     shared: tuple[int, ...] = ()
     """For each call of attention, the index in `shapes` of its keys and values. Default: each has its own."""
-    sinks: bool = False
-    """Whether any layer's attention has sinks."""
     latents: bool = False
     """Whether pages hold latents, [rank + rope] for each token, in place of keys; values then have no width."""
     states: tuple[StateShape, ...] = ()
@@ -93,7 +91,7 @@ class Geometry:
         with torch.no_grad(), MemoryTracker((*model.parameters(), *model.buffers(), ids)) as tracker:
             cached_forward(model.base_model, ids, ids, seen)
         reading, attention = -(-tracker.peak // _PROBE_TOKENS), tuple(seen.attention)
-        of_layers = tuple(seen.layers), seen.sinks, seen.latents, tuple(seen.states), seen.routes.shape
+        of_layers = tuple(seen.layers), seen.latents, tuple(seen.states), seen.routes.shape
         return cls(tuple(seen.shapes), seen.dtype, attention, reading, *of_layers)
 
 
@@ -120,7 +118,7 @@ class _Seen:
         self.shapes: list[tuple[tuple[int, int], tuple[int, int]]] = []
         self.attention: list[Options] = []
         self.layers: list[int] = []
-        self.sinks = self.latents = False
+        self.latents = False
         self.states: list[StateShape] = []
         self.dtype = torch.float32
         self.runs = Runs([(0, _PROBE_TOKENS)], [-1], device)
@@ -166,7 +164,7 @@ class _Seen:
             self.shapes.append(((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3])))
         self.layers.append(layer)
         self.attention.append(options._replace(sinks=None))
-        self.dtype, self.sinks = key.dtype, self.sinks or options.sinks is not None
+        self.dtype = key.dtype
         n, heads, q, _ = query.shape
         return query.new_zeros(n, q, heads, value.shape[3])
 
