@@ -20,7 +20,7 @@ def back(folder: Path) -> dict[str, Any]:
     was made before."""
     patient = {"reward/max": {"above": 5, "patience": 2, "action": "roll_back"}}
     at_once = {"reward/max": {"above": 5, "patience": 1, "action": "roll_back"}}
-    critic = {"critic": {"enabled": True, "lr": 1e-3}}
+    critic = {"critic": {"enabled": True, "lr": 1e-3}, "checkpoint": {"asynchronous": True}}
     return {
         "without end": run(folder, lambda step, _: step == 3, at_once, guard={"max_rollbacks": 2}),
         "in doubt": run(folder, lambda step, again: step in (3, 4) and not again, patient),
@@ -53,7 +53,8 @@ def run(folder: Path, bad: Bad, numbers: dict[str, Any], **sections: dict[str, A
         "run": {"dir": str(folder), "name": name, "steps": 5},
         "policy": {"dtype": "float32", "lr": 1e-3},
         "rollout": {"prompts_per_step": 2, "num_generations": 4, "max_completion_tokens": 8},
-        "checkpoint": {"every": 1, "keep": 9},
+        # In place when the step ends, so that a reward sees what there is.
+        "checkpoint": {"every": 1, "keep": 9, "asynchronous": False},
         "log": {"wandb": "disabled"},
         "alarms": {"numbers": numbers},
         "guard": {},
