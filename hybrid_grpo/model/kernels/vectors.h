@@ -5,7 +5,17 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* A product's sums, ROWS times four vectors, and what they are made from must fit in the processor's registers: those of
+ * AVX-512 are 32 of 16 floats, those of AVX2 16 of 8. */
+#ifdef __AVX512F__
 #define LANES 16
+#define ROWS 6
+#define REGISTER "+v"
+#else
+#define LANES 8
+#define ROWS 3
+#define REGISTER "+x"
+#endif
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 typedef float vec4 __attribute__((vector_size(16), aligned(4), may_alias));
@@ -18,8 +28,8 @@ typedef int lanes __attribute__((vector_size(4 * LANES)));
 #endif
 
 /* Keeps a vector in a register while it is used several times; the compiler would load it for every use. */
-#ifdef __AVX512F__
-#define KEEP(vector) __asm__("" : "+v"(vector))
+#if defined(__AVX512F__) || defined(__AVX2__)
+#define KEEP(vector) __asm__("" : REGISTER(vector))
 #else
 #define KEEP(vector)
 #endif
@@ -28,6 +38,7 @@ typedef int lanes __attribute__((vector_size(4 * LANES)));
 /* The sums of four vectors' lanes: halves of two share a vector, then quarters of four. */
 static inline vec4 totals(vec a, vec b, vec c, vec d)
 {
+#if LANES == 16
     const vec ab = SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
                  + SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
     const vec cd = SHUFFLE(c, d, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
@@ -37,6 +48,13 @@ static inline vec4 totals(vec a, vec b, vec c, vec d)
     sum += SHUFFLE(sum, sum, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
     sum += SHUFFLE(sum, sum, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
     return (vec4){sum[0], sum[4], sum[8], sum[12]};
+#else
+    const vec ab = SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+    const vec cd = SHUFFLE(c, d, 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLE(c, d, 4, 5, 6, 7, 12, 13, 14, 15);
+    vec sum = SHUFFLE(ab, cd, 0, 1, 4, 5, 8, 9, 12, 13) + SHUFFLE(ab, cd, 2, 3, 6, 7, 10, 11, 14, 15);
+    sum += SHUFFLE(sum, sum, 1, 0, 3, 2, 5, 4, 7, 6);
+    return (vec4){sum[0], sum[2], sum[4], sum[6]};
+#endif
 }
 
 #define AT(pointer, i) (*(const vec *)((pointer) + (i)))
@@ -88,8 +106,7 @@ static inline void add_rows(float *sum, float shrink, const float *weight, const
     }
 }
 
-/* Instances of a template, one for each number of rows that is handled at once. */
-#define ROWS 6
+/* Instances of a template, one for each number of rows that is handled at once, at most ROWS. */
 #define EACH(TEMPLATE) TEMPLATE(1) TEMPLATE(2) TEMPLATE(3) TEMPLATE(4) TEMPLATE(5) TEMPLATE(6)
 
 /* out[R][4], its rows n apart, from x[R][k] and four rows of the weight, `step` apart: each loaded vector meets several
