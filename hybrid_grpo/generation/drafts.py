@@ -49,7 +49,7 @@ class Drafter:
     def begin(self, groups: list[list[Sequence]]) -> None:
         """Begin a call that decodes these sequences, by request."""
         self._groups, self._indices = groups, dict[int, _Index]()
-        self._misses, self._paused, self._pause = 0, 0, _PAUSE
+        self._misses, self._paused, self._pause, self._pauses = 0, 0, _PAUSE, 0
         self.drafted = self.held = 0
 
     def may_help(self, rows: int, slots: int) -> bool:
@@ -109,18 +109,19 @@ class Drafter:
         return self._hits.setdefault(kind, _Hits(_FEW * kind / (kind + 1), _FEW))
 
     def _index(self, sequence: Sequence) -> _Index:
-        if sequence.request not in self._indices:
-            self._indices[sequence.request] = index = _Index()
+        """Return the index of a sequence's group. After a pause it has to be told what the others have gone on with."""
+        index = self._indices.setdefault(sequence.request, _Index())
+        if index.pauses != self._pauses:
+            index.pauses = self._pauses
             for other in self._groups[sequence.request]:
                 index.take_in(other)
-        return self._indices[sequence.request]
+        return index
 
     def _miss(self) -> None:
         self._misses += 1
         if self._misses == _PAUSE:
             self._misses, self._paused, self._pause = 0, self._pause, min(2 * self._pause, _LONGEST_PAUSE)
-            # Made anew afterwards, since other completions will have gone on or ended.
-            self._indices = {}
+            self._pauses += 1
 
 
 class _Index:
@@ -128,9 +129,11 @@ class _Index:
 
     Attributes:
         traces: by sample, what a sequence repeats.
+        pauses: the number of pauses before all sequences were taken in.
     """
 
     def __init__(self) -> None:
+        self.pauses = -1
         self._after: dict[tuple[int, ...], tuple[list[int], int]] = {}
         """By `_CONTEXT` tokens: the tokens in which they occurred last, and the place after them."""
         self.traces: dict[int, _Trace] = {}

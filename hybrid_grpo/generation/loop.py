@@ -142,12 +142,13 @@ class _Loop:
             self._take_answers()
             self._admit()
             timeline.look()
+            drafts = self._drafts()
             start, rows = time.perf_counter(), self.stats.rows
-            drafts = self._step()
-            while self.in_flight and (len(self.in_flight) > self.lag or drafts or not schedule.active):
+            drafted = self._step(drafts)
+            while self.in_flight and (len(self.in_flight) > self.lag or drafted or not schedule.active):
                 self._collect()
             if self.drafter is not None and self.stats.rows > rows:
-                self.drafter.took(self.stats.rows - rows, time.perf_counter() - start, drafts=drafts)
+                self.drafter.took(self.stats.rows - rows, time.perf_counter() - start, drafts=drafted)
         timeline.end()
         assert cache.free == cache.pages - 1, "every page comes back"
         self.stats.preempted = schedule.preempted
@@ -216,11 +217,10 @@ class _Loop:
             batch = Prefill(self.schedule.cache, owned, begins, lengths, states, known)
             cached_forward(self.model.base_model, ids, batch.position_1N, batch)
 
-    def _step(self) -> bool:
-        """Start sampling one token for every active sequence, or several for those with a draft; a later `_collect`
-        reads the outcome. Return whether there are drafts."""
+    def _step(self, drafts: list[list[int]]) -> bool:
+        """Start sampling one token for every active sequence, and one more for each token of its draft, if there are
+        any; a later `_collect` reads the outcome. Return whether there were."""
         schedule = self.schedule
-        drafts = self._drafts()
         # A sequence that reaches a limit ends with a step that is still running: wait for it.
         if any(len(s.tokens) < s.until <= s.position + 1 for s in schedule.active):
             self._drain()

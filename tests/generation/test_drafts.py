@@ -4,6 +4,7 @@ import random
 
 import pytest
 from cuda_graphs import Captures
+from knowing_drafter import Knowing
 from scripted_turns import Scripted
 from tiny_models import STATES, VOCABULARY, build, tiny_config
 
@@ -18,31 +19,6 @@ SAMPLINGS = [
     Sampling(24, temperature=0.7, top_k=9, logprobs="mask"),
     Sampling(24, min_p=0.05, stop_strings=("ab",), min_tokens=3, stop_ids=tuple(range(0, VOCABULARY, 9))),
 ]
-
-
-class Knowing(Drafter):
-    """Knows what will be sampled, and is right about four tokens of five."""
-
-    def __init__(self, groups):
-        super().__init__()
-        self._rng = random.Random(0)
-        self._known = {(row, k): c.token_ids for row, group in enumerate(groups) for k, c in enumerate(group)}
-
-    def may_help(self, rows, slots):
-        return rows < slots
-
-    def propose(self, active, slots):
-        room, drafts = slots - len(active), []
-        for sequence in active:
-            most = max(0, min(room, self._rng.randrange(5), sequence.until - len(sequence.tokens) - 1))
-            right = self._known[sequence.request, sequence.sample][len(sequence.logp) :][:most]
-            drafts.append([t if self._rng.random() < 0.8 else self._rng.randrange(VOCABULARY) for t in right])
-            room -= len(drafts[-1])
-        return drafts if any(drafts) else []
-
-    def checked(self, sequence, drafted, held):
-        self.drafted += drafted
-        self.held += held
 
 
 def requests_of(rng, samples=3, most=None):
