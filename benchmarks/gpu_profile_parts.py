@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from hybrid_grpo.generation import Sampling, graphs
 from hybrid_grpo.generation.cache import cached_forward
 from hybrid_grpo.generation.paged_attention import Prefill
-from hybrid_grpo.generation.scheduler import Sequence
+from hybrid_grpo.generation.sequence import Sequence
 from hybrid_grpo.model.attention import varlen_takes
 from hybrid_grpo.model.flops import Cost
 from hybrid_grpo.model.hardware import peak_flops

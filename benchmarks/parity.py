@@ -107,7 +107,7 @@ def by_length(families: list[str], tokens: int) -> dict[str, Any]:
 
 
 class Answers:
-    """Answers of random length to random turns, that come when they like; see `generation.scheduler.Turns`."""
+    """Answers of random length to random turns, that come when they like; see `generation.sequence.Turns`."""
 
     def __init__(self, seed: int, vocabulary: int) -> None:
         self._random, self._vocabulary = random.Random(seed), vocabulary

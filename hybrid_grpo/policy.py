@@ -16,7 +16,18 @@ from hybrid_grpo.config import EngineConfig, LoraConfig, PolicyConfig, RolloutCo
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout
 from hybrid_grpo.data.packing import Places, Supports, pack, pack_pairs, pad, pad_pairs, token_budget
 from hybrid_grpo.engine import StepResult
-from hybrid_grpo.generation import Journal, OnFinish, OnStep, Request, Sampling, Stats, Turns, Workspace, complete_rest
+from hybrid_grpo.generation import (
+    Drafter,
+    Journal,
+    OnFinish,
+    OnStep,
+    Request,
+    Sampling,
+    Stats,
+    Turns,
+    Workspace,
+    complete_rest,
+)
 from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.export import save_model, save_tokenizer
@@ -166,7 +177,7 @@ class Policy(TrainedModel):
         seed: int = 0,
         workspace: Workspace | None = None,
     ) -> None:
-        self.workspace = workspace
+        self.workspace, self.drafter = workspace, Drafter()
         super().__init__(
             *(policy, engine, tokenizer, total_steps, lora, seed),
             load=functools.partial(load_model, policy),
@@ -222,7 +233,8 @@ class Policy(TrainedModel):
         on_step: OnStep | None,
     ) -> tuple[list[list[Completion]], Stats]:
         task = requests, sampling, config
-        return complete(view, self.tokenizer, *task, on_finish, on_step, self.workspace, turns=self.turns)
+        kept: dict[str, Any] = {"workspace": self.workspace, "turns": self.turns, "drafter": self.drafter}
+        return complete(view, self.tokenizer, *task, on_finish, on_step, **kept)
 
     def micro_batches(
         self,

@@ -144,7 +144,7 @@ class Trainer(Stage):
         )
         self.meter.spans += (spans := sampling_spans(start, self.policy.engine))
         captures = None if self.device.type == "cpu" else stats.captures
-        self.meter.update(measure_sampling(rollout, spans, captures) | self.inputs.tool_numbers(rollout))
+        self.meter.update(measure_sampling(rollout, spans, stats.held, captures) | self.inputs.tool_numbers(rollout))
         self.trace.decoded(stats.timeline)
         return rollout
 

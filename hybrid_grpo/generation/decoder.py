@@ -12,7 +12,7 @@ from hybrid_grpo.generation.fused_step import fused_step
 from hybrid_grpo.generation.graphs import Capture, Graphs, size_for, sizes_up_to
 from hybrid_grpo.generation.paged_attention import decode_step
 from hybrid_grpo.generation.sampler import Sampler, Sampling, on_device, to_lists
-from hybrid_grpo.generation.scheduler import Sequence
+from hybrid_grpo.generation.sequence import Sequence
 from hybrid_grpo.model.upload import upload
 
 _TOKEN, _POSITION, _COUNT, _KEY, _ACTIVE = range(5)
@@ -41,6 +41,8 @@ class Decoder:
         self._table_nw = torch.zeros(slots, width, dtype=torch.int32, device=self._device)
         self._filled = 0
         """Slots from here on are zero: a row that pads a graph's size stands still, and writes to page 0."""
+        self._behind = False
+        """Whether the slots lack what the last step found out, since it had drafts."""
         self._graphs = None if capture is None else Graphs(capture)
         self._choices: dict[Sampling, tuple[Sampler, Graphs]] = {}
         self._logits_nV: Tensor | None = None
@@ -53,6 +55,7 @@ class Decoder:
     def begin(self, sampling: Sampling) -> None:
         """Begin a call that uses `sampling`; all slots must be free."""
         self._captured_before = len(self._graphs or ())
+        self._behind = False
         self._clear(0)
         if self._capture is None:
             self._sampler = Sampler(sampling, self._device)
@@ -124,9 +127,19 @@ class Decoder:
         if self._seen_nV is not None:
             self._seen_nV[target_k] = self._seen_nV[source_k]
 
-    def step(self, active: list[Sequence]) -> Any:
-        """Feed each active sequence its last token and sample the next one; `read` turns the result into tokens."""
-        self._clear(len(active))
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether a sequence may take several rows of a step: neither its state nor its tokens may stand in the way."""
+        return not (self.cache.states or self._sampler.needs_seen)
+
+    def step(self, active: list[Sequence], drafts: list[list[int]] | None = None) -> Any:
+        """Feed each active sequence its last token and sample the next one; `read` turns the result into tokens.
+
+        With `drafts`, a list for every sequence, also feed each the tokens of its draft, and sample one after each of
+        them: their rows follow those of the sequences. All earlier steps must have been read.
+        """
+        n = len(active) + sum(map(len, drafts or ()))
+        self._clear(n)
         grown = [(slot, s) for slot, s in enumerate(active) if len(s.pages) > s.known_pages]
         if grown:
             new = [[slot, i, s.pages[i]] for slot, s in grown for i in range(s.known_pages, len(s.pages))]
@@ -134,11 +147,24 @@ class Decoder:
             self._table_nw[slot_g, column_g] = page_g.int()
             for _, sequence in grown:
                 sequence.known_pages = len(sequence.pages)
-        n = len(active)
+        if drafts or self._behind:
+            self._write(active, drafts or [[] for _ in active])
+            self._behind = bool(drafts)
         if self._graphs is None:
-            read = self.cache.pages_for(max(s.position for s in active) + 1)
+            longest = max((len(draft) for draft in drafts or ()), default=0)
+            read = self.cache.pages_for(max(s.position for s in active) + 1 + longest)
             return self._choose(self._forward(n, read)), None
         return _to_host([part[:n] for part in self._replayed(self._graphs, size_for(n, self.slots))])
+
+    def _write(self, active: list[Sequence], drafts: list[list[int]]) -> None:
+        """Set the slots to the sequences, and the rows behind them to their drafts."""
+        rows = [[s.tokens[-1], s.position, len(s.logp), s.key, 1, slot] for slot, s in enumerate(active)]
+        for slot, (s, draft) in enumerate(zip(active, drafts, strict=True)):
+            rows += [[t, s.position + k, len(s.logp) + k, s.key, 1, slot] for k, t in enumerate(draft, 1)]
+        state_R6 = upload(rows, self._device)
+        self._state_5n[:, : len(rows)] = state_R6[:, :5].T
+        self._table_nw[len(active) : len(rows)] = self._table_nw[state_R6[len(active) :, 5]]
+        self._filled = len(rows)
 
     def _forward(self, n: int, read: int, out: Tensor | None = None) -> Tensor:
         """Return logits_nV of slots 0 to n - 1, of at most `read` pages each, in `out` where the step can write to it.

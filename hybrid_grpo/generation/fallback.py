@@ -18,7 +18,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.generation.loop import PATIENCE_S, Request, Stats, sequences_of
 from hybrid_grpo.generation.sampler import Sampler, Sampling, to_lists
-from hybrid_grpo.generation.scheduler import Callbacks, Decode, OnFinish, OnStep, OnToken, Sequence, Turns
+from hybrid_grpo.generation.sequence import Callbacks, Decode, OnFinish, OnStep, OnToken, Sequence, Turns
 
 
 @contextmanager

@@ -21,7 +21,7 @@ import numpy as np
 from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.data.episodes import Episode
 from hybrid_grpo.generation.loop import Request, Stats
-from hybrid_grpo.generation.scheduler import OnFinish
+from hybrid_grpo.generation.sequence import OnFinish
 from hybrid_grpo.model.routing import Routing
 from hybrid_grpo.model.support import Support
 

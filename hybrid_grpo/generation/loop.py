@@ -5,6 +5,7 @@ So all sampling happens in one place, and a group shares its prefill without sha
 """
 
 import sys
+import time
 from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
@@ -18,18 +19,18 @@ import torch
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.generation.cache import Geometry, PagedCache, cache_for, cached_forward
 from hybrid_grpo.generation.decoder import Decoder
+from hybrid_grpo.generation.drafts import Drafter
 from hybrid_grpo.generation.fused_step import fused_step
 from hybrid_grpo.generation.graphs import bytes_of, capture_on
 from hybrid_grpo.generation.paged_attention import PAGE, Prefill
 from hybrid_grpo.generation.sampler import Sampling
-from hybrid_grpo.generation.scheduler import (
+from hybrid_grpo.generation.scheduler import Group, Scheduler
+from hybrid_grpo.generation.sequence import (
     Callbacks,
     Decode,
-    Group,
     OnFinish,
     OnStep,
     OnToken,
-    Scheduler,
     Sequence,
     Turns,
 )
@@ -65,7 +66,7 @@ class Stats:
     steps: int = 0
     """Forward passes of the decode loop."""
     rows: int = 0
-    """Total rows of these passes: one for each sampled token."""
+    """Total rows of these passes: one for each sampled token, and for each token of a draft that did not hold."""
     context: int = 0
     """Cache entries that these rows attended to."""
     prefills: int = 0
@@ -74,6 +75,10 @@ class Stats:
     """Number of answers between turns that were added to an existing cache."""
     preempted: int = 0
     """Number of sequences that lost their pages while they were being decoded or waiting."""
+    drafted: int = 0
+    """Number of rows for tokens of drafts; see `Drafter`."""
+    held: int = 0
+    """Number of these tokens that were then sampled."""
     peak_cache_bytes: int = 0
     captures: int = 0
     """Number of forwards captured as CUDA graphs."""
@@ -114,15 +119,17 @@ class _Loop:
         prefill_tokens: int,
         sampling: Sampling,
         callbacks: Callbacks,
+        drafter: Drafter | None,
     ) -> None:
-        self.model, self.schedule, self.decoder = model, schedule, decoder
+        self.model, self.schedule, self.decoder, self.drafter = model, schedule, decoder, drafter
         self.prefill_tokens, self.sampling = prefill_tokens, sampling
         self.callbacks = replace(callbacks, routing=self._routing)
         self.prompts: dict[int, np.ndarray] = {}
         """The experts of each request's prompt, as they were chosen for the completion that ended first."""
         self.stats = Stats()
-        self.in_flight: deque[tuple[list[tuple[Sequence, int]], Any]] = deque()
-        """For each running step, its sequences, each with the number of its turn, and the outcome to be read."""
+        self.in_flight: deque[tuple[list[tuple[Sequence, int]], list[list[int]], Any]] = deque()
+        """For each running step, its sequences, each with the number of its turn, their drafts if there are any, and
+        the outcome to be read."""
         # A state cannot be taken back: where turns go on from one, no step may be begun after their end.
         self.lag = 0 if callbacks.turns is not None and decoder.cache.states else decoder.lag
 
@@ -135,13 +142,19 @@ class _Loop:
             self._take_answers()
             self._admit()
             timeline.look()
-            self._step()
-            while len(self.in_flight) > self.lag or (self.in_flight and not schedule.active):
+            drafts = self._drafts()
+            start, rows = time.perf_counter(), self.stats.rows
+            drafted = self._step(drafts)
+            while self.in_flight and (len(self.in_flight) > self.lag or drafted or not schedule.active):
                 self._collect()
+            if self.drafter is not None and self.stats.rows > rows:
+                self.drafter.took(self.stats.rows - rows, time.perf_counter() - start, drafts=drafted)
         timeline.end()
         assert cache.free == cache.pages - 1, "every page comes back"
         self.stats.preempted = schedule.preempted
         self.stats.captures = self.decoder.captures
+        if self.drafter is not None:
+            self.stats.drafted, self.stats.held = self.drafter.drafted, self.drafter.held
         self.stats.peak_cache_bytes = cache.peak * cache.page * cache.geometry.token_bytes + cache.states.bytes
         return self.stats
 
@@ -204,8 +217,9 @@ class _Loop:
             batch = Prefill(self.schedule.cache, owned, begins, lengths, states, known)
             cached_forward(self.model.base_model, ids, batch.position_1N, batch)
 
-    def _step(self) -> None:
-        """Start sampling one token for every active sequence; a later `_collect` reads the outcome."""
+    def _step(self, drafts: list[list[int]]) -> bool:
+        """Start sampling one token for every active sequence, and one more for each token of its draft, if there are
+        any; a later `_collect` reads the outcome. Return whether there were."""
         schedule = self.schedule
         # A sequence that reaches a limit ends with a step that is still running: wait for it.
         if any(len(s.tokens) < s.until <= s.position + 1 for s in schedule.active):
@@ -214,15 +228,28 @@ class _Loop:
             self._drain()
             if not schedule.reserve():
                 schedule.preempt()
+            drafts = []
         active = schedule.active
         if not active:
-            return
-        self.in_flight.append(([(s, s.turn) for s in active], self.decoder.step(active)))
+            return False
+        if drafts:
+            schedule.fit(drafts)
+        self.in_flight.append(([(s, s.turn) for s in active], drafts, self.decoder.step(active, drafts)))
         self.stats.steps += 1
-        self.stats.rows += len(active)
+        self.stats.rows += len(active) + sum(map(len, drafts))
         for sequence in active:
             sequence.position += 1
             self.stats.context += sequence.position
+        return bool(drafts)
+
+    def _drafts(self) -> list[list[int]]:
+        """Return a draft for every active sequence if that pays, else an empty list."""
+        active, slots = self.schedule.active, self.decoder.slots
+        if self.drafter is None or not self.drafter.may_help(len(active), slots):
+            return []
+        # What comes after the tokens of a running step is not known yet.
+        self._drain()
+        return self.drafter.propose(active, slots) if active else []
 
     def _routing(self, sequence: Sequence) -> Routing | None:
         experts, prompt = sequence.experts, sequence.prompt
@@ -239,13 +266,31 @@ class _Loop:
 
     def _collect(self) -> None:
         """Read the tokens of the oldest running step, and remove the sequences that end with them."""
-        sequences, outcome = self.in_flight.popleft()
-        for (sequence, turn), token, logp, kept in zip(sequences, *self.decoder.read(outcome), strict=False):
+        sequences, drafts, outcome = self.in_flight.popleft()
+        sampled = self.decoder.read(outcome)
+        for (sequence, turn), token, logp, kept in zip(sequences, *sampled, strict=False):
             # Steps after the end of a turn were started before the end was known.
-            if sequence.completion is None and sequence.turn == turn and not sequence.waits:
+            if sequence.is_open and sequence.turn == turn:
                 sequence.add(token, logp, kept, self.sampling, self.callbacks)
+        if drafts:
+            self._follow([sequence for sequence, _ in sequences], drafts, sampled)
         done = [slot for slot, s in enumerate(self.schedule.active) if s.completion or s.waits]
         self.decoder.move(*self.schedule.retire(done))
+
+    def _follow(self, sequences: list[Sequence], drafts: list[list[int]], sampled: tuple[list[Any], ...]) -> None:
+        """Add the tokens that were sampled after those of drafts, as far as the drafts held."""
+        assert self.drafter is not None
+        row = len(sequences)
+        for sequence, draft in zip(sequences, drafts, strict=True):
+            held = 0
+            while held < len(draft) and sequence.is_open and sequence.tokens[-1] == draft[held]:
+                token, logp, kept = (values[row + held] for values in sampled)
+                sequence.add(token, logp, kept, self.sampling, self.callbacks)
+                held += 1
+            if draft:
+                sequence.position = len(sequence.tokens) - 1
+                self.drafter.checked(sequence, len(draft), held)
+            row += len(draft)
 
 
 def sequences_of(requests: Iterable[Request], sampling: Sampling) -> list[list[Sequence]]:
@@ -306,6 +351,7 @@ def generate(
     on_token: OnToken | None = None,
     decode: Decode | None = None,
     turns: Turns | None = None,
+    drafter: Drafter | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """Return the completions of every request, in the order of `requests` and their keys, and statistics of the call.
 
@@ -326,6 +372,7 @@ def generate(
         on_token: called with every token as soon as it is known.
         decode: turns tokens into text. Default: texts are empty. Required for `Sampling.stop_strings`.
         turns: answers the turns of a completion. Default: a completion is one turn.
+        drafter: proposes drafts, where the model and `sampling` allow them. Default: there are none.
     """
     if not requests:
         return [], Stats()
@@ -341,7 +388,10 @@ def generate(
     groups = [Group(list(group[0].tokens), deque(group)) for group in sequences]
     schedule = Scheduler(decoder.cache, groups, min(slots, decoder.slots), decoder.ahead)
     callbacks = Callbacks(on_finish, on_step, on_token, decode, turns)
-    loop = _Loop(model, schedule, decoder, prefill_tokens or decoder.cache.prefill_tokens, sampling, callbacks)
+    if drafter is not None:
+        drafter.begin(sequences)
+    how = sampling, callbacks, drafter if decoder.takes_drafts else None
+    loop = _Loop(model, schedule, decoder, prefill_tokens or decoder.cache.prefill_tokens, *how)
     if turns is not None:
         turns.begin(requests)
     stats = loop.run()

@@ -9,6 +9,7 @@ from hybrid_grpo import generation
 from hybrid_grpo.config import RolloutConfig
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.generation import (
+    Drafter,
     OnFinish,
     OnStep,
     OnToken,
@@ -80,15 +81,17 @@ def complete(
     workspace: Workspace | None = None,
     on_token: OnToken | None = None,
     turns: Turns | None = None,
+    drafter: Drafter | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """Complete every request with the decoder that `config` names. `model` has the attention that `attention_of` names;
-    for the other arguments and the result see `generation.generate`."""
+    for the other arguments and the result see `generation.generate`. Default for `drafter`: one that knows nothing."""
     decoder: Callable[..., Any] = fallback.generate
     if config.decoder == "paged":
         memory: dict[str, Any] = {
             "prefill_tokens": config.prefill_tokens,
             "cache_gb": config.cache_gb,
             "workspace": workspace,
+            "drafter": None if config.drafts == "off" else drafter or Drafter(),
         }
         decoder = partial(generation.generate, **memory)
     called: dict[str, Any] = {"on_finish": on_finish, "on_step": on_step, "on_token": on_token, "turns": turns}

@@ -41,7 +41,9 @@ def adopt_layers(model: Any, like: Tensor) -> None:
     compared with torch there; where it differs, a warning is issued, and the modules keep their own code."""
     if model not in _adopted and gpu.usable(like):
         _adopted.add(model)
-        fuse(model, like.device)
+        # Generation may be the first to ask, where no gradient can be checked.
+        with torch.inference_mode(False), torch.enable_grad():
+            fuse(model, like.device)
 
 
 def fuse(model: Any, device: torch.device | None) -> None:

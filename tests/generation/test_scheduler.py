@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_grpo.generation.cache import Geometry, PagedCache
-from hybrid_grpo.generation.scheduler import Group, Scheduler, Sequence
+from hybrid_grpo.generation.scheduler import Group, Scheduler
+from hybrid_grpo.generation.sequence import Sequence
 
 GEOMETRY = Geometry((((1, 1), (1, 1)),), torch.float32)
 

@@ -198,8 +198,10 @@ def test_only_models_on_a_gpu_take_kernels(launches, monkeypatch):
     trained(model, micro_batch())
     assert not taken(model) and not launches
     monkeypatch.setattr(launcher, "on_gpu", lambda _: True)
+    gpu.proven.cache_clear()
     for _ in range(2):
-        layers.adopt_layers(model, torch.zeros(1))
+        with torch.inference_mode():  # as generation does, before anything is trained
+            layers.adopt_layers(model, torch.zeros(1))
         assert taken(model) == TAKEN["qwen2"]
     monkeypatch.undo()
     expected = trained(build(tiny_config("qwen2"), ATTENTION), micro_batch())

@@ -1,7 +1,8 @@
-"""Compiles every Triton kernel to machine code for a GPU, without one: python compile_kernels.py ARCHITECTURE
+"""Compiles every Triton kernel to machine code for a GPU, without one: python compile_kernels.py ARCHITECTURE [once]
 
-Prints a line for each: the kernel's name, the shared memory that a program takes, and what a thread keeps outside
-registers, in bytes. To try another version of Triton, install it into a folder of its own, and put that first:
+With `once`, only the first launch of each kernel is compiled. Prints a line for each: the name, the shared memory that
+a program takes, and what a thread keeps outside registers, in bytes. To try another version of Triton, install it into
+a folder of its own, and put that first:
 
     pip install --no-deps --target /tmp/triton-3.6 triton==3.6.0
     PYTHONPATH=/tmp/triton-3.6:. python tests/support/compile_kernels.py 90
@@ -122,7 +123,10 @@ def stack(cubin: bytes) -> int:
 
 def main() -> None:
     target = GPUTarget("cuda", int(sys.argv[1]), 32)
-    for kernel, given, options in launches():
+    every, first = launches(), {}
+    for launch in every:
+        first.setdefault(launch[0].__name__, launch)
+    for kernel, given, options in list(first.values()) if "once" in sys.argv else every:
         types = [type_of(argument) for argument in given]
         constants = {name: value for name, value in options.items() if name.isupper()}
         named = dict(zip(kernel.arg_names, [*types, *["constexpr"] * len(constants)], strict=True))

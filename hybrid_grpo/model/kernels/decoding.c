@@ -113,7 +113,7 @@ void rms_norm(float *out, const float *x, const float *weight, float offset, flo
 #define MOST_SCORES 2048
 #define MOST_SUMS 8192
 
-/* One new token of every sequence over a layer's cache.
+/* New tokens of sequences over a layer's cache, a token a row.
  *
  * q[n][heads][d], key and value [n][kv][d] by strides; pools keys and values [pages][page][kv][d]; table[n][width] names
  * the pages of a sequence; position[n] is that of the new token. (heads / kv) * page is at most MOST_SCORES,
@@ -135,18 +135,23 @@ struct attention {
     const float *sinks; /* [heads], or null */
 };
 
-/* Stores key and value head h of a row in the cache, then attends over the row's whole sequence. The softmax over pages
- * is the online softmax of Milakov and Gimelshein (arXiv:1805.02867); it begins with the head's sink, a logit whose value
- * is zero. */
+/* Stores key and value head h of a row in the cache. */
+static void store(const struct attention *a, int64_t row, int64_t h)
+{
+    const int64_t d = a->d, page = a->page, at = a->position[row];
+    const int64_t entry = ((a->table[row * a->width + at / page] * page + at % page) * a->kv + h) * d;
+    memcpy(a->keys + entry, a->key + row * a->key_row + h * a->key_head, d * sizeof(float));
+    memcpy(a->values + entry, a->value + row * a->value_row + h * a->value_head, d * sizeof(float));
+}
+
+/* Attends over a row's sequence up to the row, which may have been stored together with rows before it. The softmax over
+ * pages is the online softmax of Milakov and Gimelshein (arXiv:1805.02867); it begins with the head's sink, a logit whose
+ * value is zero. */
 static void attend(const struct attention *a, int64_t row, int64_t h)
 {
     const int64_t d = a->d, kv = a->kv, page = a->page, window = a->window, group = a->heads / kv;
     const int64_t last = a->position[row], first = window > 0 && last >= window ? last - window + 1 : 0;
     const int32_t *pages = a->table + row * a->width;
-    const int64_t entry = ((pages[last / page] * page + last % page) * kv + h) * d;
-    memcpy(a->keys + entry, a->key + row * a->key_row + h * a->key_head, d * sizeof(float));
-    memcpy(a->values + entry, a->value + row * a->value_row + h * a->value_head, d * sizeof(float));
-
     float score[MOST_SCORES], sum[MOST_SUMS], top[64], norm[64];
     memset(sum, 0, group * d * sizeof(float));
     for (int64_t g = 0; g < group; g++) {
@@ -198,6 +203,8 @@ void decode_attention(float *out, const float *q, int64_t q_row, int64_t q_head,
 {
     const struct attention a = {out, q, q_row, q_head, key, key_row, key_head, value, value_row, value_head, keys,
                                 values, table, position, n, heads, kv, d, page, width, window, scale, softcap, sinks};
+    for (int64_t job = 0; job < n * kv; job++)
+        store(&a, job / kv, job % kv);
     #pragma omp parallel for schedule(dynamic, 1)
     for (int64_t job = 0; job < n * kv; job++)
         attend(&a, job / kv, job % kv);
@@ -254,14 +261,18 @@ static float *team_attention(const struct model *m, const struct layer *l, float
     team_products(qkv, 3, t, n, m->hidden);
     const struct attention a = {out, q, m->heads * apart, apart, k, narrow, d, v, narrow, d, l->keys, l->values, table,
                                 position, n, m->heads, m->kv, d, m->page, width, l->window, l->scale, l->softcap, 0};
-    #pragma omp for schedule(dynamic, 1)
+    #pragma omp for schedule(static)
     for (int64_t job = 0; job < n * m->kv; job++) {
-        const int64_t row = job / m->kv, h = job % m->kv;
+        const int64_t row = job / m->kv;
         const float *cos = rope + row * 2 * m->rotated, *sin = cos + m->rotated;
         norm_rotate(k + job * d, l->k_norm, m->offset, m->epsilon, cos, sin, m->rotated, d);
         for (int64_t g = job * group; g < (job + 1) * group; g++)
             norm_rotate(q + g * apart, l->q_norm, m->offset, m->epsilon, cos, sin, m->rotated, d);
-        attend(&a, row, h);
+        store(&a, row, job % m->kv);
+    }
+    #pragma omp for schedule(dynamic, 1)
+    for (int64_t job = 0; job < n * m->kv; job++) {
+        attend(&a, job / m->kv, job % m->kv);
         if (m->gated)
             for (int64_t g = job * group; g < (job + 1) * group; g++)
                 for (int64_t i = 0; i < d; i++)

@@ -1,0 +1,172 @@
+"""One completion while it is sampled, and the callbacks of a call of `generate`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from hybrid_grpo.data.batch import Completion, Given
+from hybrid_grpo.generation.sampler import Sampling, text_ends
+from hybrid_grpo.model.routing import Routing
+from hybrid_grpo.model.support import Support
+
+OnFinish = Callable[[int, int, Completion], None]
+"""Called with the index of the request, the index of the sample within the request, and the completion."""
+OnToken = Callable[[int, int, int], None]
+"""Called with the index of the request, the index of the sample within the request, and the sampled token."""
+OnStep = Callable[[], None]
+"""Called before every decode step."""
+Decode = Callable[[list[int]], str]
+"""Converts tokens to text."""
+Finish = Literal["stop", "length"]
+"""How a completion ends: `stop` by itself, `length` because it was cut at a limit."""
+
+
+class Turns(Protocol):
+    """What happens between the turns of completions. A completion is named by the key of its random stream."""
+
+    def begin(self, requests: Any) -> None:
+        """Called when the completions of a list of `Request` begin; completions still under way are abandoned."""
+
+    def ended(self, key: int, turn_ids: list[int], room: int) -> Finish | None:
+        """Called when a turn with these tokens has ended by itself, and `room` more tokens may be sampled. Returns how
+        the completion ends, or None if it waits for an answer."""
+
+    def cut(self, key: int) -> Finish | None:
+        """Called when a turn was cut at a token limit; returns the same as `ended`."""
+
+    def answers(self, patience_s: float) -> list[tuple[int, list[int] | Finish]]:
+        """Return the answers since the last call: for each, the key, and the answer's tokens or how the completion
+        ends. Waits up to `patience_s` seconds for the first."""
+
+    def finished(self, key: int, completion: Completion) -> Completion:
+        """Called when a completion has ended; returns it with its messages."""
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """The callbacks of a call of `generate`; see the arguments of `generate` with the same names."""
+
+    on_finish: OnFinish | None = None
+    on_step: OnStep | None = None
+    on_token: OnToken | None = None
+    decode: Decode | None = None
+    turns: Turns | None = None
+    routing: Callable[[Sequence], Routing | None] | None = None
+    """Returns the experts of a sequence that has ended."""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One completion while it is sampled."""
+
+    request: int
+    sample: int
+    key: int
+    """Key of the random stream."""
+    tokens: list[int]
+    """The prompt and the tokens so far. The last one is not in the cache yet: the next step feeds it."""
+    prompt: int
+    """Number of prompt tokens in `tokens`."""
+    limit: int
+    """Maximum number of tokens to sample."""
+    logp: list[float] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    known_pages: int = 0
+    """Number of `pages` that the device knows while the sequence is being decoded."""
+    position: int = 0
+    """Cache entry that the next step writes; ahead of `tokens` by the steps whose outcome has not been read yet."""
+    completion: Completion | None = None
+    most: int = sys.maxsize
+    """Maximum number of tokens of the prompt, the sampled tokens and the answers between turns together."""
+    turn_limit: int = sys.maxsize
+    """Maximum number of tokens to sample in one turn."""
+    sampled: list[int] = field(default_factory=list)
+    kept: list[np.ndarray] = field(default_factory=list)
+    """The support of each sampled token; empty if it is not recorded."""
+    given: list[Given] = field(default_factory=list)
+    begin: int = field(init=False)
+    """Index in `tokens` at which the turn begins."""
+    until: int = field(init=False)
+    """Length of `tokens` at which a limit ends the turn."""
+    waits: bool = False
+    """Whether the turn has ended and has not been answered yet."""
+    state: int = -1
+    """Row of the cache's states that the sequence begins or goes on from when it gets a slot."""
+    experts: np.ndarray | None = None
+    """The experts of its tokens when it lost its pages, [tokens, layers, k]."""
+
+    def __post_init__(self) -> None:
+        self._begin_turn()
+
+    def _begin_turn(self) -> None:
+        self.begin = len(self.tokens)
+        self.until = self.begin + min(self.room, self.turn_limit)
+
+    @property
+    def turn(self) -> int:
+        return len(self.given)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the turn goes on."""
+        return self.completion is None and not self.waits
+
+    @property
+    def room(self) -> int:
+        """Number of tokens that may still be sampled."""
+        return min(self.limit - len(self.logp), self.most - len(self.tokens))
+
+    def add(self, token: int, logp: float, kept: np.ndarray | None, sampling: Sampling, callbacks: Callbacks) -> None:
+        """Append a sampled token; `kept` is its support, if recorded. If the token ends the completion, call `end`; if
+        it ends only the turn, set `waits`."""
+        self.tokens.append(token)
+        self.sampled.append(token)
+        self.logp.append(logp)
+        if kept is not None:
+            self.kept.append(kept)
+        if callbacks.on_token is not None:
+            callbacks.on_token(self.request, self.sample, token)
+        stopped = token in sampling.stop_ids
+        if sampling.stop_strings and not stopped:
+            turn = self.tokens[self.begin :]
+            stopped = text_ends(turn, sampling, callbacks.decode, len(self.sampled) - len(turn))
+        if not stopped and len(self.tokens) < self.until:
+            return
+        finish: Finish | None = "stop" if stopped else "length"
+        if (turns := callbacks.turns) is not None:
+            turn = self.tokens[self.begin :]
+            finish = turns.ended(self.key, turn, self.room) if stopped else turns.cut(self.key)
+            self.waits = finish is None
+            self.position = len(self.tokens) - 1
+        if finish is not None:
+            self.end(finish, callbacks)
+
+    def answer(self, given: list[int] | Finish) -> Finish | None:
+        """Begin the next turn after the answer's tokens, and return None. If the answer ends the completion or leaves
+        no room, return how it ends instead."""
+        if isinstance(given, str):
+            return given
+        if len(self.tokens) + len(given) >= self.most:
+            return "length"
+        self.given.append((len(self.sampled), given))
+        self.tokens += given
+        self._begin_turn()
+        self.waits = False
+        return None
+
+    def end(self, finish: Finish, callbacks: Callbacks) -> None:
+        """Set `completion`, and pass it to the callbacks."""
+        text = callbacks.decode(self.tokens[self.begin :]) if callbacks.decode else ""
+        self.waits = False
+        kept: dict[str, Any] = {"support": Support.of(self.kept) if self.kept else None}
+        kept["routing"] = callbacks.routing(self) if callbacks.routing else None
+        self.completion = Completion(self.sampled, self.logp, finish, text, tuple(self.given), **kept)
+        if callbacks.turns is not None:
+            self.completion = callbacks.turns.finished(self.key, self.completion)
+        if callbacks.on_finish is not None:
+            callbacks.on_finish(self.request, self.sample, self.completion)
