@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import deque
 from dataclasses import dataclass
 
 from hybrid_grpo.generation.graphs import size_for, sizes_up_to
@@ -22,6 +23,12 @@ _LOOK_BACK = 32
 """Number of last tokens that are compared to tell how long a match is."""
 _LONGEST = 15
 """Maximum number of tokens in a draft."""
+_MOST_ROWS = 64
+"""Maximum number of sequences for which drafts are looked for; for more, it takes longer than it gains."""
+_READ = 2000
+"""Maximum number of tokens that are taken into the index before a step, which takes one to two milliseconds."""
+_MOST_ENTRIES = 1 << 20
+"""Maximum number of tokens in the index, of about 250 bytes each; beyond, only tokens of sequences with drafts."""
 _GAIN = 1.05
 """Drafts are used if a step is expected to give this many times the tokens per second of a step without drafts."""
 _FEW = 2.0
@@ -49,6 +56,8 @@ class Drafter:
     def begin(self, groups: list[list[Sequence]]) -> None:
         """Begin a call that decodes these sequences, by request."""
         self._groups, self._indices = groups, dict[int, _Index]()
+        self._unread: deque[tuple[_Index, Sequence]] = deque()
+        """Sequences of which the index of their group may lack tokens."""
         self._misses, self._paused, self._pause, self._pauses = 0, 0, _PAUSE, 0
         self.drafted = self.held = 0
 
@@ -57,7 +66,7 @@ class Drafter:
         if self._paused:
             self._paused -= 1
             return False
-        if not rows or not (plain := self._plain.of(rows)):
+        if not 0 < rows <= _MOST_ROWS or not (plain := self._plain.of(rows)):
             return False
         wanted = _GAIN * rows / plain
         return any(min(size, rows * (1 + _LONGEST)) > wanted * self._seconds(size) for size in _sizes(rows, slots))
@@ -65,6 +74,7 @@ class Drafter:
     def propose(self, active: list[Sequence], slots: int) -> list[list[int]]:
         """Return a draft for every sequence, most of them perhaps empty, for a step of at most `slots` rows. Return an
         empty list if a step without drafts is better."""
+        self._read(active)
         found = [self._index(s).draft(s, min(_LONGEST, s.until - len(s.tokens) - 1)) for s in active]
         gains = []
         for row, (draft, matched) in enumerate(found):
@@ -109,13 +119,23 @@ class Drafter:
         return self._hits.setdefault(kind, _Hits(_FEW * kind / (kind + 1), _FEW))
 
     def _index(self, sequence: Sequence) -> _Index:
-        """Return the index of a sequence's group. After a pause it has to be told what the others have gone on with."""
+        """Return the index of a sequence's group."""
         index = self._indices.setdefault(sequence.request, _Index())
         if index.pauses != self._pauses:
             index.pauses = self._pauses
-            for other in self._groups[sequence.request]:
-                index.take_in(other)
+            self._unread += [(index, other) for other in self._groups[sequence.request]]
         return index
+
+    def _read(self, active: list[Sequence]) -> None:
+        """Take in new tokens of the active sequences, then of others of their groups."""
+        room = _READ
+        for sequence in active:
+            room -= self._index(sequence).take_in(sequence, room)
+        while room > 0 and self._unread and sum(map(len, self._indices.values())) < _MOST_ENTRIES:
+            index, other = self._unread[0]
+            room -= index.take_in(other, room)
+            if index.has_all(other):
+                self._unread.popleft()
 
     def _miss(self) -> None:
         self._misses += 1
@@ -129,7 +149,7 @@ class _Index:
 
     Attributes:
         traces: by sample, what a sequence repeats.
-        pauses: the number of pauses before all sequences were taken in.
+        pauses: the number of pauses after which others of the group were last asked for more tokens.
     """
 
     def __init__(self) -> None:
@@ -138,11 +158,24 @@ class _Index:
         """By `_CONTEXT` tokens: the tokens in which they occurred last, and the place after them."""
         self.traces: dict[int, _Trace] = {}
 
+    def __len__(self) -> int:
+        return len(self._after)
+
+    def has_all(self, sequence: Sequence) -> bool:
+        """Whether all tokens of a sequence have been taken in."""
+        return self.traces[sequence.sample].known == len(sequence.tokens)
+
     def draft(self, sequence: Sequence, most: int) -> tuple[list[int], int]:
-        """Return up to `most` tokens that may come next, and how many tokens before them matched."""
-        trace = self.take_in(sequence)
+        """Return up to `most` tokens that may come next, and how many tokens before them matched; none for a sequence
+        that has not been read to its end."""
+        trace, tokens = self.traces[sequence.sample], sequence.tokens
+        if trace.known < len(tokens) or most <= 0:
+            return [], 0
+        if trace.source is None or trace.at == len(trace.source):
+            trace.source, trace.at = self._after.get(tuple(tokens[-_CONTEXT:]), (None, 0))
+            trace.matched = 0 if trace.source is None else _match(tokens, trace.source, trace.at)
         source, at = trace.source, trace.at
-        if source is None or most <= 0:
+        if source is None:
             return [], 0
         draft = source[at : at + most]
         if source is sequence.tokens:
@@ -150,19 +183,17 @@ class _Index:
             draft = (draft * -(-most // len(draft)))[:most]
         return draft, trace.matched
 
-    def take_in(self, sequence: Sequence) -> _Trace:
-        """Take in a sequence's new tokens, and return what it repeats now."""
+    def take_in(self, sequence: Sequence, most: int) -> int:
+        """Take in up to `most` of a sequence's new tokens, and return their number."""
         tokens, after = sequence.tokens, self._after
         # The prompt is taken in once.
-        trace = self.traces.setdefault(sequence.sample, _Trace(sequence.prompt if self.traces else _CONTEXT))
-        for place in range(trace.known, len(tokens)):
+        trace = self.traces.setdefault(sequence.sample, _Trace(sequence.prompt if self.traces else 0))
+        end = min(len(tokens), trace.known + most)
+        for place in range(max(trace.known, _CONTEXT), end):
             trace.follow(tokens[place])
             after[tuple(tokens[place - _CONTEXT : place])] = tokens, place
-        trace.known = max(trace.known, len(tokens))
-        if trace.source is None or trace.at == len(trace.source):
-            trace.source, trace.at = after.get(tuple(tokens[-_CONTEXT:]), (None, 0))
-            trace.matched = 0 if trace.source is None else _match(tokens, trace.source, trace.at)
-        return trace
+        taken, trace.known = end - trace.known, end
+        return taken
 
 
 @dataclass
