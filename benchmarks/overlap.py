@@ -12,9 +12,9 @@ fast training is then, relative to training alone. The gain is the share of a st
     saved = overlapped * (share - (1 - 1 / slowdown)),  where share * overlapped = what is trained during the rollout
 
 On several ranks of ZeRO-3 a micro-batch is a collective: it begins when the slowest rank has finished its group.
-Lengths are log-normal, cut at 16 times the median. Times of a decode step are those of its bytes at 80 % of the memory's
-bandwidth, and 2.5 microseconds for each of 258 kernels; training takes 6 operations (8 with checkpointing) for each
-parameter and token at an MFU of 42 %.
+Lengths are log-normal, cut at 16 times the median. Times of a decode step are those of its bytes at 80 % of the
+memory's bandwidth, and 2.5 microseconds for each of 258 kernels; training takes 6 operations (8 with checkpointing) for
+each parameter and token at an MFU of 42 %.
 """
 
 from __future__ import annotations
