@@ -14,13 +14,14 @@ from hybrid_grpo.data.training_prompts import StepLoader
 from hybrid_grpo.generation import OnFinish
 from hybrid_grpo.grpo.advantages import mean_over_tokens, token_advantages
 from hybrid_grpo.grpo.kl import KlController
-from hybrid_grpo.grpo.loss import micro_batch_loss
+from hybrid_grpo.grpo.loss import learns_from_advantages_alone, micro_batch_loss
 from hybrid_grpo.grpo.minibatches import Signals, optimizer_steps
 from hybrid_grpo.grpo.resampling import group_slots, resample
-from hybrid_grpo.model.ranks import rank, sum_over_ranks
+from hybrid_grpo.model.ranks import max_over_ranks, rank, sum_over_ranks
 from hybrid_grpo.policy import Policy, Reference
 from hybrid_grpo.records.metrics.measurements import (
     measure_costs,
+    measure_gradients,
     measure_parity,
     measure_sampling,
     measure_step,
@@ -61,6 +62,9 @@ class Trainer(Stage):
         self.loader: StepLoader = inputs.training.loader(config, plan, device)
         self.kl = KlController(config.grpo, plan.rows, device)
         self.total = partial(sum_over_ranks, device=device)
+        only_advantages = learns_from_advantages_alone(config.grpo, inputs.objective)
+        leaves_out = only_advantages and not self.features.learn_beside_advantages
+        self.highest = partial(max_over_ranks, device=device) if leaves_out else None
         # The training forward has the recorded distribution, unless it is filtered and its support is not known.
         self.starts_on_policy = config.recomputes_old_logp or config.rollout.logprobs != "sampling"
         self.parts = {"loader": self.loader, "kl": self.kl}
@@ -190,7 +194,7 @@ class Trainer(Stage):
         """Make `num_iterations` passes of `num_minibatches` optimizer steps, all with the `old_logp` of the rollout."""
         self.progress.enter("update")
         settings = self.config.grpo, self.kl.beta, self.inputs.objective
-        waits, beat = self.features.policy_waits, self.progress.beat
+        waits, beat, temperature = self.features.policy_waits, self.progress.beat, self.config.rollout.temperature
         for number, batches in enumerate(map(list, self.optimizer_steps(rollout, signals))):
             for numbers in self.features.update(batches, beat):
                 self.meter.update(numbers)
@@ -199,15 +203,15 @@ class Trainer(Stage):
             for batch in batches:
                 beat()
                 term = self.features.term(batch.micro)
-                logp_bT, entropy_bT, *found = self.policy.forward(
-                    batch.micro, self.config.rollout.temperature, term.head
-                )
-                loss, numbers = self.loss(batch, logp_bT, entropy_bT, *settings)
-                added, of_term = term.loss(batch, logp_bT, entropy_bT, found)
+                with torch.set_grad_enabled(batch.has_gradient):
+                    logp_bT, entropy_bT, *found = self.policy.forward(batch.micro, temperature, term.head)
+                    loss, numbers = self.loss(batch, logp_bT, entropy_bT, *settings)
+                    added, of_term = term.loss(batch, logp_bT, entropy_bT, found)
                 loss, numbers = loss + added, numbers | of_term
-                self.policy.engine.backward(loss)
+                if batch.has_gradient:
+                    self.policy.engine.backward(loss)
                 self.kl.add(numbers)
-                self.meter.update(numbers)
+                self.meter.update(numbers | measure_gradients(batch))
                 self.trace.learned(batch, logp_bT, entropy_bT)
                 self.meter.add("policy/loss", loss / self.plan.optimizer_steps)
                 if number == 0:
@@ -221,7 +225,7 @@ class Trainer(Stage):
     def optimizer_steps(self, rollout: Rollout, signals: Signals) -> Iterator[Iterator[TrainBatch]]:
         """Iterate over the optimizer steps on a rollout, each as its weighted micro-batches. Collective."""
         split, limit = partial(self.micro_batches, rollout), self.config.rollout.max_completion_tokens
-        settings = self.config.grpo, limit, self.total
+        settings = self.config.grpo, limit, self.total, self.highest
         return optimizer_steps(rollout, signals, split, *settings, starts_on_policy=self.starts_on_policy)
 
     def micro_batches(self, rollout: Rollout, rows: Sequence[int], *, gradients: bool = True) -> list[MicroBatch]:

@@ -133,6 +133,11 @@ def sum_over_ranks(values: Tensor, device: torch.device) -> Tensor:
     return all_reduce(values.to(device)).cpu()
 
 
+def max_over_ranks(values: Tensor, device: torch.device) -> Tensor:
+    """Return the elementwise maximum over ranks, on the CPU; the collective takes place on `device`."""
+    return all_reduce(values.to(device), "max").cpu()
+
+
 def gather_objects(value: Any) -> list[Any] | None:
     """Return the values of all ranks in rank order on rank 0, and None on the others."""
     if world_size() == 1:

@@ -180,6 +180,11 @@ class Features:
         return any(feature.needs_old_logp for feature in self._features)
 
     @property
+    def learn_beside_advantages(self) -> bool:
+        """Whether any feature learns from rows whose advantages are 0: by a term of the loss, or by its own update."""
+        return bool(self._with("loss") or self._with("update"))
+
+    @property
     def policy_waits(self) -> bool:
         """Whether any feature requires that the policy must not learn yet."""
         return any(feature.policy_waits for feature in self._features)

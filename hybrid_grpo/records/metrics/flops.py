@@ -31,7 +31,8 @@ def measure_flops(rollout: Rollout, passes: int, policy: Policy, meter: Meter) -
         work["reference"] = read
     # Without a learning rate the policy did not learn: the step was skipped, or only a feature learned.
     if meter.total("policy/lr"):
-        work["train"] = train * passes
+        without = meter.mean("policy/no_gradient_frac")
+        work["train"] = (train * (1 - without) + read * without) * passes
     numbers: Numbers = {f"flops/{stage}": (flops / _TERA, 1) for stage, flops in work.items()}
     peak = _peak(policy.engine.device) if policy.config.dtype == "bfloat16" else None
     for stage in ("generate", "train"):
