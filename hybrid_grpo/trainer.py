@@ -12,13 +12,15 @@ from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.data.batch import MicroBatch, Numbers, Prompt, Rollout, Scores, TrainBatch
 from hybrid_grpo.data.training_prompts import StepLoader
 from hybrid_grpo.generation import OnFinish
-from hybrid_grpo.grpo.advantages import mean_over_tokens, token_advantages
+from hybrid_grpo.grpo.advantages import informative, mean_over_tokens, token_advantages
+from hybrid_grpo.grpo.balance import Assignment, assign
 from hybrid_grpo.grpo.kl import KlController
 from hybrid_grpo.grpo.loss import learns_from_advantages_alone, micro_batch_loss
 from hybrid_grpo.grpo.minibatches import Signals, optimizer_steps
 from hybrid_grpo.grpo.resampling import group_slots, resample
-from hybrid_grpo.model.ranks import max_over_ranks, rank, sum_over_ranks
+from hybrid_grpo.model.ranks import exchange_objects, max_over_ranks, rank, sum_over_ranks
 from hybrid_grpo.policy import Policy, Reference
+from hybrid_grpo.records.metrics.flops import group_flops
 from hybrid_grpo.records.metrics.measurements import (
     measure_costs,
     measure_gradients,
@@ -86,15 +88,30 @@ class Trainer(Stage):
         return measured | self.features.measure(rollout, scores)
 
     def learn(self, rollout: Rollout, scores: Scores) -> None:
-        """Train the policy on a rollout and its scores."""
-        old_logp_BT = self.old_logprobs(rollout)
-        ref_logp_BT = self.reference_logprobs(rollout)
-        advantages_BT = self.advantages(rollout, scores, old_logp_BT, ref_logp_BT)
-        signals = Signals(rollout.logp_BT.to(self.device), old_logp_BT, ref_logp_BT, advantages_BT)
+        """Train the policy on a rollout and its scores, on the ranks that its groups are assigned to."""
+        self.assignment = self.assigned(rollout, scores)
+        trained, trained_scores = self.assignment.hand_out(rollout, scores)
+        old_logp_BT = self.old_logprobs(trained)
+        ref_logp_BT = self.reference_logprobs(trained)
+        advantages_BT = self.advantages(trained, trained_scores, old_logp_BT, ref_logp_BT)
+        signals = Signals(trained.logp_BT.to(self.device), old_logp_BT, ref_logp_BT, advantages_BT)
         with self.meter.time("time/train_s"):
-            self.improve(rollout, signals)
+            self.improve(trained, signals)
+        advantages_BT = self.assignment.tokens_home(advantages_BT, trained, rollout)
         self.last_rollout = (rollout, scores, mean_over_tokens(advantages_BT, rollout))
         self.last_advantages_BT = advantages_BT
+
+    def assigned(self, rollout: Rollout, scores: Scores) -> Assignment:
+        """Decide which rank trains on which groups, from their costs and rewards. Collective."""
+        plan, (_, _, cost_P) = self.plan, group_flops(rollout, self.policy.cost)
+        idle_P = ~informative(scores.reward_B, plan.num_generations, scores.steps) & (self.highest is not None)
+        found_R2P = torch.zeros(plan.world_size, 2, len(cost_P), dtype=torch.float64)
+        found_R2P[rank()] = torch.stack([torch.from_numpy(cost_P).clamp(min=1), idle_P])
+        cost_RP, idle_RP = self.total(found_R2P).unbind(1)
+        taker_RP, balance = assign(cost_RP, idle_RP.bool(), plan.num_minibatches, self.config.grpo.balance == "auto")
+        if plan.world_size > 1:
+            self.meter.add("throughput/balance", balance)
+        return Assignment(taker_RP, plan.num_minibatches, rank(), partial(exchange_objects, device=self.device))
 
     def collect(self, step: int) -> tuple[Rollout, Scores]:
         """Return the step's rollout and its scores. With dynamic sampling, uninformative groups are replaced."""

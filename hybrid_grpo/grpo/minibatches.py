@@ -63,8 +63,7 @@ def optimizer_steps(
     counts_B = upload(counts, device)
     writers = dict.fromkeys(c.writer for c in rows if c.writer and c.learned)
     writers_B = {name: upload([c.writer == name for c in rows], device) for name in writers}
-    share = len(counts) // grpo.num_minibatches
-    parts = [range(first, first + share) for first in range(0, len(counts), share)]
+    parts = rollout.minibatches(grpo.num_minibatches)
     minibatches = [[row for row in part if rows[row].learned] for part in parts]
     # All uploads and collectives come before the first forward: nothing between two micro-batches waits for the GPU.
     by_gradient: list[dict[bool, list[int]]] = [{True: rows} for rows in minibatches]

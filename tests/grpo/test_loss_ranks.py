@@ -26,7 +26,7 @@ def test_a_step_does_not_depend_on_the_ranks(seen, name):
     for one in ours:
         assert one["drawn"] == alone["drawn"]
         assert one["beta"] == pytest.approx(alone["beta"], rel=1e-9)
-        assert one["metrics"].keys() == alone["metrics"].keys() | {"time/straggler_s"}
+        assert one["metrics"].keys() == alone["metrics"].keys() | {"time/straggler_s", "throughput/balance"}
         for metric in ("policy/loss", "policy/grad_norm", "policy/entropy", "reward/mean"):
             assert one["metrics"][metric] == pytest.approx(alone["metrics"][metric], rel=1e-6, abs=1e-7), metric
     assert alone["metrics"]["policy/grad_norm"] > 0
@@ -108,3 +108,17 @@ def test_groups_without_a_gradient_leave_the_backward_pass_of_every_rank(seen, w
         for metric in ("policy/loss", "policy/entropy", "policy/ratio_max", "parity/logp_abs_diff_mean"):
             assert ours[metric] == pytest.approx(theirs[metric], rel=1e-6, abs=1e-7), metric
         assert (ours["policy/grad_norm"] == 0) == (name == "all")
+
+
+@pytest.mark.ranks
+def test_a_balanced_step_is_the_same_step(seen):
+    """Groups move to the rank that has little to train on. Loss and gradient stay the same, and what the step hands on
+    stays where the groups were sampled."""
+    assert not seen[1][0]["balanced"]["auto"]["moves"]
+    for one in seen[2]:
+        ours, theirs = one["balanced"]["auto"], one["balanced"]["off"]
+        assert ours["moves"] and not theirs["moves"]
+        assert ours["mean"] == theirs["mean"] and ours["advantages"] == theirs["advantages"]
+        assert theirs["metrics"]["throughput/balance"] < 0.75 and ours["metrics"]["throughput/balance"] > 0.85
+        for metric in ("policy/loss", "policy/grad_norm", "policy/kl", "policy/entropy", "parity/logp_abs_diff_mean"):
+            assert ours["metrics"][metric] == pytest.approx(theirs["metrics"][metric], rel=1e-6, abs=1e-8), metric
