@@ -142,12 +142,6 @@ class Rollout:
     minibatch_groups: Sequence[int] = ()
     """Number of groups in each minibatch, in order; empty if minibatches are of equal size."""
 
-    def minibatches(self, count: int) -> list[range]:
-        """The rows of each of `count` minibatches."""
-        sizes = self.minibatch_groups or [len(self.prompts) // count] * count
-        ends = accumulate(size * self.num_generations for size in sizes)
-        return [range(end - size * self.num_generations, end) for size, end in zip(sizes, ends, strict=True)]
-
     @property
     def row_prompts(self) -> list[Prompt]:
         """[B], the prompt of each row."""

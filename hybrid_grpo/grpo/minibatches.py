@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -63,8 +64,7 @@ def optimizer_steps(
     counts_B = upload(counts, device)
     writers = dict.fromkeys(c.writer for c in rows if c.writer and c.learned)
     writers_B = {name: upload([c.writer == name for c in rows], device) for name in writers}
-    parts = rollout.minibatches(grpo.num_minibatches)
-    minibatches = [[row for row in part if rows[row].learned] for part in parts]
+    minibatches = [[row for row in part if rows[row].learned] for part in minibatch_rows(rollout, grpo.num_minibatches)]
     # All uploads and collectives come before the first forward: nothing between two micro-batches waits for the GPU.
     by_gradient: list[dict[bool, list[int]]] = [{True: rows} for rows in minibatches]
     if highest is not None:
@@ -80,6 +80,12 @@ def optimizer_steps(
         given = replace(signals, old_logp_BT=None) if number == 0 and starts_on_policy else signals
         counted = counts_B, sums[minibatch]
         yield train_batches(micro_batches[minibatch], given, *counted, grpo, max_completion_tokens, writers_B)
+
+
+def minibatch_rows(rollout: Rollout, count: int) -> list[range]:
+    """Return the rows of each of `count` minibatches."""
+    groups, size = rollout.minibatch_groups or [len(rollout.prompts) // count] * count, rollout.num_generations
+    return [range((end - own) * size, end * size) for own, end in zip(groups, accumulate(groups), strict=True)]
 
 
 def backward_parts(

@@ -35,6 +35,7 @@ class Scored:
     device."""
 
     rollout: Rollout
+    """The groups that this rank trains on, which other ranks may have sampled."""
     scores: Scores
     old_logp_BT: Tensor | None
     """Log-probabilities of the policy that sampled; None if nothing needs them (see `Feature.needs_old_logp`)."""

@@ -8,6 +8,7 @@ from rank_threads import in_ranks
 
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
 from hybrid_grpo.grpo.balance import Assignment, assign
+from hybrid_grpo.grpo.minibatches import minibatch_rows
 from hybrid_grpo.model.ranks import exchange_objects
 
 CPU = torch.device("cpu")
@@ -79,7 +80,7 @@ def test_groups_travel_whole_in_their_minibatch_and_results_return():
         assert all(len(row) == 1 for row in steps_of)
         home_BT = assignment.tokens_home(trained.mask_BT * given.reward_B[:, None].float(), trained, rollout)
         assert torch.equal(home_BT, rollout.mask_BT * reward_B[:, None].float())
-        return [p.id for p in trained.prompts], [list(rows) for rows in trained.minibatches(2)]
+        return [p.id for p in trained.prompts], [list(rows) for rows in minibatch_rows(trained, 2)]
 
     assert in_ranks(3, program) == [
         ([1, 20, 3, 22], [[0, 1, 2, 3], [4, 5, 6, 7]]),
