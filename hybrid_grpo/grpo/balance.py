@@ -118,7 +118,6 @@ def assign(
     taker_RP = [[0] * groups for _ in range(ranks)]
     before = after = mean = 0.0
     for minibatch in range(num_minibatches):
-        held = [0.0] * ranks
         for idle in (False, True):
             members = sorted(
                 (-cost, rank, place)
@@ -126,16 +125,15 @@ def assign(
                 for place, cost in enumerate(cost_RMN[rank][minibatch])
                 if idle_RMN[rank][minibatch][place] == idle
             )
-            own, loads = [0.0] * ranks, [(0.0, held[rank], rank) for rank in range(ranks)]
-            heapq.heapify(loads)
+            own, loads = [0.0] * ranks, [(0.0, rank) for rank in range(ranks)]
             for minus_cost, home, place in members:
-                load, total, taker = loads[0]
-                heapq.heapreplace(loads, (load - minus_cost, total - minus_cost, taker))
+                load, taker = loads[0]
+                heapq.heapreplace(loads, (load - minus_cost, taker))
                 taker_RP[home][minibatch * (groups // num_minibatches) + place] = taker
                 own[home] -= minus_cost
-                held[taker] -= minus_cost
-            before, after = before + max(own), after + max(load for load, *_ in loads)
+            before, after = before + max(own), after + max(loads)[0]
             mean += sum(own) / ranks
+    # With two groups or more, a rank without a group with a gradient has one without; with one group nothing is gained.
     if may_move and after < _WORTH_MOVING * before:
         return taker_RP, mean / after
     return [[rank] * groups for rank in range(ranks)], mean / before
