@@ -1,14 +1,15 @@
 """Balanced training: how unequal ranks are, what `grpo.balance` makes of it, and what a step gains.
 
-    python benchmarks/balance.py [--ranks 2 3] [--draws 5] [--repeats 3] --json benchmarks/results/balance.json
+    python benchmarks/balance.py [--ranks 1 2 3] [--draws 5] [--repeats 3] --json benchmarks/results/balance.json
 
 `simulated` has no model: groups of 16 completions with log-normal lengths, whose prompts differ by 0.7 in log length,
 are assigned to up to 64 ranks; the numbers are the tokens of the busiest rank over the mean, in the mean of the draws.
 
 `ranks` are real: DeepSpeed's launcher, ZeRO-3, the quickstart's model in float32, 8 prompts with 8 completions on each
 rank, and completions that are ended at given lengths. In *mixed* every prompt has a length at random (log-normal, at
-most 8 times the median); in *skewed* those of the first rank are 4 times as long. In *idle*, as *mixed*, half of the
-groups have equal rewards and leave the backward pass. Each rollout is sampled once and trained on at a learning rate of
+most 8 times the median); in *skewed* those of the first rank are 4 times as long. *idle 50* is *mixed*, but 50 % of the
+groups have equal rewards, and leave the backward pass. On one rank, where nothing can be balanced, `off` is with all
+rows in the backward pass and `auto` without those. Each rollout is sampled once and trained on at a learning rate of
 0 with and without balance in turn, so that both see the same weights. Reported are medians of the draws:
 
     train, step     processor seconds of the rank that has most, of everything after the rewards, and with the rollout:
@@ -55,7 +56,8 @@ from hybrid_grpo.trainer import Trainer  # noqa: E402
 
 PROMPTS, GROUP, MEDIAN = 8, 8, 40
 """Prompts of a rank, completions of a prompt, and the median of their lengths in tokens."""
-WORKLOADS = ("mixed", "skewed", "idle")
+WORKLOADS, ALONE = ("mixed", "skewed", "idle 50"), ("idle 0", "idle 30", "idle 60", "idle 90")
+"""On several ranks, and on one."""
 SIMULATED = ((8, 128), (8, 32), (64, 512))
 
 
@@ -80,10 +82,11 @@ def simulated(ranks: int, prompts: int, draws: int = 200) -> dict[str, float]:
 
 
 def reward(prompts: list[str], completions: list[str]) -> list[float]:
-    """Rewards that differ within a group; in `idle` they do not in half of the groups."""
-    idle = os.environ["WORKLOAD"] == "idle"
+    """Rewards that differ within a group; in `idle` they are equal in a share of the groups."""
+    kind, _, share = os.environ["WORKLOAD"].partition(" ")
+    few = int(share) if kind == "idle" else 0
     pairs = zip(prompts, completions, strict=True)
-    return [0.0 if idle and sum(map(ord, p)) % 2 else sum(map(ord, c)) % 97 / 97 for p, c in pairs]
+    return [0.0 if 37 * sum(map(ord, p)) % 100 < few else sum(map(ord, c)) % 97 / 97 for p, c in pairs]
 
 
 def build(folder: Path) -> Trainer:
@@ -121,10 +124,11 @@ def measured(trainer: Trainer, number: int, repeats: int) -> dict[str, Any]:
     ]
     tokens = [count for counts in all_gather_objects(own) for count in counts]
     seen: dict[str, list[Seconds]] = {"off": [], "auto": []}
-    busiest, values = {}, {}
+    busiest, values, highest = {}, {}, trainer.highest
     for _ in range(repeats):
         for way, seconds in seen.items():
             trainer.config = replace(trainer.config, grpo=replace(trainer.config.grpo, balance=way))
+            trainer.highest = highest if world() > 1 or way == "auto" else None
             watch = Watch()
             trainer.learn(rollout, scores)
             seconds.append(watch.end())
@@ -133,12 +137,13 @@ def measured(trainer: Trainer, number: int, repeats: int) -> dict[str, Any]:
             loads = torch.zeros(world()).index_add(0, torch.tensor(takers), torch.tensor(tokens).float())
             busiest[way] = float(loads.max() / loads.mean())
     loss, norm = ([values[way][f"policy/{name}"] for way in seen] for name in ("loss", "grad_norm"))
+    trainer.highest = highest
     return {
         "train": {way: min(processor for processor, _ in seconds) for way, seconds in seen.items()},
         "step": {way: sampled[0] + min(processor for processor, _ in seconds) for way, seconds in seen.items()},
         "train_wall": {way: min(wall for _, wall in seconds) for way, seconds in seen.items()},
         "busiest": busiest,
-        "costs": {way: 1 / values[way]["throughput/balance"] for way in seen},
+        "costs": {way: 1 / values[way].get("throughput/balance", 1) for way in seen},
         "no_gradient_frac": values["auto"]["policy/no_gradient_frac"],
         "gap": max(abs(loss[0] - loss[1]), abs(norm[0] / norm[1] - 1)),
     }
@@ -185,7 +190,7 @@ def on_ranks(ranks: int, workload: str, folder: Path, draws: int, repeats: int) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 3])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 3])
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
@@ -209,7 +214,8 @@ def main() -> None:
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows(0)["train"]))
         for ranks in options.ranks:
             found["ranks"][ranks] = {
-                of: on_ranks(ranks, of, folder, options.draws, options.repeats) for of in WORKLOADS
+                of: on_ranks(ranks, of, folder, options.draws, options.repeats)
+                for of in (WORKLOADS if ranks > 1 else ALONE)
             }
     print(json.dumps(found, indent=1))
     if options.json:

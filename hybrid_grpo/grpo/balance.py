@@ -133,7 +133,7 @@ def assign(
                 own[home] -= minus_cost
             before, after = before + max(own), after + max(loads)[0]
             mean += sum(own) / ranks
-    # With two groups or more, a rank without a group with a gradient has one without; with one group nothing is gained.
+    # Of two groups a rank or more, one kind has enough for all ranks; with one group a rank, nothing is gained.
     if may_move and after < _WORTH_MOVING * before:
         return taker_RP, mean / after
     return [[rank] * groups for rank in range(ranks)], mean / before
