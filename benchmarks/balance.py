@@ -27,6 +27,7 @@ import json
 import math
 import os
 import random
+import socket
 import statistics
 import subprocess
 import sys
@@ -179,6 +180,9 @@ def summary(draws: list[dict[str, Any]]) -> dict[str, Any]:
 
 def on_ranks(ranks: int, workload: str, folder: Path, draws: int, repeats: int) -> dict[str, Any]:
     launcher = [Path(sys.executable).with_name("deepspeed"), "--num_accelerators", ranks, "--no_local_rank"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        launcher += ["--master_port", probe.getsockname()[1]]
     command = [*launcher, __file__, "--folder", folder, "--draws", draws, "--repeats", repeats]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "WORKLOAD": workload}
     environment["PYTHONPATH"] = str(ROOT)
