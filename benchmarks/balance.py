@@ -146,7 +146,7 @@ def measured(trainer: Trainer, number: int, repeats: int) -> dict[str, Any]:
         "busiest": busiest,
         "costs": {way: 1 / values[way].get("throughput/balance", 1) for way in seen},
         "no_gradient_frac": values["auto"]["policy/no_gradient_frac"],
-        "gap": max(abs(loss[0] - loss[1]), abs(norm[0] / norm[1] - 1)),
+        "gap": max(abs(loss[0] - loss[1]), abs(norm[0] - norm[1]) / max(norm[0], 1e-9)),
     }
 
 
