@@ -12,15 +12,18 @@ from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.data.batch import MicroBatch, Numbers, Prompt, Rollout, Scores, TrainBatch
 from hybrid_grpo.data.training_prompts import StepLoader
 from hybrid_grpo.generation import OnFinish
-from hybrid_grpo.grpo.advantages import mean_over_tokens, token_advantages
+from hybrid_grpo.grpo.advantages import informative, mean_over_tokens, token_advantages
+from hybrid_grpo.grpo.balance import Assignment, assign
 from hybrid_grpo.grpo.kl import KlController
-from hybrid_grpo.grpo.loss import micro_batch_loss
+from hybrid_grpo.grpo.loss import learns_from_advantages_alone, micro_batch_loss
 from hybrid_grpo.grpo.minibatches import Signals, optimizer_steps
 from hybrid_grpo.grpo.resampling import group_slots, resample
-from hybrid_grpo.model.ranks import rank, sum_over_ranks
+from hybrid_grpo.model.ranks import exchange_objects, max_over_ranks, rank, sum_over_ranks
 from hybrid_grpo.policy import Policy, Reference
+from hybrid_grpo.records.metrics.flops import group_flops
 from hybrid_grpo.records.metrics.measurements import (
     measure_costs,
+    measure_gradients,
     measure_parity,
     measure_sampling,
     measure_step,
@@ -61,6 +64,9 @@ class Trainer(Stage):
         self.loader: StepLoader = inputs.training.loader(config, plan, device)
         self.kl = KlController(config.grpo, plan.rows, device)
         self.total = partial(sum_over_ranks, device=device)
+        only_advantages = learns_from_advantages_alone(config.grpo, inputs.objective)
+        leaves_out = only_advantages and not self.features.learn_beside_advantages
+        self.highest = partial(max_over_ranks, device=device) if leaves_out else None
         # The training forward has the recorded distribution, unless it is filtered and its support is not known.
         self.starts_on_policy = config.recomputes_old_logp or config.rollout.logprobs != "sampling"
         self.parts = {"loader": self.loader, "kl": self.kl}
@@ -82,15 +88,30 @@ class Trainer(Stage):
         return measured | self.features.measure(rollout, scores)
 
     def learn(self, rollout: Rollout, scores: Scores) -> None:
-        """Train the policy on a rollout and its scores."""
-        old_logp_BT = self.old_logprobs(rollout)
-        ref_logp_BT = self.reference_logprobs(rollout)
-        advantages_BT = self.advantages(rollout, scores, old_logp_BT, ref_logp_BT)
-        signals = Signals(rollout.logp_BT.to(self.device), old_logp_BT, ref_logp_BT, advantages_BT)
+        """Train the policy on a rollout and its scores, on the ranks that its groups are assigned to."""
+        self.assignment = self.assigned(rollout, scores)
+        trained, trained_scores = self.assignment.hand_out(rollout, scores)
+        old_logp_BT = self.old_logprobs(trained)
+        ref_logp_BT = self.reference_logprobs(trained)
+        advantages_BT = self.advantages(trained, trained_scores, old_logp_BT, ref_logp_BT)
+        signals = Signals(trained.logp_BT.to(self.device), old_logp_BT, ref_logp_BT, advantages_BT)
         with self.meter.time("time/train_s"):
-            self.improve(rollout, signals)
+            self.improve(trained, signals)
+        advantages_BT = self.assignment.tokens_home(advantages_BT, trained, rollout)
         self.last_rollout = (rollout, scores, mean_over_tokens(advantages_BT, rollout))
         self.last_advantages_BT = advantages_BT
+
+    def assigned(self, rollout: Rollout, scores: Scores) -> Assignment:
+        """Decide which rank trains on which groups, from their costs and rewards. Collective."""
+        plan, (_, _, cost_P) = self.plan, group_flops(rollout, self.policy.cost)
+        idle_P = ~informative(scores.reward_B, plan.num_generations, scores.steps) & (self.highest is not None)
+        found_R2P = torch.zeros(plan.world_size, 2, len(cost_P), dtype=torch.float64)
+        found_R2P[rank()] = torch.stack([torch.from_numpy(cost_P).clamp(min=1), idle_P])
+        cost_RP, idle_RP = self.total(found_R2P).unbind(1)
+        taker_RP, balance = assign(cost_RP, idle_RP.bool(), plan.num_minibatches, self.config.grpo.balance == "auto")
+        if plan.world_size > 1:
+            self.meter.add("throughput/balance", balance)
+        return Assignment(taker_RP, plan.num_minibatches, rank(), partial(exchange_objects, device=self.device))
 
     def collect(self, step: int) -> tuple[Rollout, Scores]:
         """Return the step's rollout and its scores. With dynamic sampling, uninformative groups are replaced."""
@@ -190,7 +211,7 @@ class Trainer(Stage):
         """Make `num_iterations` passes of `num_minibatches` optimizer steps, all with the `old_logp` of the rollout."""
         self.progress.enter("update")
         settings = self.config.grpo, self.kl.beta, self.inputs.objective
-        waits, beat = self.features.policy_waits, self.progress.beat
+        waits, beat, temperature = self.features.policy_waits, self.progress.beat, self.config.rollout.temperature
         for number, batches in enumerate(map(list, self.optimizer_steps(rollout, signals))):
             for numbers in self.features.update(batches, beat):
                 self.meter.update(numbers)
@@ -199,15 +220,15 @@ class Trainer(Stage):
             for batch in batches:
                 beat()
                 term = self.features.term(batch.micro)
-                logp_bT, entropy_bT, *found = self.policy.forward(
-                    batch.micro, self.config.rollout.temperature, term.head
-                )
-                loss, numbers = self.loss(batch, logp_bT, entropy_bT, *settings)
-                added, of_term = term.loss(batch, logp_bT, entropy_bT, found)
+                with torch.set_grad_enabled(batch.has_gradient):
+                    logp_bT, entropy_bT, *found = self.policy.forward(batch.micro, temperature, term.head)
+                    loss, numbers = self.loss(batch, logp_bT, entropy_bT, *settings)
+                    added, of_term = term.loss(batch, logp_bT, entropy_bT, found)
                 loss, numbers = loss + added, numbers | of_term
-                self.policy.engine.backward(loss)
+                if batch.has_gradient:
+                    self.policy.engine.backward(loss)
                 self.kl.add(numbers)
-                self.meter.update(numbers)
+                self.meter.update(numbers | measure_gradients(batch))
                 self.trace.learned(batch, logp_bT, entropy_bT)
                 self.meter.add("policy/loss", loss / self.plan.optimizer_steps)
                 if number == 0:
@@ -221,7 +242,7 @@ class Trainer(Stage):
     def optimizer_steps(self, rollout: Rollout, signals: Signals) -> Iterator[Iterator[TrainBatch]]:
         """Iterate over the optimizer steps on a rollout, each as its weighted micro-batches. Collective."""
         split, limit = partial(self.micro_batches, rollout), self.config.rollout.max_completion_tokens
-        settings = self.config.grpo, limit, self.total
+        settings = self.config.grpo, limit, self.total, self.highest
         return optimizer_steps(rollout, signals, split, *settings, starts_on_policy=self.starts_on_policy)
 
     def micro_batches(self, rollout: Rollout, rows: Sequence[int], *, gradients: bool = True) -> list[MicroBatch]:

@@ -169,8 +169,9 @@ def test_truncated_completions_weigh_nothing_and_count_nowhere(loss_type, share)
     rollout = run.sample(run.draw_prompts(), 1, lambda *_: None)
     cut = [replace(c, finish="length") for c in rollout.completions[:2]]
     rollout = replace(rollout, completions=cut + rollout.completions[2:])
-    (batch,) = first_step(run, rollout)
-    by_row = {row: batch.weight_bT[i].tolist() for i, row in enumerate(batch.micro.rows)}
+    cut_out, learned = first_step(run, rollout)
+    assert not cut_out.has_gradient and learned.has_gradient
+    by_row = {row: b.weight_bT[i].tolist() for b in (cut_out, learned) for i, row in enumerate(b.micro.rows)}
     assert by_row[0] == by_row[1] == [0.0, 0.0]
     assert by_row[2] == pytest.approx([share, share])
 
@@ -180,10 +181,12 @@ def test_a_loss_of_nothing_is_zero(loss_type):
     run = trainer(Sampler(), {"mask_truncated": True, "loss_type": loss_type, "sampler_correction": "mask"})
     rollout = run.sample(run.draw_prompts(), 1, lambda *_: None)
     rollout = replace(rollout, completions=[replace(c, finish="length") for c in rollout.completions])
-    (batch,) = first_step(run, rollout)
-    loss = loss_of(run, batch)
-    loss.backward()
-    assert loss.item() == 0.0
+    batches = first_step(run, rollout)
+    assert [(b.has_gradient, len(b.micro.rows)) for b in batches] == [(False, P * G - 1), (True, 1)]
+    for batch in batches:
+        loss = loss_of(run, batch)
+        loss.backward()
+        assert loss.item() == 0.0
     assert "policy/entropy" not in run.meter.reduce()
 
 
@@ -331,3 +334,63 @@ def test_what_would_wait_is_noticed():
         with waits:
             operation()
         assert [seen.split()[0] for seen in waits.seen] == ([name] if name else [])
+
+
+class Plain(Policy):
+    """A policy whose engine is the bare model in float32, and whose steps change nothing. It counts the micro-batches
+    that go backward and those that only go forward."""
+
+    def __init__(self, packed: bool) -> None:
+        torch.manual_seed(0)
+        self.config, self.optimizer_steps, self.total_steps = PolicyConfig(micro_batch_tokens=40), 0, 10
+        self.engine = LogprobModel(build(tiny_config("qwen2"), ATTENTION if packed else "sdpa").train())
+        self.engine.backward, self.engine.device = self.backward, torch.device("cpu")
+        self.packs, self.backwards, self.forwards = packed, 0, 0
+
+    def backward(self, loss):
+        self.backwards += 1
+        loss.backward()
+
+    def forward(self, micro, temperature, more=None):
+        self.forwards += not torch.is_grad_enabled()
+        return super().forward(micro, temperature, more)
+
+    def step(self) -> StepResult:
+        return StepResult(1.0, True)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("zero", [range(P // 2), range(1, P), range(P)])
+def test_rows_whose_gradient_is_zero_leave_the_backward_pass_and_nothing_else_changes(packed, zero):
+    """Gradients and metrics are those of a step that trains on all rows. Where no row has a gradient one goes backward,
+    so that the optimizer steps."""
+    rollout = Rollout(
+        [Prompt(i, "", [i + 1] * (2 + i), {}) for i in range(P)],
+        [Completion([5 + n % 7] * (3 + n % 5), [-3.0] * (3 + n % 5), "stop") for n in range(P * G)],
+        G,
+    )
+    advantages_PGT = torch.randn(P, G, 7, generator=torch.Generator().manual_seed(1))
+    advantages_PGT[list(zero)] = 0.0
+    seen = {}
+    for leaves_out in (True, False):
+        policy = Plain(packed)
+        run = trainer(policy, {"num_minibatches": 2, "num_iterations": 2})
+        run.meter = Meter(["slow"])
+        assert run.highest is not None
+        run.highest = run.highest if leaves_out else None
+        run.improve(rollout, Signals(rollout.logp_BT, rollout.logp_BT, None, advantages_PGT.flatten(0, 1)))
+        gradients = torch.cat([p.grad.flatten() for p in policy.engine.parameters()])
+        seen[leaves_out] = gradients, run.meter.reduce(), (policy.backwards, policy.forwards)
+    (ours, values, counts), (theirs, expected, all_go_back) = seen[True], seen[False]
+    assert counts[0] < all_go_back[0] and counts[1] > 0 == all_go_back[1]
+    assert expected.pop("policy/no_gradient_frac") == 0.0
+    tokens = [rollout.lengths[group * G + k] for group in zero for k in range(G)]
+    share = values.pop("policy/no_gradient_frac")
+    assert share <= sum(tokens) / rollout.num_tokens and share >= (sum(tokens) - 2 * 7) / rollout.num_tokens
+    assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7) and values == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("grpo", [{"beta": 0.1}, {"entropy_coef": 0.1}])
+def test_rows_that_have_another_term_stay_in_the_backward_pass(grpo):
+    assert trainer(Sampler(), grpo).highest is None
+    assert trainer(Sampler(), {"beta": 0.1, "kl_in": "reward"}).highest is not None

@@ -103,6 +103,9 @@ class GrpoConfig:
     """Number of passes over each rollout (mu in DeepSeekMath)."""
     num_minibatches: Count = 1
     """Number of optimizer steps in each pass over a rollout."""
+    balance: Literal["auto", "off"] = "auto"
+    """Which rank trains on a group. `off`: the rank that sampled it. `auto`: another rank where ranks would wait for
+    each other because their completions differ in length. The loss is the same up to rounding."""
 
     @model_validator(mode="after")
     def _check_contradictions(self) -> GrpoConfig:

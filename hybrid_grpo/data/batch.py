@@ -139,6 +139,8 @@ class Rollout:
     """[B], group after group."""
     num_generations: int
     """G"""
+    minibatch_groups: Sequence[int] = ()
+    """Number of groups in each minibatch, in order; empty if minibatches are of equal size."""
 
     @property
     def row_prompts(self) -> list[Prompt]:
@@ -383,6 +385,8 @@ class TrainBatch:
     writers: dict[str, Tensor] = field(default_factory=dict)
     """bool [b, 1] by the name of each other writer that is learned from, True on that writer's rows. Ratios of these
     rows are relative to the recorded log-probabilities, `sampler_logp_bT`."""
+    has_gradient: bool = True
+    """False if the loss of these rows has the gradient 0, so that a forward is enough."""
 
     @property
     def own_bT(self) -> Tensor:

@@ -121,6 +121,12 @@ AVERAGES: dict[str, Callable[[Tensor, int, int, int], Tensor | int]] = {
 """Functions of the mask, all tokens, all rows and the longest completion allowed; the result divides a token's loss."""
 
 
+def learns_from_advantages_alone(grpo: GrpoConfig, objective: Objective | None) -> bool:
+    """Return whether tokens whose advantage is 0 add nothing to the gradient of `micro_batch_loss`."""
+    has_kl = grpo.beta != 0 and grpo.kl_in == "loss"
+    return not has_kl and grpo.entropy_coef == 0 and objective is None
+
+
 def token_weights(
     mask_bT: Tensor,
     loss_type: Literal["dapo", "grpo", "dr_grpo"],

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -11,6 +12,11 @@ from hybrid_grpo.data.batch import MicroBatch, Rollout, TrainBatch
 from hybrid_grpo.grpo.advantages import Total
 from hybrid_grpo.grpo.loss import token_weights
 from hybrid_grpo.model.upload import upload
+
+_TRAINING = 3
+"""Cost of a forward and a backward pass, in forward passes."""
+_WORTH_LEAVING = 0.95
+"""Highest cost, as a share of the cost of a step that trains on all rows, at which rows leave the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +37,11 @@ class Signals:
 def optimizer_steps(
     rollout: Rollout,
     signals: Signals,
-    split: Callable[[Sequence[int]], list[MicroBatch]],
+    split: Callable[..., list[MicroBatch]],
     grpo: GrpoConfig,
     max_completion_tokens: int,
     total: Total,
+    highest: Total | None = None,
     *,
     starts_on_policy: bool,
 ) -> Iterator[Iterator[TrainBatch]]:
@@ -44,9 +51,11 @@ def optimizer_steps(
     Completions that are not learned from are left out.
 
     Args:
-        split: splits rows into micro-batches, the same number on every rank; called once for each minibatch.
+        split: splits rows into micro-batches, the same number on every rank, for forwards with or without `gradients`.
         max_completion_tokens: see `token_weights`.
         total: sums over ranks; called once.
+        highest: takes maxima over ranks; called once. With it, rows of advantage 0 may leave the backward pass (see
+            `backward_parts`); None if they have a gradient all the same.
         starts_on_policy: whether the ratio of the first optimizer step is 1 by construction, so that its own
             log-probabilities serve as `old_logp`.
     """
@@ -55,11 +64,16 @@ def optimizer_steps(
     counts_B = upload(counts, device)
     writers = dict.fromkeys(c.writer for c in rows if c.writer and c.learned)
     writers_B = {name: upload([c.writer == name for c in rows], device) for name in writers}
-    share = len(counts) // grpo.num_minibatches
-    parts = [range(first, first + share) for first in range(0, len(counts), share)]
-    minibatches = [[row for row in part if rows[row].learned] for part in parts]
+    minibatches = [[row for row in part if rows[row].learned] for part in minibatch_rows(rollout, grpo.num_minibatches)]
     # All uploads and collectives come before the first forward: nothing between two micro-batches waits for the GPU.
-    micro_batches = [split(rows) for rows in minibatches]
+    by_gradient: list[dict[bool, list[int]]] = [{True: rows} for rows in minibatches]
+    if highest is not None:
+        moves_B = (signals.advantages_BT != 0).logical_and(upload(rollout.mask_BT, device)).any(1) & counts_B
+        by_gradient = backward_parts(rollout.lengths, moves_B.tolist(), minibatches, highest)
+    micro_batches = [
+        [(micro, gradients) for gradients, rows in part.items() for micro in split(rows, gradients=gradients)]
+        for part in by_gradient
+    ]
     sums = totals(rollout.lengths, counts, minibatches, total)
     for number in range(grpo.num_iterations * grpo.num_minibatches):
         minibatch = number % grpo.num_minibatches
@@ -68,8 +82,39 @@ def optimizer_steps(
         yield train_batches(micro_batches[minibatch], given, *counted, grpo, max_completion_tokens, writers_B)
 
 
+def minibatch_rows(rollout: Rollout, count: int) -> list[range]:
+    """Return the rows of each of `count` minibatches."""
+    groups, size = rollout.minibatch_groups or [len(rollout.prompts) // count] * count, rollout.num_generations
+    return [range((end - own) * size, end * size) for own, end in zip(groups, accumulate(groups), strict=True)]
+
+
+def backward_parts(
+    lengths: Sequence[int], moves: Sequence[bool], minibatches: Sequence[list[int]], highest: Total
+) -> list[dict[bool, list[int]]]:
+    """Return the rows of each minibatch by whether they take part in the backward pass.
+
+    Rows that do not move the policy get only a forward, for their metrics, if that saves time although it needs more
+    forwards. Ranks wait for each other in every micro-batch, so the ranks with most tokens decide.
+
+    Args:
+        lengths, moves: for each completion, its tokens, and whether its loss may have a gradient other than 0.
+        minibatches, highest: see `totals` and `optimizer_steps`.
+    """
+    parts, costs = [], []
+    for rows in minibatches:
+        # At least one row goes backward, since an optimizer step changes weights even where all gradients are 0.
+        kept = {row for row in rows if moves[row]} or set(sorted(rows, key=lengths.__getitem__)[:1])
+        parts.append({of: [row for row in rows if (row in kept) == of] for of in (False, True)})
+        costs.append([sum(lengths[row] for row in some) for some in (*parts[-1].values(), rows)])
+    most = highest(torch.tensor(costs)).tolist()
+    return [
+        part if forwards + _TRAINING * trained < _WORTH_LEAVING * _TRAINING * whole else {True: rows}
+        for rows, part, (forwards, trained, whole) in zip(minibatches, parts, most, strict=True)
+    ]
+
+
 def train_batches(
-    micro_batches: Iterable[MicroBatch],
+    micro_batches: Iterable[tuple[MicroBatch, bool]],
     signals: Signals,
     counts_B: Tensor,
     totals: tuple[int, int],
@@ -80,12 +125,13 @@ def train_batches(
     """Yield the micro-batches of one optimizer step with their signals, weighted by the step's counts over all ranks.
 
     Args:
+        micro_batches: each with whether its loss has a gradient.
         counts_B: bool [B], True for completions in the loss: all that are learned from, or only those not truncated.
         totals: the tokens and rows of this step on all ranks.
         writers_B: bool [B] by name of each writer, other than the policy, that is learned from: True for its
             completions.
     """
-    for micro in micro_batches:
+    for micro, has_gradient in micro_batches:
         weight_bT = token_weights(
             micro.mask_bT & micro.of_rows(counts_B[:, None]),
             grpo.loss_type,
@@ -101,6 +147,7 @@ def train_batches(
             micro.of_rows(signals.advantages_BT),
             weight_bT,
             {name: micro.of_rows(rows_B[:, None]) for name, rows_B in writers_B.items()},
+            has_gradient,
         )
 
 

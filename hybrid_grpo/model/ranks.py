@@ -4,11 +4,12 @@ In a single process the collectives are the identity, whether or not a process g
 """
 
 import os
+import pickle
 import shutil
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -133,6 +134,11 @@ def sum_over_ranks(values: Tensor, device: torch.device) -> Tensor:
     return all_reduce(values.to(device)).cpu()
 
 
+def max_over_ranks(values: Tensor, device: torch.device) -> Tensor:
+    """Return the elementwise maximum over ranks, on the CPU; the collective takes place on `device`."""
+    return all_reduce(values.to(device), "max").cpu()
+
+
 def gather_objects(value: Any) -> list[Any] | None:
     """Return the values of all ranks in rank order on rank 0, and None on the others."""
     if world_size() == 1:
@@ -149,6 +155,20 @@ def all_gather_objects(value: T) -> list[T]:
     values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def exchange_objects(values: Sequence[Any], device: torch.device) -> list[Any]:
+    """Send one value to each rank, in rank order, and return those that all ranks sent to this one. Collective, on
+    `device`."""
+    own = rank()
+    sent = [b"" if to == own else pickle.dumps(value, pickle.HIGHEST_PROTOCOL) for to, value in enumerate(values)]
+    sizes = torch.tensor([len(data) for data in sent], device=device)
+    dist.all_to_all_single(found_sizes := torch.empty_like(sizes), sizes)
+    found = torch.empty(int(found_sizes.sum()), dtype=torch.uint8, device=device)
+    data = torch.frombuffer(bytearray().join(sent), dtype=torch.uint8).to(device)
+    dist.all_to_all_single(found, data, found_sizes.tolist(), sizes.tolist())
+    parts = found.cpu().split(found_sizes.tolist())
+    return [values[own] if of == own else pickle.loads(part.numpy().data) for of, part in enumerate(parts)]
 
 
 def from_first_rank(value: T) -> T:

@@ -35,6 +35,7 @@ class Scored:
     device."""
 
     rollout: Rollout
+    """The groups that this rank trains on, which other ranks may have sampled."""
     scores: Scores
     old_logp_BT: Tensor | None
     """Log-probabilities of the policy that sampled; None if nothing needs them (see `Feature.needs_old_logp`)."""
@@ -178,6 +179,11 @@ class Features:
     def needs_old_logp(self) -> bool:
         """Whether any feature needs the log-probabilities of the policy that sampled."""
         return any(feature.needs_old_logp for feature in self._features)
+
+    @property
+    def learn_beside_advantages(self) -> bool:
+        """Whether any feature learns from rows whose advantages are 0: by a term of the loss, or by its own update."""
+        return bool(self._with("loss") or self._with("update"))
 
     @property
     def policy_waits(self) -> bool:

@@ -19,6 +19,7 @@ FREE = (
     *("policy.attn_implementation", "policy.shared_prefix", "policy.gradient_checkpointing"),
     *("policy.micro_batch_tokens", "policy.pickled_weights", "policy.verify"),
     *("rollout.max_slots", "rollout.prefill_tokens", "rollout.cache_gb", "rollout.keep_cache", "rollout.drafts"),
+    "grpo.balance",
 )
 """Settings that may change between a checkpoint and the run that resumes from it: they decide how the run is computed,
 saved and shown. All others decide what is learned from which data; they may change only with run.allow_changes."""

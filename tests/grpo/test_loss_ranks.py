@@ -26,7 +26,7 @@ def test_a_step_does_not_depend_on_the_ranks(seen, name):
     for one in ours:
         assert one["drawn"] == alone["drawn"]
         assert one["beta"] == pytest.approx(alone["beta"], rel=1e-9)
-        assert one["metrics"].keys() == alone["metrics"].keys() | {"time/straggler_s"}
+        assert one["metrics"].keys() == alone["metrics"].keys() | {"time/straggler_s", "throughput/balance"}
         for metric in ("policy/loss", "policy/grad_norm", "policy/entropy", "reward/mean"):
             assert one["metrics"][metric] == pytest.approx(alone["metrics"][metric], rel=1e-6, abs=1e-7), metric
     assert alone["metrics"]["policy/grad_norm"] > 0
@@ -93,3 +93,32 @@ def test_old_logp_and_the_reference_are_computed_once_for_four_passes(seen, worl
     assert iterated["calls"] == {"Reference": 1, "Policy": 1, "forward": 4 * trained}
     first, *later = iterated["clipped"]
     assert first == 0 and len(later) == 3 and all(count > 0 for count in later)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", ["uneven", "all"])
+def test_groups_without_a_gradient_leave_the_backward_pass_of_every_rank(seen, world, name):
+    """A rank without any gradient runs as many micro-batches as the others, and if there is none at all the optimizer
+    steps all the same."""
+    for one in seen[world]:
+        ours, theirs = one["zeros"][f"{name}, left out"], one["zeros"][f"{name}, trained on"]
+        assert theirs["policy/no_gradient_frac"] == 0 < ours["policy/no_gradient_frac"] < 1
+        assert ours["policy/grad_norm"] == pytest.approx(theirs["policy/grad_norm"], rel=1e-6)
+        for metric in ("policy/loss", "policy/entropy", "policy/ratio_max", "parity/logp_abs_diff_mean"):
+            assert ours[metric] == pytest.approx(theirs[metric], rel=1e-6, abs=1e-7), metric
+        assert (ours["policy/grad_norm"] == 0) == (name == "all")
+
+
+@pytest.mark.ranks
+def test_a_balanced_step_is_the_same_step(seen):
+    """Groups move to the rank that has little to train on. Loss and gradient stay the same, and what the step hands on
+    stays where the groups were sampled."""
+    assert not seen[1][0]["balanced"]["auto"]["moves"]
+    for one in seen[2]:
+        ours, theirs = one["balanced"]["auto"], one["balanced"]["off"]
+        assert ours["moves"] and not theirs["moves"]
+        assert ours["mean"] == theirs["mean"] and ours["advantages"] == theirs["advantages"]
+        assert theirs["metrics"]["throughput/balance"] < 0.75 and ours["metrics"]["throughput/balance"] > 0.85
+        for metric in ("policy/loss", "policy/grad_norm", "policy/kl", "policy/entropy", "parity/logp_abs_diff_mean"):
+            assert ours["metrics"][metric] == pytest.approx(theirs["metrics"][metric], rel=1e-6, abs=1e-8), metric

@@ -13,7 +13,7 @@ from rank_programs import build, counted, main
 
 from hybrid_grpo.config import GrpoConfig, RewardConfig
 from hybrid_grpo.config.checks import batch_plan
-from hybrid_grpo.model.ranks import world_size
+from hybrid_grpo.model.ranks import rank, world_size
 from hybrid_grpo.policy import Reference
 from hybrid_grpo.rewards.loader import load_rewards
 from hybrid_grpo.rewards.scorer import Rewards
@@ -94,6 +94,8 @@ def objectives(folder: Path) -> dict[str, Any]:
         "objectives": seen,
         "refresh": {str(stage): refreshed(folder, stage) for stage in (3, 0)},
         "iterated": iterated(folder),
+        "zeros": zeros(folder),
+        "balanced": balanced(folder),
     }
 
 
@@ -130,6 +132,49 @@ def refreshed(folder: Path, stage: int) -> dict[str, Any]:
     reference.load(folder / f"checkpoint.{stage}.{world_size()}")
     seen["restored"] = torch.equal(reference.logprobs(batches, shape, 1.0), half_logp_BT)
     seen["changed"] = not torch.equal(half_logp_BT, ref_logp_BT)
+    return seen
+
+
+def zeros(folder: Path) -> dict[str, Any]:
+    """Steps in which groups have advantages of 0, with and without a backward pass of them: on the first rank half of
+    the groups, on the second all; and on both ranks all."""
+    trainer, seen = build(folder, num_minibatches=2), {}
+    trainer.config = replace(trainer.config, grpo=replace(trainer.config.grpo, balance="off"))
+    trainer.policy.lr_scale = 0.0
+    rollout, scores = trainer.collect(1)
+    trainer.meter.reduce()
+    highest = trainer.highest
+    for name, kept in {"uneven": [] if rank() else [0, 2], "all": []}.items():
+        advantages_PT = torch.zeros(len(rollout.prompts), 12)
+        advantages_PT[kept] = 0.5
+        trainer.advantages = lambda *_, of=advantages_PT: of.repeat_interleave(4, 0)  # type: ignore[method-assign]
+        for way in (highest, None):
+            trainer.highest = way
+            trainer.learn(rollout, scores)
+            seen[f"{name}, {'left out' if way else 'trained on'}"] = trainer.meter.reduce()
+    return seen
+
+
+def balanced(folder: Path) -> dict[str, Any]:
+    """A rollout whose completions are shorter on the first rank, trained on where it was sampled and balanced."""
+    trainer, seen = build(folder, num_minibatches=2, num_iterations=2, beta=0.1), {}
+    trainer.policy.lr_scale = 0.0
+    rollout, scores = trainer.collect(1)
+    trainer.meter.reduce()
+    longest = 12 if rank() else 3
+    rows = [replace(c, token_ids=c.token_ids[:longest], logp=c.logp[:longest]) for c in rollout.completions]
+    for way in ("auto", "off"):
+        trainer.config = replace(trainer.config, grpo=replace(trainer.config.grpo, balance=way))
+        trainer.learn(replace(rollout, completions=rows), scores)
+        assert trainer.last_rollout is not None and trainer.last_advantages_BT is not None
+        seen[way] = {
+            "metrics": trainer.meter.reduce(),
+            "moves": trainer.assignment.moves,
+            "mean": trainer.last_rollout[2].tolist(),
+            "advantages": [
+                of[: len(c.token_ids)].tolist() for of, c in zip(trainer.last_advantages_BT, rows, strict=True)
+            ],
+        }
     return seen
 
 

@@ -70,6 +70,12 @@ class _Group:
     def broadcast_object_list(self, values: list[Any], src: int) -> None:
         values[:] = self._all(list(values))[src]
 
+    def all_to_all_single(
+        self, found: Tensor, sent: Tensor, found_sizes: list[int] | None = None, sent_sizes: list[int] | None = None
+    ) -> None:
+        parts = self._all(sent.split(sent_sizes or 1))
+        torch.cat([of_rank[self.get_rank()] for of_rank in parts], out=found)
+
     def barrier(self) -> None:
         self._barrier.wait()
 

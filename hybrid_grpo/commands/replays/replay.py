@@ -13,6 +13,7 @@ from torch import Tensor
 from hybrid_grpo.commands.replays.saved_rollouts import Key, SavedRow, key_of
 from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.data.batch import Numbers, Rollout, TrainBatch
+from hybrid_grpo.grpo.balance import Assignment
 from hybrid_grpo.grpo.loss import Objective, kl_penalty, micro_batch_loss, sampler_correction, surrogate
 from hybrid_grpo.policy import TrainedModel
 from hybrid_grpo.records.alarms.alarms import Alarms
@@ -73,6 +74,17 @@ class LossRecorder:
             for place, (row, length) in enumerate(zip(batch.micro.rows, lengths, strict=True)):
                 self.seen[iteration, row] = {name: v and v[place][:length] for name, v in columns.items()}
         return micro_batch_loss(batch, logp_bT, entropy_bT, grpo, beta, objective)
+
+    def bring_home(self, assignment: Assignment, num_generations: int) -> None:
+        """Turn `seen`, by the rows that this rank trained on, into the same by the rows that it sampled. Collective."""
+        groups: list[dict[tuple[int, int], Any]] = [{} for _ in assignment.taken]
+        for (iteration, row), columns in self.seen.items():
+            groups[row // num_generations][iteration, row % num_generations] = columns
+        self.seen = {
+            (iteration, group * num_generations + sample): columns
+            for group, found in enumerate(assignment.bring_home(groups))
+            for (iteration, sample), columns in found.items()
+        }
 
     def table(
         self, rollout: Rollout, first_group: int, advantages_BT: Tensor, num_iterations: int, text: TokenText

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from hybrid_grpo.data.batch import Numbers, Rollout
-from hybrid_grpo.model.flops import Cost
+from hybrid_grpo.model.flops import Cost, Floats
 from hybrid_grpo.model.hardware import peak_flops
 from hybrid_grpo.records.metrics.meter import Meter
 
@@ -31,7 +31,8 @@ def measure_flops(rollout: Rollout, passes: int, policy: Policy, meter: Meter) -
         work["reference"] = read
     # Without a learning rate the policy did not learn: the step was skipped, or only a feature learned.
     if meter.total("policy/lr"):
-        work["train"] = train * passes
+        without = meter.mean("policy/no_gradient_frac")
+        work["train"] = (train * (1 - without) + read * without) * passes
     numbers: Numbers = {f"flops/{stage}": (flops / _TERA, 1) for stage, flops in work.items()}
     peak = _peak(policy.engine.device) if policy.config.dtype == "bfloat16" else None
     for stage in ("generate", "train"):
@@ -48,6 +49,12 @@ def stage_flops(rollout: Rollout, cost: Cost) -> tuple[float, float, float]:
     sequences, attention counts at full length, as in PaLM, although causal attention needs only half of that. In
     decoding, only the tokens that are attended to count.
     """
+    generate, once_P, trained_P = group_flops(rollout, cost)
+    return generate, float(once_P.sum()), float(trained_P.sum())
+
+
+def group_flops(rollout: Rollout, cost: Cost) -> tuple[float, Floats, Floats]:
+    """Return what `stage_flops` does, the latter two for each group, [P]."""
     prompt_P = np.array([len(prompt.token_ids) for prompt in rollout.prompts], float)
     shape = len(rollout.prompts), rollout.num_generations
     sampled_PG = np.array(rollout.lengths, float).reshape(shape)
@@ -58,11 +65,11 @@ def stage_flops(rollout: Rollout, cost: Cost) -> tuple[float, float, float]:
     whole_PG = prompt_P[:, None] + read_PG
     prefill = cost.forward(prompt_P, prompt_P, 0) * own_PG.any(1)
     decode = cost.forward(read_PG, prompt_P[:, None] + (read_PG + 1) / 2, sampled_PG) * own_PG
-    once, trained = (
-        of(prompt_P, prompt_P, 0) @ learned_PG.any(1) + (of(read_PG, whole_PG, sampled_PG) * learned_PG).sum()
+    once_P, trained_P = (
+        of(prompt_P, prompt_P, 0) * learned_PG.any(1) + (of(read_PG, whole_PG, sampled_PG) * learned_PG).sum(1)
         for of in (cost.forward, cost.training)
     )
-    return float(prefill.sum() + decode.sum()), float(once), float(trained)
+    return float(prefill.sum() + decode.sum()), once_P, trained_P
 
 
 @functools.cache

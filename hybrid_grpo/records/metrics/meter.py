@@ -82,6 +82,12 @@ class Meter:
         """Return the sum of the values that this rank added under a name since the last `reduce`."""
         return sum(float(value) for value, _ in self._added.get(name, ()))
 
+    def mean(self, name: str) -> float:
+        """Return the weighted mean of the numbers that this rank added under a name since the last `reduce`, or 0."""
+        pairs = self._added.get(name, ())
+        weight = sum(float(count) for _, count in pairs)
+        return sum(float(value) * float(count) for value, count in pairs) / weight if weight else 0.0
+
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
         """Add the seconds that the `with` block takes, and record the block as a stage of the step. Waits for the GPU
