@@ -39,11 +39,11 @@ def same(groups, others, gap):
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("architecture", ["gemma3_text", "deepseek_v3"])
 def test_completions_with_drafts_are_those_without(architecture, sampling, monkeypatch):
-    """With few pages, so that sequences are preempted, and with answers of tools, too. Products of torch, which two of
-    these models need, round otherwise with another number of rows, as does reading again what was preempted."""
-    exact = architecture in ("qwen3", "gemma3_text")
+    """With few pages, so that sequences are preempted, and with answers of tools, too. Products of torch, which one of
+    these models needs, round otherwise with another number of rows, as does reading again what was preempted."""
+    exact = architecture == "gemma3_text"
     model = build(tiny_config(architecture), ATTENTION)
     monkeypatch.setattr(loops, "PAGE", 4)
     small = 26 * 4 * loops._prepared(model).token_bytes / 2**30
