@@ -20,7 +20,7 @@ def test_the_gradient_of_a_step_is_the_sum_of_both_losses_gradients(tmp_path: Pa
     tokenizer.save_pretrained(tmp_path / "model")
     build(tiny_config("qwen2", vocab_size=len(tokenizer))).save_pretrained(tmp_path / "model")
     (seen,) = ranks(1, "gradients", tmp_path, programs=str(Path(__file__).with_name("programs.py")))
-    assert seen["error"] < 1e-6 and min(seen["largest"]) > 1e-3, seen
+    assert seen["error"] < 3e-6 and min(seen["largest"]) > 1e-3, seen
     assert seen["loss"][0] == pytest.approx(seen["loss"][1], rel=1e-5)
     first, second = seen["batches"]
     assert first != second and seen["position"] == len(first + second) == 10, "each optimizer step draws its own rows"
