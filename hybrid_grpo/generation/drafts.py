@@ -31,6 +31,8 @@ _MOST_ENTRIES = 1 << 20
 """Maximum number of tokens in the index, of about 250 bytes each; beyond, only tokens of sequences with drafts."""
 _GAIN = 1.05
 """Drafts are used if a step is expected to give this many times the tokens per second of a step without drafts."""
+_BEST, _SURE = 0.8, 0.98
+"""Share of a draft's tokens that is hoped for before anything is known, and that is expected at most."""
 _FEW = 2.0
 """Number of drafted tokens as which the first guess counts."""
 _KEPT_HITS, _KEPT_TIMES = 0.97, 0.9
@@ -60,16 +62,21 @@ class Drafter:
         """Sequences of which the index of their group may lack tokens."""
         self._misses, self._paused, self._pause, self._pauses = 0, 0, _PAUSE, 0
         self.drafted = self.held = 0
+        for kind, hits in self._hits.items():
+            # Texts change: what did not hold in the last call is tried again.
+            hits.held = (hits.held + _first_guess(kind) * hits.checked) / 2
 
     def may_help(self, rows: int, slots: int) -> bool:
-        """Whether a step of `rows` sequences could gain from drafts that all hold. Takes almost no time."""
+        """Whether a step of `rows` sequences would gain if all had a draft of the kind that holds best. Takes almost no
+        time."""
         if self._paused:
             self._paused -= 1
             return False
         if not 0 < rows <= _MOST_ROWS or not (plain := self._plain.of(rows)):
             return False
-        wanted = _GAIN * rows / plain
-        return any(min(size, rows * (1 + _LONGEST)) > wanted * self._seconds(size) for size in _sizes(rows, slots))
+        share = min(max((hits.share for hits in self._hits.values()), default=_BEST), _SURE)
+        wanted = _GAIN * (1 - share) / plain
+        return any(1 - share ** (size / rows) > wanted * self._seconds(size) for size in _sizes(rows, slots))
 
     def propose(self, active: list[Sequence], slots: int) -> list[list[int]]:
         """Return a draft for every sequence, most of them perhaps empty, for a step of at most `slots` rows. Return an
@@ -114,9 +121,8 @@ class Drafter:
 
     def _of(self, matched: int) -> _Hits:
         """The drafts after about as many matching tokens."""
-        # Before anything is known, the longer the match, the likelier its continuation.
         kind = matched.bit_length()
-        return self._hits.setdefault(kind, _Hits(_FEW * kind / (kind + 1), _FEW))
+        return self._hits.setdefault(kind, _Hits(_FEW * _first_guess(kind), _FEW))
 
     def _index(self, sequence: Sequence) -> _Index:
         """Return the index of a sequence's group."""
@@ -131,7 +137,8 @@ class Drafter:
         room = _READ
         for sequence in active:
             room -= self._index(sequence).take_in(sequence, room)
-        while room > 0 and self._unread and sum(map(len, self._indices.values())) < _MOST_ENTRIES:
+        room = min(room, _MOST_ENTRIES - sum(map(len, self._indices.values())))
+        while room > 0 and self._unread:
             index, other = self._unread[0]
             room -= index.take_in(other, room)
             if index.has_all(other):
@@ -214,6 +221,12 @@ class _Trace:
             self.at, self.matched = self.at + 1, self.matched + 1
         else:
             self.source = None
+
+
+def _first_guess(kind: int) -> float:
+    """Return the share of tokens that may hold after matches of 2^(kind - 1) tokens or more: the longer the match, the
+    likelier its continuation."""
+    return kind / (kind + 1)
 
 
 def _match(tokens: list[int], source: list[int], at: int) -> int:
