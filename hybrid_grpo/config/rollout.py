@@ -125,10 +125,10 @@ class RolloutConfig:
     """Whether a GPU keeps the cache, gathered weights and CUDA graphs from rollout to rollout, so that graphs are
     captured once per run. `auto` keeps them if the memory plan has room for them in training. A CPU keeps none."""
 
-    drafts: Literal["siblings", "off"] = "siblings"
-    """Where few completions are left, sample several tokens of each per forward pass, after a draft of what probably
-    comes next: what followed the same tokens before, in the prompt or in a completion of the group. Tokens are those
-    that would be sampled without drafts. `off` never does so; `siblings` does where it makes sampling faster."""
+    drafts: Literal["siblings", "off"] = "off"
+    """`siblings`: where few completions are left, sample several tokens of each per forward pass, after a draft of what
+    probably comes next: what followed the same tokens before, in the prompt or in a completion of the group. Tokens are
+    those that would be sampled without drafts."""
 
     tools: list[ToolConfig] = field(default_factory=list)
     """Functions that the model may call between its turns, as `path/to/file.py:name`. They need type hints, and a
@@ -302,6 +302,7 @@ class RolloutConfig:
             ("environment_processes", self.environment_processes is not None, "completes all prompts at the same time"),
             ("cache_gb", self.cache_gb is not None, "does not bound its caches"),
             ("keep_cache", self.keep_cache == "on", "builds its caches anew"),
+            ("drafts", self.drafts != "off", "samples one token at a time"),
         ):
             refuse(
                 is_set,
