@@ -84,7 +84,8 @@ def complete(
     drafter: Drafter | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """Complete every request with the decoder that `config` names. `model` has the attention that `attention_of` names;
-    for the other arguments and the result see `generation.generate`. Default for `drafter`: one that knows nothing."""
+    `drafter` has an effect with `rollout.drafts` only; default: one that knows nothing. For the other arguments and the
+    result see `generation.generate`."""
     decoder: Callable[..., Any] = fallback.generate
     if config.decoder == "paged":
         memory: dict[str, Any] = {

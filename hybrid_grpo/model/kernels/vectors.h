@@ -10,11 +10,9 @@
 #ifdef __AVX512F__
 #define LANES 16
 #define ROWS 6
-#define REGISTER "+v"
 #else
 #define LANES 8
 #define ROWS 3
-#define REGISTER "+x"
 #endif
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
@@ -28,8 +26,10 @@ typedef int lanes __attribute__((vector_size(4 * LANES)));
 #endif
 
 /* Keeps a vector in a register while it is used several times; the compiler would load it for every use. */
-#if defined(__AVX512F__) || defined(__AVX2__)
-#define KEEP(vector) __asm__("" : REGISTER(vector))
+#if defined(__AVX512F__)
+#define KEEP(vector) __asm__("" : "+v"(vector))
+#elif defined(__AVX2__)
+#define KEEP(vector) __asm__("" : "+x"(vector))
 #else
 #define KEEP(vector)
 #endif
