@@ -59,8 +59,9 @@ class Evaluation:
 
         rollout, task, held_out = self.config.rollout, self.task, self.task.eval_sets[0]
         model = load_model(replace(self.config.policy, model=str(weights)), attention_of(rollout.decoder)).eval()
-        groups, _ = complete(model, task.tokenizer, held_out.requests, held_out.sampling, rollout)
-        return float(held_out.results(groups).right_PG.double().mean())
+        requests = held_out.requests(held_out.prompts)
+        groups, _ = complete(model, task.tokenizer, requests, held_out.sampling, rollout)
+        return float(held_out.results(held_out.prompts, groups).right_PG.double().mean())
 
 
 def learning_rates(config: dict[str, Any]) -> list[float]:

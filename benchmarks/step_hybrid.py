@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -58,15 +58,16 @@ def build(arguments: list[str]) -> Trainer:
 
 
 @contextmanager
-def forced(lengths: list[list[int]] | None) -> Iterator[None]:
-    """Within the context, requests in the order of the data have the given lengths."""
+def forced(lengths: list[list[int]] | Callable[[Any], list[int]] | None) -> Iterator[None]:
+    """Within the context, requests have the given lengths, in the order of the data or by a function of the request."""
     if lengths is None:
         yield
         return
     plain = generation.generate
 
     def generate(model: Any, requests: Any, *args: Any, **kwargs: Any) -> Any:
-        limited = [replace(request, limits=group) for request, group in zip(requests, lengths, strict=True)]
+        groups = map(lengths, requests) if callable(lengths) else lengths
+        limited = [replace(request, limits=group) for request, group in zip(requests, groups, strict=True)]
         return plain(model, limited, *args, **kwargs)
 
     generation.generate = generate

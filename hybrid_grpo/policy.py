@@ -18,6 +18,7 @@ from hybrid_grpo.data.packing import Places, Supports, pack, pack_pairs, pad, pa
 from hybrid_grpo.engine import StepResult
 from hybrid_grpo.generation import (
     Drafter,
+    Enough,
     Journal,
     OnFinish,
     OnStep,
@@ -200,19 +201,27 @@ class Policy(TrainedModel):
         on_finish: OnFinish | None = None,
         on_step: OnStep | None = None,
         given: Mapping[int, Completion] | None = None,
+        begun: Mapping[int, Sequence[Completion]] | None = None,
+        enough: Enough | None = None,
     ) -> tuple[Rollout, Stats]:
         """Sample `num_generations` completions of every prompt, except for those that the journal or `given` already
-        has; `given` is keyed by random stream (see `requests_of`). Ranks enter and leave together."""
+        has; `given` is keyed by random stream (see `requests_of`). `begun` has the completions of prompts, by index,
+        from an earlier step: those that are open go on. `enough` is that of `generate`. Ranks enter and leave
+        together."""
         requests, sampling = requests_of(prompts, config, seed, step), sampling_of(config, stop_ids)
+        given, goes_on = dict(given or {}), dict[int, Completion]()
+        for index, group in (begun or {}).items():
+            for key, completion in zip(requests[index].keys, group, strict=True):
+                (goes_on if completion.finish == "open" else given)[key] = completion
         with record_function("stage/generate"), self.engine.generation() as view:
 
             def sample(requests: list[Request], on_finish: OnFinish | None) -> Any:
-                return self._complete(view, requests, sampling, config, on_finish, on_step)
+                return self._complete(view, requests, sampling, config, on_finish, on_step, enough)
 
             if self.journal is None:
-                groups, stats = complete_rest(requests, given or {}, on_finish, sample)
+                groups, stats = complete_rest(requests, given, on_finish, sample, begun=goes_on)
             else:
-                groups, stats = self.journal.complete(step, requests, on_finish, sample, given)
+                groups, stats = self.journal.complete(step, requests, on_finish, sample, given, goes_on)
         return Rollout(prompts, [c for group in groups for c in group], config.num_generations), stats
 
     def complete(
@@ -231,9 +240,11 @@ class Policy(TrainedModel):
         config: RolloutConfig,
         on_finish: OnFinish | None,
         on_step: OnStep | None,
+        enough: Enough | None = None,
     ) -> tuple[list[list[Completion]], Stats]:
         task = requests, sampling, config
         kept: dict[str, Any] = {"workspace": self.workspace, "turns": self.turns, "drafter": self.drafter}
+        kept["enough"] = enough
         return complete(view, self.tokenizer, *task, on_finish, on_step, **kept)
 
     def micro_batches(

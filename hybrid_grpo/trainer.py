@@ -29,6 +29,7 @@ from hybrid_grpo.records.metrics.measurements import (
     measure_step,
     sampling_spans,
 )
+from hybrid_grpo.run.carry import Carry
 from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.feature import Feature, Features, Scored, metric_names
 from hybrid_grpo.run.inputs import RunInputs
@@ -70,6 +71,11 @@ class Trainer(Stage):
         # The training forward has the recorded distribution, unless it is filtered and its support is not known.
         self.starts_on_policy = config.recomputes_old_logp or config.rollout.logprobs != "sampling"
         self.parts = {"loader": self.loader, "kl": self.kl}
+        self.exchange = partial(exchange_objects, device=device)
+        self.carry: Carry | None = None
+        if config.rollout.carry:
+            self.carry = Carry(config.rollout, plan, inputs.training.prompts, self.exchange)
+            self.parts["carry"] = self.carry
         self.shards = reference if config.grpo.ref_every else None
 
     def step(self, step: int) -> None:
@@ -94,7 +100,9 @@ class Trainer(Stage):
         old_logp_BT = self.old_logprobs(trained)
         ref_logp_BT = self.reference_logprobs(trained)
         advantages_BT = self.advantages(trained, trained_scores, old_logp_BT, ref_logp_BT)
-        signals = Signals(trained.logp_BT.to(self.device), old_logp_BT, ref_logp_BT, advantages_BT)
+        given = trained.logp_BT.to(self.device), old_logp_BT, ref_logp_BT, advantages_BT
+        is_old_BT = trained.is_old_BT
+        signals = Signals(*given, None if is_old_BT is None else is_old_BT.to(self.device))
         with self.meter.time("time/train_s"):
             self.improve(trained, signals)
         advantages_BT = self.assignment.tokens_home(advantages_BT, trained, rollout)
@@ -111,11 +119,11 @@ class Trainer(Stage):
         taker_RP, balance = assign(cost_RP, idle_RP.bool(), plan.num_minibatches, self.config.grpo.balance == "auto")
         if plan.world_size > 1:
             self.meter.add("throughput/balance", balance)
-        return Assignment(taker_RP, plan.num_minibatches, rank(), partial(exchange_objects, device=self.device))
+        return Assignment(taker_RP, plan.num_minibatches, rank(), self.exchange)
 
     def collect(self, step: int) -> tuple[Rollout, Scores]:
         """Return the step's rollout and its scores. With dynamic sampling, uninformative groups are replaced."""
-        rollout, scores = self.sample_and_score(self.draw_prompts(), step)
+        rollout, scores = self.sample_and_score(self.draw_prompts(step), step)
         if self.config.grpo.dynamic_sampling:
             plan = self.plan
             rollout, scores, numbers = resample(
@@ -145,25 +153,30 @@ class Trainer(Stage):
             self.progress.enter("scoring")
             with self.meter.time("time/reward_wait_s"):
                 # Most functions have given their scores during sampling.
-                scores = stream.scores(gives_up=self.progress.asked)
+                scores = stream.scores(self.progress.asked, self.carry.learned if self.carry else None)
             self.meter.add("time/reward_s", stream.seconds)
+        if self.carry is not None:
+            rollout = rollout.groups(self.carry.learned)
         own = scores.first(self.plan.own_generations, self.plan.num_generations)
-        self.loader.note(prompts, own.right_B(self.inputs.outcome, prompts), self.config.eval.threshold)
-        return rollout, scores
+        self.loader.note(rollout.prompts, own.right_B(self.inputs.outcome, rollout.prompts), self.config.eval.threshold)
+        return (rollout, scores) if self.carry is None else self.carry.bring_home(rollout, scores)
 
-    def draw_prompts(self) -> list[Prompt]:
-        """Return this rank's prompts for the next rollout, ordered by minibatch."""
-        return self.loader.next_prompts(self.plan.num_minibatches)
+    def draw_prompts(self, step: int) -> list[Prompt]:
+        """Return this rank's prompts for the rollout of a step, ordered by minibatch."""
+        return self.carry.draw(self.loader, step) if self.carry else self.loader.next_prompts(self.plan.num_minibatches)
 
-    def sample(self, prompts: list[Prompt], step: int, on_finish: OnFinish | None = None) -> Rollout:
+    def sample(self, prompts: list[Prompt], step: int, on_finish: OnFinish) -> Rollout:
         """Sample `num_generations` completions of every prompt from the current policy; features may supply some."""
-        given = self.features.write(prompts, step, self.progress.beat)
-        start, seed, look = time.perf_counter(), self.config.run.seed, self.progress.look
+        called: dict[str, Any] = {"on_finish": on_finish, "on_step": self.progress.look}
+        called["given"] = self.features.write(prompts, step, self.progress.beat)
+        if self.carry is not None:
+            called |= self.carry.asks(on_finish)
+        start, seed = time.perf_counter(), self.config.run.seed
         settings = self.config.rollout, self.inputs.stop_ids
-        rollout, stats = self.policy.rollout(
-            prompts, *settings, seed=seed, step=step, on_finish=on_finish, on_step=look, given=given
-        )
+        rollout, stats = self.policy.rollout(prompts, *settings, seed=seed, step=step, **called)
         self.meter.spans += (spans := sampling_spans(start, self.policy.engine))
+        if self.carry is not None:
+            rollout = self.carry.end(rollout)
         captures = None if self.device.type == "cpu" else stats.captures
         self.meter.update(measure_sampling(rollout, spans, stats.held, captures) | self.inputs.tool_numbers(rollout))
         self.trace.decoded(stats.timeline)
@@ -270,5 +283,7 @@ class Trainer(Stage):
     def measure(self, rollout: Rollout, scores: Scores) -> None:
         """Add the metrics of the step that its phases have not already added."""
         self.meter.update(self.numbers_of(rollout, scores) | self.loader.numbers())
+        if self.carry is not None:
+            self.meter.update(self.carry.numbers(rollout))
         self.meter.update(measure_costs(rollout, self.plan.num_iterations, self.policy, self.meter))
         self.meter.add("policy/skipped_steps", self.policy.skipped_steps)

@@ -81,6 +81,11 @@ def replay(folder: Path, step: int, base: ReplayConfig, config: ReplayConfig) ->
         "replay.completions saved does not restore the episodes of rollout.environment, which its rewards need: set"
         " replay.rewards to saved too",
     )
+    refuse(
+        bool(base.rollout.carry) and config.replay.rewards == "saved",
+        f"replay.rewards saved: the run carries groups (rollout.carry {base.rollout.carry:g}), and those that a step"
+        " carries on have no rewards in it: set replay.rewards to again",
+    )
     out = _out(folder, config)
 
     from hybrid_grpo.commands.replays.replay import compare, same

@@ -130,6 +130,12 @@ class RolloutConfig:
     probably comes next: what followed the same tokens before, in the prompt or in a completion of the group. Tokens are
     those that would be sampled without drafts."""
 
+    carry: Share = 0.0
+    """Share of prompts_per_step, rounded to at least one prompt, whose groups are not waited for: a step ends when all
+    but so many are complete. Those go on in the next step, under its policy. 0 waits for all. See docs/carry.md."""
+    max_carries: Count = 4
+    """Maximum number of steps into which a group is carried; in the last of these it is waited for."""
+
     tools: list[ToolConfig] = field(default_factory=list)
     """Functions that the model may call between its turns, as `path/to/file.py:name`. They need type hints, and a
     docstring that describes the arguments. Arguments that the model does not give are set as in `[{function: search,
@@ -175,6 +181,11 @@ class RolloutConfig:
     """Softmax temperature of `user_model`."""
     user_stop: list[Text] = field(default_factory=list)
     """The user ends the conversation by saying one of these texts. An empty message ends it too."""
+
+    @property
+    def carried_groups(self) -> int:
+        """Number of groups that a step leaves to the next one, over all ranks."""
+        return max(1, round(self.carry * self.prompts_per_step)) if self.carry else 0
 
     @property
     def user_setting(self) -> str | None:
@@ -277,6 +288,25 @@ class RolloutConfig:
         return self
 
     @model_validator(mode="after")
+    def _check_carry(self) -> RolloutConfig:
+        refuse(
+            not self.carry and self.max_carries != type(self).max_carries,
+            f"rollout.max_carries {self.max_carries} has no effect with rollout.carry 0: set rollout.carry, or take"
+            " rollout.max_carries out",
+        )
+        refuse(
+            bool(self.carry) and self.has_turns,
+            f"rollout.carry {self.carry:g} leaves completions open after a step, and those of {self.turns_setting} may"
+            " wait for an answer: take out one of them",
+        )
+        refuse(
+            bool(self.carry) and self.logprobs == "sampling",
+            f"rollout.carry {self.carry:g} compares the policy with older ones by recorded log-probabilities, and those"
+            " of rollout.logprobs sampling are of other distributions: set that to mask or softmax",
+        )
+        return self
+
+    @model_validator(mode="after")
     def _check_mask(self) -> RolloutConfig:
         if self.logprobs != "mask":
             return self
@@ -303,6 +333,7 @@ class RolloutConfig:
             ("cache_gb", self.cache_gb is not None, "does not bound its caches"),
             ("keep_cache", self.keep_cache == "on", "builds its caches anew"),
             ("drafts", self.drafts != "off", "samples one token at a time"),
+            ("carry", self.carry != 0, "completes all that it began"),
         ):
             refuse(
                 is_set,

@@ -130,12 +130,13 @@ class TrainConfig(ModelRunConfig):
 
     def idle_bounds(self, optimizer_steps: int) -> list[str]:
         """Return the bounds of the ratio that were changed without effect, because the ratio is 1: every rollout has a
-        single optimizer step, no feature adds completions, and `old_logp` is the policy's own."""
+        single optimizer step, no feature adds completions, `old_logp` is the policy's own, and no completion has tokens
+        of an older policy."""
         is_one = self.recomputes_old_logp or self.rollout.logprobs != "sampling"
         default = GrpoConfig()
         bounds = ("epsilon_low", "epsilon_high", "dual_clip")
         changed = [f"grpo.{name}" for name in bounds if getattr(self.grpo, name) != getattr(default, name)]
-        others = any(feature.rows_per_group for feature in self.active_features)
+        others = self.rollout.carry or any(feature.rows_per_group for feature in self.active_features)
         return changed if optimizer_steps == 1 and is_one and not others else []
 
     @property
@@ -154,6 +155,7 @@ class TrainConfig(ModelRunConfig):
         for section in self.feature_configs:
             section.check(self)
         self._check_alone()
+        self._check_carry()
         _check_objective(self.grpo, self.rollout, self.lora, self.reward_names)
         check_outcome(self.eval, self.reward_names)
         _check_sources(self.rewards, self.data)
@@ -170,6 +172,18 @@ class TrainConfig(ModelRunConfig):
             f"rollout.num_generations {self.rollout.num_generations} makes no group: advantages need"
             f" {', '.join(['2 or more', *ways])}",
         )
+
+    def _check_carry(self) -> None:
+        carry = self.rollout.carry
+        for is_set, what in (
+            (self.grpo.dynamic_sampling, "grpo.dynamic_sampling compares all of them before it replaces some"),
+            (bool(self.streamer), f"{self.streamer} could not find their prompts again in a resumed run"),
+            (bool(self.giver), f"{self.giver} writes completions for prompts that are begun in the same step"),
+        ):
+            refuse(
+                is_set and bool(carry),
+                f"rollout.carry {carry:g} leaves groups open after a step, and {what}: take out one of them",
+            )
 
     def _check_alone(self) -> None:
         """Refuse settings about groups if each group is a single completion."""

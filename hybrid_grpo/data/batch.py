@@ -14,24 +14,20 @@ Three log-probabilities keep three names: `logp` (the current policy), `old_logp
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from itertools import accumulate, chain
-from typing import Any, Literal
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybrid_grpo.data.episodes import Episode, Opening
+from hybrid_grpo.data.completion import Completion, Prompt
 from hybrid_grpo.model.attention import Segments
 from hybrid_grpo.model.routing import Routing
 from hybrid_grpo.model.selection import Selection
 from hybrid_grpo.model.support import HeadColumns, Support
-
-Message = dict[str, Any]
-"""One chat message: `{"role": ..., "content": ...}`."""
 
 RewardStep = tuple[int, float]
 """The reward of one step of a completion: the number of its tokens up to and including the step, and the reward."""
@@ -39,94 +35,6 @@ RewardStep = tuple[int, float]
 Numbers = dict[str, tuple[float | Tensor, float | Tensor]]
 """Measurements by metric name: a value, and the number of items that it averages (1 for sums and extremes; a value with
 0 items is ignored). Tensors are only read when the step is logged, so that nothing waits for the GPU earlier."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One row of the data set, ready to be completed."""
-
-    id: int
-    """Row number in its source. It identifies the prompt in logs, and seeds the random streams of its completions."""
-    text: str | list[Message]
-    """The prompt as reward functions receive it: as in the data set, plus any system message."""
-    token_ids: list[int]
-    """The prompt as the model reads it."""
-    columns: dict[str, Any]
-    """All other columns of the row, for the reward functions."""
-    epoch: int = 0
-    """Pass over the data in which the prompt was drawn. It distinguishes two draws of one row in the same step."""
-    source: str = ""
-    """Name of the prompt's source in `data.mixture`; empty without a mixture."""
-    opening: Opening | None = None
-    """How the prompt's environment begins; None without `rollout.environment`."""
-
-
-Given = tuple[int, list[int]]
-"""Tokens that were inserted between two turns rather than sampled: the number of sampled tokens before them, and the
-tokens themselves."""
-
-
-Called = tuple[str, bool]
-"""A call, as its name in metrics (`tool/<name>` or `user`) and whether it failed."""
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One continuation of a prompt, sampled by the policy or written by someone else. It has one turn, or several turns
-    with answers from tools or a user between them.
-
-    Only sampled tokens count: T, lengths, log-probabilities and everything computed from them exclude the given tokens,
-    which the model only reads.
-    """
-
-    token_ids: list[int]
-    """Sampled tokens of all turns, including the end-of-sequence or stop token if there was one."""
-    logp: list[float]
-    """Log-probability of each token at the sampling temperature, recorded while sampling (`rollout.logprobs`). Empty if
-    another writer wrote the completion and the policy does not learn from it."""
-    finish: Literal["stop", "length"]
-    """`stop`: the completion ended by itself; `length`: it was cut at the limit."""
-    text: str = ""
-    """The last turn as text, without special tokens."""
-    given: tuple[Given, ...] = ()
-    """The tokens inserted between the turns, in order; empty if there is one turn."""
-    messages: tuple[Message, ...] = ()
-    """The turns and the answers to them, as the messages that follow the prompt; empty without tools."""
-    writer: str = ""
-    """Who wrote the completion; empty for the policy."""
-    learned: bool = True
-    """Whether the completion is part of the loss; if not, it only takes part in the comparison within its group."""
-    episode: Episode | None = None
-    """The outcome of the completion's environment; None without one."""
-    calls: tuple[Called, ...] = ()
-    """The completion's tool calls, and a call `user` for each turn that the user answered, sorted."""
-    support: Support | None = None
-    """The tokens among which each token was drawn; None if log-probabilities are over the whole vocabulary."""
-    routing: Routing | None = field(default=None, compare=False)
-    """The experts of the tokens that were read while sampling; None if they were not recorded."""
-
-    @property
-    def turns(self) -> int:
-        """Number of turns of the model."""
-        return len(self.given) + 1
-
-    @property
-    def read_ids(self) -> list[int]:
-        """All tokens after the prompt as the model reads them, including the given ones."""
-        ids: list[int] = []
-        begin = 0
-        for end, given in self.given:
-            ids += self.token_ids[begin:end] + given
-            begin = end
-        return ids + self.token_ids[begin:]
-
-    @property
-    def sampled_places(self) -> list[int] | None:
-        """The index in `read_ids` of each sampled token; None if all were sampled."""
-        if not self.given:
-            return None
-        ends, shifts = [end for end, _ in self.given], list(accumulate((len(ids) for _, ids in self.given), initial=0))
-        return [place + shifts[bisect_right(ends, place)] for place in range(len(self.token_ids))]
 
 
 @dataclass(frozen=True)
@@ -188,6 +96,12 @@ class Rollout:
         # All at once: a tensor per row takes ten times as long.
         logp_BT[_begins(list(map(len, known)), max(self.lengths))] = torch.tensor(list(chain.from_iterable(known)))
         return logp_BT
+
+    @property
+    def is_old_BT(self) -> Tensor | None:
+        """bool, True on tokens that were sampled in earlier steps; None if there are none."""
+        old = [completion.old_tokens for completion in self.completions]
+        return _begins(old, max(self.lengths)) if any(old) else None
 
     @property
     def learned(self) -> list[int]:
@@ -385,6 +299,9 @@ class TrainBatch:
     writers: dict[str, Tensor] = field(default_factory=dict)
     """bool [b, 1] by the name of each other writer that is learned from, True on that writer's rows. Ratios of these
     rows are relative to the recorded log-probabilities, `sampler_logp_bT`."""
+    is_old_bT: Tensor | None = None
+    """bool, True on tokens that were sampled in earlier steps, whose ratios too are relative to `sampler_logp_bT`; None
+    if there are none."""
     has_gradient: bool = True
     """False if the loss of these rows has the gradient 0, so that a forward is enough."""
 

@@ -4,7 +4,7 @@ import re
 import unicodedata
 from collections.abc import Iterable
 
-from hybrid_grpo.data.batch import Message, Prompt
+from hybrid_grpo.data.completion import Message, Prompt
 
 _PUNCTUATION = re.compile(r"""[\s.,;:!?"'`\u2018-\u201f\u2026\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f]+""")
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
-from hybrid_grpo.data.batch import Message, Prompt
 from hybrid_grpo.data.chat_text import prompt_text_of
+from hybrid_grpo.data.completion import Message, Prompt
 from hybrid_grpo.data.sources import Row, Source, mixture_source, read_rows, training_source
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybrid_grpo.data.batch import Message
+from hybrid_grpo.data.completion import Message
 
 
 def chat_tokens(tokenizer: Any, prompt: str | list[Message], answer: str) -> list[int]:

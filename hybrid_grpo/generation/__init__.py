@@ -7,15 +7,17 @@ and the modules whose memory use they estimate.
 
 from hybrid_grpo.generation.drafts import Drafter
 from hybrid_grpo.generation.journal import Journal, complete_rest
-from hybrid_grpo.generation.loop import Request, Stats, generate
+from hybrid_grpo.generation.loop import Stats, generate
+from hybrid_grpo.generation.requests import Request
 from hybrid_grpo.generation.sampler import GREEDY, Sampling, stream_key
-from hybrid_grpo.generation.sequence import OnFinish, OnStep, OnToken, Turns
+from hybrid_grpo.generation.sequence import Enough, OnFinish, OnStep, OnToken, Turns
 from hybrid_grpo.generation.timeline import Timeline
 from hybrid_grpo.generation.workspace import Workspace
 
 __all__ = [
     "GREEDY",
     "Drafter",
+    "Enough",
     "Journal",
     "OnFinish",
     "OnStep",

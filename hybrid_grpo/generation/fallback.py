@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from hybrid_grpo.data.batch import Completion
-from hybrid_grpo.generation.loop import PATIENCE_S, Request, Stats, sequences_of
+from hybrid_grpo.generation.loop import PATIENCE_S, Stats
+from hybrid_grpo.generation.requests import Request, sequences_of
 from hybrid_grpo.generation.sampler import Sampler, Sampling, to_lists
 from hybrid_grpo.generation.sequence import Callbacks, Decode, OnFinish, OnStep, OnToken, Sequence, Turns
 

@@ -9,21 +9,15 @@ import re
 import shutil
 import warnings
 import zlib
-from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
-from io import BytesIO
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from hybrid_grpo.data.batch import Completion
-from hybrid_grpo.data.episodes import Episode
-from hybrid_grpo.generation.loop import Request, Stats
+from hybrid_grpo.data.completion_records import completion_of, record_of
+from hybrid_grpo.generation.loop import Stats
+from hybrid_grpo.generation.requests import Request
 from hybrid_grpo.generation.sequence import OnFinish
-from hybrid_grpo.model.routing import Routing
-from hybrid_grpo.model.support import Support
 
 _FILE = re.compile(r"step_(\d{6,})\.rank_\d+")
 Sample = Callable[[list[Request], OnFinish], tuple[list[list[Completion]], Stats]]
@@ -56,10 +50,11 @@ class Journal:
         on_finish: OnFinish | None,
         sample: Sample,
         given: Mapping[int, Completion] | None = None,
+        begun: Mapping[int, Completion] | None = None,
     ) -> tuple[list[list[Completion]], Stats]:
         """Do the same as `complete_rest`, but also reuse completions in the journal and write new ones to it."""
         self._turn_to(step)
-        return complete_rest(requests, {**self._known, **(given or {})}, on_finish, sample, self._write)
+        return complete_rest(requests, {**self._known, **(given or {})}, on_finish, sample, self._write, begun)
 
     def steps(self) -> list[int]:
         """Return the steps that have a file, in ascending order."""
@@ -91,19 +86,7 @@ class Journal:
         self._append("\n")
 
     def _write(self, key: int, completion: Completion) -> None:
-        row = {
-            "key": key,
-            "tokens": _encoded(np.array(completion.token_ids, np.int32)),
-            "logp": _encoded(np.array(completion.logp, np.float64)),
-            "finish": completion.finish,
-            "text": completion.text,
-        }
-        if (support := completion.support) is not None:
-            row["support"] = [_encoded(part) for part in (support.id_K, support.count_N)]
-        row |= {name: value for name in ("given", "messages", "calls") if (value := getattr(completion, name))}
-        if completion.routing is not None:
-            row["experts"] = [_encoded(part) for part in (completion.routing.prompt, completion.routing.completion)]
-        line = json.dumps(row | ({} if completion.episode is None else {"episode": asdict(completion.episode)}))
+        line = json.dumps({"key": key, **record_of(completion)})
         self._append(f"{self._checksum(line)} {line}\n")
 
     def _checksum(self, text: str) -> str:
@@ -115,7 +98,8 @@ class Journal:
         if checksum != self._checksum(text):
             return []
         try:
-            return [_completion(json.loads(text))]
+            row = json.loads(text)
+            return [(row["key"], completion_of(row))]
         except (ValueError, KeyError, TypeError, EOFError, RecursionError):
             return []
 
@@ -137,10 +121,11 @@ def complete_rest(
     on_finish: OnFinish | None,
     sample: Sample,
     keep: Callable[[int, Completion], None] | None = None,
+    begun: Mapping[int, Completion] | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """Return the completions of every request, in order. `known` maps keys of random streams to completions that exist
-    already; `on_finish` is called for these first. `sample` makes the others. `keep` is called with the key and the
-    completion as soon as a new one is finished."""
+    already; `on_finish` is called for these first. `sample` makes the others; those in `begun`, with tokens of earlier
+    calls, go on from there. `keep` is called with the key and the completion as soon as a new one is finished."""
     groups = [[known.get(key) for key in request.keys] for request in requests]
     for index, group in enumerate(groups):
         for k, completion in enumerate(group):
@@ -156,41 +141,15 @@ def complete_rest(
         if on_finish is not None:
             on_finish(index, missing[number], completion)
 
-    made, stats = sample([_part(requests[index], missing) for index, missing in places], finished)
+    made, stats = sample([_part(requests[index], missing, begun or {}) for index, missing in places], finished)
     for (index, missing), completions in zip(places, made, strict=True):
         for k, completion in zip(missing, completions, strict=True):
             groups[index][k] = completion
     return [[completion for completion in group if completion] for group in groups], stats
 
 
-def _part(request: Request, chosen: list[int]) -> Request:
+def _part(request: Request, chosen: list[int], begun: Mapping[int, Completion]) -> Request:
     """Return a request for only the `chosen` completions of another request."""
     limits = request.limits and [request.limits[k] for k in chosen]
-    return replace(request, keys=[request.keys[k] for k in chosen], limits=limits)
-
-
-def _completion(row: dict[str, Any]) -> tuple[int, Completion]:
-    """Return the key and completion of a record. Raises ValueError, KeyError or TypeError if it is malformed."""
-    token_ids: list[int] = _decoded(row["tokens"]).tolist()
-    logp: list[float] = _decoded(row["logp"]).tolist()
-    support = Support(*map(_decoded, row["support"])) if "support" in row else None
-    given = tuple((place, ids) for place, ids in row.get("given", ()))
-    messages, episode = tuple(row.get("messages", ())), row.get("episode")
-    if episode is not None:
-        steps = tuple((end, reward) for end, reward in episode["steps"])
-        episode = Episode(**{**episode, "steps": steps})
-    calls = tuple((name, has_failed) for name, has_failed in row.get("calls", ()))
-    routing = Routing(*map(_decoded, row["experts"])) if "experts" in row else None
-    others: dict[str, Any] = {"episode": episode, "calls": calls, "support": support, "routing": routing}
-    return row["key"], Completion(token_ids, logp, row["finish"], row["text"], given, messages, **others)
-
-
-def _encoded(array: np.ndarray) -> str:
-    file = BytesIO()
-    np.save(file, array)
-    return b64encode(file.getvalue()).decode()
-
-
-def _decoded(text: str) -> np.ndarray:
-    array: np.ndarray = np.load(BytesIO(b64decode(text)))
-    return array
+    keys = [request.keys[k] for k in chosen]
+    return replace(request, keys=keys, limits=limits, begun=[begun.get(key) for key in keys])

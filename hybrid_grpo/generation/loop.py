@@ -7,27 +7,30 @@ So all sampling happens in one place, and a group shares its prefill without sha
 import sys
 import time
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
-from hybrid_grpo.data.batch import Completion, Prompt
+from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.generation.cache import Geometry, PagedCache, cache_for, cached_forward
 from hybrid_grpo.generation.decoder import Decoder
 from hybrid_grpo.generation.drafts import Drafter
 from hybrid_grpo.generation.fused_step import fused_step
 from hybrid_grpo.generation.graphs import bytes_of, capture_on
 from hybrid_grpo.generation.paged_attention import PAGE, Prefill
+from hybrid_grpo.generation.requests import Request, groups_of, sequences_of
 from hybrid_grpo.generation.sampler import Sampling
 from hybrid_grpo.generation.scheduler import Group, Scheduler
 from hybrid_grpo.generation.sequence import (
     Callbacks,
     Decode,
+    Enough,
     OnFinish,
     OnStep,
     OnToken,
@@ -41,22 +44,6 @@ from hybrid_grpo.model.layers import adopt_layers
 from hybrid_grpo.model.routing import Routing, joined
 from hybrid_grpo.model.states import adopt_states
 from hybrid_grpo.model.upload import upload
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt, and the completions to sample."""
-
-    prompt_ids: list[int]
-    """At least one token."""
-    keys: list[int]
-    """Key of each completion's random stream; see `stream_key`."""
-    limits: list[int] | None = None
-    """Maximum number of sampled tokens for each completion. Default: `Sampling.max_tokens` for all."""
-    most: int | None = None
-    """Maximum number of tokens of prompt, sampled tokens and answers between turns together. Required with `turns`."""
-    prompt: Prompt | None = None
-    """The prompt that `prompt_ids` encode, which `Turns` needs."""
 
 
 @dataclass
@@ -136,7 +123,7 @@ class _Loop:
     def run(self) -> Stats:
         schedule, cache = self.schedule, self.schedule.cache
         self.stats.timeline = timeline = Timeline(schedule)
-        while schedule.busy:
+        while schedule.busy and not self._is_enough():
             if self.callbacks.on_step:
                 self.callbacks.on_step()
             self._take_answers()
@@ -157,6 +144,25 @@ class _Loop:
             self.stats.drafted, self.stats.held = self.drafter.drafted, self.drafter.held
         self.stats.peak_cache_bytes = cache.peak * cache.page * cache.geometry.token_bytes + cache.states.bytes
         return self.stats
+
+    def _is_enough(self) -> bool:
+        """Whether the sequences that have not ended are left open; if so, they are completed as such."""
+        if self.callbacks.enough is None or not self.callbacks.enough(self._least):
+            return False
+        self._drain()
+        for sequence in self._unfinished():
+            sequence.end("open", self.callbacks)
+        self.schedule.abandon()
+        return True
+
+    def _least(self) -> int:
+        return min((sequence.new_tokens for sequence in self._unfinished()), default=sys.maxsize)
+
+    def _unfinished(self) -> Iterator[Sequence]:
+        schedule = self.schedule
+        yield from schedule.active
+        for group in (*schedule.ready, *schedule.pending):
+            yield from group.sequences
 
     def _take_answers(self) -> None:
         """Begin the turns whose answers have arrived; wait for one if there is nothing else to do."""
@@ -293,20 +299,6 @@ class _Loop:
             row += len(draft)
 
 
-def sequences_of(requests: Iterable[Request], sampling: Sampling) -> list[list[Sequence]]:
-    """Create the sequences of each request, with nothing sampled yet."""
-    groups = []
-    for index, request in enumerate(requests):
-        assert request.prompt_ids and request.keys, "a prompt has tokens, a request keys"
-        prompt, limits = request.prompt_ids, request.limits or [sampling.max_tokens] * len(request.keys)
-        most = request.most or sys.maxsize
-        assert len(prompt) < most, "there is room for a token after the prompt"
-        begun = partial(Sequence, prompt=len(prompt), most=most, turn_limit=sampling.max_turn_tokens)
-        streams = enumerate(zip(request.keys, limits, strict=True))
-        groups.append([begun(index, k, key, list(prompt), limit=limit) for k, (key, limit) in streams])
-    return groups
-
-
 def _decoder(
     model: Any,
     sampling: Sampling,
@@ -352,6 +344,7 @@ def generate(
     decode: Decode | None = None,
     turns: Turns | None = None,
     drafter: Drafter | None = None,
+    enough: Enough | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """Return the completions of every request, in the order of `requests` and their keys, and statistics of the call.
 
@@ -373,21 +366,22 @@ def generate(
         decode: turns tokens into text. Default: texts are empty. Required for `Sampling.stop_strings`.
         turns: answers the turns of a completion. Default: a completion is one turn.
         drafter: proposes drafts, where the model and `sampling` allow them. Default: there are none.
+        enough: says when to leave the rest of the completions open. Default: all end. Cannot be had with `turns`.
     """
     if not requests:
         return [], Stats()
     sequences = sequences_of(requests, sampling)
-    assert turns is None or all(request.most for request in requests), "with turns, requests have a limit in all"
+    assert turns is None or (enough is None and all(r.most for r in requests)), "turns end, and have a limit in all"
     longest = sorted(
-        (min(s.most, len(s.tokens) + s.limit) if turns is None else s.most for group in sequences for s in group),
+        (min(s.most, s.prompt + s.limit) if turns is None else s.most for group in sequences for s in group),
         reverse=True,
     )
     slots = min(max_slots, len(longest))
     memory = prefill_tokens, cache_gb, workspace
     decoder = _decoder(model, sampling, longest, slots, *memory, waiting=turns is not None)
-    groups = [Group(list(group[0].tokens), deque(group)) for group in sequences]
+    groups = chain.from_iterable(map(groups_of, sequences))
     schedule = Scheduler(decoder.cache, groups, min(slots, decoder.slots), decoder.ahead)
-    callbacks = Callbacks(on_finish, on_step, on_token, decode, turns)
+    callbacks = Callbacks(on_finish, on_step, on_token, decode, turns, enough)
     if drafter is not None:
         drafter.begin(sequences)
     how = sampling, callbacks, drafter if decoder.takes_drafts else None

@@ -10,6 +10,7 @@ from hybrid_grpo.config import RolloutConfig
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.generation import (
     Drafter,
+    Enough,
     OnFinish,
     OnStep,
     OnToken,
@@ -53,8 +54,9 @@ def sampling_of(config: RolloutConfig, stop_ids: tuple[int, ...], *, greedy: boo
 
 def requests_of(prompts: Sequence[Prompt], config: RolloutConfig, seed: int, step: int) -> list[Request]:
     """Return requests for completions. Their random streams depend neither on ranks nor on the order of prompts."""
+    size = config.num_generations
     return [
-        request_of(p, config, [stream_key(seed, step, p.epoch, p.id, k) for k in range(config.num_generations)])
+        request_of(p, config, [stream_key(seed, p.begun or step, p.epoch, p.id, k) for k in range(size)])
         for p in prompts
     ]
 
@@ -82,6 +84,7 @@ def complete(
     on_token: OnToken | None = None,
     turns: Turns | None = None,
     drafter: Drafter | None = None,
+    enough: Enough | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """Complete every request with the decoder that `config` names. `model` has the attention that `attention_of` names;
     `drafter` has an effect with `rollout.drafts` only; default: one that knows nothing. For the other arguments and the
@@ -93,6 +96,7 @@ def complete(
             "cache_gb": config.cache_gb,
             "workspace": workspace,
             "drafter": None if config.drafts == "off" else drafter or Drafter(),
+            "enough": enough,
         }
         decoder = partial(generation.generate, **memory)
     called: dict[str, Any] = {"on_finish": on_finish, "on_step": on_step, "on_token": on_token, "turns": turns}

@@ -226,6 +226,14 @@ class Scheduler:
         self._read_again(sequence)
         self.preempted += 1
 
+    def abandon(self) -> None:
+        """Give back all pages, of sequences that are not decoded any further in this call."""
+        for group in self.ready:
+            self._lose(group)
+        self.retire(list(range(len(self.active))))
+        self.ready.clear()
+        self.pending.clear()
+
     def retire(self, slots: list[int]) -> tuple[list[int], list[int]]:
         """Remove the sequences of `slots` (ascending) from decoding, and fill the gaps from the end. Sequences that
         wait for an answer keep their pages. Return the source and target slots of the sequences that moved."""

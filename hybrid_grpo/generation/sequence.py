@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from hybrid_grpo.data.batch import Completion, Given
+from hybrid_grpo.data.completion import Completion, Given
 from hybrid_grpo.generation.sampler import Sampling, text_ends
 from hybrid_grpo.model.routing import Routing
 from hybrid_grpo.model.support import Support
@@ -22,6 +22,9 @@ OnStep = Callable[[], None]
 """Called before every decode step."""
 Decode = Callable[[list[int]], str]
 """Converts tokens to text."""
+Enough = Callable[[Callable[[], int]], bool]
+"""Called before every decode step, with a function that returns the least number of tokens that this call has sampled
+for a completion that has not ended. Returns whether to leave such completions open."""
 Finish = Literal["stop", "length"]
 """How a completion ends: `stop` by itself, `length` because it was cut at a limit."""
 
@@ -56,6 +59,7 @@ class Callbacks:
     on_token: OnToken | None = None
     decode: Decode | None = None
     turns: Turns | None = None
+    enough: Enough | None = None
     routing: Callable[[Sequence], Routing | None] | None = None
     """Returns the experts of a sequence that has ended."""
 
@@ -99,9 +103,18 @@ class Sequence:
     """Row of the cache's states that the sequence begins or goes on from when it gets a slot."""
     experts: np.ndarray | None = None
     """The experts of its tokens when it lost its pages, [tokens, layers, k]."""
+    begun: Completion | None = None
+    """The completion with the tokens that an earlier call has sampled; `tokens` is the prompt alone at first."""
 
     def __post_init__(self) -> None:
         self._begin_turn()
+        if self.begun is not None:
+            self.tokens += self.begun.token_ids
+            self.sampled += self.begun.token_ids
+            self.logp += self.begun.logp
+            self.kept += self.begun.support.lists() if self.begun.support else []
+            if (routing := self.begun.routing) is not None:
+                self.experts = np.concatenate([routing.prompt, routing.completion])
 
     def _begin_turn(self) -> None:
         self.begin = len(self.tokens)
@@ -110,6 +123,11 @@ class Sequence:
     @property
     def turn(self) -> int:
         return len(self.given)
+
+    @property
+    def new_tokens(self) -> int:
+        """Number of tokens that this call has sampled."""
+        return len(self.sampled) - (len(self.begun.token_ids) if self.begun else 0)
 
     @property
     def is_open(self) -> bool:
@@ -159,14 +177,15 @@ class Sequence:
         self.waits = False
         return None
 
-    def end(self, finish: Finish, callbacks: Callbacks) -> None:
-        """Set `completion`, and pass it to the callbacks."""
+    def end(self, finish: Finish | Literal["open"], callbacks: Callbacks) -> None:
+        """Set `completion`, and pass it to the callbacks unless it is left open."""
         text = callbacks.decode(self.tokens[self.begin :]) if callbacks.decode else ""
         self.waits = False
         kept: dict[str, Any] = {"support": Support.of(self.kept) if self.kept else None}
         kept["routing"] = callbacks.routing(self) if callbacks.routing else None
+        kept["carried"] = self.begun.carried if self.begun else ()
         self.completion = Completion(self.sampled, self.logp, finish, text, tuple(self.given), **kept)
         if callbacks.turns is not None:
             self.completion = callbacks.turns.finished(self.key, self.completion)
-        if callbacks.on_finish is not None:
+        if callbacks.on_finish is not None and finish != "open":
             callbacks.on_finish(self.request, self.sample, self.completion)

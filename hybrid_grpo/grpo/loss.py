@@ -81,6 +81,7 @@ def micro_batch_loss(
 
     In the first optimizer step on a rollout, the policy is still the one that sampled, so its ratio is 1 by
     construction; recorded log-probabilities would only add rounding errors (the batch's `old_logp_bT` is None then).
+    Tokens of earlier steps, which an older policy sampled, always have their recorded log-probabilities.
 
     Tokens that the policy did not write are left out, since the KL, the entropy, the sampler's correction and all
     `policy/` statistics are expectations under the policy.
@@ -91,6 +92,8 @@ def micro_batch_loss(
         objective: the user's own loss, which replaces the one from `policy_loss`; the statistics stay the same.
     """
     old_logp_bT = logp_bT.detach() if batch.old_logp_bT is None else batch.old_logp_bT
+    if batch.is_old_bT is not None:
+        old_logp_bT = torch.where(batch.is_old_bT, batch.sampler_logp_bT, old_logp_bT)
     weight_bT = torch.where(batch.own_bT, batch.weight_bT, 0.0) if batch.writers else batch.weight_bT
     real_bT = weight_bT > 0
     correction_bT: Tensor | None = None

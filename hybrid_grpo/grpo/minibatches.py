@@ -21,13 +21,16 @@ _WORTH_LEAVING = 0.95
 
 @dataclass(frozen=True)
 class Signals:
-    """What the loss needs for every row of a rollout; tensors are float32 [B, T], on the device of the policy."""
+    """What the loss needs for every row of a rollout; tensors are float32 [B, T] if nothing else is said, on the device
+    of the policy."""
 
     sampler_logp_BT: Tensor
     old_logp_BT: Tensor | None
     """None to use the log-probabilities of the training forward itself."""
     ref_logp_BT: Tensor | None
     advantages_BT: Tensor
+    is_old_BT: Tensor | None = None
+    """bool, see `Rollout.is_old_BT`."""
 
     @property
     def device(self) -> torch.device:
@@ -147,6 +150,7 @@ def train_batches(
             micro.of_rows(signals.advantages_BT),
             weight_bT,
             {name: micro.of_rows(rows_B[:, None]) for name, rows_B in writers_B.items()},
+            None if signals.is_old_BT is None else micro.of_rows(signals.is_old_BT),
             has_gradient,
         )
 

@@ -3,6 +3,7 @@
 In a single process the collectives are the identity, whether or not a process group exists.
 """
 
+import json
 import os
 import pickle
 import shutil
@@ -169,6 +170,39 @@ def exchange_objects(values: Sequence[Any], device: torch.device) -> list[Any]:
     dist.all_to_all_single(found, data, found_sizes.tolist(), sizes.tolist())
     parts = found.cpu().split(found_sizes.tolist())
     return [values[own] if of == own else pickle.loads(part.numpy().data) for of, part in enumerate(parts)]
+
+
+class Board:
+    """Shows every rank what each has posted last, without waiting for anyone. The ranks create it with the same name,
+    and close it after a collective."""
+
+    def __init__(self, name: str) -> None:
+        self._values: dict[int, Any] = {}
+        self._posts = 0
+        self._store = None
+        if world_size() > 1:
+            self._store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+
+    def post(self, value: Any) -> None:
+        """Replace what this rank has posted; `value` is one that JSON can hold."""
+        self._values[rank()] = value
+        if self._store is not None:
+            self._store.set(str(rank()), json.dumps(value))
+            self._store.add("posts", 1)
+
+    def read(self) -> list[Any]:
+        """Return what the ranks that have posted anything have posted last, in rank order."""
+        if self._store is not None and (posts := self._store.add("posts", 0)) > self._posts:
+            self._posts = posts
+            for other in range(world_size()):
+                if other != rank() and self._store.check([str(other)]):
+                    self._values[other] = json.loads(self._store.get(str(other)))
+        return [self._values[other] for other in sorted(self._values)]
+
+    def close(self) -> None:
+        """Remove what this rank has posted."""
+        if self._store is not None:
+            self._store.delete_key(str(rank()))
 
 
 def from_first_rank(value: T) -> T:

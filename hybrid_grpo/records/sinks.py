@@ -168,6 +168,7 @@ def rollout_lines(step: int, rollout: Rollout, scores: Scores, advantages_B: Ten
                 **({"source": prompt.source} if prompt.source else {}),
                 "prompt": prompt.text,
                 **({"writer": completion.writer} if completion.writer else {}),
+                **({"policies": completion.policies} if completion.carried else {}),
                 "completion": completion.text,
                 **({"messages": completion.messages} if completion.messages else {}),
                 "reward": reward,

@@ -30,6 +30,8 @@ SCHEMA = pa.schema(
 """Schema of the parquet file; docs/rollouts.md explains the columns."""
 SUPPORT = "support"
 """A further column, if the sampler recorded supports."""
+CARRIED = "carried"
+"""A further column, if tokens were sampled in earlier steps; see `Completion.carried`."""
 _LONGEST = 4
 """Maximum number of tokens that make up a single character: one for each of its bytes in UTF-8."""
 
@@ -101,12 +103,16 @@ def token_table(rollout: Rollout, first_group: int, advantages_BT: Tensor | None
     }
     table = pa.table({name: pa.array(columns[name], SCHEMA.field(name).type) for name in SCHEMA.names})
     supports = [support and support.lists() for support in rollout.supports]
-    return table.append_column(SUPPORT, pa.array(supports, pa.list_(_IDS))) if any(supports) else table
+    carried = [list(completion.carried) for _, completion in rows]
+    for name, values, kind in ((SUPPORT, supports, pa.list_(_IDS)), (CARRIED, carried, _IDS)):
+        if any(values):
+            table = table.append_column(name, pa.array(values, kind))
+    return table
 
 
 def joined(tables: Sequence[pa.Table]) -> pa.Table:
     """Join the tables of all ranks in rank order, and number the rows across all ranks."""
-    table = pa.concat_tables(tables)
+    table = pa.concat_tables(tables, promote_options="default")
     return table.set_column(0, SCHEMA.field("row"), pa.array(range(len(table)), pa.int32()))
 
 

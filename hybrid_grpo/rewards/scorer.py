@@ -196,22 +196,27 @@ class Stream:
             if len(self._waiting[reward.name, group]) == size:
                 self._start(reward, group)
 
-    def scores(self, gives_up: Callable[[], bool] = lambda: False) -> Scores:
+    def scores(self, gives_up: Callable[[], bool] = lambda: False, chosen: Sequence[int] | None = None) -> Scores:
         """Wait for the functions and return the scores, ordered by prompt and sample. Rows without a reply after
-        `scoring.max_wait_s`, or once `gives_up` returns True, count as timed out.
+        `scoring.max_wait_s`, or once `gives_up` returns True, count as timed out. `chosen` are the prompts whose groups
+        count, in the order wanted (default: all); others may lack completions.
 
         Collective if all ranks call one of the functions together; see `Interface.batch_size`.
         """
-        assert len(self._completions) == len(self._prompts) * self._num_generations, "a completion is missing"
+        groups, size = range(len(self._prompts)) if chosen is None else chosen, self._num_generations
+        kept = {group * size + k for group in groups for k in range(size)}
+        assert kept <= self._completions.keys(), "a completion is missing"
+        self._waiting.update({key: [row for row in rows if row in kept] for key, rows in self._waiting.items()})
         functions = self._rewards.functions
         # Functions that all ranks call together are called last, because they block.
         for reward in sorted(functions, key=lambda reward: reward.interface.batch_size == "all"):
             if self._waiting[reward.name, None] or reward.interface.batch_size == "all":
                 self._start(reward, None)
         until_s = time.perf_counter() + self._rewards.scoring.max_wait_s
-        replies = {name: self._reply(name, until_s, gives_up) for name in self._rewards.names}
-        lengths = [len(self._completions[row].token_ids) for row in range(len(self._completions))]
-        return combined(functions, replies, lengths, self._num_generations)
+        replies = {name: self._reply(name, kept, until_s, gives_up) for name in self._rewards.names}
+        ended = map(self._completions.get, range(len(self._prompts) * size))
+        scores = combined(functions, replies, [len(c.token_ids) if c else 0 for c in ended], size)
+        return scores if chosen is None else scores.groups(chosen, size)
 
     @property
     def seconds(self) -> float:
@@ -244,13 +249,16 @@ class Stream:
         call = Call(accepted, [len(completion.token_ids) for completion in completions], self._step)
         self._calls[reward.name].append((rows, reward.caller(call)))
 
-    def _reply(self, name: str, until_s: float, gives_up: Callable[[], bool]) -> Reply:
-        """Join a function's replies for all rows. Late rows count as timed out; step texts become ends in tokens."""
-        rows = len(self._completions)
+    def _reply(self, name: str, kept: set[int], until_s: float, gives_up: Callable[[], bool]) -> Reply:
+        """Join a function's replies for all rows, as far as calls have any of the rows `kept`. Late rows count as timed
+        out; step texts become ends in tokens."""
+        rows = len(self._prompts) * self._num_generations
         values: list[RewardValue] = [None] * rows
         failures: list[Failure | None] = [None] * rows
         extra: dict[str, list[object]] = {}
         for call_rows, future in self._calls[name]:
+            if kept.isdisjoint(call_rows):
+                continue
             reply = self._wait(future, len(call_rows), until_s, gives_up)
             for index, row in enumerate(call_rows):
                 values[row], failures[row] = self._in_tokens(reply.values[index], reply.failures[index], row)

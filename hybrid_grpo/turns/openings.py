@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from hybrid_grpo.config import DataConfig
-from hybrid_grpo.data.batch import Message, Prompt
 from hybrid_grpo.data.chat_text import clean, prompt_text_of
+from hybrid_grpo.data.completion import Message, Prompt
 from hybrid_grpo.data.episodes import Opening
 from hybrid_grpo.data.prompts import read_prompt
 from hybrid_grpo.turns.environments.environments import Environments

@@ -16,7 +16,8 @@ import torch
 from hybrid_grpo.config import DataConfig, RolloutConfig
 from hybrid_grpo.config.composition import SamplingConfig
 from hybrid_grpo.config.errors import refuse
-from hybrid_grpo.data.batch import Completion, Message, Numbers, Prompt, Rollout
+from hybrid_grpo.data.batch import Numbers, Rollout
+from hybrid_grpo.data.completion import Completion, Message, Prompt
 from hybrid_grpo.generation import Request, stream_key
 from hybrid_grpo.turns.calls import Turn
 from hybrid_grpo.turns.environments.environments import Environments

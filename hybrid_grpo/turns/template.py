@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hybrid_grpo.config.errors import refuse
-from hybrid_grpo.data.batch import Message
 from hybrid_grpo.data.chat_text import ChatText, clean
+from hybrid_grpo.data.completion import Message
 from hybrid_grpo.data.prompts import apply_template
 from hybrid_grpo.turns.calls import ToolCall
 

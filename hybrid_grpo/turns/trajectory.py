@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from hybrid_grpo.data.batch import Called, Completion, Message, Numbers, Prompt, Rollout
+from hybrid_grpo.data.batch import Numbers, Rollout
+from hybrid_grpo.data.completion import Called, Completion, Message, Prompt
 from hybrid_grpo.turns.calls import Turn
 
 Finish = Literal["stop", "length"]

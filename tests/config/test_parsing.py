@@ -214,6 +214,11 @@ def test_names_in_metrics(user: User, name: str) -> None:
         (["--rollout.cache_gb=2", "--rollout.decoder=transformers"], "rollout.cache_gb 2.0 .*decoder transformers"),
         (["--rollout.keep_cache=on", "--rollout.decoder=transformers"], "rollout.keep_cache on .*decoder transformers"),
         (["--rollout.logprobs=mask"], "rollout.logprobs mask .*rollout.top_p, top_k or min_p"),
+        (["--rollout.max_carries=2"], "rollout.max_carries 2 .*rollout.carry 0"),
+        (["--rollout.carry=0.1", "--rollout.tools=[t.py:tool]"], "rollout.carry 0.1 .*rollout.tools"),
+        (["--rollout.carry=0.1", "--rollout.logprobs=sampling"], "rollout.carry 0.1 .*rollout.logprobs sampling"),
+        (["--rollout.carry=0.1", "--rollout.decoder=transformers"], "rollout.carry 0.1 .*decoder transformers"),
+        (["--rollout.carry=0.1", "--grpo.dynamic_sampling=true"], "rollout.carry 0.1 .*grpo.dynamic_sampling"),
         (
             ["--rollout.logprobs=mask", "--rollout.top_p=0.9", "--rollout.repetition_penalty=1.1"],
             "rollout.repetition_penalty .*rollout.logprobs mask",

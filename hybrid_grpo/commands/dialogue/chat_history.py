@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError, refuse
-from hybrid_grpo.data.batch import Message
+from hybrid_grpo.data.completion import Message
 from hybrid_grpo.data.prompts import check_template_kwargs, read_prompt
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Reuses rollouts that a run saved with their tokens, instead of sampling and scoring them again."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,7 @@ class SavedCompletions(Journal):
         on_finish: OnFinish | None,
         sample: Any,
         given: Mapping[int, Completion] | None = None,
+        begun: Mapping[int, Completion] | None = None,
     ) -> tuple[list[list[Completion]], Stats]:
         """See `Journal.complete`."""
         known = {
@@ -79,7 +80,7 @@ class SavedCompletions(Journal):
             for (prompt, epoch, number), row in self._saved.rows(step).items()
             if row["writer"] is None
         }
-        return complete_rest(requests, {**known, **(given or {})}, on_finish, sample)
+        return complete_rest(requests, {**known, **(given or {})}, on_finish, sample, begun=begun)
 
 
 def _completion(row: SavedRow) -> Completion:
@@ -120,7 +121,7 @@ class _SavedStream(Stream):
     def add(self, prompt: int, sample: int, completion: Completion) -> None:
         """Do nothing, since no reward function is called."""
 
-    def scores(self, gives_up: Callable[[], bool] = lambda: False) -> Scores:
+    def scores(self, gives_up: Callable[[], bool] = lambda: False, chosen: Sequence[int] | None = None) -> Scores:
         """Return the saved scores."""
         reward_B = _numbers([line["reward"] for line in self._lines])
         scores_steps = any("steps" in line for line in self._lines)

@@ -71,16 +71,18 @@ class Curriculum(ListLoader):
 
     def update(self) -> None:
         """Update the success rates from the outcomes that all ranks recorded in this step. Collective."""
-        seen_D2 = torch.zeros(len(self._drawn), 2, dtype=torch.int64)
+        seen_D3 = torch.zeros(len(self._drawn), 3, dtype=torch.int64)
         for number, (index, epoch) in enumerate(self._drawn):
             noted = self._noted.get((self._prompts[index].id, epoch))
             if noted is not None:
-                seen_D2[number] = torch.tensor(noted)
-        step_N2 = np.zeros_like(self._count_N2)
-        np.add.at(step_N2, [index for index, _ in self._drawn], all_reduce(seen_D2.to(self._device)).cpu().numpy())
+                seen_D3[number] = torch.tensor((*noted, 1))
+        step_N2, seen_D3 = np.zeros_like(self._count_N2), all_reduce(seen_D3.to(self._device)).cpu()
+        np.add.at(step_N2, [index for index, _ in self._drawn], seen_D3[:, :2].numpy())
         self._count_N2 += step_N2
         self._recent_N2 = self._recent_N2 * 0.5 ** (1 / HALF_LIFE) + step_N2
-        self._weight_N, self._drawn, self._noted = None, [], {}
+        # The groups of other prompts are carried into a later step.
+        self._drawn = [drawn for drawn, seen in zip(self._drawn, seen_D3[:, 2].tolist(), strict=True) if not seen]
+        self._weight_N, self._noted = None, {}
 
     def rates(self) -> Floats:
         """Return [N], the current estimate of each prompt's success rate."""
@@ -121,11 +123,13 @@ class Curriculum(ListLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the prompts drawn so far, and the counts after the last update: `index` lists the
-        prompts that were tried, `counts` their completions and right completions, `recent` both discounted by age."""
+        prompts that were tried, `counts` their completions and right completions, `recent` both discounted by age, and
+        `drawn` the prompts, with their epochs, whose outcomes are still to come."""
         index = np.flatnonzero(self._count_N2[:, 0])
         counts = {"index": index, "counts": self._count_N2[index], "recent": self._recent_N2[index]}
         # Plain numbers, since a checkpoint may only contain types of torch and Python.
-        return {**super().state_dict(), **{name: values.tolist() for name, values in counts.items()}}
+        lists = {name: values.tolist() for name, values in counts.items()}
+        return {**super().state_dict(), **lists, "drawn": list(self._drawn)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `StepLoader`."""
@@ -133,7 +137,7 @@ class Curriculum(ListLoader):
         self._count_N2[:], self._recent_N2[:] = 0, 0.0
         if index := state["index"]:
             self._count_N2[index], self._recent_N2[index] = state["counts"], state["recent"]
-        self._weight_N, self._drawn, self._noted = None, [], {}
+        self._weight_N, self._drawn, self._noted = None, list(state.get("drawn", ())), {}
 
     def _posterior(self) -> tuple[Floats, Floats]:
         """Return the parameters, [N] each, of the beta distribution of each prompt's success rate.

@@ -10,7 +10,8 @@ import torch
 
 from hybrid_grpo.config import DataConfig, TrainConfig
 from hybrid_grpo.config.errors import refuse
-from hybrid_grpo.data.batch import Completion, Message, Prompt, Rollout
+from hybrid_grpo.data.batch import Rollout
+from hybrid_grpo.data.completion import Completion, Message, Prompt
 from hybrid_grpo.data.completions import read_completions
 from hybrid_grpo.features.guests.settings import GuestConfig
 from hybrid_grpo.generation import Request, stream_key

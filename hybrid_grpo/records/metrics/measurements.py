@@ -157,12 +157,13 @@ def group_correlation(reward_PG: Tensor, value_PG: Tensor) -> Tensor:
 
 
 def measure_parity(batch: TrainBatch, logp_bT: Tensor) -> Numbers:
-    """Return the gap in log-probability between sampler and training forward pass, on the policy's own tokens, and in
-    a mixture of experts how their routing differs."""
+    """Return the gap in log-probability between sampler and training forward pass, on the tokens of this step's
+    policy, and in a mixture of experts how their routing differs."""
     if not batch.micro.rows:
         return {}
-    gap_bT = torch.where(batch.own_bT, (logp_bT.detach() - batch.sampler_logp_bT).abs(), 0.0)
-    tokens = batch.own_bT.sum() if batch.writers else len(batch.micro.target_N)
+    own_bT = batch.own_bT if batch.is_old_bT is None else batch.own_bT & ~batch.is_old_bT
+    gap_bT = torch.where(own_bT, (logp_bT.detach() - batch.sampler_logp_bT).abs(), 0.0)
+    tokens = len(batch.micro.target_N) if batch.is_old_bT is None and not batch.writers else own_bT.sum()
     routes = batch.micro.segments and batch.micro.segments.routes
     return {
         **(routes.numbers() if routes else {}),
@@ -195,7 +196,7 @@ def sampling_spans(start: float, engine: "Engine") -> list[Span]:
 def measure_sampling(rollout: Rollout, spans: Sequence[Span], held: int, captures: int | None) -> Numbers:
     """Return metrics of the sampling of a rollout: the number of sampled tokens, of which drafts had `held`, and times
     from its stages, `spans`. `captures` is the number of decode steps captured as CUDA graphs; None without a GPU."""
-    sampled = sum(len(completion.token_ids) for completion in rollout.completions if not completion.writer)
+    sampled = sum(completion.new_tokens for completion in rollout.completions if not completion.writer)
     seconds = {name: end - begin for name, begin, end in spans}
     return {
         **({"time/straggler_s": (seconds["wait"], 1)} if world_size() > 1 else {}),

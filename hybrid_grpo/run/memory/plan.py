@@ -151,7 +151,8 @@ class Plan:
         self.bucket = int(float(zero.get("reduce_bucket_size", _BUCKET)))
         self.live = int(float(zero.get("stage3_max_live_parameters", _MAX_LIVE)))
         self.offloads = config.engine.offload_optimizer
-        self.rows = self.batch.prompts_per_rank * config.rollout.num_generations
+        groups = self.batch.prompts_per_rank - (-config.rollout.carried_groups // self.ranks)
+        self.rows = groups * config.rollout.num_generations
         self.process = Part("runtime", self.hardware.process_bytes + PROCESS_GROWTH_BYTES)
         self.export = Part("copy to write", self.dtype * self.n)
         self.slots = min(config.rollout.max_slots, self.rows)

@@ -13,7 +13,8 @@ from typing import Any
 
 from hybrid_grpo.config import RolloutConfig, ScoringConfig, environment_rewards
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
-from hybrid_grpo.data.batch import Message, Numbers, Prompt, Rollout
+from hybrid_grpo.data.batch import Numbers, Rollout
+from hybrid_grpo.data.completion import Message, Prompt
 from hybrid_grpo.data.episodes import Episode, Opening
 from hybrid_grpo.turns.calls import ToolCall, Turn
 from hybrid_grpo.turns.environments.instances import EnvironmentEntry

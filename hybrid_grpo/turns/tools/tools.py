@@ -13,7 +13,8 @@ from typing import Any
 from hybrid_grpo.config import RolloutConfig, ScoringConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.fields import function_text
-from hybrid_grpo.data.batch import Message, Numbers, Rollout
+from hybrid_grpo.data.batch import Numbers, Rollout
+from hybrid_grpo.data.completion import Message
 from hybrid_grpo.rewards.loader import worker_count
 from hybrid_grpo.turns.calls import ToolCall, Turn
 from hybrid_grpo.turns.environments.environments import Environments, Kind

@@ -17,8 +17,9 @@ from hybrid_grpo.config import PolicyConfig, RolloutConfig, ScoringConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.config.user_code import describe
-from hybrid_grpo.data.batch import Completion, Message, Numbers, Prompt, Rollout
+from hybrid_grpo.data.batch import Numbers, Rollout
 from hybrid_grpo.data.chat_text import ChatText
+from hybrid_grpo.data.completion import Completion, Message, Prompt
 from hybrid_grpo.generation import Request, Sampling, stream_key
 from hybrid_grpo.generation.beside import user_workspace
 from hybrid_grpo.generation.rollout import attention_of, complete

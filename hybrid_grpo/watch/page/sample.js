@@ -19,6 +19,7 @@ export function completion(run, all, tokens, rival, wanted, close, group) {
     ["group", `${all.group}, completion ${all.sample}`],
     ...(all.source ? [["source", all.source]] : []),
     ...(all.writer ? [["written by", all.writer]] : []),
+    ...(all.policies ? [["sampled by", `${all.policies} ${all.policies > 1 ? "versions" : "version"} of the policy`]] : []),
   ];
   return [
     el(

@@ -151,6 +151,26 @@ def test_completions_without_an_outcome_are_no_tries():
     assert curriculum.state_dict()["counts"] == [[2, 1]]
 
 
+def test_the_outcome_of_a_group_that_was_carried_counts_when_it_comes():
+    """In the meantime its prompt is not drawn again, and a checkpoint knows that it is open."""
+    curriculum = stream(prompts_of([0, 0, 0, 0]), batch=2)
+    (first, epoch), (second, of_second) = curriculum.next_batch()
+    curriculum.note([Prompt(first.id, "", [1], {}, epoch)], torch.tensor([1.0, 0.0, 0.0, 0.0]), threshold=1.0)
+    curriculum.update()
+    assert curriculum.state_dict()["counts"] == [[4, 1]]
+    other = stream(prompts_of([0, 0, 0, 0]), batch=2)
+    other.load_state_dict(curriculum.state_dict())
+    for each in (curriculum, other):
+        drawn = each.next_batch()
+        assert second.id not in [prompt.id for prompt, _ in drawn]
+        for prompt, at in [*drawn, (second, of_second)]:
+            each.note([Prompt(prompt.id, "", [1], {}, at)], torch.tensor([1.0, 1.0, 1.0, 0.0]), threshold=1.0)
+        each.update()
+        state = each.state_dict()
+        assert dict(zip(state["index"], state["counts"], strict=True))[second.id - 10] == [4, 3]
+        assert sum(tries for tries, _ in state["counts"]) == 16 and state["drawn"] == []
+
+
 def test_by_default_the_stream_is_that_of_the_loader():
     prompts = prompts_of(list(range(7)))
     plain = PromptLoader(prompts, 6, 0, 1, 3)

@@ -1,0 +1,138 @@
+"""A prompt, and a completion of it. data/batch.py has the records that hold many."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any, Literal
+
+from hybrid_grpo.data.episodes import Episode, Opening
+from hybrid_grpo.model.routing import Routing
+from hybrid_grpo.model.support import Support
+
+Message = dict[str, Any]
+"""One chat message: `{"role": ..., "content": ...}`."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of the data set, ready to be completed."""
+
+    id: int
+    """Row number in its source. It identifies the prompt in logs, and seeds the random streams of its completions."""
+    text: str | list[Message]
+    """The prompt as reward functions receive it: as in the data set, plus any system message."""
+    token_ids: list[int]
+    """The prompt as the model reads it."""
+    columns: dict[str, Any]
+    """All other columns of the row, for the reward functions."""
+    epoch: int = 0
+    """Pass over the data in which the prompt was drawn. It distinguishes two draws of one row in the same step."""
+    source: str = ""
+    """Name of the prompt's source in `data.mixture`; empty without a mixture."""
+    opening: Opening | None = None
+    """How the prompt's environment begins; None without `rollout.environment`."""
+    begun: int = 0
+    """Step in which its completions were begun, if that is an earlier one (`rollout.carry`), else 0."""
+
+
+Given = tuple[int, list[int]]
+"""Tokens that were inserted between two turns rather than sampled: the number of sampled tokens before them, and the
+tokens themselves."""
+
+
+Called = tuple[str, bool]
+"""A call, as its name in metrics (`tool/<name>` or `user`) and whether it failed."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One continuation of a prompt, sampled by the policy or written by someone else. It has one turn, or several turns
+    with answers from tools or a user between them.
+
+    Only sampled tokens count: T, lengths, log-probabilities and everything computed from them exclude the given tokens,
+    which the model only reads.
+    """
+
+    token_ids: list[int]
+    """Sampled tokens of all turns, including the end-of-sequence or stop token if there was one."""
+    logp: list[float]
+    """Log-probability of each token at the sampling temperature, recorded while sampling (`rollout.logprobs`). Empty if
+    another writer wrote the completion and the policy does not learn from it."""
+    finish: Literal["stop", "length", "open"]
+    """`stop`: the completion ended by itself; `length`: it was cut at the limit; `open`: it has not ended yet, and will
+    be carried into the next step."""
+    text: str = ""
+    """The last turn as text, without special tokens."""
+    given: tuple[Given, ...] = ()
+    """The tokens inserted between the turns, in order; empty if there is one turn."""
+    messages: tuple[Message, ...] = ()
+    """The turns and the answers to them, as the messages that follow the prompt; empty without tools."""
+    writer: str = ""
+    """Who wrote the completion; empty for the policy."""
+    learned: bool = True
+    """Whether the completion is part of the loss; if not, it only takes part in the comparison within its group."""
+    episode: Episode | None = None
+    """The outcome of the completion's environment; None without one."""
+    calls: tuple[Called, ...] = ()
+    """The completion's tool calls, and a call `user` for each turn that the user answered, sorted."""
+    support: Support | None = None
+    """The tokens among which each token was drawn; None if log-probabilities are over the whole vocabulary."""
+    routing: Routing | None = field(default=None, compare=False)
+    """The experts of the tokens that were read while sampling; None if they were not recorded."""
+    carried: tuple[int, ...] = ()
+    """The number of its tokens each time that it was carried into another step, ascending: policies before that step
+    sampled them."""
+
+    @property
+    def turns(self) -> int:
+        """Number of turns of the model."""
+        return len(self.given) + 1
+
+    @property
+    def old_tokens(self) -> int:
+        """Number of tokens that were sampled in earlier steps."""
+        return self.carried[-1] if self.carried else 0
+
+    @property
+    def new_tokens(self) -> int:
+        """Number of tokens that were sampled in the present step."""
+        return len(self.token_ids) - self.old_tokens
+
+    @property
+    def policies(self) -> int:
+        """Number of versions of the policy that sampled tokens of it."""
+        ends = [*self.carried, len(self.token_ids)]
+        return sum(end > begin for begin, end in zip([0, *ends], ends, strict=False))
+
+    def cut(self, tokens: int) -> Completion:
+        """The completion as it was when it had this many tokens: open, unless it had already ended."""
+        if len(self.token_ids) < tokens or (len(self.token_ids) == tokens and self.finish != "open"):
+            return self
+        routing = self.routing and Routing(self.routing.prompt, self.routing.completion[: max(tokens - 1, 0)])
+        support = self.support and Support.of(self.support.lists()[:tokens])
+        kept: dict[str, Any] = {"support": support, "routing": routing}
+        return replace(self, token_ids=self.token_ids[:tokens], logp=self.logp[:tokens], finish="open", text="", **kept)
+
+    def carry(self) -> Completion:
+        """The completion at the end of a step after which it is carried on."""
+        return replace(self, carried=(*self.carried, len(self.token_ids)))
+
+    @property
+    def read_ids(self) -> list[int]:
+        """All tokens after the prompt as the model reads them, including the given ones."""
+        ids: list[int] = []
+        begin = 0
+        for end, given in self.given:
+            ids += self.token_ids[begin:end] + given
+            begin = end
+        return ids + self.token_ids[begin:]
+
+    @property
+    def sampled_places(self) -> list[int] | None:
+        """The index in `read_ids` of each sampled token; None if all were sampled."""
+        if not self.given:
+            return None
+        ends, shifts = [end for end, _ in self.given], list(accumulate((len(ids) for _, ids in self.given), initial=0))
+        return [place + shifts[bisect_right(ends, place)] for place in range(len(self.token_ids))]

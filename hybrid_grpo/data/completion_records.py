@@ -1,0 +1,59 @@
+"""Completions as JSON: in the journal, and in a checkpoint if they are carried on."""
+
+from base64 import b64decode, b64encode
+from collections.abc import Mapping
+from dataclasses import asdict
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+
+from hybrid_grpo.data.completion import Completion
+from hybrid_grpo.data.episodes import Episode
+from hybrid_grpo.model.routing import Routing
+from hybrid_grpo.model.support import Support
+
+
+def record_of(completion: Completion) -> dict[str, Any]:
+    """Return all of a completion that the policy sampled, as plain data."""
+    row: dict[str, Any] = {
+        "tokens": _encoded(np.array(completion.token_ids, np.int32)),
+        "logp": _encoded(np.array(completion.logp, np.float64)),
+        "finish": completion.finish,
+        "text": completion.text,
+    }
+    if (support := completion.support) is not None:
+        row["support"] = [_encoded(part) for part in (support.id_K, support.count_N)]
+    kept = "given", "messages", "calls", "carried"
+    row |= {name: value for name in kept if (value := getattr(completion, name))}
+    if completion.routing is not None:
+        row["experts"] = [_encoded(part) for part in (completion.routing.prompt, completion.routing.completion)]
+    return row if completion.episode is None else {**row, "episode": asdict(completion.episode)}
+
+
+def completion_of(row: Mapping[str, Any]) -> Completion:
+    """Return the completion of a record. Raises ValueError, KeyError or TypeError if it is malformed."""
+    token_ids: list[int] = _decoded(row["tokens"]).tolist()
+    logp: list[float] = _decoded(row["logp"]).tolist()
+    support = Support(*map(_decoded, row["support"])) if "support" in row else None
+    given = tuple((place, ids) for place, ids in row.get("given", ()))
+    messages, episode = tuple(row.get("messages", ())), row.get("episode")
+    if episode is not None:
+        steps = tuple((end, reward) for end, reward in episode["steps"])
+        episode = Episode(**{**episode, "steps": steps})
+    calls = tuple((name, has_failed) for name, has_failed in row.get("calls", ()))
+    routing = Routing(*map(_decoded, row["experts"])) if "experts" in row else None
+    others: dict[str, Any] = {"episode": episode, "calls": calls, "support": support, "routing": routing}
+    others["carried"] = tuple(row.get("carried", ()))
+    return Completion(token_ids, logp, row["finish"], row["text"], given, messages, **others)
+
+
+def _encoded(array: np.ndarray) -> str:
+    file = BytesIO()
+    np.save(file, array)
+    return b64encode(file.getvalue()).decode()
+
+
+def _decoded(text: str) -> np.ndarray:
+    array: np.ndarray = np.load(BytesIO(b64decode(text)))
+    return array

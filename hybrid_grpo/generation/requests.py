@@ -1,0 +1,56 @@
+"""What is asked of a call of `generate`, as the sequences that its loop decodes."""
+
+import sys
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from hybrid_grpo.data.batch import Completion, Prompt
+from hybrid_grpo.generation.sampler import Sampling
+from hybrid_grpo.generation.scheduler import Group
+from hybrid_grpo.generation.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, and the completions to sample."""
+
+    prompt_ids: list[int]
+    """At least one token."""
+    keys: list[int]
+    """Key of each completion's random stream; see `stream_key`."""
+    limits: list[int] | None = None
+    """Maximum number of sampled tokens for each completion. Default: `Sampling.max_tokens` for all."""
+    most: int | None = None
+    """Maximum number of tokens of prompt, sampled tokens and answers between turns together. Required with `turns`."""
+    prompt: Prompt | None = None
+    """The prompt that `prompt_ids` encode, which `Turns` needs."""
+    begun: list[Completion | None] | None = None
+    """For each completion, what an earlier call has left open, to be gone on with."""
+
+
+def sequences_of(requests: Iterable[Request], sampling: Sampling) -> list[list[Sequence]]:
+    """Create the sequences of each request, with nothing sampled in this call yet."""
+    groups = []
+    for index, request in enumerate(requests):
+        assert request.prompt_ids and request.keys, "a prompt has tokens, a request keys"
+        prompt, limits = request.prompt_ids, request.limits or [sampling.max_tokens] * len(request.keys)
+        most = request.most or sys.maxsize
+        assert len(prompt) < most, "there is room for a token after the prompt"
+        new = partial(Sequence, prompt=len(prompt), most=most, turn_limit=sampling.max_turn_tokens)
+        streams = zip(request.keys, limits, request.begun or [None] * len(request.keys), strict=True)
+        groups.append(
+            [
+                new(index, k, key, list(prompt), limit=limit, begun=begun)
+                for k, (key, limit, begun) in enumerate(streams)
+            ]
+        )
+    return groups
+
+
+def groups_of(sequences: list[Sequence]) -> list[Group]:
+    """Return the groups of a request: what was begun earlier is read by itself, the rest shares the prompt."""
+    begun = [Group(list(s.tokens), deque([s]), experts=s.experts) for s in sequences if s.begun]
+    new = deque(s for s in sequences if not s.begun)
+    return [*begun, *([Group(list(new[0].tokens), new)] if new else [])]
