@@ -38,7 +38,11 @@ from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_conf
 
 from hybrid_grpo.config import EngineConfig, PolicyConfig
 from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
-from hybrid_grpo.model import shards, tensor_files
+from hybrid_grpo.model import (
+    listing,  # noqa: F401  # before the models of transformers are imported
+    shards,
+    tensor_files,
+)
 from hybrid_grpo.model.hardware import refuse_idle_gpus, take_gpu
 from hybrid_grpo.model.kernels.compilation_lock import one_at_a_time
 from hybrid_grpo.model.lora import Adapter

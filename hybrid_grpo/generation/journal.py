@@ -11,8 +11,8 @@ import warnings
 import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ class Journal:
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self._rank = folder, rank
         self._step: int | None = None
+        self._file: Any = None
+        """This rank's file of the step during `complete`; None if it cannot be written."""
         self._failed = False
         self._known: dict[int, Completion] = {}
         self._identity = 0
@@ -59,7 +61,10 @@ class Journal:
     ) -> tuple[list[list[Completion]], Stats]:
         """Do the same as `complete_rest`, but also reuse completions in the journal and write new ones to it."""
         self._turn_to(step)
-        return complete_rest(requests, {**self._known, **(given or {})}, on_finish, sample, self._write)
+        with self._opened() as self._file:
+            # End the partial line that a killed process may have left.
+            self._append("\n")
+            return complete_rest(requests, {**self._known, **(given or {})}, on_finish, sample, self._write)
 
     def steps(self) -> list[int]:
         """Return the steps that have a file, in ascending order."""
@@ -87,8 +92,16 @@ class Journal:
             for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
             for key, completion in self._read(line)
         }
-        # End the partial line that a killed process may have left.
-        self._append("\n")
+
+    def _opened(self) -> AbstractContextManager[Any]:
+        """Open this rank's file of the step, unbuffered: what is written to it outlives this process."""
+        try:
+            if not self._failed:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                return (self.folder / f"step_{self._step:06d}.rank_{self._rank}").open("ab", buffering=0)
+        except OSError as error:
+            self._fail(error)
+        return nullcontext()
 
     def _write(self, key: int, completion: Completion) -> None:
         row = {
@@ -120,15 +133,15 @@ class Journal:
             return []
 
     def _append(self, text: str) -> None:
-        if self._failed:
-            return
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with (self.folder / f"step_{self._step:06d}.rank_{self._rank}").open("a", encoding="utf-8") as file:
-                file.write(text)
+            if self._file is not None:
+                self._file.write(text.encode())
         except OSError as error:
-            self._failed = True
-            warnings.warn(f"{self.folder}: finished completions are not kept: {error.strerror}", stacklevel=2)
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        self._failed, self._file = True, None
+        warnings.warn(f"{self.folder}: finished completions are not kept: {error.strerror}", stacklevel=2)
 
 
 def complete_rest(
@@ -185,12 +198,10 @@ def _completion(row: dict[str, Any]) -> tuple[int, Completion]:
     return row["key"], Completion(token_ids, logp, row["finish"], row["text"], given, messages, **others)
 
 
-def _encoded(array: np.ndarray) -> str:
-    file = BytesIO()
-    np.save(file, array)
-    return b64encode(file.getvalue()).decode()
+def _encoded(array: np.ndarray) -> list[Any]:
+    return [array.dtype.str, array.shape, b64encode(array.tobytes()).decode()]
 
 
-def _decoded(text: str) -> np.ndarray:
-    array: np.ndarray = np.load(BytesIO(b64decode(text)))
-    return array
+def _decoded(record: list[Any]) -> np.ndarray:
+    dtype, shape, text = record
+    return np.frombuffer(b64decode(text), dtype).reshape(shape).copy()

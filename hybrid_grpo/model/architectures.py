@@ -9,6 +9,7 @@ architecture is refused too.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import sys
 from collections.abc import Iterator
@@ -109,7 +110,7 @@ def _reasons(config: Any) -> Iterator[str]:
     if not model._supports_attention_backend and not has_state:
         yield "it does not route attention through transformers' attention interface"
     window = "sliding_attention" in layers or (not layers and getattr(text, "sliding_window", None))
-    yield from _reasons_in_source(source, bool(window), has_state)
+    yield from _found_in_source(source, bool(window), has_state)
 
 
 def _reasons_in_states(text: str) -> Iterator[str]:
@@ -165,27 +166,33 @@ def cached_numbers(config: Any) -> int:
 def has_sinks(config: Any) -> bool:
     """Whether some layer's attention has sinks, one more logit for each query that takes weight from all others."""
     model = text_class(config)
-    return model is not None and any("s_aux" in each.options for each in _attentions(ast.parse(_source(model))))
+    return model is not None and any("s_aux" in each.options for each in _attentions(_source(model)))
 
 
 def _source(model: Any) -> str:
     return inspect.getsource(sys.modules[model.__module__])
 
 
-def _attentions(tree: ast.Module) -> list[_Attention]:
+@functools.cache
+def _attentions(text: str) -> list[_Attention]:
     # Attention without a cache belongs to encoders of images or sound, which do not run on text.
     return [
         _Attention(node, call)
-        for node in ast.walk(tree)
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.FunctionDef) and any(map(_is_update, _assignments(node)))
         for call in ast.walk(node)
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "attention_interface"
     ]
 
 
+@functools.cache
+def _found_in_source(text: str, has_windows: bool, has_state: bool) -> tuple[str, ...]:
+    # A start asks several times, and looks for a tenth of a second.
+    return tuple(_reasons_in_source(text, has_windows, has_state))
+
+
 def _reasons_in_source(text: str, has_windows: bool, has_state: bool) -> Iterator[str]:
-    tree = ast.parse(text)
-    nodes, attentions = list(ast.walk(tree)), _attentions(tree)
+    nodes, attentions = list(ast.walk(ast.parse(text))), _attentions(text)
     options = {word for attention in attentions for word in attention.options}
     methods = {
         node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) in _CACHE_NAMES

@@ -8,17 +8,24 @@ from hybrid_grpo.model import view
 
 
 def sharded(monkeypatch, parameters, whole, world):
-    """Give parameters shards as on the first of several ranks."""
-    of_shard = {}
+    """Give parameters shards as on the first of several ranks. Those of few elements are gathered together."""
+    every = []
     for parameter, value in zip(parameters, whole, strict=True):
         size = -(-value.numel() // world)
         padded = torch.cat([value.flatten(), torch.full((world * size - value.numel(),), torch.nan).bfloat16()])
         parameter.ds_tensor, parameter.ds_numel, parameter.ds_shape = padded[:size], value.numel(), value.shape
-        of_shard[parameter.ds_tensor.data_ptr()] = padded
+        every.append(padded.view(world, size))
+
+    def gather(out, own):
+        parts, at = [], 0
+        while at < len(own):
+            parts.append(next(part for part in every if torch.equal(part[0], own[at : at + part.shape[1]])))
+            at += parts[-1].shape[1]
+        out.copy_(torch.cat(parts, dim=1).flatten())
+
     monkeypatch.setattr(view, "world_size", lambda: world)
-    monkeypatch.setattr(
-        torch.distributed, "all_gather_into_tensor", lambda out, shard: out.copy_(of_shard[shard.data_ptr()])
-    )
+    monkeypatch.setattr(view, "_SMALL", 100)
+    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", gather)
 
 
 @pytest.mark.parametrize("world", [2, 3, 7])
