@@ -246,6 +246,8 @@ class Engine:
         self.engine.module.train()
         if self.stage == 0 and not self.engine.bfloat16_enabled():
             self.engine.clip_fp32_gradients = self._clip_gradients
+        # DeepSpeed gathers small weights after every optimizer step, and keeps them gathered.
+        self._is_small = all(getattr(p, "ds_persist", False) for p in self.engine.module.parameters())
         self.device = torch.device(get_accelerator().current_device_name())
         self._view = View(source, view.eval(), self.stage == 3, self.device, adapters, keep=keep_view)
         self._generating = False
@@ -291,7 +293,7 @@ class Engine:
         if self._generating:
             raise RuntimeError("generation() is already open: it does not nest")
         start = time.perf_counter()
-        if self.stage == 3:
+        if self.stage == 3 and not self._is_small:
             # Free parameters that prefetching left gathered, for the cache. (The engine's own method of this name also
             # collects garbage, which takes longer than a whole rollout of a small model.)
             self.engine.optimizer.empty_partition_cache()
