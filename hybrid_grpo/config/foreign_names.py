@@ -4,8 +4,9 @@ import functools
 from collections.abc import Collection
 from pathlib import Path
 
+import yaml
+
 from hybrid_grpo.config.features import feature_folders
-from hybrid_grpo.config.tables import read_table
 
 
 @functools.cache
@@ -15,7 +16,7 @@ def foreign_names() -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for file in (folder / "foreign_names.yaml" for folder in folders):
         if file.exists():
-            for framework, names in read_table(file).items():
+            for framework, names in yaml.safe_load(file.read_text(encoding="utf-8")).items():
                 found.setdefault(framework, {}).update(names)
     return found
 

@@ -6,13 +6,13 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
 from annotated_types import Ge, Le, Lt
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.fields import SECTION, Count, NotNegative, Number, Positive, Switch, Text, Whole
-from hybrid_grpo.config.tables import read_table
 
 _Decay = Annotated[Number, Ge(0), Lt(1)]
 
@@ -127,7 +127,7 @@ _UNSUPPORTED = {
     "zero_optimization.zenflow": "it delays updates, so that rollouts would not come from the newest policy",
 }
 """DeepSpeed settings that are refused because generation or the loss would go wrong, and why."""
-_KNOWN = read_table(Path(__file__).with_name("deepspeed_sections.yaml"))
+_KNOWN = yaml.safe_load(Path(__file__).with_name("deepspeed_sections.yaml").read_text(encoding="utf-8"))
 """Sections of DeepSpeed's configuration; DeepSpeed ignores all others."""
 
 

@@ -41,8 +41,7 @@ class Journal:
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self._rank = folder, rank
         self._step: int | None = None
-        self._file: Any = None
-        """This rank's file of the step during `complete`; None if it cannot be written."""
+        self._file: Any = None  # of the step and this rank, while it is written
         self._failed = False
         self._known: dict[int, Completion] = {}
         self._identity = 0

@@ -166,33 +166,32 @@ def cached_numbers(config: Any) -> int:
 def has_sinks(config: Any) -> bool:
     """Whether some layer's attention has sinks, one more logit for each query that takes weight from all others."""
     model = text_class(config)
-    return model is not None and any("s_aux" in each.options for each in _attentions(_source(model)))
+    return model is not None and any("s_aux" in each.options for each in _attentions(ast.parse(_source(model))))
 
 
 def _source(model: Any) -> str:
     return inspect.getsource(sys.modules[model.__module__])
 
 
-@functools.cache
-def _attentions(text: str) -> list[_Attention]:
+def _attentions(tree: ast.Module) -> list[_Attention]:
     # Attention without a cache belongs to encoders of images or sound, which do not run on text.
     return [
         _Attention(node, call)
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef) and any(map(_is_update, _assignments(node)))
         for call in ast.walk(node)
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "attention_interface"
     ]
 
 
-@functools.cache
+@functools.cache  # a start asks several times
 def _found_in_source(text: str, has_windows: bool, has_state: bool) -> tuple[str, ...]:
-    # A start asks several times, and looks for a tenth of a second.
     return tuple(_reasons_in_source(text, has_windows, has_state))
 
 
 def _reasons_in_source(text: str, has_windows: bool, has_state: bool) -> Iterator[str]:
-    nodes, attentions = list(ast.walk(ast.parse(text))), _attentions(text)
+    tree = ast.parse(text)
+    nodes, attentions = list(ast.walk(tree)), _attentions(tree)
     options = {word for attention in attentions for word in attention.options}
     methods = {
         node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) in _CACHE_NAMES

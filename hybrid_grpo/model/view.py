@@ -19,8 +19,6 @@ from hybrid_grpo.model.lora import Adapter
 from hybrid_grpo.model.ranks import world_size
 
 _ALIGNED_BYTES = 128
-_SMALL = 1 << 14
-"""Elements of a shard up to which weights are gathered by one collective: each takes longer than to copy them."""
 TOGETHER = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 """Linear modules on the same input, whose products a decode step computes as one if their weights are neighbours."""
 
@@ -169,26 +167,12 @@ class View:
         for dtype in sorted({p.ds_tensor.dtype for p in every}, key=str):
             places, size = self._places([p for p in every if p.ds_tensor.dtype == dtype])
             flat = memory(dtype, size, dtype)
-            small = self._gathered([p for p in places if p.ds_tensor.numel() <= _SMALL])
             # In order: the padding behind a weight lies where its neighbour's is gathered next.
             for p, begin in places.items():
                 target = flat[begin : begin + world_size() * p.ds_tensor.numel()]
-                if p in small:
-                    target.view_as(small[p]).copy_(small[p])
-                else:
-                    torch.distributed.all_gather_into_tensor(target, p.ds_tensor.to(self._device).view(-1))
+                torch.distributed.all_gather_into_tensor(target, p.ds_tensor.to(self._device).view(-1))
                 whole[p] = _unpadded(p, target)
         return whole
-
-    def _gathered(self, parameters: list[Any]) -> dict[Any, Tensor]:
-        """Return the shards of weights of one dtype, [ranks, elements] each, gathered by one collective."""
-        if not parameters:
-            return {}
-        own = torch.cat([p.ds_tensor.to(self._device).view(-1) for p in parameters])
-        every = own.new_empty(world_size(), len(own))
-        torch.distributed.all_gather_into_tensor(every.view(-1), own)
-        parts = every.split([p.ds_tensor.numel() for p in parameters], dim=1)
-        return dict(zip(parameters, parts, strict=True))
 
     def _places(self, parameters: list[Any]) -> tuple[dict[Any, int], int]:
         """Return where in one buffer each weight begins, and the buffer's size. Each begins where a kernel can load it
