@@ -38,7 +38,7 @@ from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_conf
 
 from hybrid_grpo.config import EngineConfig, PolicyConfig
 from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
-from hybrid_grpo.model import shards, tensor_files
+from hybrid_grpo.model import listing, shards, tensor_files  # noqa: F401  # `listing` has an effect
 from hybrid_grpo.model.hardware import refuse_idle_gpus, take_gpu
 from hybrid_grpo.model.kernels.compilation_lock import one_at_a_time
 from hybrid_grpo.model.lora import Adapter
@@ -287,7 +287,8 @@ class Engine:
         if self._generating:
             raise RuntimeError("generation() is already open: it does not nest")
         start = time.perf_counter()
-        if self.stage == 3:
+        # DeepSpeed keeps small parameters gathered, which the view uses if there are no others.
+        if self.stage == 3 and not all(p.ds_persist for p in self.engine.module.parameters()):
             # Free parameters that prefetching left gathered, for the cache. (The engine's own method of this name also
             # collects garbage, which takes longer than a whole rollout of a small model.)
             self.engine.optimizer.empty_partition_cache()

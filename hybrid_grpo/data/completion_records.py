@@ -3,7 +3,6 @@
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import asdict
-from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -48,12 +47,10 @@ def completion_of(row: Mapping[str, Any]) -> Completion:
     return Completion(token_ids, logp, row["finish"], row["text"], given, messages, **others)
 
 
-def _encoded(array: np.ndarray) -> str:
-    file = BytesIO()
-    np.save(file, array)
-    return b64encode(file.getvalue()).decode()
+def _encoded(array: np.ndarray) -> list[Any]:
+    return [array.dtype.str, array.shape, b64encode(array.tobytes()).decode()]
 
 
-def _decoded(text: str) -> np.ndarray:
-    array: np.ndarray = np.load(BytesIO(b64decode(text)))
-    return array
+def _decoded(record: list[Any]) -> np.ndarray:
+    dtype, shape, text = record
+    return np.frombuffer(b64decode(text), dtype).reshape(shape).copy()

@@ -10,8 +10,10 @@ import shutil
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.data.completion_records import completion_of, record_of
@@ -35,6 +37,7 @@ class Journal:
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self._rank = folder, rank
         self._step: int | None = None
+        self._file: Any = None  # of the step and this rank, while it is written
         self._failed = False
         self._known: dict[int, Completion] = {}
         self._identity = 0
@@ -54,7 +57,10 @@ class Journal:
     ) -> tuple[list[list[Completion]], Stats]:
         """Do the same as `complete_rest`, but also reuse completions in the journal and write new ones to it."""
         self._turn_to(step)
-        return complete_rest(requests, {**self._known, **(given or {})}, on_finish, sample, self._write, begun)
+        with self._opened() as self._file:
+            # End the partial line that a killed process may have left.
+            self._append("\n")
+            return complete_rest(requests, {**self._known, **(given or {})}, on_finish, sample, self._write, begun)
 
     def steps(self) -> list[int]:
         """Return the steps that have a file, in ascending order."""
@@ -82,8 +88,16 @@ class Journal:
             for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
             for key, completion in self._read(line)
         }
-        # End the partial line that a killed process may have left.
-        self._append("\n")
+
+    def _opened(self) -> AbstractContextManager[Any]:
+        """Open this rank's file of the step, unbuffered: what is written to it outlives this process."""
+        try:
+            if not self._failed:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                return (self.folder / f"step_{self._step:06d}.rank_{self._rank}").open("ab", buffering=0)
+        except OSError as error:
+            self._fail(error)
+        return nullcontext()
 
     def _write(self, key: int, completion: Completion) -> None:
         line = json.dumps({"key": key, **record_of(completion)})
@@ -104,15 +118,15 @@ class Journal:
             return []
 
     def _append(self, text: str) -> None:
-        if self._failed:
-            return
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with (self.folder / f"step_{self._step:06d}.rank_{self._rank}").open("a", encoding="utf-8") as file:
-                file.write(text)
+            if self._file is not None:
+                self._file.write(text.encode())
         except OSError as error:
-            self._failed = True
-            warnings.warn(f"{self.folder}: finished completions are not kept: {error.strerror}", stacklevel=2)
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        self._failed, self._file = True, None
+        warnings.warn(f"{self.folder}: finished completions are not kept: {error.strerror}", stacklevel=2)
 
 
 def complete_rest(

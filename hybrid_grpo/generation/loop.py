@@ -366,7 +366,7 @@ def generate(
         decode: turns tokens into text. Default: texts are empty. Required for `Sampling.stop_strings`.
         turns: answers the turns of a completion. Default: a completion is one turn.
         drafter: proposes drafts, where the model and `sampling` allow them. Default: there are none.
-        enough: says when to leave the rest of the completions open. Default: all end. Cannot be had with `turns`.
+        enough: says when to leave the rest of the completions open. Default: all end. Not with `turns`.
     """
     if not requests:
         return [], Stats()
@@ -376,16 +376,15 @@ def generate(
         (min(s.most, s.prompt + s.limit) if turns is None else s.most for group in sequences for s in group),
         reverse=True,
     )
-    slots = min(max_slots, len(longest))
-    memory = prefill_tokens, cache_gb, workspace
-    decoder = _decoder(model, sampling, longest, slots, *memory, waiting=turns is not None)
+    memory = (slots := min(max_slots, len(longest))), prefill_tokens, cache_gb, workspace
+    decoder = _decoder(model, sampling, longest, *memory, waiting=turns is not None)
     groups = chain.from_iterable(map(groups_of, sequences))
     schedule = Scheduler(decoder.cache, groups, min(slots, decoder.slots), decoder.ahead)
     callbacks = Callbacks(on_finish, on_step, on_token, decode, turns, enough)
     if drafter is not None:
         drafter.begin(sequences)
-    how = sampling, callbacks, drafter if decoder.takes_drafts else None
-    loop = _Loop(model, schedule, decoder, prefill_tokens or decoder.cache.prefill_tokens, *how)
+    how = prefill_tokens or decoder.cache.prefill_tokens, sampling, callbacks
+    loop = _Loop(model, schedule, decoder, *how, drafter if decoder.takes_drafts else None)
     if turns is not None:
         turns.begin(requests)
     stats = loop.run()

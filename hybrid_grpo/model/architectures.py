@@ -9,6 +9,7 @@ architecture is refused too.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import sys
 from collections.abc import Iterator
@@ -109,7 +110,7 @@ def _reasons(config: Any) -> Iterator[str]:
     if not model._supports_attention_backend and not has_state:
         yield "it does not route attention through transformers' attention interface"
     window = "sliding_attention" in layers or (not layers and getattr(text, "sliding_window", None))
-    yield from _reasons_in_source(source, bool(window), has_state)
+    yield from _found_in_source(source, bool(window), has_state)
 
 
 def _reasons_in_states(text: str) -> Iterator[str]:
@@ -181,6 +182,11 @@ def _attentions(tree: ast.Module) -> list[_Attention]:
         for call in ast.walk(node)
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "attention_interface"
     ]
+
+
+@functools.cache  # a start asks several times
+def _found_in_source(text: str, has_windows: bool, has_state: bool) -> tuple[str, ...]:
+    return tuple(_reasons_in_source(text, has_windows, has_state))
 
 
 def _reasons_in_source(text: str, has_windows: bool, has_state: bool) -> Iterator[str]:

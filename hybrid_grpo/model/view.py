@@ -150,11 +150,16 @@ class View:
     def _copies(self, every: list[Any]) -> bool:
         """Whether whole weights are copies of the engine's memory."""
         # Parameters that are offloaded are on the host.
-        return self._sharded and (world_size() > 1 or any(p.ds_tensor.device != self._device for p in every))
+        away = self._sharded and (world_size() > 1 or any(p.ds_tensor.device != self._device for p in every))
+        return away and not self._is_gathered(every)
+
+    def _is_gathered(self, every: list[Any]) -> bool:
+        """Whether the engine itself has gathered all weights of a small model; their addresses change."""
+        return self._sharded and not self._keep and all(p.ds_status.name == "AVAILABLE" for p in every)
 
     def _whole(self, every: list[Any], memory: Callable[[Any, int, torch.dtype], Tensor]) -> dict[Any, Tensor]:
         """Return the whole weights. If they are copies, all weights of one dtype are in one buffer from `memory`."""
-        if not self._sharded:
+        if not self._sharded or self._is_gathered(every):
             return {p: p.data for p in every}
         if not self._copies(every):
             return {p: _unpadded(p, p.ds_tensor.detach()) for p in every}

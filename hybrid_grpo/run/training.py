@@ -1,8 +1,8 @@
 """Takes a run from its start to its end: resuming, steps, checkpoints, alarms, stopping, and the run's results."""
 
-import copy
 import gc
 import json
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -161,7 +161,8 @@ class TrainingRun:
 
     def _make_step(self, stage: Stage, step: int, profiler: Profiler, log: Log) -> None:
         """Make a step. If it cannot be finished, the run is saved as it was before that step."""
-        before = copy.deepcopy(self._states(stage))
+        # Pickled, which copies states with a row for every prompt much faster than `deepcopy`.
+        before = pickle.dumps(self._states(stage))
         stage.trace.begin(step)
         try:
             is_first = step == self.start.step + 1
@@ -179,10 +180,10 @@ class TrainingRun:
                 raise
             raise RunStopped(f"{stop}; the run is saved as it was after step {self.saver.step}") from stop
 
-    def _save_before(self, stage: Stage, step: int, before: dict[str, Any]) -> None:
+    def _save_before(self, stage: Stage, step: int, before: bytes) -> None:
         self.saver.finish(stage)
         if self.saver.step != step - 1:
-            self.saver.save(stage, step - 1, before)
+            self.saver.save(stage, step - 1, pickle.loads(before))
 
     def _finish_step(self, stage: Stage, step: int, log: Log) -> None:
         """After a step, evaluate the policy, log the step's metrics, and save the run, where each is due."""

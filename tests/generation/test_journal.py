@@ -1,5 +1,6 @@
 """A rollout that is broken off and made again takes what had been finished from the journal."""
 
+import os
 import zlib
 
 import numpy as np
@@ -137,3 +138,18 @@ def test_a_record_that_is_none_is_sampled_again(tmp_path, sample, text):
     """Its checksum is right, as another version may have written it."""
     (tmp_path / "step_000005.rank_0").write_text(f"{zlib.crc32(text.encode()):08x} {text}\n")
     assert Journal(tmp_path, 0).complete(5, REQUESTS[:1], None, sample)[1].rows
+
+
+def test_the_file_is_opened_once_for_a_rollout_and_holds_what_is_finished_at_once(tmp_path):
+    """An open file for each completion, with two files in the format of numpy inside, took a tenth of a step."""
+    before, sizes = len(os.listdir("/proc/self/fd")), []
+
+    def sample(requests, on_finish):
+        for k in range(3):
+            on_finish(0, k, Completion([k], [-0.5], "stop"))
+            sizes.append(next(tmp_path.iterdir()).stat().st_size)
+            assert len(os.listdir("/proc/self/fd")) == before + 1
+        return [[Completion([k], [-0.5], "stop") for k in range(3)]], Stats()
+
+    Journal(tmp_path, 0).complete(1, [Request([1], [11, 12, 13], most=9)], None, sample)
+    assert 0 < sizes[0] < sizes[1] < sizes[2] and len(os.listdir("/proc/self/fd")) == before

@@ -1,5 +1,7 @@
 """Where whole weights lie; that they are right is seen wherever ranks sample."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ def sharded(monkeypatch, parameters, whole, world):
         size = -(-value.numel() // world)
         padded = torch.cat([value.flatten(), torch.full((world * size - value.numel(),), torch.nan).bfloat16()])
         parameter.ds_tensor, parameter.ds_numel, parameter.ds_shape = padded[:size], value.numel(), value.shape
+        parameter.ds_status = SimpleNamespace(name="NOT_AVAILABLE")
         of_shard[parameter.ds_tensor.data_ptr()] = padded
     monkeypatch.setattr(view, "world_size", lambda: world)
     monkeypatch.setattr(
@@ -60,3 +63,18 @@ def test_weights_on_the_same_input_are_neighbours(monkeypatch, world):
         assert (view.joined([module[name].weight for name in ("gate_proj", "up_proj")]) is None) == (world == 1)
         assert view.joined([module.o_proj.weight, module.q_proj.weight]) is None
         made.release()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_weights_that_the_engine_keeps_gathered_are_used_where_they_are(monkeypatch, keep):
+    """Each step of the quickstart gathered its weights three times: for the engine, for decoding, and for training.
+    Where addresses must stay the same, as for CUDA graphs, they are copied all the same."""
+    source, module = nn.Linear(3, 4, bias=False), nn.Linear(3, 4, bias=False, device="meta")
+    whole = source.weight.detach().clone().bfloat16()
+    source.weight.data = whole.clone()
+    sharded(monkeypatch, source.parameters(), [whole], 2)
+    source.weight.ds_status.name = "AVAILABLE"
+    made = view.View(source, module, True, torch.device("cpu"), keep=keep)
+    made.gather()
+    assert torch.equal(module.weight, whole)
+    assert (module.weight.data_ptr() == source.weight.data_ptr()) is not keep

@@ -37,7 +37,8 @@ class Metric:
 def read_with_features(name: str) -> list[dict[str, Any]]:
     """Return the contents of a YAML file in this folder and of the files with the same name in feature folders."""
     files = [Path(__file__).with_name(name), *(folder / name for folder in feature_folders())]
-    return [yaml.safe_load(file.read_text(encoding="utf-8")) for file in files if file.exists()]
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in Python it takes ten times as long
+    return [yaml.load(file.read_text(encoding="utf-8"), loader) for file in files if file.exists()]
 
 
 _ENTRIES = {name: entry for entries in read_with_features("metrics.yaml") for name, entry in entries.items()}

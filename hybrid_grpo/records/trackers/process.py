@@ -17,8 +17,11 @@ import psutil
 from hybrid_grpo.config import LogConfig
 from hybrid_grpo.config.secrets import masked
 from hybrid_grpo.records.files import json_safe
+from hybrid_grpo.records.trackers import follower
 from hybrid_grpo.records.trackers.follower import FAILED, LIMIT_SECONDS
 from hybrid_grpo.records.trackers.wandb import resolve_wandb_mode
+
+_NICENESS = "10"
 
 
 def chosen_trackers(config: LogConfig) -> list[str]:
@@ -66,7 +69,7 @@ class TrackerProcess:
             file.seek(0)
             self._process = subprocess.Popen(
                 # It starts while the ranks make the first steps.
-                ["nice", "-n", "10", sys.executable, "-m", "hybrid_grpo.records.trackers.follower", str(file.fileno())],
+                ["nice", "-n", _NICENESS, sys.executable, "-m", follower.__name__, str(file.fileno())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -75,6 +78,9 @@ class TrackerProcess:
                 pass_fds=[file.fileno()],
                 start_new_session=True,
             )
+        with suppress(OSError):
+            # Linux may share processors among sessions, among which the niceness of a session counts alone.
+            Path(f"/proc/{self._process.pid}/autogroup").write_text(_NICENESS)
         assert self._process.stdin and self._process.stdout and self._process.stderr
         self._input, self._output, self._errors = self._process.stdin, self._process.stdout, self._process.stderr
         for pipe in (self._output, self._errors):

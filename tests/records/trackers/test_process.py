@@ -2,6 +2,7 @@
 other processes): the tracker's own process would write into the live line of the terminal."""
 
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -115,6 +116,10 @@ def test_a_run_outlives_wandb_s_own_service_and_leaves_no_process(folder, tmp_pa
     process = TrackerProcess("wandb", folder, LogConfig(wandb="offline"), {}, limit_s=120)
     waited_for(lambda: list((folder / "wandb").glob("latest-run/files/media/table/*")))
     service = [child for child in process.children() if "wandb-core" in child.name()]
+    assert {child.nice() for child in service} == {10}
+    # Linux without groups of sessions has no such file; with them, only a session's own niceness counts for the ranks.
+    group = Path(f"/proc/{process._process.pid}/autogroup")
+    assert not group.exists() or group.read_text().endswith("nice 10\n")
     for child in service:
         child.kill()
     assert service
