@@ -92,7 +92,7 @@ def bytes_of_a_program(kernel: Any, arguments: Any, options: Any) -> int:
     key = (kernel, shapes, *sorted(options.items()))
     if key not in _measured:
         with _disable_current_modes():
-            real = [torch.zeros(a.shape, dtype=a.dtype) if isinstance(a, Tensor) else a for a in arguments]
+            real = [_zeros(a) if isinstance(a, Tensor) else a for a in arguments]
             memory, interpreter._interpreter = interpreter._interpreter, _Memory(interpreter._interpreter)
             try:
                 kernel[(1,)](*real, **options)
@@ -100,6 +100,11 @@ def bytes_of_a_program(kernel: Any, arguments: Any, options: Any) -> int:
             finally:
                 interpreter._interpreter = memory
     return _measured[key]
+
+
+def _zeros(like: Tensor) -> Tensor:
+    """Zeros in memory that is taken where it is used: a program sees little of gigabytes, which torch would write."""
+    return torch.from_numpy(np.zeros(like.numel() * like.element_size(), np.uint8)).view(like.dtype).view(like.shape)
 
 
 class _Memory:
@@ -169,8 +174,8 @@ def decode_step(model: Any, sampling: Sampling, rows: int) -> tuple[int, Count]:
     cache = PagedCache(geometry, rows * PAGES_OF_A_SEQUENCE + 2, paged_attention.PAGE, torch.device("cpu"), rows)
     decoder = Decoder(model, cache, sampling, rows, PAGES_OF_A_SEQUENCE, capture=lambda step: (lambda: None, step()))
     with torch.inference_mode():
-        # The first steps take the memory.
-        decoder.capture_all()
+        # The first step takes the memory.
+        decoder._choose(*decoder._forward_to_logits(rows))
         with counted() as forward:
             (logits_nV,) = decoder._forward_to_logits(rows)
         with counted() as choice:

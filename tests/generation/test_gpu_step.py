@@ -70,7 +70,7 @@ def test_the_decode_loop_with_kernels_is_the_one_without(architecture, filters, 
     """In bfloat16, on a CPU with attention by a double: the same completions, but for rounding."""
     if DEVICE == "cpu":
         gpu_attention.install(monkeypatch, flash=False)
-    model, plain = (build(tiny_config(architecture), ATTENTION).to(DEVICE, torch.bfloat16) for _ in range(2))
+    model, plain = (build(tiny_config(architecture, layers=1), ATTENTION).to(DEVICE, torch.bfloat16) for _ in range(2))
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in (1, 9, 4)]
     requests = [Request(ids, [stream_key(row)]) for row, ids in enumerate(prompts)]

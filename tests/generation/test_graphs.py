@@ -148,7 +148,7 @@ def test_twelve_rollouts_capture_in_the_first_alone(monkeypatch, captures, dtype
 
 
 @torch.no_grad()
-def test_evaluations_and_models_beside_the_policy_capture_once_in_thirty_rollouts(monkeypatch, captures):
+def test_evaluations_and_models_beside_the_policy_capture_once_in_twelve_rollouts(monkeypatch, captures):
     """Each model beside the policy had no memory of its own, and captured all its graphs in every call. The user speaks
     while the policy's sequences wait. The double checks that no replay finds its memory elsewhere."""
     config, rng = (
@@ -169,7 +169,7 @@ def test_evaluations_and_models_beside_the_policy_capture_once_in_thirty_rollout
         _, stats = generate(model, requests, sampling, max_slots=9, workspace=workspace, **more)
         seen[who].append(stats.captures)
 
-    for rollout in range(30):
+    for rollout in range(12):
         generated("guest", guest, for_guest, 40, Sampling(6))
         steps = iter(range(99))
 
@@ -183,7 +183,7 @@ def test_evaluations_and_models_beside_the_policy_capture_once_in_thirty_rollout
         for parameter in policy.parameters():
             parameter.mul_(1.01)
     assert all(first and not any(rest) for first, *rest in (seen["policy"], seen["guest"], seen["user"])), seen
-    assert len(seen["evaluation"]) == 6 and not any(seen["evaluation"]) and len(seen["user"]) > 20
+    assert len(seen["evaluation"]) == 3 and not any(seen["evaluation"]) and len(seen["user"]) > 8
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ import os
 
 import torch
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -21,7 +22,20 @@ def multiply_bfloat16() -> None:
     InterpreterBuilder.create_dot = of_floats
 
 
+def patch_once() -> None:
+    """Let Triton's interpreter replace the functions of its language once in a kernel. It would look through all of
+    them again in every function that a kernel calls, which takes a quarter of its time."""
+    patch = interpreter._patch_lang
+
+    def where_needed(fn):
+        languages = [tl, *(value for value in fn.__globals__.values() if value is tl.core)]
+        return patch(fn) if any(tl.core.is_builtin(language.load) for language in languages) else None
+
+    interpreter._patch_lang = where_needed
+
+
 multiply_bfloat16()
+patch_once()
 
 
 def cases(few: int = 50) -> range:

@@ -106,6 +106,13 @@ class Service(socketserver.ThreadingTCPServer):
         super().__exit__(*error)
 
 
+def _received(connection: socket.socket) -> bytes:
+    """Some bytes. A client that has gone sends none, over and over: a thread that asked on kept a core busy."""
+    if data := connection.recv(65536):
+        return data
+    raise ConnectionError("the client has gone")
+
+
 class _Handler(socketserver.BaseRequestHandler):
     server: Service
 
@@ -116,12 +123,12 @@ class _Handler(socketserver.BaseRequestHandler):
                 connection = self.server.tls.wrap_socket(connection, server_side=True)
             data = b""
             while b"\r\n\r\n" not in data:
-                data += connection.recv(65536)
+                data += _received(connection)
             head, _, body = data.partition(b"\r\n\r\n")
             first, *lines = head.decode().split("\r\n")
             headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
             while len(body) < int(headers.get("content-length", 0)):
-                body += connection.recv(65536)
+                body += _received(connection)
             asked = Asked(first.split()[1], headers, json.loads(body))
             with self.server.lock:
                 number = len(self.server.asked)
