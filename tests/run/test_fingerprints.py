@@ -13,9 +13,10 @@ from workshop import REWARDS, Workshop
 
 from hybrid_grpo.config import TrainConfig, build
 from hybrid_grpo.config.checks import check_train
+from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.model import fingerprints
 from hybrid_grpo.run.feature import make_features
-from hybrid_grpo.run.fingerprints import source_file
+from hybrid_grpo.run.fingerprints import _text, source_file
 from hybrid_grpo.run.inputs import RunInputs
 
 SETTINGS = {
@@ -40,6 +41,12 @@ def taken() -> dict[str, str]:
     features = make_features(config, check_train(config, 1), inputs)
     rows = {name: of for feature in features for name, of in feature.rows.items()}
     return inputs.fingerprints(config, rows)()
+
+
+def test_the_fingerprint_of_rows_is_that_of_runs_of_earlier_versions() -> None:
+    """What a run adds to a prompt is not part of it: a resumed run would find other inputs."""
+    prompt = Prompt(3, "a=", [1, 2], {"answer": "b"}, begun=4)
+    assert json.loads(_text(prompt)) == {"columns": {"answer": "b"}, "epoch": 0, "id": 3, "source": "", "text": "a="}
 
 
 def edited(path: str, change) -> None:
