@@ -3,34 +3,19 @@
 `train.py` composes the configuration of training, and `commands.py` the configuration of every other command; the
 sections have their own files. Nothing here imports torch or transformers, so a wrong setting is reported before any
 model loads. The other packages implement what the settings do.
+
+The names in everything.py are imported on first use, since pydantic takes its time, and processes that call users'
+functions only need the errors.
 """
 
-# ruff: noqa: F401
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from hybrid_grpo.config.alarms import AlarmConfig, AlarmsConfig
-from hybrid_grpo.config.building import build, dump, to_dict
-from hybrid_grpo.config.checks import BatchPlan
-from hybrid_grpo.config.commands import (
-    ChatConfig,
-    EvaluateConfig,
-    GenerateConfig,
-    PlanConfig,
-    PublishConfig,
-    ReplayConfig,
-    RewardStageConfig,
-    ScoreConfig,
-    ServeRewardConfig,
-    SftConfig,
-    WatchConfig,
-)
-from hybrid_grpo.config.data import DataConfig, MixtureConfig
-from hybrid_grpo.config.evaluation import EvalConfig
-from hybrid_grpo.config.grpo import GrpoConfig
-from hybrid_grpo.config.guard import GuardConfig
-from hybrid_grpo.config.model import EngineConfig, LoraConfig, PolicyConfig
-from hybrid_grpo.config.preferences import RewardLoopConfig
-from hybrid_grpo.config.publishing import PublishOptionsConfig
-from hybrid_grpo.config.rewards import RewardConfig, ScoringConfig, ServeOptionsConfig, reward_name
-from hybrid_grpo.config.rollout import RolloutConfig, environment_rewards
-from hybrid_grpo.config.run import LogConfig, RunConfig
-from hybrid_grpo.config.train import ModelRunConfig, TrainConfig
+if TYPE_CHECKING:
+    from hybrid_grpo.config.everything import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(f"module hybrid_grpo.config has no attribute {name}")
+    return getattr(import_module("hybrid_grpo.config.everything"), name)

@@ -238,3 +238,10 @@ def test_what_functions_print_has_a_limit(capfd: pytest.CaptureFixture[str], mon
 
     assert in_time(has_ended)
     assert 99_990 < printed.count("x") <= 100_000 and printed.count("WARNING") == 1
+
+
+def test_a_fork_server_starts_without_the_settings():
+    """They take longer to import than all else of it, and every rank has fork servers."""
+    program = "import sys, hybrid_grpo.workers.forking; print({'pydantic', 'numpy', 'torch'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
