@@ -42,7 +42,7 @@ def build(arguments: list[str]) -> Trainer:
     task = RunInputs.read(config)
     workspace = None
     if device.type != "cpu":
-        memory = estimate(config, plan, task.longest_prompt, of_device(device, config.policy.dtype))
+        memory = estimate(config, plan, task.longest_prompt, of_device(device))
         workspace = memory.workspace() if memory else None
     policy = Policy(
         config.policy,

@@ -103,7 +103,7 @@ def planned_memory(config: TrainConfig, plan: BatchPlan, inputs: RunInputs, devi
     from hybrid_grpo.model.hardware import of_device
     from hybrid_grpo.run.memory.plan import estimate
 
-    hardware = of_device(device, config.policy.dtype)
+    hardware = of_device(device)
     held_out = inputs.held_out_rows, inputs.held_out_longest
     return estimate(config, plan, inputs.longest_prompt, hardware, inputs.reward_models, *held_out)
 

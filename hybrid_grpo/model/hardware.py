@@ -1,5 +1,6 @@
 """The device that a rank runs on: which one it takes, how much memory is free there and on its host, and its speed."""
 
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -8,7 +9,6 @@ from typing import Any, Literal
 
 import psutil
 import torch
-from torch.utils.benchmark import Timer
 
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.model.ranks import local_ranks, own_cores
@@ -36,9 +36,9 @@ class Hardware:
     process_bytes: int
     """Host memory that the process already uses."""
     flops: float
-    """Floating-point operations per second in large matrix products of the weights' dtype."""
+    """Floating-point operations per second in large matrix products of the weights' dtype; NaN if not measured."""
     bandwidth: float
-    """Bytes per second read from the device's memory."""
+    """Bytes per second read from the device's memory; NaN if not measured."""
 
 
 GPUS = {
@@ -143,11 +143,12 @@ def of_table(name: str) -> Hardware:
     return Hardware(name, True, int(gigabytes * 1e9), 1 << 62, process, flops, bandwidth)
 
 
-def of_device(device: torch.device, dtype: Literal["bfloat16", "float32"]) -> Hardware:
-    """Return the device in its present state. Measuring its speed takes a fraction of a second."""
+def of_device(device: torch.device, dtype: Literal["bfloat16", "float32"] | None = None) -> Hardware:
+    """Return the device in its present state. With the `dtype` of weights its speed is measured, which takes a fraction
+    of a second; otherwise `flops` and `bandwidth` are NaN."""
     process = psutil.Process().memory_info().rss
     host = process + host_free_bytes() // local_ranks()
-    flops, bandwidth = _speed(device, getattr(torch, dtype))
+    flops, bandwidth = (math.nan, math.nan) if dtype is None else _speed(device, getattr(torch, dtype))
     if device.type == "cpu":
         return Hardware("cpu", False, host, host, process, flops, bandwidth)
     # Free what the measurement took. What CUDA took when it started is part of the plan.
@@ -182,6 +183,8 @@ def _file_cache(cgroup: Path) -> int:
 
 def _speed(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     """Measure floating-point operations per second in a square matrix product, and bytes per second in a sum."""
+    from torch.utils.benchmark import Timer
+
     size, mebibytes = (512, 32) if device.type == "cpu" else (8192, 1024)
     a = torch.ones(size, size, dtype=dtype, device=device)
     long = torch.ones(mebibytes << 18, dtype=torch.float32, device=device)
