@@ -123,7 +123,10 @@ class Trainer(Stage):
 
     def collect(self, step: int) -> tuple[Rollout, Scores]:
         """Return the step's rollout and its scores. With dynamic sampling, uninformative groups are replaced."""
-        rollout, scores = self.sample_and_score(self.draw_prompts(step), step)
+        prompts = self.draw_prompts()
+        if self.carry is not None:
+            prompts = self.carry.begin(prompts, self.loader, step)
+        rollout, scores = self.sample_and_score(prompts, step)
         if self.config.grpo.dynamic_sampling:
             plan = self.plan
             rollout, scores, numbers = resample(
@@ -161,11 +164,11 @@ class Trainer(Stage):
         self.loader.note(rollout.prompts, own.right_B(self.inputs.outcome, rollout.prompts), self.config.eval.threshold)
         return (rollout, scores) if self.carry is None else self.carry.bring_home(rollout, scores)
 
-    def draw_prompts(self, step: int) -> list[Prompt]:
-        """Return this rank's prompts for the rollout of a step, ordered by minibatch."""
-        return self.carry.draw(self.loader, step) if self.carry else self.loader.next_prompts(self.plan.num_minibatches)
+    def draw_prompts(self) -> list[Prompt]:
+        """Return this rank's prompts for the next rollout, ordered by minibatch."""
+        return self.loader.next_prompts(self.plan.num_minibatches)
 
-    def sample(self, prompts: list[Prompt], step: int, on_finish: OnFinish) -> Rollout:
+    def sample(self, prompts: list[Prompt], step: int, on_finish: OnFinish | None = None) -> Rollout:
         """Sample `num_generations` completions of every prompt from the current policy; features may supply some."""
         called: dict[str, Any] = {"on_finish": on_finish, "on_step": self.progress.look}
         called["given"] = self.features.write(prompts, step, self.progress.beat)

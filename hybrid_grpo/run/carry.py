@@ -83,14 +83,14 @@ class Carry:
         self.learned: list[int] = []
         """The groups of this rank's rollout that are learned from, oldest first."""
 
-    def draw(self, loader: StepLoader, step: int) -> list[Prompt]:
-        """Return this rank's prompts of a step: new ones, and then those that are carried. Collective."""
+    def begin(self, prompts: list[Prompt], loader: StepLoader, step: int) -> list[Prompt]:
+        """Return this rank's prompts of a step: the new ones, more of them if too few are carried, and those that are.
+        Collective."""
         plan, own, total = self._plan, rank(), self._config.prompts_per_step
         missing = self._config.carried_groups - len(self._open)
         more = range(own, missing, plan.world_size)
-        prompts = loader.next_prompts(plan.num_minibatches)
         if missing > 0:
-            prompts += loader.more_prompts(missing, list(more))
+            prompts = prompts + loader.more_prompts(missing, list(more))
         carried = self._open[own :: plan.world_size]
         new = [(step, number) for number in (*self._slots[own], *(total + number for number in more))]
         self._step, self._serials = step, [*new, *(group.serial for group in carried)]
@@ -104,11 +104,11 @@ class Carry:
     def _is_old(self, group: OpenGroup) -> bool:
         return len(group.completions[0].carried) >= self._config.max_carries
 
-    def asks(self, on_finish: OnFinish) -> dict[str, Any]:
+    def asks(self, on_finish: OnFinish | None) -> dict[str, Any]:
         """Return arguments of `Policy.rollout`; `on_finish` will be told of a completion once its group is whole."""
         return {"begun": self._begun, "enough": self._enough, "on_finish": self._by_group(on_finish)}
 
-    def _by_group(self, on_finish: OnFinish) -> OnFinish:
+    def _by_group(self, on_finish: OnFinish | None) -> OnFinish:
         held: dict[int, list[tuple[int, Completion]]] = defaultdict(list)
 
         def finished(prompt: int, sample: int, completion: Completion) -> None:
@@ -117,8 +117,9 @@ class Carry:
                 span = max(completion.new_tokens for _, completion in held[prompt])
                 self._whole.append(Whole(span, self._serials[prompt], self._is_due[prompt]))
                 self._board.post([astuple(whole) for whole in self._whole])
-                for number, ended in held[prompt]:
-                    on_finish(prompt, number, ended)
+                if on_finish is not None:
+                    for number, ended in held[prompt]:
+                        on_finish(prompt, number, ended)
 
         return finished
 
