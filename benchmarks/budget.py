@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -159,6 +160,7 @@ def switched(model: Any) -> tuple[Any, int]:
     for parameter in model.parameters():
         parameter.ds_numel, parameter.ds_shape = parameter.numel(), parameter.shape
         parameter.ds_tensor = torch.empty(-(-parameter.numel() // RANKS), dtype=parameter.dtype)
+        parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
     view.world_size = lambda: RANKS
     torch.distributed.all_gather_into_tensor = lambda out, shard: gathers.append(out)
     whole = view.meta_copy(model, ATTENTION).eval()
