@@ -159,10 +159,10 @@ class Trainer(Stage):
                 scores = stream.scores(self.progress.asked, self.carry.learned if self.carry else None)
             self.meter.add("time/reward_s", stream.seconds)
         if self.carry is not None:
-            rollout = rollout.groups(self.carry.learned)
+            rollout, scores = self.carry.bring_home(rollout, scores)
         own = scores.first(self.plan.own_generations, self.plan.num_generations)
         self.loader.note(rollout.prompts, own.right_B(self.inputs.outcome, rollout.prompts), self.config.eval.threshold)
-        return (rollout, scores) if self.carry is None else self.carry.bring_home(rollout, scores)
+        return rollout, scores
 
     def draw_prompts(self) -> list[Prompt]:
         """Return this rank's prompts for the next rollout, ordered by minibatch."""

@@ -110,9 +110,11 @@ class Completion:
         """The completion as it was when it had this many tokens: open, unless it had already ended."""
         if len(self.token_ids) < tokens or (len(self.token_ids) == tokens and self.finish != "open"):
             return self
-        routing = self.routing and Routing(self.routing.prompt, self.routing.completion[: max(tokens - 1, 0)])
-        support = self.support and Support.of(self.support.lists()[:tokens])
-        kept: dict[str, Any] = {"support": support, "routing": routing}
+        kept: dict[str, Any] = {"support": None, "routing": None}
+        if tokens and self.support is not None:
+            kept["support"] = Support.of(self.support.lists()[:tokens])
+        if tokens and self.routing is not None:
+            kept["routing"] = Routing(self.routing.prompt, self.routing.completion[: tokens - 1])
         return replace(self, token_ids=self.token_ids[:tokens], logp=self.logp[:tokens], finish="open", text="", **kept)
 
     def carry(self) -> Completion:

@@ -25,8 +25,8 @@ class StepLoader(Protocol):
         """Draw the next `count` prompts over all ranks, and return the ones whose indices are `wanted`. Collective."""
 
     def note(self, prompts: Sequence[Prompt], outcome_B: Tensor, threshold: float) -> None:
-        """Record the outcomes of the groups of these prompts, [P], which this rank drew since the last update. An
-        outcome of at least `threshold` (`eval.threshold`) is right, and NaN is not counted."""
+        """Record the outcomes of the groups of these prompts, [P]; each is recorded on one rank. An outcome of at least
+        `threshold` (`eval.threshold`) is right, and NaN is not counted."""
 
     def update(self) -> None:
         """Called once per step, after the outcomes of all its groups were recorded. Collective."""

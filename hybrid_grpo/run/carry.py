@@ -2,8 +2,8 @@
 arXiv:2501.12599, section 2.6; APRIL, arXiv:2509.18521).
 
 A step of N prompts samples N + K groups. It ends when N of them are whole, and learns from these; the other K go on in
-the next step with the policy of then, beside N new prompts. Tokens keep the log-probabilities that were recorded when
-they were sampled.
+the next step, sampled by the policy of that step, beside N new prompts. Tokens keep the log-probabilities that were
+recorded when they were sampled.
 
 Which groups are left does not depend on how fast ranks are: a group's span is the number of tokens that its longest
 completion got in this step, and the N groups of the shortest spans are learned from. The longest of these spans ends
@@ -26,6 +26,7 @@ from hybrid_grpo.data.batch import Numbers, Rollout, Scores
 from hybrid_grpo.data.completion import Completion, Prompt
 from hybrid_grpo.data.completion_records import completion_of, record_of
 from hybrid_grpo.data.training_prompts import StepLoader
+from hybrid_grpo.generation import OnFinish
 from hybrid_grpo.grpo.resampling import group_slots
 from hybrid_grpo.model.ranks import Board, all_gather_objects, rank
 
@@ -33,7 +34,6 @@ _LOOK_S = 0.01
 """Seconds between two looks at whether a step's sampling is to end."""
 Serial = tuple[int, int]
 """The step in which a group was begun, and its number among the prompts drawn in that step."""
-OnFinish = Callable[[int, int, Completion], None]
 Exchange = Callable[[list[Any]], list[Any]]
 
 
@@ -167,11 +167,16 @@ class Carry:
         }
 
     def bring_home(self, rollout: Rollout, scores: Scores) -> tuple[Rollout, Scores]:
-        """Return the groups of this rank's share of the step, and their scores, given those that it sampled and learns
-        from, oldest first. Collective."""
+        """Return the groups of this rank's share of the step, and their scores. Collective.
+
+        Args:
+            rollout: all groups that this rank sampled.
+            scores: of those in `learned`, in that order.
+        """
+        rollout = rollout.groups(self.learned)
         if self._plan.world_size == 1:
             return rollout, scores
-        own = sorted(self._place[serial] for serial in self._serials if serial in self._place)
+        own = [self._place[self._serials[index]] for index in self.learned]
         size, sent = rollout.num_generations, []
         for slots in self._slots:
             chosen = [index for index, slot in enumerate(own) if slot in set(slots)]

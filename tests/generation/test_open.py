@@ -73,6 +73,17 @@ def test_an_open_completion_goes_on_where_it_was_left(architecture, sampling, sl
                 assert (completion.routing.completion == other.routing.completion).all()
 
 
+def test_a_completion_that_was_cut_before_its_first_token_begins_anew():
+    model, sampling = build(tiny_config("qwen3_moe"), ATTENTION), SAMPLINGS["mask"]
+    whole, _ = generate(model, requests_of(), sampling, decode=text)
+    begun = [[completion.cut(0).carry() for completion in group] for group in whole]
+    again, _ = generate(model, requests_of(begun), sampling, decode=text)
+    for group, others in zip(again, whole, strict=True):
+        for completion, other in zip(group, others, strict=True):
+            same(completion, other)
+            assert completion.policies == 1
+
+
 def test_the_journal_has_only_what_has_ended(tmp_path):
     model, sampling, journal = build(tiny_config("llama"), ATTENTION), SAMPLINGS["plain"], Journal(tmp_path, 0)
     journal.bind("x")
