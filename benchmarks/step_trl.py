@@ -262,7 +262,7 @@ def main() -> None:
     trainer = GRPOTrainer(
         model=spec["config"]["policy"]["model"],
         reward_funcs=reward_functions(spec["config"]["rewards"], means),
-        args=settings(spec),
+        args=settings(spec, **spec.get("trl", {})),
         train_dataset=Dataset.from_list(rows),
     )
     if "rollouts" in spec:
