@@ -141,7 +141,7 @@ def group_advantages(
 
     Baseline `mean` is the group's mean (DeepSeekMath, arXiv:2402.03300, section 4.1.2), `leave_one_out` the mean of the
     group's other completions (RLOO, arXiv:2402.14740), `length` the mean weighted by `weight_B`, the lengths (OPO,
-    arXiv:2505.23585, eq. 8), and `best_other` see BASELINES. Scale `mean` is the mean of the group's rewards (MaxRL,
+    arXiv:2505.23585), and `best_other` see BASELINES. Scale `mean` is the mean of the group's rewards (MaxRL,
     arXiv:2602.02710), taken without their signs, so that none turns around. Scale `group` is std + 1e-4 with the
     unbiased standard deviation of the group's rewards; `none` is 1 (Dr. GRPO, arXiv:2503.20783); `batch` is
     std + 1e-4 with the unbiased standard deviation of r - baseline over all completions of all ranks, including groups

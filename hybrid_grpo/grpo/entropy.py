@@ -14,7 +14,7 @@ _MOST = 1.0
 
 class EntropyController:
     """Controls the coefficient of the entropy bonus, which stays at `entropy_coef`, or only starts there with
-    `entropy_target` (Skywork-OR1, arXiv:2505.22312, section 3.2.5).
+    `entropy_target` (Skywork-OR1, arXiv:2505.22312).
 
     After a step whose mean entropy is at most the target, the coefficient grows by `entropy_step`, and otherwise falls
     by it, between 0 and 1. It is used in the steps after one whose entropy was at most the target, and in the first.

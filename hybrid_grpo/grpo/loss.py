@@ -164,7 +164,7 @@ def reward_kl(
 
 DRIFTS: dict[str, Callable[[Tensor], Tensor]] = {"square": Tensor.square, "absolute": Tensor.abs}
 """Penalties on a token's log(policy / old): `square` of Kimi K2.5 (arXiv:2602.02276), `absolute` of KL-Cov
-(arXiv:2505.22617, eq. 12). Both are 0, and have no gradient, where the policy is the one that sampled."""
+(arXiv:2505.22617). Both are 0, and have no gradient, where the policy is the one that sampled."""
 
 
 def policy_loss(

@@ -36,13 +36,13 @@ def select_tokens(
 
     With N such tokens on all ranks, and n = ceil(tokens_share * N):
 
-    `top_entropy`: the n tokens of the highest entropy are learned from (arXiv:2506.01939, eq. 6).
+    `top_entropy`: the n tokens of the highest entropy are learned from (arXiv:2506.01939).
 
     The others look at the covariance of a token's advantage and log-probability: the product of their distances to the
-    means over all N tokens (arXiv:2505.22617, eq. 10). The log-probability is that of the policy that sampled, which in
+    means over all N tokens (arXiv:2505.22617). The log-probability is that of the policy that sampled, which in
     the first optimizer step is the policy of the paper. `clip_cov`: n tokens drawn among those whose covariance is
-    within [cov_low, cov_high] are not learned from (eq. 11). `kl_cov`: the drift is a term of the n tokens of the
-    highest covariance alone (eq. 12).
+    within [cov_low, cov_high] are not learned from. `kl_cov`: the drift is a term of the n tokens of the
+    highest covariance alone.
     """
     if grpo.tokens == "all":
         return advantages_BT, None, {}

@@ -79,7 +79,7 @@ def _cispo(ratio_bT: Tensor, tokens: Tokens, grpo: GrpoConfig) -> Surrogate:
 
 
 def _sapo(ratio_bT: Tensor, tokens: Tokens, grpo: GrpoConfig) -> Surrogate:
-    tau_bT = torch.where(tokens.advantages_bT > 0, grpo.tau_pos, grpo.tau_neg).to(ratio_bT)
+    tau_bT = torch.full_like(ratio_bT, grpo.tau_neg).masked_fill(tokens.advantages_bT > 0, grpo.tau_pos)
     gain_bT = torch.sigmoid(tau_bT * (ratio_bT - 1)) * 4 / tau_bT * tokens.advantages_bT
     never_bT = torch.zeros_like(gain_bT, dtype=torch.bool)
     return gain_bT, never_bT, never_bT
