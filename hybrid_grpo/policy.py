@@ -299,6 +299,12 @@ class Policy(TrainedModel):
         """logp_BT of the rows in `batches`; see `scored`. Collective."""
         return scored(self.engine, batches, shape, temperature)
 
+    def measured(
+        self, batches: list[MicroBatch], shape: tuple[int, int], temperature: float, more: HeadFunction | None
+    ) -> list[Tensor]:
+        """See `measured`. Collective."""
+        return measured(self.engine, batches, shape, temperature, more)
+
 
 class Scorer(TrainedModel):
     """A model inside one DeepSpeed engine that outputs one number per token (`ScalarModel`), for scoring and training.
@@ -340,16 +346,29 @@ class Scorer(TrainedModel):
         return dequantized(scalar_config(self.config.model, self._padding))
 
 
-@torch.no_grad()
 def scored(engine: Callable[..., Any], batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
-    """Return the log-probability of every completion token in `batches`, float32 [B, T] (`shape`), 0 elsewhere.
-    `engine` runs a `LogprobModel`, and every rank has the same number of batches. Collective."""
-    logp_BT = torch.zeros(shape, device=batches[0].input_ids_bS.device)
+    """Return the log-probability of every completion token in `batches`; see `measured`. Collective."""
+    return measured(engine, batches, shape, temperature)[0]
+
+
+@torch.no_grad()
+def measured(
+    engine: Callable[..., Any],
+    batches: list[MicroBatch],
+    shape: tuple[int, int],
+    temperature: float,
+    more: HeadFunction | None = None,
+) -> list[Tensor]:
+    """Return the log-probability and the entropy of every completion token in `batches`, and what `more` returns for
+    it, each float32 [B, T] (`shape`), 0 elsewhere. `engine` runs a `LogprobModel`, and every rank has the same number
+    of batches. Collective."""
+    found_BT: list[Tensor] = []
     for micro in batches:
-        logp_N, _ = engine(*micro.inputs, temperature)
-        if micro.rows:
-            logp_BT[micro.row_b, : micro.mask_bT.shape[1]] = micro.unflatten(logp_N)
-    return logp_BT
+        values = engine(*micro.inputs, temperature, *([] if more is None else [more]))
+        found_BT = found_BT or [torch.zeros(shape, device=micro.input_ids_bS.device) for _ in values]
+        for value_BT, value_N in zip(found_BT, values if micro.rows else (), strict=False):
+            value_BT[micro.row_b, : micro.mask_bT.shape[1]] = micro.unflatten(value_N)
+    return found_BT
 
 
 class Reference:

@@ -14,10 +14,14 @@ from hybrid_grpo.data.training_prompts import StepLoader
 from hybrid_grpo.generation import OnFinish
 from hybrid_grpo.grpo.advantages import informative, mean_over_tokens, token_advantages
 from hybrid_grpo.grpo.balance import Assignment, assign
+from hybrid_grpo.grpo.baselines import path_variances
+from hybrid_grpo.grpo.entropy import EntropyController
 from hybrid_grpo.grpo.kl import KlController
 from hybrid_grpo.grpo.loss import learns_from_advantages_alone, micro_batch_loss
 from hybrid_grpo.grpo.minibatches import Signals, optimizer_steps
 from hybrid_grpo.grpo.resampling import group_slots, resample
+from hybrid_grpo.grpo.selection import OldPolicy, select_tokens
+from hybrid_grpo.model.logprobs import squared_probabilities
 from hybrid_grpo.model.ranks import exchange_objects, max_over_ranks, rank, sum_over_ranks
 from hybrid_grpo.policy import Policy, Reference
 from hybrid_grpo.records.metrics.flops import group_flops
@@ -64,6 +68,7 @@ class Trainer(Stage):
         self.features = Features(features, self.meter)
         self.loader: StepLoader = inputs.training.loader(config, plan, device)
         self.kl = KlController(config.grpo, plan.rows, device)
+        self.entropy = EntropyController(config.grpo, device)
         self.total = partial(sum_over_ranks, device=device)
         only_advantages = learns_from_advantages_alone(config.grpo, inputs.objective)
         leaves_out = only_advantages and not self.features.learn_beside_advantages
@@ -71,6 +76,8 @@ class Trainer(Stage):
         # The training forward has the recorded distribution, unless it is filtered and its support is not known.
         self.starts_on_policy = config.recomputes_old_logp or config.rollout.logprobs != "sampling"
         self.parts = {"loader": self.loader, "kl": self.kl}
+        if config.grpo.entropy_target is not None:
+            self.parts["entropy"] = self.entropy
         self.exchange = partial(exchange_objects, device=device)
         self.carry: Carry | None = None
         if config.rollout.carry:
@@ -97,12 +104,14 @@ class Trainer(Stage):
         """Train the policy on a rollout and its scores, on the ranks that its groups are assigned to."""
         self.assignment = self.assigned(rollout, scores)
         trained, trained_scores = self.assignment.hand_out(rollout, scores)
-        old_logp_BT = self.old_logprobs(trained)
+        old = self.old_policy(trained)
         ref_logp_BT = self.reference_logprobs(trained)
-        advantages_BT = self.advantages(trained, trained_scores, old_logp_BT, ref_logp_BT)
-        given = trained.logp_BT.to(self.device), old_logp_BT, ref_logp_BT, advantages_BT
+        advantages_BT = self.advantages(trained, trained_scores, old, ref_logp_BT)
+        advantages_BT, drifts_BT, numbers = select_tokens(trained, advantages_BT, old, self.config.grpo, self.total)
+        self.meter.update(numbers)
+        given = trained.logp_BT.to(self.device), old.logp_BT, ref_logp_BT, advantages_BT
         is_old_BT = trained.is_old_BT
-        signals = Signals(*given, None if is_old_BT is None else is_old_BT.to(self.device))
+        signals = Signals(*given, None if is_old_BT is None else is_old_BT.to(self.device), drifts_BT)
         with self.meter.time("time/train_s"):
             self.improve(trained, signals)
         advantages_BT = self.assignment.tokens_home(advantages_BT, trained, rollout)
@@ -185,12 +194,24 @@ class Trainer(Stage):
         self.trace.decoded(stats.timeline)
         return rollout
 
+    def old_policy(self, rollout: Rollout) -> OldPolicy:
+        """Return what the rest of the step needs of the policy that sampled. Called once per rollout."""
+        grpo = self.config.grpo
+        if not grpo.measures_old:
+            return OldPolicy(self.old_logprobs(rollout))
+        batches = self.micro_batches(rollout, range(len(rollout.lengths)), gradients=False)
+        given = batches, (len(rollout.lengths), max(rollout.lengths)), self.config.rollout.temperature
+        with self.meter.time("time/old_logp_s"):
+            more = squared_probabilities if grpo.baseline == "optimal" else None
+            return OldPolicy(*self.policy.measured(*given, more))
+
     def old_logprobs(self, rollout: Rollout) -> Tensor | None:
         """Return the log-probabilities [B, T] under the policy that sampled: those that the sampler recorded, or those
         of a training forward before the first optimizer step. None if nothing needs them. Called once per rollout."""
         if not self.config.recomputes_old_logp:
             return rollout.logp_BT.to(self.device)
-        if self.plan.optimizer_steps == 1 and not (self.kl.in_reward or self.features.needs_old_logp):
+        needs_it = self.kl.in_reward or self.features.needs_old_logp or self.config.grpo.tokens != "all"
+        if self.plan.optimizer_steps == 1 and not needs_it:
             return None
         with self.meter.time("time/old_logp_s"):
             return self.scored(rollout, self.policy)
@@ -207,18 +228,19 @@ class Trainer(Stage):
         batches = self.micro_batches(rollout, rollout.learned, gradients=False)
         return model.logprobs(batches, (len(rollout.lengths), max(rollout.lengths)), self.config.rollout.temperature)
 
-    def advantages(
-        self, rollout: Rollout, scores: Scores, old_logp_BT: Tensor | None, ref_logp_BT: Tensor | None
-    ) -> Tensor:
+    def advantages(self, rollout: Rollout, scores: Scores, old: OldPolicy, ref_logp_BT: Tensor | None) -> Tensor:
         """Return the advantages of tokens, float32 [B, T]: relative to their group, unless a feature computes them
         instead, plus the bonuses of features. Collective."""
         config, limit = self.config, self.config.rollout.max_completion_tokens
-        kl_BT, beta = self.kl.of_reward(old_logp_BT, ref_logp_BT, rollout.mask_BT), self.kl.beta
-        scored = Scored(rollout, scores, old_logp_BT, kl_BT, beta)
+        kl_BT, beta = self.kl.of_reward(old.logp_BT, ref_logp_BT, rollout.mask_BT), self.kl.beta
+        scored = Scored(rollout, scores, old.logp_BT, kl_BT, beta)
+        variance_BT: Tensor | None = None
+        if old.logp_BT is not None and old.squares_BT is not None:
+            variance_BT = path_variances(old.logp_BT, old.squares_BT, rollout.mask_BT)
         bonuses, of_bonuses = self.features.bonus(scored)
         split = partial(self.micro_batches, rollout, range(len(rollout.completions)), gradients=False)
         advantages_BT, numbers = self.features.advantages(scored, split) or token_advantages(
-            rollout, scores, config.grpo, limit, config.reward_weights, kl_BT, beta, self.total
+            rollout, scores, config.grpo, limit, config.reward_weights, kl_BT, beta, self.total, variance_BT
         )
         self.meter.update(of_bonuses | numbers)
         return sum(bonuses, start=advantages_BT.to(self.device))
@@ -226,7 +248,7 @@ class Trainer(Stage):
     def improve(self, rollout: Rollout, signals: Signals) -> None:
         """Make `num_iterations` passes of `num_minibatches` optimizer steps, all with the `old_logp` of the rollout."""
         self.progress.enter("update")
-        settings = self.config.grpo, self.kl.beta, self.inputs.objective
+        settings = self.entropy.settings, self.kl.beta, self.inputs.objective
         waits, beat, temperature = self.features.policy_waits, self.progress.beat, self.config.rollout.temperature
         for number, batches in enumerate(map(list, self.optimizer_steps(rollout, signals))):
             for numbers in self.features.update(batches, beat):
@@ -244,6 +266,7 @@ class Trainer(Stage):
                 if batch.has_gradient:
                     self.policy.engine.backward(loss)
                 self.kl.add(numbers)
+                self.entropy.add(numbers)
                 self.meter.update(numbers | measure_gradients(batch))
                 self.trace.learned(batch, logp_bT, entropy_bT)
                 self.meter.add("policy/loss", loss / self.plan.optimizer_steps)
@@ -254,6 +277,9 @@ class Trainer(Stage):
         if self.reference is not None:
             self.meter.add("policy/kl_coef", self.kl.beta)
             self.kl.update(self.total)
+        if self.config.grpo.entropy_target is not None:
+            self.meter.add("policy/entropy_coef", settings[0].entropy_coef)
+            self.entropy.update(self.total)
 
     def optimizer_steps(self, rollout: Rollout, signals: Signals) -> Iterator[Iterator[TrainBatch]]:
         """Iterate over the optimizer steps on a rollout, each as its weighted micro-batches. Collective."""

@@ -23,6 +23,7 @@ from hybrid_grpo.engine import StepResult
 from hybrid_grpo.generation import Stats
 from hybrid_grpo.grpo.loss import micro_batch_loss
 from hybrid_grpo.grpo.minibatches import Signals
+from hybrid_grpo.grpo.selection import OldPolicy
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.support import Support
@@ -203,7 +204,7 @@ def test_a_completion_that_is_only_compared_with_has_a_part_in_no_loss(loss_type
     assert sorted(batch.micro.rows) == list(range(0, P * G, G)) and not batch.writers
     assert batch.weight_bT.unique().tolist() == pytest.approx([share])
     reward_B = torch.arange(P * G, dtype=torch.float64) ** 2
-    advantages_BT = run.advantages(rollout, Scores(reward_B, {}, {}), None, None)
+    advantages_BT = run.advantages(rollout, Scores(reward_B, {}, {}), OldPolicy(None), None)
     low, high = reward_B.view(P, G).unbind(1)
     assert advantages_BT[::G, 0].tolist() == pytest.approx(((low - high) / 2 / ((high - low) / 2**0.5 + 1e-4)).tolist())
 

@@ -12,6 +12,7 @@ from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.config.held_out import HeldOut, held_out_sets
 from hybrid_grpo.config.parsing import Parsed, parse
+from hybrid_grpo.config.presets import preset_fact
 from hybrid_grpo.model.doing import IMPORTING, Doing
 from hybrid_grpo.records.json_lines import read_jsonl
 
@@ -67,6 +68,8 @@ def _train(parsed: Parsed[TrainConfig], plan: BatchPlan, doing: Doing) -> Path:
         **weights_fact(config.policy),
         **inputs.facts,
     }
+    if config.grpo.preset is not None:
+        facts["preset"] = preset_fact(config.grpo)
     if idle := config.idle_bounds(plan.optimizer_steps):
         facts["ratio"] = f"1, with one optimizer step a rollout, so that {' and '.join(idle)} have no effect"
     rows: dict[str, Sequence[Any]] = {}

@@ -13,6 +13,7 @@ from hybrid_grpo.config.complaints import complaint, unknown_setting
 from hybrid_grpo.config.composition import is_unused, setting_names, training_with
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.evaluation import EvalSetConfig
+from hybrid_grpo.config.presets import explain, with_preset
 from hybrid_grpo.config.recipes import Dumper, Settings
 from hybrid_grpo.config.rewards import RewardConfig
 from hybrid_grpo.config.secrets import masked
@@ -26,7 +27,7 @@ def build(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
     default = cls()
     settings = {
         # A section may have other defaults in one command than in another.
-        name: {**vars(getattr(default, name)), **section}
+        name: {**vars(getattr(default, name)), **(with_preset(section) if name == "grpo" else section)}
         if isinstance(section, Mapping) and dataclasses.is_dataclass(getattr(default, name, None))
         else section
         for name, section in zip(map(str, values), values.values(), strict=True)
@@ -34,7 +35,7 @@ def build(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
     try:
         return _adapter(cls).validate_python(settings)  # type: ignore[arg-type]  # classes hash
     except ValidationError as error:
-        raise UserError(complaint(error, cls)) from None
+        raise UserError(explain(complaint(error, cls), values)) from None
 
 
 def used_part(cls: Any, settings: Mapping[str, Any]) -> Settings:

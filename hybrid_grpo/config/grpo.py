@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
+from pydantic_core import ArgsKwargs
 
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.fields import (
@@ -17,38 +18,75 @@ from hybrid_grpo.config.fields import (
     Number,
     Positive,
     PositiveShare,
+    Share,
     Switch,
+    Text,
     Whole,
 )
+from hybrid_grpo.config.presets import with_preset
 
 
 @dataclass(frozen=True, config=SECTION)
 class GrpoConfig:
     """The training objective."""
 
+    preset: Text | None = None
+    """A published objective, which sets fields of this section; fields that are given win (docs/objectives.md)."""
     objective: Function | None = None
     """Your own loss, as `path/to/file.py:name`. Default: the built-in loss, which the other settings describe."""
     loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
     """How token losses are averaged: over all tokens (dapo), within each completion and then over completions (grpo),
     or by dividing their sum by the constant B * max_completion_tokens (dr_grpo)."""
-    importance: Literal["token", "sequence"] = "token"
-    """Whether the probability ratio of the policy to the policy that sampled belongs to a token, or to a completion, as
-    the exponential of its tokens' mean log-ratio (GSPO, arXiv:2507.18071: `sequence` with loss_type grpo)."""
-    surrogate: Literal["clip", "cispo"] = "clip"
+    importance: Literal["token", "sequence", "product"] = "token"
+    """Whether the probability ratio of the policy to the policy that sampled belongs to a token, or to a completion: as
+    the exponential of its tokens' mean log-ratio (GSPO, arXiv:2507.18071: `sequence` with loss_type grpo), or of their
+    sum (`product`, as RLOO takes a completion for one action)."""
+    surrogate: Literal["clip", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "band", "ratio"] = "clip"
     """How the ratio enters the loss. `clip`: through PPO's clipped surrogate. `cispo`: as a constant weight of the
-    log-probability, at most 1 + epsilon_high, which keeps every token's gradient (CISPO, arXiv:2506.13585)."""
+    log-probability, at most 1 + epsilon_high, which keeps every token's gradient (CISPO, arXiv:2506.13585). `sapo`:
+    through a soft gate (SAPO, arXiv:2511.20347). `gmpo`: as the geometric mean of the completion's clipped ratios
+    (GMPO, arXiv:2507.20673). `dppo_tv`, `dppo_kl`: as it is, until the token's probability, or the KL of its
+    probability against all others, has moved by epsilon in the direction of the advantage (DPPO, arXiv:2602.04879).
+    `band`: as it is, within the bounds of `clip` and only there (Kimi K2.5, arXiv:2602.02276). `ratio`: as it is."""
     epsilon_low: Annotated[Number, Gt(0), Lt(1)] = 0.2
-    """The ratio is clipped from below at 1 - epsilon_low. Not used by cispo, which has no lower bound."""
+    """The ratio is clipped from below at 1 - epsilon_low. Not used by cispo, which has no lower bound. With dppo_tv, by
+    how much a probability may fall, with dppo_kl, up to which KL (nats), and with gmpo, a log-ratio."""
     epsilon_high: Positive = 0.2
-    """The ratio is clipped from above at 1 + epsilon_high (DAPO: 0.28; GSPO: 4e-4, with epsilon_low 3e-4)."""
+    """The ratio is clipped from above at 1 + epsilon_high (DAPO: 0.28; GSPO: 4e-4, with epsilon_low 3e-4). With
+    dppo_tv, by how much a probability may rise, with dppo_kl, up to which KL (nats), and with gmpo, a log-ratio."""
+    tau_pos: Positive = 1.0
+    """How fast sapo's gate closes where the advantage is positive: larger is faster."""
+    tau_neg: Positive = 1.05
+    """How fast sapo's gate closes where the advantage is negative."""
     dual_clip: Annotated[Number, Gt(1)] | None = None
     """With a negative advantage A, the loss is at most -dual_clip * A, however large the ratio (arXiv:1912.09729; 3 is
     usual); only for surrogate clip."""
-    baseline: Literal["mean", "leave_one_out"] = "mean"
-    """What a reward is compared with: the mean of its group, or of the other rewards in it (RLOO, arXiv:2402.14740)."""
-    scale_rewards: Literal["group", "batch", "none"] = "group"
+    off_policy_mask: Positive | None = None
+    """Leave out tokens of negative advantage in completions whose mean of log(old / policy) is above this many nats
+    (DeepSeek-V3.2, arXiv:2512.02556, eq. 9)."""
+    drift_coef: NotNegative = 0.0
+    """Weight of a penalty in the loss on the distance of the policy from the one that sampled."""
+    drift: Literal["square", "absolute"] = "square"
+    """What drift_coef weighs: the square of a token's log-ratio (Kimi K2.5, arXiv:2602.02276), or its absolute value
+    (KL-Cov, arXiv:2505.22617)."""
+    tokens: Literal["all", "top_entropy", "clip_cov", "kl_cov"] = "all"
+    """Which tokens are learned from. `top_entropy`: the share tokens_share of highest entropy (arXiv:2506.01939).
+    `clip_cov`: all but a share of those where advantage and log-probability vary together most (arXiv:2505.22617).
+    `kl_cov`: all, and the penalty of drift_coef is only on such tokens."""
+    tokens_share: PositiveShare = 0.2
+    """Share of the tokens that `tokens` is about (top_entropy: 0.2; clip_cov: 2e-4; kl_cov: 2e-3 or 2e-4)."""
+    cov_low: Number = 1.0
+    """Lower bound of the covariance of tokens that clip_cov leaves out."""
+    cov_high: Number = 5.0
+    """Upper bound of that covariance."""
+    baseline: Literal["mean", "leave_one_out", "length", "optimal", "best_other"] = "mean"
+    """What a reward is compared with: the mean of its group; the mean of the other rewards in it (RLOO,
+    arXiv:2402.14740); the mean weighted by length (OPO, arXiv:2505.23585); the mean, at each token, weighted by what
+    the tokens so far add to the gradient's variance (`optimal`, arXiv:2602.07078; one more forward); or, for the best
+    reward alone, the best of the others (`best_other`: pass@k, arXiv:2503.19595)."""
+    scale_rewards: Literal["group", "batch", "mean", "none"] = "group"
     """Divide the centered rewards by their standard deviation within the group, over all completions of the step
-    (REINFORCE++-baseline, arXiv:2501.03262), or not at all (Dr. GRPO)."""
+    (REINFORCE++-baseline, arXiv:2501.03262), by the group's mean (MaxRL, arXiv:2602.02710), or not at all."""
     combine_rewards: Literal["sum", "normalize"] = "sum"
     """How several rewards are added: with their weights as they are, or after each has been centered and scaled within
     the group (GDPO, arXiv:2601.05242, which is `normalize` with scale_rewards batch)."""
@@ -71,22 +109,33 @@ class GrpoConfig:
     A KL that is off by 20% or more changes the weight by a fifth over 10,000 completions."""
     entropy_coef: NotNegative = 0.0
     """Weight of the entropy bonus in the loss."""
+    entropy_target: Positive | None = None
+    """Adapt entropy_coef after every step, to hold policy/entropy at this many nats: it grows by entropy_step while the
+    entropy is at most this, and otherwise falls and is not used (Skywork-OR1, arXiv:2505.22312)."""
+    entropy_step: Positive = 0.005
+    """By how much entropy_coef changes after a step, if entropy_target is set."""
     old_logp: Literal["auto", "sampler", "policy"] = "auto"
     """Source of the log-probabilities in the denominator of ratios, if a rollout has several optimizer steps: those
     that the sampler recorded, or a training forward pass before the first step. `auto` takes the sampler's, unless
     sampler_correction is on or rollout.logprobs is sampling."""
-    sampler_correction: Literal["none", "truncate", "mask"] = "none"
+    sampler_correction: Literal["none", "truncate", "sequence", "mask", "band"] = "none"
     """Correct for a sampler that differs from the training forward pass. `truncate` weights every token's loss by the
-    probability ratio of training to sampler, at most sampler_ratio_max (truncated importance sampling). `mask` drops
-    completions for which the geometric mean of that ratio is out of bounds."""
+    probability ratio of training to sampler, at most sampler_ratio_max (truncated importance sampling). `sequence` does
+    so with the product of a completion's ratios. `mask` drops completions for which the geometric mean of that ratio is
+    out of bounds. `band` weights tokens by the ratio, and drops those where it is out of bounds (IcePop)."""
     sampler_ratio_max: Annotated[Number, Ge(1)] = 2.0
-    """Upper bound of the ratio in sampler_correction; its reciprocal is the lower bound for `mask`."""
+    """Upper bound of the ratio in sampler_correction."""
+    sampler_ratio_min: Share | None = None
+    """Lower bound of that ratio. Default: 1 / sampler_ratio_max for `mask` and `band`, and none otherwise."""
+    sampler_normalize: Switch = False
+    """Divide the weights of sampler_correction by their mean over the tokens of the optimizer step (self-normalized
+    importance sampling; one more forward if a rollout has one optimizer step)."""
     mask_truncated: Switch = False
     """Leave completions that were cut at the length limit out of the loss, but not out of the mean and standard
     deviation of their group (DAPO, section 3.4)."""
-    overlong_buffer: Whole = 0
+    overlong_buffer: Whole | Annotated[Number, Gt(0), Lt(1)] = 0
     """Number of tokens before max_completion_tokens over which a length penalty grows from 0 to overlong_penalty (DAPO,
-    equation 13); 0 means no penalty."""
+    equation 13), or, below 1, their share of max_completion_tokens; 0 means no penalty."""
     overlong_penalty: Positive = 1.0
     """Penalty for a completion of max_completion_tokens tokens, if overlong_buffer is set."""
     dynamic_sampling: Switch = False
@@ -107,13 +156,51 @@ class GrpoConfig:
     """Which rank trains on a group. `off`: the rank that sampled it. `auto`: another rank where ranks would wait for
     each other because their completions differ in length. The loss is the same up to rounding."""
 
+    @property
+    def measures_old(self) -> bool:
+        """Whether the first optimizer step needs more of the policy that sampled than `old_logp`."""
+        return self.tokens == "top_entropy" or self.baseline == "optimal" or self.sampler_normalize
+
+    def overlong_tokens(self, max_completion_tokens: int) -> int:
+        """The tokens of `overlong_buffer`."""
+        buffer = self.overlong_buffer
+        return round(buffer if buffer >= 1 else buffer * max_completion_tokens)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_preset(cls, given: Any) -> Any:
+        if isinstance(given, ArgsKwargs):
+            return ArgsKwargs(given.args, with_preset(given.kwargs or {}))
+        return with_preset(given) if isinstance(given, dict) else given
+
     @model_validator(mode="after")
     def _check_contradictions(self) -> GrpoConfig:
+        of_tokens = self.surrogate in ("cispo", "gmpo", "dppo_tv", "dppo_kl")
         refuse(
-            self.surrogate == "cispo" and self.importance == "sequence",
-            "grpo.importance sequence is not defined for grpo.surrogate cispo, whose weights belong to tokens: set"
-            " grpo.importance to token (CISPO), or grpo.surrogate to clip (GSPO)",
+            of_tokens and self.importance != "token",
+            f"grpo.importance {self.importance} is not defined for grpo.surrogate {self.surrogate}, whose weights"
+            " belong to tokens: set grpo.importance to token, or grpo.surrogate to clip (GSPO)",
         )
+        refuse(
+            self.importance == "product" and self.loss_type != "grpo",
+            f"grpo.importance product gives each token the completion's ratio, which grpo.loss_type {self.loss_type}"
+            " adds up instead of averaging: set grpo.loss_type to grpo",
+        )
+        refuse(
+            self.tokens == "kl_cov" and self.drift_coef == 0,
+            "grpo.tokens kl_cov chooses the tokens of a penalty that grpo.drift_coef 0 takes out: set grpo.drift_coef,"
+            " to 1 for example",
+        )
+        refuse(
+            self.cov_low >= self.cov_high,
+            f"grpo.cov_low {self.cov_low} is not below grpo.cov_high {self.cov_high}: set it lower",
+        )
+        for name in ("tokens", "baseline"):
+            refuse(
+                self.old_logp == "sampler" and getattr(self, name) in ("top_entropy", "optimal"),
+                f"grpo.{name} {getattr(self, name)} needs a forward of the policy that sampled, and grpo.old_logp"
+                " sampler leaves it out: set grpo.old_logp to auto",
+            )
         refuse(
             self.baseline == "leave_one_out" and self.scale_rewards == "batch",
             "grpo.baseline leave_one_out multiplies all advantages by one number, which grpo.scale_rewards batch"
@@ -153,15 +240,31 @@ class GrpoConfig:
     @model_validator(mode="after")
     def _check_effect(self) -> GrpoConfig:
         """Refuse settings that were changed but have no effect."""
-        cispo, uncorrected = self.surrogate == "cispo", self.sampler_correction == "none"
+        uncorrected, used = self.sampler_correction == "none", self.surrogate
+        no_clip, no_high = used != "clip", used in ("sapo", "ratio")
+        clips_nothing = f"grpo.surrogate {used}, which clips no gradient: set grpo.surrogate to clip"
         no_reference = "grpo.beta 0, which loads no reference: set grpo.beta"
         for names, idle, because in (
             ("kl_estimator kl_in kl_unbiased ref_every", self.beta == 0, no_reference),
             ("ref_mix", self.ref_every == 0, "grpo.ref_every 0: set grpo.ref_every"),
-            ("dual_clip", cispo, "grpo.surrogate cispo, which clips no gradient: set grpo.surrogate to clip"),
-            ("epsilon_low", cispo, "grpo.surrogate cispo, which has no lower bound: set grpo.surrogate to clip"),
+            ("dual_clip", no_clip, f"grpo.surrogate {used}: set grpo.surrogate to clip"),
+            (
+                "epsilon_low",
+                used == "cispo",
+                f"grpo.surrogate {used}, which has no lower bound: set grpo.surrogate to clip",
+            ),
+            ("epsilon_low epsilon_high", no_high, clips_nothing),
+            ("tau_pos tau_neg", used != "sapo", f"grpo.surrogate {used}: set grpo.surrogate to sapo"),
+            ("drift", self.drift_coef == 0, "grpo.drift_coef 0: set that"),
+            ("tokens_share", self.tokens == "all", "grpo.tokens all: set that to top_entropy, clip_cov or kl_cov"),
+            ("cov_low cov_high", self.tokens != "clip_cov", f"grpo.tokens {self.tokens}: set that to clip_cov"),
+            ("entropy_step", self.entropy_target is None, "grpo.entropy_target null: set that"),
             ("overlong_penalty", self.overlong_buffer == 0, "grpo.overlong_buffer 0: set that"),
-            ("sampler_ratio_max", uncorrected, "grpo.sampler_correction none: set that to truncate or mask"),
+            (
+                "sampler_ratio_max sampler_ratio_min sampler_normalize",
+                uncorrected,
+                "grpo.sampler_correction none: set that to truncate or mask",
+            ),
             ("max_resamples", not self.dynamic_sampling, "grpo.dynamic_sampling false: set that to true"),
         ):
             for name in names.split() if idle else ():

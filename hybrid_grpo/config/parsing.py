@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import sys
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
@@ -12,6 +13,7 @@ from hybrid_grpo.config.complaints import unknown_setting
 from hybrid_grpo.config.composition import settings_of
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.help import help_text
+from hybrid_grpo.config.presets import over
 from hybrid_grpo.config.recipes import GivenTwice, Settings, check_text, overlay, read_recipe, read_value
 from hybrid_grpo.config.tasks import with_task
 from hybrid_grpo.config.types import fields_of, plain_types, takes_mapping
@@ -31,6 +33,7 @@ def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[Conf
     """Parse `--config FILE` and dotted overrides into a configuration; later arguments win. Raises UserError for wrong
     arguments, and SystemExit after `--help` and `--print_config`."""
     given: Settings = {}
+    typed: set[str] = set()
     print_config, rest = False, list(arguments)
     while rest:
         argument = rest.pop(0)
@@ -49,11 +52,12 @@ def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[Conf
             text = rest.pop(0)
             check_text(text, name)
         if name == "config":
-            given = overlay(given, _recipe(cls, text))
+            given = _laid(given, _recipe(cls, text))
             continue
         try:
             refuse_unused(cls, _with_option({}, name, hint, text))
-            given = _with_option(given, name, hint, text)
+            given = _with_option(given, name, hint, text, typed)
+            typed.add(name)
         except GivenTwice as error:
             raise UserError(f"{name} {text}: {error.problem}") from None
     parsed = configure(cls, given)
@@ -114,16 +118,26 @@ def _setting_type(cls: Any, name: str) -> Any:
     return hint
 
 
-def _with_option(given: Settings, name: str, hint: Any, text: str) -> Settings:
+def _laid(given: Settings, above: Settings, typed: Collection[str] = ()) -> Settings:
+    """Return the settings with others laid over them; see `over` for a preset. `typed`: settings given as options."""
+    laid, fields = overlay(given, above), above.get("grpo")
+    if isinstance(fields, Mapping):
+        kept = [name.removeprefix("grpo.") for name in typed]
+        laid["grpo"] = over(given.get("grpo") or {}, fields, kept)
+    return laid
+
+
+def _with_option(given: Settings, name: str, hint: Any, text: str, typed: Collection[str] = ()) -> Settings:
     """Return the settings with an option laid over them; `--section.name.key` sets one entry of a mapping."""
     section, *path = name.split(".")
     value = read_value(text) if path[1:] else _read(hint, text)
     if not path:
-        return overlay(given, {section: value})
+        return _laid(given, {section: value}, typed)
     key, *entries = path
     for entry in reversed(entries):
         value = {entry: value}
-    return overlay(given, {section: {key: _merged(given.get(section, {}).get(key), value) if entries else value}})
+    value = _merged(given.get(section, {}).get(key), value) if entries else value
+    return _laid(given, {section: {key: value}}, typed)
 
 
 def _merged(below: Any, above: Any) -> Any:

@@ -125,7 +125,8 @@ class TrainConfig(ModelRunConfig):
     @property
     def recomputes_old_logp(self) -> bool:
         """Whether `old_logp`, the denominator of ratios, comes from a training forward pass, not the sampler."""
-        auto = self.rollout.logprobs == "sampling" or self.grpo.sampler_correction != "none"
+        grpo = self.grpo
+        auto = self.rollout.logprobs == "sampling" or grpo.sampler_correction != "none" or grpo.measures_old
         return auto if self.grpo.old_logp == "auto" else self.grpo.old_logp == "policy"
 
     def idle_bounds(self, optimizer_steps: int) -> list[str]:
@@ -134,7 +135,7 @@ class TrainConfig(ModelRunConfig):
         of an older policy."""
         is_one = self.recomputes_old_logp or self.rollout.logprobs != "sampling"
         default = GrpoConfig()
-        bounds = ("epsilon_low", "epsilon_high", "dual_clip")
+        bounds = ("epsilon_low", "epsilon_high", "dual_clip", "tau_pos", "tau_neg", "off_policy_mask", "drift_coef")
         changed = [f"grpo.{name}" for name in bounds if getattr(self.grpo, name) != getattr(default, name)]
         others = self.rollout.carry or any(feature.rows_per_group for feature in self.active_features)
         return changed if optimizer_steps == 1 and is_one and not others else []
@@ -234,6 +235,11 @@ def _check_objective(grpo: GrpoConfig, rollout: RolloutConfig, lora: LoraConfig,
         grpo.mask_truncated and rollout.ignore_eos,
         "grpo.mask_truncated leaves nothing to learn from if rollout.ignore_eos cuts every completion: set one of"
         " them to false",
+    )
+    refuse(
+        grpo.baseline == "optimal" and rollout.logprobs == "mask",
+        "grpo.baseline optimal looks at the whole distribution, and rollout.logprobs mask at what filters left of it:"
+        " set rollout.logprobs to softmax",
     )
     refuse(
         grpo.overlong_buffer >= rollout.max_completion_tokens,

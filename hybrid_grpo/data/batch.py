@@ -304,6 +304,10 @@ class TrainBatch:
     if there are none."""
     has_gradient: bool = True
     """False if the loss of these rows has the gradient 0, so that a forward is enough."""
+    drifts_bT: Tensor | None = None
+    """bool, True on the tokens whose drift from `old_logp` is penalized; None for all."""
+    correction_mean: float = 1.0
+    """What the factors of the sampler's correction are divided by."""
 
     @property
     def own_bT(self) -> Tensor:

@@ -7,9 +7,9 @@ digit, and that difference, divided by a standard deviation that is also roundin
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,17 +17,22 @@ from torch import Tensor
 from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.config.errors import RunStopped
 from hybrid_grpo.data.batch import Numbers, Rollout, Scores
+from hybrid_grpo.grpo.baselines import (
+    BASELINES,
+    SCALES,
+    Baseline,
+    Scale,
+    Total,
+    centred,
+    differ,
+    group_scale,
+    on_one_rank,
+)
 from hybrid_grpo.grpo.length import overlong_penalty
-
-_STD_EPSILON = 1e-4  # keeps rounding noise in nearly equal rewards from becoming advantages of size 1
 
 _LENGTH = "length/penalty"
 """Name of the length penalty among the reward functions; no function can have it, since names contain no slash."""
 
-Total = Callable[[Tensor], Tensor]
-"""Sums a tensor over ranks; the sum is on the CPU."""
-Baseline = Literal["mean", "leave_one_out"]
-Scale = Literal["group", "batch", "none"]
 Steps = list[list[tuple[int, float]]]
 """For each of B completions, the (end, reward) of its steps; `end` is the number of tokens up to the step's end."""
 
@@ -41,6 +46,7 @@ def token_advantages(
     kl_BT: Tensor | None,
     beta: float,
     total: Total,
+    variance_BT: Tensor | None = None,
 ) -> tuple[Tensor, Numbers]:
     """Compute the advantage of every token, from its completion's reward and, if functions score steps, step rewards.
 
@@ -51,10 +57,12 @@ def token_advantages(
         kl_BT: float32, the KL of each token in nats; None if the KL is not part of the reward.
         beta: coefficient of this KL in the reward.
         total: sums over ranks; every rank calls it the same number of times.
+        variance_BT: for baseline `optimal`, see `path_variances`; None otherwise.
 
     Returns:
         The advantages, float32 [B, T] on the CPU, undefined after the end of a completion, and 0 in groups of one; and
-        the mean length penalty. Raises RunStopped if functions score steps and `combine_rewards` is normalize.
+        the mean length penalty. Raises RunStopped if functions score steps, and `combine_rewards` is normalize or
+        `baseline` is best_other.
     """
     group_size = rollout.num_generations
     if group_size == 1:
@@ -63,16 +71,18 @@ def token_advantages(
     scores_steps = bool(total(torch.tensor(int(scores.steps is not None))))
     if scores_steps and grpo.combine_rewards == "normalize":
         raise RunStopped("grpo.combine_rewards normalize is not defined for rewards of steps: set it to sum")
+    if scores_steps and grpo.baseline == "best_other":
+        raise RunStopped("grpo.baseline best_other is not defined for rewards of steps: set it to mean")
     reward_B, numbers = penalized_rewards(rollout, scores, grpo, max_completion_tokens, weights)
     if kl_BT is not None:
         reward_B = reward_B - beta * kl_BT.sum(1).double().cpu()
     steps, lengths, scale = scores.steps or [[] for _ in rollout.completions], rollout.lengths, grpo.scale_rewards
-    if scores_steps and grpo.step_credit == "reward_to_go":
-        advantages_BT = reward_to_go_advantages(
-            reward_B, steps, lengths, group_size, baseline=grpo.baseline, scale=scale, total=total
-        )
-        return advantages_BT, numbers
-    advantages_B = group_advantages(reward_B, group_size, baseline=grpo.baseline, scale=scale, total=total)
+    weight_B1 = torch.tensor(lengths, dtype=torch.float64)[:, None]
+    given: dict[str, Any] = {"baseline": grpo.baseline, "scale": scale, "total": total}
+    if variance_BT is not None or (scores_steps and grpo.step_credit == "reward_to_go"):
+        weight_BT = weight_B1 if variance_BT is None else variance_BT
+        return reward_to_go_advantages(reward_B, steps, lengths, group_size, weight_BT=weight_BT, **given), numbers
+    advantages_B = group_advantages(reward_B, group_size, weight_B=weight_B1[:, 0], **given)
     advantages_BT = advantages_B[:, None].expand(-1, max(lengths))
     if scores_steps:
         advantages_BT = advantages_BT + step_advantages(steps, lengths, group_size, scale=scale, total=total)
@@ -84,7 +94,8 @@ def penalized_rewards(
 ) -> tuple[Tensor, Numbers]:
     """Return the rewards of whole completions including the length penalty, float64 [B], and the mean penalty as a
     metric. `weights` are the weights of the reward functions, by name."""
-    penalties = overlong_penalty(rollout.lengths, max_completion_tokens, grpo.overlong_buffer, grpo.overlong_penalty)
+    buffer = grpo.overlong_tokens(max_completion_tokens)
+    penalties = overlong_penalty(rollout.lengths, max_completion_tokens, buffer, grpo.overlong_penalty)
     penalty_B = torch.tensor(penalties, dtype=torch.float64)
     own_B = penalty_B[[row for row, completion in enumerate(rollout.completions) if not completion.writer]]
     numbers: Numbers = {"reward/overlong_penalty": (own_B.mean(), len(own_B))} if grpo.overlong_buffer else {}
@@ -117,72 +128,26 @@ class GroupStats:
     all_wrong: int
 
 
-def _on_one_rank(values: Tensor) -> Tensor:
-    return values
-
-
-def _group_scale(centred_PN: Tensor, applies_PN: Tensor, total: Total) -> Tensor:
-    # A group of one number has no deviation; its centred number is 0.
-    count_P1 = applies_PN.sum(1, keepdim=True)
-    variance_P1 = centred_PN.square().sum(1, keepdim=True) / (count_P1 - 1).clamp(min=1)
-    return variance_P1.sqrt() + _STD_EPSILON
-
-
-def _batch_scale(centred_PN: Tensor, applies_PN: Tensor, total: Total) -> Tensor:
-    squares, count = total(torch.stack([centred_PN.square().sum(), applies_PN.sum().to(torch.float64)]))
-    return (squares / (count - 1).clamp(min=1)).sqrt() + _STD_EPSILON
-
-
-def _no_scale(centred_PN: Tensor, applies_PN: Tensor, total: Total) -> Tensor:
-    return torch.ones_like(centred_PN[:, :1])
-
-
-SCALES: dict[str, Callable[[Tensor, Tensor, Total], Tensor]] = {
-    "group": _group_scale,
-    "batch": _batch_scale,
-    "none": _no_scale,
-}
-"""Functions that return the divisor of centred rewards (0 where none applies): unbiased standard deviation + 1e-4, or
-1."""
-
-BASELINES: dict[str, Callable[[Tensor], Tensor]] = {
-    "mean": torch.ones_like,
-    "leave_one_out": lambda g: g / (g - 1).clamp(min=1),
-}
-"""The factor that turns a reward's distance to the mean of its group of g into its distance to the baseline. A reward
-is part of the group mean, so it is g / (g - 1) times as far from the mean of the others."""
-
-
-def _centred(value_PN: Tensor, applies_PN: Tensor) -> Tensor:
-    """Return each number that applies minus their mean in its group, 0 for others; exactly 0 if all are equal."""
-    value_PN = torch.where(applies_PN, value_PN, 0.0)
-    mean_P1 = value_PN.sum(1, keepdim=True) / applies_PN.sum(1, keepdim=True).clamp(min=1)
-    teaches_PN = applies_PN & _differ(value_PN, applies_PN)[:, None]
-    return torch.where(teaches_PN, value_PN - mean_P1, 0.0)
-
-
-def _differ(value_PN: Tensor, applies_PN: Tensor) -> Tensor:
-    """Return whether the numbers of each group that apply differ, bool [P]; False if fewer than two apply."""
-    highest_P = torch.where(applies_PN, value_PN, -torch.inf).amax(1)
-    return highest_P > torch.where(applies_PN, value_PN, torch.inf).amin(1)
-
-
 def group_advantages(
     reward_B: Tensor,
     num_generations: int,
     *,
     baseline: Baseline,
     scale: Scale,
-    total: Total = _on_one_rank,
+    total: Total = on_one_rank,
+    weight_B: Tensor | None = None,
 ) -> Tensor:
     """Return rewards relative to their group: (r - baseline) / scale, exactly 0 in a group with equal rewards.
 
     Baseline `mean` is the group's mean (DeepSeekMath, arXiv:2402.03300, section 4.1.2), `leave_one_out` the mean of the
-    group's other completions (RLOO, arXiv:2402.14740). Scale `group` is std + 1e-4 with the unbiased standard deviation
-    of the group's rewards; `none` is 1 (Dr. GRPO, arXiv:2503.20783); `batch` is std + 1e-4 with the unbiased standard
-    deviation of r - baseline over all completions of all ranks, including groups with equal rewards. With baseline
-    `mean`, `batch` is REINFORCE++ with baseline (arXiv:2501.03262), whose second centring, over the batch, changes
-    nothing, since all groups are of one size. (TRL's `batch` divides by the deviation of r itself.)
+    group's other completions (RLOO, arXiv:2402.14740), `length` the mean weighted by `weight_B`, the lengths (OPO,
+    arXiv:2505.23585), and `best_other` see BASELINES. Scale `mean` is the mean of the group's rewards (MaxRL,
+    arXiv:2602.02710), taken without their signs, so that none turns around. Scale `group` is std + 1e-4 with the
+    unbiased standard deviation of the group's rewards; `none` is 1 (Dr. GRPO, arXiv:2503.20783); `batch` is
+    std + 1e-4 with the unbiased standard deviation of r - baseline over all completions of all ranks, including groups
+    with equal rewards. With baseline `mean`, `batch` is REINFORCE++ with baseline (arXiv:2501.03262), whose second
+    centring, over the batch, changes nothing, since all groups are of one size. (TRL's `batch` divides by the deviation
+    of r itself.)
 
     Applied to `normalized_rewards` with scale `batch`, this gives the advantages of GDPO.
 
@@ -191,17 +156,16 @@ def group_advantages(
             deviation and has advantage 0.
         num_generations: completions per group, 2 or more.
         total: sums over ranks; called once, for scale `batch` only.
+        weight_B: positive; needed for baseline `length`.
 
     Returns:
         float32 [B].
     """
     reward_PG = _groups(reward_B, num_generations)
     applies_PG = ~reward_PG.isnan()
-    centred_PG = _centred(reward_PG, applies_PG)
-    advantage_PG = centred_PG * BASELINES[baseline](applies_PG.sum(1, keepdim=True))
-    # Scale `group` is the deviation of the rewards, `batch` the deviation of the numbers that it divides.
-    spread_PG = advantage_PG if scale == "batch" else centred_PG
-    return (advantage_PG / SCALES[scale](spread_PG, applies_PG, total)).flatten().to(torch.float32)
+    weight_PG = None if weight_B is None else _groups(weight_B, num_generations)
+    advantage_PG = BASELINES[baseline](reward_PG, applies_PG, weight_PG)
+    return (advantage_PG / SCALES[scale](reward_PG, advantage_PG, applies_PG, total)).flatten().to(torch.float32)
 
 
 def normalized_rewards(by_function: dict[str, Tensor], weights: Mapping[str, float], num_generations: int) -> Tensor:
@@ -224,13 +188,13 @@ def normalized_rewards(by_function: dict[str, Tensor], weights: Mapping[str, flo
     for name, value_B in by_function.items():
         value_PG = _groups(value_B, num_generations)
         applies_PG = ~value_PG.isnan()
-        centred_PG = _centred(value_PG, applies_PG)
-        parts.append(weights[name] * centred_PG / _group_scale(centred_PG, applies_PG, _on_one_rank))
+        centred_PG = centred(value_PG, applies_PG)
+        parts.append(weights[name] * centred_PG / group_scale(value_PG, centred_PG, applies_PG, on_one_rank))
     return torch.stack(parts).sum(0).flatten()
 
 
 def step_advantages(
-    steps: Steps, lengths: list[int], num_generations: int, *, scale: Scale, total: Total = _on_one_rank
+    steps: Steps, lengths: list[int], num_generations: int, *, scale: Scale, total: Total = on_one_rank
 ) -> Tensor:
     """Return token advantages from step rewards (process supervision: DeepSeekMath, arXiv:2402.03300, section 4.1.3).
 
@@ -249,8 +213,8 @@ def step_advantages(
         [[r for _, _, r in group] + [0.0] * (widest - len(group)) for group in groups], dtype=torch.float64
     ).view(-1, widest)
     applies_PN = torch.arange(widest) < torch.tensor([len(group) for group in groups])[:, None]
-    centred_PN = _centred(reward_PN, applies_PN)
-    scaled_PN = centred_PN / SCALES[scale](centred_PN, applies_PN, total)
+    centred_PN = centred(reward_PN, applies_PN)
+    scaled_PN = centred_PN / SCALES[scale](reward_PN, centred_PN, applies_PN, total)
     scaled: Steps = [[] for _ in steps]
     for group, values in zip(groups, scaled_PN.tolist(), strict=True):
         for (row, end, _), value in zip(group, values, strict=False):
@@ -266,7 +230,8 @@ def reward_to_go_advantages(
     *,
     baseline: Baseline,
     scale: Scale,
-    total: Total = _on_one_rank,
+    total: Total = on_one_rank,
+    weight_BT: Tensor | None = None,
 ) -> Tensor:
     """Return token advantages from rewards to go, relative to the group's rewards to go at the same token.
 
@@ -279,18 +244,26 @@ def reward_to_go_advantages(
 
     `scale` is defined as in `group_advantages`, but computed at the token where the group's numbers vary most, since
     completions with equal sums may have earned them at different tokens. `whole_B` is o; it is NaN for completions
-    without a reward, which no baseline includes. Returns float32 [B, T], undefined after a completion's end.
+    without a reward, which no baseline includes. `weight_BT` (or [B, 1]) are the weights of baselines `length` and
+    `optimal`. Returns float32 [B, T], undefined after a completion's end.
     """
     whole_PG = _groups(whole_B, num_generations)
     applies_PG = ~whole_PG.isnan()
     to_go_PTG = _still_to_come(steps, lengths).view(len(whole_PG), num_generations, -1).transpose(1, 2)
-    applies_PTG = applies_PG[:, None].expand_as(to_go_PTG)
-    centred_PTG = _centred(to_go_PTG.flatten(0, 1), applies_PTG.flatten(0, 1)).view_as(to_go_PTG)
-    centred_PTG = centred_PTG + _centred(whole_PG, applies_PG)[:, None]
-    advantage_PTG = centred_PTG * BASELINES[baseline](applies_PG.sum(1, keepdim=True))[:, None]
-    widest_P = centred_PTG.square().sum(2).argmax(1)
-    spread_PG = (advantage_PTG if scale == "batch" else centred_PTG)[torch.arange(len(widest_P)), widest_P]
-    advantage_PTG = advantage_PTG / SCALES[scale](spread_PG, applies_PG, total)[..., None]
+
+    def of_tokens(value_B: Tensor) -> Tensor:
+        return value_B.view(len(whole_PG), num_generations, -1).transpose(1, 2).expand_as(to_go_PTG).flatten(0, 1)
+
+    applies_XG = of_tokens(applies_PG.flatten())
+    weight_XG = None if weight_BT is None else of_tokens(weight_BT)
+    values_XG = to_go_PTG.flatten(0, 1), of_tokens(whole_PG.flatten())
+    # The two parts are compared one by one, so that equal rewards are found to be equal.
+    centred_2XG = torch.stack([centred(value_XG, applies_XG) for value_XG in values_XG])
+    advantage_2XG = torch.stack([BASELINES[baseline](value_XG, applies_XG, weight_XG) for value_XG in values_XG])
+    centred_PTG, advantage_PTG = (both.sum(0).view_as(to_go_PTG) for both in (centred_2XG, advantage_2XG))
+    at = torch.arange(len(whole_PG)), centred_PTG.square().sum(2).argmax(1)
+    value_PG = to_go_PTG[at] + whole_PG
+    advantage_PTG = advantage_PTG / SCALES[scale](value_PG, advantage_PTG[at], applies_PG, total)[..., None]
     return advantage_PTG.transpose(1, 2).flatten(0, 1).to(torch.float32)
 
 
@@ -311,7 +284,7 @@ def informative(reward_B: Tensor, num_generations: int, steps: Steps | None = No
     """Return whether the rewards of each group (NaN means no reward) differ, bool [P]; DAPO's eq. 11 keeps such groups.
     With `steps`, groups that earned the same sum at different tokens are informative too."""
     reward_PG = reward_B.view(-1, num_generations)
-    differs_P = _differ(reward_PG, ~reward_PG.isnan())
+    differs_P = differ(reward_PG, ~reward_PG.isnan())
     if steps is None:
         return differs_P
     earned = [None if missing else row for missing, row in zip(reward_B.isnan().tolist(), steps, strict=True)]

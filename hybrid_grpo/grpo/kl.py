@@ -5,7 +5,7 @@ from torch import Tensor
 
 from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.data.batch import Numbers
-from hybrid_grpo.grpo.advantages import Total
+from hybrid_grpo.grpo.baselines import Total
 from hybrid_grpo.grpo.loss import reward_kl
 
 _HORIZON = 10_000

@@ -1,11 +1,10 @@
 """The mathematics of the policy loss: tensors in, tensors and numbers out.
 
 `micro_batch_loss` is the loss of one micro-batch, `policy_loss` its formula. Every choice of `GrpoConfig` is one entry
-of a table: AVERAGES, LOG_RATIOS, SURROGATES, KL, CORRECTIONS.
+of a table: AVERAGES, KL and DRIFTS here, LOG_RATIOS and SURROGATES in surrogates.py, CORRECTIONS in correction.py.
 
 Notation of the papers: GRPO is DeepSeekMath (arXiv:2402.03300), DAPO is arXiv:2503.14476, Dr. GRPO is
-arXiv:2503.20783, GSPO is arXiv:2507.18071, CISPO is MiniMax-M1 (arXiv:2506.13585), PPO is arXiv:1707.06347. Shapes are
-explained in data/batch.py.
+arXiv:2503.20783. Shapes are explained in data/batch.py.
 """
 
 from collections.abc import Callable
@@ -17,9 +16,8 @@ from torch import Tensor
 
 from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.data.batch import Numbers, TrainBatch
-
-LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to this, to keep exp from overflowing; such a ratio is far outside any clip range anyway."""
+from hybrid_grpo.grpo.correction import sampler_correction
+from hybrid_grpo.grpo.surrogates import LOG_RATIO_LIMIT, exp, masked, off_policy_factor, surrogate
 
 
 @dataclass(frozen=True)
@@ -42,26 +40,6 @@ class LossStats:
             "policy/clip_frac_high": (self.clipped_high / divisor, self.tokens),
             "policy/ratio_max": (self.ratio_max, self.tokens.clamp(max=1)),
             "policy/kl": (self.kl / divisor, self.tokens),
-        }
-
-
-@dataclass(frozen=True)
-class CorrectionStats:
-    """Scalars that show how far the sampler is from the training forward, over real tokens."""
-
-    tokens: Tensor
-    mean: Tensor
-    """Mean ratio before truncation: of single tokens for `truncate`, of whole completions for `mask`."""
-    max: Tensor
-    fraction: Tensor
-    """Share of tokens whose weight was truncated, or whose completion was dropped."""
-
-    def numbers(self) -> Numbers:
-        """The statistics as they are logged, with their weights: the tokens."""
-        return {
-            "parity/ratio_mean": (self.mean, self.tokens),
-            "parity/ratio_max": (self.max, self.tokens.clamp(max=1)),
-            "parity/corrected_frac": (self.fraction, self.tokens),
         }
 
 
@@ -100,18 +78,21 @@ def micro_batch_loss(
     numbers: Numbers = {}
     if grpo.sampler_correction != "none":
         correction_bT, correction = sampler_correction(old_logp_bT, batch.sampler_logp_bT, real_bT, grpo)
+        correction_bT = correction_bT / batch.correction_mean
         numbers |= correction.numbers()
 
     tensors = logp_bT, old_logp_bT, batch.advantages_bT, weight_bT
     others: dict[str, Any] = {"ref_logp_bT": batch.ref_logp_bT, "entropy_bT": entropy_bT}
     others |= {"correction_bT": correction_bT, "beta": beta}
+    if batch.drifts_bT is not None:
+        others["drifts_bT"] = batch.drifts_bT
     loss, stats = policy_loss(*tensors, grpo, **others)
     if objective is not None:
         loss = objective(*tensors, grpo, **others)
     numbers |= stats.numbers()
     if batch.ref_logp_bT is None:
         numbers.pop("policy/kl", None)
-    entropy = _real(entropy_bT.detach(), real_bT).sum() / stats.tokens.clamp(min=1)
+    entropy = masked(entropy_bT.detach(), real_bT).sum() / stats.tokens.clamp(min=1)
     numbers["policy/entropy"] = entropy, stats.tokens
     return loss, numbers
 
@@ -127,7 +108,8 @@ AVERAGES: dict[str, Callable[[Tensor, int, int, int], Tensor | int]] = {
 def learns_from_advantages_alone(grpo: GrpoConfig, objective: Objective | None) -> bool:
     """Return whether tokens whose advantage is 0 add nothing to the gradient of `micro_batch_loss`."""
     has_kl = grpo.beta != 0 and grpo.kl_in == "loss"
-    return not has_kl and grpo.entropy_coef == 0 and objective is None
+    has_bonus = grpo.entropy_coef != 0 or grpo.entropy_target is not None
+    return not (has_kl or has_bonus or grpo.drift_coef) and objective is None
 
 
 def token_weights(
@@ -155,60 +137,6 @@ def token_weights(
     return mask / AVERAGES[loss_type](mask, max(total_tokens, 1), max(total_rows, 1), max_completion_tokens)
 
 
-def _sequence_log_ratio(log_ratio_bT: Tensor, real_bT: Tensor) -> Tensor:
-    mean_b1 = _mean_over_tokens(log_ratio_bT.detach(), real_bT)
-    return mean_b1 + (log_ratio_bT - log_ratio_bT.detach())
-
-
-LOG_RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "token": lambda log_ratio_bT, real_bT: log_ratio_bT,
-    "sequence": _sequence_log_ratio,
-}
-"""Functions of the tokens' log-ratios and the mask of real tokens that return the log-ratios for the loss, [b, T].
-
-`sequence` has, at every token, the value of GSPO's s = exp(mean over tokens of log(policy / old)) (GSPO eq. 7), and
-passes the gradient to that token alone (GSPO-token: s_t = sg[s] policy_t / sg[policy_t]). If a row's tokens share
-weight and advantage, this is the gradient of GSPO's own objective (eq. 5): each of its n tokens contributes 1 / n to s.
-"""
-
-
-Surrogate = tuple[Tensor, Tensor, Tensor]
-"""The objective of each token, which is maximized, and where (bool) its ratio is clipped from below and from above."""
-
-
-def _clip(ratio_bT: Tensor, logp_bT: Tensor, advantages_bT: Tensor, grpo: GrpoConfig) -> Surrogate:
-    low, high = 1 - grpo.epsilon_low, 1 + grpo.epsilon_high
-    gain_bT = torch.minimum(ratio_bT * advantages_bT, ratio_bT.clamp(low, high) * advantages_bT)
-    if grpo.dual_clip is not None:
-        bounded_bT = torch.maximum(gain_bT, grpo.dual_clip * advantages_bT)
-        gain_bT = torch.where(advantages_bT < 0, bounded_bT, gain_bT)
-    return gain_bT, (ratio_bT < low) & (advantages_bT < 0), (ratio_bT > high) & (advantages_bT > 0)
-
-
-def _cispo(ratio_bT: Tensor, logp_bT: Tensor, advantages_bT: Tensor, grpo: GrpoConfig) -> Surrogate:
-    high = 1 + grpo.epsilon_high
-    gain_bT = ratio_bT.detach().clamp(max=high) * advantages_bT * logp_bT
-    return gain_bT, torch.zeros_like(gain_bT, dtype=torch.bool), (ratio_bT > high) & (advantages_bT != 0)
-
-
-SURROGATES: dict[str, Callable[[Tensor, Tensor, Tensor, GrpoConfig], Surrogate]] = {"clip": _clip, "cispo": _cispo}
-"""Functions of ratio r, log-probability logp and advantage A that return the surrogate.
-
-`clip`: min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A) (PPO eq. 7, with DAPO's separate bounds, eq. 8). With
-`dual_clip` c and A < 0, it is no less than c A (arXiv:1912.09729 eq. 5), below which there is no gradient.
-
-`cispo`: sg[min(r, 1 + epsilon_high)] A logp (MiniMax-M1 eq. 4 and 5, without the lower bound, as in its training).
-"""
-
-
-def surrogate(
-    token_log_ratio_bT: Tensor, logp_bT: Tensor, advantages_bT: Tensor, real_bT: Tensor, grpo: GrpoConfig
-) -> tuple[Tensor, Surrogate]:
-    """Return the ratio of every token, [b, T], and its surrogate. The arguments must be 0 outside the mask."""
-    ratio_bT = _exp(LOG_RATIOS[grpo.importance](token_log_ratio_bT, real_bT))
-    return ratio_bT, SURROGATES[grpo.surrogate](ratio_bT, logp_bT, advantages_bT, grpo)
-
-
 KL: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda d: -d,
     "k2": lambda d: d.square() / 2,
@@ -231,50 +159,12 @@ def reward_kl(
     `kl_in: reward` subtracts beta times this KL from the reward: summed over the completion's tokens (as in RLOO,
     arXiv:2402.14740), or, with a learned value, token by token. It is the sampling policy's KL, without gradient.
     """
-    return kl_penalty(_real(old_logp_bT, mask_bT), _real(ref_logp_bT, mask_bT), estimator).detach()
+    return kl_penalty(masked(old_logp_bT, mask_bT), masked(ref_logp_bT, mask_bT), estimator).detach()
 
 
-def _truncate(log_ratio_bT: Tensor, real_bT: Tensor, grpo: GrpoConfig) -> tuple[Tensor, Tensor, Tensor]:
-    ratio_bT = _exp(log_ratio_bT)
-    return ratio_bT, ratio_bT.clamp(max=grpo.sampler_ratio_max), ratio_bT > grpo.sampler_ratio_max
-
-
-def _mask(log_ratio_bT: Tensor, real_bT: Tensor, grpo: GrpoConfig) -> tuple[Tensor, Tensor, Tensor]:
-    ratio_bT = _exp(_mean_over_tokens(log_ratio_bT, real_bT)).expand_as(log_ratio_bT)
-    dropped_bT = (ratio_bT < 1 / grpo.sampler_ratio_max) | (ratio_bT > grpo.sampler_ratio_max)
-    return ratio_bT, (~dropped_bT).to(ratio_bT), dropped_bT
-
-
-CORRECTIONS: dict[str, Callable[[Tensor, Tensor, GrpoConfig], tuple[Tensor, Tensor, Tensor]]] = {
-    "none": lambda log_bT, real_bT, _: (_exp(log_bT), torch.ones_like(log_bT), torch.zeros_like(real_bT)),
-    "truncate": _truncate,
-    "mask": _mask,
-}
-"""Functions of the tokens' log(old / sampler) that return the ratio, the loss's factor, and where (bool) it was cut."""
-
-
-def sampler_correction(
-    old_logp_bT: Tensor, sampler_logp_bT: Tensor, mask_bT: Tensor, grpo: GrpoConfig
-) -> tuple[Tensor, CorrectionStats]:
-    """Return factors for the policy loss that correct for the difference between the sampler and the training forward.
-
-    `truncate`: min(old / sampler, sampler_ratio_max) of every token (truncated importance sampling, Yao et al. 2025,
-    "Your efficient RL framework secretly brings you off-policy RL training"). `mask`: 0 for completions whose
-    exp(mean over tokens of log(old / sampler)) is outside [1 / sampler_ratio_max, sampler_ratio_max], else 1.
-
-    `old_logp_bT` comes from the training forward with the weights that sampled. The factors are [b, T], without
-    gradient, and 0 on padding; statistics of the ratios are returned too.
-    """
-    log_ratio_bT = (_real(old_logp_bT, mask_bT) - _real(sampler_logp_bT, mask_bT)).detach()
-    ratio_bT, factor_bT, cut_bT = CORRECTIONS[grpo.sampler_correction](log_ratio_bT, mask_bT, grpo)
-    tokens = mask_bT.sum()
-    stats = CorrectionStats(
-        tokens=tokens,
-        mean=_real(ratio_bT, mask_bT).sum() / tokens.clamp(min=1),
-        max=_real(ratio_bT, mask_bT).max(),
-        fraction=(cut_bT & mask_bT).sum() / tokens.clamp(min=1),
-    )
-    return _real(factor_bT, mask_bT), stats
+DRIFTS: dict[str, Callable[[Tensor], Tensor]] = {"square": Tensor.square, "absolute": Tensor.abs}
+"""Penalties on a token's log(policy / old): `square` of Kimi K2.5 (arXiv:2602.02276), `absolute` of KL-Cov
+(arXiv:2505.22617). Both are 0, and have no gradient, where the policy is the one that sampled."""
 
 
 def policy_loss(
@@ -288,12 +178,14 @@ def policy_loss(
     ref_logp_bT: Tensor | None = None,
     entropy_bT: Tensor | None = None,
     correction_bT: Tensor | None = None,
+    drifts_bT: Tensor | None = None,
 ) -> tuple[Tensor, LossStats]:
     """Return the weighted sum of the surrogate, the KL to the reference and the entropy bonus.
 
-    Per token (DeepSeekMath eq. 3):  -correction * surrogate + beta * KL - entropy_coef * entropy.  With `kl_unbiased`
-    the KL is multiplied by its token's exp(logp - old_logp), differentiable (DeepSeek-V3.2, eq. 7): with k1 or k3 its
-    expected gradient is then the gradient of the current policy's KL, from tokens of the policy that sampled.
+    Per token (DeepSeekMath eq. 3):  -correction * surrogate + beta * KL + drift_coef * drift - entropy_coef * entropy.
+    With `off_policy_mask` the surrogate is multiplied by `off_policy_factor`. With `kl_unbiased` the KL is multiplied
+    by its token's exp(logp - old_logp), differentiable (DeepSeek-V3.2, eq. 7): with k1 or k3 its expected gradient is
+    then the gradient of the current policy's KL, from tokens of the policy that sampled.
 
     Args:
         logp_bT: float32, of the current policy; carries the gradient.
@@ -305,24 +197,30 @@ def policy_loss(
         ref_logp_bT: float32, of the reference; required for a KL in the loss. If it is given, the KL is measured.
         entropy_bT: float32, differentiable; required if entropy_coef is not 0.
         correction_bT: float32, see `sampler_correction`; default: 1.
+        drifts_bT: bool, the tokens that the drift is a term of; default: all.
 
     Returns:
         The loss, a scalar, and statistics of the real tokens (weight above 0).
     """
     real = weight_bT > 0
-    logp, advantages = _real(logp_bT, real), _real(advantages_bT, real)
-    token_log_ratio = logp - _real(old_logp_bT, real)
+    logp, advantages = masked(logp_bT, real), masked(advantages_bT, real)
+    token_log_ratio = logp - masked(old_logp_bT, real)
     ratio, (gain, low, high) = surrogate(token_log_ratio, logp, advantages, real, grpo)
-    token_loss = -gain if correction_bT is None else -gain * _real(correction_bT, real)
+    if grpo.off_policy_mask is not None:
+        gain = gain * off_policy_factor(token_log_ratio, advantages, real, grpo.off_policy_mask)
+    token_loss = -gain if correction_bT is None else -gain * masked(correction_bT, real)
+    if grpo.drift_coef != 0:
+        drift = DRIFTS[grpo.drift](token_log_ratio)
+        token_loss = token_loss + grpo.drift_coef * (drift if drifts_bT is None else masked(drift, drifts_bT))
     kl = torch.zeros_like(token_loss)
     if ref_logp_bT is not None:
-        kl = kl_penalty(logp, _real(ref_logp_bT, real), grpo.kl_estimator)
+        kl = kl_penalty(logp, masked(ref_logp_bT, real), grpo.kl_estimator)
     if beta != 0 and grpo.kl_in == "loss":
         assert ref_logp_bT is not None, "a KL term needs ref_logp"
-        token_loss = token_loss + beta * (kl * _exp(token_log_ratio) if grpo.kl_unbiased else kl)
+        token_loss = token_loss + beta * (kl * exp(token_log_ratio) if grpo.kl_unbiased else kl)
     if grpo.entropy_coef != 0:
         assert entropy_bT is not None, "an entropy bonus needs the entropy"
-        token_loss = token_loss - grpo.entropy_coef * _real(entropy_bT, real)
+        token_loss = token_loss - grpo.entropy_coef * masked(entropy_bT, real)
     loss = (token_loss * weight_bT).sum()
 
     with torch.no_grad():
@@ -333,20 +231,6 @@ def policy_loss(
             clipped_low=low.sum(),
             clipped_high=high.sum(),
             ratio=torch.where(real, ratio, 0.0).sum(),
-            ratio_max=_real(ratio, real).max(),
+            ratio_max=masked(ratio, real).max(),
         )
     return loss, stats
-
-
-def _real(values_bT: Tensor, real_bT: Tensor) -> Tensor:
-    """Set values outside the mask to 0. This must precede any arithmetic: NaN * 0 is NaN, in the gradient too."""
-    return torch.where(real_bT, values_bT, 0.0)
-
-
-def _mean_over_tokens(values_bT: Tensor, real_bT: Tensor) -> Tensor:
-    """Return the mean over real tokens, [b, 1], 0 for a row without any. Values must be 0 on other tokens."""
-    return values_bT.sum(1, keepdim=True) / real_bT.sum(1, keepdim=True).clamp(min=1)
-
-
-def _exp(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.data.batch import MicroBatch, Rollout, TrainBatch
-from hybrid_grpo.grpo.advantages import Total
+from hybrid_grpo.grpo.baselines import Total
+from hybrid_grpo.grpo.correction import sampler_correction
 from hybrid_grpo.grpo.loss import token_weights
 from hybrid_grpo.model.upload import upload
 
@@ -31,6 +32,8 @@ class Signals:
     advantages_BT: Tensor
     is_old_BT: Tensor | None = None
     """bool, see `Rollout.is_old_BT`."""
+    drifts_BT: Tensor | None = None
+    """bool, see `TrainBatch`."""
 
     @property
     def device(self) -> torch.device:
@@ -78,10 +81,14 @@ def optimizer_steps(
         for part in by_gradient
     ]
     sums = totals(rollout.lengths, counts, minibatches, total)
+    means = [1.0] * len(minibatches)
+    if grpo.sampler_normalize:
+        own_B = counts_B & upload([not c.writer for c in rows], device)
+        means = correction_means(signals, own_B[:, None] & upload(rollout.mask_BT, device), minibatches, grpo, total)
     for number in range(grpo.num_iterations * grpo.num_minibatches):
         minibatch = number % grpo.num_minibatches
         given = replace(signals, old_logp_BT=None) if number == 0 and starts_on_policy else signals
-        counted = counts_B, sums[minibatch]
+        counted = counts_B, sums[minibatch], means[minibatch]
         yield train_batches(micro_batches[minibatch], given, *counted, grpo, max_completion_tokens, writers_B)
 
 
@@ -121,6 +128,7 @@ def train_batches(
     signals: Signals,
     counts_B: Tensor,
     totals: tuple[int, int],
+    correction_mean: float,
     grpo: GrpoConfig,
     max_completion_tokens: int,
     writers_B: Mapping[str, Tensor],
@@ -131,6 +139,7 @@ def train_batches(
         micro_batches: each with whether its loss has a gradient.
         counts_B: bool [B], True for completions in the loss: all that are learned from, or only those not truncated.
         totals: the tokens and rows of this step on all ranks.
+        correction_mean: see `TrainBatch`.
         writers_B: bool [B] by name of each writer, other than the policy, that is learned from: True for its
             completions.
     """
@@ -152,7 +161,23 @@ def train_batches(
             {name: micro.of_rows(rows_B[:, None]) for name, rows_B in writers_B.items()},
             None if signals.is_old_BT is None else micro.of_rows(signals.is_old_BT),
             has_gradient,
+            None if signals.drifts_BT is None else micro.of_rows(signals.drifts_BT),
+            correction_mean,
         )
+
+
+def correction_means(
+    signals: Signals, own_BT: Tensor, minibatches: Sequence[Sequence[int]], grpo: GrpoConfig, total: Total
+) -> list[float]:
+    """Return, for each minibatch, the mean factor of the sampler's correction over its tokens on all ranks, by which
+    self-normalized importance sampling divides. `own_BT`: the policy's tokens that are counted."""
+    old_logp_BT, sampler_logp_BT = signals.old_logp_BT, signals.sampler_logp_BT
+    assert old_logp_BT is not None, "self-normalized weights need a forward before the first optimizer step"
+    if signals.is_old_BT is not None:
+        old_logp_BT = torch.where(signals.is_old_BT, sampler_logp_BT, old_logp_BT)
+    factor_BT, _ = sampler_correction(old_logp_BT, sampler_logp_BT, own_BT, grpo)
+    sums = [(factor_BT[list(rows)].sum().item(), own_BT[list(rows)].sum().item()) for rows in minibatches]
+    return [factor / tokens if factor else 1.0 for factor, tokens in total(torch.tensor(sums).double()).tolist()]
 
 
 def totals(

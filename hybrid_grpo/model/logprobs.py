@@ -212,6 +212,18 @@ HeadFunction = Callable[[Tensor, Tensor, Tensor | None, LogitShape, float], tupl
 """Computes further outputs from hidden states and the output head; see `LogprobModel.forward`."""
 
 
+def squared_probabilities(
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, shape: LogitShape, temperature: float
+) -> tuple[Tensor]:
+    """Return the sum over the vocabulary of the squared probabilities after each hidden state, float32 [N]: a
+    `HeadFunction`, which computes the logits of some rows at a time."""
+    square_N = hidden_ND.new_empty(len(hidden_ND), dtype=torch.float32)
+    for rows in slices(len(hidden_ND), max(1, TILE_BYTES // (4 * len(weight_VD)))):
+        x = logits_of(hidden_ND[rows], weight_VD, bias_V, slice(None), shape).float() / temperature
+        square_N[rows] = torch.exp((2 * x).logsumexp(1) - 2 * x.logsumexp(1))
+    return (square_N,)
+
+
 class LogprobModel(nn.Module):
     """A causal language model whose forward returns log-probabilities and entropies of given tokens.
 

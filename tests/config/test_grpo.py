@@ -1,9 +1,13 @@
 """Objectives that are refused, and those that are not: the papers' own."""
 
 import pytest
+import yaml
 from refusals import TWO, refusal
 
-from hybrid_grpo.config import TrainConfig, build
+from hybrid_grpo.config import GrpoConfig, TrainConfig, build
+from hybrid_grpo.config.building import to_dict
+from hybrid_grpo.config.parsing import parse
+from hybrid_grpo.config.presets import preset_fact
 
 REFUSED = [
     ({"epsilon_low": 1.0}, "grpo.epsilon_low 1.0 must be in (0, 1)"),
@@ -31,6 +35,34 @@ REFUSED = [
     ({"ref_mix": 0.5, "beta": 0.1}, "grpo.ref_mix 0.5 has no effect with grpo.ref_every 0"),
     ({"ref_mix": 0.0, "ref_every": 1, "beta": 0.1}, "grpo.ref_mix 0.0 must be in (0, 1]"),
     ({"ref_mix": 1.5, "ref_every": 1, "beta": 0.1}, "grpo.ref_mix 1.5 must be in (0, 1]"),
+    (
+        {"importance": "sequence", "surrogate": "dppo_tv"},
+        "grpo.importance sequence is not defined for grpo.surrog",
+    ),
+    (
+        {"importance": "product"},
+        "grpo.importance product gives each token the completion's ratio, which grpo.loss_t",
+    ),
+    ({"tokens": "kl_cov"}, "grpo.tokens kl_cov chooses the tokens of a penalty that grpo.drift_coef 0 takes out"),
+    ({"tokens": "clip_cov", "cov_low": 5.0}, "grpo.cov_low 5.0 is not below grpo.cov_high 5.0"),
+    (
+        {"tokens": "top_entropy", "old_logp": "sampler"},
+        "grpo.tokens top_entropy needs a forward of the policy that",
+    ),
+    (
+        {"baseline": "optimal", "old_logp": "sampler"},
+        "grpo.baseline optimal needs a forward of the policy that sam",
+    ),
+    ({"dual_clip": 3.0, "surrogate": "sapo"}, "grpo.dual_clip 3.0 has no effect with grpo.surrogate sapo"),
+    ({"epsilon_high": 0.3, "surrogate": "sapo"}, "grpo.epsilon_high 0.3 has no effect with grpo.surrogate sapo"),
+    ({"tau_neg": 2.0}, "grpo.tau_neg 2.0 has no effect with grpo.surrogate clip: set grpo.surrogate to sapo"),
+    ({"drift": "absolute"}, "grpo.drift absolute has no effect with grpo.drift_coef 0: set that"),
+    ({"tokens_share": 0.5}, "grpo.tokens_share 0.5 has no effect with grpo.tokens all: set that to top_entropy"),
+    ({"cov_high": 6.0, "tokens": "top_entropy"}, "grpo.cov_high 6.0 has no effect with grpo.tokens top_entropy"),
+    ({"entropy_step": 0.1}, "grpo.entropy_step 0.1 has no effect with grpo.entropy_target null: set that"),
+    ({"sampler_ratio_min": 0.1}, "grpo.sampler_ratio_min 0.1 has no effect with grpo.sampler_correction none"),
+    ({"sampler_normalize": True}, "grpo.sampler_normalize true has no effect with grpo.sampler_correction none"),
+    ({"preset": "dap"}, "grpo.preset: there is no dap: did you mean dapo?"),
 ]
 
 
@@ -38,7 +70,7 @@ REFUSED = [
 def test_what_means_nothing_is_refused(settings, says):
     message = refusal(grpo=settings, rewards=TWO)
     assert message.startswith(says)
-    assert any(way in message for way in ("set ", "take ", "must be ")), "there is a way out"
+    assert any(way in message for way in ("set ", "take ", "must be ", "did you mean")), "there is a way out"
 
 
 def test_one_reward_needs_no_weighing():
@@ -66,3 +98,60 @@ def test_masking_what_is_cut_leaves_nothing_where_all_is_cut():
 ])  # fmt: skip
 def test_what_means_something_is_not(settings):
     build(TrainConfig, {"grpo": settings, "rewards": TWO})
+
+
+def test_a_baseline_of_the_whole_distribution_is_refused_where_filters_left_a_part():
+    message = refusal(grpo={"baseline": "optimal"}, rollout={"logprobs": "mask", "top_p": 0.9})
+    assert message.startswith("grpo.baseline optimal looks at the whole distribution, and rollout.logprobs mask")
+
+
+def parsed(tmp_path, *arguments, **files):
+    for name, grpo in files.items():
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"grpo": grpo}))
+    given = [str(tmp_path / f"{a}.yaml") if a in files else a for a in arguments]
+    return parse(TrainConfig, ["--rewards", "exact_match", "--data.task", "gsm8k", *given], "train").config.grpo
+
+
+def test_a_preset_wins_over_recipes_before_it_and_loses_to_what_is_given_beside_it(tmp_path):
+    recipe = {"loss_type": "dr_grpo", "epsilon_high": 0.3, "num_iterations": 2}
+    after = parsed(tmp_path, "--config", "recipe", "--grpo.preset", "gspo", recipe=recipe)
+    assert (after.loss_type, after.epsilon_high, after.num_iterations) == ("grpo", 4e-4, 2)
+    for order in (["--grpo.epsilon_high=0.5", "--grpo.preset=gspo"], ["--grpo.preset=gspo", "--grpo.epsilon_high=0.5"]):
+        typed = parsed(tmp_path, "--config", "recipe", *order, recipe=recipe)
+        assert (typed.loss_type, typed.epsilon_high, typed.importance) == ("grpo", 0.5, "sequence")
+    beside = parsed(tmp_path, "--config", "recipe", recipe={"preset": "gspo", **recipe})
+    assert (beside.loss_type, beside.epsilon_high, beside.importance) == ("dr_grpo", 0.3, "sequence")
+    assert beside == GrpoConfig(preset="gspo", **recipe)
+
+
+def test_another_preset_takes_back_what_the_first_had_set(tmp_path):
+    both = parsed(
+        tmp_path, "--config", "first", "--config", "second", first={"preset": "gspo"}, second={"preset": "sapo"}
+    )
+    assert both == GrpoConfig(preset="sapo") and both.importance == "token" and both.epsilon_low == 0.2
+    # A run's own file has every field.
+    whole = to_dict(build(TrainConfig, {"grpo": {"preset": "gspo", "num_iterations": 2}, "rewards": TWO}))["grpo"]
+    assert parsed(tmp_path, "--config", "whole", whole=whole) == GrpoConfig(preset="gspo", num_iterations=2)
+    again = parsed(tmp_path, "--config", "whole", "--grpo.preset", "sapo", whole=whole)
+    assert again == GrpoConfig(preset="sapo", num_iterations=2)
+
+
+def test_a_refusal_names_the_preset_that_set_a_field():
+    message = refusal(grpo={"preset": "deepseek_v3.2", "beta": 0.0}, rewards=TWO)
+    assert message.startswith("grpo.kl_unbiased true has no effect with grpo.beta 0")
+    assert message.endswith("(grpo.preset deepseek_v3.2 sets grpo.kl_unbiased)")
+
+
+def test_what_a_preset_sets_and_what_was_given_instead_is_said_in_full():
+    said = preset_fact(GrpoConfig(preset="dapo", epsilon_high=0.4))
+    assert said == (
+        "dapo (arXiv:2503.14476, eq. 8 (loss, bounds), 11 (sampling), 13 (length)): loss_type dapo, dynamic_sampling"
+        " true, overlong_buffer 0.2; given: epsilon_high 0.4, not 0.28"
+    )
+
+
+def test_a_buffer_below_one_is_a_share_of_the_longest_completion():
+    shares = [GrpoConfig(overlong_buffer=buffer).overlong_tokens(500) for buffer in (0, 102, 0.2, 1e-9)]
+    assert shares == [0, 102, 100, 0]
+    for buffer in (1.5, -1, "0.2x"):
+        assert refusal(grpo={"overlong_buffer": buffer}).startswith("grpo.overlong_buffer")

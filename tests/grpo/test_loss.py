@@ -9,7 +9,9 @@ import torch
 from objective_formulas import Batch, slopes, value
 
 from hybrid_grpo.config import GrpoConfig
-from hybrid_grpo.grpo.loss import LOG_RATIO_LIMIT, kl_penalty, policy_loss, sampler_correction
+from hybrid_grpo.grpo.correction import sampler_correction
+from hybrid_grpo.grpo.loss import kl_penalty, policy_loss
+from hybrid_grpo.grpo.surrogates import LOG_RATIO_LIMIT
 
 LOSS_TYPES = ["dapo", "grpo", "dr_grpo"]
 SURROGATES = [

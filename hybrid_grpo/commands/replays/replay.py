@@ -14,7 +14,9 @@ from hybrid_grpo.commands.replays.saved_rollouts import Key, SavedRow, key_of
 from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.data.batch import Numbers, Rollout, TrainBatch
 from hybrid_grpo.grpo.balance import Assignment
-from hybrid_grpo.grpo.loss import Objective, kl_penalty, micro_batch_loss, sampler_correction, surrogate
+from hybrid_grpo.grpo.correction import sampler_correction
+from hybrid_grpo.grpo.loss import Objective, kl_penalty, micro_batch_loss
+from hybrid_grpo.grpo.surrogates import surrogate
 from hybrid_grpo.policy import TrainedModel
 from hybrid_grpo.records.alarms.alarms import Alarms
 from hybrid_grpo.records.tokens import TokenText, joined, token_table

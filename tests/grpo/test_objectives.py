@@ -1,0 +1,221 @@
+"""Objectives against their papers' definitions, completion by completion, in float64: values and gradients."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from hybrid_grpo.config import GrpoConfig
+from hybrid_grpo.config.presets import presets
+from hybrid_grpo.grpo.loss import policy_loss
+from hybrid_grpo.grpo.surrogates import LOG_RATIOS, SURROGATES
+
+LIMIT = 8
+LENGTHS = [8, 1, 5, 3, 8, 2, 7]
+DROPPED = 4
+"""A completion that is not in the loss, as one that was cut at the limit."""
+
+
+class Rows:
+    """Ragged completions whose ratios are between 0.2 and 5; NaN where there is no token."""
+
+    def __init__(self, seed, of_tokens=False, on_policy=False):
+        draw = torch.Generator().manual_seed(seed)
+        shape = (len(LENGTHS), LIMIT)
+        self.mask = torch.arange(LIMIT) < torch.tensor(LENGTHS)[:, None]
+        self.old = -torch.rand(shape, generator=draw, dtype=torch.float64) * 3 - 0.01
+        ratio = torch.exp((2 * torch.rand(shape, generator=draw, dtype=torch.float64) - 1) * math.log(5))
+        # A probability is at most 1.
+        self.logp = self.old.clone() if on_policy else (self.old + ratio.log()).clamp(max=-1e-3)
+        drawn = torch.randn(shape, generator=draw, dtype=torch.float64)
+        self.advantages = drawn if of_tokens else drawn[:, :1].expand(shape).clone()
+        self.advantages[2] = 0.0
+        for tensor in (self.old, self.logp, self.advantages):
+            tensor[~self.mask] = math.nan
+        self.kept = [row for row in range(len(LENGTHS)) if row != DROPPED]
+
+    def weights(self, loss_type):
+        counts = torch.tensor(LENGTHS)[self.kept].double()
+        by_type = {
+            "dapo": torch.full((len(LENGTHS), 1), 1 / counts.sum().item(), dtype=torch.float64),
+            "grpo": 1 / (len(self.kept) * torch.tensor(LENGTHS).double()[:, None]),
+            "dr_grpo": torch.full((len(LENGTHS), 1), 1 / (len(self.kept) * LIMIT), dtype=torch.float64),
+        }
+        weights = by_type[loss_type] * self.mask
+        weights[DROPPED] = 0.0
+        return weights
+
+    def ours(self, grpo, parts=(slice(None),)):
+        """Value and gradient, summed over the parts, as over micro-batches and ranks."""
+        logp = self.logp.clone().requires_grad_()
+        given = logp, self.old, self.advantages, self.weights(grpo.loss_type)
+        loss = sum(policy_loss(*(tensor[part] for tensor in given), grpo, beta=0.0)[0] for part in parts)
+        (gradient,) = torch.autograd.grad(loss, logp)
+        return loss.item(), gradient
+
+    def paper(self, loss_type, completion):
+        """The same of `-completion(logp, old, A)`: a list of tokens' objectives, whose mean over the completion, over
+        all tokens, or sum over the longest length is what `loss_type` averages."""
+        logp = self.logp.clone().requires_grad_()
+        terms = [completion(logp[i][m], self.old[i][m], self.advantages[i][m]) for i, m in self.rows()]
+        loss = {
+            "dapo": lambda: sum(sum(row) for row in terms) / sum(len(row) for row in terms),
+            "grpo": lambda: sum(sum(row) / len(row) for row in terms) / len(terms),
+            "dr_grpo": lambda: sum(sum(row) for row in terms) / (len(terms) * LIMIT),
+        }[loss_type]()
+        (gradient,) = torch.autograd.grad(-loss, logp)
+        return -loss.item(), gradient
+
+    def rows(self):
+        return [(row, self.mask[row]) for row in self.kept]
+
+
+def clip(x, low, high):
+    return max(min(x, high), low)
+
+
+def by_tokens(function):
+    return lambda logp, old, a: [function(x, o, b) for x, o, b in zip(logp, old, a, strict=True)]
+
+
+def sapo(logp, old, a):
+    """SAPO's f(r) A with f = 4 / tau sigmoid(tau (r - 1))."""
+    tau = 1.0 if a > 0 else 1.05
+    return 4 / tau / (1 + torch.exp(-tau * (torch.exp(logp - old) - 1))) * a
+
+
+def gmpo(logp, old, a):
+    """GMPO: the geometric mean of min(r^s, clip(r)^s)^s, s being the sign of A, times A."""
+    s, product = torch.sign(a[0]), 1.0
+    for r in torch.exp(logp - old):
+        product = product * min(r**s, clip(r, math.exp(-0.4), math.exp(0.4)) ** s) ** s
+    return [product ** (1 / len(logp)) * a[0]] * len(logp)
+
+
+def dppo_tv(logp, old, a):
+    """DPPO's mask on |policy - old| of the sampled token."""
+    moved = (logp.exp() - old.exp()).item()
+    return 0 * logp if (a > 0 and moved > 0.15) or (a < 0 and moved < -0.15) else torch.exp(logp - old) * a
+
+
+def dppo_kl(logp, old, a):
+    """DPPO's mask on the KL of two outcomes: the sampled token, and any other."""
+    p, q = logp.exp().item(), old.exp().item()
+    kl = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+    return 0 * logp if kl > 0.05 and (p - q) * a > 0 else torch.exp(logp - old) * a
+
+
+def kimi(logp, old, a):
+    """Kimi K2.5: no gradient outside the band, and a squared log-ratio."""
+    r = torch.exp(logp - old)
+    return (r * a if 0.8 <= r <= 1.2 else 0 * logp) - 1e-3 * (logp - old) ** 2
+
+
+def prime_rl(logp, old, a):
+    moved = (logp.exp() - old.exp()).item()
+    keeps = moved <= 0.2 if a > 0 else moved >= -0.2
+    return torch.exp(logp - old) * a * keeps - 1e-3 * (logp - old) ** 2
+
+
+def rloo(logp, old, a):
+    """PPO's objective with the completion as one action."""
+    r = torch.exp((logp - old).sum())
+    return [min(r * a[0], clip(r, 0.8, 1.2) * a[0])] * len(logp)
+
+
+def gspo(logp, old, a):
+    s = torch.exp((logp - old).mean())
+    return [min(s * a[0], clip(s, 1 - 3e-4, 1 + 4e-4) * a[0])] * len(logp)
+
+
+def deepseek(logp, old, a):
+    """DeepSeek-V3.2, eq. 9, without the KL; eq. 8's min is PPO's."""
+    far = (old - logp).mean().item() > 0.5
+    r = torch.exp(logp - old)
+    terms = [min(x * b, clip(x, 0.8, 1.2) * b) for x, b in zip(r, a, strict=True)]
+    return [0 * x if far and b < 0 else x for x, b in zip(terms, a, strict=True)]
+
+
+DEFINITIONS = {
+    "sapo": by_tokens(sapo),
+    "gmpo": gmpo,
+    "dppo": by_tokens(dppo_tv),
+    "dppo_kl": by_tokens(dppo_kl),
+    "kimi_k2.5": by_tokens(kimi),
+    "prime_rl": by_tokens(prime_rl),
+    "rloo": rloo,
+    "gspo": gspo,
+    "luspo": gspo,
+    "kl_cov": by_tokens(lambda logp, old, a: torch.exp(logp - old) * a - abs(logp - old)),
+    "deepseek_v3.2": deepseek,
+}
+OF_TOKENS = ("sapo", "dppo", "dppo_kl", "kimi_k2.5", "prime_rl", "kl_cov", "deepseek_v3.2")
+
+
+def of(name):
+    # The KL is tested by itself (test_loss.py); here there is no reference.
+    kl = ("beta", "kl_in", "kl_estimator", "kl_unbiased")
+    return GrpoConfig(**{key: value for key, value in presets()[name]["sets"].items() if key not in kl})
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_loss_is_that_of_its_paper(name, seed):
+    for of_tokens in (False, True) if name in OF_TOKENS else (False,):
+        rows, grpo = Rows(seed, of_tokens), of(name)
+        value, gradient = rows.ours(grpo)
+        expected, slopes = rows.paper(grpo.loss_type, DEFINITIONS[name])
+        assert value == pytest.approx(expected, rel=1e-9, abs=1e-12)
+        assert (gradient - slopes).abs().max() < 1e-9 * slopes.abs().max()
+        again, pieces = rows.ours(grpo, [slice(i, i + 2) for i in range(0, len(LENGTHS), 2)])
+        assert again == pytest.approx(value, rel=1e-12) and torch.allclose(pieces, gradient, rtol=1e-12, atol=0)
+
+
+def test_every_definition_meets_both_sides_of_its_bounds():
+    """Or the test above would compare what all objectives have in common."""
+    for name in DEFINITIONS:
+        plain = GrpoConfig(surrogate="ratio", loss_type=of(name).loss_type)
+        if name not in ("kl_cov",):
+            assert any((Rows(s).ours(of(name))[1] - Rows(s).ours(plain)[1]).abs().max() > 1e-3 for s in range(4)), name
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES)
+@pytest.mark.parametrize("importance", LOG_RATIOS)
+def test_on_policy_every_gradient_is_that_of_reinforce_and_nothing_is_clipped(surrogate, importance):
+    if importance != "token" and surrogate in ("cispo", "gmpo", "dppo_tv", "dppo_kl"):
+        return
+    grpo = GrpoConfig(surrogate=surrogate, importance=importance, loss_type="grpo", drift_coef=0.3, off_policy_mask=0.1)
+    rows = Rows(1, on_policy=True)
+    times = torch.tensor(LENGTHS)[:, None] if importance == "product" else 1
+    expected = -rows.weights("grpo") * rows.advantages.nan_to_num() * times
+    assert torch.allclose(rows.ours(grpo)[1], expected, rtol=1e-12, atol=1e-15)
+    _, stats = policy_loss(rows.logp, rows.old, rows.advantages, rows.weights("grpo"), grpo, beta=0.0)
+    assert (stats.clipped_low, stats.clipped_high) == (0, 0)
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_a_surrogate_counts_what_it_cuts(surrogate):
+    """What is cut has no gradient, except with cispo, which cuts the weight; an advantage of 0 is never cut."""
+    rows = Rows(2, of_tokens=True)
+    grpo = GrpoConfig(surrogate=surrogate, loss_type="dr_grpo")
+    weights = rows.weights("dr_grpo")
+    _, stats = policy_loss(rows.logp, rows.old, rows.advantages, weights, grpo, beta=0.0)
+    gradient = rows.ours(grpo)[1][weights > 0]
+    still = (gradient == 0) & (rows.advantages[weights > 0] != 0)
+    cut = int(stats.clipped_low + stats.clipped_high)
+    if surrogate == "cispo":
+        assert cut > 0 and not still.any()
+    else:
+        assert cut == int(still.sum()) and (cut > 0) == (surrogate not in ("sapo", "ratio"))
+
+
+def test_certain_tokens_and_distant_policies_stay_finite():
+    values = [0.0, -1e-20, -1e-8, -1.0, -50.0, -1e4]
+    for surrogate, (new, old), a in itertools.product(SURROGATES, itertools.product(values, values), (1.0, -1.0)):
+        logp = torch.full((1, 2), new, requires_grad=True)
+        half = torch.full((1, 2), 0.5)
+        grpo = GrpoConfig(surrogate=surrogate, off_policy_mask=0.5)
+        loss, _ = policy_loss(logp, torch.full((1, 2), old), 2 * a * half, half, grpo, beta=0.0)
+        loss.backward()
+        assert loss.isfinite() and logp.grad.isfinite().all(), (surrogate, new, old, a)
