@@ -40,7 +40,7 @@ class Task:
 
 
 QUICKSTART = ("--config", SCRIPTS / "quickstart.yaml", "--rollout.prompts_per_step", "32")
-COUNTDOWN = json.dumps([{"function": "benchmarks/countdown_reward.py:solved"}])
+SOLVED = {"function": "benchmarks/countdown_reward.py:solved", "isolation": "none", "batch_size": "group"}
 TASKS = {
     "letters": Task(
         (SCRIPTS / "quickstart_task.py", "--ragged"),
@@ -52,7 +52,7 @@ TASKS = {
     "countdown": Task(
         (HERE / "countdown_task.py",),
         ("--config", SCRIPTS / "quickstart_sft.yaml", "--run.steps", "300"),
-        (*QUICKSTART, "--rewards", COUNTDOWN),
+        (*QUICKSTART, "--rewards", json.dumps([SOLVED])),
         steps=100,
         longest_prompt=7,
     ),
