@@ -14,6 +14,7 @@ from torch.profiler import record_function
 from hybrid_grpo import engine as engines
 from hybrid_grpo.config import EngineConfig, LoraConfig, PolicyConfig, RolloutConfig
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout
+from hybrid_grpo.data.measuring import measured
 from hybrid_grpo.data.packing import Places, Supports, pack, pack_pairs, pad, pad_pairs, token_budget
 from hybrid_grpo.engine import StepResult
 from hybrid_grpo.generation import (
@@ -296,14 +297,8 @@ class Policy(TrainedModel):
                 yield -logp_bT.detach().sum() / count, count
 
     def logprobs(self, batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
-        """logp_BT of the rows in `batches`; see `scored`. Collective."""
-        return scored(self.engine, batches, shape, temperature)
-
-    def measured(
-        self, batches: list[MicroBatch], shape: tuple[int, int], temperature: float, more: HeadFunction | None
-    ) -> list[Tensor]:
-        """See `measured`. Collective."""
-        return measured(self.engine, batches, shape, temperature, more)
+        """logp_BT of the rows in `batches`; see `measured`. Collective."""
+        return measured(self.engine, batches, shape, temperature)[0]
 
 
 class Scorer(TrainedModel):
@@ -346,31 +341,6 @@ class Scorer(TrainedModel):
         return dequantized(scalar_config(self.config.model, self._padding))
 
 
-def scored(engine: Callable[..., Any], batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
-    """Return the log-probability of every completion token in `batches`; see `measured`. Collective."""
-    return measured(engine, batches, shape, temperature)[0]
-
-
-@torch.no_grad()
-def measured(
-    engine: Callable[..., Any],
-    batches: list[MicroBatch],
-    shape: tuple[int, int],
-    temperature: float,
-    more: HeadFunction | None = None,
-) -> list[Tensor]:
-    """Return the log-probability and the entropy of every completion token in `batches`, and what `more` returns for
-    it, each float32 [B, T] (`shape`), 0 elsewhere. `engine` runs a `LogprobModel`, and every rank has the same number
-    of batches. Collective."""
-    found_BT: list[Tensor] = []
-    for micro in batches:
-        values = engine(*micro.inputs, temperature, *([] if more is None else [more]))
-        found_BT = found_BT or [torch.zeros(shape, device=micro.input_ids_bS.device) for _ in values]
-        for value_BT, value_N in zip(found_BT, values if micro.rows else (), strict=False):
-            value_BT[micro.row_b, : micro.mask_bT.shape[1]] = micro.unflatten(value_N)
-    return found_BT
-
-
 class Reference:
     """The reference policy: a frozen copy of the starting weights, or of later ones, sharded over the ranks in host
     memory (ZeRO-3)."""
@@ -382,8 +352,8 @@ class Reference:
         self.engine = engines.Frozen(read, policy.dtype, engine.fetching)
 
     def logprobs(self, batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
-        """ref_logp_BT of the rows in `batches`; see `scored`. Collective."""
-        return scored(self.engine, batches, shape, temperature)
+        """ref_logp_BT of the rows in `batches`; see `measured`. Collective."""
+        return measured(self.engine, batches, shape, temperature)[0]
 
     def refresh(self, policy: engines.Engine, mix: float) -> None:
         """Set the weights to `mix` times the policy's weights plus (1 - `mix`) times their present values; `mix` 1 is
@@ -411,4 +381,4 @@ class UnadaptedReference(Reference):
     def logprobs(self, batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
         """See `Reference.logprobs`."""
         with self._adapters.off(), routed(None):
-            return scored(self._policy, batches, shape, temperature)
+            return measured(self._policy, batches, shape, temperature)[0]

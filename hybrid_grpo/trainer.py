@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.data.batch import MicroBatch, Numbers, Prompt, Rollout, Scores, TrainBatch
+from hybrid_grpo.data.measuring import measured
 from hybrid_grpo.data.training_prompts import StepLoader
 from hybrid_grpo.generation import OnFinish
 from hybrid_grpo.grpo.advantages import informative, mean_over_tokens, token_advantages
@@ -203,7 +204,7 @@ class Trainer(Stage):
         given = batches, (len(rollout.lengths), max(rollout.lengths)), self.config.rollout.temperature
         with self.meter.time("time/old_logp_s"):
             more = squared_probabilities if grpo.baseline == "optimal" else None
-            return OldPolicy(*self.policy.measured(*given, more))
+            return OldPolicy(*measured(self.policy.engine, *given, more))
 
     def old_logprobs(self, rollout: Rollout) -> Tensor | None:
         """Return the log-probabilities [B, T] under the policy that sampled: those that the sampler recorded, or those

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Lint, types, layers and tests, in an environment of its own where none is active.
 #
-#   bash tests/run.sh              everything
-#   bash tests/run.sh --fast       without the tests that start processes
+#   bash tests/run.sh              all tests, but of the longest (tests/long.txt) a sixth, another after every change
+#   bash tests/run.sh --all        everything
+#   bash tests/run.sh --fast       without the longest, and without those that start processes
 #   bash tests/run.sh -k sampler   other arguments go to pytest
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -13,11 +14,12 @@ export DS_ACCELERATOR=${DS_ACCELERATOR:-$(python -c 'import torch; print("cuda" 
 unset PYTHONDONTWRITEBYTECODE
 # The workers share the cores.
 export OMP_NUM_THREADS=1
-tests=()
-if [ "${1:-}" = --fast ]; then
-    shift
-    tests=(-m "not (ranks or process or gpu)")
-fi
+tests=() fast=
+case "${1:-}" in
+    "") tests=(--long drawn) ;;
+    --all) shift ;;
+    --fast) shift; fast=1; tests=(--long none -m "not (ranks or process or gpu)") ;;
+esac
 ruff check .
 ruff format --check .
 mypy &
@@ -27,6 +29,6 @@ wait "$types"
 # More workers than cores, if these are few: many tests wait for processes of theirs, or for a time to pass. The fast
 # ones do not, and each worker imports everything.
 cores=$(getconf _NPROCESSORS_ONLN)
-workers=$((cores < 2 ? 2 : cores < 4 && ${#tests[@]} ? cores : 4))
+workers=$((cores < 2 ? 2 : cores < 4 && ${fast:-0} ? cores : 4))
 # Files stay whole, as most that start processes share them among their tests; conftest.py says in which order.
 python -m pytest -q -n "$workers" --dist loadfile --no-loadscope-reorder "${tests[@]}" "$@"

@@ -211,6 +211,10 @@ class GrpoConfig:
             "grpo.combine_rewards normalize and grpo.scale_rewards group divide by the deviation of the group twice:"
             " set grpo.scale_rewards to batch (GDPO) or none",
         )
+        return self
+
+    @model_validator(mode="after")
+    def _check_kl(self) -> GrpoConfig:
         refuse(
             self.kl_target is not None and self.beta == 0,
             f"grpo.kl_target {self.kl_target} multiplies grpo.beta, and 0 stays 0: set grpo.beta to what it starts"

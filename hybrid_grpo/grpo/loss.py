@@ -223,14 +223,6 @@ def policy_loss(
         token_loss = token_loss - grpo.entropy_coef * masked(entropy_bT, real)
     loss = (token_loss * weight_bT).sum()
 
-    with torch.no_grad():
-        # On padding the KL and the advantage are 0, and a ratio with advantage 0 is not clipped.
-        stats = LossStats(
-            tokens=real.sum(),
-            kl=kl.sum(),
-            clipped_low=low.sum(),
-            clipped_high=high.sum(),
-            ratio=torch.where(real, ratio, 0.0).sum(),
-            ratio_max=masked(ratio, real).max(),
-        )
-    return loss, stats
+    # On padding the KL and the advantage are 0, and a ratio with advantage 0 is not clipped.
+    ratio = masked(ratio.detach(), real)
+    return loss, LossStats(real.sum(), kl.detach().sum(), low.sum(), high.sum(), ratio.sum(), ratio.max())

@@ -68,7 +68,8 @@ def test_a_recipe_of_another_framework_is_answered_in_our_words(recipe, answer):
         ("per_device_train_batch_size", "policy.micro_batch_tokens (tokens", "policy.micro_batch_tokens (tokens"),
         ("lr", "did you mean policy.lr", "known are run, policy, data"),
         ("kl_coef", "grpo.beta", "grpo.beta, which this command does not use"),
-        ("algorithm.adv_estimator", *["nothing to set here, since advantages are relative to the group"] * 2),
+        ("algorithm.adv_estimator", *["grpo.baseline (or grpo.preset)"] * 2),
+        ("ds3_gather_for_generation", *["nothing to set here, since weights are always gathered"] * 2),
         ("rollout.zzz", "known are rollout.prompts_per_step", "known are rollout.max_completion_tokens"),
     ],
 )

@@ -1,10 +1,12 @@
 """Objectives against their papers' definitions, completion by completion, in float64: values and gradients."""
 
+import importlib.util
 import itertools
 import math
 
 import pytest
 import torch
+from paths import ROOT
 
 from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.config.presets import presets
@@ -208,6 +210,41 @@ def test_a_surrogate_counts_what_it_cuts(surrogate):
         assert cut > 0 and not still.any()
     else:
         assert cut == int(still.sum()) and (cut > 0) == (surrogate not in ("sapo", "ratio"))
+
+
+def example(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"training_scripts/objectives/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+def vespo(logp, old, a):
+    """w^k e^(lambda (1 - w)) A log policy, without a gradient through w."""
+    w = math.exp((logp - old).sum().item())
+    return [w**k * math.exp(c * (1 - w)) * b * x for x, b in zip(logp, a, strict=True)
+            for k, c in [(2, 3) if b >= 0 else (3, 2)]]  # fmt: skip
+
+
+def dro(logp, old, a):
+    return [-((a[0] - 0.3 * (logp - 2 * old).sum()) ** 2) / 2] * len(logp)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name, definition", [("vespo", vespo), ("dro", dro)])
+def test_the_examples_of_own_objectives_are_those_of_their_papers(name, definition, seed):
+    rows, objective = Rows(seed), example(name)
+    logp = rows.logp.clone().requires_grad_()
+    # A reference of the squared probabilities.
+    others = {"beta": 0.3, "ref_logp_bT": 2 * rows.old, "entropy_bT": None, "correction_bT": None}
+    given = rows.old, rows.advantages, rows.weights("grpo"), GrpoConfig(loss_type="grpo")
+    loss = objective(logp, *given, **others)
+    expected, slopes = rows.paper("grpo", definition)
+    assert loss.item() == pytest.approx(expected, rel=1e-9)
+    (gradient,) = torch.autograd.grad(loss, logp)
+    assert (gradient.nan_to_num(nan=9.0) - slopes).abs().max() < 1e-9 * slopes.abs().max()
+    empty = [torch.where(rows.mask, x, math.nan)[:1] for x in (logp, *given[:2])]
+    assert objective(*empty, torch.zeros(1, LIMIT).double(), given[3], **others | {"ref_logp_bT": empty[1]}) == 0
 
 
 def test_certain_tokens_and_distant_policies_stay_finite():

@@ -103,6 +103,11 @@ class GuestsConfig(FeatureConfig):
         )
         learned = next((guest.name for guest in self.writers if guest.weight == "importance"), None)
         refuse(
+            learned is not None and grpo.drift_coef > 0,
+            f"grpo.drift_coef {grpo.drift_coef} would hold the policy to guests.writers {learned}, whose completions it"
+            " learns from: set its weight to baseline, or grpo.drift_coef to 0",
+        )
+        refuse(
             learned is not None and rollout.logprobs == "mask",
             f"rollout.logprobs mask needs the tokens that filters left, and guests.writers {learned} has none: set its"
             " weight to baseline, or rollout.logprobs to softmax",
