@@ -43,11 +43,11 @@ QUICKSTART = ("--config", SCRIPTS / "quickstart.yaml", "--rollout.prompts_per_st
 SOLVED = {"function": "benchmarks/countdown_reward.py:solved", "isolation": "none", "batch_size": "group"}
 TASKS = {
     "letters": Task(
-        (SCRIPTS / "quickstart_task.py", "--ragged"),
+        (SCRIPTS / "quickstart_task.py",),
         ("--config", SCRIPTS / "quickstart_sft.yaml"),
-        (*QUICKSTART, "--rollout.max_completion_tokens", "26"),
+        QUICKSTART,
         steps=100,
-        longest_prompt=25,
+        longest_prompt=7,
     ),
     "countdown": Task(
         (HERE / "countdown_task.py",),
