@@ -51,6 +51,7 @@ DIMENSIONS: dict[str, dict[str, Settings]] = {
         "dual clip": {"grpo.dual_clip": 3.0, "grpo.epsilon_high": 0.28},
         "gspo": {"grpo.importance": "sequence", "grpo.epsilon_low": 3e-4, "grpo.epsilon_high": 4e-4},
         "cispo": {"grpo.surrogate": "cispo", "grpo.epsilon_high": 4.0, "grpo.entropy_coef": 0.01},
+        "dppo": {"grpo.surrogate": "dppo_kl", "grpo.entropy_target": 1.0, "grpo.off_policy_mask": 0.1},
     },
     "average": {name: {"grpo.loss_type": name} for name in ("dapo", "grpo", "dr_grpo")},
     "baseline": {
@@ -58,7 +59,14 @@ DIMENSIONS: dict[str, dict[str, Settings]] = {
         "batch": {"grpo.scale_rewards": "batch"},
         "leave one out": {"grpo.baseline": "leave_one_out", "grpo.scale_rewards": "none"},
         "gdpo": {"grpo.combine_rewards": "normalize", "grpo.scale_rewards": "batch"},
+        "optimal": {"grpo.baseline": "optimal", "grpo.scale_rewards": "mean"},
         "critic": {"critic.enabled": True, "critic.lr": 1e-3, "critic.lam": 0.9},
+    },
+    "tokens": {
+        "all": {},
+        "uncertain": {"grpo.tokens": "top_entropy"},
+        "some left out": {"grpo.tokens": "clip_cov", "grpo.tokens_share": 0.1, "grpo.cov_low": -1.0},
+        "some held": {"grpo.tokens": "kl_cov", "grpo.drift_coef": 0.1, "grpo.drift": "absolute"},
     },
     "old log-probabilities": {
         "sampler": {},
@@ -66,6 +74,7 @@ DIMENSIONS: dict[str, dict[str, Settings]] = {
         "with its mask": {"rollout.logprobs": "mask", "rollout.top_p": 0.9, "rollout.logit_bias": {}},
         "truncated": {"grpo.sampler_correction": "truncate"},
         "masked": {"grpo.sampler_correction": "mask"},
+        "band": {"grpo.sampler_correction": "band", "grpo.sampler_normalize": True},
     },
     "cut": {
         "learned": {},

@@ -31,7 +31,9 @@ class GrpoConfig:
     """The training objective."""
 
     preset: Text | None = None
-    """A published objective, which sets fields of this section; fields that are given win (docs/objectives.md)."""
+    """A published objective by name, which sets fields of this section; fields given beside it win
+    (docs/objectives.md): grpo, dr_grpo, dapo, gspo, luspo, cispo, sapo, gmpo, dppo, dppo_kl, rloo, reinforce_pp,
+    gdpo, maxrl, opo, otb, pass_at_k, top_entropy, clip_cov, kl_cov, icepop, prime_rl, kimi_k2.5, deepseek_v3.2."""
     objective: Function | None = None
     """Your own loss, as `path/to/file.py:name`. Default: the built-in loss, which the other settings describe."""
     loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"

@@ -111,7 +111,7 @@ def token_columns(batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor, grpo: 
     correction_bT = torch.ones_like(logp_bT)
     if grpo.sampler_correction != "none":
         correction_bT, _ = sampler_correction(own_logp_bT, batch.sampler_logp_bT, own_bT, grpo)
-        correction_bT = torch.where(own_bT, correction_bT, 1.0)
+        correction_bT = torch.where(own_bT, correction_bT / batch.correction_mean, 1.0)
 
     def of(value_bT: Tensor) -> Tensor:
         return torch.where(real_bT, value_bT, 0.0)
