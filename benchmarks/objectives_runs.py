@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -14,13 +15,17 @@ from learning import learning_rates
 from ppo import curve
 from step import SIDES, Worker
 from step_workloads import Job
-from turns import SCRIPTS, run
 
-HERE = Path(__file__).parent
+sys.path.append(str(Path(__file__).parent.parent / "tests/support"))
+
+import forks
+from paths import ROOT
+
+HERE, SCRIPTS = ROOT / "benchmarks", ROOT / "training_scripts"
 QUIET = ("--log.wandb", "disabled", "--engine.zero_stage", "0")
 SAMPLES = ("--eval.temperature", "1", "--eval.num_generations", "4")
 """Accuracy is that of four samples for each held-out prompt."""
-EVALUATIONS = 5
+EVALUATIONS = 4
 """In a run of ours, beside that of the warm-up."""
 
 
@@ -46,14 +51,14 @@ TASKS = {
         (SCRIPTS / "quickstart_task.py",),
         ("--config", SCRIPTS / "quickstart_sft.yaml"),
         QUICKSTART,
-        steps=100,
+        steps=60,
         longest_prompt=7,
     ),
     "countdown": Task(
         (HERE / "countdown_task.py",),
         ("--config", SCRIPTS / "quickstart_sft.yaml", "--run.steps", "300"),
         (*QUICKSTART, "--rewards", json.dumps([SOLVED])),
-        steps=100,
+        steps=60,
         longest_prompt=7,
     ),
     "lookup": Task(
@@ -83,6 +88,14 @@ class Run:
     def identity(self) -> dict[str, Any]:
         """What a stored result must have been measured with."""
         return {"steps": self.steps, "settings": self.settings, "trl": self.trl}
+
+
+def run(*arguments: str | Path) -> str:
+    """The output of a Python command on one rank; it is shown if the command fails."""
+    done = forks.run(*arguments, cwd=ROOT, timeout=3600.0)
+    if done.status:
+        raise SystemExit(f"{' '.join(map(str, arguments))}\n{done.out}{done.err}")
+    return done.out
 
 
 def warmed_up(task: str, seed: int, work: Path) -> Path:
