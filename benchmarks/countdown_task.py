@@ -14,7 +14,7 @@ import sys
 from itertools import combinations_with_replacement
 from pathlib import Path
 
-from countdown_reward import SIGNS, expressions
+from objectives_rewards import SIGNS, expressions
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

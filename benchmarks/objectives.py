@@ -4,7 +4,8 @@
         [--at-once 2] [--json FILE] [--png FILE]
     python benchmarks/objectives.py --trl PYTHON [--tasks letters,countdown] ...
 
-The tasks: `letters` sorts the letters of words, as the quickstart does; `countdown` combines three digits to a target
+The tasks: `letters` sorts the letters of words, as the quickstart does, and
+`words` those of words of 3 to 24 letters; `countdown` combines three digits to a target
 (countdown_task.py); `lookup` calls a tool whose result the model cannot know (training_scripts/lookup_task.py). A seed
 determines the task, the weights after a supervised warm-up, and the sampling. All presets have the recipe's settings,
 its learning rate, and four optimizer steps on each rollout, since most differ in later steps only. Dynamic sampling is
@@ -18,7 +19,8 @@ pooled over all presets of the task: that of a randomized block design, with pre
 
 With `--trl` it measures the bar instead: TRL's GRPOTrainer with all completions, against hybrid_grpo with half of them
 and what TRL lacks. Both sides are searched on the first seed: all their variants at one learning rate, then the best
-variant at the other rates. PYTHON is that of an environment created by `bash benchmarks/trl_env.sh FOLDER`.
+variant at the other rates, then with two passes over each rollout. PYTHON is that of an environment created by `bash
+benchmarks/trl_env.sh FOLDER`.
 
 Only --png needs matplotlib: pip install matplotlib.
 """
@@ -33,11 +35,12 @@ import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from objectives_runs import SOLVED, TASKS, Run, measured, warmed_up
+from objectives_runs import EXACT, SOLVED, TASKS, Run, measured, warmed_up
 from step import machine, set_accelerator
 
 from hybrid_grpo.config.presets import presets
@@ -50,8 +53,8 @@ EQUAL = ["--grpo.dynamic_sampling", "false"]
 UNFIT = {("countdown", "gdpo"), ("lookup", "gdpo")}
 """GDPO needs two rewards."""
 
-RATES = ("1e-4", "3e-4", "6e-4")
-"""Learning rates that --trl searches; variants are compared at the second."""
+RATES, PASSES = ("1e-4", "3e-4", "6e-4"), ("1", "2")
+"""Learning rates and passes over a rollout that --trl searches; variants are compared at the second and the first."""
 TRL = {
     "grpo": {"loss_type": "grpo"},
     "dapo": {"loss_type": "dapo", "epsilon_high": 0.28},
@@ -60,15 +63,18 @@ TRL = {
     "sapo": {"loss_type": "sapo"},
 }
 """TRL's objectives, by settings of its GRPOConfig."""
-BY_LETTER = json.dumps([{"function": "exact_match"}, {"function": "letters_in_place", "kwargs": {"steps": True}}])
-BY_TOKEN = json.dumps([{**SOLVED, "kwargs": {"steps": True}}])
+STEPS = {"kwargs": {"steps": True}}
+BY_TOKEN = {
+    "words": [{**EXACT, **STEPS}, {"function": "letters_in_place", **STEPS}],
+    "countdown": [{**SOLVED, **STEPS}],
+}
 CURRICULUM = ["--curriculum.sampling", "difficulty", "--data.shuffle", "true"]
 OURS = {
     task: {
-        "steps rewarded": ["--rewards", rewards],
-        "steps rewarded, curriculum": ["--rewards", rewards, *CURRICULUM],
+        "steps rewarded": ["--rewards", json.dumps(rewards)],
+        "steps rewarded, curriculum": ["--rewards", json.dumps(rewards), *CURRICULUM],
     }
-    for task, rewards in (("letters", BY_LETTER), ("countdown", BY_TOKEN))
+    for task, rewards in BY_TOKEN.items()
 }
 """What TRL lacks: rewards of steps, whose sums are the rewards that TRL gets, and a curriculum."""
 SIDES = ("TRL", "hybrid_grpo")
@@ -115,9 +121,14 @@ class Results:
             part.write_text(json.dumps(self.content, indent=1) + "\n")
             part.replace(self.file)
 
+    def of(self, run: Run) -> dict[str, Any]:
+        """What `measured` returned for a run."""
+        found: dict[str, Any] = self.runs[run.task][run.name]["seeds"][str(run.seed)]
+        return found
+
     def final(self, run: Run) -> float:
         """The accuracy at the end of a run."""
-        accuracy: float = self.runs[run.task][run.name]["seeds"][str(run.seed)]["accuracy"][-1]
+        accuracy: float = self.of(run)["accuracy"][-1]
         return accuracy
 
 
@@ -244,38 +255,54 @@ def preset_run(task: str, name: str, seed: int) -> Run:
     return Run(task, name, seed, TASKS[task].steps, ["--grpo.preset", name, *EQUAL, *SEVERAL])
 
 
-def contender(task: str, side: str, variant: str, rate: str, seed: int) -> Run:
+Choice = tuple[str, str, str]
+"""A variant, a learning rate, and the number of passes over a rollout."""
+
+
+def contender(task: str, side: str, choice: Choice, seed: int) -> Run:
     """A run of the bar: TRL with all completions, ours with half of them."""
+    variant, rate, passes = choice
     steps = TASKS[task].steps
-    name, shared = f"{side} {variant} {rate}", [*SEVERAL, "--policy.lr", rate]
+    shared = [*SEVERAL, "--policy.lr", rate, "--grpo.num_iterations", passes]
+    name = f"{side}: {variant}, {rate}, {passes} pass" + "es" * (passes != "1")
     if side == "TRL":
         return Run(task, name, seed, steps, shared, TRL[variant])
     return Run(task, name, seed, steps // 2, [*shared, *OURS[task][variant]])
 
 
-def beside_trl(tasks: list[str], seeds: list[int], results: Results, do: Callable[[list[Run]], list[Run]]) -> str:
-    """Search both sides and run the best of each on all seeds; returns the table."""
+def searched(task: str, seed: int, results: Results, do: Callable[[list[Run]], Any]) -> dict[str, Choice]:
+    """The best choice of each side on one seed, one axis after the other."""
+    best: dict[str, Choice] = {side: ("", RATES[1], PASSES[0]) for side in SIDES}
+    for axis in range(3):
+        tried: dict[str, list[Choice]] = {}
+        for side, choice in best.items():
+            values = (list(TRL if side == "TRL" else OURS[task]), RATES, PASSES)[axis]
+            tried[side] = [(*choice[:axis], value, *choice[axis + 1 :]) for value in values]  # type: ignore[misc]
+        do([contender(task, side, choice, seed) for side in SIDES for choice in tried[side]])
+
+        def final(side: str, choice: Choice) -> float:
+            run = contender(task, side, choice, seed)
+            return results.final(run) if results.has(run) else -1.0
+
+        best = {side: max(tried[side], key=partial(final, side)) for side in SIDES}
+    return best
+
+
+def beside_trl(tasks: list[str], seeds: list[int], results: Results, do: Callable[[list[Run]], Any]) -> str:
+    """Search both sides on the first seed and run the best of each on all; returns the table."""
     lines = [
-        "| task | side | completions | objective, learning rate | " + " | ".join(f"seed {s}" for s in seeds) + " |"
+        "| task | objective, learning rate, passes | completions | " + " | ".join(f"seed {s}" for s in seeds) + " |"
     ]
-    lines.append("|---" * (4 + len(seeds)) + "|")
+    lines.append("|---" * (3 + len(seeds)) + "|")
     for task in tasks:
-        variants = {"TRL": list(TRL), "hybrid_grpo": list(OURS[task])}
-        tried = {side: [contender(task, side, each, RATES[1], seeds[0]) for each in variants[side]] for side in SIDES}
-        do([run for side in SIDES for run in tried[side]])
-        best = {side: max((run for run in tried[side] if results.has(run)), key=results.final) for side in SIDES}
-        for side in SIDES:
-            variant = variants[side][tried[side].index(best[side])]
-            tried[side] += [contender(task, side, variant, rate, seeds[0]) for rate in RATES if rate != RATES[1]]
-        do([run for side in SIDES for run in tried[side]])
-        best = {side: max((run for run in tried[side] if results.has(run)), key=results.final) for side in SIDES}
-        ends = {side: [Run(**{**vars(best[side]), "seed": seed}) for seed in seeds] for side in SIDES}
-        do([run for side in SIDES for run in ends[side]])
-        for side in SIDES:
-            of_side = results.runs[task][best[side].name]["seeds"]
-            shown = [f"{of_side[str(s)]['accuracy'][-1]:.3f}" if str(s) in of_side else "-" for s in seeds]
-            count = of_side[str(seeds[0])]["completions"][-1]
-            lines.append(f"| {task} | {side} | {count:,} | {best[side].name} | {' | '.join(shown)} |")
+        best = searched(task, seeds[0], results, do)
+        runs = {side: [contender(task, side, choice, seed) for seed in seeds] for side, choice in best.items()}
+        do([run for side in SIDES for run in runs[side]])
+        for of_side in runs.values():
+            made = [run for run in of_side if results.has(run)]
+            shown = [f"{results.final(run):.3f}" if run in made else "-" for run in of_side]
+            count = max((results.of(run)["completions"][-1] for run in made), default=0)
+            lines.append(f"| {task} | {of_side[0].name} | {count:,} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 

@@ -45,7 +45,9 @@ class Task:
 
 
 QUICKSTART = ("--config", SCRIPTS / "quickstart.yaml", "--rollout.prompts_per_step", "32")
-SOLVED = {"function": "benchmarks/countdown_reward.py:solved", "isolation": "none", "batch_size": "group"}
+HERE_AND_NOW = {"isolation": "none", "batch_size": "group"}
+EXACT = {"function": "benchmarks/objectives_rewards.py:exact", **HERE_AND_NOW}
+SOLVED = {"function": "benchmarks/objectives_rewards.py:solved", **HERE_AND_NOW}
 TASKS = {
     "letters": Task(
         (SCRIPTS / "quickstart_task.py",),
@@ -53,6 +55,13 @@ TASKS = {
         QUICKSTART,
         steps=60,
         longest_prompt=7,
+    ),
+    "words": Task(
+        (SCRIPTS / "quickstart_task.py", "--ragged"),
+        ("--config", SCRIPTS / "quickstart_sft.yaml"),
+        (*QUICKSTART, "--rollout.max_completion_tokens", "26"),
+        steps=100,
+        longest_prompt=25,
     ),
     "countdown": Task(
         (HERE / "countdown_task.py",),

@@ -18,9 +18,9 @@ from hybrid_grpo.rewards.countdown import countdown
 sys.path.append(str(ROOT / "benchmarks"))
 
 import objectives
-from countdown_reward import expressions, solved
 from countdown_task import make_rows, make_tokenizer
 from objectives import PRESETS, UNFIT, Results, beside_trl, compared, make, preset_run, table
+from objectives_rewards import exact, expressions, solved
 from objectives_runs import TASKS, Run, arguments
 
 
@@ -52,6 +52,14 @@ def test_the_token_after_which_no_right_expression_is_left_pays_for_it():
     ]
     sums = [sum(reward for _, reward in each) for each in steps]
     assert sums == solved(texts, ids, nums, target) == countdown(texts, nums, target)
+    words, rights = ["abd", "acd", "abdd", ""], ["abd"] * 4
+    by_token = exact(words, [[0] * (len(word) + 1) for word in words], rights, steps=True)
+    assert [[reward for _, reward in each] for each in by_token] == [
+        [1.0, 0.0, 0.0, 0.0],
+        [1.0, -1.0, 0.0, 0.0],
+        [1.0, 0.0, 0.0, -1.0, 0.0],
+        [0.0],
+    ]
     assert expressions((3, 5, 8))[29] == {"3*8+5", "8*3+5", "5+3*8", "5+8*3"}
 
 
@@ -87,14 +95,17 @@ def test_the_table_marks_what_differs_and_nothing_else():
     ]
 
 
+BEST = {"TRL": "TRL: sapo, 6e-4, 1 pass", "hybrid_grpo": "hybrid_grpo: steps rewarded, 3e-4, 2 passes"}
+
+
 def test_runs_are_made_once_and_the_best_of_each_side_on_all_seeds(tmp_path, monkeypatch):
     made = []
 
     def measured(run, warm, trl_python):
         assert warm == tmp_path / f"letters-{run.seed}"
         made.append((run.name, run.seed, run.steps))
-        accuracy = 0.9 if run.name in ("TRL sapo 6e-4", "hybrid_grpo steps rewarded 3e-4") else 0.1
-        accuracy += 0.1 * run.name.startswith("TRL sapo 3e-4")
+        accuracy = 0.9 if run.name in (BEST["TRL"], BEST["hybrid_grpo"]) else 0.1
+        accuracy += 0.1 * run.name.startswith(("TRL: sapo, 3e-4", "hybrid_grpo: steps rewarded, 3e-4, 1"))
         return {"completions": [256 * run.steps], "accuracy": [accuracy], "wall_s": 1.0}
 
     monkeypatch.setattr(objectives, "measured", measured)
@@ -106,9 +117,9 @@ def test_runs_are_made_once_and_the_best_of_each_side_on_all_seeds(tmp_path, mon
     assert max(Counter(made).values()) == 1
     full = TASKS["letters"].steps
     assert {run for run in made if run[1] > 0} == {
-        *(("TRL sapo 6e-4", seed, full) for seed in (1, 2)),
-        *(("hybrid_grpo steps rewarded 3e-4", seed, full // 2) for seed in (1, 2)),
+        *((BEST["TRL"], seed, full) for seed in (1, 2)),
+        *((BEST["hybrid_grpo"], seed, full // 2) for seed in (1, 2)),
     }
-    assert f"| letters | hybrid_grpo | {128 * full:,} | hybrid_grpo steps rewarded 3e-4 | 0.900 | 0.900 |" in text
-    changed = Run("letters", "TRL sapo 6e-4", 0, full, ["--policy.lr", "1e-5"])
-    assert not results.has(changed) and json.loads(file.read_text())["runs"]["letters"]["TRL sapo 6e-4"]
+    assert f"| letters | {BEST['hybrid_grpo']} | {128 * full:,} | 0.900 | 0.900 | 0.900 |" in text
+    changed = Run("letters", BEST["TRL"], 0, full, ["--policy.lr", "1e-5"])
+    assert not results.has(changed) and json.loads(file.read_text())["runs"]["letters"][BEST["TRL"]]
