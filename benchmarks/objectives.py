@@ -45,7 +45,7 @@ from step import machine, set_accelerator
 
 from hybrid_grpo.config.presets import presets
 
-PRESETS = list(presets())
+PRESETS, IN_TABLE = list(presets()), ("letters", "countdown", "lookup")
 BASELINE = "grpo"
 SEVERAL = ["--grpo.num_minibatches", "4"]
 EQUAL = ["--grpo.dynamic_sampling", "false"]
@@ -53,7 +53,7 @@ EQUAL = ["--grpo.dynamic_sampling", "false"]
 UNFIT = {("countdown", "gdpo"), ("lookup", "gdpo")}
 """GDPO needs two rewards."""
 
-RATES, PASSES = ("1e-4", "3e-4", "6e-4"), ("1", "2")
+RATES, PASSES = ("3e-4", "6e-4", "1e-3"), ("1", "2")
 """Learning rates and passes over a rollout that --trl searches; variants are compared at the second and the first."""
 TRL = {
     "grpo": {"loss_type": "grpo"},
@@ -197,22 +197,25 @@ def finals(of_task: dict[str, dict[str, Any]], names: list[str], seeds: list[str
 
 
 def table(summaries: dict[str, dict[str, Any]]) -> str:
-    """Markdown: mean and standard error; bold if not different from the best; + and - if different from BASELINE."""
+    """Markdown: mean and standard error. Bold: within two standard errors of the best. + and -: not within two standard
+    errors of BASELINE."""
 
     def cell(task: str, name: str) -> str:
         summary = summaries[task]
         if name not in summary["presets"]:
             return "-"
-        entry, margin = summary["presets"][name], 2 * (summary["difference_error"] or math.inf)
-        shown = f"{entry['mean']:.3f}" + (f" ± {entry['error']:.3f}" if entry["error"] is not None else "")
-        shown = f"**{shown}**" if entry["from_best"] >= -margin else shown
+        entry, error = summary["presets"][name], summary["difference_error"]
+        if error is None:
+            return f"{entry['mean']:.3f}"
+        shown = f"{entry['mean']:.3f} ± {entry['error']:.3f}"
+        shown = f"**{shown}**" if entry["from_best"] >= -2 * error else shown
         apart = entry["from_baseline"] or 0.0
-        return shown + (" +" if apart > margin else " -" if apart < -margin else "")
+        return shown + (" +" if apart > 2 * error else " -" if apart < -2 * error else "")
 
     names = dict.fromkeys(name for summary in summaries.values() for name in summary["presets"])
     lines = ["| preset | " + " | ".join(summaries) + " |", "|---" * (1 + len(summaries)) + "|"]
     lines += [f"| {name} | " + " | ".join(cell(task, name) for task in summaries) + " |" for name in names]
-    errors = [f"{s['difference_error']:.3f}" if s["difference_error"] else "-" for s in summaries.values()]
+    errors = ["-" if s["difference_error"] is None else f"{s['difference_error']:.3f}" for s in summaries.values()]
     return "\n".join([*lines, f"| *standard error of a difference* | {' | '.join(errors)} |"])
 
 
@@ -263,20 +266,23 @@ def contender(task: str, side: str, choice: Choice, seed: int) -> Run:
     """A run of the bar: TRL with all completions, ours with half of them."""
     variant, rate, passes = choice
     steps = TASKS[task].steps
-    shared = [*SEVERAL, "--policy.lr", rate, "--grpo.num_iterations", passes]
+    shared = ["--rollout.prompts_per_step", "64", "--policy.lr", rate, "--grpo.num_iterations", passes]
     name = f"{side}: {variant}, {rate}, {passes} pass" + "es" * (passes != "1")
     if side == "TRL":
         return Run(task, name, seed, steps, shared, TRL[variant])
     return Run(task, name, seed, steps // 2, [*shared, *OURS[task][variant]])
 
 
-def searched(task: str, seed: int, results: Results, do: Callable[[list[Run]], Any]) -> dict[str, Choice]:
+Do = Callable[[list[Run]], Any]
+
+
+def searched(task: str, seed: int, losses: list[str], results: Results, do: Do) -> dict[str, Choice]:
     """The best choice of each side on one seed, one axis after the other."""
     best: dict[str, Choice] = {side: ("", RATES[1], PASSES[0]) for side in SIDES}
     for axis in range(3):
         tried: dict[str, list[Choice]] = {}
         for side, choice in best.items():
-            values = (list(TRL if side == "TRL" else OURS[task]), RATES, PASSES)[axis]
+            values = (losses if side == "TRL" else list(OURS[task]), RATES, PASSES)[axis]
             tried[side] = [(*choice[:axis], value, *choice[axis + 1 :]) for value in values]  # type: ignore[misc]
         do([contender(task, side, choice, seed) for side in SIDES for choice in tried[side]])
 
@@ -288,14 +294,14 @@ def searched(task: str, seed: int, results: Results, do: Callable[[list[Run]], A
     return best
 
 
-def beside_trl(tasks: list[str], seeds: list[int], results: Results, do: Callable[[list[Run]], Any]) -> str:
+def beside_trl(tasks: list[str], seeds: list[int], losses: list[str], results: Results, do: Do) -> str:
     """Search both sides on the first seed and run the best of each on all; returns the table."""
     lines = [
         "| task | objective, learning rate, passes | completions | " + " | ".join(f"seed {s}" for s in seeds) + " |"
     ]
     lines.append("|---" * (3 + len(seeds)) + "|")
     for task in tasks:
-        best = searched(task, seeds[0], results, do)
+        best = searched(task, seeds[0], losses, results, do)
         runs = {side: [contender(task, side, choice, seed) for seed in seeds] for side, choice in best.items()}
         do([run for side in SIDES for run in runs[side]])
         for of_side in runs.values():
@@ -308,16 +314,18 @@ def beside_trl(tasks: list[str], seeds: list[int], results: Results, do: Callabl
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", default=",".join(TASKS), help="separated by commas")
+    parser.add_argument("--tasks", help="separated by commas")
     parser.add_argument("--presets", default=",".join(PRESETS), help=f"of {', '.join(PRESETS)}")
     parser.add_argument("--seeds", default="0,1,2", help="separated by commas")
     parser.add_argument("--at-once", type=int, default=2, help="runs at the same time")
     parser.add_argument("--trl", type=Path, help="python of an environment with TRL; measures the bar instead")
+    parser.add_argument("--losses", default=",".join(TRL), help="those of TRL's that --trl tries")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir(), "objectives"), help="for warm-ups")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--png", type=Path)
     arguments = parser.parse_args()
-    known = {"tasks": list(OURS if arguments.trl else TASKS), "presets": PRESETS}
+    arguments.tasks = arguments.tasks or ",".join(OURS if arguments.trl else IN_TABLE)
+    known = {"tasks": list(OURS if arguments.trl else TASKS), "presets": PRESETS, "losses": list(TRL)}
     for setting, names in known.items():
         given = getattr(arguments, setting).split(",")
         if unknown := set(given).difference(names):
@@ -339,7 +347,7 @@ def main() -> None:
         return failed
 
     if arguments.trl:
-        print(beside_trl(arguments.tasks, arguments.seeds, results, do))
+        print(beside_trl(arguments.tasks, arguments.seeds, arguments.losses, results, do))
     else:
         # Seed after seed, so that a part of the bench has all presets.
         do([

@@ -60,7 +60,7 @@ TASKS = {
         (SCRIPTS / "quickstart_task.py", "--ragged"),
         ("--config", SCRIPTS / "quickstart_sft.yaml"),
         (*QUICKSTART, "--rollout.max_completion_tokens", "26"),
-        steps=100,
+        steps=60,
         longest_prompt=25,
     ),
     "countdown": Task(

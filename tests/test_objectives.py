@@ -19,7 +19,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import objectives
 from countdown_task import make_rows, make_tokenizer
-from objectives import PRESETS, UNFIT, Results, beside_trl, compared, make, preset_run, table
+from objectives import PRESETS, TRL, UNFIT, Results, beside_trl, compared, make, preset_run, table
 from objectives_rewards import exact, expressions, solved
 from objectives_runs import TASKS, Run, arguments
 
@@ -95,17 +95,17 @@ def test_the_table_marks_what_differs_and_nothing_else():
     ]
 
 
-BEST = {"TRL": "TRL: sapo, 6e-4, 1 pass", "hybrid_grpo": "hybrid_grpo: steps rewarded, 3e-4, 2 passes"}
+BEST = {"TRL": "TRL: sapo, 1e-3, 1 pass", "hybrid_grpo": "hybrid_grpo: steps rewarded, 6e-4, 2 passes"}
 
 
 def test_runs_are_made_once_and_the_best_of_each_side_on_all_seeds(tmp_path, monkeypatch):
     made = []
 
     def measured(run, warm, trl_python):
-        assert warm == tmp_path / f"letters-{run.seed}"
+        assert warm == tmp_path / f"words-{run.seed}"
         made.append((run.name, run.seed, run.steps))
         accuracy = 0.9 if run.name in (BEST["TRL"], BEST["hybrid_grpo"]) else 0.1
-        accuracy += 0.1 * run.name.startswith(("TRL: sapo, 3e-4", "hybrid_grpo: steps rewarded, 3e-4, 1"))
+        accuracy += 0.1 * run.name.startswith(("TRL: sapo, 6e-4", "hybrid_grpo: steps rewarded, 6e-4, 1"))
         return {"completions": [256 * run.steps], "accuracy": [accuracy], "wall_s": 1.0}
 
     monkeypatch.setattr(objectives, "measured", measured)
@@ -113,13 +113,13 @@ def test_runs_are_made_once_and_the_best_of_each_side_on_all_seeds(tmp_path, mon
     given, file = Namespace(at_once=1, work=tmp_path, trl=None), tmp_path / "found.json"
     for _ in range(2):
         results = Results(file, {"cores": 2})
-        text = beside_trl(["letters"], [0, 1, 2], results, partial(make, results=results, arguments=given))
+        text = beside_trl(["words"], [0, 1, 2], list(TRL), results, partial(make, results=results, arguments=given))
     assert max(Counter(made).values()) == 1
-    full = TASKS["letters"].steps
+    full = TASKS["words"].steps
     assert {run for run in made if run[1] > 0} == {
         *((BEST["TRL"], seed, full) for seed in (1, 2)),
         *((BEST["hybrid_grpo"], seed, full // 2) for seed in (1, 2)),
     }
-    assert f"| letters | {BEST['hybrid_grpo']} | {128 * full:,} | 0.900 | 0.900 | 0.900 |" in text
-    changed = Run("letters", BEST["TRL"], 0, full, ["--policy.lr", "1e-5"])
-    assert not results.has(changed) and json.loads(file.read_text())["runs"]["letters"][BEST["TRL"]]
+    assert f"| words | {BEST['hybrid_grpo']} | {128 * full:,} | 0.900 | 0.900 | 0.900 |" in text
+    changed = Run("words", BEST["TRL"], 0, full, ["--policy.lr", "1e-5"])
+    assert not results.has(changed) and json.loads(file.read_text())["runs"]["words"][BEST["TRL"]]
