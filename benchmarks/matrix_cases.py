@@ -134,7 +134,7 @@ REFUSED = [
     ("kl", "refreshed", "adapters", "lora"),
     ("kl", "reward", "guests", _ANY),
     ("baseline", "critic", "guests", _ANY),
-    ("teacher", _ANY, "guests", _ANY),
+    ("teacher", "advantage", "guests", _ANY),
     ("teacher", _ANY, "source", "stream"),
     ("teacher", "itself", "turns", "environment"),
     ("guests", _ANY, "turns", _ANY),

@@ -1,0 +1,125 @@
+"""One teacher of a run: its checks, the prompts that it reads, and its weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hybrid_grpo import engine as engines
+from hybrid_grpo.config import TrainConfig
+from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
+from hybrid_grpo.data.batch import Prompt
+from hybrid_grpo.data.prompts import read_prompt
+from hybrid_grpo.features.teacher.settings import TeacherConfig
+from hybrid_grpo.features.teacher.spans import Aligner, check_spelling
+from hybrid_grpo.model.architectures import undecodable
+from hybrid_grpo.model.compatibility import check_compatible
+from hybrid_grpo.model.limits import check_lengths, check_prompt_ids
+from hybrid_grpo.model.loading import load_config, load_model, load_tokenizer, training_attention
+from hybrid_grpo.model.logprobs import LogprobModel
+from hybrid_grpo.policy import Policy
+from hybrid_grpo.run.inputs import RunInputs
+from hybrid_grpo.turns.partners import with_tools
+
+_LONGEST_PROMPT = 2**20
+"""Practically no limit, in tokens: the teacher's prompts are limited by its positions, not by the policy's settings."""
+
+
+class TeacherModel:
+    """A frozen model, or the policy itself if `name` is None.
+
+    Attributes:
+        aligner: reads completions with the teacher's tokenizer; None if that is the policy's.
+        positions: the number of tokens that the teacher can read.
+        engine: runs its forward pass, once it is loaded.
+    """
+
+    engine: Any = None
+
+    def __init__(self, name: str | None, config: TrainConfig, inputs: RunInputs) -> None:
+        self.name, self._config, self._inputs, self.settings = name, config, inputs, config.of(TeacherConfig)
+        named = (setting for setting, model in self.settings.models.items() if name is not None and model == name)
+        self._setting = next(named, "policy.model")
+        self._own = self.settings.as_policy(config.policy, name)
+        self.model_config = load_config(self._own.model, self._setting)
+        text_config = self.model_config.get_text_config()
+        self.vocabulary = text_config.vocab_size
+        self.positions = getattr(text_config, "max_position_embeddings", None) or _LONGEST_PROMPT
+        self._tokenizer, self.aligner = inputs.tokenizer, None
+        if name is not None and self.settings.other_tokenizer:
+            tokenizer = load_tokenizer(name, self._setting)
+            if tokenizer.get_vocab() != inputs.tokenizer.get_vocab():
+                self._tokenizer, self.aligner = tokenizer, self._aligned(tokenizer)
+        data = replace(config.data, max_prompt_tokens=_LONGEST_PROMPT)
+        column = self.settings.prompt_column
+        # A prompt's text already has its system message.
+        data = replace(data, system_prompt=None) if column is None else replace(data, prompt_column=column)
+        self._data = with_tools(data, inputs.partners)
+
+    def _aligned(self, tokenizer: Any) -> Aligner:
+        policy, own = self._config.policy, self._inputs.tokenizer
+        check_spelling(tokenizer, f"{self._setting} {self.name}")
+        text = str(own.decode(self._inputs.prompts[0].token_ids, skip_special_tokens=True))
+        check_spelling(own, f"policy.model {policy.model}", text=text, keeps=False)
+        return Aligner(own, tokenizer)
+
+    def check(self) -> None:
+        """Raise UserError, before weights load, if it cannot read its prompts or be compared with the policy."""
+        policy, rollout, settings, setting = self._config.policy, self._config.rollout, self.settings, self._setting
+        if self.name is not None:
+            reason = undecodable(self.model_config)
+            what = f"{setting} {self.name}: {self.model_config.model_type}: {reason}: take another model"
+            refuse(reason is not None, what)
+            tokenizer = None if settings.other_tokenizer else self._inputs.tokenizer
+            check_compatible(self._own, self.model_config, policy, tokenizer, "teacher", setting)
+        own = load_config(policy.model).get_text_config().vocab_size
+        refuse(
+            rollout.logprobs == "mask" and self.vocabulary < own,
+            f"{setting} {self.name} has {self.vocabulary} tokens and the policy {own}, which rollout.logprobs mask may"
+            " leave to choose from: set rollout.logprobs to softmax",
+        )
+        prompts = [prompt for prompt in self._inputs.prompts if self.teaches(prompt)]
+        if prompts:  # the rows of a source may all be too long for the policy
+            self._check_prompts(list(map(self.reads, prompts)))
+
+    def _check_prompts(self, read: list[list[int]]) -> None:
+        rollout, column = self._config.rollout, self.settings.prompt_column
+        check_prompt_ids(read, self.model_config)
+        lengths, what = rollout.lengths, "the longest prompt"
+        longest = rollout.longest(self._inputs.longest_prompt)
+        if column is not None or self.aligner is not None:
+            longest = max(map(len, read)) + rollout.max_read_tokens
+        if column is not None:
+            lengths, what = f"the texts of {column} + rollout.max_completion_tokens", f"the longest text of {column}"
+        model = f"{self._setting} {self._own.model}"
+        check_lengths(self.model_config, longest, lengths, model, f"{what} with its completion")
+
+    def load(self, policy: Policy) -> None:
+        """Load its weights, sharded over the ranks. Collective."""
+        fetching = dict(self._config.engine.fetching)
+        if not self.settings.offload:
+            fetching["offload_param"] = {"device": "none"}
+
+        def read() -> LogprobModel:
+            return LogprobModel(load_model(self._own, training_attention(self._own), self._setting))
+
+        self.engine = policy.engine if self.name is None else engines.Frozen(read, self._own.dtype, fetching)
+
+    def teaches(self, prompt: Prompt) -> bool:
+        """Whether completions of a prompt are its to score."""
+        return self.settings.model_of(prompt.source) == self.name
+
+    def reads(self, prompt: Prompt) -> list[int]:
+        """Return the tokens of a prompt as it reads it; raises UserError if the row has none for it."""
+        column, where = self.settings.prompt_column, f"row {prompt.id} (from 0) of data.path"
+        if column is None and self.aligner is None:
+            return prompt.token_ids
+        row = prompt.columns if column is not None else {self._data.prompt_column: prompt.text}
+        if self._data.prompt_column not in row:
+            known = did_you_mean(self._data.prompt_column, prompt.columns)
+            raise UserError(f"teacher.prompt_column {column}: {where} has no such column: {known}")
+        try:
+            return read_prompt(prompt.id, row, where, self._data, self._tokenizer).token_ids
+        except UserError as error:
+            told = str(error) if column is None else str(error).replace("data.prompt_column", "teacher.prompt_column")
+            raise UserError(told if self.aligner is None else told.replace("policy.model", self._setting)) from None
