@@ -396,6 +396,5 @@ class Frozen:
         shards.load_module(folder, _REFERENCE, self.engine.module)
 
     def release(self) -> None:
-        """Free the weights that are still gathered: small ones stay so between forwards, and would not follow a change
-        of their shards."""
+        """Free small weights, which stay gathered between forwards, and would not follow a change of their shards."""
         self.engine.optimizer.empty_partition_cache()

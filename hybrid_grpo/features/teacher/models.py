@@ -71,7 +71,8 @@ class TeacherModel:
             what = f"{setting} {self.name}: {self.model_config.model_type}: {reason}: take another model"
             refuse(reason is not None, what)
             tokenizer = None if settings.other_tokenizer else self._inputs.tokenizer
-            check_compatible(self._own, self.model_config, policy, tokenizer, "teacher", setting)
+            or_else = ", or set teacher.other_tokenizer to true" if settings.into == "advantage" else ""
+            check_compatible(self._own, self.model_config, policy, tokenizer, "teacher", setting, or_else)
         own = load_config(policy.model).get_text_config().vocab_size
         refuse(
             rollout.logprobs == "mask" and self.vocabulary < own,

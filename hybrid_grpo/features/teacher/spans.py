@@ -55,7 +55,7 @@ class TokenBytes:
         if text is None or special or token in self._tokenizer.all_special_ids:
             return None
         if token not in self._added:
-            if self._by_letter:
+            if self._by_letter and all(letter in _BYTE_OF_LETTER for letter in text):
                 return bytes(_BYTE_OF_LETTER[letter] for letter in text)
             if self._falls_back and (byte := _BYTE.fullmatch(text)):
                 return bytes.fromhex(byte[1])

@@ -18,6 +18,7 @@ from tiny_models import build, tiny_config
 
 from hybrid_grpo import engine as engines
 from hybrid_grpo.config import DataConfig, PolicyConfig, RolloutConfig, TrainConfig
+from hybrid_grpo.config.data import MixtureConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout
 from hybrid_grpo.data.packing import pack, pad
@@ -26,6 +27,7 @@ from hybrid_grpo.features.teacher.models import TeacherModel
 from hybrid_grpo.features.teacher.settings import TeacherConfig
 from hybrid_grpo.features.teacher.teacher import Teacher
 from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.loading import load_tokenizer
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.support import Support
 from hybrid_grpo.run.feature import Scored
@@ -206,3 +208,80 @@ def test_the_longest_that_a_teacher_reads_is_as_long_as_it_can(monkeypatch: Any,
             continue
         with pytest.raises(UserError, match=f"is {longest} tokens: limit .*_tokens to {positions}$"):
             TeacherModel(None, config, inputs).check()
+
+
+def test_teachers_read_their_own_sources_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One has the policy's tokenizer; the other has its own, with its own chat template, and is compared on spans, here
+    against transformers' forward of its tokens. Nobody teaches what a guest wrote only for comparison."""
+    made = char_tokenizer(), byte_level(["abababab cdcdcd"], merges=8)
+    made[1].chat_template = "{{ messages[0].content }} cd"
+    models_of: dict[str, Any] = {}
+    for name, tokenizer, size in (("same", made[0], 80), ("bytes", made[1], 400)):
+        tokenizer.save_pretrained(tmp_path / name)
+        models_of[name] = build(tiny_config("qwen2", vocab_size=size), seed=size)
+        models_of[name].save_pretrained(tmp_path / name)
+    own, bytes_ = (load_tokenizer(str(tmp_path / name)) for name in models_of)
+    seen: list[str] = []
+
+    class Frozen(LogprobModel):
+        """In place of an engine of DeepSpeed."""
+
+        def __init__(self, read: Any, dtype: str, fetching: Any) -> None:
+            super().__init__(read().model)
+
+        def forward(self, *given: Any) -> Any:
+            seen.append(f"read with {self.model.config.vocab_size}")
+            return super().forward(*given)
+
+        def release(self) -> None:
+            seen.append(f"release {self.model.config.vocab_size}")
+
+    monkeypatch.setattr(engines, "Frozen", Frozen)
+    sources = [MixtureConfig("a.jsonl", name="same"), MixtureConfig("b.jsonl", name="bytes")]
+    by_source = {name: str(tmp_path / name) for name in ("same", "bytes")}
+    config = TrainConfig(
+        data=DataConfig(mixture=sources),
+        rollout=RolloutConfig(temperature=TEMPERATURE, max_completion_tokens=8),
+        policy=PolicyConfig(model=by_source["same"], dtype="float32", attn_implementation="eager"),
+        teacher=TeacherConfig(by_source=by_source, other_tokenizer=True, coef=0.5),
+    )
+
+    def micro_batches(
+        prompts: Any, completions: Any, rows: Any, gradients: bool, places: Any = None, supports: Any = 0
+    ):
+        return pad(prompts, completions, rows, 50, torch.device("cpu"), places)
+
+    chat = [{"role": "user", "content": "ab"}]
+    prompts = [Prompt(0, "", [10, 11], {}, source="same"), Prompt(1, chat, [5, 6, 7], {}, source="bytes")]
+    texts, end = ["ab", "d", "abcdx", "ab"], own.eos_token_id
+    rows = [own(text)["input_ids"] for text in texts]
+    rows[2].append(end)
+    completions = [Completion(ids, [-1.0 - t for t in range(len(ids))], "stop") for ids in rows]
+    completions[3] = Completion(rows[3], [], "stop", writer="file", learned=False)
+    rollout = Rollout(prompts, completions, 2)
+    inputs: Any = SimpleNamespace(tokenizer=own, partners=None, prompts=prompts, longest_prompt=3)
+    plan: Any = None
+    teacher, policy = Teacher(config, plan, inputs), SimpleNamespace(engine=None, micro_batches=micro_batches)
+    teacher.load(policy)  # type: ignore[arg-type]
+    bonus_BT, numbers = teacher.bonus(Scored(rollout, None, rollout.logp_BT, None, 0.0))  # type: ignore[arg-type]
+    assert seen == [f"{what} {size}" for size in (80, 400) for what in ("read with", "release")]
+
+    def told(name: str, prompt: list[int], ids: list[int]) -> torch.Tensor:
+        logits_SV = models_of[name](torch.tensor([prompt + ids])).logits[0]
+        logits_TV = logits_SV[len(prompt) - 1 : -1] / TEMPERATURE
+        return logits_TV.log_softmax(1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+
+    expected_BT, logp_BT, total = torch.zeros(4, 6), rollout.logp_BT, 0.0
+    for row in (0, 1):
+        told_T = told("same", [10, 11], rows[row])
+        expected_BT[row, : len(told_T)] = -0.5 * (logp_BT[row, : len(told_T)] - told_T)
+        total += told_T.sum().item()
+    ids = [*bytes_("abcdx")["input_ids"], bytes_.eos_token_id]
+    assert [bytes_.decode(token) for token in ids] == ["ab", "cd", "x", "<eos>"]
+    told_U = told("bytes", bytes_("ab cd")["input_ids"], ids)
+    for u, span in enumerate([slice(0, 2), slice(2, 4), slice(4, 5), slice(5, 6)]):
+        expected_BT[2, span] = -0.5 * (logp_BT[2, span].sum() - told_U[u])
+    mask_BT = rollout.mask_BT & torch.tensor([[True], [True], [True], [False]])
+    assert bonus_BT is not None and (bonus_BT - expected_BT)[mask_BT].abs().max() < 1e-5
+    assert float(numbers["teacher/logp"][0]) == pytest.approx((total + told_U.sum().item()) / 9, abs=1e-5)
+    assert float(numbers["teacher/left_out_frac"][0]) == 0
