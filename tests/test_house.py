@@ -14,7 +14,7 @@ from hybrid_grpo.config.features import feature_folders, registered
 
 PACKAGE = ROOT / "hybrid_grpo"
 MOST_ENTRIES, MOST_FILE, MOST_FUNCTION = 16, 400, 60
-MOST_LINES, MOST_CORE_LINES = 47_250, 29_650
+MOST_LINES, MOST_CORE_LINES = 47_700, 29_650
 MOST_FILES_OF_A_STEP, MOST_LINES_OF_A_STEP = 20, 5_780
 BESIDE_THE_CORE = (
     *("features/", "commands/", "watch/", "turns/"),

@@ -8,10 +8,10 @@ from typing import Any
 from hybrid_grpo import engine as engines
 from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
-from hybrid_grpo.data.batch import Prompt
+from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.data.prompts import read_prompt
 from hybrid_grpo.features.teacher.settings import TeacherConfig
-from hybrid_grpo.features.teacher.spans import Aligner, check_spelling
+from hybrid_grpo.features.teacher.spans import Aligner, Alignment, check_spelling
 from hybrid_grpo.model.architectures import undecodable
 from hybrid_grpo.model.compatibility import check_compatible
 from hybrid_grpo.model.limits import check_lengths, check_prompt_ids
@@ -30,7 +30,6 @@ class TeacherModel:
 
     Attributes:
         aligner: reads completions with the teacher's tokenizer; None if that is the policy's.
-        positions: the number of tokens that the teacher can read.
         engine: runs its forward pass, once it is loaded.
     """
 
@@ -44,7 +43,7 @@ class TeacherModel:
         self.model_config = load_config(self._own.model, self._setting)
         text_config = self.model_config.get_text_config()
         self.vocabulary = text_config.vocab_size
-        self.positions = getattr(text_config, "max_position_embeddings", None) or _LONGEST_PROMPT
+        self._positions = getattr(text_config, "max_position_embeddings", None) or _LONGEST_PROMPT
         self._tokenizer, self.aligner = inputs.tokenizer, None
         if name is not None and self.settings.other_tokenizer:
             tokenizer = load_tokenizer(name, self._setting)
@@ -72,7 +71,7 @@ class TeacherModel:
             refuse(reason is not None, what)
             tokenizer = None if settings.other_tokenizer else self._inputs.tokenizer
             or_else = ", or set teacher.other_tokenizer to true" if settings.into == "advantage" else ""
-            check_compatible(self._own, self.model_config, policy, tokenizer, "teacher", setting, or_else)
+            check_compatible(self._own, self.model_config, policy, tokenizer, setting, or_else)
         own = load_config(policy.model).get_text_config().vocab_size
         refuse(
             rollout.logprobs == "mask" and self.vocabulary < own,
@@ -109,6 +108,12 @@ class TeacherModel:
     def teaches(self, prompt: Prompt) -> bool:
         """Whether completions of a prompt are its to score."""
         return self.settings.model_of(prompt.source) == self.name
+
+    def aligns(self, completion: Completion, prompt_tokens: int) -> Alignment:
+        """Return a completion as it reads it with its own tokenizer, after a prompt of `prompt_tokens` tokens."""
+        assert self.aligner is not None
+        most = self._positions - prompt_tokens
+        return self.aligner(completion.token_ids, ended=completion.finish == "stop", most=most)
 
     def reads(self, prompt: Prompt) -> list[int]:
         """Return the tokens of a prompt as it reads it; raises UserError if the row has none for it."""

@@ -112,8 +112,36 @@ class TeacherConfig(FeatureConfig):
             of_models = ("offload", "other_tokenizer")
             self.refuse_idle("if the policy itself is the teacher: set teacher.model", *of_models)
         self._check_sources(config.data)
-        self._check_prompts(config)
-        self._check_tokens(config)
+        prompt_column, rollout = config.data.prompt_column, config.rollout
+        refuse(
+            self.prompt_column == prompt_column,
+            f"teacher.prompt_column {prompt_column} is data.prompt_column, which the policy reads: name another column,"
+            " or take teacher.prompt_column out",
+        )
+        refuse(
+            self.prompt_column is not None and bool(rollout.environment),
+            f"teacher.prompt_column {self.prompt_column} is read instead of the prompt, to which"
+            " rollout.environment appends what the policy reads: take out one of them",
+        )
+        refuse(
+            self.is_on and bool(config.streamer),
+            f"teacher is checked with all prompts before the run, which {config.streamer} does not know: take out one"
+            " of the two",
+        )
+        refuse(
+            self.is_on and self.into == "advantage" and bool(config.giver),
+            f"teacher.into advantage is for tokens that the policy sampled, and {config.giver} brings others: set"
+            f" teacher.into to loss, or take out teacher or {config.giver}",
+        )
+        for is_set, what in (
+            (self.into == "loss", "teacher.into loss compares whole vocabularies"),
+            (rollout.has_turns, f"{rollout.turns_setting} makes completions of several turns"),
+            (rollout.logprobs == "mask", "rollout.logprobs mask compares tokens that the policy's filters left"),
+        ):
+            refuse(
+                self.other_tokenizer and is_set,
+                f"teacher.other_tokenizer compares the texts of single turns, and {what}: take out one of the two",
+            )
 
     def _check_sources(self, data: DataConfig) -> None:
         names = data.source_names
@@ -132,49 +160,6 @@ class TeacherConfig(FeatureConfig):
             bool(self.by_source) and bool(open_names) and self.model is None and self.prompt_column is None,
             f"teacher.by_source has no teacher for source {', '.join(open_names[:1])}: name one, or set teacher.model,"
             " which teaches all sources that are not named",
-        )
-
-    def _check_prompts(self, config: TrainConfig) -> None:
-        prompt_column, rollout = config.data.prompt_column, config.rollout
-        refuse(
-            self.prompt_column == prompt_column,
-            f"teacher.prompt_column {prompt_column} is data.prompt_column, which the policy reads: name another column,"
-            " or take teacher.prompt_column out",
-        )
-        refuse(
-            self.prompt_column is not None and bool(rollout.environment),
-            f"teacher.prompt_column {self.prompt_column} is read instead of the prompt, to which"
-            " rollout.environment appends what the policy reads: take out one of them",
-        )
-        refuse(
-            self.is_on and bool(config.streamer),
-            f"teacher is checked with all prompts before the run, which {config.streamer} does not know: take out one"
-            " of the two",
-        )
-
-    def _check_tokens(self, config: TrainConfig) -> None:
-        """Raise UserError if the teacher would score tokens that it must not, or cannot, be compared on."""
-        rollout = config.rollout
-        refuse(
-            self.is_on and self.into == "advantage" and bool(config.giver),
-            f"teacher.into advantage is for tokens that the policy sampled, and {config.giver} brings others: set"
-            f" teacher.into to loss, or take out teacher or {config.giver}",
-        )
-        own = "or teacher.other_tokenizer to false, for teachers with the tokenizer of the policy"
-        refuse(
-            self.other_tokenizer and self.into == "loss",
-            f"teacher.into loss compares whole vocabularies, which differ with teacher.other_tokenizer: set"
-            f" teacher.into to advantage, {own}",
-        )
-        refuse(
-            self.other_tokenizer and rollout.has_turns,
-            f"teacher.other_tokenizer reads completions of one turn, and {rollout.turns_setting} makes several: take"
-            f" it out, {own}",
-        )
-        refuse(
-            self.other_tokenizer and rollout.logprobs == "mask",
-            f"rollout.logprobs mask compares tokens that the policy's filters left, which a teacher with"
-            f" teacher.other_tokenizer does not have: set it to softmax, {own}",
         )
 
     def check_place(self, config: TrainConfig, world_size: int) -> None:

@@ -19,7 +19,7 @@ from hybrid_grpo.features.teacher.distillation import measure_teacher, teacher_a
 from hybrid_grpo.features.teacher.divergence import Divergence, NextTokens, head_divergence, most_likely
 from hybrid_grpo.features.teacher.models import TeacherModel
 from hybrid_grpo.features.teacher.settings import TeacherConfig
-from hybrid_grpo.features.teacher.spans import Aligner, spread
+from hybrid_grpo.features.teacher.spans import spread
 from hybrid_grpo.model.loading import load_config
 from hybrid_grpo.model.logprobs import HeadFunction
 from hybrid_grpo.model.upload import upload
@@ -91,7 +91,7 @@ class Teacher(Feature):
             if size_BT is None or teacher.aligner is None:
                 found |= self._read_tokens(teacher, rollout, prompt_ids, rows, logp_BT)
             else:
-                of_rows = self._read_text(teacher, teacher.aligner, rollout, prompt_ids, rows, old_logp_BT)
+                of_rows = self._read_text(teacher, rollout, prompt_ids, rows, old_logp_BT)
                 row_b = upload(rows, logp_BT.device)
                 logp_BT[row_b], size_BT[row_b] = (upload(values_bT, logp_BT.device) for values_bT in of_rows)
             if len(self._teachers) > 1 and isinstance(teacher.engine, engines.Frozen):
@@ -121,20 +121,11 @@ class Teacher(Feature):
         return found
 
     def _read_text(
-        self,
-        teacher: TeacherModel,
-        aligner: Aligner,
-        rollout: Rollout,
-        prompt_ids: list[list[int]],
-        rows: list[int],
-        old_logp_BT: Tensor,
+        self, teacher: TeacherModel, rollout: Rollout, prompt_ids: list[list[int]], rows: list[int], old_logp_BT: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities and sizes of `read` for some rows, [b, T] in host memory, by a teacher with
         another tokenizer. Collective."""
-        alignments = {}
-        for row in rows:
-            completion, most = rollout.completions[row], teacher.positions - len(prompt_ids[row])
-            alignments[row] = aligner(completion.token_ids, ended=completion.finish == "stop", most=most)
+        alignments = {row: teacher.aligns(rollout.completions[row], len(prompt_ids[row])) for row in rows}
         teacher_ids = [alignments[row].teacher_ids if row in alignments else [] for row in range(len(prompt_ids))]
         teacher_BU = old_logp_BT.new_zeros(len(teacher_ids), max(map(len, teacher_ids)))
         read = [row for row in rows if teacher_ids[row]]

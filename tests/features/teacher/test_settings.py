@@ -35,15 +35,15 @@ REFUSED = [
     ),
     (
         {"teacher": {"model": "m", "other_tokenizer": True, "into": "loss"}},
-        "teacher.into loss compares whole vocabularies, which differ with teacher.other_tokenizer: set teacher.into to",
+        "teacher.other_tokenizer compares the texts of single turns, and teacher.into loss compares whole vocabularies:",
     ),
     (
         {"teacher": {"model": "m", "other_tokenizer": True}, "rollout": {"user": "f.py:g"}},
-        "teacher.other_tokenizer reads completions of one turn, and rollout.user makes several: take it out, or",
+        "teacher.other_tokenizer compares the texts of single turns, and rollout.user makes completions of several",
     ),
     (
         {"teacher": {"model": "m", "other_tokenizer": True}, "rollout": {"logprobs": "mask", "top_p": 0.9}},
-        "rollout.logprobs mask compares tokens that the policy's filters left, which a teacher with",
+        "teacher.other_tokenizer compares the texts of single turns, and rollout.logprobs mask compares tokens that",
     ),
     (
         {"teacher": {"by_source": {"maths": "m"}}},
