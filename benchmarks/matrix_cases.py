@@ -78,7 +78,10 @@ DIMENSIONS: dict[str, dict[str, Settings]] = {
         "none": {},
         "advantage": {"teacher.model": "other"},
         "loss": {"teacher.model": "other", "teacher.into": "loss", "teacher.offload": False},
-        "itself": {"teacher.prompt_column": "hint", "teacher.into": "loss", "teacher.top_k": 4},
+        "itself": {
+            **{"teacher.prompt_column": "hint", "teacher.into": "loss", "teacher.top_k": 4},
+            **{"teacher.divergence": "jsd", "teacher.clamp": 0.5},
+        },
     },
     "guests": {
         "none": {},

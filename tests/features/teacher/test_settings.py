@@ -35,7 +35,7 @@ REFUSED = [
     ),
     (
         {"teacher": {"model": "m", "other_tokenizer": True, "into": "loss"}},
-        "teacher.other_tokenizer compares the texts of single turns, and teacher.into loss compares whole vocabularies:",
+        "teacher.other_tokenizer compares the texts of single turns, and teacher.into loss compares whole vocabularies",
     ),
     (
         {"teacher": {"model": "m", "other_tokenizer": True}, "rollout": {"user": "f.py:g"}},
