@@ -101,7 +101,7 @@ class Divergence:
         if self.kind == "forward_kl":
             return logp_NV.exp().sub_((logp_NV - gap_NV).exp_())
         # log(p / m), by log(m / p) = log(1 - beta + beta q / p).
-        constant = torch.tensor(math.log(1 - self.beta), dtype=torch.float64)
+        constant = gap_NV.new_full((), math.log(1 - self.beta))
         slope_NV = torch.logaddexp(math.log(self.beta) - gap_NV, constant).mul_(self.beta - 1)
         p_NV = logp_NV.exp()
         return p_NV * (slope_NV - (p_NV * slope_NV).sum(1, keepdim=True))

@@ -96,11 +96,11 @@ class Aligner:
     """Reads completions with a teacher's tokenizer.
 
     A completion is compared up to its first token that is not text: a special token, or a byte that is not part of a
-    character. If this is the token that ends the completion, it is compared with the teacher's end-of-sequence token.
+    character. If this is the token that ends the completion, it is compared with `end`, the teacher's token for this.
     """
 
-    def __init__(self, own: Any, teacher: Any) -> None:
-        self._own, self._theirs, self._teacher = TokenBytes(own), TokenBytes(teacher), teacher
+    def __init__(self, own: Any, teacher: Any, end: int | None) -> None:
+        self._own, self._theirs, self._teacher, self._end = TokenBytes(own), TokenBytes(teacher), teacher, end
 
     def __call__(self, token_ids: list[int], *, ended: bool, most: int) -> Alignment:
         """Return a completion's alignment. `ended`: it was not cut. `most`: number of tokens that the teacher reads."""
@@ -109,10 +109,10 @@ class Aligner:
         theirs = list(_until_none(map(self._theirs, ids)))
         spans, their_spans = aligned(own, theirs)
         ids = ids[: len(their_spans)]
-        end, whole = self._teacher.eos_token_id, len(spans) == len(own) == len(token_ids) - 1
-        if ended and whole and end is not None and len(ids) < most:
+        whole = len(spans) == len(own) == len(token_ids) - 1
+        if ended and whole and self._end is not None and len(ids) < most:
             last = max(spans, default=-1) + 1
-            ids, spans, their_spans = [*ids, end], [*spans, last], [*their_spans, last]
+            ids, spans, their_spans = [*ids, self._end], [*spans, last], [*their_spans, last]
         return Alignment(ids, spans, their_spans)
 
 
@@ -148,7 +148,9 @@ def check_spelling(tokenizer: Any, setting: str, *, text: str = _PROBE, keeps: b
     )
     ids, of_token = encoded(tokenizer, text), TokenBytes(tokenizer)
     spelled = b"".join(of_token(token) or b"" for token in ids).decode(errors="replace")
-    decoded = text if keeps else str(tokenizer.decode(ids, skip_special_tokens=True))
+    decoded = (
+        text if keeps else str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    )
     refuse(
         spelled.strip(" ") != decoded.strip(" "),
         f"{setting}: its tokens of {decoded!r:.40} spell {spelled!r:.40}, so they cannot be aligned with others: {way}",

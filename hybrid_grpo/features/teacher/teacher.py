@@ -92,7 +92,7 @@ class Teacher(Feature):
                 found |= self._read_tokens(teacher, rollout, prompt_ids, rows, logp_BT)
             else:
                 of_rows = self._read_text(teacher, rollout, prompt_ids, rows, old_logp_BT)
-                row_b = upload(rows, logp_BT.device)
+                row_b = upload(torch.tensor(rows, dtype=torch.int64), logp_BT.device)
                 logp_BT[row_b], size_BT[row_b] = (upload(values_bT, logp_BT.device) for values_bT in of_rows)
             if len(self._teachers) > 1 and isinstance(teacher.engine, engines.Frozen):
                 teacher.engine.release()

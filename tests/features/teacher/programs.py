@@ -23,7 +23,6 @@ from hybrid_grpo.config import (
 )
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.config.data import MixtureConfig
-from hybrid_grpo.features.guests.settings import GuestConfig, GuestsConfig
 from hybrid_grpo.features.teacher.settings import TeacherConfig
 from hybrid_grpo.model.ranks import world_size
 from hybrid_grpo.policy import Policy
@@ -73,12 +72,12 @@ def all_ways(folder: Path) -> dict[str, Any]:
     policy itself in the advantages, which reads the answer and completes every prompt once; and two teachers, each for
     a source of prompts, of which one has another tokenizer. The stage is 3 on two ranks and 0 on one."""
     stage, offload, other = 3 if world_size() > 1 else 0, world_size() > 1, str(folder / "other")
-    answers = GuestConfig("answers", "distill", path=str(folder / "answers.jsonl"))
+    answers = {"name": "answers", "weight": "distill", "path": str(folder / "answers.jsonl")}
     of_loss = {"into": "loss", "top_k": 4, "coef": 0.5, "divergence": "jsd", "clamp": 2.0}
     mixture = [MixtureConfig(str(folder / f"{name}.jsonl"), limit=60) for name in ("train", "heldout")]
     by_source = {"train": other, "heldout": str(folder / "bytes")}
     return {
-        "loss": steps(folder, stage, 2, {"guests": GuestsConfig([answers])}, model=other, offload=offload, **of_loss),
+        "loss": steps(folder, stage, 2, {"guests": {"writers": [answers]}}, model=other, offload=offload, **of_loss),
         "advantage": steps(folder, stage, 1, prompt_column="answer"),
         "sources": steps(folder, stage, 2, {"data": DataConfig(mixture=mixture)}, by_source=by_source, **BYTES),
     }

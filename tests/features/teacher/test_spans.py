@@ -13,6 +13,7 @@ from char_tokenizer import char_tokenizer
 from tokenizers import normalizers
 
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.features.teacher.models import end_of_turn
 from hybrid_grpo.features.teacher.spans import Aligner, Alignment, TokenBytes, aligned, check_spelling, spread
 
 TEXTS = ["the answer is 12 + 30 = 42.\n\nSo the  the", "größer als 漢字 und 🙂🙂 zugleich, naïve"]
@@ -40,10 +41,10 @@ def by_span(spans: list[int], pieces: list[bytes]) -> list[bytes]:
 def test_bytes_and_log_probabilities_are_preserved_in_order(own: Any, theirs: Any) -> None:
     """Of texts as their tokenizer splits them, and of tokens drawn at random, as a policy may sample them."""
     draw, compared = random.Random(1), 0
-    sampled = [own(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] for text in texts(300, 0)]
-    sampled += [draw.choices(range(1, len(own)), k=draw.randrange(1, 12)) for _ in range(300)]
+    sampled = [own(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] for text in texts(150, 0)]
+    sampled += [draw.choices(range(1, len(own)), k=draw.randrange(1, 12)) for _ in range(150)]
     for ids in sampled:
-        alignment = Aligner(own, theirs)(ids, ended=False, most=1000)
+        alignment = Aligner(own, theirs, theirs.eos_token_id)(ids, ended=False, most=1000)
         here, there = pieces(own, ids), pieces(theirs, alignment.teacher_ids)
         count = len(alignment.spans)
         assert by_span(alignment.spans, here) == by_span(alignment.teacher_spans, there)
@@ -70,19 +71,19 @@ def test_valid_texts_are_compared_whole(own: Any, theirs: Any) -> None:
     """If both tokenizers are byte-level. The end of one is compared with the end of the other."""
     for text in texts(100, 2):
         ids = [*own(text, add_special_tokens=False, split_special_tokens=True)["input_ids"], own.eos_token_id]
-        alignment = Aligner(own, theirs)(ids, ended=True, most=1000)
+        alignment = Aligner(own, theirs, theirs.eos_token_id)(ids, ended=True, most=1000)
         assert len(alignment.spans) == len(ids) and alignment.teacher_ids[-1] == theirs.eos_token_id
         assert b"".join(pieces(theirs, alignment.teacher_ids)).decode() == text
         assert alignment.spans[-1] == alignment.teacher_spans[-1] == max(alignment.spans[:-1]) + 1
         assert alignment.spans.count(alignment.spans[-1]) == 1
-        cut = Aligner(own, theirs)(ids, ended=True, most=len(alignment.teacher_ids) - 1)
+        cut = Aligner(own, theirs, theirs.eos_token_id)(ids, ended=True, most=len(alignment.teacher_ids) - 1)
         assert len(cut.teacher_ids) < len(alignment.teacher_ids) and len(cut.spans) < len(ids)
 
 
 def test_what_is_not_text_ends_the_comparison() -> None:
     """A character that is cut, a special token between texts, an id that is no token, and a completion of no text."""
     smile, end = BYTES("🙂")["input_ids"], BYTES.eos_token_id
-    align, hi = Aligner(BYTES, MERGED), BYTES("hi")["input_ids"]
+    align, hi = Aligner(BYTES, MERGED, MERGED.eos_token_id), BYTES("hi")["input_ids"]
 
     def compared(ids: list[int], ended: bool = True) -> int:
         return len(align(ids, ended=ended, most=1000).spans)
@@ -114,3 +115,13 @@ def test_tokenizers_that_change_a_text_are_refused() -> None:
         check_spelling(tokenizer, "teacher.model m")
     with pytest.raises(UserError, match=r"policy\.model p: its tokens of 'a b' spell"):
         check_spelling(char_tokenizer(), "policy.model p", text="ab", keeps=False)
+
+
+def test_an_answer_in_a_chat_ends_with_the_token_of_the_template() -> None:
+    """As Gemma's `<end_of_turn>`, which is not its end-of-sequence token."""
+    tokenizer = byte_level(TEXTS, additional_special_tokens=["<end_of_turn>", "<other>"])
+    end, other = tokenizer.convert_tokens_to_ids(["<end_of_turn>", "<other>"])
+    assert end_of_turn(tokenizer, [0, end, other]) == tokenizer.eos_token_id, "without a template"
+    tokenizer.chat_template = "{% for m in messages %}<other>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"
+    assert end_of_turn(tokenizer, [tokenizer.eos_token_id, end]) == end
+    assert end_of_turn(tokenizer, [tokenizer.eos_token_id]) == tokenizer.eos_token_id

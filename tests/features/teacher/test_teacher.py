@@ -285,3 +285,12 @@ def test_teachers_read_their_own_sources_one_after_the_other(tmp_path: Path, mon
     assert bonus_BT is not None and (bonus_BT - expected_BT)[mask_BT].abs().max() < 1e-5
     assert float(numbers["teacher/logp"][0]) == pytest.approx((total + told_U.sum().item()) / 9, abs=1e-5)
     assert float(numbers["teacher/left_out_frac"][0]) == 0
+    # A rank may have no row for a teacher.
+    for group in (0, 1):
+        part = rollout.groups([group])
+        own_BT, _ = teacher.bonus(Scored(part, None, part.logp_BT, None, 0.0))  # type: ignore[arg-type]
+        rows_BT, expected = (
+            part.mask_BT & mask_BT[2 * group :][:2, : part.mask_BT.shape[1]],
+            expected_BT[2 * group :][:2],
+        )
+        assert own_BT is not None and (own_BT - expected[:, : own_BT.shape[1]])[rows_BT].abs().max() < 1e-5
