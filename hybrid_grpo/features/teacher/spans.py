@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
@@ -20,6 +20,9 @@ from torch import Tensor
 
 from hybrid_grpo.config.errors import refuse
 
+NOT_TEXT = -20.0
+"""Log-probability, in nats, that a teacher is taken to give a token that it cannot write. Its real one is minus
+infinity; without any, the policy would learn to end the comparison by such a token, which would cost it nothing."""
 _PROBE = " a  b\n1.é日🦊x"
 """Text with repeated spaces and characters of one to four bytes."""
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
@@ -63,10 +66,11 @@ class TokenBytes:
         return str(text).encode()
 
 
-def aligned(own: Sequence[bytes], theirs: Sequence[bytes]) -> tuple[list[int], list[int]]:
-    """Return the number of the span, from 0, of each token of both sides, given the bytes of the tokens.
+def aligned(own: Sequence[bytes], theirs: Sequence[bytes]) -> tuple[list[int], list[int], int]:
+    """Return the number of the span, from 0, of each token of both sides, given the bytes of the tokens; and the number
+    of bytes at the beginning that are equal.
 
-    A span ends where a token of either side ends. Tokens after the last such end, or after the first byte in which the
+    A span ends where a token of each side ends. Tokens after the last such end, or after the first byte in which the
     sides differ, belong to no span and are left out.
     """
     ends, their_ends = (list(accumulate(map(len, side))) for side in (own, theirs))
@@ -77,7 +81,7 @@ def aligned(own: Sequence[bytes], theirs: Sequence[bytes]) -> tuple[list[int], l
     shared = sorted(end for end in {*ends} & {*their_ends} if end <= same)
     last = shared[-1] if shared else -1
     spans, their_spans = ([bisect_left(shared, end) for end in side if end <= last] for side in (ends, their_ends))
-    return spans, their_spans
+    return spans, their_spans, same
 
 
 @dataclass(frozen=True)
@@ -90,13 +94,16 @@ class Alignment:
     """The span of each token of the policy. The tokens after these are not compared."""
     teacher_spans: list[int]
     """The span of each token in `teacher_ids`."""
+    fault: int | None = None
+    """The first token of the policy that the teacher cannot write."""
 
 
 class Aligner:
     """Reads completions with a teacher's tokenizer.
 
-    A completion is compared up to its first token that is not text: a special token, or a byte that is not part of a
-    character. If this is the token that ends the completion, it is compared with `end`, the teacher's token for this.
+    A completion is compared up to its first token that the teacher cannot write: a special token, a byte that is not
+    part of a character, or a byte that the teacher's tokenizer changes. If this is the token that ends the completion,
+    it is compared with `end`, the teacher's token for this.
     """
 
     def __init__(self, own: Any, teacher: Any, end: int | None) -> None:
@@ -105,22 +112,28 @@ class Aligner:
     def __call__(self, token_ids: list[int], *, ended: bool, most: int) -> Alignment:
         """Return a completion's alignment. `ended`: it was not cut. `most`: number of tokens that the teacher reads."""
         own = list(_until_none(map(self._own, token_ids)))
-        ids = encoded(self._teacher, _text(b"".join(own)))[:most]
-        theirs = list(_until_none(map(self._theirs, ids)))
-        spans, their_spans = aligned(own, theirs)
-        ids = ids[: len(their_spans)]
-        whole = len(spans) == len(own) == len(token_ids) - 1
-        if ended and whole and self._end is not None and len(ids) < most:
-            last = max(spans, default=-1) + 1
-            ids, spans, their_spans = [*ids, self._end], [*spans, last], [*their_spans, last]
-        return Alignment(ids, spans, their_spans)
+        text, unfinished = _text(b"".join(own))
+        read = encoded(self._teacher, text)[:most]
+        theirs = list(_until_none(map(self._theirs, read)))
+        spans, their_spans, same = aligned(own, theirs)
+        ids, tokens = read[: len(their_spans)], len(token_ids)
+        fault = bisect_right(list(accumulate(map(len, own))), same)
+        if ended and fault == len(own) == tokens - 1:
+            if self._end is not None and len(ids) < most:
+                last = max(spans, default=-1) + 1
+                ids, spans, their_spans = [*ids, self._end], [*spans, last], [*their_spans, last]
+            return Alignment(ids, spans, their_spans)
+        # What the teacher does not read to its end, or what was cut within a character, may be text.
+        excused = len(read) == most or (unfinished and not ended and len(own) == tokens)
+        return Alignment(ids, spans, their_spans, None if excused or fault == tokens else fault)
 
 
 def spread(old_logp_T: Tensor, teacher_logp_U: Tensor, alignment: Alignment) -> tuple[Tensor, Tensor]:
     """Return the teacher's log-probabilities spread over the policy's tokens, and the size of each token's span, [T].
 
     The sum over a span is the teacher's log-probability of the span, and each of its tokens has the same difference
-    from `old_logp`. Tokens that are not compared have `old_logp` and size 0. Computed in float64.
+    from `old_logp`. A token that the teacher cannot write is a span with `NOT_TEXT`. Tokens that are not compared have
+    `old_logp` and size 0. Computed in float64.
 
     Args:
         old_logp_T: the policy's log-probabilities.
@@ -136,6 +149,8 @@ def spread(old_logp_T: Tensor, teacher_logp_U: Tensor, alignment: Alignment) -> 
         their_S.index_add_(0, spans_u, teacher_logp_U.double())
         teacher_T[:tokens] -= ((own_S - their_S) / size_S)[spans_t]
         size_T[:tokens] = size_S[spans_t]
+    if alignment.fault is not None:
+        teacher_T[alignment.fault], size_T[alignment.fault] = NOT_TEXT, 1
     return teacher_T, size_T
 
 
@@ -172,9 +187,10 @@ def _until_none(pieces: Any) -> Any:
     return takewhile(lambda piece: piece is not None, pieces)
 
 
-def _text(given: bytes) -> str:
-    """Return the text of bytes up to the first that is not part of a character."""
+def _text(given: bytes) -> tuple[str, bool]:
+    """Return the text of bytes up to the first that is not part of a character, and whether it begins one that only
+    lacks its end."""
     try:
-        return given.decode()
+        return given.decode(), False
     except UnicodeDecodeError as error:
-        return given[: error.start].decode()
+        return given[: error.start].decode(), error.reason == "unexpected end of data"

@@ -19,7 +19,7 @@ from hybrid_grpo.features.teacher.distillation import measure_teacher, teacher_a
 from hybrid_grpo.features.teacher.divergence import Divergence, NextTokens, head_divergence, most_likely
 from hybrid_grpo.features.teacher.models import TeacherModel
 from hybrid_grpo.features.teacher.settings import TeacherConfig
-from hybrid_grpo.features.teacher.spans import spread
+from hybrid_grpo.features.teacher.spans import NOT_TEXT, spread
 from hybrid_grpo.model.loading import load_config
 from hybrid_grpo.model.logprobs import HeadFunction
 from hybrid_grpo.model.upload import upload
@@ -66,7 +66,7 @@ class Teacher(Feature):
         logp_BT, size_BT, self._next_tokens = self.read(scored.rollout, scored.old_logp_BT)
         sampled_B = torch.tensor([not completion.writer for completion in scored.rollout.completions])
         real_BT = upload(scored.rollout.mask_BT & sampled_B[:, None], logp_BT.device)
-        compared_BT = real_BT if size_BT is None else real_BT & (size_BT > 0)
+        compared_BT = real_BT if size_BT is None else real_BT & (size_BT > 0) & (logp_BT != NOT_TEXT)
         numbers = measure_teacher(scored.old_logp_BT, logp_BT, compared_BT)
         if size_BT is not None:
             numbers["teacher/left_out_frac"] = 1 - compared_BT.sum() / real_BT.sum(), real_BT.sum()

@@ -93,7 +93,8 @@ def test_the_advantages_of_spans_have_the_gradient_of_the_divergence_between_tex
     logp_BT, p_B = sampled(leaf)
     rows = []
     for row, text in enumerate(texts):
-        alignment = Alignment([row], *aligned([letter.encode() for letter in text], [text.encode()]))
+        spans, their_spans, _ = aligned([letter.encode() for letter in text], [text.encode()])
+        alignment = Alignment([row], spans, their_spans)
         rows.append(spread(logp_BT[row].detach(), told_B[row : row + 1], alignment))
     teacher_BT, size_BT = (torch.stack(of_rows) for of_rows in zip(*rows, strict=True))
     advantages_BT = teacher_advantages(logp_BT.detach(), teacher_BT, COEF, size_BT)

@@ -14,7 +14,7 @@ from tokenizers import normalizers
 
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.features.teacher.models import end_of_turn
-from hybrid_grpo.features.teacher.spans import Aligner, Alignment, TokenBytes, aligned, check_spelling, spread
+from hybrid_grpo.features.teacher.spans import NOT_TEXT, Aligner, Alignment, TokenBytes, aligned, check_spelling, spread
 
 TEXTS = ["the answer is 12 + 30 = 42.\n\nSo the  the", "größer als 漢字 und 🙂🙂 zugleich, naïve"]
 LETTERS = [*"  aehnrst.,1=\n", "é", "ß", "漢", "字", "🙂", "the", " answer", "\u0301", "<eos>", "▁"]
@@ -57,13 +57,16 @@ def test_bytes_and_log_probabilities_are_preserved_in_order(own: Any, theirs: An
         their_U = -5 * torch.rand(len(alignment.teacher_ids), dtype=torch.float64)
         teacher_T, size_T = spread(logp_T, their_U, alignment)
         assert float(teacher_T[:count].sum()) == pytest.approx(float(their_U.sum()), abs=1e-12)
-        assert torch.equal(teacher_T[count:], logp_T[count:]) and not size_T[count:].any()
+        after = [t for t in range(count, len(ids)) if t != alignment.fault]
+        assert torch.equal(teacher_T[after], logp_T[after]) and not size_T[after].any()
+        if alignment.fault is not None:
+            assert alignment.fault >= count and (teacher_T[alignment.fault], size_T[alignment.fault]) == (NOT_TEXT, 1)
         gap_T = (logp_T - teacher_T) * size_T
         for span in {*alignment.spans}:
             at, there_at = ([s == span for s in of] for of in (alignment.spans, alignment.teacher_spans))
             gap = logp_T[:count][at].sum() - their_U[there_at].sum()
             assert gap_T[:count][at].tolist() == pytest.approx([float(gap)] * sum(at), abs=1e-12)
-    assert compared > 0.5 * sum(map(len, sampled))
+    assert compared > 0.4 * sum(map(len, sampled))
 
 
 @pytest.mark.parametrize("own, theirs", PAIRS[:2], ids=range(2))
@@ -85,23 +88,31 @@ def test_what_is_not_text_ends_the_comparison() -> None:
     smile, end = BYTES("🙂")["input_ids"], BYTES.eos_token_id
     align, hi = Aligner(BYTES, MERGED, MERGED.eos_token_id), BYTES("hi")["input_ids"]
 
-    def compared(ids: list[int], ended: bool = True) -> int:
-        return len(align(ids, ended=ended, most=1000).spans)
+    def compared(ids: list[int], ended: bool = True, most: int = 1000) -> tuple[int, int | None]:
+        """How many tokens are compared, and which one the teacher cannot write."""
+        found = align(ids, ended=ended, most=most)
+        return len(found.spans), found.fault
 
-    assert compared([*hi, *smile]) == 6 and compared([*hi, *smile[:3]]) == 2
-    assert compared([*hi, *smile[:3], end]) == 2 and compared([*hi, *smile[1:], *hi, end]) == 2
-    assert compared([*hi, end, *hi]) == 2 and compared([*hi, 10**6, *hi]) == 2
-    assert compared([*hi, end]) == 3 and compared([*hi, end], ended=False) == 2
+    assert compared([*hi, *smile]) == (6, None)
+    assert compared([*hi, *smile[:3]], ended=False) == (2, None), "cut within a character, which may become one"
+    assert compared([*hi, *smile[:3], end]) == (2, 2) and compared([*hi, *smile[1:], *hi, end]) == (2, 2)
+    assert compared([*hi, end, *hi]) == (2, 2) and compared([*hi, 10**6, *hi]) == (2, 2)
+    assert compared([*hi, end]) == (3, None) and compared([*hi, end], ended=False) == (2, 2)
+    assert compared([*hi, *hi, *hi, end], most=2) == (2, None), "the teacher reads no further"
     assert align([end], ended=True, most=9) == Alignment([MERGED.eos_token_id], [0], [0])
-    assert align(smile[1:], ended=True, most=9) == Alignment([], [], [])
+    assert align(smile[1:], ended=True, most=9) == Alignment([], [], [], 0)
+    composed = byte_level(TEXTS)
+    composed.backend_tokenizer.normalizer = normalizers.NFC()
+    found = Aligner(BYTES, composed, None)(BYTES("xe\u0301y")["input_ids"], ended=False, most=9)
+    assert (len(found.spans), found.fault) == (1, 1), "the letter that the teacher reads as another"
     logp_T = torch.tensor([-1.0, -2.0])
     assert [of.tolist() for of in spread(logp_T, logp_T[:0], Alignment([], [], []))] == [[-1.0, -2.0], [0.0, 0.0]]
 
 
 def test_spans_end_where_the_bytes_begin_to_differ() -> None:
-    assert aligned([b"ab", b"c", b"d"], [b"a", b"bc", b"x"]) == ([0, 0], [0, 0])
-    assert aligned([b"a", b"", b"b"], [b"a", b"b"]) == ([0, 0, 1], [0, 1])
-    assert aligned([b"ab"], [b"b"]) == ([], []) and aligned([], [b"a"]) == ([], [])
+    assert aligned([b"ab", b"c", b"d"], [b"a", b"bc", b"x"]) == ([0, 0], [0, 0], 3)
+    assert aligned([b"a", b"", b"b"], [b"a", b"b"]) == ([0, 0, 1], [0, 1], 2)
+    assert aligned([b"ab"], [b"b"]) == ([], [], 0) and aligned([], [b"a"]) == ([], [], 0)
 
 
 def test_tokenizers_that_change_a_text_are_refused() -> None:
