@@ -116,6 +116,11 @@ class FeatureConfig:
         return {}
 
     @property
+    def learns_from_given(self) -> bool:
+        """Whether the feature's term of the loss also learns from completions that other features supply."""
+        return False
+
+    @property
     def rows_per_group(self) -> int:
         """Completions of each group that the feature supplies and the policy therefore does not sample."""
         return 0
