@@ -87,7 +87,10 @@ DIMENSIONS: dict[str, dict[str, Settings]] = {
         "none": {},
         "advantage": {"teacher.model": "other"},
         "loss": {"teacher.model": "other", "teacher.into": "loss", "teacher.offload": False},
-        "itself": {"teacher.prompt_column": "hint", "teacher.into": "loss", "teacher.top_k": 4},
+        "itself": {
+            **{"teacher.prompt_column": "hint", "teacher.into": "loss", "teacher.top_k": 4},
+            **{"teacher.divergence": "jsd", "teacher.clamp": 0.5},
+        },
     },
     "guests": {
         "none": {},
@@ -143,7 +146,7 @@ REFUSED = [
     ("kl", "refreshed", "adapters", "lora"),
     ("kl", "reward", "guests", _ANY),
     ("baseline", "critic", "guests", _ANY),
-    ("teacher", _ANY, "guests", _ANY),
+    ("teacher", "advantage", "guests", _ANY),
     ("teacher", _ANY, "source", "stream"),
     ("teacher", "itself", "turns", "environment"),
     ("guests", _ANY, "turns", _ANY),

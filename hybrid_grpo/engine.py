@@ -375,7 +375,7 @@ class Frozen:
         """
         sources: dict[str, Any] = dict(source.engine.module.named_parameters())
         tensor_files.settle()
-        self._release()
+        self.release()
         for name, parameter in self.engine.module.named_parameters():
             own, theirs = parameter.ds_tensor, sources[name]
             if source.stage == 3:
@@ -392,9 +392,9 @@ class Frozen:
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, on any number of ranks; raises UserError if nothing was saved."""
-        self._release()
+        self.release()
         shards.load_module(folder, _REFERENCE, self.engine.module)
 
-    def _release(self) -> None:
-        # Small weights stay gathered between forwards, and would not follow a change of their shards.
+    def release(self) -> None:
+        """Free small weights, which stay gathered between forwards, and would not follow a change of their shards."""
         self.engine.optimizer.empty_partition_cache()

@@ -32,6 +32,7 @@ REGISTERED: tuple[str, ...] = (
     "curriculum:CurriculumConfig",
     "cleaning:CleanConfig",
     "average:AverageConfig",
+    "languages:LanguagesConfig",
 )
 """Folder and settings class of each feature, in the order in which features are called."""
 FeatureList = Annotated[
@@ -113,6 +114,11 @@ class FeatureConfig:
     def files(self) -> dict[str, str]:
         """The data files that the feature reads, keyed by the setting that names each."""
         return {}
+
+    @property
+    def learns_from_given(self) -> bool:
+        """Whether the feature's term of the loss also learns from completions that other features supply."""
+        return False
 
     @property
     def rows_per_group(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
-from pydantic import model_validator
+from pydantic import AfterValidator, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
@@ -24,6 +24,12 @@ from hybrid_grpo.config.fields import (
     Whole,
 )
 from hybrid_grpo.config.presets import with_preset
+
+
+def _tokens_or_share(value: float) -> float:
+    if value < 0 or (value >= 1 and value != int(value)):
+        raise ValueError(f"{value:g} must be a whole number of tokens, or a share below 1")
+    return int(value) if value == int(value) else value
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -135,7 +141,7 @@ class GrpoConfig:
     mask_truncated: Switch = False
     """Leave completions that were cut at the length limit out of the loss, but not out of the mean and standard
     deviation of their group (DAPO, section 3.4)."""
-    overlong_buffer: Whole | Annotated[Number, Gt(0), Lt(1)] = 0
+    overlong_buffer: Annotated[Number, AfterValidator(_tokens_or_share)] = 0
     """Number of tokens before max_completion_tokens over which a length penalty grows from 0 to overlong_penalty (DAPO,
     equation 13), or, below 1, their share of max_completion_tokens; 0 means no penalty."""
     overlong_penalty: Positive = 1.0
@@ -172,7 +178,8 @@ class GrpoConfig:
     @classmethod
     def _apply_preset(cls, given: Any) -> Any:
         if isinstance(given, ArgsKwargs):
-            return ArgsKwargs(given.args, with_preset(given.kwargs or {}))
+            by_place = dict(zip(cls.__dataclass_fields__, given.args, strict=False))
+            return ArgsKwargs((), with_preset({**by_place, **(given.kwargs or {})}))
         return with_preset(given) if isinstance(given, dict) else given
 
     @model_validator(mode="after")

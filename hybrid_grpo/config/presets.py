@@ -37,7 +37,7 @@ def over(below: Mapping[str, Any], above: Mapping[str, Any], kept: Collection[st
 def _sets(name: Any) -> dict[str, Any]:
     if name is None:
         return {}
-    if name not in presets():
+    if not isinstance(name, str) or name not in presets():
         raise UserError(f"grpo.preset: there is no {name}: {did_you_mean(str(name), presets())}")
     fields: dict[str, Any] = presets()[name]["sets"]
     return fields
@@ -46,7 +46,7 @@ def _sets(name: Any) -> dict[str, Any]:
 def explain(message: str, given: Any) -> str:
     """Return a refusal, with the fields in it that a preset set."""
     fields = given.get("grpo") if isinstance(given, Mapping) else None
-    if not isinstance(fields, Mapping) or fields.get("preset") not in presets():
+    if not isinstance(fields, Mapping) or fields.get("preset") not in [*presets()]:
         return message
     sets, words = _sets(fields["preset"]), message.replace(",", " ").replace(":", " ").split()
     named = [f"grpo.{name}" for name in sets if f"grpo.{name}" in words and fields.get(name, sets[name]) == sets[name]]

@@ -11,18 +11,19 @@ from hybrid_grpo.model.files import check_files
 from hybrid_grpo.model.loading import load_config, load_tokenizer, training_attention
 
 
-def check_compatible(own: PolicyConfig, model_config: Any, policy: PolicyConfig, tokenizer: Any, role: str) -> None:
+def check_compatible(
+    own: PolicyConfig, model_config: Any, policy: PolicyConfig, tokenizer: Any, setting: str, or_else: str = ""
+) -> None:
     """Refuse a model whose files, tokenizer or attention do not match the policy's, before weights load.
 
-    `own` and `model_config` belong to the model to check, which the setting ROLE.model names; `policy` and `tokenizer`
-    belong to the policy.
+    `own` and `model_config` belong to the model to check, which `setting` (ROLE.NAME) names; `policy` and `tokenizer`
+    belong to the policy. If `tokenizer` is None, the model may have another one; `or_else` says how to allow it.
     """
-    setting = f"{role}.model"
     check_files(own.model, model_config, pickled=own.pickled_weights, setting=setting)
     refuse(
-        load_tokenizer(own.model, setting).get_vocab() != tokenizer.get_vocab(),
-        f"{setting} {own.model} has a different tokenizer from policy.model {policy.model}: use a {role} of the same"
-        " family of models",
+        tokenizer is not None and load_tokenizer(own.model, setting).get_vocab() != tokenizer.get_vocab(),
+        f"{setting} {own.model} has a different tokenizer from policy.model {policy.model}: use a"
+        f" {setting.partition('.')[0]} of the same family of models{or_else}",
     )
     packs, policy_packs = (
         training_attention(given, loaded) == ATTENTION

@@ -50,6 +50,8 @@ class Builtin:
     called: Literal["process", "thread", "inline"] = "process"
     """Where the function runs with `isolation: auto`: in a `thread` if it holds a model; `inline`, that is in the rank
     itself and on a whole group at once, if it is fast, cannot hang and judges each row independently of the others."""
+    needs: str = ""
+    """Package that it imports when it is called; empty if it needs no other than this package does."""
 
 
 BUILTINS: dict[str, Builtin] = {
@@ -61,6 +63,7 @@ BUILTINS: dict[str, Builtin] = {
     "format_tags": Builtin("rules", "inline"),
     "multiple_choice": Builtin("text", "inline"),
     "language_penalty": Builtin("text", "inline"),
+    "same_language": Builtin("text", needs="py3langid"),
     "countdown": Builtin("countdown", "inline"),
     "math_answer": Builtin("maths.answers"),
     "reward_model": Builtin("models.reward_model", "thread"),

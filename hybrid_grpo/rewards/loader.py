@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.machinery import PathFinder
+from importlib.util import find_spec
 
 import torch
 
@@ -51,6 +52,10 @@ def load_entries(configs: Mapping[str, RewardConfig], scoring: ScoringConfig | N
     """
     scoring = scoring or ScoringConfig()
     entries = {entry: _by_name(config) for entry, config in configs.items()}
+    for entry, config in entries.items():
+        builtin = BUILTINS.get(config.function) if isinstance(config.function, str) else None
+        if builtin is not None and builtin.needs and find_spec(builtin.needs) is None:
+            raise UserError(f"{entry} {config.function} needs {builtin.needs}: pip install it, or take the entry out")
     isolated = [entry for entry, config in entries.items() if _isolated(config, entry)]
     loaded = [(entry, RewardEntry(entries[entry])) for entry in isolated]
     pool = Pool(loaded, scoring.workers or worker_count(), scoring)

@@ -1,12 +1,10 @@
 """Where tokens end in the text they decode to, with the decoders that tokenizers of causal language models have."""
 
-import json
 import random
 from itertools import accumulate
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from byte_tokenizers import byte_level, sentencepiece
 
 from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.rewards.steps import TokenEnds, token_steps
@@ -21,50 +19,12 @@ TEXTS = [
 ]
 
 
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-
-
-def trained(parts, decoder, alphabet=(), normalizer=None, **options) -> PreTrainedTokenizerFast:
-    """A tokenizer of what is frequent in two texts, and of bytes: as its alphabet, or as tokens for other letters."""
-    fallback = [] if alphabet else BYTES
-    backend = Tokenizer(models.BPE(byte_fallback=bool(fallback)))
-    backend.normalizer, backend.pre_tokenizer, backend.decoder = normalizer, parts, decoder
-    trainer = trainers.BpeTrainer(
-        vocab_size=len(alphabet) + len(fallback) + 60,
-        initial_alphabet=list(alphabet),
-        special_tokens=["<eos>", *fallback],
-    )
-    backend.train_from_iterator(TEXTS[:2] * 20, trainer)
-    state = json.loads(backend.to_str())
-    # The bytes are text.
-    state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] == "<eos>"]
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)), eos_token="<eos>", **options)
-
-
 TOKENIZERS = {
-    "byte level": lambda: trained(
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-        pre_tokenizers.ByteLevel.alphabet(),
-    ),
-    # As Llama 2 and Mistral: a space before the text, which decoding takes away; other characters as bytes.
-    "sentencepiece": lambda: trained(
-        None,
-        decoders.Sequence(
-            [
-                decoders.Replace("▁", " "),
-                decoders.ByteFallback(),
-                decoders.Fuse(),
-                decoders.Strip(content=" ", left=1),
-            ]
-        ),
-        normalizer=normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
-    ),
+    "byte level": lambda: byte_level(TEXTS[:2]),
+    "sentencepiece": lambda: sentencepiece(TEXTS[:2]),
     # Spaces before punctuation are taken out of the decoded text.
-    "cleaned": lambda: trained(
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-        pre_tokenizers.ByteLevel.alphabet(),
+    "cleaned": lambda: byte_level(
+        TEXTS[:2],
         clean_up_tokenization_spaces=True,
         clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output=True,
     ),

@@ -15,11 +15,11 @@ from hybrid_grpo.data.overlap import normalized, plain_text
 from hybrid_grpo.data.prompts import prompt_text, read_prompt, require_column
 from hybrid_grpo.data.sources import Row, evaluation_source, read_rows, source_rows, training_source
 from hybrid_grpo.data.tasks import row_reader
+from hybrid_grpo.data.words import language, words
 from hybrid_grpo.features.cleaning.duplicates import NearTexts, Sketches
-from hybrid_grpo.features.cleaning.faults import answer_fault, encoding_fault, language
+from hybrid_grpo.features.cleaning.faults import answer_fault, encoding_fault
 from hybrid_grpo.features.cleaning.overlap import OverlapIndex
 from hybrid_grpo.features.cleaning.settings import CleanConfig
-from hybrid_grpo.features.cleaning.words import words
 
 _ANSWERS = ("answer", "tests", "target")
 _QUANTILES = {"shortest": 0.0, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "longest": 1.0}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hybrid_grpo.features.cleaning.words import words
+from hybrid_grpo.data.words import words
 
 Shingles = NDArray[np.int64]
 """The distinct words and pairs of consecutive words in a text, as sorted numbers."""

@@ -5,10 +5,8 @@ import unicodedata
 from typing import Any
 
 from hybrid_grpo.data.overlap import normalized
-from hybrid_grpo.features.cleaning.words import words
 
 _STAND_INS = {"nan", "none", "null", "n/a", "na", "#n/a", "tbd", "todo", "unknown", "undefined", "?", "-", "...", "…"}
-_LEAST_WORDS = 8
 _OPEN_BOX = re.compile(r"\\boxed\s*(\{\s*\}|\s*$|\{[^{}]*$)")
 
 
@@ -27,15 +25,6 @@ def encoding_fault(text: str) -> str | None:
     if not text.isascii() and ftfy.is_bad(text):
         return f"was decoded with a wrong encoding: it is likely to have been {ftfy.fix_encoding(text)!r:.60}"
     return None
-
-
-def language(text: str) -> str | None:
-    """Return the ISO 639-1 code of the most likely language of a text; None if the text has too few words, not counting
-    formulas and numbers."""
-    import py3langid
-
-    of_letters = [word for word in words(text) if word.isalpha()]
-    return str(py3langid.classify(" ".join(of_letters))[0]) if len(of_letters) >= _LEAST_WORDS else None
 
 
 def answer_fault(answer: Any) -> str | None:

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hybrid_grpo.data.overlap import without_punctuation
+from hybrid_grpo.data.words import words
 from hybrid_grpo.features.cleaning.duplicates import is_common
-from hybrid_grpo.features.cleaning.words import words
 
 Phrase = tuple[str, ...]
 """Consecutive words."""

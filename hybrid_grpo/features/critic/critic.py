@@ -131,7 +131,7 @@ def check_critic(config: TrainConfig, inputs: RunInputs) -> None:
     model_config = check_scalar(policy.model, setting)
     if settings.model is None:
         return
-    check_compatible(policy, model_config, config.policy, inputs.tokenizer, "critic")
+    check_compatible(policy, model_config, config.policy, inputs.tokenizer, "critic.model")
     longest = config.rollout.longest(inputs.longest_prompt)
     check_lengths(model_config, longest, config.rollout.lengths, f"{setting} {policy.model}")
 

@@ -29,6 +29,8 @@ class Guests(Feature):
 
     name = "guests"
     is_timed = True
+    _distilled: frozenset[str] = frozenset()
+    """Names of the guests that only other features' terms of the loss learn from."""
 
     def __init__(self, config: TrainConfig, plan: BatchPlan, inputs: RunInputs) -> None:
         super().__init__(config, plan, inputs)
@@ -39,6 +41,7 @@ class Guests(Feature):
             (guest, GuestFile(guest, learner) if guest.model is None else GuestModel(guest, learner, prompts))
             for guest in config.of(GuestsConfig).writers
         ]
+        self._distilled = frozenset(guest.name for guest, _ in self._guests if guest.weight == "distill")
 
     @property
     def facts(self) -> dict[str, str]:
@@ -60,7 +63,7 @@ class Guests(Feature):
         for guest, writer in self._guests:
             for request, written in zip(requests, writer.write(prompts, step, beat), strict=True):
                 # A writer may have fewer completions than slots.
-                named = [replace(c, writer=guest.name, learned=guest.weight == "importance") for c in written]
+                named = [replace(c, writer=guest.name, learned=guest.weight != "baseline") for c in written]
                 given.update(zip(request.keys[slot : slot + guest.per_group], named, strict=False))
             slot += guest.per_group
         return given
@@ -73,6 +76,8 @@ class Guests(Feature):
         total: Tensor | float = 0.0
         numbers, zeros_bT = Numbers(), torch.zeros_like(entropy_bT)
         for name, rows_b1 in batch.writers.items():
+            if name in self._distilled:
+                continue
             weight_bT = torch.where(rows_b1, batch.weight_bT, 0.0)
             tensors = logp_bT, batch.sampler_logp_bT, batch.advantages_bT, weight_bT
             others: dict[str, Any] = {"ref_logp_bT": None, "entropy_bT": zeros_bT, "correction_bT": None}

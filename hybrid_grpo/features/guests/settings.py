@@ -22,10 +22,10 @@ class GuestConfig:
 
     name: Name
     """Name in the metrics and in the rollouts."""
-    weight: Literal["importance", "baseline"]
+    weight: Literal["importance", "baseline", "distill"]
     """`importance`: the guest's completions are part of the loss, with the ratio of the policy to the guest, whose
     recorded log-probabilities serve as `old_logp`. `baseline`: they only count in the mean and standard deviation of
-    their group."""
+    their group. `distill`: the same, and a teacher in the loss learns from them (the off-policy data of GKD)."""
     path: Text | None = None
     """File of completions: rows with a prompt from the data and a `completion` or a list of `completions`. Weight
     importance also needs `token_ids` and their log-probabilities, `token_logp`, as `generate` writes them."""
@@ -101,7 +101,13 @@ class GuestsConfig(FeatureConfig):
             f"grpo.kl_in reward takes a KL from completions that the policy sampled, and guests.writers {names[0]}"
             " brings others: set grpo.kl_in to loss, or grpo.beta to 0",
         )
-        learned = next((guest.name for guest in self.writers if guest.weight == "importance"), None)
+        taught = next((guest.name for guest in self.writers if guest.weight == "distill"), None)
+        refuse(
+            taught is not None and not any(feature.learns_from_given for feature in config.active_features),
+            f"guests.writers {taught}: weight distill has no effect without a teacher in the loss: set teacher.into to"
+            " loss, or weight to baseline",
+        )
+        learned = next((guest.name for guest in self.writers if guest.weight != "baseline"), None)
         refuse(
             learned is not None and grpo.drift_coef > 0,
             f"grpo.drift_coef {grpo.drift_coef} would hold the policy to guests.writers {learned}, whose completions it"

@@ -1,14 +1,19 @@
 """The mathematics of on-policy distillation.
 
-The policy learns to minimize the reverse KL divergence of the next token, KL(policy || teacher), at prefixes that it
-samples itself (GKD, arXiv:2306.13649, section 3, with this divergence). As in GKD, no gradient flows through the
-sampling of prefixes: a token is only responsible for its own divergence, whereas in MiniLLM (arXiv:2306.08543) it is
-also responsible for the divergences at later tokens. With policy p and teacher q, the gradient at a prefix is
-sum_v p_v (log p_v - log q_v) grad log p_v. There are two ways to compute it:
+The policy learns to minimize a divergence of the next token from the teacher's, such as the reverse KL divergence
+KL(policy || teacher), at prefixes that it samples itself (GKD, arXiv:2306.13649, section 3). As in GKD, no gradient
+flows through the sampling of prefixes: a token is only responsible for its own divergence, whereas in MiniLLM
+(arXiv:2306.08543) it is also responsible for the divergences at later tokens. With policy p and teacher q, the gradient
+of the reverse KL divergence at a prefix is sum_v p_v (log p_v - log q_v) grad log p_v. There are two ways to compute
+it:
 
 - as the expectation of (log p_v - log q_v) grad log p_v over tokens v drawn from p: a constant advantage of -(log p_v -
   log q_v) for the sampled token ("On-Policy Distillation", Thinking Machines Lab, 2025);
-- as the gradient of the divergence itself, which the head computes over the vocabulary (divergence.py).
+- as the gradient of the divergence itself, which the head computes over the vocabulary (divergence.py), and which may
+  be another divergence.
+
+A teacher with another tokenizer is compared on spans of tokens (spans.py). In the first way, a span then takes the
+place of the token v: the log-probability of a span is the sum over its tokens, and all its tokens have its advantage.
 """
 
 import torch
@@ -25,17 +30,32 @@ def measure_teacher(old_logp_BT: Tensor, teacher_logp_BT: Tensor, mask_BT: Tenso
     return {"teacher/logp": (teacher, tokens), "teacher/kl": (policy - teacher, tokens)}
 
 
-def teacher_advantages(old_logp_BT: Tensor, teacher_logp_BT: Tensor, coef: float) -> Tensor:
-    """Return -coef (old_logp - teacher_logp), [B, T], a term of the advantages; see the module's docstring."""
-    return -coef * (old_logp_BT - teacher_logp_BT)
+def teacher_advantages(
+    old_logp_BT: Tensor,
+    teacher_logp_BT: Tensor,
+    coef: float,
+    size_BT: Tensor | None = None,
+    clamp: float | None = None,
+) -> Tensor:
+    """Return -coef (old_logp - teacher_logp), [B, T], a term of the advantages; see the module's docstring.
+
+    Args:
+        size_BT: number of tokens in the span of each token, over which the difference of the span is spread evenly; 0
+            for tokens that are not compared. Default: 1.
+        clamp: limit of the absolute difference, in nats.
+    """
+    gap_BT = old_logp_BT - teacher_logp_BT
+    gap_BT = gap_BT if size_BT is None else gap_BT * size_BT
+    return -coef * (gap_BT if clamp is None else gap_BT.clamp(-clamp, clamp))
 
 
-def teacher_loss(kl_bT: Tensor, weight_bT: Tensor, coef: float) -> Tensor:
+def teacher_loss(value_bT: Tensor, weight_bT: Tensor, coef: float, clamp: float | None = None) -> Tensor:
     """Return `coef` times the weighted sum of the divergences in a micro-batch, a scalar.
 
     Args:
-        kl_bT: the divergence at each token, with gradient.
+        value_bT: the divergence at each token, with gradient.
         weight_bT: see `token_weights`; the caller chose the denominator.
         coef: the weight of this loss, relative to the loss of the policy.
+        clamp: limit of the divergence of a token, in nats. Tokens above it have no gradient.
     """
-    return coef * (kl_bT * weight_bT).sum()
+    return coef * ((value_bT if clamp is None else value_bT.clamp(max=clamp)) * weight_bT).sum()

@@ -1,13 +1,14 @@
-"""A teacher's distributions of the next token, and the divergence of the policy from them.
+"""A teacher's distributions of the next token, and divergences between them and the policy's.
 
-The head of `LogprobModel` calls `reverse_kl` or `most_likely` in addition to computing log-probabilities. Both compute
-a few rows of logits at a time. distillation.py explains what the divergence is for.
+The head of `LogprobModel` calls `head_divergence` or `most_likely` in addition to computing log-probabilities. Both
+compute a few rows of logits at a time. distillation.py explains what the divergence is for.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -63,12 +64,51 @@ def kl_divergence(logp_NK: Tensor, teacher_logp_NK: Tensor) -> Tensor:
     return (logp_NK.exp() * (logp_NK - teacher_logp_NK)).sum(1)
 
 
-class _ReverseKl(torch.autograd.Function):
-    """See `reverse_kl`; differentiable in hidden states, weight and bias.
+@dataclass(frozen=True)
+class Divergence:
+    """A divergence between the policy's distribution p and the teacher's q.
 
-    Let x = logits / temperature, and R_v = log(p / q) of token v, or of the group of tokens that v belongs to. Then
-    dKL / dx_v = p_v (R_v - KL). Backward computes the logits again.
+    `reverse_kl` is KL(p || q), and `forward_kl` is KL(q || p). `jsd` is the generalized Jensen-Shannon divergence (GKD,
+    arXiv:2306.13649, equation 1): beta KL(q || m) + (1 - beta) KL(p || m) with the mixture m = beta q + (1 - beta) p,
+    for a `beta` between 0 and 1.
     """
+
+    kind: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
+    beta: float = 0.5
+
+    def __call__(self, logp_NK: Tensor, teacher_logp_NK: Tensor) -> Tensor:
+        """Return [N] in nats, the divergence between p (`logp_NK`) and q (`teacher_logp_NK`)."""
+        if self.kind == "reverse_kl":
+            return kl_divergence(logp_NK, teacher_logp_NK)
+        if self.kind == "forward_kl":
+            return kl_divergence(teacher_logp_NK, logp_NK)
+        beta, other = self.beta, 1 - self.beta
+        mixed_NK = torch.logaddexp(teacher_logp_NK + math.log(beta), logp_NK + math.log(other))
+        return beta * kl_divergence(teacher_logp_NK, mixed_NK) + other * kl_divergence(logp_NK, mixed_NK)
+
+    def gradient(self, logp_NV: Tensor, gap_NV: Tensor, value_N: Tensor) -> Tensor:
+        """Return [N, V], the derivative of the divergence with respect to x, if p is the softmax of x.
+
+        With the derivative g_v of the divergence with respect to p_v, it is p_v (g_v - sum_u p_u g_u).
+
+        Args:
+            logp_NV: log-probabilities of the policy.
+            gap_NV: log(p / q) of each token, or of the group of tokens that it belongs to.
+            value_N: the divergence.
+        """
+        if self.kind == "reverse_kl":
+            return logp_NV.exp().mul_(gap_NV - value_N[:, None])
+        if self.kind == "forward_kl":
+            return logp_NV.exp().sub_((logp_NV - gap_NV).exp_())
+        # log(p / m), by log(m / p) = log(1 - beta + beta q / p).
+        constant = gap_NV.new_full((), math.log(1 - self.beta))
+        slope_NV = torch.logaddexp(math.log(self.beta) - gap_NV, constant).mul_(self.beta - 1)
+        p_NV = logp_NV.exp()
+        return p_NV * (slope_NV - (p_NV * slope_NV).sum(1, keepdim=True))
+
+
+class _HeadDivergence(torch.autograd.Function):
+    """See `head_divergence`; differentiable in hidden states, weight and bias. Backward computes the logits again."""
 
     @staticmethod
     def forward(
@@ -77,33 +117,35 @@ class _ReverseKl(torch.autograd.Function):
         weight_VD: Tensor,
         bias_V: Tensor | None,
         teacher: NextTokens,
+        divergence: Divergence,
         shape: LogitShape,
         temperature: float,
         tiles: list[slice],
     ) -> Tensor:
-        kl_N = teacher.logp_NK.new_empty(len(hidden_ND))
+        value_N = teacher.logp_NK.new_empty(len(hidden_ND))
         for rows in tiles:
             logp_nV, _ = _softmax(hidden_ND[rows], weight_VD, bias_V, teacher.vocabulary, shape, temperature)
-            kl_N[rows] = kl_divergence(*_both(logp_nV, teacher, rows))
+            value_N[rows] = divergence(*_both(logp_nV, teacher, rows))
         # Under ZeRO-3 the weight is gathered again for backward, so keep the parameter and not its current storage.
-        ctx.weight, ctx.bias, ctx.options = weight_VD, bias_V, (teacher, shape, temperature, tiles)
-        ctx.save_for_backward(hidden_ND, kl_N)
-        return kl_N
+        ctx.weight, ctx.bias = weight_VD, bias_V
+        ctx.options = teacher, divergence, shape, temperature, tiles
+        ctx.save_for_backward(hidden_ND, value_N)
+        return value_N
 
     @staticmethod
-    def backward(ctx: Any, dkl_N: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_ND, kl_N = ctx.saved_tensors
-        teacher, shape, temperature, tiles = ctx.options
+    def backward(ctx: Any, dvalue_N: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_ND, value_N = ctx.saved_tensors
+        teacher, divergence, shape, temperature, tiles = ctx.options
         weight_VD, bias_V = ctx.weight.detach(), None if ctx.bias is None else ctx.bias.detach()
-        needs_weight, exact, V = ctx.weight.requires_grad, kl_N.dtype, teacher.vocabulary
+        needs_weight, exact, V = ctx.weight.requires_grad, value_N.dtype, teacher.vocabulary
         dhidden_ND = torch.zeros_like(hidden_ND)
         # Summed over tiles in float32: in bfloat16 small contributions would be lost by rounding.
         dweight_VD = torch.zeros_like(weight_VD, dtype=exact) if needs_weight else None
         dbias_V = torch.zeros_like(bias_V, dtype=exact) if needs_weight and bias_V is not None else None
         for rows in tiles:
             logp_nV, logits_nV = _softmax(hidden_ND[rows], weight_VD, bias_V, V, shape, temperature)
-            ratio_nV = _ungrouped(torch.sub(*_both(logp_nV, teacher, rows)), teacher, rows)
-            dx_nV = logp_nV.exp().mul_(ratio_nV - kl_N[rows, None]).mul_(dkl_N[rows, None] / temperature)
+            gap_nV = _ungrouped(torch.sub(*_both(logp_nV, teacher, rows)), teacher, rows)
+            dx_nV = divergence.gradient(logp_nV, gap_nV, value_N[rows]).mul_(dvalue_N[rows, None] / temperature)
             dx_nV = shape.backward_(dx_nV, logits_nV).to(weight_VD.dtype)
             dhidden_ND[rows] = dx_nV @ weight_VD[:V]
             if dweight_VD is not None:
@@ -112,10 +154,10 @@ class _ReverseKl(torch.autograd.Function):
                 dbias_V[:V] += dx_nV.sum(0, dtype=exact)
         dweight_VD = None if dweight_VD is None else dweight_VD.to(weight_VD.dtype)
         dbias_V = None if dbias_V is None or bias_V is None else dbias_V.to(bias_V.dtype)
-        return dhidden_ND, dweight_VD, dbias_V, None, None, None, None
+        return dhidden_ND, dweight_VD, dbias_V, None, None, None, None, None
 
 
-def reverse_kl(
+def head_divergence(
     hidden_ND: Tensor,
     weight_VD: Tensor,
     bias_V: Tensor | None,
@@ -123,12 +165,14 @@ def reverse_kl(
     temperature: float,
     *,
     teacher: NextTokens,
+    divergence: Divergence,
     tile_bytes: int | None = None,
 ) -> tuple[Tensor]:
-    """Return KL(model || teacher) of the next token, [N] in nats, float32 and differentiable.
+    """Return the divergence between the model's and the teacher's next token, [N] in nats, float32 and differentiable.
 
     Both distributions are over the teacher's `vocabulary`. Tokens that the teacher does not distinguish count as one
-    token, which gives a lower bound by the log sum inequality.
+    token, which gives a lower bound by the data-processing inequality. Dropping them and normalizing the others would
+    be a biased estimate of the teacher (Sparse Logit Sampling, arXiv:2503.16870).
 
     Args:
         hidden_ND: the hidden state before each position.
@@ -137,7 +181,7 @@ def reverse_kl(
         tile_bytes: size limit of a tile of float32 logits. Default: as for log-probabilities.
     """
     tiles = _tiles(hidden_ND, teacher.vocabulary, tile_bytes)
-    return (_ReverseKl.apply(hidden_ND, weight_VD, bias_V, teacher, shape, temperature, tiles),)
+    return (_HeadDivergence.apply(hidden_ND, weight_VD, bias_V, teacher, divergence, shape, temperature, tiles),)
 
 
 @torch.no_grad()
@@ -154,7 +198,7 @@ def most_likely(
     """Return the tensors of `NextTokens`, in host memory, for the `top_k` most probable tokens, or for all if it is 0.
 
     Args:
-        hidden_ND, weight_VD, bias_V: see `reverse_kl`.
+        hidden_ND, weight_VD, bias_V: see `head_divergence`.
         vocabulary: see `NextTokens`.
         top_k: less than `vocabulary`.
     """

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from dataclasses import field
+from typing import TYPE_CHECKING, Annotated, Literal
 
+from annotated_types import Lt
 from pydantic.dataclasses import dataclass
 
-from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.features import FeatureConfig
 from hybrid_grpo.config.fields import SECTION, Positive, Switch, Text, Whole
 from hybrid_grpo.config.model import PolicyConfig
 
 if TYPE_CHECKING:
+    from hybrid_grpo.config.data import DataConfig
     from hybrid_grpo.config.train import TrainConfig
 
 _OF_POLICY = ("dtype", "attn_implementation", "shared_prefix", "pickled_weights")
@@ -21,23 +24,37 @@ _OF_POLICY = ("dtype", "attn_implementation", "shared_prefix", "pickled_weights"
 @dataclass(frozen=True, config=SECTION)
 class TeacherConfig(FeatureConfig):
     """On-policy distillation (GKD, arXiv:2306.13649): a frozen teacher scores the tokens that the policy has sampled.
-    In addition to earning rewards, the policy learns to agree with the teacher. There is a teacher if `model` or
-    `prompt_column` is set."""
+    In addition to earning rewards, the policy learns to agree with the teacher. There is a teacher if `model`,
+    `by_source` or `prompt_column` is set."""
 
     model: Text | None = None
     """Folder or hub name of the teacher, a causal language model with the policy's tokenizer. Default: if prompt_column
     is set, the policy itself as it is at the beginning of each step."""
+    by_source: dict[Text, Text] = field(default_factory=dict)
+    """Teachers of single sources of data.mixture, as in `{maths: NAME, code: NAME}`. `model` teaches the others."""
+    other_tokenizer: Switch = False
+    """Allow teachers with another tokenizer than the policy's (`into` advantage). They read the text of a completion
+    with their own, and are compared with the policy on the smallest spans of text where both have whole tokens."""
     coef: Positive = 1.0
-    """Weight of the KL divergence from the policy to the teacher, in nats per token, relative to rewards (`into`
-    advantage) or to the loss of the policy (`into` loss)."""
+    """Weight of the divergence between policy and teacher, in nats per token, relative to rewards (`into` advantage) or
+    to the loss of the policy (`into` loss)."""
     into: Literal["advantage", "loss"] = "advantage"
     """`advantage` lowers the advantage of every token by coef * (old_logp - teacher_logp), which only needs the
-    teacher's log-probability of that token. `loss` adds coef times the KL divergence over the vocabulary at every
-    token, which is less noisy, but keeps the teacher's distributions in host memory until the end of the step."""
+    teacher's log-probability of that token. `loss` adds coef times the divergence over the vocabulary at every token,
+    which is less noisy, but keeps the teacher's distributions in host memory until the end of the step."""
+    divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
+    """Divergence with `into` loss: `reverse_kl` is KL(policy || teacher), `forward_kl` is KL(teacher || policy), and
+    `jsd` is the generalized Jensen-Shannon divergence of GKD."""
+    jsd_beta: Annotated[Positive, Lt(1)] = 0.5
+    """Share of the teacher in the mixture of `jsd`: near 0 its gradient is like that of forward_kl, near 1 like that of
+    reverse_kl, but small."""
     top_k: Whole = 0
     """Number of most probable tokens that the teacher's distribution distinguishes at each position, with `into` loss.
-    All others count as one token, so the KL divergence is a lower bound. 0: the whole vocabulary, which takes 4 bytes
-    per token of the vocabulary for each sampled token."""
+    All others count as one token, so the divergence is a lower bound. 0: the whole vocabulary, which takes 4 bytes per
+    token of the vocabulary for each sampled token."""
+    clamp: Positive | None = None
+    """Limit of each token's term, in nats: of the absolute difference of log-probabilities (`into` advantage), or of
+    the divergence (`into` loss), whose gradient is 0 above it. Default: none."""
     prompt_column: Text | None = None
     """Column with the teacher's prompt, as text or a chat, such as the question with its solution. Default: the
     policy's prompt."""
@@ -54,7 +71,7 @@ class TeacherConfig(FeatureConfig):
 
     @property
     def is_on(self) -> bool:
-        return self.model is not None or self.prompt_column is not None
+        return self.model is not None or bool(self.by_source) or self.prompt_column is not None
 
     @property
     def keeps_vocabulary(self) -> bool:
@@ -62,22 +79,40 @@ class TeacherConfig(FeatureConfig):
         return self.is_on and self.into == "loss"
 
     @property
-    def models(self) -> dict[str, str | None]:
-        return {"teacher.model": self.model}
+    def learns_from_given(self) -> bool:
+        return self.keeps_vocabulary
 
-    def as_policy(self, policy: PolicyConfig) -> PolicyConfig:
-        """Return the settings of the teacher's model, given those of the policy."""
+    @property
+    def models(self) -> dict[str, str | None]:
+        named = {f"teacher.by_source {source}": model for source, model in self.by_source.items()}
+        return {"teacher.model": self.model, **named}
+
+    def model_of(self, source: str) -> str | None:
+        """Return the model that teaches the prompts of a source; None if it is the policy itself."""
+        return self.by_source.get(source, self.model)
+
+    def teachers(self, data: DataConfig) -> list[str | None]:
+        """Return the models that teach, each once; None stands for the policy itself."""
+        return list(dict.fromkeys(map(self.model_of, data.source_names or [""])))
+
+    def as_policy(self, policy: PolicyConfig, model: str | None) -> PolicyConfig:
+        """Return the settings of a teacher (see `teachers`), given those of the policy."""
         shared = {name: getattr(policy, name) for name in _OF_POLICY}
-        return PolicyConfig(model=self.model or policy.model, **shared)
+        return PolicyConfig(model=model or policy.model, **shared)
 
     def check(self, config: TrainConfig) -> None:
-        prompt_column, rollout = config.data.prompt_column, config.rollout
         if not self.is_on:
             self.refuse_idle("without a teacher: set teacher.model or teacher.prompt_column")
         if self.into == "advantage":
-            self.refuse_idle("with teacher.into advantage: set teacher.into to loss", "top_k")
-        if self.model is None:
-            self.refuse_idle("if the policy itself is the teacher: set teacher.model", "offload")
+            of_loss = ("top_k", "divergence", "jsd_beta")
+            self.refuse_idle("with teacher.into advantage: set teacher.into to loss", *of_loss)
+        if self.divergence != "jsd":
+            self.refuse_idle(f"with teacher.divergence {self.divergence}: set it to jsd", "jsd_beta")
+        if self.model is None and not self.by_source:
+            of_models = ("offload", "other_tokenizer")
+            self.refuse_idle("if the policy itself is the teacher: set teacher.model", *of_models)
+        self._check_sources(config.data)
+        prompt_column, rollout = config.data.prompt_column, config.rollout
         refuse(
             self.prompt_column == prompt_column,
             f"teacher.prompt_column {prompt_column} is data.prompt_column, which the policy reads: name another column,"
@@ -94,9 +129,37 @@ class TeacherConfig(FeatureConfig):
             " of the two",
         )
         refuse(
-            self.is_on and bool(config.giver),
-            f"a teacher scores tokens that the policy sampled, and {config.giver} brings others: take out teacher or"
-            f" {config.giver}",
+            self.is_on and self.into == "advantage" and bool(config.giver),
+            f"teacher.into advantage is for tokens that the policy sampled, and {config.giver} brings others: set"
+            f" teacher.into to loss, or take out teacher or {config.giver}",
+        )
+        for is_set, what in (
+            (self.into == "loss", "teacher.into loss compares whole vocabularies"),
+            (rollout.has_turns, f"{rollout.turns_setting} makes completions of several turns"),
+            (rollout.logprobs == "mask", "rollout.logprobs mask compares tokens that the policy's filters left"),
+        ):
+            refuse(
+                self.other_tokenizer and is_set,
+                f"teacher.other_tokenizer compares the texts of single turns, and {what}: take out one of the two",
+            )
+
+    def _check_sources(self, data: DataConfig) -> None:
+        names = data.source_names
+        for source in self.by_source:
+            refuse(
+                source not in names,
+                f"teacher.by_source {source} is not a source of data.mixture: {did_you_mean(source, names)}",
+            )
+        open_names = [name for name in names if name not in self.by_source]
+        refuse(
+            bool(self.by_source) and not open_names and self.model is not None,
+            f"teacher.model {self.model} teaches nothing, since teacher.by_source names a teacher for every source:"
+            " take one of them out",
+        )
+        refuse(
+            bool(self.by_source) and bool(open_names) and self.model is None and self.prompt_column is None,
+            f"teacher.by_source has no teacher for source {', '.join(open_names[:1])}: name one, or set teacher.model,"
+            " which teaches all sources that are not named",
         )
 
     def check_place(self, config: TrainConfig, world_size: int) -> None:

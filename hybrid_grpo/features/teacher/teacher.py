@@ -1,97 +1,116 @@
-"""The teacher of a run: a frozen model next to the policy, or the policy itself with another prompt.
+"""The teachers of a run: frozen models next to the policy, or the policy itself with another prompt.
 
-distillation.py explains what the policy learns from the teacher.
+distillation.py explains what the policy learns from a teacher.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybrid_grpo import engine as engines
 from hybrid_grpo.config import BatchPlan, TrainConfig
-from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
-from hybrid_grpo.data.batch import MicroBatch, Numbers, Prompt, Rollout, TrainBatch
-from hybrid_grpo.data.prompts import read_prompt
+from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.data.batch import MicroBatch, Numbers, Rollout, TrainBatch
 from hybrid_grpo.features.teacher.distillation import measure_teacher, teacher_advantages, teacher_loss
-from hybrid_grpo.features.teacher.divergence import NextTokens, most_likely, reverse_kl
+from hybrid_grpo.features.teacher.divergence import Divergence, NextTokens, head_divergence, most_likely
+from hybrid_grpo.features.teacher.models import TeacherModel
 from hybrid_grpo.features.teacher.settings import TeacherConfig
-from hybrid_grpo.model.architectures import undecodable
-from hybrid_grpo.model.compatibility import check_compatible
-from hybrid_grpo.model.limits import check_lengths, check_prompt_ids
-from hybrid_grpo.model.loading import load_config, load_model, training_attention
-from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
+from hybrid_grpo.features.teacher.spans import NOT_TEXT, spread
+from hybrid_grpo.model.loading import load_config
+from hybrid_grpo.model.logprobs import HeadFunction
 from hybrid_grpo.model.upload import upload
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.feature import Feature, Scored
 from hybrid_grpo.run.inputs import RunInputs
-from hybrid_grpo.turns.partners import with_tools
-
-_LONGEST_PROMPT = 2**20
-"""Practically no limit, in tokens: the teacher's prompts are limited by its positions, not by the policy's settings."""
 
 
 class Teacher(Feature):
-    """Scores the tokens that the policy has sampled. If `teacher.model` is not set, the policy is its own teacher. See
-    distillation.py."""
+    """Scores the tokens that the policy has sampled, or (`guests.writers`) should learn to write. Several teachers
+    share the rows by the source of the prompt, and read them one after the other. See distillation.py."""
 
     name = "teacher"
     is_timed = needs_old_logp = True
-    _engine: engines.Engine | engines.Frozen
     _policy: Policy
 
     def __init__(self, config: TrainConfig, plan: BatchPlan, inputs: RunInputs) -> None:
         super().__init__(config, plan, inputs)
-        check_teacher(config, inputs)
-        self._settings, self._temperature = config.of(TeacherConfig), config.rollout.temperature
-        self._reads, self._vocabulary = _reader(config, inputs), _vocabulary(config)
-        self._next_tokens: list[NextTokens] = []
+        self._settings = settings = config.of(TeacherConfig)
+        self._temperature = config.rollout.temperature
+        self._divergence = Divergence(settings.divergence, settings.jsd_beta)
+        self._teachers = [TeacherModel(name, config, inputs) for name in settings.teachers(config.data)]
+        # Heads in a model family may differ in size.
+        own = load_config(config.policy.model).get_text_config().vocab_size
+        self._vocabulary = min(own, *(teacher.vocabulary for teacher in self._teachers))
+        refuse(
+            settings.top_k >= self._vocabulary,
+            f"teacher.top_k {settings.top_k} is not less than the {self._vocabulary} tokens of the vocabulary: set it"
+            " to 0, which takes all",
+        )
+        for teacher in self._teachers:
+            teacher.check()
+        self._next_tokens: dict[int, NextTokens] = {}
 
     def load(self, policy: Policy) -> None:
-        config, settings = self.config, self._settings
-        self._policy, self._engine = policy, policy.engine
-        if settings.model is None:
-            return
-        own, fetching = settings.as_policy(config.policy), dict(config.engine.fetching)
-
-        def read() -> LogprobModel:
-            return LogprobModel(load_model(own, training_attention(own), "teacher.model"))
-
-        if not settings.offload:
-            fetching["offload_param"] = {"device": "none"}
-        self._engine = engines.Frozen(read, own.dtype, fetching)
+        self._policy = policy
+        for teacher in self._teachers:
+            teacher.load(policy)
 
     def bonus(self, scored: Scored) -> tuple[Tensor | None, Numbers]:
-        """Return the teacher's term in the advantages. With `teacher.into` loss there is none, and the teacher's
+        """Return the teachers' term in the advantages. With `teacher.into` loss there is none, and the teachers'
         distributions are kept for `head`. Collective."""
         assert scored.old_logp_BT is not None
-        logp_BT, self._next_tokens = self.read(scored.rollout, scored.old_logp_BT)
-        real_BT = upload(scored.rollout.mask_BT, logp_BT.device)
-        numbers = measure_teacher(scored.old_logp_BT, logp_BT, real_BT)
+        logp_BT, size_BT, self._next_tokens = self.read(scored.rollout, scored.old_logp_BT)
+        sampled_B = torch.tensor([not completion.writer for completion in scored.rollout.completions])
+        real_BT = upload(scored.rollout.mask_BT & sampled_B[:, None], logp_BT.device)
+        compared_BT = real_BT if size_BT is None else real_BT & (size_BT > 0) & (logp_BT != NOT_TEXT)
+        numbers = measure_teacher(scored.old_logp_BT, logp_BT, compared_BT)
+        if size_BT is not None:
+            numbers["teacher/left_out_frac"] = 1 - compared_BT.sum() / real_BT.sum(), real_BT.sum()
         if self._settings.into == "loss":
             return None, numbers
-        return teacher_advantages(scored.old_logp_BT, logp_BT, self._settings.coef), numbers
+        settings = self._settings.coef, size_BT, self._settings.clamp
+        return teacher_advantages(scored.old_logp_BT, logp_BT, *settings), numbers
 
     @torch.no_grad()
-    def read(self, rollout: Rollout, old_logp_BT: Tensor) -> tuple[Tensor, list[NextTokens]]:
-        """Return the teacher's log-probabilities [B, T] of a rollout, at the sampling temperature; with `teacher.into`
-        loss also its distributions, [B] in host memory. `old_logp_BT` is on the policy's device. Collective."""
-        prompt_ids = [ids for ids in map(self._reads, rollout.prompts) for _ in range(rollout.num_generations)]
+    def read(self, rollout: Rollout, old_logp_BT: Tensor) -> tuple[Tensor, Tensor | None, dict[int, NextTokens]]:
+        """Return the teachers' log-probabilities of a rollout and the sizes of spans, [B, T], as `spread` does; the
+        sizes are None if all teachers have the policy's tokenizer. With `teacher.into` loss also return distributions
+        by row, in host memory. All are at the sampling temperature, for rows that are part of the loss. `old_logp_BT`
+        is on the policy's device. Collective."""
+        logp_BT, found = torch.zeros_like(old_logp_BT), dict[int, NextTokens]()
+        aligns = any(teacher.aligner for teacher in self._teachers)
+        size_BT = torch.ones_like(old_logp_BT) if aligns else None
+        for teacher in self._teachers:
+            read = [teacher.reads(prompt) if teacher.teaches(prompt) else [] for prompt in rollout.prompts]
+            prompt_ids = [ids for ids in read for _ in range(rollout.num_generations)]
+            rows = [row for row in rollout.learned if prompt_ids[row]]
+            if size_BT is None or teacher.aligner is None:
+                found |= self._read_tokens(teacher, rollout, prompt_ids, rows, logp_BT)
+            else:
+                of_rows = self._read_text(teacher, rollout, prompt_ids, rows, old_logp_BT)
+                row_b = upload(torch.tensor(rows, dtype=torch.int64), logp_BT.device)
+                logp_BT[row_b], size_BT[row_b] = (upload(values_bT, logp_BT.device) for values_bT in of_rows)
+            if len(self._teachers) > 1 and isinstance(teacher.engine, engines.Frozen):
+                teacher.engine.release()
+        return logp_BT, size_BT, found
+
+    def _read_tokens(
+        self, teacher: TeacherModel, rollout: Rollout, prompt_ids: list[list[int]], rows: list[int], logp_BT: Tensor
+    ) -> dict[int, NextTokens]:
+        """Write a teacher's log-probabilities of the policy's tokens into `logp_BT`; see `read`. Collective."""
         _, completion_ids, places = rollout.read_ids
         head: HeadFunction | None = None
         if self._settings.into == "loss":
             head = partial(most_likely, vocabulary=self._vocabulary, top_k=self._settings.top_k)
-        logp_BT = torch.zeros_like(old_logp_BT)
         found: dict[int, NextTokens] = {}
         for micro in self._policy.micro_batches(
-            prompt_ids, completion_ids, gradients=False, places=places, supports=rollout.supports
+            prompt_ids, completion_ids, rows, gradients=False, places=places, supports=rollout.supports
         ):
-            logp_N, _, *kept = self._engine(*micro.inputs, self._temperature, head)
+            logp_N, _, *kept = teacher.engine(*micro.inputs, self._temperature, head)
             if not micro.rows:
                 continue
             logp_BT[micro.row_b, : micro.mask_bT.shape[1]] = micro.unflatten(logp_N)
@@ -99,15 +118,39 @@ class Teacher(Feature):
                 next_tokens = NextTokens(kept[0], kept[1] if kept[1:] else None, self._vocabulary)
                 lengths = [rollout.lengths[row] for row in micro.rows]
                 found.update(zip(micro.rows, next_tokens.split(lengths), strict=True))
-        return logp_BT, [found[row] for row in range(len(places))] if head is not None else []
+        return found
+
+    def _read_text(
+        self, teacher: TeacherModel, rollout: Rollout, prompt_ids: list[list[int]], rows: list[int], old_logp_BT: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the log-probabilities and sizes of `read` for some rows, [b, T] in host memory, by a teacher with
+        another tokenizer. Collective."""
+        alignments = {row: teacher.aligns(rollout.completions[row], len(prompt_ids[row])) for row in rows}
+        teacher_ids = [alignments[row].teacher_ids if row in alignments else [] for row in range(len(prompt_ids))]
+        teacher_BU = old_logp_BT.new_zeros(len(teacher_ids), max(map(len, teacher_ids)))
+        read = [row for row in rows if teacher_ids[row]]
+        for micro in self._policy.micro_batches(prompt_ids, teacher_ids, read, gradients=False):
+            logp_N, *_ = teacher.engine(*micro.inputs, self._temperature)
+            if micro.rows:
+                teacher_BU[micro.row_b, : micro.mask_bT.shape[1]] = micro.unflatten(logp_N)
+        old_BT, host_BU = old_logp_BT.cpu(), teacher_BU.cpu()
+        logp_bT, size_bT = torch.zeros(2, len(rows), old_BT.shape[1])
+        for at, row in enumerate(rows):
+            tokens, count = rollout.lengths[row], len(teacher_ids[row])
+            found = spread(old_BT[row, :tokens], host_BU[row, :count], alignments[row])
+            logp_bT[at, :tokens], size_bT[at, :tokens] = found
+        return logp_bT, size_bT
 
     def head(self, micro: MicroBatch) -> HeadFunction | None:
-        """Return a function that computes KL(policy || teacher) at the completion tokens of a micro-batch; None unless
-        `teacher.into` is `loss`. For a micro-batch without rows, the computed value has no meaning."""
+        """Return a function that computes the divergence between the policy and the teacher at the completion tokens of
+        a micro-batch; None unless `teacher.into` is `loss`. For a micro-batch without rows, the computed value has no
+        meaning."""
         if not self._next_tokens:
             return None
-        first, *others = [self._next_tokens[row] for row in micro.rows] or [self._next_tokens[0].first()]
-        return partial(reverse_kl, teacher=first.joined(others).to(micro.mask_bT.device))
+        of_rows = [self._next_tokens[row] for row in micro.rows]
+        first, *others = of_rows or [next(iter(self._next_tokens.values())).first()]
+        teacher = first.joined(others).to(micro.mask_bT.device)
+        return partial(head_divergence, teacher=teacher, divergence=self._divergence)
 
     def loss(
         self, batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor, found: Sequence[Tensor]
@@ -115,69 +158,7 @@ class Teacher(Feature):
         if not self._next_tokens:
             return 0.0, {}
         real_bT = batch.weight_bT > 0
-        kl_bT, tokens = torch.where(real_bT, found[0], 0.0), real_bT.sum()
-        mean = kl_bT.detach().sum() / tokens.clamp(min=1)
-        return teacher_loss(kl_bT, batch.weight_bT, self._settings.coef), {"teacher/loss": (mean, tokens)}
-
-
-def check_teacher(config: TrainConfig, inputs: RunInputs) -> None:
-    """Raise UserError, before weights load, if the teacher cannot read its prompts or be compared with the policy."""
-    settings = config.of(TeacherConfig)
-    policy = settings.as_policy(config.policy)
-    setting = "policy.model" if settings.model is None else "teacher.model"
-    model_config = load_config(policy.model, setting)
-    if settings.model is not None:
-        _check_model(config, model_config, inputs.tokenizer)
-    refuse(
-        settings.top_k >= _vocabulary(config),
-        f"teacher.top_k {settings.top_k} is not less than the {_vocabulary(config)} tokens of the vocabulary: set it"
-        " to 0, which takes all",
-    )
-    own = load_config(config.policy.model).get_text_config().vocab_size
-    refuse(
-        config.rollout.logprobs == "mask" and _vocabulary(config) < own,
-        f"teacher.model {settings.model} has {_vocabulary(config)} tokens and the policy {own}, which"
-        " rollout.logprobs mask may leave to choose from: set rollout.logprobs to softmax",
-    )
-    read = list(map(_reader(config, inputs), inputs.prompts))
-    check_prompt_ids(read, model_config)
-    rollout, column, longest = config.rollout, settings.prompt_column, config.rollout.longest(inputs.longest_prompt)
-    lengths, what = rollout.lengths, "the longest prompt"
-    if column is not None:
-        longest = max(map(len, read)) + rollout.max_read_tokens
-        lengths, what = f"the texts of {column} + rollout.max_completion_tokens", f"the longest text of {column}"
-    check_lengths(model_config, longest, lengths, f"{setting} {policy.model}", f"{what} with its completion")
-
-
-def _check_model(config: TrainConfig, model_config: Any, tokenizer: Any) -> None:
-    own = config.of(TeacherConfig).as_policy(config.policy)
-    reason = undecodable(model_config)
-    refuse(reason is not None, f"teacher.model {own.model}: {model_config.model_type}: {reason}: take another model")
-    check_compatible(own, model_config, config.policy, tokenizer, "teacher")
-
-
-def _vocabulary(config: TrainConfig) -> int:
-    """Return the number of tokens that both output heads have. Heads in a model family may differ in size."""
-    names = {config.policy.model, config.of(TeacherConfig).as_policy(config.policy).model}
-    return min(load_config(name).get_text_config().vocab_size for name in names)
-
-
-def _reader(config: TrainConfig, inputs: RunInputs) -> Callable[[Prompt], list[int]]:
-    """Return a function from a prompt to the teacher's prompt tokens; it raises UserError if the row has none."""
-    column = config.of(TeacherConfig).prompt_column
-    if column is None:
-        return lambda prompt: prompt.token_ids
-    data = replace(config.data, prompt_column=column, max_prompt_tokens=_LONGEST_PROMPT)
-    data = with_tools(data, inputs.partners)
-
-    def read(prompt: Prompt) -> list[int]:
-        where = f"row {prompt.id} (from 0) of data.path"
-        if column not in prompt.columns:
-            known = did_you_mean(column, prompt.columns)
-            raise UserError(f"teacher.prompt_column {column}: {where} has no such column: {known}")
-        try:
-            return read_prompt(prompt.id, prompt.columns, where, data, inputs.tokenizer).token_ids
-        except UserError as error:
-            raise UserError(str(error).replace("data.prompt_column", "teacher.prompt_column")) from None
-
-    return read
+        value_bT, tokens = torch.where(real_bT, found[0], 0.0), real_bT.sum()
+        mean = value_bT.detach().sum() / tokens.clamp(min=1)
+        loss = teacher_loss(value_bT, batch.weight_bT, self._settings.coef, self._settings.clamp)
+        return loss, {"teacher/loss": (mean, tokens)}

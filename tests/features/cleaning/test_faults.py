@@ -2,7 +2,8 @@ import math
 
 import pytest
 
-from hybrid_grpo.features.cleaning.faults import answer_fault, encoding_fault, language
+from hybrid_grpo.data.words import language
+from hybrid_grpo.features.cleaning.faults import answer_fault, encoding_fault
 
 
 @pytest.mark.parametrize(

@@ -127,3 +127,19 @@ def test_a_loss_of_one_s_own_is_called_for_every_writer() -> None:
     loss, _ = loss_of(mixed, batch.logp, batch.entropy, grpo, objective)
     assert seen == [([0, 2, 5, 6, 8], BETA, False), ([1, 4], 0.0, True), ([3, 7], 0.0, True)]
     assert loss.item() == pytest.approx((mixed.weight_bT * batch.logp)[batch.mask].sum().item())
+
+
+def test_rows_for_a_teacher_take_no_part_in_the_loss_of_the_policy() -> None:
+    """GKD's off-policy rows: they are learned from by other features' terms alone."""
+    batch, grpo = Batch(3), GrpoConfig(beta=BETA)
+    given = train_batch(batch, grpo, batch.old, batch.old)
+    guests = Guests.__new__(Guests)
+    guests._distilled = frozenset({"large"})
+    config: Any = SimpleNamespace(grpo=grpo), SimpleNamespace(objective=None)
+    guests.config, guests.inputs = config
+    logp = batch.logp.clone().requires_grad_()
+    loss, numbers = guests.loss(given, logp, batch.entropy, [])
+    assert isinstance(loss, torch.Tensor)
+    moved_B = torch.autograd.grad(loss, logp)[0].abs().sum(1) > 0
+    assert moved_B.tolist() == [writer == "seeds" for writer in WRITERS]
+    assert not any("large" in name for name in numbers)

@@ -22,38 +22,41 @@ from hybrid_grpo.config import (
     TrainConfig,
 )
 from hybrid_grpo.config.checks import check_train
+from hybrid_grpo.config.data import MixtureConfig
 from hybrid_grpo.features.teacher.settings import TeacherConfig
 from hybrid_grpo.model.ranks import world_size
 from hybrid_grpo.policy import Policy
-from hybrid_grpo.run.feature import make_features
+from hybrid_grpo.run.feature import load_features, make_features
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.trainer import Trainer
 
+BYTES: dict[str, Any] = {"other_tokenizer": True, "clamp": 5.0}
 METRICS = (
     *("policy/loss", "policy/grad_norm", "reward/mean", "completion/length_mean"),
-    *("teacher/kl", "teacher/logp", "teacher/loss"),
+    *("teacher/kl", "teacher/logp", "teacher/loss", "teacher/left_out_frac", "guests/answers/rows"),
 )
 
 
-def steps(folder: Path, stage: int, generations: int, **teacher: Any) -> list[dict[str, Any]]:
+def steps(folder: Path, stage: int, generations: int, sections: Any = None, **teacher: Any) -> list[dict[str, Any]]:
     """Metrics of two steps with two optimizer steps each, in small micro-batches, and the tokens that were sampled."""
+    sections = {"data": DataConfig(path=str(folder / "train.jsonl"), limit=100)} | (sections or {})
     config = TrainConfig(
         run=RunConfig(steps=10),
         policy=PolicyConfig(model=str(folder / "model"), dtype="float32", lr=1e-3, micro_batch_tokens=100),
         engine=EngineConfig(zero_stage=stage, adam="torch"),
-        data=DataConfig(path=str(folder / "train.jsonl"), limit=100),
         rollout=RolloutConfig(prompts_per_step=12, num_generations=generations, max_completion_tokens=8),
         grpo=GrpoConfig(num_minibatches=2),
         teacher=TeacherConfig(**teacher),
         rewards=[RewardConfig("letters_in_place")],
+        **sections,
     )
     device = engines.start()
     plan = check_train(config, world_size())
     inputs = RunInputs.read(config)
-    (teaching,) = make_features(config, plan, inputs)
+    features = make_features(config, plan, inputs)
     policy = Policy(config.policy, config.engine, inputs.tokenizer, total_steps=100)
-    teaching.load(policy)
-    trainer = Trainer(config, plan, policy, None, inputs, device, [teaching])
+    load_features(features, policy)
+    trainer = Trainer(config, plan, policy, None, inputs, device, features)
     seen = []
     for step in (1, 2):
         trainer.step(step)
@@ -64,19 +67,25 @@ def steps(folder: Path, stage: int, generations: int, **teacher: Any) -> list[di
     return seen
 
 
-def both(folder: Path) -> dict[str, Any]:
-    """A teacher in the loss, by its most probable tokens; and the policy itself in the advantages, which reads the
-    answer and completes every prompt once. The stage is 3 on two ranks and 0 on one."""
-    stage, model = 3 if world_size() > 1 else 0, str(folder / "other")
+def all_ways(folder: Path) -> dict[str, Any]:
+    """A teacher in the loss, by its most probable tokens, of which half of the completions are answers from a file; the
+    policy itself in the advantages, which reads the answer and completes every prompt once; and two teachers, each for
+    a source of prompts, of which one has another tokenizer. The stage is 3 on two ranks and 0 on one."""
+    stage, offload, other = 3 if world_size() > 1 else 0, world_size() > 1, str(folder / "other")
+    answers = {"name": "answers", "weight": "distill", "path": str(folder / "answers.jsonl")}
+    of_loss = {"into": "loss", "top_k": 4, "coef": 0.5, "divergence": "jsd", "clamp": 2.0}
+    mixture = [MixtureConfig(str(folder / f"{name}.jsonl"), limit=60) for name in ("train", "heldout")]
+    by_source = {"train": other, "heldout": str(folder / "bytes")}
     return {
-        "loss": steps(folder, stage, 2, model=model, into="loss", top_k=4, coef=0.5, offload=world_size() > 1),
+        "loss": steps(folder, stage, 2, {"guests": {"writers": [answers]}}, model=other, offload=offload, **of_loss),
         "advantage": steps(folder, stage, 1, prompt_column="answer"),
+        "sources": steps(folder, stage, 2, {"data": DataConfig(mixture=mixture)}, by_source=by_source, **BYTES),
     }
 
 
 def one(folder: Path) -> dict[str, Any]:
     """The same on one rank; and a run by the command, with adapters, whose teacher is the model under them."""
-    seen = both(folder)
+    seen = all_ways(folder)
     run = hg.train(
         model=folder / "model",
         data=str(folder / "train.jsonl"),
@@ -94,7 +103,7 @@ def one(folder: Path) -> dict[str, Any]:
 
 def two(folder: Path) -> dict[str, Any]:
     """On two ranks."""
-    return both(folder)
+    return all_ways(folder)
 
 
 if __name__ == "__main__":

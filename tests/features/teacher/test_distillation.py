@@ -1,4 +1,4 @@
-"""The gradient of distillation is that of the reverse KL divergence: everything that can be sampled is enumerated."""
+"""The gradient of distillation is that of the divergence: everything that can be sampled is enumerated."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.features.teacher.distillation import measure_teacher, teacher_advantages, teacher_loss
-from hybrid_grpo.features.teacher.divergence import NextTokens, reverse_kl
+from hybrid_grpo.features.teacher.divergence import Divergence, NextTokens, head_divergence
 from hybrid_grpo.features.teacher.settings import TeacherConfig
+from hybrid_grpo.features.teacher.spans import Alignment, aligned, spread
 from hybrid_grpo.features.teacher.teacher import Teacher
 from hybrid_grpo.grpo.loss import policy_loss
 from hybrid_grpo.model.logprobs import LogitShape
@@ -37,15 +38,16 @@ def sampled(logits: Tensor) -> tuple[Tensor, Tensor]:
     return logp_BT, logp_BT.detach().sum(1).exp()
 
 
-def expected(student: Tensor, teacher: Tensor) -> Tensor:
-    """Gradient of COEF times the sum over prefixes of KL(student || teacher) of the next token, each as often as the
-    student, which is constant in this, gets there."""
+def expected(student: Tensor, teacher: Tensor, forward: bool = False) -> Tensor:
+    """Gradient of COEF times the sum over prefixes of KL(student || teacher) of the next token, or of KL(teacher ||
+    student), each as often as the student, which is constant in this, gets there."""
     leaf = student.clone().requires_grad_()
     _, p_B = sampled(student)
     visits = torch.zeros(len(PREFIXES), dtype=torch.float64)
     for places, p in zip(PLACES, p_B, strict=True):
         visits[places] += p
-    kl = (leaf.softmax(1) * (leaf.log_softmax(1) - teacher.log_softmax(1))).sum(1)
+    one, other = (teacher, leaf) if forward else (leaf, teacher)
+    kl = (one.softmax(1) * (one.log_softmax(1) - other.log_softmax(1))).sum(1)
     (gradient,) = torch.autograd.grad(COEF * (visits * kl).sum(), leaf)
     return gradient
 
@@ -62,8 +64,8 @@ def test_advantages_have_the_gradient_of_the_divergence_on_average():
     assert gradient.abs().max() > 0.01
 
 
-@pytest.mark.parametrize("rows", [1, 7])
-def test_the_loss_has_the_gradient_of_the_divergence_at_each_prefix(rows):
+@pytest.mark.parametrize("rows, forward", [(1, False), (7, False), (7, True)])
+def test_the_loss_has_the_gradient_of_the_divergence_at_each_prefix(rows, forward):
     """A head whose hidden states are the prefixes, a few completions in a micro-batch."""
     student, teacher = table(0), table(1)
     leaf = student.clone().requires_grad_()
@@ -73,17 +75,60 @@ def test_the_loss_has_the_gradient_of_the_divergence_at_each_prefix(rows):
     for first in range(0, len(COMPLETIONS), rows):
         places = torch.tensor(PLACES[first : first + rows])
         next_tokens = NextTokens(told[places.flatten()], None, V)
-        (kl_N,) = reverse_kl(prefix_ND[places.flatten()], leaf.T, None, LogitShape(), 1.0, teacher=next_tokens)
+        given = prefix_ND[places.flatten()], leaf.T, None, LogitShape(), 1.0
+        divergence = Divergence("forward_kl" if forward else "reverse_kl")
+        (kl_N,) = head_divergence(*given, teacher=next_tokens, divergence=divergence)
         weight_bT = p_B[first : first + rows, None].expand(-1, T)
         loss = loss + teacher_loss(kl_N.view(-1, T), weight_bT, COEF)
     (gradient,) = torch.autograd.grad(loss, leaf)
-    assert (gradient - expected(student, teacher)).abs().max() < 1e-12
+    assert (gradient - expected(student, teacher, forward)).abs().max() < 1e-12
+
+
+def test_the_advantages_of_spans_have_the_gradient_of_the_divergence_between_texts():
+    """The student writes letter by letter, and a token of the teacher is a whole text, so that every text is a span.
+    Its reverse KL divergence, by finite differences over the student's logits."""
+    letters, leaf = "abcd", table(0).requires_grad_()
+    texts = ["".join(letters[v] for v in completion) for completion in COMPLETIONS]
+    told_B = torch.randn(len(texts), generator=torch.Generator().manual_seed(1), dtype=torch.float64).log_softmax(0)
+    logp_BT, p_B = sampled(leaf)
+    rows = []
+    for row, text in enumerate(texts):
+        spans, their_spans, _ = aligned([letter.encode() for letter in text], [text.encode()])
+        alignment = Alignment([row], spans, their_spans)
+        rows.append(spread(logp_BT[row].detach(), told_B[row : row + 1], alignment))
+    teacher_BT, size_BT = (torch.stack(of_rows) for of_rows in zip(*rows, strict=True))
+    advantages_BT = teacher_advantages(logp_BT.detach(), teacher_BT, COEF, size_BT)
+    weight_BT = p_B[:, None].expand(-1, T)
+    loss, _ = policy_loss(logp_BT, logp_BT.detach(), advantages_BT, weight_BT, GrpoConfig(), beta=0.0)
+    (gradient,) = torch.autograd.grad(loss, leaf)
+
+    def divergence(logits: Tensor) -> Tensor:
+        logp_B = sampled(logits)[0].sum(1)
+        return COEF * (logp_B.exp() * (logp_B - told_B)).sum()
+
+    for n, v in [(0, 0), (1, 2), (4, 1), (9, 3), (20, 0)]:
+        step = torch.zeros_like(leaf)
+        step[n, v] = 1e-5
+        found = (divergence(leaf.detach() + step) - divergence(leaf.detach() - step)) / 2e-5
+        assert float(gradient[n, v]) == pytest.approx(float(found), rel=1e-6, abs=1e-9)
+    assert gradient.abs().max() > 0.01
+
+
+def test_a_clamp_limits_each_term():
+    old_BT, teacher_BT = torch.tensor([[0.0, -1, -9, -1]]), torch.tensor([[-1.0, -3, -3, -1]])
+    size_BT = torch.tensor([[1.0, 2, 1, 0]])
+    clamped = teacher_advantages(old_BT, teacher_BT, 0.5, size_BT, clamp=2.0)
+    assert clamped.tolist() == [[-0.5, -1.0, 1.0, 0.0]]
+    value_bT = torch.tensor([[1.0, 3.0]], requires_grad=True)
+    loss = teacher_loss(value_bT, torch.tensor([[0.5, 0.5]]), 2.0, clamp=2.0)
+    assert loss.item() == 3.0 and torch.autograd.grad(loss, value_bT)[0].tolist() == [[1.0, 0.0]]
 
 
 def taught(next_tokens):
     """A teacher that has read a rollout."""
     teacher = Teacher.__new__(Teacher)
     teacher._settings, teacher._next_tokens = TeacherConfig(model="m", into="loss", coef=0.5), next_tokens
+    teacher._divergence = Divergence()
     return teacher
 
 
@@ -95,7 +140,7 @@ def test_the_numbers_are_means_over_real_tokens():
         "teacher/logp": (-7 / 4, 4),
         "teacher/kl": (-10 / 4 + 7 / 4, 4),
     }
-    teacher = taught([NextTokens(torch.zeros(1, 1), None, 1)])
+    teacher = taught({0: NextTokens(torch.zeros(1, 1), None, 1)})
     kl_BT = torch.where(mask_BT, torch.tensor([[1.0, 2, 3], [6, 0, 0]]), torch.nan)
     loss, seen = teacher.loss(SimpleNamespace(weight_bT=mask_BT / 4), kl_BT, kl_BT, [kl_BT])
     assert float(loss) == 0.5 * 12 / 4 and float(seen["teacher/loss"][0]) == 3.0
@@ -108,10 +153,10 @@ def test_a_micro_batch_is_given_its_own_rows_in_their_order():
     lengths, cpu = [2, 1, 3], torch.zeros(1, 1, dtype=torch.bool)
     places = torch.arange(6.0)[:, None].expand(6, 3)
     told = NextTokens(places.log_softmax(1), torch.arange(12, dtype=torch.int32).view(6, 2), 9).split(lengths)
-    teacher = taught(told)
+    teacher = taught(dict(enumerate(told)))
     for rows, expected in (([2, 0], [3, 4, 5, 0, 1]), ([], [0])):
         head: Any = teacher.head(SimpleNamespace(rows=rows, mask_bT=cpu))  # type: ignore[arg-type]
         assert head.keywords["teacher"].token_NK[:, 0].tolist() == [2 * place for place in expected]
-    advantage = taught([])
+    advantage = taught({})
     assert advantage.head(SimpleNamespace(rows=[0], mask_bT=cpu)) is None  # type: ignore[arg-type]
     assert advantage.loss(SimpleNamespace(), cpu, cpu, []) == (0.0, {})  # type: ignore[arg-type]

@@ -5,8 +5,9 @@ from memory_plans import GPU, SIZES, N, micro_batch, recipe
 from tiny_models import tiny_config
 
 from hybrid_grpo.commands.plan import step_seconds
-from hybrid_grpo.config import LoraConfig, PolicyConfig, RolloutConfig, TrainConfig
+from hybrid_grpo.config import DataConfig, LoraConfig, PolicyConfig, RolloutConfig, TrainConfig
 from hybrid_grpo.config.checks import batch_plan
+from hybrid_grpo.config.data import MixtureConfig
 from hybrid_grpo.features.teacher import memory as memories
 from hybrid_grpo.features.teacher.settings import TeacherConfig
 from hybrid_grpo.run.memory.dry_run import DryRun
@@ -16,10 +17,10 @@ from hybrid_grpo.run.memory.plan import Plan
 def test_a_teacher_is_sharded_on_the_host_or_the_device_and_what_it_says_is_on_the_host(monkeypatch):
     count, rollout = 7_000_000_000, RolloutConfig(max_completion_tokens=1000)
 
-    def teacher(weights: int = count, **settings) -> tuple[int, int]:
+    def teacher(weights: int = count, data: DataConfig | None = None, **settings) -> tuple[int, int]:
         """Bytes on the device and on its host, with 8 ranks of 32 completions."""
         monkeypatch.setattr(memories, "parameters_of", lambda _: weights)
-        config = recipe(3, rollout=rollout, teacher=TeacherConfig(**settings))
+        config = recipe(3, rollout=rollout, teacher=TeacherConfig(**settings), data=data or DataConfig())
         made = Plan(config, SIZES, batch_plan(config, 8), 512, GPU, features=[memories.TeacherMemory(config)])
         training = step_seconds(made)["training"]
         assert step_seconds(made)["teacher"] == pytest.approx((weights or N) / N * training / 3)
@@ -33,6 +34,8 @@ def test_a_teacher_is_sharded_on_the_host_or_the_device_and_what_it_says_is_on_t
     assert teacher(model="m", into="loss", top_k=64) == (0, 2 * count // 8 + 32 * 1000 * 64 * 8)
     assert teacher(0, prompt_column="solved", into="loss") == (0, 32 * 1000 * SIZES.vocabulary * 4)
     assert teacher(0, prompt_column="solved") == (0, 0)
+    mixture = DataConfig(mixture=[MixtureConfig("a.jsonl"), MixtureConfig("b.jsonl", weight=3)])
+    assert teacher(model="m", by_source={"a": "other"}, data=mixture) == (0, 2 * 2 * count // 8), "one for each"
 
 
 @pytest.mark.parametrize("top_k", [0, 4])

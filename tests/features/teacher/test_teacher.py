@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from byte_tokenizers import byte_level
 from char_tokenizer import char_tokenizer
 from launching import make_task, ranks
 from safetensors.torch import load_file, save_file
@@ -16,13 +18,16 @@ from tiny_models import build, tiny_config
 
 from hybrid_grpo import engine as engines
 from hybrid_grpo.config import DataConfig, PolicyConfig, RolloutConfig, TrainConfig
+from hybrid_grpo.config.data import MixtureConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout
 from hybrid_grpo.data.packing import pack, pad
-from hybrid_grpo.features.teacher import teacher as teachers
+from hybrid_grpo.features.teacher import models
+from hybrid_grpo.features.teacher.models import TeacherModel
 from hybrid_grpo.features.teacher.settings import TeacherConfig
-from hybrid_grpo.features.teacher.teacher import Teacher, check_teacher
+from hybrid_grpo.features.teacher.teacher import Teacher
 from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.loading import load_tokenizer
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.support import Support
 from hybrid_grpo.run.feature import Scored
@@ -35,7 +40,8 @@ PROGRAMS = str(Path(__file__).with_name("programs.py"))
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Seen], Seen]:
-    """What each rank of two has seen, and then one alone. The teacher is the model with its weights moved."""
+    """What each rank of two has seen, and then one alone. A teacher is the model with its weights moved, and another
+    reads bytes and syllables."""
     folder = make_task(tmp_path_factory.mktemp("task"))
     (folder / "other").mkdir()
     for file in (folder / "model").iterdir():
@@ -43,19 +49,27 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Seen], Seen]:
     weights, generator = load_file(folder / "model/model.safetensors"), torch.Generator().manual_seed(0)
     moved = {name: w + 0.1 * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
     save_file(moved, folder / "other/model.safetensors", metadata={"format": "pt"})
+    tokenizer = byte_level(["badagacafa daba"], merges=20)
+    tokenizer.save_pretrained(folder / "bytes")
+    build(tiny_config("qwen2", vocab_size=len(tokenizer)), seed=1).save_pretrained(folder / "bytes")
+    rows = map(json.loads, (folder / "train.jsonl").read_text().splitlines())
+    answers = [{"prompt": row["prompt"], "completion": row["answer"]} for row in rows]
+    (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
     two = ranks(2, "two", folder, programs=PROGRAMS)
     (one,) = ranks(1, "one", folder, programs=PROGRAMS)
     return two, one
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("into", ["loss", "advantage"])
+@pytest.mark.parametrize("into", ["loss", "advantage", "sources"])
 def test_a_step_depends_neither_on_the_ranks_nor_on_the_stage(runs: tuple[list[Seen], Seen], into: str) -> None:
     two, one = runs
     for step in range(2):
         alone = one[into][step]
         assert alone["metrics"]["teacher/kl"] > 0.01 and alone["metrics"]["policy/grad_norm"] > 0
         assert ("teacher/loss" in alone["metrics"]) == (into == "loss")
+        assert alone["metrics"].get("guests/answers/rows", 0) == (12 if into == "loss" else 0)
+        assert (0 < alone["metrics"].get("teacher/left_out_frac", 0) < 0.5) == (into == "sources")
         for seen in two:
             assert seen[into][step]["metrics"] == pytest.approx(alone["metrics"], rel=1e-5, abs=1e-6)
         # Every one of two minibatches is shared out over the ranks.
@@ -73,7 +87,7 @@ def test_the_command_draws_adapters_back_to_the_model_under_them(runs: tuple[lis
 
 def loaded(config: TrainConfig, policy: Any, inputs: Any, monkeypatch: pytest.MonkeyPatch) -> Teacher:
     """The teacher of a run whose inputs were checked."""
-    monkeypatch.setattr(teachers, "check_teacher", lambda *_: None)
+    monkeypatch.setattr(TeacherModel, "check", lambda _: None)
     plan: Any = None
     teacher = Teacher(config, plan, inputs)
     teacher.load(policy)
@@ -93,8 +107,8 @@ def test_it_tells_what_it_expects_after_its_own_prompt(
     plain.load_state_dict(model.state_dict())
     cpu = torch.device("cpu")
 
-    def micro_batches(prompts: Any, completions: Any, gradients: bool, places: Any, supports: Any) -> Any:
-        given = prompts, completions, range(len(prompts)), 20, cpu
+    def micro_batches(prompts: Any, completions: Any, rows: Any, gradients: bool, places: Any, supports: Any) -> Any:
+        given = prompts, completions, rows, 20, cpu
         return pack(*given, share="on", places=places, supports=supports) if packed else pad(*given, places, supports)
 
     texts = ["ab", "hello"]
@@ -161,15 +175,15 @@ def test_a_teacher_of_another_size_speaks_of_the_tokens_that_both_know(
         teacher=TeacherConfig(model=str(tmp_path / "teacher"), into="loss", offload=offload),
     )
 
-    def micro_batches(prompts: Any, completions: Any, gradients: bool, places: Any, supports: Any) -> Any:
-        return pad(prompts, completions, range(len(prompts)), 20, torch.device("cpu"), places)
+    def micro_batches(prompts: Any, completions: Any, rows: Any, gradients: bool, places: Any, supports: Any) -> Any:
+        return pad(prompts, completions, rows, 20, torch.device("cpu"), places)
 
     policy: Any = SimpleNamespace(engine=None, micro_batches=micro_batches)
     inputs: Any = SimpleNamespace(tokenizer=tokenizer, partners=None)
     rollout = Rollout([Prompt(0, "", [5, 6], {})], [Completion([7, 8, 9], [-1.0] * 3, "stop")], 1)
-    _, next_tokens = loaded(config, policy, inputs, monkeypatch).read(rollout, rollout.logp_BT)
+    *_, next_tokens = loaded(config, policy, inputs, monkeypatch).read(rollout, rollout.logp_BT)
     assert kept == ["cpu" if offload else "none"]
-    (told,) = next_tokens
+    (told,) = next_tokens.values()
     plain = build(tiny_config("qwen2", vocab_size=of_teacher))
     expected_TV = plain(torch.tensor([[5, 6, 7, 8, 9]])).logits[0, 1:-1, :30].log_softmax(1)
     assert told.vocabulary == 30 and (told.logp_NK - expected_TV).abs().max() < 1e-5
@@ -180,17 +194,103 @@ def test_the_longest_that_a_teacher_reads_is_as_long_as_it_can(monkeypatch: Any,
     """A prompt of 30 tokens, or a text of 40 that the teacher reads in its place, and a completion of 50."""
     config = TrainConfig(rollout=RolloutConfig(max_completion_tokens=50), teacher=TeacherConfig(prompt_column=column))
     prompts = [Prompt(0, "p", [1] * 20, {}), Prompt(1, "q", [1] * 30, {})]
-    inputs: Any = SimpleNamespace(prompts=prompts, tokenizer=None, longest_prompt=30)
-    given = (lambda p: [1] * (len(p.token_ids) + 10)) if column else (lambda p: p.token_ids)
-    monkeypatch.setattr(teachers, "_reader", lambda *_: given)
-    monkeypatch.setattr(teachers, "check_prompt_ids", lambda *_: None)
+    inputs: Any = SimpleNamespace(prompts=prompts, tokenizer=None, longest_prompt=30, partners=None)
+    longer = 10 if column else 0
+    monkeypatch.setattr(TeacherModel, "reads", lambda _, prompt: [1] * (len(prompt.token_ids) + longer))
+    monkeypatch.setattr(models, "check_prompt_ids", lambda *_: None)
     longest = 50 + (40 if column else 30)
     for positions in (longest, longest - 1):
         text = SimpleNamespace(vocab_size=9, max_position_embeddings=positions)
         model = SimpleNamespace(get_text_config=lambda text=text, **_: text)
-        monkeypatch.setattr(teachers, "load_config", lambda *_, model=model: model)
+        monkeypatch.setattr(models, "load_config", lambda *_, model=model: model)
         if positions == longest:
-            check_teacher(config, inputs)
+            TeacherModel(None, config, inputs).check()
             continue
         with pytest.raises(UserError, match=f"is {longest} tokens: limit .*_tokens to {positions}$"):
-            check_teacher(config, inputs)
+            TeacherModel(None, config, inputs).check()
+
+
+def test_teachers_read_their_own_sources_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One has the policy's tokenizer; the other has its own, with its own chat template, and is compared on spans, here
+    against transformers' forward of its tokens. Nobody teaches what a guest wrote only for comparison."""
+    made = char_tokenizer(), byte_level(["abababab cdcdcd"], merges=8)
+    made[1].chat_template = "{{ messages[0].content }} cd"
+    models_of: dict[str, Any] = {}
+    for name, tokenizer, size in (("same", made[0], 80), ("bytes", made[1], 400)):
+        tokenizer.save_pretrained(tmp_path / name)
+        models_of[name] = build(tiny_config("qwen2", vocab_size=size), seed=size)
+        models_of[name].save_pretrained(tmp_path / name)
+    own, bytes_ = (load_tokenizer(str(tmp_path / name)) for name in models_of)
+    seen: list[str] = []
+
+    class Frozen(LogprobModel):
+        """In place of an engine of DeepSpeed."""
+
+        def __init__(self, read: Any, dtype: str, fetching: Any) -> None:
+            super().__init__(read().model)
+
+        def forward(self, *given: Any) -> Any:
+            seen.append(f"read with {self.model.config.vocab_size}")
+            return super().forward(*given)
+
+        def release(self) -> None:
+            seen.append(f"release {self.model.config.vocab_size}")
+
+    monkeypatch.setattr(engines, "Frozen", Frozen)
+    sources = [MixtureConfig("a.jsonl", name="same"), MixtureConfig("b.jsonl", name="bytes")]
+    by_source = {name: str(tmp_path / name) for name in ("same", "bytes")}
+    config = TrainConfig(
+        data=DataConfig(mixture=sources),
+        rollout=RolloutConfig(temperature=TEMPERATURE, max_completion_tokens=8),
+        policy=PolicyConfig(model=by_source["same"], dtype="float32", attn_implementation="eager"),
+        teacher=TeacherConfig(by_source=by_source, other_tokenizer=True, coef=0.5),
+    )
+
+    def micro_batches(
+        prompts: Any, completions: Any, rows: Any, gradients: bool, places: Any = None, supports: Any = 0
+    ):
+        return pad(prompts, completions, rows, 50, torch.device("cpu"), places)
+
+    chat = [{"role": "user", "content": "ab"}]
+    prompts = [Prompt(0, "", [10, 11], {}, source="same"), Prompt(1, chat, [5, 6, 7], {}, source="bytes")]
+    texts, end = ["ab", "d", "abcdx", "ab"], own.eos_token_id
+    rows = [own(text)["input_ids"] for text in texts]
+    rows[2].append(end)
+    completions = [Completion(ids, [-1.0 - t for t in range(len(ids))], "stop") for ids in rows]
+    completions[3] = Completion(rows[3], [], "stop", writer="file", learned=False)
+    rollout = Rollout(prompts, completions, 2)
+    inputs: Any = SimpleNamespace(tokenizer=own, partners=None, prompts=prompts, longest_prompt=3)
+    plan: Any = None
+    teacher, policy = Teacher(config, plan, inputs), SimpleNamespace(engine=None, micro_batches=micro_batches)
+    teacher.load(policy)  # type: ignore[arg-type]
+    bonus_BT, numbers = teacher.bonus(Scored(rollout, None, rollout.logp_BT, None, 0.0))  # type: ignore[arg-type]
+    assert seen == [f"{what} {size}" for size in (80, 400) for what in ("read with", "release")]
+
+    def told(name: str, prompt: list[int], ids: list[int]) -> torch.Tensor:
+        logits_SV = models_of[name](torch.tensor([prompt + ids])).logits[0]
+        logits_TV = logits_SV[len(prompt) - 1 : -1] / TEMPERATURE
+        return logits_TV.log_softmax(1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+
+    expected_BT, logp_BT, total = torch.zeros(4, 6), rollout.logp_BT, 0.0
+    for row in (0, 1):
+        told_T = told("same", [10, 11], rows[row])
+        expected_BT[row, : len(told_T)] = -0.5 * (logp_BT[row, : len(told_T)] - told_T)
+        total += told_T.sum().item()
+    ids = [*bytes_("abcdx")["input_ids"], bytes_.eos_token_id]
+    assert [bytes_.decode(token) for token in ids] == ["ab", "cd", "x", "<eos>"]
+    told_U = told("bytes", bytes_("ab cd")["input_ids"], ids)
+    for u, span in enumerate([slice(0, 2), slice(2, 4), slice(4, 5), slice(5, 6)]):
+        expected_BT[2, span] = -0.5 * (logp_BT[2, span].sum() - told_U[u])
+    mask_BT = rollout.mask_BT & torch.tensor([[True], [True], [True], [False]])
+    assert bonus_BT is not None and (bonus_BT - expected_BT)[mask_BT].abs().max() < 1e-5
+    assert float(numbers["teacher/logp"][0]) == pytest.approx((total + told_U.sum().item()) / 9, abs=1e-5)
+    assert float(numbers["teacher/left_out_frac"][0]) == 0
+    # A rank may have no row for a teacher.
+    for group in (0, 1):
+        part = rollout.groups([group])
+        own_BT, _ = teacher.bonus(Scored(part, None, part.logp_BT, None, 0.0))  # type: ignore[arg-type]
+        rows_BT, expected = (
+            part.mask_BT & mask_BT[2 * group :][:2, : part.mask_BT.shape[1]],
+            expected_BT[2 * group :][:2],
+        )
+        assert own_BT is not None and (own_BT - expected[:, : own_BT.shape[1]])[rows_BT].abs().max() < 1e-5

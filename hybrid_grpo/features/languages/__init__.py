@@ -1,0 +1,1 @@
+"""Rewards, accuracy and lengths by the language of the prompt."""

@@ -1,0 +1,147 @@
+"""One teacher of a run: its checks, the prompts that it reads, and its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from hybrid_grpo import engine as engines
+from hybrid_grpo.config import TrainConfig
+from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
+from hybrid_grpo.data.batch import Completion, Prompt
+from hybrid_grpo.data.prompts import apply_template, read_prompt
+from hybrid_grpo.features.teacher.settings import TeacherConfig
+from hybrid_grpo.features.teacher.spans import Aligner, Alignment, check_spelling
+from hybrid_grpo.model.architectures import undecodable
+from hybrid_grpo.model.compatibility import check_compatible
+from hybrid_grpo.model.limits import check_lengths, check_prompt_ids
+from hybrid_grpo.model.loading import load_config, load_model, load_tokenizer, stop_ids, training_attention
+from hybrid_grpo.model.logprobs import LogprobModel
+from hybrid_grpo.policy import Policy
+from hybrid_grpo.run.inputs import RunInputs
+from hybrid_grpo.turns.partners import with_tools
+
+_LONGEST_PROMPT = 2**20
+"""Practically no limit, in tokens: the teacher's prompts are limited by its positions, not by the policy's settings."""
+
+
+class TeacherModel:
+    """A frozen model, or the policy itself if `name` is None.
+
+    Attributes:
+        aligner: reads completions with the teacher's tokenizer; None if that is the policy's.
+        engine: runs its forward pass, once it is loaded.
+    """
+
+    engine: Any = None
+
+    def __init__(self, name: str | None, config: TrainConfig, inputs: RunInputs) -> None:
+        self.name, self._config, self._inputs, self.settings = name, config, inputs, config.of(TeacherConfig)
+        named = (setting for setting, model in self.settings.models.items() if name is not None and model == name)
+        self._setting = next(named, "policy.model")
+        self._own = self.settings.as_policy(config.policy, name)
+        self.model_config = load_config(self._own.model, self._setting)
+        text_config = self.model_config.get_text_config()
+        self.vocabulary = text_config.vocab_size
+        self._positions = getattr(text_config, "max_position_embeddings", None) or _LONGEST_PROMPT
+        self._tokenizer, self.aligner = inputs.tokenizer, None
+        if name is not None and self.settings.other_tokenizer:
+            tokenizer = load_tokenizer(name, self._setting)
+            if tokenizer.get_vocab() != inputs.tokenizer.get_vocab():
+                self._tokenizer, self.aligner = tokenizer, self._aligned(tokenizer)
+        data = replace(config.data, max_prompt_tokens=_LONGEST_PROMPT)
+        column = self.settings.prompt_column
+        # A prompt's text already has its system message.
+        data = replace(data, system_prompt=None) if column is None else replace(data, prompt_column=column)
+        self._data = with_tools(data, inputs.partners)
+
+    def _aligned(self, tokenizer: Any) -> Aligner:
+        config, own, prompt, end = self._config, self._inputs.tokenizer, self._inputs.prompts[0], tokenizer.eos_token_id
+        check_spelling(tokenizer, f"{self._setting} {self.name}")
+        text = str(own.decode(prompt.token_ids, skip_special_tokens=True))
+        check_spelling(own, f"policy.model {config.policy.model}", text=text, keeps=False)
+        if isinstance(prompt.text, list) or config.data.chat_template == "always":
+            end = end_of_turn(tokenizer, stop_ids(str(self.name), tokenizer, [], self.model_config, self._setting))
+        return Aligner(own, tokenizer, end)
+
+    def check(self) -> None:
+        """Raise UserError, before weights load, if it cannot read its prompts or be compared with the policy."""
+        policy, rollout, settings, setting = self._config.policy, self._config.rollout, self.settings, self._setting
+        if self.name is not None:
+            reason = undecodable(self.model_config)
+            what = f"{setting} {self.name}: {self.model_config.model_type}: {reason}: take another model"
+            refuse(reason is not None, what)
+            tokenizer = None if settings.other_tokenizer else self._inputs.tokenizer
+            or_else = ", or set teacher.other_tokenizer to true" if settings.into == "advantage" else ""
+            check_compatible(self._own, self.model_config, policy, tokenizer, setting, or_else)
+        own = load_config(policy.model).get_text_config().vocab_size
+        refuse(
+            rollout.logprobs == "mask" and self.vocabulary < own,
+            f"{setting} {self.name} has {self.vocabulary} tokens and the policy {own}, which rollout.logprobs mask may"
+            " leave to choose from: set rollout.logprobs to softmax",
+        )
+        prompts = [prompt for prompt in self._inputs.prompts if self.teaches(prompt)]
+        if prompts:  # the rows of a source may all be too long for the policy
+            self._check_prompts(list(map(self.reads, prompts)))
+
+    def _check_prompts(self, read: list[list[int]]) -> None:
+        rollout, column = self._config.rollout, self.settings.prompt_column
+        check_prompt_ids(read, self.model_config)
+        lengths, what = rollout.lengths, "the longest prompt"
+        longest = rollout.longest(self._inputs.longest_prompt)
+        if column is not None or self.aligner is not None:
+            longest = max(map(len, read)) + rollout.max_read_tokens
+        if column is not None:
+            lengths, what = f"the texts of {column} + rollout.max_completion_tokens", f"the longest text of {column}"
+        model = f"{self._setting} {self._own.model}"
+        check_lengths(self.model_config, longest, lengths, model, f"{what} with its completion")
+
+    def load(self, policy: Policy) -> None:
+        """Load its weights, sharded over the ranks. Collective."""
+        fetching = dict(self._config.engine.fetching)
+        if not self.settings.offload:
+            fetching["offload_param"] = {"device": "none"}
+
+        def read() -> LogprobModel:
+            return LogprobModel(load_model(self._own, training_attention(self._own), self._setting))
+
+        self.engine = policy.engine if self.name is None else engines.Frozen(read, self._own.dtype, fetching)
+
+    def teaches(self, prompt: Prompt) -> bool:
+        """Whether completions of a prompt are its to score."""
+        return self.settings.model_of(prompt.source) == self.name
+
+    def aligns(self, completion: Completion, prompt_tokens: int) -> Alignment:
+        """Return a completion as it reads it with its own tokenizer, after a prompt of `prompt_tokens` tokens."""
+        assert self.aligner is not None
+        most = self._positions - prompt_tokens
+        return self.aligner(completion.token_ids, ended=completion.finish == "stop", most=most)
+
+    def reads(self, prompt: Prompt) -> list[int]:
+        """Return the tokens of a prompt as it reads it; raises UserError if the row has none for it."""
+        column, where = self.settings.prompt_column, f"row {prompt.id} (from 0) of data.path"
+        if column is None and self.aligner is None:
+            return prompt.token_ids
+        row = prompt.columns if column is not None else {self._data.prompt_column: prompt.text}
+        if self._data.prompt_column not in row:
+            known = did_you_mean(self._data.prompt_column, prompt.columns)
+            raise UserError(f"teacher.prompt_column {column}: {where} has no such column: {known}")
+        try:
+            return read_prompt(prompt.id, row, where, self._data, self._tokenizer).token_ids
+        except UserError as error:
+            told = str(error) if column is None else str(error).replace("data.prompt_column", "teacher.prompt_column")
+            raise UserError(told if self.aligner is None else told.replace("policy.model", self._setting)) from None
+
+
+def end_of_turn(tokenizer: Any, ends: Collection[int]) -> int | None:
+    """Return the token, of those that end a completion, that the chat template writes after an answer; if there is
+    none, the end-of-sequence token."""
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with suppress(Exception):  # what a template refuses is reported where a prompt is read
+        text = apply_template(tokenizer, chat, generation=False)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return next(token for token in reversed(ids) if token in ends)
+    end: int | None = tokenizer.eos_token_id
+    return end
