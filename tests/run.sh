@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Lint, types, layers and tests, in an environment of its own where none is active.
 #
-#   bash tests/run.sh              all tests, but of the longest (tests/long.txt) a sixth, another after every change
+#   bash tests/run.sh              all tests, but of the longest (tests/long.txt) a twelfth, another after every change
 #   bash tests/run.sh --all        everything
 #   bash tests/run.sh --fast       without the longest, and without those that start processes
 #   bash tests/run.sh -k sampler   other arguments go to pytest

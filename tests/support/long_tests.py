@@ -1,8 +1,8 @@
-"""The tests that take longest, of which a run draws a sixth (long.txt).
+"""The tests that take longest, of which a run draws a twelfth (long.txt).
 
     bash tests/run.sh --all --junitxml /tmp/junit.xml; python tests/support/long_tests.py /tmp/junit.xml
 
-writes long.txt anew: the functions whose cases together took 20 s or more, beside other workers, with these seconds.
+writes long.txt anew: the functions whose cases together took 10 s or more, beside other workers, with these seconds.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 TESTS = Path(__file__).parent.parent
 LIST = TESTS / "long.txt"
-PARTS, LEAST_SECONDS = 6, 20
+PARTS, LEAST_SECONDS = 12, 10
 ALWAYS = (
     "tests/grpo/test_loss_ranks.py::test_a_step_does_not_depend_on_the_ranks",
     "tests/run/test_start.py::test_an_interrupted_run_ends_as_the_uninterrupted_one_to_the_bit",
