@@ -46,11 +46,12 @@ def _sets(name: Any) -> dict[str, Any]:
 def explain(message: str, given: Any) -> str:
     """Return a refusal, with the fields in it that a preset set."""
     fields = given.get("grpo") if isinstance(given, Mapping) else None
-    if not isinstance(fields, Mapping) or fields.get("preset") not in [*presets()]:
+    name = fields.get("preset") if isinstance(fields, Mapping) else None
+    if not isinstance(fields, Mapping) or not isinstance(name, str) or name not in presets():
         return message
-    sets, words = _sets(fields["preset"]), message.replace(",", " ").replace(":", " ").split()
-    named = [f"grpo.{name}" for name in sets if f"grpo.{name}" in words and fields.get(name, sets[name]) == sets[name]]
-    return f"{message} (grpo.preset {fields['preset']} sets {' and '.join(named)})" if named else message
+    sets, words = _sets(name), message.replace(",", " ").replace(":", " ").split()
+    named = [f"grpo.{key}" for key in sets if f"grpo.{key}" in words and fields.get(key, sets[key]) == sets[key]]
+    return f"{message} (grpo.preset {name} sets {' and '.join(named)})" if named else message
 
 
 def preset_fact(grpo: Any) -> str:

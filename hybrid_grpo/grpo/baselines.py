@@ -22,6 +22,23 @@ def on_one_rank(values: Tensor) -> Tensor:
     return values
 
 
+def centred(value_PN: Tensor, applies_PN: Tensor, weight_PN: Tensor | None = None) -> Tensor:
+    """Return each number that applies minus their (weighted) mean in its group, 0 for others; exactly 0 if all are
+    equal, or if nothing in the group has a weight."""
+    value_PN = torch.where(applies_PN, value_PN, 0.0)
+    weight_PN = applies_PN if weight_PN is None else torch.where(applies_PN, weight_PN, 0.0)
+    sum_P1 = weight_PN.sum(1, keepdim=True)
+    mean_P1 = (weight_PN * value_PN).sum(1, keepdim=True) / torch.where(sum_P1 == 0, 1, sum_P1)
+    teaches_PN = applies_PN & differ(value_PN, applies_PN)[:, None] & (sum_P1 != 0)
+    return torch.where(teaches_PN, value_PN - mean_P1, 0.0)
+
+
+def differ(value_PN: Tensor, applies_PN: Tensor) -> Tensor:
+    """Return whether the numbers of each group that apply differ, bool [P]; False if fewer than two apply."""
+    highest_P = torch.where(applies_PN, value_PN, -torch.inf).amax(1)
+    return highest_P > torch.where(applies_PN, value_PN, torch.inf).amin(1)
+
+
 def group_scale(value_PN: Tensor, advantage_PN: Tensor, applies_PN: Tensor, total: Total) -> Tensor:
     """The unbiased standard deviation + 1e-4 of each group's rewards, [P, 1]; see SCALES."""
     # A group of one number has no deviation; its centred number is 0.
@@ -70,31 +87,14 @@ def _best_other(value_PN: Tensor, applies_PN: Tensor, weight_PN: Tensor | None) 
 BASELINES: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
     "mean": lambda value_PN, applies_PN, weight_PN: centred(value_PN, applies_PN),
     "leave_one_out": _leave_one_out,
-    "length": lambda value_PN, applies_PN, weight_PN: centred(value_PN, applies_PN, weight_PN),
-    "optimal": lambda value_PN, applies_PN, weight_PN: centred(value_PN, applies_PN, weight_PN),
+    "length": centred,
+    "optimal": centred,
     "best_other": _best_other,
 }
 """Functions of rewards, where there is one, and weights that return the distance of rewards to the baseline, which is
 the group's mean; the mean of the other rewards; the mean weighted by length, or by `path_variances`; or, for the best
 reward alone, the best of the others: the gradient of the group's best reward (arXiv:2503.19595). There, all other
 completions have advantage 0."""
-
-
-def centred(value_PN: Tensor, applies_PN: Tensor, weight_PN: Tensor | None = None) -> Tensor:
-    """Return each number that applies minus their (weighted) mean in its group, 0 for others; exactly 0 if all are
-    equal, or if nothing in the group has a weight."""
-    value_PN = torch.where(applies_PN, value_PN, 0.0)
-    weight_PN = applies_PN if weight_PN is None else torch.where(applies_PN, weight_PN, 0.0)
-    sum_P1 = weight_PN.sum(1, keepdim=True)
-    mean_P1 = (weight_PN * value_PN).sum(1, keepdim=True) / torch.where(sum_P1 == 0, 1, sum_P1)
-    teaches_PN = applies_PN & differ(value_PN, applies_PN)[:, None] & (sum_P1 != 0)
-    return torch.where(teaches_PN, value_PN - mean_P1, 0.0)
-
-
-def differ(value_PN: Tensor, applies_PN: Tensor) -> Tensor:
-    """Return whether the numbers of each group that apply differ, bool [P]; False if fewer than two apply."""
-    highest_P = torch.where(applies_PN, value_PN, -torch.inf).amax(1)
-    return highest_P > torch.where(applies_PN, value_PN, torch.inf).amin(1)
 
 
 def path_variances(logp_BT: Tensor, squares_BT: Tensor, mask_BT: Tensor) -> Tensor:

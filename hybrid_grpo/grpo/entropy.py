@@ -7,6 +7,7 @@ import torch
 from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.data.batch import Numbers
 from hybrid_grpo.grpo.baselines import Total
+from hybrid_grpo.grpo.step_mean import StepMean
 
 _MOST = 1.0
 """Largest coefficient."""
@@ -22,7 +23,7 @@ class EntropyController:
 
     def __init__(self, grpo: GrpoConfig, device: torch.device) -> None:
         self._grpo, self._coef, self._is_low = grpo, grpo.entropy_coef, True
-        self._seen = torch.zeros(2, dtype=torch.float64, device=device)
+        self._mean = StepMean("policy/entropy", device)
 
     @property
     def settings(self) -> GrpoConfig:
@@ -34,18 +35,14 @@ class EntropyController:
     def add(self, numbers: Numbers) -> None:
         """Record the entropy of a micro-batch: `policy/entropy` in its `numbers`, a mean over its tokens."""
         if self._grpo.entropy_target is not None:
-            entropy, tokens = numbers["policy/entropy"]
-            self._seen[0] += entropy * tokens
-            self._seen[1] += tokens
+            self._mean.add(numbers)
 
     def update(self, total: Total) -> None:
         """Set the coefficient for the next step from this step's entropy per token; `total` sums over ranks."""
         if self._grpo.entropy_target is None:
             return
-        entropy, tokens = total(self._seen).tolist()
-        self._seen.zero_()
-        if tokens:
-            self._is_low = entropy / tokens <= self._grpo.entropy_target
+        if (entropy := self._mean.take(total)) is not None:
+            self._is_low = entropy <= self._grpo.entropy_target
             change = self._grpo.entropy_step if self._is_low else -self._grpo.entropy_step
             self._coef = min(max(self._coef + change, 0.0), _MOST)
 

@@ -7,6 +7,7 @@ from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.data.batch import Numbers
 from hybrid_grpo.grpo.baselines import Total
 from hybrid_grpo.grpo.loss import reward_kl
+from hybrid_grpo.grpo.step_mean import StepMean
 
 _HORIZON = 10_000
 """Number of completions over which a KL that is off its target by 20 % or more changes beta by a fifth."""
@@ -20,7 +21,7 @@ class KlController:
 
     def __init__(self, grpo: GrpoConfig, rows: int, device: torch.device) -> None:
         self.beta, self._grpo, self._rows = grpo.beta, grpo, rows
-        self._seen = torch.zeros(2, dtype=torch.float64, device=device)
+        self._mean = StepMean("policy/kl", device)
 
     @property
     def in_reward(self) -> bool:
@@ -35,19 +36,15 @@ class KlController:
 
     def add(self, numbers: Numbers) -> None:
         """Record the KL of a micro-batch: `policy/kl` in its `numbers`, a mean over its tokens."""
-        if self._grpo.kl_target is not None and "policy/kl" in numbers:
-            kl, tokens = numbers["policy/kl"]
-            self._seen[0] += kl * tokens
-            self._seen[1] += tokens
+        if self._grpo.kl_target is not None:
+            self._mean.add(numbers)
 
     def update(self, total: Total) -> None:
         """Set the coefficient for the next step from this step's KL per token; `total` sums over ranks."""
         if self._grpo.kl_target is None:
             return
-        kl, tokens = total(self._seen).tolist()
-        self._seen.zero_()
-        if tokens:
-            self.beta = adaptive_beta(self.beta, kl / tokens, self._grpo.kl_target, _HORIZON, self._rows)
+        if (kl := self._mean.take(total)) is not None:
+            self.beta = adaptive_beta(self.beta, kl, self._grpo.kl_target, _HORIZON, self._rows)
 
     def state_dict(self) -> dict[str, float]:
         return {"beta": self.beta}

@@ -15,6 +15,7 @@ from hybrid_grpo import engine as engines
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import MicroBatch, Numbers, Rollout, TrainBatch
+from hybrid_grpo.data.measuring import measured
 from hybrid_grpo.features.teacher.distillation import measure_teacher, teacher_advantages, teacher_loss
 from hybrid_grpo.features.teacher.divergence import Divergence, NextTokens, head_divergence, most_likely
 from hybrid_grpo.features.teacher.models import TeacherModel
@@ -127,13 +128,12 @@ class Teacher(Feature):
         another tokenizer. Collective."""
         alignments = {row: teacher.aligns(rollout.completions[row], len(prompt_ids[row])) for row in rows}
         teacher_ids = [alignments[row].teacher_ids if row in alignments else [] for row in range(len(prompt_ids))]
-        teacher_BU = old_logp_BT.new_zeros(len(teacher_ids), max(map(len, teacher_ids)))
         read = [row for row in rows if teacher_ids[row]]
-        for micro in self._policy.micro_batches(prompt_ids, teacher_ids, read, gradients=False):
-            logp_N, *_ = teacher.engine(*micro.inputs, self._temperature)
-            if micro.rows:
-                teacher_BU[micro.row_b, : micro.mask_bT.shape[1]] = micro.unflatten(logp_N)
-        old_BT, host_BU = old_logp_BT.cpu(), teacher_BU.cpu()
+        batches = self._policy.micro_batches(prompt_ids, teacher_ids, read, gradients=False)
+        shape = len(teacher_ids), max(map(len, teacher_ids))
+        # A step may have no row of its source, on any rank.
+        found_BU = measured(teacher.engine, batches, shape, self._temperature) or [torch.zeros(shape)]
+        old_BT, host_BU = old_logp_BT.cpu(), found_BU[0].cpu()
         logp_bT, size_bT = torch.zeros(2, len(rows), old_BT.shape[1])
         for at, row in enumerate(rows):
             tokens, count = rollout.lengths[row], len(teacher_ids[row])
