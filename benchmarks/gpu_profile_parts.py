@@ -169,7 +169,7 @@ def prefill(bench: Bench, found: Found) -> None:
 
         def read() -> None:
             batch = Prefill(bench.cache, pages, [before] * count, [new] * count)  # noqa: B023
-            cached_forward(bench.view.base_model, ids, batch.position_1N, batch)  # noqa: B023
+            cached_forward(bench.view.base_model, bench.view, ids, batch.position_1N, batch)  # noqa: B023
 
         seconds = bench.seconds(read, 2)
         found[name] = {"ms": 1e3 * seconds, "tokens_per_s": count * new / seconds}

@@ -245,7 +245,7 @@ class Policy(TrainedModel):
     ) -> tuple[list[list[Completion]], Stats]:
         task = requests, sampling, config
         kept: dict[str, Any] = {"workspace": self.workspace, "turns": self.turns, "drafter": self.drafter}
-        kept["enough"] = enough
+        kept |= {"enough": enough, "sight": self.sight}
         return complete(view, self.tokenizer, *task, on_finish, on_step, **kept)
 
     def micro_batches(
@@ -266,8 +266,8 @@ class Policy(TrainedModel):
         given = prompt_ids, completion_ids, rows, self.budget(gradients), self.engine.device
         if self.packs:
             recorded: dict[str, Any] = {"supports": supports, "routing": routing, "replays": self.replays}
-            return pack(*given, share=self.config.shared_prefix, places=places, **recorded)
-        return pad(*given, places, supports)
+            return pack(*given, share=self.config.shared_prefix, places=places, sight=self.sight, **recorded)
+        return pad(*given, places, supports, self.sight)
 
     def forward(self, micro: MicroBatch, temperature: float, more: HeadFunction | None = None) -> tuple[Tensor, ...]:
         """Return the log-probabilities and entropies of the completion tokens, then the outputs of `more` for them,

@@ -27,6 +27,7 @@ from hybrid_grpo.data.completion import Completion, Prompt
 from hybrid_grpo.model.attention import Segments
 from hybrid_grpo.model.routing import Routing
 from hybrid_grpo.model.selection import Selection
+from hybrid_grpo.model.sight import Shown
 from hybrid_grpo.model.support import HeadColumns, Support
 
 RewardStep = tuple[int, float]
@@ -244,8 +245,8 @@ class MicroBatch:
     """int64, `rows` on the device."""
     input_ids_bS: Tensor
     """int64; b is 1 when packed."""
-    position_ids_bS: Tensor
-    """int64, position of each token in its own row."""
+    position_ids: Tensor
+    """int64 [b, S], position of each token in its own row; [axes, b, S] if pictures are placed on several axes."""
     source: Selection
     """Selects, from all b * S tokens, the token that precedes each sampled token, row by row."""
     target_N: Tensor
@@ -259,11 +260,14 @@ class MicroBatch:
     """Which tokens attend to which when packed; None for padded rows."""
     support: HeadColumns | None = None
     """The tokens that log-probabilities are normalized over; None for the whole vocabulary."""
+    shown: Shown | None = None
+    """The pictures among the tokens; None if there are none."""
 
     @property
     def inputs(self) -> tuple[Any, ...]:
         """The arguments of `LogprobModel` except the temperature."""
-        return self.input_ids_bS, self.position_ids_bS, self.source, self.target_N, self.segments, self.support
+        tokens = self.input_ids_bS, self.position_ids, self.source, self.target_N
+        return *tokens, self.segments, self.support, self.shown
 
     def of_rows(self, values_BT: Tensor) -> Tensor:
         """This micro-batch's rows of the values of a whole rollout: [b, T], or [b, 1] if the values are [B, 1]. A

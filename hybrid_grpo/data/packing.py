@@ -19,6 +19,7 @@ from hybrid_grpo.model.attention import Segments
 from hybrid_grpo.model.ranks import all_reduce
 from hybrid_grpo.model.routing import Replay, Routing, joined
 from hybrid_grpo.model.selection import Selection
+from hybrid_grpo.model.sight import Sight, beside, pictures_of, positions_of
 from hybrid_grpo.model.support import HeadColumns, Support
 from hybrid_grpo.model.upload import upload
 
@@ -106,6 +107,7 @@ def pack(
     supports: Supports | None = None,
     routing: Sequence[Routing | None] | None = None,
     replays: bool | None = None,
+    sight: Sight | None = None,
 ) -> list[MicroBatch]:
     """Make micro-batches without padding, of about equal numbers of tokens, the same number on every rank. Collective.
 
@@ -119,10 +121,11 @@ def pack(
         routing: for each row, the experts that were recorded for its tokens. Rows that share a prompt use the first
             one's for it.
         replays: see `Replay`; None ignores `routing`.
+        sight: sees the pictures in prompts; None if there are none.
     """
     chosen = _rows(prompt_ids, completion_ids, rows, places, supports, routing)
     alone = [_Group([[row]]) for row in chosen]
-    return _balanced(_worth_it(alone, _groups(chosen, budget), share), budget, device, replays)
+    return _balanced(_worth_it(alone, _groups(chosen, budget), share), budget, device, replays, sight)
 
 
 def pack_pairs(
@@ -166,7 +169,13 @@ def _worth_it(alone: list[_Group], shared: list[_Group], share: Literal["auto", 
     return alone if share == "off" or (share == "auto" and every - fewer < _WORTH_SHARING * every) else shared
 
 
-def _balanced(groups: list[_Group], budget: int, device: torch.device, replays: bool | None = None) -> list[MicroBatch]:
+def _balanced(
+    groups: list[_Group],
+    budget: int,
+    device: torch.device,
+    replays: bool | None = None,
+    sight: Sight | None = None,
+) -> list[MicroBatch]:
     """Make micro-batches without splitting groups; see `pack`. Collective."""
     # A row longer than the budget counts as filling it.
     count = -(-sum(min(group.tokens, budget) for group in groups) // budget)
@@ -176,7 +185,7 @@ def _balanced(groups: list[_Group], budget: int, device: torch.device, replays: 
         count += 1
     most = int(all_reduce(torch.tensor(count, device=device), "max"))
     parts = [part for part in _spread(groups, most) if part]
-    return [_packed(part, device, replays) for part in parts] + _fillers(most - len(parts), device)
+    return [_packed(part, device, replays, sight) for part in parts] + _fillers(most - len(parts), device)
 
 
 def _groups(rows: list[_Row], budget: int) -> list[_Group]:
@@ -202,10 +211,10 @@ def _spread(groups: list[_Group], count: int) -> list[list[_Group]]:
     return parts
 
 
-def _packed(groups: list[_Group], device: torch.device, replays: bool | None) -> MicroBatch:
+def _packed(groups: list[_Group], device: torch.device, replays: bool | None, sight: Sight | None) -> MicroBatch:
     """Make one sequence: the prompt of each part, followed by the part's completions without their last tokens."""
     tokens: list[int] = []
-    positions: list[int] = []
+    positions: list[np.ndarray] = []
     source: list[int] = []
     own: list[tuple[int, int]] = []
     prefix: list[tuple[int, int]] = []
@@ -214,7 +223,8 @@ def _packed(groups: list[_Group], device: torch.device, replays: bool | None) ->
     for part in parts:
         prompt, start, shared = part[0].prompt, len(tokens), len(part) > 1
         tokens += prompt
-        positions += range(len(prompt))
+        of_prompt, after = positions_of(prompt, sight)
+        positions.append(of_prompt)
         experts.append((next((row.routing.prompt for row in part if row.routing), None), len(prompt)))
         if shared:
             own.append((start, len(prompt)))
@@ -222,7 +232,7 @@ def _packed(groups: list[_Group], device: torch.device, replays: bool | None) ->
         for row in part:
             completion, begin = row.completion[:-1], len(tokens)
             tokens += completion
-            positions += range(len(prompt), len(prompt) + len(completion))
+            positions.append(np.arange(after, after + len(completion))[None])
             experts.append((row.routing.completion if row.routing else None, len(completion)))
             before = [start + len(prompt) - 1, *range(begin, len(tokens))]
             source += [before[target] for target in row.targets]
@@ -234,8 +244,8 @@ def _packed(groups: list[_Group], device: torch.device, replays: bool | None) ->
                 prefix.append((start, len(prompt)))
     recorded, rows = joined(experts), [row for part in parts for row in part]
     routes = None if recorded is None or replays is None else Replay(recorded, replays, device)
-    segments = Segments(own, prefix, device, routes)
-    return _micro_batch(rows, [tokens], [positions], source, segments, device)
+    segments = Segments(own, prefix, device, routes, pictures_of(tokens, sight))
+    return _micro_batch(rows, [tokens], beside(positions), source, segments, device, sight)
 
 
 def pad(
@@ -246,11 +256,12 @@ def pad(
     device: torch.device,
     places: Places | None = None,
     supports: Supports | None = None,
+    sight: Sight | None = None,
 ) -> list[MicroBatch]:
     """Make micro-batches as `pack` does, but pad rows to the longest, for models that cannot be packed. Collective."""
     chosen = _rows(prompt_ids, completion_ids, rows, places, supports)
     parts = plan_rows([row.tokens for row in chosen], budget)
-    return _filled([_padded([chosen[i] for i in part], device) for part in parts], device)
+    return _filled([_padded([chosen[i] for i in part], device, sight) for part in parts], device)
 
 
 def pad_pairs(pairs: Sequence[tuple[list[int], list[int]]], budget: int, device: torch.device) -> list[MicroBatch]:
@@ -277,27 +288,30 @@ def plan_rows(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return parts
 
 
-def _padded(rows: list[_Row], device: torch.device) -> MicroBatch:
+def _padded(rows: list[_Row], device: torch.device, sight: Sight | None = None) -> MicroBatch:
     width = max(row.tokens for row in rows)
     texts = [(row.prompt + row.completion)[:-1] for row in rows]
     source = [i * width + len(row.prompt) - 1 + t for i, row in enumerate(rows) for t in row.targets]
-    tokens, positions = [text + [0] * (width - len(text)) for text in texts], [list(range(width))] * len(rows)
-    return _micro_batch(rows, tokens, positions, source, None, device)
+    tokens = [text + [0] * (width - len(text)) for text in texts]
+    positions = beside([positions_of(text, sight)[0] for text in tokens]).reshape(-1, len(rows), width)
+    return _micro_batch(rows, tokens, positions if len(positions) > 1 else positions[0], source, None, device, sight)
 
 
 def _micro_batch(
     rows: list[_Row],
     tokens: list[list[int]],
-    positions: list[list[int]],
+    positions: np.ndarray,
     source: list[int],
     segments: Segments | None,
     device: torch.device,
+    sight: Sight | None,
 ) -> MicroBatch:
     lengths = np.array([len(row.targets) for row in rows])
     indices = [row.index for row in rows]
     mask_bT = np.arange(lengths.max()) < lengths[:, None]
     target_N = np.array([row.completion[target] for row in rows for target in row.targets])
     supports = [row.support for row in rows if row.support is not None]
+    support = HeadColumns(Support.joined(supports), target_N, device) if len(supports) == len(rows) else None
     return MicroBatch(
         indices,
         upload(indices, device),
@@ -308,7 +322,8 @@ def _micro_batch(
         upload(mask_bT, device),
         upload(np.flatnonzero(mask_bT), device),
         segments,
-        HeadColumns(Support.joined(supports), target_N, device) if len(supports) == len(rows) else None,
+        support,
+        None if sight is None else sight.shown([token for text in tokens for token in text], device),
     )
 
 

@@ -89,19 +89,20 @@ class Geometry:
         device = next(model.parameters()).device
         seen, ids = _Seen(type(model).__name__, device), torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=device)
         with torch.no_grad(), MemoryTracker((*model.parameters(), *model.buffers(), ids)) as tracker:
-            cached_forward(model.base_model, ids, ids, seen)
+            cached_forward(model.base_model, model, ids, ids, seen)
         reading, attention = -(-tracker.peak // _PROBE_TOKENS), tuple(seen.attention)
         of_layers = tuple(seen.layers), seen.latents, tuple(seen.states), seen.routes.shape
         return cls(tuple(seen.shapes), seen.dtype, attention, reading, *of_layers)
 
 
-def cached_forward(model: Any, ids: Tensor, positions: Tensor, batch: Any) -> Any:
-    """Return the output of a transformers model for the new tokens `ids`; `ids` and `positions` are int64 [rows, n].
-    The forward receives `batch` twice: as its cache, and as the `Batch` that `routed_attention` uses."""
-    kind: Any = type(model)
-    given = {"batch": batch, cache_keyword(kind): batch}
+def cached_forward(forward: Any, model: Any, ids: Tensor, positions: Tensor, batch: Any, **more: Any) -> Any:
+    """Return what `forward`, of a transformers model or its base, returns for the new tokens `ids`; `ids` and
+    `positions` are int64 [rows, n]. It receives `batch` twice: as its cache, and as the `Batch` that `routed_attention`
+    uses."""
+    kind: Any = type(model.base_model)
+    given = {"batch": batch, cache_keyword(kind): batch, **more}
     with routed(batch.routes):
-        return model(input_ids=ids, position_ids=positions, use_cache=True, **given)
+        return forward(input_ids=ids, position_ids=positions, use_cache=True, **given)
 
 
 @functools.cache

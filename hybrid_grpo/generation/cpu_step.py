@@ -11,6 +11,7 @@ from hybrid_grpo.model.attention import Options
 from hybrid_grpo.model.kernels.build import run
 from hybrid_grpo.model.kernels.decoding import fits, norm_offset
 from hybrid_grpo.model.kernels.states import WIDEST
+from hybrid_grpo.model.towers import text_of
 
 
 def _pointers(names: str) -> list[tuple[str, Any]]:
@@ -54,7 +55,7 @@ class CpuStep:
     """The decode step of a recognised model, with a cache whose memory must not move."""
 
     def __init__(self, model: Any, cache: PagedCache) -> None:
-        base, head = model.base_model, model.get_output_embeddings()
+        base, head = text_of(model), model.get_output_embeddings()
         self._rotary, self._cache = base.rotary_emb, cache
         self._deltas: list[_DeltaNet] = []
         attended = iter(zip(cache.keys, cache.values, cache.geometry.attention, strict=True))
@@ -97,8 +98,10 @@ class CpuStep:
         """Return cosines and sines, [positions, 2 * rotated]."""
         return torch.cat([t[0] for t in self._rotary(torch.empty(0), torch.arange(positions)[None])], dim=-1)
 
-    def __call__(self, token_n: Tensor, table_nw: Tensor, position_n: Tensor, read: int) -> Tensor:
-        """Return logits_nV after each sequence's token, in memory that the next call overwrites; see `DecodeStep`."""
+    def __call__(
+        self, token_n: Tensor, table_nw: Tensor, position_n: Tensor, read: int, rotary_n: Tensor | None = None
+    ) -> Tensor:
+        """Return logits_nV after each sequence's token, in memory that the next call overwrites; see `decode_step`."""
         entries = read * self._cache.page
         if len(self._rope) < entries:
             self._rope = self._rope_of(max(entries, 2 * len(self._rope)))
@@ -107,7 +110,7 @@ class CpuStep:
             self._memory = torch.empty(n * (self._row + self._vocabulary))
         logits_nV = self._memory[: n * self._vocabulary].view(n, self._vocabulary)
         work = self._memory[n * self._vocabulary :]
-        tensors = (logits_nV, work, token_n, self._rope[position_n], table_nw, position_n)
+        tensors = (logits_nV, work, token_n, self._rope[position_n if rotary_n is None else rotary_n], table_nw, position_n)
         run("decode", ctypes.addressof(self._model), *tensors, n, table_nw.stride(0))
         return logits_nV
 
@@ -128,9 +131,10 @@ def epsilon_of(norm: Any) -> float | None:
 
 def fitting(model: Any, cache: PagedCache) -> bool:
     """Whether the kernel has room for the shapes of a recognised model."""
-    attention = next(layer.self_attn for layer in model.base_model.layers if not has_delta(layer))
+    layers = text_of(model).layers
+    attention = next(layer.self_attn for layer in layers if not has_delta(layer))
     kv, d = cache.keys[0].shape[2:]
-    widths = [max(_delta_sizes(layer.linear_attn)[2:4]) for layer in model.base_model.layers if has_delta(layer)]
+    widths = [max(_delta_sizes(layer.linear_attn)[2:4]) for layer in layers if has_delta(layer)]
     return fits(attention.o_proj.in_features // d // kv, cache.page, d) and max(widths, default=0) <= WIDEST
 
 

@@ -15,13 +15,15 @@ from hybrid_grpo.generation.sampler import Sampler, Sampling, on_device, to_list
 from hybrid_grpo.generation.sequence import Sequence
 from hybrid_grpo.model.upload import upload
 
-_TOKEN, _POSITION, _COUNT, _KEY, _ACTIVE = range(5)
+_TOKEN, _POSITION, _COUNT, _KEY, _ACTIVE, _SHIFT = range(6)
 _SAMPLINGS = 4
 """Samplings whose graphs are kept: those of rollouts, of evaluations, and of what else uses the model."""
 
 
 class Decoder:
     """Up to `slots` sequences on the device, of at most `width` pages each; slots 0 to n - 1 are active.
+
+    With `shifts`, positions that are encoded may differ from those in the cache, as behind pictures.
 
     `capture`, if given, captures steps as CUDA graphs: the forward, which serves any sampling, and the choice of tokens
     for each sampling. Between two steps the host then adds pages to the table, rarely, and copies what was chosen.
@@ -33,11 +35,20 @@ class Decoder:
     """Entries for which a sequence gets pages before it needs them, so that the table changes rarely."""
 
     def __init__(
-        self, model: Any, cache: PagedCache, sampling: Sampling, slots: int, width: int, capture: Capture | None = None
+        self,
+        model: Any,
+        cache: PagedCache,
+        sampling: Sampling,
+        slots: int,
+        width: int,
+        capture: Capture | None = None,
+        *,
+        shifts: bool = False,
     ) -> None:
         self.cache, self._model, self._device, self._capture = cache, model, cache.device, capture
+        self._shifts = shifts
         self._fused: Any = fused_step(model, cache)
-        self._state_5n = torch.zeros(5, slots, dtype=torch.int64, device=self._device)
+        self._state_6n = torch.zeros(6, slots, dtype=torch.int64, device=self._device)
         self._table_nw = torch.zeros(slots, width, dtype=torch.int32, device=self._device)
         self._filled = 0
         """Slots from here on are zero: a row that pads a graph's size stands still, and writes to page 0."""
@@ -71,7 +82,7 @@ class Decoder:
 
     @property
     def slots(self) -> int:
-        return self._state_5n.shape[1]
+        return self._state_6n.shape[1]
 
     @property
     def captured(self) -> bool:
@@ -93,7 +104,7 @@ class Decoder:
     def _clear(self, first: int) -> None:
         """Empty the slots from `first` on."""
         if first < self._filled:
-            self._state_5n[:, first : self._filled].zero_()
+            self._state_6n[:, first : self._filled].zero_()
             self._table_nw[first : self._filled].zero_()
         self._filled = first
 
@@ -101,11 +112,11 @@ class Decoder:
         """Put sequences into slots, starting at `first`."""
         width, slots = self._table_nw.shape[1], slice(first, first + len(sequences))
         state = [
-            [s.tokens[-1], s.position, len(s.logp), s.key, 1, *s.pages, *[0] * (width - len(s.pages))]
+            [s.tokens[-1], s.position, len(s.logp), s.key, 1, s.shift, *s.pages, *[0] * (width - len(s.pages))]
             for s in sequences
         ]
-        state_k5, table_kw = upload(state, self._device).split([5, width], dim=1)
-        self._state_5n[:, slots] = state_k5.T
+        state_k6, table_kw = upload(state, self._device).split([6, width], dim=1)
+        self._state_6n[:, slots] = state_k6.T
         self._table_nw[slots] = table_kw.int()
         self._filled = max(self._filled, slots.stop)
         for sequence in sequences:
@@ -114,14 +125,14 @@ class Decoder:
         if self._sampler.needs_seen and self._seen_nV is not None:
             for slot, sequence in enumerate(sequences, first):
                 self._seen_nV[slot] = False
-                self._seen_nV[slot, upload(sequence.tokens, self._device)] = True
+                self._seen_nV[slot, upload([t for t in sequence.tokens if t >= 0], self._device)] = True
 
     def move(self, source: list[int], target: list[int]) -> None:
         """Copy the state of slots `source` to slots `target`."""
         if not source:
             return
         source_k, target_k = upload([source, target], self._device)
-        self._state_5n[:, target_k] = self._state_5n[:, source_k]
+        self._state_6n[:, target_k] = self._state_6n[:, source_k]
         self._table_nw[target_k] = self._table_nw[source_k]
         self.cache.states.copy(source, target)
         if self._seen_nV is not None:
@@ -158,32 +169,33 @@ class Decoder:
 
     def _write(self, active: list[Sequence], drafts: list[list[int]]) -> None:
         """Set the slots to the sequences, and the rows behind them to their drafts."""
-        rows = [[s.tokens[-1], s.position, len(s.logp), s.key, 1, slot] for slot, s in enumerate(active)]
+        rows = [[s.tokens[-1], s.position, len(s.logp), s.key, 1, s.shift, slot] for slot, s in enumerate(active)]
         for slot, (s, draft) in enumerate(zip(active, drafts, strict=True)):
-            rows += [[t, s.position + k, len(s.logp) + k, s.key, 1, slot] for k, t in enumerate(draft, 1)]
-        state_R6 = upload(rows, self._device)
-        self._state_5n[:, : len(rows)] = state_R6[:, :5].T
-        self._table_nw[len(active) : len(rows)] = self._table_nw[state_R6[len(active) :, 5]]
+            rows += [[t, s.position + k, len(s.logp) + k, s.key, 1, s.shift, slot] for k, t in enumerate(draft, 1)]
+        state_R7 = upload(rows, self._device)
+        self._state_6n[:, : len(rows)] = state_R7[:, :6].T
+        self._table_nw[len(active) : len(rows)] = self._table_nw[state_R7[len(active) :, 6]]
         self._filled = len(rows)
 
     def _forward(self, n: int, read: int, out: Tensor | None = None) -> Tensor:
         """Return logits_nV of slots 0 to n - 1, of at most `read` pages each, in `out` where the step can write to it.
         Only the cache changes, at each slot's position."""
-        token_n, position_n, table_nw = self._state_5n[_TOKEN, :n], self._state_5n[_POSITION, :n], self._table_nw[:n]
+        token_n, position_n, table_nw = self._state_6n[_TOKEN, :n], self._state_6n[_POSITION, :n], self._table_nw[:n]
+        rotary_n = position_n + self._state_6n[_SHIFT, :n] if self._shifts else position_n
+        given = table_nw, position_n, read, rotary_n
         if self._fused is not None:
-            given = (token_n, table_nw, position_n, read)
-            return self._fused(*given) if out is None else self._fused(*given, out)
-        return decode_step(self._model, self.cache, token_n, table_nw, position_n, read)
+            return self._fused(token_n, *given) if out is None else self._fused(token_n, *given, out)
+        return decode_step(self._model, self.cache, token_n, *given)
 
     def _choose(self, logits_nV: Tensor) -> tuple[Tensor, ...]:
         """Advance slots 0 to n - 1 by one token; returns what the sampler returns."""
-        state_5n = self._state_5n[:, : len(logits_nV)]
+        state_6n = self._state_6n[:, : len(logits_nV)]
         seen_nV = self._seen_nV[: len(logits_nV)] if self._sampler.needs_seen and self._seen_nV is not None else None
-        token_n, *others = self._sampler(logits_nV, state_5n[_KEY], state_5n[_COUNT], seen_nV)
+        token_n, *others = self._sampler(logits_nV, state_6n[_KEY], state_6n[_COUNT], seen_nV)
         if seen_nV is not None:
             seen_nV.scatter_(1, token_n[:, None], True)
-        state_5n[_TOKEN] = token_n
-        state_5n[_POSITION : _COUNT + 1].add_(state_5n[_ACTIVE])
+        state_6n[_TOKEN] = token_n
+        state_6n[_POSITION : _COUNT + 1].add_(state_6n[_ACTIVE])
         return token_n, *others
 
     def _replayed(self, graphs: Graphs, size: int) -> tuple[Tensor, ...]:

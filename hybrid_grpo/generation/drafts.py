@@ -13,6 +13,7 @@ import functools
 import sys
 from collections import deque
 from dataclasses import dataclass
+from itertools import takewhile
 
 from hybrid_grpo.generation.graphs import size_for, sizes_up_to
 from hybrid_grpo.generation.sequence import Sequence
@@ -188,7 +189,8 @@ class _Index:
         if source is sequence.tokens:
             # What repeats its own end may go on to do so.
             draft = (draft * -(-most // len(draft)))[:most]
-        return draft, trace.matched
+        # Pictures of the prompt are not sampled.
+        return list(takewhile(lambda token: token >= 0, draft)), trace.matched
 
     def take_in(self, sequence: Sequence, most: int) -> int:
         """Take in up to `most` of a sequence's new tokens, and return their number."""

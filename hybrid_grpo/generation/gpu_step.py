@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hybrid_grpo.generation.cache import PagedCache
 from hybrid_grpo.generation.paged_attention import DecodeStep
 from hybrid_grpo.model.kernels import gpu
+from hybrid_grpo.model.towers import text_of
 from hybrid_grpo.model.view import joined
 
 
@@ -22,13 +23,13 @@ class GpuStep:
     """The decode step of a recognised model."""
 
     def __init__(self, model: Any, cache: PagedCache) -> None:
-        self._model, self._cache = model, cache
+        self._model, self._base, self._cache = model, text_of(model), cache
         self._ropes: dict[int, Tensor] = {}
         """Cosines and sines, [positions, 2 * d], by number of positions. CUDA graphs read them in place."""
         self._rows = 0
 
     def _take_memory(self, rows: int, like: Tensor) -> None:
-        layer = self._model.base_model.layers[0]
+        layer = self._base.layers[0]
         attention, mlp = layer.self_attn, layer.mlp
         self._rows, hidden = max(rows, self._cache.slots), len(attention.o_proj.weight)
         qkv = sum(len(part.weight) for part in (attention.q_proj, attention.k_proj, attention.v_proj))
@@ -38,10 +39,17 @@ class GpuStep:
         self._memory.append(torch.empty(self._rows, dtype=torch.float32, device=like.device))
 
     def __call__(
-        self, token_n: Tensor, table_nw: Tensor, position_n: Tensor, read: int, out: Tensor | None = None
+        self,
+        token_n: Tensor,
+        table_nw: Tensor,
+        position_n: Tensor,
+        read: int,
+        rotary_n: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """Return logits_nV after each sequence's token, in `out` if given; see `DecodeStep`."""
-        base, head, cache = self._model.base_model, self._model.get_output_embeddings(), self._cache
+        """Return logits_nV after each sequence's token, in `out` if given; see `decode_step`."""
+        base, head, cache = self._base, self._model.get_output_embeddings(), self._cache
+        rotary_n = position_n if rotary_n is None else rotary_n
         step = DecodeStep(cache, table_nw, position_n, read)
         weight, rows = base.embed_tokens.weight, len(token_n)
         if rows > self._rows:
@@ -57,7 +65,7 @@ class GpuStep:
             _products(h_nD, (attention.q_proj, attention.k_proj, attention.v_proj), qkv)
             norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
             pools = cache.keys[index], cache.values[index]
-            gpu.rotation.rotate_and_store(qkv, norms, epsilon, rope, position_n, table_nw, *pools)
+            gpu.rotation.rotate_and_store(qkv, norms, epsilon, rope, rotary_n, position_n, table_nw, *pools)
             query = qkv[:, : attended.shape[1]].view(rows, -1, 1, attention.head_dim)
             options = cache.geometry.attention[index]
             found = step.attend_to(query, *pools, options, attended.view(rows, -1, attention.head_dim))
@@ -75,7 +83,7 @@ class GpuStep:
     def _rope(self, positions: int, like: Tensor) -> Tensor:
         if positions not in self._ropes:
             position_1P = torch.arange(positions, device=like.device)[None]
-            cos, sin = self._model.base_model.rotary_emb(like[None], position_1P)
+            cos, sin = self._base.rotary_emb(like[None], position_1P)
             self._ropes[positions] = torch.cat([cos[0], sin[0]], dim=-1)
         return self._ropes[positions]
 

@@ -42,6 +42,7 @@ from hybrid_grpo.generation.workspace import Workspace
 from hybrid_grpo.model.kernels.decoding import adopt
 from hybrid_grpo.model.layers import adopt_layers
 from hybrid_grpo.model.routing import Routing, joined
+from hybrid_grpo.model.sight import Sight, beside, pictures_of, positions_of, text_forward, whole_until
 from hybrid_grpo.model.states import adopt_states
 from hybrid_grpo.model.upload import upload
 
@@ -107,8 +108,10 @@ class _Loop:
         sampling: Sampling,
         callbacks: Callbacks,
         drafter: Drafter | None,
+        sight: Sight | None,
     ) -> None:
         self.model, self.schedule, self.decoder, self.drafter = model, schedule, decoder, drafter
+        self.sight = sight
         self.prefill_tokens, self.sampling = prefill_tokens, sampling
         self.callbacks = replace(callbacks, routing=self._routing)
         self.prompts: dict[int, np.ndarray] = {}
@@ -209,10 +212,15 @@ class _Loop:
         ]
         self.schedule.cache.states.zero([holder.state for holder in holders if len(holder.tokens) == 1])
         longest = max((len(ids) - start for _, ids, start, _ in rows), default=0)
-        for done in range(0, longest, self.prefill_tokens):
-            parts = [ids[start + done :][: self.prefill_tokens] for _, ids, start, _ in rows]
-            ids = upload([[token for part in parts for token in part]], self.schedule.cache.device)
+        done = 0
+        while done < longest:
+            end = done + self.prefill_tokens
+            if self.sight is not None and end < longest:
+                # A picture is read as a whole, since its tokens may attend to each other.
+                end = whole_until(rows[0][1], rows[0][2] + end) - rows[0][2]
+            parts = [ids[start + done : start + end] for _, ids, start, _ in rows]
             begins, lengths = [start + done for _, _, start, _ in rows], list(map(len, parts))
+            read = [token for part in parts for token in part]
             owned = [pages for pages, *_ in rows]
             states = [holder.state for *_, holder in rows]
             seen = [
@@ -220,8 +228,17 @@ class _Loop:
                 for (*_, holder), begin in zip(rows, begins, strict=True)
             ]
             known = joined(list(zip(seen, lengths, strict=True)))
-            batch = Prefill(self.schedule.cache, owned, begins, lengths, states, known)
-            cached_forward(self.model.base_model, ids, batch.position_1N, batch)
+            batch = Prefill(self.schedule.cache, owned, begins, lengths, states, known, pictures_of(read, self.sight))
+            positions, device, shown = batch.position_1N, self.schedule.cache.device, None
+            if self.sight is not None:
+                shown = self.sight.shown(read, device)
+                of_rows = zip(rows, begins, lengths, strict=True)
+                positions = upload(
+                    beside([positions_of(ids[: at + n], self.sight)[0][:, at:] for (_, ids, *_), at, n in of_rows]), device
+                )
+            forward = partial(text_forward, self.model, shown=shown)
+            cached_forward(forward, self.model, upload([read], device), positions, batch)
+            done = end
 
     def _step(self, drafts: list[list[int]]) -> bool:
         """Start sampling one token for every active sequence, and one more for each token of its draft, if there are
@@ -309,6 +326,7 @@ def _decoder(
     workspace: Workspace | None,
     *,
     waiting: bool,
+    shifts: bool,
 ) -> Decoder:
     """Return the decoder for a call of `generate`, with a cache for sequences of the lengths `longest` (descending)."""
     device = next(model.parameters()).device
@@ -319,9 +337,9 @@ def _decoder(
     reserved = partial(_reserved, model, geometry, capture is not None)
     new_cache = partial(cache_for, geometry, page, cache_gb, device, prefill_tokens, reserved, waiting=waiting)
     if workspace is not None and capture is not None:
-        return workspace.decoder(model, sampling, longest[0], new_cache, capture)
+        return workspace.decoder(model, sampling, longest[0], new_cache, capture, shifts=shifts)
     cache = new_cache(longest, slots)
-    decoder = Decoder(model, cache, sampling, cache.slots, cache.pages_for(longest[0]), capture)
+    decoder = Decoder(model, cache, sampling, cache.slots, cache.pages_for(longest[0]), capture, shifts=shifts)
     if capture is not None and cache.states:
         # A capture runs a forward once more, which would change the states of sequences.
         decoder.capture_all()
@@ -345,6 +363,7 @@ def generate(
     turns: Turns | None = None,
     drafter: Drafter | None = None,
     enough: Enough | None = None,
+    sight: Sight | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """Return the completions of every request, in the order of `requests` and their keys, and statistics of the call.
 
@@ -367,24 +386,26 @@ def generate(
         turns: answers the turns of a completion. Default: a completion is one turn.
         drafter: proposes drafts, where the model and `sampling` allow them. Default: there are none.
         enough: says when to leave the rest of the completions open. Default: all end. Not with `turns`.
+        sight: sees the pictures in prompts. Required if there are any.
     """
     if not requests:
         return [], Stats()
-    sequences = sequences_of(requests, sampling)
+    sequences = sequences_of(requests, sampling, sight)
     assert turns is None or (enough is None and all(r.most for r in requests)), "turns end, and have a limit in all"
     longest = sorted(
         (min(s.most, s.prompt + s.limit) if turns is None else s.most for group in sequences for s in group),
         reverse=True,
     )
     memory = (slots := min(max_slots, len(longest))), prefill_tokens, cache_gb, workspace
-    decoder = _decoder(model, sampling, longest, *memory, waiting=turns is not None)
+    shifts = sight is not None and sight.axes > 1
+    decoder = _decoder(model, sampling, longest, *memory, waiting=turns is not None, shifts=shifts)
     groups = chain.from_iterable(map(groups_of, sequences))
     schedule = Scheduler(decoder.cache, groups, min(slots, decoder.slots), decoder.ahead)
     callbacks = Callbacks(on_finish, on_step, on_token, decode, turns, enough)
     if drafter is not None:
         drafter.begin(sequences)
     how = prefill_tokens or decoder.cache.prefill_tokens, sampling, callbacks
-    loop = _Loop(model, schedule, decoder, *how, drafter if decoder.takes_drafts else None)
+    loop = _Loop(model, schedule, decoder, *how, drafter if decoder.takes_drafts else None, sight)
     if turns is not None:
         turns.begin(requests)
     stats = loop.run()

@@ -18,6 +18,7 @@ from torch import Tensor
 from hybrid_grpo.generation.cache import Geometry, PagedCache, cached_forward
 from hybrid_grpo.model.attention import (
     ROUNDING,
+    Blocks,
     Options,
     Segments,
     attend,
@@ -47,6 +48,7 @@ class Prefill:
         lengths: the number of new tokens of each sequence, at least one.
         states: the row of each sequence's states in the cache. Default: the model has none.
         known: the experts of the new tokens, if the tokens were read before; see `Recorder`.
+        blocks: new tokens that attend to each other in both directions.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Prefill:
         lengths: list[int],
         states: Sequence[int] = (),
         known: np.ndarray | None = None,
+        blocks: Blocks | None = None,
     ) -> None:
         device = cache.device
         self._rows = upload(list(states), device) if cache.states else None
@@ -68,7 +71,7 @@ class Prefill:
         position_N = torch.cat([torch.arange(start, end) for start, end in zip(starts, ends, strict=True)])
         self.position_1N = upload(position_N[None], device)
         begins = list(accumulate(lengths, initial=0))
-        self._ragged = any(starts) and on_gpu(device)
+        self._ragged = any(starts) and on_gpu(device) and blocks is None
         if self._ragged:
             self._page_K, self._offset_K = self._places(pages, [0] * len(ends), ends)
             self._ends, self._longest = ends, (max(lengths), max(ends))
@@ -81,7 +84,7 @@ class Prefill:
             return
         # The keys of the new tokens are followed by those that each sequence has in the cache.
         own, places = list(zip(begins, lengths, strict=False)), accumulate(starts, initial=sum(lengths))
-        self._segments = Segments(own, list(zip(places, starts, strict=False)), device)
+        self._segments = Segments(own, list(zip(places, starts, strict=False)), device, blocks=blocks)
         if any(starts):
             self._page_K, self._offset_K = self._places(pages, [0] * len(starts), starts)
 
@@ -308,11 +311,18 @@ def _kernel_agrees(
 
 
 def decode_step(
-    model: Any, cache: PagedCache, token_n: Tensor, table_nw: Tensor, position_n: Tensor, read: int
+    model: Any,
+    cache: PagedCache,
+    token_n: Tensor,
+    table_nw: Tensor,
+    position_n: Tensor,
+    read: int,
+    rotary_n: Tensor | None = None,
 ) -> Tensor:
-    """Return the logits_nV of a model after each sequence's token (int64 [n]); see `DecodeStep`."""
-    batch = DecodeStep(cache, table_nw, position_n, read)
-    logits_nV: Tensor = cached_forward(model, token_n[:, None], position_n[:, None], batch).logits[:, -1]
+    """Return the logits_nV of a model after each sequence's token (int64 [n]); see `DecodeStep`. `rotary_n` are the
+    positions that are encoded; default: those in the cache."""
+    batch, rotary_n = DecodeStep(cache, table_nw, position_n, read), position_n if rotary_n is None else rotary_n
+    logits_nV: Tensor = cached_forward(model, model, token_n[:, None], rotary_n[:, None], batch).logits[:, -1]
     return logits_nV
 
 

@@ -10,6 +10,7 @@ from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.generation.sampler import Sampling
 from hybrid_grpo.generation.scheduler import Group
 from hybrid_grpo.generation.sequence import Sequence
+from hybrid_grpo.model.sight import Sight
 
 
 @dataclass(frozen=True)
@@ -30,15 +31,18 @@ class Request:
     """For each completion, what an earlier call has left open, to be gone on with."""
 
 
-def sequences_of(requests: Iterable[Request], sampling: Sampling) -> list[list[Sequence]]:
-    """Create the sequences of each request, with nothing sampled in this call yet."""
+def sequences_of(
+    requests: Iterable[Request], sampling: Sampling, sight: Sight | None = None
+) -> list[list[Sequence]]:
+    """Create the sequences of each request, with nothing sampled in this call yet. `sight` sees the pictures."""
     groups = []
     for index, request in enumerate(requests):
         assert request.prompt_ids and request.keys, "a prompt has tokens, a request keys"
         prompt, limits = request.prompt_ids, request.limits or [sampling.max_tokens] * len(request.keys)
         most = request.most or sys.maxsize
         assert len(prompt) < most, "there is room for a token after the prompt"
-        new = partial(Sequence, prompt=len(prompt), most=most, turn_limit=sampling.max_turn_tokens)
+        shift = 0 if sight is None else sight.shift(prompt)
+        new = partial(Sequence, prompt=len(prompt), most=most, turn_limit=sampling.max_turn_tokens, shift=shift)
         streams = zip(request.keys, limits, request.begun or [None] * len(request.keys), strict=True)
         groups.append(
             [

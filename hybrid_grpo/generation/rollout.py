@@ -23,6 +23,7 @@ from hybrid_grpo.generation import (
     stream_key,
 )
 from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.sight import Sight
 
 
 def sampling_of(config: RolloutConfig, stop_ids: tuple[int, ...], *, greedy: bool = False) -> Sampling:
@@ -85,6 +86,7 @@ def complete(
     turns: Turns | None = None,
     drafter: Drafter | None = None,
     enough: Enough | None = None,
+    sight: Sight | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """Complete every request with the decoder that `config` names. `model` has the attention that `attention_of` names;
     `drafter` has an effect with `rollout.drafts` only; default: one that knows nothing. For the other arguments and the
@@ -97,6 +99,7 @@ def complete(
             "workspace": workspace,
             "drafter": None if config.drafts == "off" else drafter or Drafter(),
             "enough": enough,
+            "sight": sight,
         }
         decoder = partial(generation.generate, **memory)
     called: dict[str, Any] = {"on_finish": on_finish, "on_step": on_step, "on_token": on_token, "turns": turns}

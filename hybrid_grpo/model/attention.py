@@ -12,7 +12,9 @@ the sum over its completions.
 from __future__ import annotations
 
 import inspect
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -290,6 +292,17 @@ def _agrees(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: 
     return bool(torch.stack(gaps).max() < ROUNDING)
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """Runs of tokens of a row, those of pictures, that attend to each other in both directions, within a window too
+    (Gemma 3, arXiv:2503.19786, section 2)."""
+
+    runs: Sequence[tuple[int, int]]
+    """(start, length) of each; none crosses the end of a segment."""
+    windows_only: bool
+    """Whether they do so only in layers with a sliding window."""
+
+
 class Segments:
     """Which tokens of one row attend to which; see the module's docstring.
 
@@ -298,6 +311,7 @@ class Segments:
         prefix: (start, length) of each segment's prefix; length 0 means no prefix. A prefix is another whole segment,
             or keys and values without queries; these follow the row's own keys and values, in segment order.
         routes: what the row's tokens are routed by; None: by the routers.
+        blocks: tokens that also attend to later ones.
     """
 
     def __init__(
@@ -306,8 +320,9 @@ class Segments:
         prefix: Sequence[tuple[int, int]],
         device: torch.device,
         routes: Replay | None = None,
+        blocks: Blocks | None = None,
     ) -> None:
-        self.routes = routes
+        self.routes, self._blocks = routes, blocks
         self._own, self._prefix, self._device = list(own), list(prefix), device
         if on_gpu(device):
             # Upload now, so that no forward begins with uploads.
@@ -325,7 +340,27 @@ class Segments:
             out = ragged_attention(q, k, v, begins, longest, options)
         else:
             out = self._one_by_one(q, k, v, options)
+        if self._blocks is not None and (options.window or not self._blocks.windows_only):
+            out = self._with_blocks(out, q, k, v, options)
         return out[None]
+
+    def _with_blocks(self, out: Tensor, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+        """Return the causal attention `out` with that of the blocks in their places."""
+        assert self._blocks is not None
+        starts, places, found = [start for start, _ in self._own], [], []
+        for start, length in self._blocks.runs:
+            number = bisect_right(starts, start) - 1
+            begin, (before, count) = self._own[number][0], self._prefix[number]
+            seen = slice(before, before + count), slice(begin, start + length)
+            keys, values = (torch.cat([x[part] for part in seen]).transpose(0, 1)[None] for x in (key, value))
+            at = torch.arange(start, start + length, device=self._device) - begin + count
+            allowed = torch.ones(length, keys.shape[2], dtype=torch.bool, device=self._device)
+            if options.window:
+                allowed = torch.arange(keys.shape[2], device=self._device) > at[:, None] - options.window
+            queries = query[start : start + length].transpose(0, 1)[None]
+            found.append(attend(queries, keys, values, allowed, options)[0].transpose(0, 1))
+            places.append(torch.arange(start, start + length, device=self._device))
+        return out.index_copy(0, torch.cat(places), torch.cat(found).to(out.dtype))
 
     @cached_property
     def runs(self) -> Runs:

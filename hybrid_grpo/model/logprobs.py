@@ -19,6 +19,7 @@ from hybrid_grpo.model.attention import Segments
 from hybrid_grpo.model.layers import adopt_layers
 from hybrid_grpo.model.routing import routed
 from hybrid_grpo.model.selection import Selection
+from hybrid_grpo.model.sight import Shown, text_forward
 from hybrid_grpo.model.softmax import TiledSoftmax, on_gpu_kernel, softmax_gradient
 from hybrid_grpo.model.states import adopt_states
 from hybrid_grpo.model.support import HeadColumns
@@ -254,29 +255,31 @@ class LogprobModel(nn.Module):
     def forward(
         self,
         input_ids_bS: Tensor,
-        position_ids_bS: Tensor,
+        position_ids: Tensor,
         source: Selection,
         target_N: Tensor,
         segments: Segments | None,
         support: HeadColumns | None,
+        shown: Shown | None,
         temperature: float,
         more: HeadFunction | None = None,
     ) -> tuple[Tensor, ...]:
         """Return log-probabilities and entropies, float32 [N] (see `token_logprobs`), then what `more` returns.
 
         Args:
-            input_ids_bS, position_ids_bS: int64; right-padded rows (causal attention needs no mask for them), or
-                one packed row that `segments` divides, for a model whose attention is `ATTENTION`.
+            input_ids_bS, position_ids: int64; right-padded rows (causal attention needs no mask for them), or
+                one packed row that `segments` divides, for a model whose attention is `ATTENTION`. See `text_forward`.
             source: picks, among all b * S tokens, the one before each token to score.
             target_N: int64, the tokens to score.
             support: the tokens to normalize over; None for the whole vocabulary.
+            shown: the pictures among the tokens.
             more: called with the hidden states that `source` picks, weight and bias of the head, its `LogitShape` and
                 the temperature, while the weight is gathered.
         """
         adopt_layers(self.model, input_ids_bS)
         packed = {} if segments is None else {"batch": segments}
         with routed(None if segments is None else segments.routes):
-            out = self.model.base_model(input_ids=input_ids_bS, position_ids=position_ids_bS, use_cache=False, **packed)
+            out = text_forward(self.model, input_ids_bS, position_ids, shown, use_cache=False, **packed)
         hidden_ND = source(out.last_hidden_state.flatten(0, 1))
         found: tuple[Tensor, ...] = self.model.get_output_embeddings()(hidden_ND, target_N, support, temperature, more)
         return found

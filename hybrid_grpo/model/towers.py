@@ -1,13 +1,10 @@
-"""Text models of checkpoints that also take pictures: the checkpoint's own class, built without its towers.
+"""The two parts of checkpoints that take pictures: the text model, and the tower.
 
 The class of such a checkpoint joins a tower, which turns pictures into embeddings, with a text model, which reads these
 among the embeddings of tokens. Here the text model and the output head are built alone, under the names that they have
 in the whole model. So weights load by transformers' own renaming, and trained weights and adapters fit the whole model.
-Towers are neither loaded nor trained; `original.py` copies them when the model is exported.
-
-Prompts with pictures are not implemented. Their place is where a base model is called with `input_ids` and plain
-`position_ids` (`LogprobModel.forward`, `cached_forward`): a prompt would bring the embeddings that a tower computed, as
-`inputs_embeds`, and its positions, which for some types have three axes. For text, all axes are the plain positions.
+The tower is built alone too, where prompts have pictures (`sight.py`). It is not trained; `original.py` copies it when
+the model is exported.
 """
 
 from __future__ import annotations
@@ -79,14 +76,40 @@ def loader(config: Any) -> Any:
 
 def lacks_towers(model: Any) -> bool:
     """Whether a model was built without its towers."""
-    return getattr(model, "lacks_towers", False)
+    return bool(getattr(model, "kept", None))
+
+
+def text_of(model: Any) -> Any:
+    """Return the module of a causal language model that turns tokens into hidden states."""
+    base = model.base_model
+    return getattr(base, model.kept) if lacks_towers(model) else base
+
+
+def tower_class(config: Any) -> Any:
+    """Return the class of a whole checkpoint, changed so that it has the towers and neither text model nor head."""
+    whole, kept, _ = _whole(config)
+
+    def init(self: Any, config: Any) -> None:
+        type(whole).__init__(self, config)
+        setattr(self.base_model, kept, None)
+        self.lm_head, self.all_tied_weights_keys = None, {}
+
+    ignored = [*(whole._keys_to_ignore_on_load_unexpected or []), rf"(^|\.)({kept}|lm_head)(\.|$)"]
+    return _subclass(type(whole), __init__=init, _keys_to_ignore_on_load_unexpected=ignored)
+
+
+def _whole(config: Any) -> tuple[Any, str, Any]:
+    """Return a whole model without memory, the name of its text model in its base model, and the text model's class."""
+    with outside_deepspeed(), torch.device("meta"):
+        whole = causal_lm(config)(deepcopy(config))
+    text = text_class(config)
+    [kept] = [name for name, child in whole.base_model.named_children() if type(child) is text]
+    return whole, kept, text
 
 
 def _without_towers(config: Any) -> Any:
-    with outside_deepspeed(), torch.device("meta"):
-        whole = causal_lm(config)(deepcopy(config))
-    base, head, text = whole.base_model, whole.get_output_embeddings(), text_class(config)
-    [kept] = [name for name, child in base.named_children() if type(child) is text]
+    whole, kept, text = _whole(config)
+    base, head = whole.base_model, whole.get_output_embeddings()
     towers = tuple(name for name in (*base._modules, *base._parameters) if name != kept)
 
     def init_base(self: Any, config: Any) -> None:
@@ -119,7 +142,7 @@ def _without_towers(config: Any) -> Any:
         **without_start,
         get_parameter=get_parameter,
         from_config=classmethod(from_config),
-        lacks_towers=True,
+        kept=kept,
         _keys_to_ignore_on_load_unexpected=ignored,
     )
 

@@ -93,7 +93,7 @@ def prove(name: str, folder: Path, paged: bool = True) -> Gaps:
     expected, theirs = _plain_pass(plain, rows)
     found, mine = _policy_pass(policy, rows, paged)
     packed = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
-    gradient, worst, without = _gradient_gap(mine, theirs)
+    gradient, worst, without = gradient_gap(mine, theirs)
     return Gaps(tokens, decoded, packed, gradient, worst, without)
 
 
@@ -180,7 +180,7 @@ def _scores(plain: Any, prompt: list[int], completion: list[int], temperature: f
     return logp_TV.gather(1, torch.tensor(completion)[:, None])[:, 0], -(logp_TV.exp() * logp_TV).sum(-1)
 
 
-def _weights(count: int, row: int) -> Tensor:
+def weights_of(count: int, row: int) -> Tensor:
     """A weight of its own for each of a row's log-probabilities and entropies, [2, count]."""
     return torch.randn(2, count, generator=torch.Generator().manual_seed(row))
 
@@ -190,9 +190,9 @@ def _plain_pass(plain: Any, rows: list[Row]) -> tuple[list[Tensor], dict[str, Te
     logp = []
     for row, (prompt, completion) in enumerate(rows):
         scores = torch.stack(_scores(plain, prompt, completion))
-        (scores * _weights(len(completion), row)).sum().backward()
+        (scores * weights_of(len(completion), row)).sum().backward()
         logp.append(scores[0].detach())
-    return logp, dict(_gradients(plain))
+    return logp, dict(gradients(plain))
 
 
 def _policy_pass(policy: Any, rows: list[Row], packed: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -203,18 +203,18 @@ def _policy_pass(policy: Any, rows: list[Row], packed: bool) -> tuple[list[Tenso
     for micro in make(prompts, completions, range(len(rows)), 400, CPU):
         scores = torch.stack(model(*micro.inputs, 1.0))
         lengths = [len(completions[row]) for row in micro.rows]
-        weights = torch.cat([_weights(n, row) for n, row in zip(lengths, micro.rows, strict=True)], dim=1)
+        weights = torch.cat([weights_of(n, row) for n, row in zip(lengths, micro.rows, strict=True)], dim=1)
         (scores * weights).sum().backward()
         for row, values in zip(micro.rows, scores[0].detach().split(lengths), strict=True):
             logp[row] = values
-    return logp, dict(_gradients(policy))
+    return logp, dict(gradients(policy))
 
 
-def _gradients(model: Any) -> Iterator[tuple[str, Tensor]]:
+def gradients(model: Any) -> Iterator[tuple[str, Tensor]]:
     return ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None and p.grad.any())
 
 
-def _gradient_gap(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, str, list[str]]:
+def gradient_gap(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, str, list[str]]:
     # The gradient of a key's bias is zero but for rounding: differences count against a share of the largest too.
     least = 1e-2 * max(float(gradient.norm()) for gradient in theirs.values())
     rounding = {name for name, gradient in {**mine, **theirs}.items() if float(gradient.norm()) < 1e-4 * least}

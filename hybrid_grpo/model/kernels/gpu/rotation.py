@@ -30,6 +30,7 @@ def _rotate_and_store(
     q_norm,
     k_norm,
     rope,
+    rotary,
     position,
     table,
     table_stride,
@@ -49,6 +50,7 @@ def _rotate_and_store(
     place = tl.arange(0, BLOCK)
     inside = place < half
     at = tl.load(position + row)
+    turn = tl.load(rotary + row)
     kind = keys.dtype.element_ty
     entry = tl.load(table + row * table_stride + at // page).to(tl.int64) * page + at % page
     source = (row * (heads + 2 * kv) + head) * d
@@ -59,10 +61,10 @@ def _rotate_and_store(
             x = tl.load(qkv + source + begin * half + place, mask=inside)
             tl.store(values + target + begin * half + place, x, mask=inside)
     else:
-        cos_a = tl.load(rope + at * 2 * d + place, mask=inside, other=0.0).to(tl.float32)
-        cos_b = tl.load(rope + at * 2 * d + half + place, mask=inside, other=0.0).to(tl.float32)
-        sin_a = tl.load(rope + at * 2 * d + d + place, mask=inside, other=0.0).to(tl.float32)
-        sin_b = tl.load(rope + at * 2 * d + d + half + place, mask=inside, other=0.0).to(tl.float32)
+        cos_a = tl.load(rope + turn * 2 * d + place, mask=inside, other=0.0).to(tl.float32)
+        cos_b = tl.load(rope + turn * 2 * d + half + place, mask=inside, other=0.0).to(tl.float32)
+        sin_a = tl.load(rope + turn * 2 * d + d + place, mask=inside, other=0.0).to(tl.float32)
+        sin_b = tl.load(rope + turn * 2 * d + d + half + place, mask=inside, other=0.0).to(tl.float32)
         if head < heads:
             target = source
             a, b = _half(qkv, q_norm, source, half, d, epsilon, NORM, BLOCK)
@@ -82,6 +84,7 @@ def rotate_and_store(
     norms: tuple[Tensor, Tensor] | None,
     epsilon: float,
     rope: Tensor,
+    rotary_n: Tensor,
     position_n: Tensor,
     table_nw: Tensor,
     keys: Tensor,
@@ -95,7 +98,8 @@ def rotate_and_store(
         qkv: [n, (heads + 2 * kv) * d], contiguous: queries, keys and values beside each other.
         norms: weights [d] of the RMS norms of the heads of queries and keys, for models that have them.
         rope: cosines and sines of every position, [positions, 2 * d].
-        position_n: int64 [n]; table_nw: int32 [n, width], the pages of each sequence.
+        rotary_n: int64 [n], the positions in `rope`.
+        position_n: int64 [n], those in the cache; table_nw: int32 [n, width], the pages of each sequence.
         keys, values: a layer's cache, [pages, page, kv, d].
     """
     _, page, kv, d = keys.shape
@@ -104,7 +108,7 @@ def rotate_and_store(
     launch(
         _rotate_and_store,
         (len(qkv), heads + 2 * kv),
-        *(qkv, q_norm, k_norm, rope, position_n, table_nw, table_nw.stride(0), keys, values),
+        *(qkv, q_norm, k_norm, rope, rotary_n, position_n, table_nw, table_nw.stride(0), keys, values),
         *(epsilon, heads, kv, d, page),
         NORM=norms is not None,
         BLOCK=triton.next_power_of_2(d // 2),

@@ -86,7 +86,7 @@ def test_rotation_and_cache_write(case, seeded):
     rope = torch.cat([angle.cos(), angle.cos(), angle.sin(), angle.sin()], 1).to(DEVICE, dtype)
     keys, values = (torch.zeros(n * width + 1, page, kv, d, dtype=dtype, device=DEVICE) for _ in range(2))
     qkv = torch.cat([q, k, v], dim=1)
-    rotate_and_store(qkv, norms, EPSILON, rope, position, table, keys, values)
+    rotate_and_store(qkv, norms, EPSILON, rope, position, position, table, keys, values)
 
     cos, sin = rope.double()[position][:, None].split(d, dim=-1)
 

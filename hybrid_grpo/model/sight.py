@@ -1,0 +1,252 @@
+"""How a model sees: pictures in the tokens of a prompt, and the tower that makes embeddings of them.
+
+A prompt carries pictures by reference. In the places that the model's processor gives a picture stand numbers below 0
+(`visual_tokens`), each of which holds the picture's key and the number of one of its embeddings. So the same prompt is
+the same list of numbers on every rank, in sampling and in training, in the journal and in checkpoints; the pictures
+themselves stay where they were read from. `text_forward` puts the embeddings in the places of these numbers.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybrid_grpo.model.attention import Blocks
+from hybrid_grpo.model.towers import text_of
+from hybrid_grpo.model.upload import upload
+
+_INDEX_BITS = 18
+KEY_BITS = 63 - _INDEX_BITS
+"""Bits of a picture's key."""
+Pixels = Callable[[int], dict[str, Tensor]]
+"""Returns what the tower takes of the picture with this key."""
+
+
+def visual_tokens(key: int, count: int) -> list[int]:
+    """Return the numbers that stand for the `count` embeddings of a picture, each below 0."""
+    assert count < 1 << _INDEX_BITS
+    return [~(key << _INDEX_BITS | index) for index in range(count)]
+
+
+def key_of(token: int) -> int:
+    """Return the key of the picture that a visual token belongs to."""
+    return ~token >> _INDEX_BITS
+
+
+def _index(token: int) -> int:
+    return ~token & ((1 << _INDEX_BITS) - 1)
+
+
+def keys_of(tokens: Iterable[int]) -> list[int]:
+    """Return the keys of the pictures in tokens, in order; a picture that occurs twice is there twice."""
+    return [key_of(token) for token in tokens if token < 0 and not _index(token)]
+
+
+def whole_until(tokens: Sequence[int], end: int) -> int:
+    """Return the first place from `end` on that divides no picture in tokens. Text may stand between its parts."""
+    for place in range(end, len(tokens)):
+        if tokens[place] < 0:
+            if not _index(tokens[place]):
+                break
+            end = place + 1
+    return end
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a tower makes of a picture."""
+
+    rows_ND: Tensor
+    """The embeddings, in the place of those of tokens."""
+    deep: tuple[Tensor, ...]
+    """[N, D] each: what is added to hidden states after the first layers (DeepStack, arXiv:2406.04334)."""
+
+
+@dataclass(frozen=True)
+class _Extent:
+    """The positions that a picture takes."""
+
+    offsets_AN: np.ndarray
+    """Positions of its tokens on each axis, relative to that of the first."""
+    advance: int
+    """Distance from its first position to that of the token after it."""
+
+
+class Sight:
+    """The tower of a policy, frozen, with what it made of pictures.
+
+    Every picture goes through the tower by itself, so that its embeddings do not depend on others. They are kept in
+    host memory, the latest up to `cache_bytes`, for the next sampling and for training.
+
+    Args:
+        tower: a model with towers, of which `get_image_features` is called; see `towers.tower_class`.
+        pixels: returns what the tower takes of a picture.
+
+    Attributes:
+        axes: number of axes that the text model counts positions on, if pictures are placed on several; else 1.
+        both_ways: in which layers the tokens of a picture attend to each other in both directions.
+        runs: number of times that the tower ran.
+        pad: a token in the places of pictures, where embeddings of tokens are looked up.
+        unread: tokens that the model replaces by `pad`, should it sample them.
+    """
+
+    def __init__(self, tower: Any, pixels: Pixels, device: torch.device, cache_bytes: int) -> None:
+        self.tower, self.device, self.runs = tower.eval().requires_grad_(False).to(device), device, 0
+        self._pixels, self._room = pixels, cache_bytes
+        self._looks: OrderedDict[int, Look] = OrderedDict()
+        self._extents: dict[int, _Extent] = {}
+        self._base = tower.base_model
+        self.axes = 3 if hasattr(self._base, "get_rope_index") else 1
+        config = tower.config
+        text = config.get_text_config(decoder=True)
+        self.both_ways = {"gemma3": "all"}.get(config.model_type)
+        if getattr(text, "use_bidirectional_attention", None) == "vision":
+            self.both_ways = "windows"
+        self.pad = getattr(text, "pad_token_id", None) or 0
+        names = ("image", "video", "audio") if config.model_type.startswith("gemma4") else ()
+        self.unread = [getattr(config, f"{name}_token_id", None) for name in names]
+        self._placeholder = image_token(config)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def look(self, key: int) -> Look:
+        """Return what the tower makes of a picture."""
+        if key in self._looks:
+            self._looks.move_to_end(key)
+            return self._looks[key]
+        given = {name: value.to(self.device) for name, value in self._pixels(key).items()}
+        found = self._base.get_image_features(**given, return_dict=True)
+        rows = found.pooler_output
+        rows_ND = (torch.cat(list(rows)) if isinstance(rows, list | tuple) else rows).flatten(0, -2)
+        deep = [torch.cat(list(layer)) for layer in getattr(found, "deepstack_features", None) or ()]
+        self.runs += 1
+        look = Look(rows_ND.cpu(), tuple(layer.cpu() for layer in deep))
+        if key not in self._extents:
+            self._extents[key] = self._extent(given.get("image_grid_thw"), len(rows_ND))
+        self._looks[key] = look
+        self._room -= _bytes(look)
+        while self._room < 0 and len(self._looks) > 1:
+            self._room += _bytes(self._looks.popitem(last=False)[1])
+        return look
+
+    def _extent(self, grid: Tensor | None, count: int) -> _Extent:
+        """Return the positions of a picture of `count` tokens, by transformers' own rule for the model."""
+        if self.axes == 1 or grid is None:
+            return _Extent(np.arange(count)[None], count)
+        ids = torch.full((1, count + 1), self._placeholder)
+        kinds = torch.ones_like(ids, dtype=torch.int32)
+        ids[0, -1] = kinds[0, -1] = 0
+        position, _ = self._base.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grid.cpu())
+        return _Extent(position[:, 0, :-1].numpy(), int(position[0, 0, -1]))
+
+    def positions(self, tokens: Sequence[int]) -> tuple[np.ndarray, int]:
+        """Return the position of each token of a text on each axis, [axes, tokens], and that of the token after it, by
+        the rule of Qwen2-VL (arXiv:2409.12191, section 2.1)."""
+        parts, at = [], 0
+        for key, run in groupby(tokens, lambda token: key_of(token) if token < 0 else -1):
+            count = len(list(run))
+            if key < 0:
+                parts.append(np.arange(at, at + count)[None].repeat(self.axes, 0))
+                at += count
+                continue
+            if key not in self._extents:
+                self.look(key)
+            extent = self._extents[key]
+            # A picture may stand there several times in a row.
+            for _ in range(count // extent.offsets_AN.shape[1]):
+                parts.append(extent.offsets_AN + at)
+                at += extent.advance
+        return np.concatenate(parts, axis=1), at
+
+    def shift(self, tokens: Sequence[int]) -> int:
+        """Return how far positions after a text are ahead of its number of tokens; below 0 after most pictures."""
+        return positions_of(tokens, self)[1] - len(tokens)
+
+    def shown(self, tokens: Sequence[int], device: torch.device) -> Shown | None:
+        """Return the pictures in the flat tokens of a forward; None if there are none."""
+        place_M = np.flatnonzero(np.array(tokens, dtype=np.int64) < 0)
+        return Shown(self, keys_of(tokens), upload(place_M, device)) if len(place_M) else None
+
+
+def positions_of(tokens: Sequence[int], sight: Sight | None) -> tuple[np.ndarray, int]:
+    """Return the positions of a text's tokens on each axis, [axes, tokens], and the position after them; there is one
+    axis if the text has no pictures. See `Sight.positions`."""
+    if sight is None or sight.axes == 1 or not any(token < 0 for token in tokens):
+        return np.arange(len(tokens))[None], len(tokens)
+    return sight.positions(tokens)
+
+
+def beside(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Join the positions of several texts, [axes, tokens] each, in one row: [1, tokens] if all have one axis, else
+    [axes, 1, tokens]."""
+    axes = max(map(len, parts))
+    joined = np.concatenate([np.broadcast_to(part, (axes, part.shape[1])) for part in parts], axis=1)
+    return joined if axes == 1 else joined[:, None]
+
+
+def pictures_of(tokens: Sequence[int], sight: Sight | None) -> Blocks | None:
+    """Return the runs of picture tokens in a row that attend to themselves in both directions; None if there are
+    none."""
+    if sight is None or sight.both_ways is None:
+        return None
+    is_seen = np.array(tokens, dtype=np.int64) < 0
+    edges = np.flatnonzero(np.diff(is_seen, prepend=False, append=False)).reshape(-1, 2)
+    runs = [(int(begin), int(end - begin)) for begin, end in edges]
+    return Blocks(runs, windows_only=sight.both_ways == "windows") if runs else None
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The pictures in the tokens of a forward."""
+
+    sight: Sight
+    keys: list[int]
+    place_M: Tensor
+    """int64, the places of their tokens, flat."""
+
+    def embedded(self, embeds_bSD: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return embeddings of tokens with those of the pictures in their places, and what is added to the hidden
+        states there after the first layers, [M, D] each."""
+        looks = [self.sight.look(key) for key in self.keys]
+        like = {"device": embeds_bSD.device, "dtype": embeds_bSD.dtype}
+        rows_MD = torch.cat([look.rows_ND for look in looks]).to(**like)
+        deep = [torch.cat(layer).to(**like) for layer in zip(*(look.deep for look in looks), strict=True)]
+        return embeds_bSD.flatten(0, 1).index_copy(0, self.place_M, rows_MD).view_as(embeds_bSD), deep
+
+
+def text_forward(model: Any, input_ids: Tensor, position_ids: Tensor, shown: Shown | None, **given: Any) -> Any:
+    """Return the output of a causal language model's base for tokens, int64 [b, S], of which those below 0 are pictures.
+
+    `position_ids` is int64, [b, S] or [axes, b, S]; `given` are further arguments of the base. Without pictures the
+    base is called as it is.
+    """
+    if shown is None:
+        return model.base_model(input_ids=input_ids, position_ids=position_ids, **given)
+    text = text_of(model)
+    unread_bS = input_ids < 0
+    for token in shown.sight.unread:
+        unread_bS = unread_bS | (input_ids == token)
+    ids_bS = input_ids.masked_fill(unread_bS, shown.sight.pad)
+    tokens_bSD = text.get_input_embeddings()(ids_bS)
+    embeds_bSD, deep = shown.embedded(tokens_bSD)
+    if deep:
+        given |= {"visual_pos_masks": input_ids < 0, "deepstack_visual_embeds": deep}
+    if getattr(text, "hidden_size_per_layer_input", 0):
+        given["per_layer_inputs"] = text.get_per_layer_inputs(ids_bS, tokens_bSD)
+    return text(inputs_embeds=embeds_bSD, position_ids=position_ids, **given)
+
+
+def image_token(config: Any) -> int:
+    """Return the token that stands for an embedding of a picture in a checkpoint's own prompts."""
+    return int(getattr(config, "image_token_id", None) or config.image_token_index)
+
+
+def _bytes(look: Look) -> int:
+    return sum(part.numel() * part.element_size() for part in (look.rows_ND, *look.deep))
