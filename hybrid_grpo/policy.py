@@ -16,6 +16,7 @@ from hybrid_grpo.config import EngineConfig, LoraConfig, PolicyConfig, RolloutCo
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout
 from hybrid_grpo.data.measuring import measured
 from hybrid_grpo.data.packing import Places, Supports, pack, pack_pairs, pad, pad_pairs, token_budget
+from hybrid_grpo.data.pictures import Album, sight_of
 from hybrid_grpo.engine import StepResult
 from hybrid_grpo.generation import (
     Drafter,
@@ -155,9 +156,11 @@ class Policy(TrainedModel):
     """A causal language model inside one DeepSpeed engine, both for sampling and for training.
 
     `decoder` names the decoder that samples from it (see `RolloutConfig`). With a `workspace`, the memory for decoding
-    and for gathered weights is kept between rollouts. For the other arguments see `TrainedModel`.
+    and for gathered weights is kept between rollouts. `album` has the pictures of prompts. For the other arguments see
+    `TrainedModel`.
 
     Attributes:
+        sight: sees the pictures; None if there are none.
         journal: keeps finished completions; set by the run.
         turns: answers the model's turns in a completion; None if every completion is a single turn.
         replays: whether its experts are those of the sampler in training; None if experts are not recorded.
@@ -178,6 +181,7 @@ class Policy(TrainedModel):
         lora: LoraConfig | None = None,
         seed: int = 0,
         workspace: Workspace | None = None,
+        album: Album | None = None,
     ) -> None:
         self.workspace, self.drafter = workspace, Drafter()
         super().__init__(
@@ -187,6 +191,7 @@ class Policy(TrainedModel):
             view_attention=attention_of(decoder),
             keep_view=workspace is not None,
         )
+        self.sight = sight_of(album, policy, self.engine.device)
         model = self.engine.engine.module.model
         self.replays = replays(model, policy, paged=self.packs and decoder == "paged")
         self.experts = described(model, self.replays)
@@ -333,7 +338,7 @@ class Scorer(TrainedModel):
 
     def forward(self, micro: MicroBatch) -> Tensor:
         """Return one number for each token that `micro.source` selects, float32 [N], differentiable. Collective."""
-        value_N: Tensor = self.engine(micro.input_ids_bS, micro.position_ids_bS, micro.source, micro.segments)
+        value_N: Tensor = self.engine(micro.input_ids_bS, micro.position_ids, micro.source, micro.segments)
         return value_N
 
     def exported_config(self) -> Any:

@@ -91,6 +91,7 @@ def measure(config: EvaluateConfig) -> Measured:
     """Complete and score the held-out sets with `policy.model`; only rank 0 gets the numbers of single prompts.
     Collective."""
     from hybrid_grpo import engine
+    from hybrid_grpo.data.pictures import sight_of
     from hybrid_grpo.generation.rollout import attention_of, complete
     from hybrid_grpo.model.loading import load_model
     from hybrid_grpo.model.ranks import gather_objects, rank
@@ -103,13 +104,14 @@ def measure(config: EvaluateConfig) -> Measured:
     inputs.load_models(engine.Frozen)
     inputs.load_user(device)
     model = load_model(config.policy, attention_of(config.rollout.decoder)).to(device).eval()
+    sight = sight_of(inputs.sampler.album, config.policy, device)
     meter = inputs.meter(device)
     measured = Measured(config.policy.model, {})
     for held_out in inputs.eval_sets:
         rollout = held_out.settings.rollout
         prompts = held_out.own_prompts()
         requests, sampling, turns = held_out.requests(prompts), held_out.sampling, inputs.partners
-        groups, _ = complete(model, inputs.tokenizer, requests, sampling, rollout, turns=turns)
+        groups, _ = complete(model, inputs.tokenizer, requests, sampling, rollout, turns=turns, sight=sight)
         results = held_out.results(prompts, groups)
         meter.update(results.numbers())
         ids = [prompt.id for prompt in prompts]

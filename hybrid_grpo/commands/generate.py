@@ -57,6 +57,7 @@ def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[di
     check_generate(config, ranks)
 
     from hybrid_grpo.data.loader import rank_share
+    from hybrid_grpo.data.pictures import sight_of
     from hybrid_grpo.data.prompts import read_prompts
     from hybrid_grpo.data.sources import standard_input, training_source
     from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
@@ -73,7 +74,7 @@ def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[di
             print("one prompt per line, until the end of the input (Ctrl-D)", file=sys.stderr, flush=True)
         source = standard_input(sys.stdin.buffer, "data.path", config.data.limit, config.data.prompt_column)
     partners = partners_of(config, tokenizer, ends)
-    prompts, data = read_prompts(with_tools(config.data, partners), tokenizer, source)
+    prompts, data = read_prompts(with_tools(config.data, partners), tokenizer, source, sampler.album)
     sampler.check_prompts(prompts, partners)
     prompts = rank_share(prompts, rank, ranks)
     if partners is not None:
@@ -92,6 +93,7 @@ def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[di
         if partners is not None:
             partners.load(device, rollout.longest(max(len(prompt.token_ids) for prompt in prompts)))
         model = load_model(config.policy, attention_of(rollout.decoder)).to(device).eval()
+        sight = sight_of(sampler.album, config.policy, device)
         requests = requests_of(prompts, rollout, config.run.seed, step=0)
         with bar:
             task = bar.add_task("completions", total=len(prompts) * count)
@@ -103,7 +105,7 @@ def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[di
                 bar.advance(task)
 
             drawn = sampling_of(rollout, ends)
-            complete(model, tokenizer, requests, drawn, rollout, on_finish, turns=partners)
+            complete(model, tokenizer, requests, drawn, rollout, on_finish, turns=partners, sight=sight)
 
 
 def _device() -> torch.device:

@@ -29,6 +29,7 @@ def _sft(parsed: Parsed[SftConfig], doing: Doing) -> Path:
     from hybrid_grpo import engine
     from hybrid_grpo.commands.stages.pairs import read_pairs
     from hybrid_grpo.commands.stages.sft import SftTrainer
+    from hybrid_grpo.data.pictures import Album
     from hybrid_grpo.generation.description import describe
     from hybrid_grpo.model.files import check_files
     from hybrid_grpo.model.limits import check_lengths, check_prompt_ids
@@ -49,7 +50,8 @@ def _sft(parsed: Parsed[SftConfig], doing: Doing) -> Path:
     check_lora(config.lora, model_config)
     check_files(config.policy.model, model_config, pickled=config.policy.pickled_weights)
     tokenizer = load_tokenizer(config.policy.model)
-    pairs, report = read_pairs(config.data, tokenizer, config.sft.max_completion_tokens)
+    album = Album.of(config.policy.model, model_config)
+    pairs, report = read_pairs(config.data, tokenizer, config.sft.max_completion_tokens, album)
     refuse(
         config.sft.batch_size > len(pairs),
         f"sft.batch_size {config.sft.batch_size} is more than the {len(pairs)} rows: lower it, or give more rows",
@@ -65,7 +67,8 @@ def _sft(parsed: Parsed[SftConfig], doing: Doing) -> Path:
     steps, seed = config.run.steps, config.run.seed
     doing("loading the model")
     # The policy generates nothing: its view of the model is used only for the export.
-    policy = Policy(config.policy, config.engine, tokenizer, steps, decoder="transformers", lora=config.lora, seed=seed)
+    given = config.policy, config.engine, tokenizer, steps
+    policy = Policy(*given, decoder="transformers", lora=config.lora, seed=seed, album=album)
     load_features(features, policy)
     say(f"weights: {verified(policy)}")
     doing.end()

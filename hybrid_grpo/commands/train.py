@@ -136,6 +136,7 @@ def make_trainer(
         lora=config.lora,
         seed=config.run.seed,
         workspace=memory.workspace() if memory else None,
+        album=inputs.sampler.album,
     )
     policy.turns = inputs.partners
     reference = make_reference(config, policy)

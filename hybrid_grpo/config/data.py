@@ -66,6 +66,14 @@ class DataConfig:
     """Column with the prompt: text, or a list of chat messages."""
     completion_column: Text = "completion"
     """Column with the target text (`sft`), or with the text to score (`score`)."""
+    image_column: Text = "images"
+    """Column with the pictures of a prompt, for models that see: paths (relative to the file or folder of the data), or
+    the bytes of files; one or a list."""
+    max_images: Count = 8
+    """Maximum number of pictures in a prompt."""
+    max_pixels: Count | None = None
+    """Larger pictures are reduced to this many pixels before the model's processor sees them. Default: only the
+    processor reduces them."""
     system_prompt: str | None = None
     """System message put before every prompt; it turns text prompts into chats."""
     chat_template: Literal["auto", "always", "never"] = "auto"

@@ -131,9 +131,10 @@ class FeatureConfig:
     def check_place(self, config: TrainConfig, world_size: int) -> None:
         """Raise UserError if the feature is on but cannot work on this machine or with this number of ranks."""
 
-    def training_prompts(self, data: DataConfig, tokenizer: Any, seed: int, check: Callable[[list[Any]], None]) -> Any:
+    def training_prompts(self, data: DataConfig, sampler: Any, seed: int, check: Callable[[list[Any]], None]) -> Any:
         """Return the prompts to train on and how they are drawn (a `data.training_prompts.TrainingPrompts`), which
-        replace the core's; None if the feature does not change them. Called only if the feature is on. `check` raises
+        replace the core's; None if the feature does not change them. Called only if the feature is on. `sampler` has
+        the tokenizer, and the album that takes pictures (`run.sampling.Sampler`); `check` raises
         UserError for prompts that the model cannot read. Collective."""
         return None
 

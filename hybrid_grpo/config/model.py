@@ -57,6 +57,9 @@ class PolicyConfig:
     """Also read weights that are pickled (pytorch_model.bin), without running code from them. If a model has both, its
     safetensors are read."""
 
+    picture_cache_gb: Positive = 2.0
+    """GiB of host memory of a rank for what the tower made of pictures, which is kept from sampling to training and
+    from step to step."""
     verify: Literal["auto", "on", "off"] = "auto"
     """Before the first step, compare the log-probabilities of 16 tokens with those of transformers' own model, which
     rank 0 loads on the CPU, and refuse a model that differs. `auto` does so up to 1.5 billion parameters."""

@@ -22,6 +22,11 @@ def clean(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
+def unmarked(name: str) -> re.Pattern[str]:
+    """Return a pattern of a control token's name where it stands for the token."""
+    return re.compile(f"(?<!{_BEGIN}){re.escape(name)}")
+
+
 class ChatText:
     """Marks the names of control tokens in texts before a chat template sees them, and tokenizes its output.
 

@@ -9,17 +9,26 @@ from __future__ import annotations
 import hashlib
 import io
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hybrid_grpo.config import DataConfig, PolicyConfig
 from hybrid_grpo.config.errors import UserError, refuse
-from hybrid_grpo.model.sight import KEY_BITS, visual_tokens
+from hybrid_grpo.data.chat_text import unmarked
+from hybrid_grpo.data.completion import Message
+from hybrid_grpo.model.loading import load_tower
+from hybrid_grpo.model.processors import load_processor
+from hybrid_grpo.model.sight import KEY_BITS, Sight, image_token, visual_tokens
+from hybrid_grpo.model.towers import has_tower
 
 if TYPE_CHECKING:
+    import torch
     from PIL.Image import Image
 
 LARGEST = 64_000_000
@@ -48,6 +57,9 @@ class Picture:
     size: tuple[int, int]
     """Width and height in pixels, upright, as the model gets it."""
 
+    def __str__(self) -> str:
+        return self.name
+
     def open(self) -> Image:
         """Return the picture, upright and in RGB, as the model gets it. Raises UserError if it is broken or gone."""
         from PIL import Image, ImageOps
@@ -56,13 +68,16 @@ class Picture:
             with _quiet(), Image.open(self.path or io.BytesIO(self.data or b"")) as image:
                 upright = _rgb(ImageOps.exif_transpose(image))
         except (OSError, SyntaxError, ValueError, EOFError) as error:
-            raise UserError(f"the picture {self.name} cannot be read: {error}: replace it, or remove its row") from error
+            raise UserError(f"the picture {self.name} cannot be read: {error}: replace it or remove its row") from error
         return upright if upright.size == self.size else upright.resize(self.size, Image.Resampling.BICUBIC)
 
 
-def _quiet() -> warnings.catch_warnings[Any]:
+@contextmanager
+def _quiet() -> Iterator[None]:
     # Sizes are checked here; of the warnings of decoders nothing follows.
-    return warnings.catch_warnings(action="ignore")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _rgb(image: Image) -> Image:
@@ -96,7 +111,7 @@ def read_picture(value: Any, folder: Path | None, where: str, max_pixels: int | 
     start = f"{where}: the picture {name}"
     refuse(not contents, f"{start} is empty: replace it, or remove the row")
     size = _checked(contents, start)
-    key = int.from_bytes(hashlib.blake2b(contents, digest_size=8).digest()) >> (64 - KEY_BITS)
+    key = int.from_bytes(hashlib.blake2b(contents, digest_size=8).digest(), "big") >> (64 - KEY_BITS)
     if max_pixels is not None and size[0] * size[1] > max_pixels:
         scale = (max_pixels / (size[0] * size[1])) ** 0.5
         size = max(1, int(size[0] * scale)), max(1, int(size[1] * scale))
@@ -139,7 +154,7 @@ def _contents(path: Path, where: str, name: str) -> bytes:
     try:
         refuse(not path.is_file(), f"{start} is not a file ({path}): correct the path, or remove the row")
         length = path.stat().st_size
-        refuse(length > _LARGEST_BYTES, f"{start} has {length / 2**20:.0f} MiB, above {_LARGEST_BYTES >> 20}: reduce it")
+        refuse(length > _LARGEST_BYTES, f"{start} has {length >> 20} MiB, above {_LARGEST_BYTES >> 20}: reduce it")
         return path.read_bytes()
     except OSError as error:
         raise UserError(f"{start} cannot be read: {error}: correct the path, or remove the row") from error
@@ -174,6 +189,59 @@ def _checked(contents: bytes, start: str) -> tuple[int, int]:
     return (height, width) if turned in (5, 6, 7, 8) else (width, height)
 
 
+_SIGN = "<image>"
+"""How the texts of many data sets mark the place of a picture."""
+
+
+def given_pictures(text: str | list[Message], column: Any) -> tuple[str | list[Message], list[Any]]:
+    """Return a prompt whose parts of type image have no content, and what a row gives as pictures, in order: the
+    contents of these parts, or else those of the row's column."""
+    several = isinstance(column, Sequence) and not isinstance(column, str | bytes)
+    found = [] if column is None else list(column) if several else [column]
+    if isinstance(text, str):
+        return text, found
+    inside: list[Any] = []
+
+    def bare(part: Any) -> Any:
+        if not isinstance(part, dict) or part.get("type") not in ("image", "image_url"):
+            return part
+        value = next((part[name] for name in ("image", "path", "bytes", "url", "image_url") if part.get(name)), None)
+        if value is not None:
+            inside.append(value["url"] if isinstance(value, dict) and "url" in value else value)
+        return {"type": "image"}
+
+    chat = [{**m, "content": list(map(bare, m["content"]))} if isinstance(m.get("content"), list) else m for m in text]
+    return chat, inside or found
+
+
+def placed(chat: list[Message], count: int) -> list[Message]:
+    """Return a chat with `count` parts of type image: as it is if it has such parts; else with one in the place of each
+    `<image>`, if there are as many; else with all of them before the user's first text."""
+    if has_images(chat):
+        return chat
+    of_user = [m for m in chat if m["role"] == "user" and isinstance(m.get("content"), str)]
+    image = {"type": "image"}
+    if sum(m["content"].count(_SIGN) for m in of_user) == count:
+        return [{**m, "content": _split(m["content"])} if any(m is o for o in of_user) else m for m in chat]
+    first = next((number for number, m in enumerate(chat) if m["role"] == "user"), len(chat) - 1)
+    content = chat[first].get("content")
+    texts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
+    return [*chat[:first], {**chat[first], "content": [image] * count + texts}, *chat[first + 1 :]]
+
+
+def has_images(text: str | list[Message] | Message) -> bool:
+    """Whether a prompt or a message has a part of type image."""
+    if isinstance(text, list):
+        return any(map(has_images, text))
+    content = text.get("content") if isinstance(text, dict) else None
+    return isinstance(content, list) and any(isinstance(p, dict) and p.get("type") == "image" for p in content)
+
+
+def _split(text: str) -> list[dict[str, str]]:
+    pieces = [[{"type": "text", "text": piece}] if piece else [] for piece in text.split(_SIGN)]
+    return [*pieces[0], *(part for piece in pieces[1:] for part in ({"type": "image"}, *piece))]
+
+
 @dataclass(frozen=True)
 class _Layout:
     """How pictures of some size stand in a prompt."""
@@ -188,16 +256,27 @@ class Album:
     """The pictures of a process, and the processor of the model that sees them.
 
     Args:
-        processor: transformers' processor of the checkpoint.
+        load: returns transformers' processor of the checkpoint. It is called for the first picture.
         token: the token in whose places embeddings of pictures stand; see `image_token`.
-        max_pixels: larger pictures are reduced to this many pixels.
-        max_images: most pictures of a prompt.
     """
 
-    def __init__(self, processor: Any, token: int, max_pixels: int | None, max_images: int) -> None:
-        self.processor, self._token, self._max_pixels, self._most = processor, token, max_pixels, max_images
+    def __init__(self, load: Callable[[], Any], token: int) -> None:
+        self._load, self._token = load, token
         self._pictures: dict[int, Picture] = {}
         self._layouts: dict[tuple[int, int], _Layout] = {}
+
+    @classmethod
+    def of(cls, name: str, config: Any) -> Album | None:
+        """Return an empty album for a model (folder or hub name) with this configuration; None if it sees nothing."""
+        return cls(partial(load_processor, name), image_token(config)) if has_tower(config) else None
+
+    @cached_property
+    def processor(self) -> Any:
+        return self._load()
+
+    @property
+    def empty(self) -> bool:
+        return not self._pictures
 
     @property
     def template(self) -> str | None:
@@ -205,14 +284,13 @@ class Album:
         template = self.processor.chat_template or self.processor.tokenizer.chat_template
         return template if isinstance(template, str) or template is None else template.get("default")
 
-    def read(self, values: Any, folder: Path | None, where: str) -> tuple[Picture, ...]:
+    def read(self, values: Sequence[Any], folder: Path | None, where: str, config: DataConfig) -> list[Picture]:
         """Return the pictures of a row, and take them into the album; see `read_picture`."""
-        several = values if isinstance(values, Sequence) and not isinstance(values, str | bytes) else [values]
         refuse(
-            len(several) > self._most,
-            f"data.max_images {self._most}: {where} has {len(several)} pictures: raise it, or remove the row",
+            len(values) > config.max_images,
+            f"data.max_images {config.max_images}: {where} has {len(values)} pictures: raise it, or remove the row",
         )
-        found = tuple(read_picture(value, folder, where, self._max_pixels) for value in several)
+        found = [read_picture(value, folder, where, config.max_pixels) for value in values]
         self.take(found)
         return found
 
@@ -234,7 +312,7 @@ class Album:
         since tokens may reach across its ends.
         """
         name = self.processor.image_token
-        parts = text.split(name)
+        parts = unmarked(name).split(text)
         refuse(
             len(parts) - 1 != len(pictures),
             f"{where} has {len(pictures)} pictures, and its prompt {len(parts) - 1} places for them: give as many parts"
@@ -242,7 +320,8 @@ class Album:
         )
         layouts = [self._layout(picture.size) for picture in pictures]
         ids = encode("".join([parts[0], *(of.text + part for of, part in zip(layouts, parts[1:], strict=True))]))
-        visual = iter([token for p, of in zip(pictures, layouts, strict=True) for token in visual_tokens(p.key, of.count)])
+        shown = zip(pictures, layouts, strict=True)
+        visual = iter([token for picture, of in shown for token in visual_tokens(picture.key, of.count)])
         try:
             ids = [next(visual) if token == self._token else token for token in ids]
         except StopIteration:
@@ -263,3 +342,10 @@ class Album:
 
     def _processed(self, image: Image, **options: Any) -> Any:
         return self.processor(text=[self.processor.image_token], images=[image], **options)
+
+
+def sight_of(album: Album | None, policy: PolicyConfig, device: torch.device) -> Sight | None:
+    """Return what sees the pictures of an album, and load the model's tower for it; None if there are none."""
+    if album is None or album.empty:
+        return None
+    return Sight(load_tower(policy), album.pixels, device, int(policy.picture_cache_gb * 2**30))

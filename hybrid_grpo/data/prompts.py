@@ -20,6 +20,7 @@ from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.data.chat_text import prompt_text_of
 from hybrid_grpo.data.completion import Message, Prompt
+from hybrid_grpo.data.pictures import Album, given_pictures, has_images, placed
 from hybrid_grpo.data.sources import Row, Source, mixture_source, read_rows, training_source
 
 if TYPE_CHECKING:
@@ -38,19 +39,24 @@ _GIVEN_TO_TEMPLATES = {"messages", "add_generation_prompt", "raise_exception", "
 
 
 def read_prompts(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, source: Source | None = None
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    source: Source | None = None,
+    album: Album | None = None,
 ) -> tuple[list[Prompt], str]:
-    """Return the prompts of a source (default: the training rows), and a line on what was read and dropped. Raises
-    UserError as `read_rows` and `prompts_of` do."""
+    """Return the prompts of a source (default: the training rows), and a line on what was read and dropped. `album`
+    takes their pictures. Raises UserError as `read_rows` and `prompts_of` do."""
     if source is None and config.mixture:
-        return _read_mixture(config, tokenizer)
+        return _read_mixture(config, tokenizer, album)
     source = source or training_source(config)
     rows = read_rows(source)
-    kept = prompts_of(rows, source, config, tokenizer)
+    kept = prompts_of(rows, source, config, tokenizer, album=album)
     return kept, data_line(source, rows, kept)
 
 
-def _read_mixture(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], str]:
+def _read_mixture(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, album: Album | None
+) -> tuple[list[Prompt], str]:
     """Return the prompts of all sources, one source after the other, and a line on what was read. Rows are numbered
     across sources and get the columns of all sources, with None for missing values. The column data_source contains the
     name of the source, unless the rows already have this column."""
@@ -59,7 +65,7 @@ def _read_mixture(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tup
     for of_mixture in config.mixture:
         source, name = mixture_source(of_mixture), of_mixture.name
         rows = read_rows(source)
-        kept = prompts_of(rows, source, config, tokenizer)
+        kept = prompts_of(rows, source, config, tokenizer, album=album)
         lines.append(f"{name} (weight {of_mixture.weight:g}) is {data_line(source, rows, kept)}")
         prompts += [replace(p, id=start + p.id, source=name, columns={"data_source": name, **p.columns}) for p in kept]
         start += len(rows)
@@ -91,9 +97,11 @@ def prompts_of(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     where: Callable[[int], str] | None = None,
+    album: Album | None = None,
 ) -> list[Prompt]:
     """Return the prompts of the rows, numbered by row, without prompts longer than `max_prompt_tokens`. `where`
-    describes a row in messages, given its number; by default, messages name the number.
+    describes a row in messages, given its number; by default, messages name the number. `album` takes the pictures;
+    without one there may be none.
 
     Raises UserError if there is no prompt column, a row is not a prompt, a required chat template is missing, or all
     prompts are too long (with `over_long: refuse`, if any prompt is).
@@ -106,11 +114,16 @@ def prompts_of(
     )
     if config.chat_template_kwargs:
         check_template_kwargs(config.chat_template_kwargs, tokenizer)
+    seen = None if album is None else (album, source.folder)
     prompts = [
-        read_prompt(number, row, where(number) if where else f"row {number} (from 0) of {source}", config, tokenizer)
+        read_prompt(
+            number, row, where(number) if where else f"row {number} (from 0) of {source}", config, tokenizer, seen
+        )
         for number, row in enumerate(rows)
     ]
-    templated = config.chat_template == "always" or any(isinstance(prompt.text, list) for prompt in prompts)
+    templated = config.chat_template == "always" or any(
+        isinstance(prompt.text, list) or prompt.columns.get(config.image_column) for prompt in prompts
+    )
     refuse(
         bool(config.chat_template_kwargs) and not templated,
         f"data.chat_template_kwargs {config.chat_template_kwargs}: no prompt of {source} is a chat, so no template is"
@@ -148,14 +161,38 @@ def prompt_text(row: Row, where: str, config: DataConfig) -> str | list[Message]
     return [{"role": "system", "content": config.system_prompt}, *chat]
 
 
-def read_prompt(number: int, row: Row, where: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+def read_prompt(
+    number: int,
+    row: Row,
+    where: str,
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    seen: tuple[Album, Path | None] | None = None,
+) -> Prompt:
     """Return the tokenized prompt of a row. A prompt that is far too long is cut, but remains longer than the limit.
-    Raises UserError as `prompts_of` does; `where` describes the row in messages."""
-    text = prompt_text(row, where, config)
-    if isinstance(text, list) or config.chat_template == "always":
+
+    Raises UserError as `prompts_of` does; `where` describes the row in messages. `seen` is what takes its pictures, and
+    the folder that their paths are relative to.
+    """
+    text, values = given_pictures(prompt_text(row, where, config), row.get(config.image_column) if seen else None)
+    refuse(
+        seen is None and has_images(text),
+        f"{where} has a picture, and prompts have none here: take a policy.model that sees, and data that is no stream",
+    )
+    pictures = seen[0].read(values, seen[1], where, config) if seen and (values or has_images(text)) else []
+    columns = {name: other for name, other in row.items() if name != config.prompt_column}
+    if isinstance(text, list) or config.chat_template == "always" or pictures:
         given = prompt_text_of(tokenizer)
-        chat = [m if m["role"] in _TRUSTED else {**m, "content": given.marked(m["content"])} for m in _as_chat(text)]
-        token_ids = _tokenized(_apply_template(chat, where, config, tokenizer), where, config, given.ids)
+        chat = placed(_as_chat(text), len(pictures)) if pictures else _as_chat(text)
+        chat = [m if m["role"] in _TRUSTED else {**m, "content": given.marked(m["content"])} for m in chat]
+        if pictures and seen and tokenizer.chat_template is None:
+            tokenizer.chat_template = seen[0].template
+        rendered = _apply_template(chat, where, config, tokenizer)
+        if pictures and seen:
+            token_ids = seen[0].ids(rendered, pictures, given.ids, where)
+            columns[config.image_column] = pictures
+        else:
+            token_ids = _tokenized(rendered, where, config, given.ids)
     else:
         token_ids = _tokenized(text, where, config, lambda text: tokenizer(text)["input_ids"])
     if not token_ids:
@@ -165,7 +202,6 @@ def read_prompt(number: int, row: Row, where: str, config: DataConfig, tokenizer
                 " beginning-of-sequence token to start from: remove the row"
             )
         token_ids = [tokenizer.bos_token_id]
-    columns = {name: other for name, other in row.items() if name != config.prompt_column}
     return Prompt(number, text, token_ids, columns)
 
 

@@ -63,6 +63,11 @@ class Source:
         """The local file or folder; None if the source is neither."""
         return Path(self.path) if isinstance(self.path, str) and Path(self.path).exists() else None
 
+    @property
+    def folder(self) -> Path | None:
+        """The local folder that paths in rows are relative to; None if there is none."""
+        return None if self.file is None else self.file if self.file.is_dir() else self.file.parent
+
     def __str__(self) -> str:
         name = self.origin if self.subset is None else f"{self.origin} ({self.subset})"
         return name if self.split is None else f"{name} [{self.split}]"
@@ -210,7 +215,20 @@ def open_source(source: Source) -> Mapping[str, Iterable[Row]]:
 def _named(loaded: Any) -> Mapping[str, Iterable[Row]]:
     # A dataset keeps the output format with which it was saved; rows must be plain Python.
     plain = loaded.with_format(None) if hasattr(loaded, "with_format") else loaded
-    return plain if isinstance(plain, Mapping) else {"train": plain}
+    splits = plain if isinstance(plain, Mapping) else {"train": plain}
+    return {name: _undecoded(rows) for name, rows in splits.items()}
+
+
+def _undecoded(rows: Any) -> Any:
+    """Return a dataset that gives pictures as the bytes or the path of a file."""
+    from datasets import Image, List
+
+    for name, kind in (getattr(rows, "features", None) or {}).items():
+        if isinstance(kind, Image):
+            rows = rows.cast_column(name, Image(decode=False))
+        elif isinstance(kind, List) and isinstance(kind.feature, Image):
+            rows = rows.cast_column(name, List(Image(decode=False)))
+    return rows
 
 
 def _split_rows(source: Source, splits: Mapping[str, Iterable[Row]]) -> Iterable[Row]:
@@ -282,7 +300,7 @@ def _parquet_rows(path: Path, start: int) -> Iterator[tuple[Row, int]]:
                 continue
             for batch in file.iter_batches(_PARQUET_ROWS, [group]):
                 # Dataset decodes the column types that `datasets` adds to Arrow, such as mixed JSON.
-                for row in datasets.Dataset(pyarrow.Table.from_batches([batch])):
+                for row in _undecoded(datasets.Dataset(pyarrow.Table.from_batches([batch]))):
                     count += 1
                     if count > start:
                         yield row, count

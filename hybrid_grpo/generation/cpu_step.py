@@ -110,7 +110,8 @@ class CpuStep:
             self._memory = torch.empty(n * (self._row + self._vocabulary))
         logits_nV = self._memory[: n * self._vocabulary].view(n, self._vocabulary)
         work = self._memory[n * self._vocabulary :]
-        tensors = (logits_nV, work, token_n, self._rope[position_n if rotary_n is None else rotary_n], table_nw, position_n)
+        rope = self._rope[position_n if rotary_n is None else rotary_n]
+        tensors = (logits_nV, work, token_n, rope, table_nw, position_n)
         run("decode", ctypes.addressof(self._model), *tensors, n, table_nw.stride(0))
         return logits_nV
 

@@ -233,9 +233,8 @@ class _Loop:
             if self.sight is not None:
                 shown = self.sight.shown(read, device)
                 of_rows = zip(rows, begins, lengths, strict=True)
-                positions = upload(
-                    beside([positions_of(ids[: at + n], self.sight)[0][:, at:] for (_, ids, *_), at, n in of_rows]), device
-                )
+                found = [positions_of(ids[: at + n], self.sight)[0][:, at:] for (_, ids, *_), at, n in of_rows]
+                positions = upload(beside(found), device)
             forward = partial(text_forward, self.model, shown=shown)
             cached_forward(forward, self.model, upload([read], device), positions, batch)
             done = end

@@ -31,9 +31,7 @@ class Request:
     """For each completion, what an earlier call has left open, to be gone on with."""
 
 
-def sequences_of(
-    requests: Iterable[Request], sampling: Sampling, sight: Sight | None = None
-) -> list[list[Sequence]]:
+def sequences_of(requests: Iterable[Request], sampling: Sampling, sight: Sight | None = None) -> list[list[Sequence]]:
     """Create the sequences of each request, with nothing sampled in this call yet. `sight` sees the pictures."""
     groups = []
     for index, request in enumerate(requests):

@@ -215,14 +215,13 @@ class Shown:
         """Return embeddings of tokens with those of the pictures in their places, and what is added to the hidden
         states there after the first layers, [M, D] each."""
         looks = [self.sight.look(key) for key in self.keys]
-        like = {"device": embeds_bSD.device, "dtype": embeds_bSD.dtype}
-        rows_MD = torch.cat([look.rows_ND for look in looks]).to(**like)
-        deep = [torch.cat(layer).to(**like) for layer in zip(*(look.deep for look in looks), strict=True)]
+        rows_MD = torch.cat([look.rows_ND for look in looks]).to(embeds_bSD)
+        deep = [torch.cat(layer).to(embeds_bSD) for layer in zip(*(look.deep for look in looks), strict=True)]
         return embeds_bSD.flatten(0, 1).index_copy(0, self.place_M, rows_MD).view_as(embeds_bSD), deep
 
 
 def text_forward(model: Any, input_ids: Tensor, position_ids: Tensor, shown: Shown | None, **given: Any) -> Any:
-    """Return the output of a causal language model's base for tokens, int64 [b, S], of which those below 0 are pictures.
+    """Return the output of a causal language model's base for tokens, int64 [b, S]; those below 0 are pictures.
 
     `position_ids` is int64, [b, S] or [axes, b, S]; `given` are further arguments of the base. Without pictures the
     base is called as it is.

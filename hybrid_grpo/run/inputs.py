@@ -183,10 +183,12 @@ def read_eval_inputs(config: EvaluationConfig) -> EvalInputs:
 
 def read_training_prompts(config: TrainConfig, sampler: Sampler, partners: Partners | None) -> TrainingPrompts:
     """Read the training prompts. If a feature reads them itself, the first such feature decides how they are drawn."""
-    data, tokenizer, seed = with_tools(config.data, partners), sampler.tokenizer, config.run.seed
+    data, seed = with_tools(config.data, partners), config.run.seed
     check = partial(sampler.check_readable, partners=partners)
-    read = (feature.training_prompts(data, tokenizer, seed, check) for feature in config.active_features)
-    training = next(filter(None, read), None) or TrainingPrompts(*read_prompts(data, tokenizer))
+    read = (feature.training_prompts(data, sampler, seed, check) for feature in config.active_features)
+    training = next(filter(None, read), None) or TrainingPrompts(
+        *read_prompts(data, sampler.tokenizer, album=sampler.album)
+    )
     count = len(training.prompts)
     refuse(
         not config.streamer and count < config.rollout.prompts_per_step,
@@ -210,7 +212,7 @@ def read_eval_set(
     source, rollout = held_out_source(held_out), held_out.rollout
     for feature in config.active_features:
         source = feature.held_out_source(source, held_out.data)
-    prompts, fact = read_prompts(with_tools(held_out.data, partners), sampler.tokenizer, source)
+    prompts, fact = read_prompts(with_tools(held_out.data, partners), sampler.tokenizer, source, sampler.album)
     if shared := count_equal(trained, prompts):
         fact += f"; {shared} of them are also training prompts: see docs/data.md"
     if rollout.temperature:

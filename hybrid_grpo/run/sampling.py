@@ -8,6 +8,7 @@ from typing import Any
 from hybrid_grpo.config import PolicyConfig, RolloutConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import Prompt
+from hybrid_grpo.data.pictures import Album
 from hybrid_grpo.model.architectures import check_architecture
 from hybrid_grpo.model.files import check_files
 from hybrid_grpo.model.limits import check_lengths, check_prompt_ids, check_token_ids
@@ -32,6 +33,8 @@ class Sampler:
     tokenizer: Any
     stop_ids: tuple[int, ...]
     """Tokens that end a completion."""
+    album: Album | None
+    """Takes the pictures of prompts; None if the model sees none."""
 
     @classmethod
     def read(cls, policy: PolicyConfig, rollout: RolloutConfig, *, needs_weights: bool = True) -> Sampler:
@@ -42,7 +45,8 @@ class Sampler:
         check_files(policy.model, config, pickled=policy.pickled_weights, needed=needs_weights)
         tokenizer = load_tokenizer(policy.model)
         check_token_ids(rollout, config)
-        return cls(rollout, config, tokenizer, stop_ids(policy.model, tokenizer, rollout.stop_ids, config))
+        ends, album = stop_ids(policy.model, tokenizer, rollout.stop_ids, config), Album.of(policy.model, config)
+        return cls(rollout, config, tokenizer, ends, album)
 
     @property
     def fact(self) -> str:

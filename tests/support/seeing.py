@@ -14,6 +14,7 @@ from architecture_proof import draw
 from PIL import Image
 from tiny_architectures import tiny_architecture
 from tokenizers import Tokenizer, models, pre_tokenizers
+
 from hybrid_grpo.model.processors import without_videos
 
 NAMES = {
@@ -27,7 +28,9 @@ NAMES = {
 }
 """The special tokens that families have for pictures."""
 _QWEN = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 24 * 24}}
-_SEES = "{% for part in message.content %}{% if part.type == 'image' %}SIGN{% else %}{{ part.text }}{% endif %}{% endfor %}"
+_SEES = (
+    "{% for part in message.content %}{% if part.type == 'image' %}SIGN{% else %}{{ part.text }}{% endif %}{% endfor %}"
+)
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<{{ message.role }}>"
     "{% if message.content is string %}{{ message.content }}{% else %}" + _SEES + "{% endif %}{% endfor %}"
@@ -48,7 +51,10 @@ def tokenizer_of(family: str) -> Any:
         more = {"extra_special_tokens": soft}
     if family == "gemma4":
         names = {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"}
-        more = {"extra_special_tokens": names | {"audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>", "video_token": "<|video|>"}}
+        more = {
+            "extra_special_tokens": names
+            | {"audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>", "video_token": "<|video|>"}
+        }
     tokenizer = tf.PreTrainedTokenizerFast(
         tokenizer_object=backend, **named, additional_special_tokens=special[3:], **more
     )
@@ -89,7 +95,9 @@ def _qwen(name: str, tokenizer: Any) -> tuple[Any, Any]:
 def _gemma3(name: str, tokenizer: Any) -> tuple[Any, Any]:
     config = tiny_architecture(name)
     config.image_token_index = config.image_token_id = tokenizer.convert_tokens_to_ids("<image_soft_token>")
-    config.boi_token_index, config.eoi_token_index = tokenizer.convert_tokens_to_ids(["<start_of_image>", "<end_of_image>"])
+    config.boi_token_index, config.eoi_token_index = tokenizer.convert_tokens_to_ids(
+        ["<start_of_image>", "<end_of_image>"]
+    )
     config.mm_tokens_per_image, config.vision_config.image_size, config.vision_config.patch_size = 9, 24, 4
     images = tf.Gemma3ImageProcessorPil(size={"height": 24, "width": 24}, image_seq_length=9)
     return config, tf.Gemma3Processor(images, tokenizer, image_seq_length=9)
@@ -111,7 +119,11 @@ def _smol(name: str, tokenizer: Any) -> tuple[Any, Any]:
     config = tiny_architecture(name)
     config.image_token_id, config.scale_factor = tokenizer.convert_tokens_to_ids("<image>"), 2
     config.vision_config.image_size, config.vision_config.patch_size = 16, 4
-    kinds = (tf.SmolVLMImageProcessorPil, tf.SmolVLMProcessor) if name == "smolvlm" else (tf.Idefics3ImageProcessorPil, tf.Idefics3Processor)
+    kinds = (
+        (tf.SmolVLMImageProcessorPil, tf.SmolVLMProcessor)
+        if name == "smolvlm"
+        else (tf.Idefics3ImageProcessorPil, tf.Idefics3Processor)
+    )
     images = kinds[0](size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
     more = {"video_processor": None} if name == "smolvlm" else {}
     return config, without_videos(kinds[1])(images, tokenizer, image_seq_len=4, **more)
@@ -152,7 +164,9 @@ def _llava(name: str, tokenizer: Any) -> tuple[Any, Any]:
     config.vision_config.image_size, config.vision_config.patch_size = 16, 4
     config.vision_feature_layer = -1
     images = tf.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
-    return config, tf.LlavaProcessor(images, tokenizer, patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1)
+    return config, tf.LlavaProcessor(
+        images, tokenizer, patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1
+    )
 
 
 FAMILIES: dict[str, tuple[str, Any]] = {

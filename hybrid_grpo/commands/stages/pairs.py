@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.data.batch import Prompt
+from hybrid_grpo.data.pictures import Album
 from hybrid_grpo.data.prompts import data_line, prompts_of, require_column
 from hybrid_grpo.data.sources import read_rows, training_source
 
@@ -28,7 +29,7 @@ class Pair:
 
 
 def read_pairs(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, max_completion_tokens: int
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, max_completion_tokens: int, album: Album | None = None
 ) -> tuple[list[Pair], str]:
     """Return the training pairs, and a line that describes what was read and dropped.
 
@@ -49,7 +50,7 @@ def read_pairs(
     require_column("data.completion_column", config.completion_column, rows, source)
     pairs = [
         Pair(prompt, _completion_ids(rows[prompt.id][config.completion_column], prompt.id, config, tokenizer))
-        for prompt in prompts_of(rows, source, config, tokenizer)
+        for prompt in prompts_of(rows, source, config, tokenizer, album=album)
     ]
     shortest = min(len(pair.completion_ids) for pair in pairs)
     refuse(

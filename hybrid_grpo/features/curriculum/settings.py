@@ -67,9 +67,9 @@ class CurriculumConfig(FeatureConfig):
             " two",
         )
 
-    def training_prompts(self, data: DataConfig, tokenizer: Any, seed: int, check: Any) -> RatedPrompts:
+    def training_prompts(self, data: DataConfig, sampler: Any, seed: int, check: Any) -> RatedPrompts:
         """Return the training prompts, which a `Curriculum` draws."""
         from hybrid_grpo.data.prompts import read_prompts
         from hybrid_grpo.features.curriculum.curriculum import RatedPrompts
 
-        return RatedPrompts(*read_prompts(data, tokenizer))
+        return RatedPrompts(*read_prompts(data, sampler.tokenizer, album=sampler.album))

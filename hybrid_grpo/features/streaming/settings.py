@@ -84,10 +84,10 @@ class StreamingConfig(FeatureConfig):
         return replace(source, streaming=same)
 
     def training_prompts(
-        self, data: DataConfig, tokenizer: Any, seed: int, check: Callable[[list[Any]], None]
+        self, data: DataConfig, sampler: Any, seed: int, check: Callable[[list[Any]], None]
     ) -> StreamedPrompts:
         """Return the prompts of the stream. Collective."""
         from hybrid_grpo.features.streaming.prompt_stream import PromptStream, StreamedPrompts
 
-        stream = PromptStream(data, tokenizer, seed, check, self.block)
+        stream = PromptStream(data, sampler.tokenizer, seed, check, self.block)
         return StreamedPrompts(stream.prompts, stream.fact, stream)
