@@ -55,6 +55,8 @@ setup(
         # No requirement of all: its antlr conflicts with that of hydra and omegaconf, in one environment with them.
         "math": ["math-verify[antlr4_13_2]>=0.9"],
         "openenv": ["openenv>=0.10"],
+        # SmolVLM's processor spells numbers.
+        "pictures": ["num2words>=0.5", "pillow>=10.1"],
         "search": ["bm25s>=0.3"],
         # The last versions whose environments are made by load_environment.
         "verifiers": ["verifiers>=0.3.1,<0.4; python_version >= '3.11'"],
@@ -67,7 +69,9 @@ setup(
             "math-verify[antlr4_13_2]>=0.9",
             "mypy>=1.15",
             "nbclient>=0.10",
+            "num2words>=0.5",
             "peft>=0.19",
+            "pillow>=10.1",
             "py3langid>=0.3",
             "pytest>=8.2",
             "pytest-xdist>=3.8",

@@ -302,7 +302,7 @@ class Album:
 
     def pixels(self, key: int) -> dict[str, Any]:
         """Return what the model's tower takes of a picture, as tensors."""
-        found = self._processed(self._pictures[key].open(), return_tensors="pt")
+        found = self.processor(images=[self._pictures[key].open()], return_tensors="pt")
         return {name: value for name, value in found.items() if name not in _TEXT_INPUTS}
 
     def ids(self, text: str, pictures: Sequence[Picture], encode: Callable[[str], list[int]], where: str) -> list[int]:
@@ -334,14 +334,12 @@ class Album:
         if size not in self._layouts:
             from PIL import Image
 
-            found = self._processed(Image.new("RGB", size), return_text_replacement_offsets=True)
+            given = {"text": [self.processor.image_token], "images": [Image.new("RGB", size)]}
+            found = self.processor(**given, return_text_replacement_offsets=True)
             [[replaced]] = found["text_replacement_offsets"]
             count = list(found["input_ids"][0]).count(self._token)
             self._layouts[size] = _Layout(replaced["replacement"], count)
         return self._layouts[size]
-
-    def _processed(self, image: Image, **options: Any) -> Any:
-        return self.processor(text=[self.processor.image_token], images=[image], **options)
 
 
 def sight_of(album: Album | None, policy: PolicyConfig, device: torch.device) -> Sight | None:

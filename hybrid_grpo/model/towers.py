@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -132,6 +133,12 @@ def _without_towers(config: Any) -> Any:
         parameter = nn.Module.get_parameter(self, name)
         return torch.empty(parameter.ds_shape, device="meta") if hasattr(parameter, "ds_shape") else parameter
 
+    def tie_weights(self: Any, *given: Any, **options: Any) -> None:
+        # It makes parameters of what it gets.
+        self.get_parameter = partial(nn.Module.get_parameter, self)
+        type(whole).tie_weights(self, *given, **options)
+        del self.get_parameter
+
     def from_config(cls: Any, config: Any, trust_remote_code: bool = False, **options: Any) -> Any:
         return cls._from_config(config, **options)
 
@@ -141,6 +148,7 @@ def _without_towers(config: Any) -> Any:
         __init__=init,
         **without_start,
         get_parameter=get_parameter,
+        tie_weights=tie_weights,
         from_config=classmethod(from_config),
         kept=kept,
         _keys_to_ignore_on_load_unexpected=ignored,

@@ -23,7 +23,7 @@ SCHEMA = pa.schema(
     [
         *(("row", pa.int32()), ("prompt_index", pa.int32()), ("sample", pa.int32())),
         *(("prompt_id", pa.int64()), ("epoch", pa.int64()), ("writer", pa.string())),
-        *(("prompt_ids", _IDS), ("token_ids", _IDS), ("pieces", pa.list_(pa.string()))),
+        *(("prompt_ids", pa.list_(pa.int64())), ("token_ids", _IDS), ("pieces", pa.list_(pa.string()))),
         *(("logp", _NUMBERS), ("advantage", _NUMBERS), ("given", _GIVEN), ("finish", pa.string())),
     ]
 )

@@ -19,7 +19,7 @@ from PIL import Image
 from seeing import make_seeing, pictures
 from torch import Tensor
 
-from hybrid_grpo.config import PolicyConfig, RolloutConfig
+from hybrid_grpo.config import DataConfig, PolicyConfig, RolloutConfig
 from hybrid_grpo.data.packing import pack
 from hybrid_grpo.data.pictures import Album
 from hybrid_grpo.generation import GREEDY, Request, Sampling, stream_key
@@ -56,7 +56,7 @@ class Seen:
         def encode(text: str) -> list[int]:
             return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-        self.ids = album.ids(text, album.read(shown, None, f"row {number}"), encode, f"row {number}")
+        self.ids = album.ids(text, album.read(shown, None, f"row {number}", DataConfig()), encode, f"row {number}")
         options = {"return_tensors": "pt", "add_special_tokens": False}
         self.given = dict(processor(text=[text], images=shown or None, **options))
         self.length = self.given["input_ids"].shape[1]
@@ -81,7 +81,7 @@ def prove_sight(name: str, folder: Path, *, prefill_tokens: int = 20) -> tuple[G
         folder, attn_implementation="eager", dtype=torch.float32
     ).eval()
     policy = load_model(policy_config, ATTENTION)
-    album = Album(processor, image_token(config), None, 4)
+    album = Album(lambda: processor, image_token(config))
     sight = Sight(load_tower(policy_config), album.pixels, CPU, 1 << 28)
     prompts = [Seen(parts, number, processor, album) for number, parts in enumerate(PROMPTS)]
     placeholder = image_token(config)
