@@ -32,7 +32,8 @@ def run(arguments: list[str]) -> None:
     make_features(config, batch, inputs)  # refuses what does not fit them
     hardware = of_table(config.plan.gpu) if config.plan.gpu else of_device(device, config.policy.dtype)
     held_out = inputs.held_out_rows, inputs.held_out_longest
-    plan = estimate(config, batch, inputs.longest_prompt, hardware, inputs.reward_models, *held_out)
+    given = inputs.longest_prompt, hardware, inputs.reward_models, *held_out
+    plan = estimate(config, batch, *given, sees=inputs.sees)
     if plan is None:
         raise UserError(f"policy.model {config.policy.model} cannot be planned: its code cannot run without data")
     if rank() == 0:

@@ -108,7 +108,8 @@ def planned_memory(config: TrainConfig, plan: BatchPlan, inputs: RunInputs, devi
 
     hardware = of_device(device)
     held_out = inputs.held_out_rows, inputs.held_out_longest
-    return estimate(config, plan, inputs.longest_prompt, hardware, inputs.reward_models, *held_out)
+    given = inputs.longest_prompt, hardware, inputs.reward_models, *held_out
+    return estimate(config, plan, *given, sees=inputs.sees)
 
 
 def make_trainer(

@@ -74,6 +74,8 @@ class FeatureConfig:
     """Whether the feature's advantages replace the group-relative ones."""
     learns_without_rewards = False
     """Whether the policy learns even if all rewards are equal, or there are none."""
+    sees = True
+    """Whether the feature can do with prompts that have pictures."""
     streams_prompts = False
     """Whether prompts are read during the run, so that not all of them are known at the start."""
     free = frozenset[str]()

@@ -5,11 +5,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hybrid_grpo.data.episodes import Episode, Opening
 from hybrid_grpo.model.routing import Routing
 from hybrid_grpo.model.support import Support
+
+if TYPE_CHECKING:
+    from hybrid_grpo.data.pictures import Picture
 
 Message = dict[str, Any]
 """One chat message: `{"role": ..., "content": ...}`."""
@@ -33,6 +36,8 @@ class Prompt:
     """Name of the prompt's source in `data.mixture`; empty without a mixture."""
     opening: Opening | None = None
     """How the prompt's environment begins; None without `rollout.environment`."""
+    pictures: tuple[Picture, ...] = ()
+    """The pictures that it shows, in order; `token_ids` has their visual tokens."""
     begun: int = 0
     """Step in which its completions were begun, if that is an earlier one (`rollout.carry`), else 0."""
 

@@ -66,7 +66,7 @@ class Picture:
 
         try:
             with _quiet(), Image.open(self.path or io.BytesIO(self.data or b"")) as image:
-                upright = _rgb(ImageOps.exif_transpose(image))
+                upright = _rgb(ImageOps.exif_transpose(image) if _orientation(image) != 1 else image)
         except (OSError, SyntaxError, ValueError, EOFError) as error:
             raise UserError(f"the picture {self.name} cannot be read: {error}: replace it or remove its row") from error
         return upright if upright.size == self.size else upright.resize(self.size, Image.Resampling.BICUBIC)
@@ -78,6 +78,12 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def _orientation(image: Image) -> int:
+    """Return how a picture is to be turned (EXIF), without reading its pixels."""
+    # Of a PNG, all of it would be read to look for this behind the pixels.
+    return int(image.getexif().get(0x0112, 1)) if image.format != "PNG" or "exif" in image.info else 1
 
 
 def _rgb(image: Image) -> Image:
@@ -167,7 +173,7 @@ def _checked(contents: bytes, start: str) -> tuple[int, int]:
     way_out = "replace it, or remove the row"
     try:
         with _quiet(), Image.open(io.BytesIO(contents), formats=_FORMATS) as image:
-            kind, (width, height), turned = str(image.format), image.size, image.getexif().get(0x0112, 1)
+            kind, (width, height), turned = str(image.format), image.size, _orientation(image)
     except UnidentifiedImageError:
         kinds = ", ".join(_FORMATS)
         is_drawing = b"<svg" in contents[:1000].lower()

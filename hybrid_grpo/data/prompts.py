@@ -9,10 +9,10 @@ import re
 import resource
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.data.chat_text import prompt_text_of
 from hybrid_grpo.data.completion import Message, Prompt
-from hybrid_grpo.data.pictures import Album, given_pictures, has_images, placed
+from hybrid_grpo.data.pictures import Album, Picture, given_pictures, has_images, placed
 from hybrid_grpo.data.sources import Row, Source, mixture_source, read_rows, training_source
 
 if TYPE_CHECKING:
@@ -179,22 +179,21 @@ def read_prompt(
         seen is None and has_images(text),
         f"{where} has a picture, and prompts have none here: take a policy.model that sees, and data that is no stream",
     )
-    pictures = seen[0].read(values, seen[1], where, config) if seen and (values or has_images(text)) else []
     columns = {name: other for name, other in row.items() if name != config.prompt_column}
-    if isinstance(text, list) or config.chat_template == "always" or pictures:
-        given = prompt_text_of(tokenizer)
-        chat = placed(_as_chat(text), len(pictures)) if pictures else _as_chat(text)
-        chat = [m if m["role"] in _TRUSTED else {**m, "content": given.marked(m["content"])} for m in chat]
-        if pictures and seen and tokenizer.chat_template is None:
+    encode, pictures = partial(_tokenized, where=where, config=config), list[Picture]()
+    if seen and (values or has_images(text)):
+        pictures = seen[0].read(values, seen[1], where, config)
+        encode = partial(_seen, album=seen[0], pictures=pictures, where=where)
+        columns[config.image_column] = pictures
+        if tokenizer.chat_template is None:
             tokenizer.chat_template = seen[0].template
-        rendered = _apply_template(chat, where, config, tokenizer)
-        if pictures and seen:
-            token_ids = seen[0].ids(rendered, pictures, given.ids, where)
-            columns[config.image_column] = pictures
-        else:
-            token_ids = _tokenized(rendered, where, config, given.ids)
+    if isinstance(text, list) or config.chat_template == "always" or (pictures and config.chat_template == "auto"):
+        given, chat = prompt_text_of(tokenizer), _as_chat(text)
+        chat = placed(chat, len(pictures)) if pictures else chat
+        chat = [m if m["role"] in _TRUSTED else {**m, "content": given.marked(m["content"])} for m in chat]
+        token_ids = encode(_apply_template(chat, where, config, tokenizer), encode=given.ids)
     else:
-        token_ids = _tokenized(text, where, config, lambda text: tokenizer(text)["input_ids"])
+        token_ids = encode(text, encode=lambda text: tokenizer(text)["input_ids"])
     if not token_ids:
         if tokenizer.bos_token_id is None:
             raise UserError(
@@ -202,10 +201,16 @@ def read_prompt(
                 " beginning-of-sequence token to start from: remove the row"
             )
         token_ids = [tokenizer.bos_token_id]
-    return Prompt(number, text, token_ids, columns)
+    return Prompt(number, text, token_ids, columns, pictures=tuple(pictures))
 
 
-def _tokenized(text: str, where: str, config: DataConfig, encode: Callable[[str], list[int]]) -> list[int]:
+def _seen(
+    text: str, encode: Callable[[str], list[int]], album: Album, pictures: Sequence[Picture], where: str
+) -> list[int]:
+    return album.ids(text, pictures, encode, where)
+
+
+def _tokenized(text: str, encode: Callable[[str], list[int]], where: str, config: DataConfig) -> list[int]:
     # Tokens do not have this many letters, but some tokenizers merge spaces: if the start fits, read the whole text.
     start = text[: (config.max_prompt_tokens + 1) * _LETTERS_OF_A_TOKEN]
     try:

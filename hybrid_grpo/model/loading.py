@@ -124,8 +124,8 @@ def weights_fact(policy: PolicyConfig) -> dict[str, str]:
     """Return a line about weights that are not trained as the files hold them, by its name; empty if all are."""
     config = load_config(policy.model)
     if has_tower(config):
-        kept = "prompts are text, and an export copies it from the starting model, which must stay where it is"
-        return {"tower": f"the model's tower for pictures is neither loaded nor trained: {kept}"}
+        kept = "an export copies it from the starting model, which must stay where it is"
+        return {"tower": f"the model's tower for pictures is not trained: {kept}"}
     if not _is_mxfp4(config):
         return {}
     return {"weights": f"in four bits in the files (MXFP4); loaded, trained and exported in {policy.dtype}"}
@@ -204,6 +204,13 @@ def parameters_of(name: str, setting: str = "policy.model") -> int:
     with torch.device("meta"):
         model = loader(config).from_config(config, trust_remote_code=False)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def tower_parameters(config: Any) -> int:
+    """Return the number of parameters of a model's tower, computed from its configuration."""
+    with torch.device("meta"):
+        tower = tower_class(config)(deepcopy(config))
+    return sum(parameter.numel() for parameter in tower.parameters())
 
 
 def load_for_training(

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -105,10 +105,7 @@ class Sight:
         self._base = tower.base_model
         self.axes = 3 if hasattr(self._base, "get_rope_index") else 1
         config = tower.config
-        text = config.get_text_config(decoder=True)
-        self.both_ways = {"gemma3": "all"}.get(config.model_type)
-        if getattr(text, "use_bidirectional_attention", None) == "vision":
-            self.both_ways = "windows"
+        text, self.both_ways = config.get_text_config(decoder=True), reads_both_ways(config)
         self.pad = getattr(text, "pad_token_id", None) or 0
         names = ("image", "video", "audio") if config.model_type.startswith("gemma4") else ()
         self.unread = [getattr(config, f"{name}_token_id", None) for name in names]
@@ -240,6 +237,13 @@ def text_forward(model: Any, input_ids: Tensor, position_ids: Tensor, shown: Sho
     if getattr(text, "hidden_size_per_layer_input", 0):
         given["per_layer_inputs"] = text.get_per_layer_inputs(ids_bS, tokens_bSD)
     return text(inputs_embeds=embeds_bSD, position_ids=position_ids, **given)
+
+
+def reads_both_ways(config: Any) -> Literal["all", "windows"] | None:
+    """Return in which layers of a model the tokens of a picture attend to each other in both directions."""
+    if getattr(config.get_text_config(decoder=True), "use_bidirectional_attention", None) == "vision":
+        return "windows"
+    return "all" if config.model_type == "gemma3" else None
 
 
 def image_token(config: Any) -> int:

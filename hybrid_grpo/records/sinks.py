@@ -16,6 +16,7 @@ from hybrid_grpo.config import LogConfig
 from hybrid_grpo.config.errors import RunInterrupted
 from hybrid_grpo.data.batch import Rollout, Scores
 from hybrid_grpo.model import ranks
+from hybrid_grpo.records import thumbnails
 from hybrid_grpo.records.alarm_records import ALARMS_FILE
 from hybrid_grpo.records.alarms.alarms import RollBack
 from hybrid_grpo.records.console import Display, display_for
@@ -52,6 +53,8 @@ class Log:
         self._every, self._steps, self._rollouts = config.rollouts_every, steps, run_dir / "rollouts"
         self._text = TokenText(tokenizer) if tokenizer is not None and config.tokens else None
         self._trace = run_dir / TRACE_FILE
+        self._shown: set[str] = set()
+        """Copies of pictures that this rank has made."""
         self._sinks: list[Display] = []
         self._trackers: list[TrackerProcess] = []
         if ranks.rank() != 0:
@@ -104,11 +107,14 @@ class Log:
         if self._text is not None:
             first_group = ranks.rank() * len(rollout.prompts)
             tables = ranks.gather_objects(token_table(rollout, first_group, advantages_BT, self._text))
-        parts = ranks.gather_objects(rollout_lines(step, rollout, scores, advantages_B))
+        shown = thumbnails.copies([p for prompt in rollout.prompts for p in prompt.pictures], self._shown)
+        parts = ranks.gather_objects((rollout_lines(step, rollout, scores, advantages_B), shown))
         if parts is None:
             return
-        lines = [line for part in parts for line in part]
+        lines = [line for part, _ in parts for line in part]
         with one_line(self._rollouts.parent):
+            for _, made in parts:
+                thumbnails.write(self._rollouts.parent, made)
             self._rollouts.mkdir(parents=True, exist_ok=True)
             if tables is not None:
                 # Before the text file, by which readers find the step.
@@ -167,6 +173,7 @@ def rollout_lines(step: int, rollout: Rollout, scores: Scores, advantages_B: Ten
                 "prompt_id": prompt.id,
                 **({"source": prompt.source} if prompt.source else {}),
                 "prompt": prompt.text,
+                **({"pictures": list(map(thumbnails.described, prompt.pictures))} if prompt.pictures else {}),
                 **({"writer": completion.writer} if completion.writer else {}),
                 **({"policies": completion.policies} if completion.carried else {}),
                 "completion": completion.text,

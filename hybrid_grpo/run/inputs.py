@@ -119,6 +119,7 @@ class RunInputs(EvalInputs):
             eval_set, fact = read_eval_set(held_out, config, sampler, partners, own, training.prompts)
             facts["held out" if held_out.setting == "eval" else f"held out {held_out.name}"] = fact
             eval_sets.append(eval_set)
+        check_pictures(config, sampler)
         weights = {reward_name(reward): reward.weight for reward in config.rewards}
         facts["sampling"] = sampler.fact
         facts["rewards"] = ", ".join(f"{weights.get(name, 1.0):g} {name}" for name in config.reward_names)
@@ -144,6 +145,11 @@ class RunInputs(EvalInputs):
         """Number of tokens in the longest prompt, training or held-out."""
         held_out = (len(prompt.token_ids) for of_set in self.eval_sets for prompt in of_set.prompts)
         return max([self.training.longest, *held_out])
+
+    @property
+    def sees(self) -> bool:
+        """Whether prompts have pictures."""
+        return self.sampler.sees
 
     @property
     def held_out_rows(self) -> int:
@@ -178,7 +184,21 @@ def read_eval_inputs(config: EvaluationConfig) -> EvalInputs:
         read_eval_set(of, config, sampler, partners, rewards[of.setting if of.rewards else "rewards"], ())[0]
         for of in sets
     ]
+    check_pictures(config, sampler)
     return EvalInputs(sampler, rewards["rewards"], eval_sets, partners)
+
+
+def check_pictures(config: EvaluationConfig, sampler: Sampler) -> None:
+    """Raise UserError if prompts have pictures, and a setting in force cannot do with them."""
+    if not sampler.sees:
+        return
+    for feature in config.active_features:
+        refuse(not feature.sees, f"{feature.section} reads no pictures, and prompts have some: take one of them out")
+    refuse(
+        bool(config.rollout.environment),
+        "rollout.environment writes prompts of its own, and those of the data have pictures: take one of them out",
+    )
+    sampler.check_sight(config.policy)
 
 
 def read_training_prompts(config: TrainConfig, sampler: Sampler, partners: Partners | None) -> TrainingPrompts:

@@ -10,9 +10,11 @@ from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.data.pictures import Album
 from hybrid_grpo.model.architectures import check_architecture
+from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.files import check_files
 from hybrid_grpo.model.limits import check_lengths, check_prompt_ids, check_token_ids
-from hybrid_grpo.model.loading import load_config, load_tokenizer, stop_ids
+from hybrid_grpo.model.loading import load_config, load_tokenizer, stop_ids, training_attention
+from hybrid_grpo.model.sight import reads_both_ways
 from hybrid_grpo.turns.partners import Partners
 
 _SAMPLING = ("temperature", "top_p", "top_k")
@@ -47,6 +49,23 @@ class Sampler:
         check_token_ids(rollout, config)
         ends, album = stop_ids(policy.model, tokenizer, rollout.stop_ids, config), Album.of(policy.model, config)
         return cls(rollout, config, tokenizer, ends, album)
+
+    @property
+    def sees(self) -> bool:
+        """Whether prompts that were read have pictures."""
+        return self.album is not None and not self.album.empty
+
+    def check_sight(self, policy: PolicyConfig) -> None:
+        """Refuse settings of how the model is run with which it cannot see."""
+        refuse(
+            self.rollout.decoder != "paged",
+            f"rollout.decoder {self.rollout.decoder} reads no pictures, and prompts have some: take it out",
+        )
+        refuse(
+            reads_both_ways(self.model_config) is not None and training_attention(policy) != ATTENTION,
+            f"policy.attn_implementation {policy.attn_implementation}: policy.model reads pictures in both directions,"
+            " which only packed rows do: set it to auto",
+        )
 
     @property
     def fact(self) -> str:

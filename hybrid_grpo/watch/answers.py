@@ -19,6 +19,7 @@ from hybrid_grpo.records.files import TRACE_FILE, json_safe
 from hybrid_grpo.records.metrics.catalogue import describe, find
 from hybrid_grpo.records.metrics.charts import Chart, Curve, charts_of, is_noisy
 from hybrid_grpo.records.metrics.thinning import clip, present, smooth, thin
+from hybrid_grpo.records.thumbnails import shown
 from hybrid_grpo.watch.folders import Folders
 from hybrid_grpo.watch.layers import time_layers
 from hybrid_grpo.watch.prompt_rewards import ORDERS
@@ -181,8 +182,9 @@ class Answers:
         }  # fmt: skip
 
     def sample(self, given: QueryParams) -> Any:
-        """Return a completion with everything that was saved about it."""
-        return self._sample(given)[3]
+        """Return a completion with everything that was saved about it, and copies of its prompt's pictures."""
+        row = self._sample(given)[3]
+        return {**row, "pictures": shown(self._run(given).folder, row)}
 
     def rival(self, given: QueryParams) -> Any:
         """Return the completion with which the requested one is compared: the best of its group, or the worst if it is

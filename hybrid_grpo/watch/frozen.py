@@ -20,6 +20,7 @@ from starlette.datastructures import QueryParams
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.records.files import json_safe, replace_text
 from hybrid_grpo.records.json_lines import Record
+from hybrid_grpo.records.thumbnails import shown
 from hybrid_grpo.watch.answers import Answers
 from hybrid_grpo.watch.folders import Folders
 from hybrid_grpo.watch.metrics_file import MetricsFile
@@ -165,6 +166,7 @@ def _samples(folder: Path, step: int, path: Path, reader: TokenReader) -> Iterat
             return
         number = line_number(path, offset) if count < _WITH_TOKENS else None
         record = None if number is None else reader.read(folder, step, number, row.get("sample"))
+        row |= {"pictures": shown(folder, row)}
         sample = {"row": summarize(row, step, offset), "all": row, "rival": compared.get(offset)}
         found = {**sample, "tokens": _rounded(record)}
         if (size := len(json.dumps(found))) > left:

@@ -172,8 +172,16 @@ def line_number(path: Path, offset: int) -> int | None:
 def prompt_text(prompt: Any) -> str:
     """Return a prompt as text; for a conversation, the contents of its messages."""
     if isinstance(prompt, list):
-        return "\n\n".join(str(message.get("content")) for message in prompt if isinstance(message, dict))
+        return "\n\n".join(_said(message.get("content")) for message in prompt if isinstance(message, dict))
     return str(prompt)
+
+
+def _said(content: Any) -> str:
+    """Return the content of a message as text; of its parts, those that are text, and the places of the others."""
+    if not isinstance(content, list):
+        return str(content)
+    parts = (part for part in content if isinstance(part, dict))
+    return " ".join(str(part["text"]) if "text" in part else f"[{part.get('type')}]" for part in parts)
 
 
 def _lines(path: Path, begin: int) -> Iterator[tuple[int, bytes | None]]:

@@ -145,11 +145,13 @@ class _PixtralProcessor:
     def __init__(self, image_processor: Any, tokenizer: Any) -> None:
         self.image_processor, self.tokenizer = image_processor, tokenizer
 
-    def __call__(self, text: list[str], images: list[Image.Image] | None = None, **options: Any) -> Any:
+    def __call__(self, text: list[str] | None = None, images: list[Image.Image] | None = None, **options: Any) -> Any:
         of_text = {"add_special_tokens": False, "return_tensors": options.get("return_tensors")}
         if not images:
             return self.tokenizer(text, **of_text)
         found = self.image_processor(images, return_tensors="pt")
+        if text is None:
+            return found
         sizes = [(int(height) // 8, int(width) // 8) for height, width in found["image_sizes"]]
         rows = ["[IMG_BREAK]".join(["[IMG]" * width] * height) + "[IMG_END]" for height, width in sizes]
         first, *others = text[0].split("[IMG]")

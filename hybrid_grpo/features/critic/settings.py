@@ -61,6 +61,7 @@ class CriticConfig(FeatureConfig):
     feature, planned = "critic:CriticFeature", "memory:CriticMemory"
     page = "docs/ppo.md"
     replaces_groups = "critic.enabled"
+    sees = False
     gives_advantages = True
     free = frozenset({"critic.zero_stage", "critic.offload_optimizer"})
 

@@ -55,6 +55,7 @@ class GuestsConfig(FeatureConfig):
     docs/guests.md."""
 
     section = "guests"
+    sees = False
     feature, planned = "guests:Guests", "memory:GuestMemory"
     page = "docs/guests.md"
 

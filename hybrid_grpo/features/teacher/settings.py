@@ -66,6 +66,7 @@ class TeacherConfig(FeatureConfig):
     feature, planned = "teacher:Teacher", "memory:TeacherMemory"
     page = "docs/distillation.md"
     replaces_groups = "a teacher"
+    sees = False
     learns_without_rewards = True
     free = frozenset({"teacher.offload"})
 

@@ -21,7 +21,7 @@ from hybrid_grpo.generation.graphs import bytes_of
 from hybrid_grpo.generation.loop import PAGE
 from hybrid_grpo.generation.state_pool import rows_for
 from hybrid_grpo.model.hardware import CUDA_CONTEXT_BYTES, Hardware
-from hybrid_grpo.model.loading import load_config, parameters_of
+from hybrid_grpo.model.loading import load_config, parameters_of, tower_parameters
 from hybrid_grpo.model.logprobs import HeadFunction
 from hybrid_grpo.rewards.models.reward_model import RewardModel
 from hybrid_grpo.run.memory import remedies
@@ -79,9 +79,12 @@ def estimate(
     models: Sequence[RewardModel] = (),
     held_out: int = 0,
     held_out_longest: int = 0,
+    *,
+    sees: bool = False,
 ) -> Plan | None:
-    """Return the memory plan of a run; None if the model cannot run without data. Raise UserError if the model has no
-    configuration, or does not support the attention or adapters in the settings."""
+    """Return the memory plan of a run, whose prompts have pictures if it `sees`; None if the model cannot run without
+    data. Raise UserError if the model has no configuration, or does not support the attention or adapters in the
+    settings."""
     features = [share for feature in config.active_features if (share := feature.memory(config)) is not None]
     heads = [feature.head for feature in features]
     model_config = load_config(config.policy.model)
@@ -99,7 +102,8 @@ def estimate(
             ) from None
         return None
     user = _user_bytes(config, max(config.rollout.longest(prompt), held_out_longest), hardware)
-    parts = models, held_out, held_out_longest, features, user
+    tower = getattr(torch, config.policy.dtype).itemsize * tower_parameters(model_config) if sees else 0
+    parts = models, held_out, held_out_longest, features, user, tower
     return Plan(config, sizes, batch, prompt, hardware, *parts, measured=measured)
 
 
@@ -131,6 +135,8 @@ class Plan:
     features: Sequence[FeatureMemory] = ()
     user: int = 0
     """Bytes of the model that plays the user and, on a GPU, of the memory for decoding that it keeps."""
+    tower: int = 0
+    """Bytes of the tower that sees pictures."""
     measured: Callable[[TrainConfig, BatchPlan], Sizes] | None = None
     """Makes another dry run, for other settings of `policy`; takes seconds."""
 
@@ -248,8 +254,13 @@ class Plan:
         states = self.states() if self.offloads else []
         weights = Part("weights", self.dtype * self.n // self.ranks if self.hosted else 0, "more ranks")
         parts = [self.process, self.reward_models(on_host=True), self.reference(), weights, *states]
-        parts += [*self.feature_parts(on_host=True), self.export, self.copy()]
+        parts += [*self.feature_parts(on_host=True), self.export, self.copy(), self.pictures()]
         return Phase("its host", tuple(part for part in parts if part.bytes and self.gpu))
+
+    def pictures(self) -> Part:
+        """Return what is kept of pictures in host memory; on a CPU, which shares it, what a step needs at least."""
+        kept = int(self.config.policy.picture_cache_gb * 2**30) if self.tower and self.gpu else 0
+        return Part("pictures", kept, "a lower policy.picture_cache_gb")
 
     def fixed(self) -> list[Part]:
         """Return the parts that are on the device all the time."""
@@ -259,12 +270,12 @@ class Plan:
             self.reward_models(on_host=False),
         ]
         parts += self.feature_parts(on_host=False)
-        parts += [Part("user", self.user, "a smaller rollout.user_model")]
+        parts += [Part("user", self.user, "a smaller rollout.user_model"), Part("tower", self.tower)]
         if self.gpu:
             runtime = [Part("runtime", CUDA_CONTEXT_BYTES), Part("NCCL", NCCL_BYTES if self.ranks > 1 else 0)]
             return [*runtime, *parts, *([] if self.offloads else self.states())]
         on_host = [self.reward_models(on_host=True), *self.feature_parts(on_host=True)]
-        return [self.process, *parts, *on_host, *self.states(), self.reference()]
+        return [self.process, *parts, *on_host, *self.states(), self.reference(), self.pictures()]
 
     def held(self, parts: list[Part]) -> list[Part]:
         """Return the parts and, on a GPU, one more for what torch's allocator holds in addition to them."""

@@ -25,7 +25,9 @@ function curves({ run, name, axis, window }) {
   return { [run]: { curves: Object.fromEntries(found), from: axes[axis][0], to: axes[axis].at(-1) } };
 }
 
-const said = text => (Array.isArray(text) ? text.map(message => message.content).join("\n\n") : String(text ?? ""));
+const parts = content => (Array.isArray(content) ? content.map(part => part.text ?? "").join(" ") : content);
+const said = text =>
+  Array.isArray(text) ? text.map(message => parts(message.content)).join("\n\n") : String(text ?? "");
 const within = (value, low, high) =>
   (low === "" || (value !== null && value >= Number(low))) &&
   (high === "" || (value !== null && value <= Number(high)));

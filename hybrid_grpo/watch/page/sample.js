@@ -35,6 +35,7 @@ export function completion(run, all, tokens, rival, wanted, close, group) {
     ),
     list(facts),
     el("h3", {}, "Prompt"),
+    ...shown(all.pictures),
     ...said("Prompt", all.prompt, wanted),
     ...answer(all, tokens, wanted),
     ...(rival ? beside(all, rival) : []),
@@ -115,6 +116,19 @@ const list = entries =>
   el("dl", {}, ...entries.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value ?? "–"))));
 const part = (title, entries) => (entries.length ? [el("h3", {}, title), list(entries)] : []);
 
+// The pictures of a prompt: small copies from the run's folder, or their names if there are none.
+function shown(pictures) {
+  const figures = (pictures ?? []).map(({ name, src }, at) =>
+    el(
+      "figure",
+      {},
+      src && el("img", { src, alt: `Picture ${at + 1} of the prompt: ${name}` }),
+      el("figcaption", {}, `${at + 1}. ${name}`),
+    ),
+  );
+  return figures.length ? [el("div", { class: "pictures" }, ...figures)] : [];
+}
+
 function said(title, text, wanted) {
   if (!Array.isArray(text))
     return [
@@ -139,8 +153,12 @@ function spoken(message) {
   const calls = (message.tool_calls ?? []).map(
     call => `${call.function?.name}(${plain(call.function?.arguments ?? "")})`,
   );
-  return [...(message.content ? [plain(message.content)] : []), ...calls].join("\n");
+  return [...(message.content ? [parts(message.content)] : []), ...calls].join("\n");
 }
+
+// What the parts of a message say, and where those are that are no text.
+const parts = content =>
+  Array.isArray(content) ? content.map(part => part.text ?? `[${part.type}]`).join(" ") : plain(content);
 
 // A text with words marked, in upper or lower case.
 export function marked(text, words) {

@@ -1,0 +1,83 @@
+"""Small copies of the pictures of prompts, kept in a run's folder for those who look at its completions."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+from hybrid_grpo.records.files import replace_bytes
+
+
+class Picture(Protocol):
+    """A picture of a prompt, as `data.pictures` has it."""
+
+    @property
+    def key(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> tuple[int, int]: ...
+
+    def open(self) -> Any: ...
+
+
+FOLDER = "pictures"
+_SIDE = 320
+"""Longest side of a copy in pixels."""
+_MOST, _LARGEST = 16, 2**18
+"""Most copies that are shown of a prompt, and bytes of one."""
+_NAME = re.compile(r"[0-9a-f]{1,16}\.(png|jpg)")
+
+
+def described(picture: Picture) -> dict[str, Any]:
+    """Return what a saved completion says of a picture of its prompt: its copy's `file`, its `name` and its `size`."""
+    kind = "png" if max(picture.size) <= _SIDE else "jpg"
+    return {"file": f"{picture.key:x}.{kind}", "name": picture.name, "size": list(picture.size)}
+
+
+def copies(pictures: Iterable[Picture], known: set[str]) -> dict[str, bytes]:
+    """Return the copies of pictures whose files are not `known`, by the names of their files, which are known then."""
+    made: dict[str, bytes] = {}
+    for picture in pictures:
+        file = described(picture)["file"]
+        if file not in known:
+            known.add(file)
+            image, written = picture.open(), io.BytesIO()
+            image.thumbnail((_SIDE, _SIDE))
+            image.save(written, "PNG" if file.endswith("png") else "JPEG", quality=80)
+            made[file] = written.getvalue()
+    return made
+
+
+def write(folder: Path, made: dict[str, bytes]) -> None:
+    """Write copies to the folder of a run."""
+    for file, contents in made.items():
+        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+        replace_bytes(folder / FOLDER / file, contents)
+
+
+def shown(folder: Path, row: dict[str, Any]) -> list[dict[str, str]]:
+    """Return the pictures of a saved completion's prompt as a page shows them, each with its `name` and, if there is a
+    copy, its contents as an address (`src`)."""
+    listed = row.get("pictures")
+    found = []
+    for of in listed[:_MOST] if isinstance(listed, list) else ():
+        if isinstance(of, dict) and _NAME.fullmatch(str(of.get("file"))):
+            found.append({"name": str(of.get("name"))[:200], **_address(folder / FOLDER / of["file"])})
+    return found
+
+
+def _address(path: Path) -> dict[str, str]:
+    try:
+        if path.is_symlink() or not path.is_file() or path.stat().st_size > _LARGEST:
+            return {}
+        kind = "png" if path.suffix == ".png" else "jpeg"
+        return {"src": f"data:image/{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"}
+    except OSError:
+        return {}

@@ -1,0 +1,27 @@
+"""Models that see, against transformers alone: one family after another, tiny and random."""
+
+import numpy as np
+import pytest
+from seeing import FAMILIES
+from sight_proof import PROMPTS, prove_sight
+
+from hybrid_grpo.model.sight import keys_of, visual_tokens, whole_until
+
+ROUNDING = {"qwen3_5": 3e-5, "gemma4": 3e-5}
+"""Recurrences and embeddings of every layer round more."""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_sees_decodes_and_learns_as_transformers_computes_it(name, tmp_path):
+    gaps, sight = prove_sight(name, tmp_path)
+    assert not gaps.faults(ROUNDING.get(name, 1e-5))
+    shown = {id(part) for parts in PROMPTS for part in parts if not isinstance(part, str)}
+    assert sight.runs == len(shown) == 4, "the tower runs once for each picture, in sampling and training together"
+
+
+def test_pictures_are_read_whole_and_told_apart():
+    one, two = visual_tokens(5, 3), visual_tokens(2**45 - 1, 2)
+    tokens = [7, *one, 8, *two, *one[:2], 9, one[2], 4]
+    assert keys_of(tokens) == [5, 2**45 - 1, 5] and all(token < 0 for token in one + two)
+    assert [whole_until(tokens, end) for end in (0, 1, 2, 3, 4, 6, 8, 10, 11)] == [0, 1, 4, 4, 4, 7, 11, 11, 11]
+    assert np.array(two).dtype == np.int64
