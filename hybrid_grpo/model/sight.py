@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.model.attention import Blocks
-from hybrid_grpo.model.towers import text_of
+from hybrid_grpo.model.towers import lacks_towers, text_of
 from hybrid_grpo.model.upload import upload
 
 _INDEX_BITS = 18
@@ -93,8 +93,6 @@ class Sight:
         axes: number of axes that the text model counts positions on, if pictures are placed on several; else 1.
         both_ways: in which layers the tokens of a picture attend to each other in both directions.
         runs: number of times that the tower ran.
-        pad: a token in the places of pictures, where embeddings of tokens are looked up.
-        unread: tokens that the model replaces by `pad`, should it sample them.
     """
 
     def __init__(self, tower: Any, pixels: Pixels, device: torch.device, cache_bytes: int) -> None:
@@ -105,10 +103,7 @@ class Sight:
         self._base = tower.base_model
         self.axes = 3 if hasattr(self._base, "get_rope_index") else 1
         config = tower.config
-        text, self.both_ways = config.get_text_config(decoder=True), reads_both_ways(config)
-        self.pad = getattr(text, "pad_token_id", None) or 0
-        names = ("image", "video", "audio") if config.model_type.startswith("gemma4") else ()
-        self.unread = [getattr(config, f"{name}_token_id", None) for name in names]
+        self.both_ways = reads_both_ways(config)
         self._placeholder = image_token(config)
 
     @torch.inference_mode(False)
@@ -220,23 +215,33 @@ class Shown:
 def text_forward(model: Any, input_ids: Tensor, position_ids: Tensor, shown: Shown | None, **given: Any) -> Any:
     """Return the output of a causal language model's base for tokens, int64 [b, S]; those below 0 are pictures.
 
-    `position_ids` is int64, [b, S] or [axes, b, S]; `given` are further arguments of the base. Without pictures the
-    base is called as it is.
+    `position_ids` is int64, [b, S] or [axes, b, S]; `given` are further arguments of the base. Of a model that was
+    built without its towers, the text model is called, with pictures or without: under ZeRO-3 ranks gather weights in
+    the order in which modules are called, and some ranks may have no picture.
     """
-    if shown is None:
+    if not lacks_towers(model):
         return model.base_model(input_ids=input_ids, position_ids=position_ids, **given)
-    text = text_of(model)
+    text, (pad, unread) = text_of(model), _unread(model.config)
     unread_bS = input_ids < 0
-    for token in shown.sight.unread:
+    for token in unread:
         unread_bS = unread_bS | (input_ids == token)
-    ids_bS = input_ids.masked_fill(unread_bS, shown.sight.pad)
-    tokens_bSD = text.get_input_embeddings()(ids_bS)
-    embeds_bSD, deep = shown.embedded(tokens_bSD)
-    if deep:
-        given |= {"visual_pos_masks": input_ids < 0, "deepstack_visual_embeds": deep}
+    ids_bS = input_ids.masked_fill(unread_bS, pad)
+    tokens_bSD = embeds_bSD = text.get_input_embeddings()(ids_bS)
+    if shown is not None:
+        embeds_bSD, deep = shown.embedded(tokens_bSD)
+        if deep:
+            given |= {"visual_pos_masks": input_ids < 0, "deepstack_visual_embeds": deep}
     if getattr(text, "hidden_size_per_layer_input", 0):
         given["per_layer_inputs"] = text.get_per_layer_inputs(ids_bS, tokens_bSD)
     return text(inputs_embeds=embeds_bSD, position_ids=position_ids, **given)
+
+
+def _unread(config: Any) -> tuple[int, list[int]]:
+    """Return the token in the places of pictures where embeddings of tokens are looked up, and the tokens that the
+    model itself replaces by it, should it sample them."""
+    kinds = ("image", "video", "audio") if config.model_type.startswith("gemma4") else ()
+    pad = getattr(config.get_text_config(decoder=True), "pad_token_id", None) or 0
+    return pad, [token for kind in kinds if (token := getattr(config, f"{kind}_token_id", None)) is not None]
 
 
 def reads_both_ways(config: Any) -> Literal["all", "windows"] | None:

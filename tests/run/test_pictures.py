@@ -1,0 +1,95 @@
+"""Runs on prompts with pictures: one rank and two, resumed, and what they leave."""
+
+import json
+import shutil
+
+import forks
+import pytest
+from seeing import make_seeing, pictures
+
+from hybrid_grpo.records.tokens import read_tokens
+
+SETTINGS = {
+    **{"policy.dtype": "float32", "policy.lr": 1e-3, "engine.zero_stage": 3, "log.wandb": "disabled"},
+    **{"data.path": "rows.jsonl", "data.shuffle": "false", "data.max_prompt_tokens": 80, "grpo.beta": 0.05},
+    **{"rollout.prompts_per_step": 4, "rollout.num_generations": 4, "rollout.max_completion_tokens": 8},
+    **{"grpo.num_minibatches": 2, "log.rollouts_every": 1, "checkpoint.every": 2, "run.steps": 4},
+}
+REWARD = """
+def kinds(completions, images, **_):
+    return [len(set(str(c))) / 20 + sum(image.open().width for image in i or ()) for c, i in zip(completions, images)]
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two runs of four steps, on one rank and on two. In a step, one of four prompts has pictures: a rank sees none."""
+    folder = tmp_path_factory.mktemp("pictures")
+    make_seeing("qwen3_vl", folder / "model")
+    for number, picture in enumerate(pictures()):
+        picture.save(folder / f"{number}.png")
+    rows = [{"prompt": f"row {n}", "images": ["0.png", f"{n // 4}.png"] if n % 4 == 0 else None} for n in range(16)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "kinds.py").write_text(REWARD)
+    for ranks in (1, 2):
+        train(folder, f"of{ranks}", ranks)
+    return folder
+
+
+def train(folder, name, ranks, **more):
+    settings = SETTINGS | {"policy.model": folder / "model", "run.name": name, "run.dir": folder / "runs"} | more
+    arguments = [f"--{key}={value}" for key, value in settings.items()]
+    rewards = "--rewards=[{function: kinds.py:kinds}]"
+    done = forks.run("-m", "hybrid_grpo", "train", rewards, *arguments, world=ranks, cwd=folder)
+    assert done.status == 0, done.out[-3000:] + done.err[-3000:]
+
+
+def steps(folder, name):
+    return list(map(json.loads, (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()))
+
+
+@pytest.mark.process
+@pytest.mark.ranks
+def test_one_rank_and_two_sample_and_learn_the_same_also_where_one_has_no_picture(folder):
+    one, two = (steps(folder, name) for name in ("of1", "of2"))
+    assert len(one) == len(two) == 4
+    for a, b in zip(one, two, strict=True):
+        assert a["reward/mean"] == pytest.approx(b["reward/mean"], rel=1e-5), "the same completions"
+        assert a["parity/logp_abs_diff_mean"] < 1e-5, "the sampler is the trainer"
+        for name in ("policy/loss", "policy/grad_norm", "policy/kl"):
+            assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-6)
+    sampled = [read_tokens(folder / f"runs/of{n}/rollouts/step_000004.parquet") for n in (1, 2)]
+    one, two = (sorted((row["prompt_ids"], row["token_ids"]) for row in rows) for rows in sampled)
+    assert one == two
+
+
+@pytest.mark.process
+@pytest.mark.ranks
+def test_a_resumed_run_is_the_run_to_the_bit(folder):
+    shutil.copytree(folder / "runs/of2", folder / "runs/again")
+    shutil.rmtree(folder / "runs/again/model")
+    shutil.rmtree(folder / "runs/again/checkpoints/step_000004")
+    train(folder, "again", 2, **{"run.resume": "auto"})
+    times = ("time/", "throughput/", "memory/", "progress/")
+    whole, again = (
+        [{name: value for name, value in step.items() if not name.startswith(times)} for step in steps(folder, run)]
+        for run in ("of2", "again")
+    )
+    assert whole == again
+    weights = [folder / "runs" / run / "model/model.safetensors" for run in ("of2", "again")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_completions_name_their_pictures_and_copies_lie_beside_them(folder):
+    lines = (folder / "runs/of2/rollouts/step_000002.jsonl").read_text().splitlines()
+    rows = list(map(json.loads, lines))
+    seen = [row for row in rows if "pictures" in row]
+    assert len(seen) == 4 and [of["name"] for of in seen[0]["pictures"]] == ["0.png", "1.png"]
+    assert seen[0]["columns"]["images"] == ["0.png", "1.png"]
+    files = {path.name for path in (folder / "runs/of2/pictures").iterdir()}
+    assert {of["file"] for row in seen for of in row["pictures"]} <= files and len(files) == 4
+
+
+def test_the_export_is_the_whole_checkpoint_with_its_processor(folder):
+    start, model = ({path.name for path in (folder / of).iterdir()} for of in ("model", "runs/of2/model"))
+    assert start <= model and "preprocessor_config.json" in model
