@@ -17,7 +17,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from hybrid_grpo.data.tasks.shapes import CELLS, COLOURS, KINDS, QUESTIONS, SIDE, ask, draw_scene, drawing, png, shapes
 
-ROWS = {"sft": 3_000, "train": 3_072, "heldout": 512}
+ROWS = {"sft": 4_096, "train": 4_096, "heldout": 512}
 SURE, UNSURE = 0.5, "unsure"
 """Share of the warm-up's rows that give the answer, and what the others say."""
 CELL = 8
