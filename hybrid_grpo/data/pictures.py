@@ -22,8 +22,7 @@ from hybrid_grpo.config import DataConfig, PolicyConfig
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.data.chat_text import unmarked
 from hybrid_grpo.data.completion import Message
-from hybrid_grpo.model.loading import load_tower
-from hybrid_grpo.model.processors import load_processor
+from hybrid_grpo.model.processors import load_processor, load_tower
 from hybrid_grpo.model.sight import KEY_BITS, Sight, image_token, visual_tokens
 from hybrid_grpo.model.towers import has_tower
 

@@ -8,7 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -24,7 +24,7 @@ from hybrid_grpo.generation.drafts import Drafter
 from hybrid_grpo.generation.fused_step import fused_step
 from hybrid_grpo.generation.graphs import bytes_of, capture_on
 from hybrid_grpo.generation.paged_attention import PAGE, Prefill
-from hybrid_grpo.generation.requests import Request, groups_of, sequences_of
+from hybrid_grpo.generation.requests import Request, groups_of, lengths_of, sequences_of
 from hybrid_grpo.generation.sampler import Sampling
 from hybrid_grpo.generation.scheduler import Group, Scheduler
 from hybrid_grpo.generation.sequence import (
@@ -37,6 +37,7 @@ from hybrid_grpo.generation.sequence import (
     Sequence,
     Turns,
 )
+from hybrid_grpo.generation.stats import Stats
 from hybrid_grpo.generation.timeline import Timeline
 from hybrid_grpo.generation.workspace import Workspace
 from hybrid_grpo.model.kernels.decoding import adopt
@@ -45,34 +46,6 @@ from hybrid_grpo.model.routing import Routing, joined
 from hybrid_grpo.model.sight import Sight, beside, pictures_of, positions_of, text_forward, whole_until
 from hybrid_grpo.model.states import adopt_states
 from hybrid_grpo.model.upload import upload
-
-
-@dataclass
-class Stats:
-    """Statistics of a call of `generate`."""
-
-    steps: int = 0
-    """Forward passes of the decode loop."""
-    rows: int = 0
-    """Total rows of these passes: one for each sampled token, and for each token of a draft that did not hold."""
-    context: int = 0
-    """Cache entries that these rows attended to."""
-    prefills: int = 0
-    """Number of prompts read; a preempted sequence that is read again is counted again."""
-    answers: int = 0
-    """Number of answers between turns that were added to an existing cache."""
-    preempted: int = 0
-    """Number of sequences that lost their pages while they were being decoded or waiting."""
-    drafted: int = 0
-    """Number of rows for tokens of drafts; see `Drafter`."""
-    held: int = 0
-    """Number of these tokens that were then sampled."""
-    peak_cache_bytes: int = 0
-    captures: int = 0
-    """Number of forwards captured as CUDA graphs."""
-    timeline: Timeline | None = None
-    """None with the fallback, and if nothing was decoded."""
-
 
 PATIENCE_S = 0.2
 """Longest wait for answers to turns between two calls of `on_step`, in seconds."""
@@ -325,7 +298,7 @@ def _decoder(
     workspace: Workspace | None,
     *,
     waiting: bool,
-    shifts: bool,
+    sight: Sight | None,
 ) -> Decoder:
     """Return the decoder for a call of `generate`, with a cache for sequences of the lengths `longest` (descending)."""
     device = next(model.parameters()).device
@@ -335,6 +308,7 @@ def _decoder(
         fused_step(model, PagedCache(geometry, 2, page, device))
     reserved = partial(_reserved, model, geometry, capture is not None)
     new_cache = partial(cache_for, geometry, page, cache_gb, device, prefill_tokens, reserved, waiting=waiting)
+    shifts = sight is not None and sight.axes > 1
     if workspace is not None and capture is not None:
         return workspace.decoder(model, sampling, longest[0], new_cache, capture, shifts=shifts)
     cache = new_cache(longest, slots)
@@ -391,13 +365,9 @@ def generate(
         return [], Stats()
     sequences = sequences_of(requests, sampling, sight)
     assert turns is None or (enough is None and all(r.most for r in requests)), "turns end, and have a limit in all"
-    longest = sorted(
-        (min(s.most, s.prompt + s.limit) if turns is None else s.most for group in sequences for s in group),
-        reverse=True,
-    )
+    longest = lengths_of(sequences, several_turns=turns is not None)
     memory = (slots := min(max_slots, len(longest))), prefill_tokens, cache_gb, workspace
-    shifts = sight is not None and sight.axes > 1
-    decoder = _decoder(model, sampling, longest, *memory, waiting=turns is not None, shifts=shifts)
+    decoder = _decoder(model, sampling, longest, *memory, waiting=turns is not None, sight=sight)
     groups = chain.from_iterable(map(groups_of, sequences))
     schedule = Scheduler(decoder.cache, groups, min(slots, decoder.slots), decoder.ahead)
     callbacks = Callbacks(on_finish, on_step, on_token, decode, turns, enough)

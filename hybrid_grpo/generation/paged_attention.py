@@ -18,7 +18,6 @@ from torch import Tensor
 from hybrid_grpo.generation.cache import Geometry, PagedCache, cached_forward
 from hybrid_grpo.model.attention import (
     ROUNDING,
-    Blocks,
     Options,
     Segments,
     attend,
@@ -26,6 +25,7 @@ from hybrid_grpo.model.attention import (
     on_gpu,
     ragged_attention,
 )
+from hybrid_grpo.model.blocks import Blocks
 from hybrid_grpo.model.kernels import decoding, gpu
 from hybrid_grpo.model.latents import absorbed
 from hybrid_grpo.model.routing import Recorder

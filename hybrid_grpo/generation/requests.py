@@ -56,3 +56,9 @@ def groups_of(sequences: list[Sequence]) -> list[Group]:
     begun = [Group(list(s.tokens), deque([s]), experts=s.experts) for s in sequences if s.begun]
     new = deque(s for s in sequences if not s.begun)
     return [*begun, *([Group(list(new[0].tokens), new)] if new else [])]
+
+
+def lengths_of(groups: list[list[Sequence]], *, several_turns: bool) -> list[int]:
+    """Return the maximum number of tokens of each sequence, in descending order."""
+    every = (s for group in groups for s in group)
+    return sorted((s.most if several_turns else min(s.most, s.prompt + s.limit) for s in every), reverse=True)

@@ -12,9 +12,7 @@ the sum over its completions.
 from __future__ import annotations
 
 import inspect
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -25,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AttentionInterface
 
+from hybrid_grpo.model.blocks import Blocks
 from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.model.kernels.attention import SegmentAttention, sink_gradient
 from hybrid_grpo.model.kernels.build import usable
@@ -292,17 +291,6 @@ def _agrees(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: 
     return bool(torch.stack(gaps).max() < ROUNDING)
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """Runs of tokens of a row, those of pictures, that attend to each other in both directions, within a window too
-    (Gemma 3, arXiv:2503.19786, section 2)."""
-
-    runs: Sequence[tuple[int, int]]
-    """(start, length) of each; none crosses the end of a segment."""
-    windows_only: bool
-    """Whether they do so only in layers with a sliding window."""
-
-
 class Segments:
     """Which tokens of one row attend to which; see the module's docstring.
 
@@ -347,19 +335,12 @@ class Segments:
     def _with_blocks(self, out: Tensor, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
         """Return the causal attention `out` with that of the blocks in their places."""
         assert self._blocks is not None
-        starts, places, found = [start for start, _ in self._own], [], []
-        for start, length in self._blocks.runs:
-            number = bisect_right(starts, start) - 1
-            begin, (before, count) = self._own[number][0], self._prefix[number]
-            seen = slice(before, before + count), slice(begin, start + length)
+        places, found = [], []
+        for own, seen, allowed in self._blocks.parts(self._own, self._prefix, options.window, self._device):
             keys, values = (torch.cat([x[part] for part in seen]).transpose(0, 1)[None] for x in (key, value))
-            at = torch.arange(start, start + length, device=self._device) - begin + count
-            allowed = torch.ones(length, keys.shape[2], dtype=torch.bool, device=self._device)
-            if options.window:
-                allowed = torch.arange(keys.shape[2], device=self._device) > at[:, None] - options.window
-            queries = query[start : start + length].transpose(0, 1)[None]
+            queries = query[own].transpose(0, 1)[None]
             found.append(attend(queries, keys, values, allowed, options)[0].transpose(0, 1))
-            places.append(torch.arange(start, start + length, device=self._device))
+            places.append(torch.arange(own.start, own.stop, device=self._device))
         return out.index_copy(0, torch.cat(places), torch.cat(found).to(out.dtype))
 
     @cached_property

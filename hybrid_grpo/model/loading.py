@@ -31,7 +31,7 @@ from hybrid_grpo.model.architectures import unsupported
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.ranks import all_gather_objects, rank
 from hybrid_grpo.model.routing import recomputed
-from hybrid_grpo.model.towers import causal_lm, has_tower, loader, outside_deepspeed, tower_class
+from hybrid_grpo.model.towers import causal_lm, has_tower, loader, outside_deepspeed
 
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
@@ -184,33 +184,12 @@ def load_model(policy: PolicyConfig, attn_implementation: str | None = None, set
     return load_for_training(loader(config), policy, config, attention, setting=setting)
 
 
-def load_tower(policy: PolicyConfig) -> Any:
-    """Load the tower of `policy.model`, on the CPU and outside the engine. Raises UserError as `load_weights` does."""
-    config = load_config(policy.model)
-    with outside_deepspeed():
-        return load_weights(
-            tower_class(config),
-            policy.model,
-            without_dropout(config),
-            "policy.model",
-            dtype=getattr(torch, policy.dtype),
-            use_safetensors=None if policy.pickled_weights else True,
-        )
-
-
 def parameters_of(name: str, setting: str = "policy.model") -> int:
     """Return a causal language model's number of parameters, computed from its configuration."""
     config = load_config(name, setting)
     with torch.device("meta"):
         model = loader(config).from_config(config, trust_remote_code=False)
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def tower_parameters(config: Any) -> int:
-    """Return the number of parameters of a model's tower, computed from its configuration."""
-    with torch.device("meta"):
-        tower = tower_class(config)(deepcopy(config))
-    return sum(parameter.numel() for parameter in tower.parameters())
 
 
 def load_for_training(

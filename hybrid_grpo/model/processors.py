@@ -1,12 +1,17 @@
-"""Loads the processor of a checkpoint that sees, which says how pictures enter a prompt and the tower."""
+"""Loads what a checkpoint sees with: its processor, which says how pictures enter a prompt, and its tower."""
 
 from __future__ import annotations
 
 import importlib.util
+from copy import deepcopy
 from typing import Any
 
+import torch
+
+from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.config.errors import UserError, refuse
-from hybrid_grpo.model.loading import first_line, load_config
+from hybrid_grpo.model.loading import first_line, load_config, load_weights, without_dropout
+from hybrid_grpo.model.towers import outside_deepspeed, tower_class
 
 
 def load_processor(name: str, setting: str = "policy.model") -> Any:
@@ -46,3 +51,24 @@ def without_videos(kind: Any) -> Any:
 
     members = {"_get_arguments_from_pretrained": classmethod(arguments), "check_argument_for_proper_class": check}
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, **members})
+
+
+def load_tower(policy: PolicyConfig) -> Any:
+    """Load the tower of `policy.model`, on the CPU and outside the engine. Raises UserError as `load_weights` does."""
+    config = load_config(policy.model)
+    with outside_deepspeed():
+        return load_weights(
+            tower_class(config),
+            policy.model,
+            without_dropout(config),
+            "policy.model",
+            dtype=getattr(torch, policy.dtype),
+            use_safetensors=None if policy.pickled_weights else True,
+        )
+
+
+def tower_parameters(config: Any) -> int:
+    """Return the number of parameters of a model's tower, computed from its configuration."""
+    with torch.device("meta"):
+        tower = tower_class(config)(deepcopy(config))
+    return sum(parameter.numel() for parameter in tower.parameters())

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid_grpo.model.attention import Blocks
+from hybrid_grpo.model.blocks import Blocks
 from hybrid_grpo.model.towers import lacks_towers, text_of
 from hybrid_grpo.model.upload import upload
 

@@ -25,8 +25,9 @@ from hybrid_grpo.data.pictures import Album
 from hybrid_grpo.generation import GREEDY, Request, Sampling, stream_key
 from hybrid_grpo.generation.rollout import complete
 from hybrid_grpo.model.attention import ATTENTION
-from hybrid_grpo.model.loading import load_config, load_model, load_tower
+from hybrid_grpo.model.loading import load_config, load_model
 from hybrid_grpo.model.logprobs import LogprobModel
+from hybrid_grpo.model.processors import load_tower
 from hybrid_grpo.model.sight import Sight, image_token
 from hybrid_grpo.model.view import View, meta_copy
 

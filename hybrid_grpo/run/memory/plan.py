@@ -21,8 +21,9 @@ from hybrid_grpo.generation.graphs import bytes_of
 from hybrid_grpo.generation.loop import PAGE
 from hybrid_grpo.generation.state_pool import rows_for
 from hybrid_grpo.model.hardware import CUDA_CONTEXT_BYTES, Hardware
-from hybrid_grpo.model.loading import load_config, parameters_of, tower_parameters
+from hybrid_grpo.model.loading import load_config, parameters_of
 from hybrid_grpo.model.logprobs import HeadFunction
+from hybrid_grpo.model.processors import tower_parameters
 from hybrid_grpo.rewards.models.reward_model import RewardModel
 from hybrid_grpo.run.memory import remedies
 from hybrid_grpo.run.memory.dry_run import NeedsData, Sizes, measure
@@ -79,12 +80,10 @@ def estimate(
     models: Sequence[RewardModel] = (),
     held_out: int = 0,
     held_out_longest: int = 0,
-    *,
     sees: bool = False,
 ) -> Plan | None:
-    """Return the memory plan of a run, whose prompts have pictures if it `sees`; None if the model cannot run without
-    data. Raise UserError if the model has no configuration, or does not support the attention or adapters in the
-    settings."""
+    """Return the memory plan of a run, which `sees` if prompts have pictures; None if the model needs data to run. Raise
+    UserError if the model has no configuration, or does not support the attention or adapters in the settings."""
     features = [share for feature in config.active_features if (share := feature.memory(config)) is not None]
     heads = [feature.head for feature in features]
     model_config = load_config(config.policy.model)
@@ -103,8 +102,8 @@ def estimate(
         return None
     user = _user_bytes(config, max(config.rollout.longest(prompt), held_out_longest), hardware)
     tower = getattr(torch, config.policy.dtype).itemsize * tower_parameters(model_config) if sees else 0
-    parts = models, held_out, held_out_longest, features, user, tower
-    return Plan(config, sizes, batch, prompt, hardware, *parts, measured=measured)
+    parts = models, held_out, held_out_longest, features, user, tower, measured
+    return Plan(config, sizes, batch, prompt, hardware, *parts)
 
 
 def _user_bytes(config: TrainConfig, longest: int, hardware: Hardware) -> int:
@@ -161,6 +160,8 @@ class Plan:
         self.rows = groups * config.rollout.num_generations
         self.process = Part("runtime", self.hardware.process_bytes + PROCESS_GROWTH_BYTES)
         self.export = Part("copy to write", self.dtype * self.n)
+        kept = int(config.policy.picture_cache_gb * 2**30)
+        self.pictures = Part("pictures", kept if self.tower else 0, "a lower policy.picture_cache_gb")
         self.slots = min(config.rollout.max_slots, self.rows)
         self.longest = config.rollout.longest(self.prompt)
         # Rollouts and evaluations share the cache.
@@ -254,13 +255,8 @@ class Plan:
         states = self.states() if self.offloads else []
         weights = Part("weights", self.dtype * self.n // self.ranks if self.hosted else 0, "more ranks")
         parts = [self.process, self.reward_models(on_host=True), self.reference(), weights, *states]
-        parts += [*self.feature_parts(on_host=True), self.export, self.copy(), self.pictures()]
+        parts += [*self.feature_parts(on_host=True), self.export, self.copy(), self.pictures]
         return Phase("its host", tuple(part for part in parts if part.bytes and self.gpu))
-
-    def pictures(self) -> Part:
-        """Return what is kept of pictures in host memory; on a CPU, which shares it, what a step needs at least."""
-        kept = int(self.config.policy.picture_cache_gb * 2**30) if self.tower and self.gpu else 0
-        return Part("pictures", kept, "a lower policy.picture_cache_gb")
 
     def fixed(self) -> list[Part]:
         """Return the parts that are on the device all the time."""
@@ -269,13 +265,13 @@ class Plan:
             Part("weights", 0 if self.hosted else self.dtype * self.n // shards, remedies.fewer_weights(self)),
             self.reward_models(on_host=False),
         ]
-        parts += self.feature_parts(on_host=False)
-        parts += [Part("user", self.user, "a smaller rollout.user_model"), Part("tower", self.tower)]
+        user = Part("user", self.user, "a smaller rollout.user_model")
+        parts += [*self.feature_parts(on_host=False), user, Part("tower", self.tower)]
         if self.gpu:
             runtime = [Part("runtime", CUDA_CONTEXT_BYTES), Part("NCCL", NCCL_BYTES if self.ranks > 1 else 0)]
             return [*runtime, *parts, *([] if self.offloads else self.states())]
         on_host = [self.reward_models(on_host=True), *self.feature_parts(on_host=True)]
-        return [self.process, *parts, *on_host, *self.states(), self.reference(), self.pictures()]
+        return [self.process, *parts, *on_host, *self.states(), self.reference()]
 
     def held(self, parts: list[Part]) -> list[Part]:
         """Return the parts and, on a GPU, one more for what torch's allocator holds in addition to them."""
