@@ -43,6 +43,7 @@ from hybrid_grpo.model.original import Original
 from hybrid_grpo.model.ranks import all_reduce, rank
 from hybrid_grpo.model.routing import Routing, described, replays, routed
 from hybrid_grpo.model.scalar_model import ScalarModel, load_scalar_model, scalar_config
+from hybrid_grpo.model.sight import Sight
 from hybrid_grpo.model.towers import lacks_towers
 from hybrid_grpo.model.view import meta_copy
 
@@ -168,6 +169,7 @@ class Policy(TrainedModel):
     """
 
     journal: Journal | None = None
+    sight: Sight | None = None
     turns: Turns | None = None
     replays: bool | None = None
 

@@ -79,7 +79,8 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
-    for name in ("training_scripts/quickstart_sft.yaml", "examples/from_python.py"):
+    warm_ups = (f"training_scripts/{name}_sft.yaml" for name in ("quickstart", "pictures"))
+    for name in (*warm_ups, "examples/from_python.py"):
         (folder / name).write_text(of_two_steps((ROOT / name).read_text()))
     shell(f"bash training_scripts/quickstart.sh {SHORT} {SHORT_EVALUATION}", folder)
     assert len((folder / "runs/quickstart-sft/metrics.jsonl").read_text().splitlines()) == 2
@@ -134,7 +135,7 @@ def shortened(command: str) -> str:
     for name, value in PLACEHOLDERS.items():
         command = f" {command} ".replace(name, value).strip()
     command = command.replace("PORT", free_port())
-    trains = re.search(r"hybrid[_-]grpo train|quickstart\.sh", command)
+    trains = re.search(r"hybrid[_-]grpo train|(quickstart|pictures)\.sh", command)
     if re.search(r"hybrid[_-]grpo sft", command):
         return f"{command} --run.steps 2"
     evaluation = f" {SHORT_EVALUATION}" if "--data.eval_path" in command else ""

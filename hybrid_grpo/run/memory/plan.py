@@ -82,8 +82,8 @@ def estimate(
     held_out_longest: int = 0,
     sees: bool = False,
 ) -> Plan | None:
-    """Return the memory plan of a run, which `sees` if prompts have pictures; None if the model needs data to run. Raise
-    UserError if the model has no configuration, or does not support the attention or adapters in the settings."""
+    """Return the memory plan of a run, whose prompts have pictures if it `sees`; None if the model cannot run without
+    data. Raise UserError if it has no configuration, or lacks the attention or adapters in the settings."""
     features = [share for feature in config.active_features if (share := feature.memory(config)) is not None]
     heads = [feature.head for feature in features]
     model_config = load_config(config.policy.model)
