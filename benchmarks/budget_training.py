@@ -39,7 +39,7 @@ def moved(size: str, layers: int, counted: Callable[[], Any], products: Containe
     rows = [[1] * 256 for _ in range(TOKENS // 512)]
     [micro] = pack(rows, [[*row, 1] for row in rows], range(len(rows)), TOKENS, torch.device("cpu"), share="off")
     assert micro.input_ids_bS.numel() == TOKENS
-    given = {"input_ids": micro.input_ids_bS, "position_ids": micro.position_ids_bS, "batch": micro.segments}
+    given = {"input_ids": micro.input_ids_bS, "position_ids": micro.position_ids, "batch": micro.segments}
     with fake, counted() as count:
         model(**given, use_cache=False).last_hidden_state.sum().backward()
     return {name: n for name, n in count.bytes.items() if name not in products and "varlen" not in name}

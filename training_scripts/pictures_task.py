@@ -1,8 +1,8 @@
 """Write a task with pictures to a folder: a tiny Qwen3-VL model with its processor, and questions about drawings.
 
-The task is the ready-made `shapes`, drawn small. The warmed-up model sees some of what is drawn, and says so half of the
-time: GRPO teaches it to look, and to answer. The tower of the model is random, and stays so: what it makes of a cell
-of a drawing is another for every colour and kind of shape, and the text model learns to read it.
+The task is the ready-made `shapes`, drawn small. The warmed-up model sees some of what is drawn, and says so half of
+the time: GRPO teaches it to look, and to answer. The tower of the model is random, and stays so: what it makes of a
+cell of a drawing is another for every colour and kind of shape, and the text model learns to read it.
 """
 
 import json
@@ -22,7 +22,9 @@ SURE, UNSURE = 0.5, "unsure"
 """Share of the warm-up's rows that give the answer, and what the others say."""
 CELL = 8
 """Pixels of a cell's side: one token of the tower."""
-CONTROL = ["<pad>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
+CONTROL = [
+    *("<pad>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
+]
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }} {% for part in message.content %}"
     "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"

@@ -37,8 +37,8 @@ _MOST_UNEVEN = 200
 """Largest ratio of a picture's sides; processors of Qwen take no other."""
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 """Formats that are read. Others, as vector graphics or documents, need programs of their own."""
-_ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82", "GIF": b";"}
-"""How a whole file of a format ends, but for padding behind."""
+_ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
+"""What a whole file of a format has at its end; others may stand behind it."""
 _TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
 
@@ -189,8 +189,9 @@ def _checked(contents: bytes, start: str) -> tuple[int, int]:
         max(width, height) > _MOST_UNEVEN * min(width, height),
         f"{start} has {width} x {height} pixels, a side more than {_MOST_UNEVEN} times the other: {way_out}",
     )
-    end = _ENDS.get(kind)
-    refuse(end is not None and end not in contents[-4096:], f"{start} is cut off, its file has no end: {way_out}")
+    cut_off = _ENDS.get(kind, b"") not in contents[-4096:]
+    cut_off |= kind == "GIF" and not contents.rstrip(b"\0").endswith(b";")
+    refuse(cut_off, f"{start} is cut off, its file has no end: {way_out}")
     return (height, width) if turned in (5, 6, 7, 8) else (width, height)
 
 

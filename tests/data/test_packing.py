@@ -58,7 +58,7 @@ def sizes(batches):
 
 def prompts_in(micro):
     """How often a prompt is computed."""
-    return int((micro.position_ids_bS == 0).sum())
+    return int((micro.position_ids == 0).sum())
 
 
 def seen(micro):
@@ -71,7 +71,7 @@ def seen(micro):
 
 def assert_stands(micro, prompts, completions):
     """Sources, targets, positions and masks are those of its rows."""
-    ids, positions = micro.input_ids_bS.flatten(), micro.position_ids_bS.flatten()
+    ids, positions = micro.input_ids_bS.flatten(), micro.position_ids.flatten()
     assert ids.dtype == positions.dtype == micro.target_N.dtype == torch.int64 and micro.mask_bT.dtype == torch.bool
     assert micro.mask_bT.shape == (len(micro.rows), max(len(completions[row]) for row in micro.rows))
     target_bT = micro.unflatten(micro.target_N)
@@ -97,7 +97,7 @@ def test_every_row_is_packed_once_within_the_budget(groups, budget, share):
     batches = packed(prompts, completions, budget, share)
     assert sorted(row for micro in batches for row in micro.rows) == list(range(len(prompts)))
     for micro in batches:
-        assert micro.input_ids_bS.shape == micro.position_ids_bS.shape == (1, micro.input_ids_bS.numel())
+        assert micro.input_ids_bS.shape == micro.position_ids.shape == (1, micro.input_ids_bS.numel())
         assert micro.input_ids_bS.numel() <= budget or len(micro.rows) == 1
         assert_stands(micro, prompts, completions)
 
@@ -208,7 +208,7 @@ def test_padded_tokens_and_masks_stand_where_they_belong(budget):
         texts = [(prompts[row] + completions[row])[:-1] for row in micro.rows]
         width = max(map(len, texts))
         assert micro.input_ids_bS.tolist() == [text + [0] * (width - len(text)) for text in texts], "to the right"
-        assert micro.position_ids_bS.tolist() == [list(range(width))] * len(texts)
+        assert micro.position_ids.tolist() == [list(range(width))] * len(texts)
         assert micro.segments is None
         assert len(texts) * width <= budget or len(texts) == 1
         assert_stands(micro, prompts, completions)
@@ -340,7 +340,7 @@ def test_the_texts_of_a_pair_stand_together_and_their_last_tokens_are_selected(s
         assert all(micro.rows[i + 1] == micro.rows[i] + 1 for i in range(0, len(micro.rows), 2))
         assert not any(row % 2 for row in micro.rows[::2])
         assert micro.input_ids_bS.numel() <= budget or len(micro.rows) == 2
-        ids, positions = micro.input_ids_bS.flatten(), micro.position_ids_bS.flatten()
+        ids, positions = micro.input_ids_bS.flatten(), micro.position_ids.flatten()
         places = micro.source(torch.arange(len(ids)))
         assert len(places) == len(micro.rows) == int(micro.mask_bT.sum())
         seen_NN = None if micro.segments is None else seen(micro)

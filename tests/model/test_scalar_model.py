@@ -30,7 +30,7 @@ def test_a_text_has_the_score_of_transformers_at_its_last_token(architecture, wa
     cpu = torch.device("cpu")
     share = {"shared": "on", "apart": "off"}.get(way)
     for micro in pack_pairs(PAIRS, 25, cpu, share=share) if share else pad_pairs(PAIRS, 25, cpu):
-        value_N = ScalarModel(model)(micro.input_ids_bS, micro.position_ids_bS, micro.source, micro.segments)
+        value_N = ScalarModel(model)(micro.input_ids_bS, micro.position_ids, micro.source, micro.segments)
         assert value_N.dtype == torch.float32
         scored |= dict(zip(micro.rows, value_N.tolist(), strict=True))
     assert len(scored) == 6

@@ -125,7 +125,7 @@ def test_rollouts_can_be_turned_off(tmp_path):
 
 
 def test_rollouts_of_all_ranks_are_in_one_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(distributed, "gather_objects", lambda lines: [lines, ['{"from": "rank 1"}']])
+    monkeypatch.setattr(distributed, "gather_objects", lambda part: [part, (['{"from": "rank 1"}'], {})])
     with Log(QUIET, tmp_path, steps=1) as log:
         log.write_rollouts(1, *make_rollout())
     rows = objects(tmp_path / "rollouts" / "step_000001.jsonl")

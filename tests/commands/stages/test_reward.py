@@ -55,7 +55,7 @@ def test_the_loss_of_a_model_and_its_gradients_are_those_of_the_definition():
     batches = pack_pairs(pairs, 40, CPU, share="on")
     assert len(batches) > 1
     for micro in batches:
-        score_N = model(micro.input_ids_bS, micro.position_ids_bS, micro.source, micro.segments)
+        score_N = model(micro.input_ids_bS, micro.position_ids, micro.source, micro.segments)
         chosen_p, rejected_p = score_N.view(-1, 2).unbind(1)
         loss = pair_losses(chosen_p, rejected_p, margins[[row // 2 for row in micro.rows[::2]]], center).sum() / 7
         loss.backward()

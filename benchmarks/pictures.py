@@ -1,0 +1,126 @@
+"""Steps on prompts with pictures, beside TRL's on the same model, rows, rewards and settings.
+
+    python benchmarks/pictures.py --trl PYTHON [--steps 12] [--json FILE]
+
+The model is a small random Gemma 3 with its tower; a prompt has one picture, of which it makes 64 tokens, and eight
+completions that all have 16 tokens. Each side is one process with two threads; sides take turns, and the median of
+their steps, from the third on, is compared. PYTHON is that of an environment created by `bash benchmarks/trl_env.sh
+FOLDER`, in which pillow is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT / "benchmarks")]
+
+PROMPTS, GENERATIONS, TOKENS = 8, 8, 16
+SIDE, PATCH, SEEN = 64, 4, 64
+
+
+def make(folder: Path, pictures: int) -> None:
+    """Write the model, its processor, and rows of different pictures."""
+    import numpy as np
+    import transformers as tf
+    from PIL import Image
+    from seeing import FAMILIES, tokenizer_of
+
+    tokenizer = tokenizer_of("gemma")
+    config, _ = FAMILIES["gemma3"][1]("gemma3", tokenizer)
+    config.text_config.update(
+        {**{"hidden_size": 256, "intermediate_size": 512, "vocab_size": len(tokenizer), "sliding_window": 64}}
+    )
+    config.vision_config.update({"image_size": SIDE, "patch_size": PATCH, "hidden_size": 128, "num_hidden_layers": 4})
+    config.mm_tokens_per_image = SEEN
+    tf.AutoModelForImageTextToText.from_config(config).save_pretrained(folder / "model")
+    images = tf.Gemma3ImageProcessorPil(size={"height": SIDE, "width": SIDE}, image_seq_length=SEEN)
+    images.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "model/processor_config.json").write_text(
+        json.dumps({"processor_class": "Gemma3Processor", "image_seq_length": SEEN})
+    )
+    draw, rows = np.random.default_rng(0), []
+    for number in range(pictures):
+        pixels = draw.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+        content = [{"type": "image"}, {"type": "text", "text": f"What is there in picture {number}?"}]
+        rows.append({"prompt": [{"role": "user", "content": content}], "images": [f"{number}.png"]})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "kinds.py").write_text(
+        "def kinds(completions, **_):\n    return [len(set(str(c))) / 30 for c in completions]\n"
+    )
+
+
+def ours(folder: Path, steps: int, turn: int) -> tuple[list[float], float]:
+    """Return the seconds of steps, and the process's peak memory in GB."""
+    settings = {
+        **{"run.name": f"run{turn}", "run.dir": folder, "run.steps": steps, "policy.model": folder / "model"},
+        **{"policy.dtype": "float32", "policy.lr": 1e-4, "data.path": folder / "rows.jsonl", "data.shuffle": "false"},
+        **{"rollout.prompts_per_step": PROMPTS, "rollout.num_generations": GENERATIONS, "log.wandb": "disabled"},
+        **{"rollout.max_completion_tokens": TOKENS, "rollout.ignore_eos": "true", "policy.verify": "off"},
+        "rewards": f"[{{function: {folder}/kinds.py:kinds}}]",
+    }
+    given = [f"--{name}={value}" for name, value in settings.items()]
+    peak = measured([sys.executable, "-m", "hybrid_grpo", "train", *given])
+    rows = map(json.loads, (folder / f"run{turn}/metrics.jsonl").read_text().splitlines())
+    return [row["time/step_s"] for row in rows if "time/step_s" in row], peak
+
+
+def theirs(folder: Path, steps: int, python: Path) -> tuple[list[float], float]:
+    """The same of TRL."""
+    task = {"folder": str(folder), "steps": steps, "prompts": PROMPTS, "generations": GENERATIONS, "tokens": TOKENS}
+    peak = measured([str(python), str(ROOT / "benchmarks/pictures_trl.py"), json.dumps(task)])
+    return json.loads((folder / "trl.json").read_text()), peak
+
+
+def measured(command: list[str]) -> float:
+    """Run a command, and return its peak memory in GB."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "DS_ACCELERATOR": "cpu", "WANDB_MODE": "disabled"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    said = process.stderr.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    assert status == 0, said[-3000:]
+    return usage.ru_maxrss * 1024 / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trl", type=Path, required=True, help="python of an environment with TRL and pillow")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    found: dict[str, list[Any]] = {"hybrid_grpo": [], "TRL": []}
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        make(folder, PROMPTS * given.steps)
+        for turn in range(given.turns):
+            found["hybrid_grpo"].append(ours(folder, given.steps, turn))
+            found["TRL"].append(theirs(folder, given.steps, given.trl))
+    result: dict[str, Any] = {
+        side: {
+            "step_s": statistics.median(s for steps, _ in turns for s in steps[2:]),
+            "peak_gb": max(peak for _, peak in turns),
+        }
+        for side, turns in found.items()
+    }
+    result["ratio"] = result["TRL"]["step_s"] / result["hybrid_grpo"]["step_s"]
+    print(json.dumps(result, indent=1))
+    if given.json:
+        from step import machine
+
+        given.json.write_text(json.dumps({"machine": machine(), "steps": given.steps, **result}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
