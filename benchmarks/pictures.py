@@ -1,11 +1,11 @@
 """Steps on prompts with pictures, beside TRL's on the same model, rows, rewards and settings.
 
-    python benchmarks/pictures.py --trl PYTHON [--steps 12] [--json FILE]
+    python benchmarks/pictures.py --trl PYTHON [--model llava|gemma3] [--json FILE]
 
-The model is a small random Gemma 3 with its tower; a prompt has one picture, of which it makes 64 tokens, and eight
-completions that all have 16 tokens. Each side is one process with two threads; sides take turns, and the median of
-their steps, from the third on, is compared. PYTHON is that of an environment created by `bash benchmarks/trl_env.sh
-FOLDER`, in which pillow is installed.
+The model is a small random LLaVA or Gemma 3 with its tower. A prompt has one picture, of which the tower makes 256
+tokens, and eight completions that all have 16 tokens. Each side is one process with two threads; sides take turns, and
+the median of their steps, from the third on, is compared. PYTHON is that of an environment created by `bash
+benchmarks/trl_env.sh FOLDER`, in which pillow is installed.
 """
 
 from __future__ import annotations
@@ -24,30 +24,37 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT / "benchmarks")]
 
 PROMPTS, GENERATIONS, TOKENS = 8, 8, 16
-SIDE, PATCH, SEEN = 64, 4, 64
+SIDE, PATCH, SEEN = 64, 4, 256
 
 
-def make(folder: Path, pictures: int) -> None:
+def make(folder: Path, kind: str, pictures: int) -> None:
     """Write the model, its processor, and rows of different pictures."""
     import numpy as np
     import transformers as tf
     from PIL import Image
     from seeing import FAMILIES, tokenizer_of
 
-    tokenizer = tokenizer_of("gemma")
-    config, _ = FAMILIES["gemma3"][1]("gemma3", tokenizer)
-    config.text_config.update(
-        {**{"hidden_size": 256, "intermediate_size": 512, "vocab_size": len(tokenizer), "sliding_window": 64}}
-    )
-    config.vision_config.update({"image_size": SIDE, "patch_size": PATCH, "hidden_size": 128, "num_hidden_layers": 4})
-    config.mm_tokens_per_image = SEEN
+    family, build = FAMILIES[kind]
+    tokenizer = tokenizer_of(family)
+    config, processor = build(kind, tokenizer)
+    config.text_config.update({"hidden_size": 256, "intermediate_size": 512, "vocab_size": len(tokenizer)})
+    config.text_config.update({"attention_bias": False, "mlp_bias": False} if kind == "llava" else {})
+    tower = {"image_size": SIDE, "patch_size": PATCH, "hidden_size": 128, "num_hidden_layers": 4}
+    config.vision_config.update(tower)
+    if kind == "gemma3":
+        config.mm_tokens_per_image = SEEN
+        config.text_config.sliding_window = 64
+        images = tf.Gemma3ImageProcessorPil(size={"height": SIDE, "width": SIDE}, image_seq_length=SEEN)
+        settings: dict[str, Any] = {"image_seq_length": SEEN}
+    else:
+        images = tf.CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
+        names = ("patch_size", "vision_feature_select_strategy", "num_additional_image_tokens")
+        settings = {name: getattr(processor, name) for name in names}
     tf.AutoModelForImageTextToText.from_config(config).save_pretrained(folder / "model")
-    images = tf.Gemma3ImageProcessorPil(size={"height": SIDE, "width": SIDE}, image_seq_length=SEEN)
     images.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    (folder / "model/processor_config.json").write_text(
-        json.dumps({"processor_class": "Gemma3Processor", "image_seq_length": SEEN})
-    )
+    settings["processor_class"] = type(processor).__name__
+    (folder / "model/processor_config.json").write_text(json.dumps(settings))
     draw, rows = np.random.default_rng(0), []
     for number in range(pictures):
         pixels = draw.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
@@ -64,7 +71,13 @@ def ours(folder: Path, steps: int, turn: int) -> tuple[list[float], float]:
     """Return the seconds of steps, and the process's peak memory in GB."""
     settings = {
         **{"run.name": f"run{turn}", "run.dir": folder, "run.steps": steps, "policy.model": folder / "model"},
-        **{"policy.dtype": "float32", "policy.lr": 1e-4, "data.path": folder / "rows.jsonl", "data.shuffle": "false"},
+        **{
+            "data.max_prompt_tokens": 512,
+            "policy.dtype": "float32",
+            "policy.lr": 1e-4,
+            "data.path": folder / "rows.jsonl",
+        },
+        "data.shuffle": "false",
         **{"rollout.prompts_per_step": PROMPTS, "rollout.num_generations": GENERATIONS, "log.wandb": "disabled"},
         **{"rollout.max_completion_tokens": TOKENS, "rollout.ignore_eos": "true", "policy.verify": "off"},
         "rewards": f"[{{function: {folder}/kinds.py:kinds}}]",
@@ -96,6 +109,7 @@ def measured(command: list[str]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trl", type=Path, required=True, help="python of an environment with TRL and pillow")
+    parser.add_argument("--model", choices=("gemma3", "llava"), default="llava", help="a model type")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--json", type=Path)
@@ -103,7 +117,7 @@ def main() -> None:
     found: dict[str, list[Any]] = {"hybrid_grpo": [], "TRL": []}
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        make(folder, PROMPTS * given.steps)
+        make(folder, given.model, PROMPTS * given.steps)
         for turn in range(given.turns):
             found["hybrid_grpo"].append(ours(folder, given.steps, turn))
             found["TRL"].append(theirs(folder, given.steps, given.trl))
@@ -119,7 +133,9 @@ def main() -> None:
     if given.json:
         from step import machine
 
-        given.json.write_text(json.dumps({"machine": machine(), "steps": given.steps, **result}, indent=1) + "\n")
+        given.json.write_text(
+            json.dumps({"machine": machine(), "model": given.model, "steps": given.steps, **result}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":
