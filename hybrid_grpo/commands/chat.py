@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ function that receives the text piece by piece. Returns the whole text, and why 
 _COMMANDS = {
     "/reset": "forget the conversation",
     "/system TEXT": "set the system prompt; without TEXT, use none",
+    "/image PATH": "show a picture with the next message",
     "/undo": "take back the last message and its answer",
     "/save FILE": "append the conversation to a file of JSON lines, as a row for sft",
     "/quit": "end, as Ctrl-D does; Ctrl-C stops an answer",
@@ -77,6 +78,7 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
 
     from hybrid_grpo.commands.dialogue.chat_history import ChatHistory
     from hybrid_grpo.commands.dialogue.text_stream import TextStream
+    from hybrid_grpo.data.pictures import sight_of
     from hybrid_grpo.generation import Request, stream_key
     from hybrid_grpo.generation.rollout import attention_of, complete, sampling_of
     from hybrid_grpo.model.limits import check_prompt_ids
@@ -99,7 +101,7 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
         f"rollout.max_completion_tokens {rollout.max_completion_tokens} leaves no room for a message: {has}: set it to"
         f" {max(1, positions // 2)} or lower",
     )
-    history = ChatHistory(config.data, tokenizer, positions - rollout.max_completion_tokens)
+    history = ChatHistory(config.data, tokenizer, positions - rollout.max_completion_tokens, sampler.album)
     history.system = config.data.system_prompt if config.chat.system is None else config.chat.system
     # A mistake in the template or the system prompt is reported before the weights are read.
     if history.templated:
@@ -112,6 +114,8 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     sampling = sampling_of(rollout, sampler.stop_ids)
+    # The tower is read when the first picture is shown.
+    sight = cache(partial(sight_of, sampler.album, config.policy, next(model.parameters()).device))
 
     def answer(prompt_ids: list[int], number: int, write: Callable[[str], None]) -> tuple[str, str]:
         check_prompt_ids([prompt_ids], sampler.model_config)
@@ -122,6 +126,7 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
                 *(model, tokenizer, requests, sampling, rollout),
                 on_step=look,
                 on_token=lambda request, sample, token: write(stream.add(token)),
+                sight=sight() if min(prompt_ids) < 0 else None,
             )
             cut = groups[0][0].finish == "length"
             limit = min(("max_turn_tokens", "max_completion_tokens"), key=lambda n: getattr(rollout, n) or sys.maxsize)
@@ -212,6 +217,9 @@ class _Terminal:
         match command, rest:
             case "/reset", "":
                 talk.turns.clear()
+                talk.pictures.clear()
+            case "/image", _ if rest:
+                talk.show(rest)
             case "/system", _:
                 talk.system = rest or None
             case "/undo", "":
@@ -234,7 +242,8 @@ class _Terminal:
                 )
 
     def _reply(self, message: str) -> None:
-        prompt_ids, left_out = self._history.prompt_ids(message)
+        said = self._history.said(message)
+        prompt_ids, left_out = self._history.prompt_ids(said)
         if left_out > self._left_out:
             self._say(f"the model's context is full: the oldest {left_out} messages and answers are left out")
         self._left_out = left_out
@@ -243,7 +252,8 @@ class _Terminal:
         self._show("\n")
         if why:
             self._say(f"[{why}]")
-        self._history.turns.append((message, answer))
+        self._history.turns.append((said, answer))
+        self._history.pictures.clear()
 
     def _show(self, text: str) -> None:
         if text:

@@ -10,9 +10,14 @@ _PUNCTUATION = re.compile(r"""[\s.,;:!?"'`\u2018-\u201f\u2026\u3001\u3002\uff01\
 
 
 def count_equal(training: Iterable[Prompt], held_out: Iterable[Prompt]) -> int:
-    """Return how many held-out prompts are also training prompts, ignoring punctuation, case and white space."""
-    trained = {without_punctuation(plain_text(prompt.text)) for prompt in training}
-    return sum(without_punctuation(plain_text(prompt.text)) in trained for prompt in held_out)
+    """Return how many held-out prompts are also training prompts, ignoring punctuation, case and white space; those with
+    pictures are so if their pictures are the same."""
+
+    def compared(prompt: Prompt) -> tuple[str, tuple[int, ...]]:
+        return without_punctuation(plain_text(prompt.text)), tuple(picture.key for picture in prompt.pictures)
+
+    trained = set(map(compared, training))
+    return sum(compared(prompt) in trained for prompt in held_out)
 
 
 def plain_text(prompt: str | list[Message]) -> str:

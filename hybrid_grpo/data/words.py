@@ -33,4 +33,6 @@ def last_asked(prompt: Any) -> str:
     """Return the text of a prompt, or of the last message of a user if it is a conversation; empty without one."""
     if isinstance(prompt, str):
         return prompt
-    return next((str(message["content"]) for message in reversed(prompt) if message["role"] == "user"), "")
+    content = next((message["content"] for message in reversed(prompt) if message["role"] == "user"), "")
+    parts = content if isinstance(content, list) else [{"text": content}]
+    return " ".join(str(part["text"]) for part in parts if isinstance(part, dict) and "text" in part)

@@ -35,7 +35,7 @@ class Sampler:
     tokenizer: Any
     stop_ids: tuple[int, ...]
     """Tokens that end a completion."""
-    album: Album | None
+    album: Album | None = None
     """Takes the pictures of prompts; None if the model sees none."""
 
     @classmethod

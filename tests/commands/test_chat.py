@@ -14,6 +14,7 @@ import peft
 import pytest
 import torch
 from char_tokenizer import TEMPLATE, char_tokenizer, ids
+from seeing import make_seeing, pictures
 from tiny_models import build, tiny_config
 from tokenizers import decoders
 
@@ -166,3 +167,19 @@ def test_an_adapter_is_put_on_its_base_model(talk: Talk, folder: Path) -> None:
     assert talk.prompts == [ids("<bos>", "<system>", "kind", "<user>", "hi", "<assistant>")]
     talk("run", "--chat.system=", lines=["hi"])
     assert talk.prompts == [ids("<bos>", "<system>", "<user>", "hi", "<assistant>")]
+
+
+def test_pictures_are_shown_with_the_next_message(talk: Talk, tmp_path: Path) -> None:
+    make_seeing("qwen3_vl", tmp_path / "seeing")
+    pictures()[0].save(tmp_path / "a.png")
+    lines = [f"/image {tmp_path}/a.png", "What?", "And now?", f"/save {tmp_path}/said.jsonl", "/reset", "Blind."]
+    talk(str(tmp_path / "seeing"), lines=lines)
+    seen = [sum(token < 0 for token in prompt) for prompt in talk.prompts]
+    assert seen == [4, 4, 0], "the picture stays in the conversation"
+    assert talk.prompts[1][: len(talk.prompts[0])] == talk.prompts[0]
+    row = json.loads((tmp_path / "said.jsonl").read_text())
+    assert row["prompt"][0]["content"][0] == {"type": "image", "image": f"{tmp_path}/a.png"}
+    talk(str(tmp_path / "seeing"), lines=["/image nowhere.png"], status=2)
+    assert "/image: the picture" in talk.err and "is not a file" in talk.err
+    talk("templated", lines=["/image a.png"], status=2)
+    assert "/image: policy.model sees no pictures" in talk.err

@@ -12,8 +12,10 @@ from seeing import make_seeing, pictures
 
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.data.overlap import count_equal
 from hybrid_grpo.data.pictures import Album, given_pictures, placed, read_picture
 from hybrid_grpo.data.prompts import read_prompts
+from hybrid_grpo.data.words import last_asked
 from hybrid_grpo.model.loading import load_config, load_tokenizer
 from hybrid_grpo.model.sight import keys_of
 
@@ -181,6 +183,17 @@ def test_rows_whose_pictures_do_not_fit_are_refused(row, data, why, model, tmp_p
     with pytest.raises(UserError, match=why) as raised:
         prompts(model, [{"prompt": "fine"}, row], tmp_path, **data)
     assert "\n" not in str(raised.value) and "row 1" in str(raised.value)
+
+
+def test_the_same_question_about_another_picture_is_another_prompt(model, tmp_path):
+    for name, picture in zip("ab", pictures(), strict=False):
+        picture.save(tmp_path / f"{name}.png")
+    one, two = ([{"prompt": "What?", "images": [f"{name}.png"]}] for name in "ab")
+    (first,), _ = prompts(model, one, tmp_path)
+    (second,), _ = prompts(model, two, tmp_path)
+    assert count_equal([first], [first]) == 1 and count_equal([first], [second]) == 0
+    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Was ist das?"}]}]
+    assert last_asked(asked) == "Was ist das?" and last_asked([{"role": "user", "content": "q"}]) == "q"
 
 
 def test_names_of_tokens_in_a_text_are_text(model, tmp_path):

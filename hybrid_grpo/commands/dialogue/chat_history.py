@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.data.completion import Message
+from hybrid_grpo.data.pictures import Album
 from hybrid_grpo.data.prompts import check_template_kwargs, read_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Content = str | list[dict[str, str]]
+"""What a message says: text, or parts of which some are pictures."""
 
 
 class ChatHistory:
@@ -21,13 +26,19 @@ class ChatHistory:
 
     Args:
         room: maximum length of the prompt, in tokens.
+        album: takes pictures; None if the model sees none.
 
     Attributes:
         turns: messages with their answers, oldest first.
+        pictures: paths of pictures that the next message will show.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, room: int) -> None:
-        self.turns: list[tuple[str, str]] = []
+    def __init__(
+        self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, room: int, album: Album | None = None
+    ) -> None:
+        self.turns: list[tuple[Content, str]] = []
+        self.pictures: list[str] = []
+        self._album = album
         self.templated = tokenizer.chat_template is not None and config.chat_template != "never"
         self._tokenizer, self._room = tokenizer, room
         self._system: str | None = None
@@ -49,12 +60,29 @@ class ChatHistory:
         )
         self._system = text
 
-    def prompt_ids(self, message: str) -> tuple[list[int], int]:
+    def show(self, path: str) -> None:
+        """Show a picture with the next message. Raises UserError if the model sees none, or the file is no picture."""
+        refuse(
+            self._album is None or not self.templated,
+            "/image: policy.model sees no pictures: take a model that does, with a chat template",
+        )
+        assert self._album is not None
+        whole = str(Path(path).expanduser().resolve())
+        self._album.read([whole], None, "/image", self._config)
+        self.pictures.append(whole)
+
+    def said(self, message: str) -> Content:
+        """Return what a message says, with the pictures that it shows."""
+        images = [{"type": "image", "image": path} for path in self.pictures]
+        return [*images, {"type": "text", "text": message}] if images else message
+
+    def prompt_ids(self, message: Content) -> tuple[list[int], int]:
         """The prompt tokens for the next answer, and the number of oldest turns that were left out to stay within
         `room`. Raises UserError if the message alone is too long, or the template refuses it."""
         for left_out in range(len(self.turns) + 1):
             row = {"prompt": self._prompt(self.turns[left_out:], message)}
-            token_ids = read_prompt(0, row, "the conversation", self._config, self._tokenizer).token_ids
+            seen = None if self._album is None else (self._album, None)
+            token_ids = read_prompt(0, row, "the conversation", self._config, self._tokenizer, seen).token_ids
             if len(token_ids) <= self._room:
                 return token_ids, left_out
         raise UserError(
@@ -67,9 +95,9 @@ class ChatHistory:
         *before, (message, answer) = self.turns
         return {"prompt": self._prompt(before, message), "completion": answer}
 
-    def _prompt(self, turns: list[tuple[str, str]], message: str) -> str | list[Message]:
+    def _prompt(self, turns: list[tuple[Content, str]], message: Content) -> str | list[Message]:
         if not self.templated:
-            return "\n".join([*(said + answer for said, answer in turns), message])
+            return "\n".join([*(f"{said}{answer}" for said, answer in turns), str(message)])
         chat = [] if self.system is None else [{"role": "system", "content": self.system}]
         for said, answer in turns:
             chat += [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
