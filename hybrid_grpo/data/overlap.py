@@ -10,8 +10,8 @@ _PUNCTUATION = re.compile(r"""[\s.,;:!?"'`\u2018-\u201f\u2026\u3001\u3002\uff01\
 
 
 def count_equal(training: Iterable[Prompt], held_out: Iterable[Prompt]) -> int:
-    """Return how many held-out prompts are also training prompts, ignoring punctuation, case and white space; those with
-    pictures are so if their pictures are the same."""
+    """Return how many held-out prompts are also training prompts, ignoring punctuation, case and white space. Of those
+    with pictures, the pictures must be the same."""
 
     def compared(prompt: Prompt) -> tuple[str, tuple[int, ...]]:
         return without_punctuation(plain_text(prompt.text)), tuple(picture.key for picture in prompt.pictures)

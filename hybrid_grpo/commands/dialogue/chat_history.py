@@ -98,7 +98,7 @@ class ChatHistory:
     def _prompt(self, turns: list[tuple[Content, str]], message: Content) -> str | list[Message]:
         if not self.templated:
             return "\n".join([*(f"{said}{answer}" for said, answer in turns), str(message)])
-        chat = [] if self.system is None else [{"role": "system", "content": self.system}]
+        chat: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
         for said, answer in turns:
             chat += [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
         return [*chat, {"role": "user", "content": message}]
