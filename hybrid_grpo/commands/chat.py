@@ -106,15 +106,15 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
     # A mistake in the template or the system prompt is reported before the weights are read.
     if history.templated:
         history.prompt_ids("hello")
-    print(f"model: {name}{'' if adapter is None else f', adapter {adapter}'}", file=sys.stderr)
-    print(f"sampling: run.seed {config.run.seed}, {sampler.fact}", file=sys.stderr)
+    print(
+        f"model: {name}{'' if adapter is None else f', adapter {adapter}'}\nsampling: run.seed {config.run.seed}, {sampler.fact}",
+        file=sys.stderr,
+    )
     model = load_model(config.policy, attention_of(rollout.decoder))
     if adapter is not None:
         model = with_adapter(model, adapter, "chat.adapter")
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    decode = partial(tokenizer.decode, skip_special_tokens=True)
-    sampling = sampling_of(rollout, sampler.stop_ids)
-    # The tower is read when the first picture is shown.
+    decode, sampling = partial(tokenizer.decode, skip_special_tokens=True), sampling_of(rollout, sampler.stop_ids)
     sight = cache(partial(sight_of, sampler.album, config.policy, next(model.parameters()).device))
 
     def answer(prompt_ids: list[int], number: int, write: Callable[[str], None]) -> tuple[str, str]:
