@@ -134,7 +134,10 @@ def main() -> None:
         from step import machine
 
         given.json.write_text(
-            json.dumps({"machine": machine(), "model": given.model, "steps": given.steps, **result}, indent=1) + "\n"
+            json.dumps(
+                {"machine": machine(2, given.trl), "model": given.model, "steps": given.steps, **result}, indent=1
+            )
+            + "\n"
         )
 
 

@@ -86,7 +86,7 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
     from hybrid_grpo.model.lora import read_adapter, with_adapter
     from hybrid_grpo.run.sampling import Sampler
 
-    name, rollout, adapter = config.policy.model, config.rollout, config.chat.adapter
+    rollout, adapter = config.rollout, config.chat.adapter
     sampler = Sampler.read(config.policy, rollout)
     tokenizer = sampler.tokenizer
     if adapter is not None:
@@ -106,10 +106,7 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
     # A mistake in the template or the system prompt is reported before the weights are read.
     if history.templated:
         history.prompt_ids("hello")
-    print(
-        f"model: {name}{'' if adapter is None else f', adapter {adapter}'}\nsampling: run.seed {config.run.seed}, {sampler.fact}",
-        file=sys.stderr,
-    )
+    _announce(config, sampler.fact)
     model = load_model(config.policy, attention_of(rollout.decoder))
     if adapter is not None:
         model = with_adapter(model, adapter, "chat.adapter")
@@ -135,6 +132,13 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
         return decode(stream.tokens), why
 
     return history, answer
+
+
+def _announce(config: ChatConfig, sampling: str) -> None:
+    """Say on standard error what answers."""
+    adapter = "" if config.chat.adapter is None else f", adapter {config.chat.adapter}"
+    print(f"model: {config.policy.model}{adapter}", file=sys.stderr)
+    print(f"sampling: run.seed {config.run.seed}, {sampling}", file=sys.stderr)
 
 
 @contextmanager
