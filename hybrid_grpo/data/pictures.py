@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -44,7 +44,7 @@ _TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of a prompt, by reference. `open` returns it; reward functions, tools and environments may call it."""
+    """A picture of a prompt, by reference. Reward functions, which get it too, may `open` it."""
 
     key: int
     """Follows from the picture's contents."""
@@ -263,10 +263,10 @@ class Album:
 
     Args:
         load: returns transformers' processor of the checkpoint. It is called for the first picture.
-        token: the token in whose places embeddings of pictures stand; see `image_token`.
+        token: the token in whose places embeddings of pictures stand (see `image_token`); None if it is not known.
     """
 
-    def __init__(self, load: Callable[[], Any], token: int) -> None:
+    def __init__(self, load: Callable[[], Any], token: int | None) -> None:
         self._load, self._token = load, token
         self._pictures: dict[int, Picture] = {}
         self._layouts: dict[tuple[int, int], _Layout] = {}
@@ -296,15 +296,18 @@ class Album:
             len(values) > config.max_images,
             f"data.max_images {config.max_images}: {where} has {len(values)} pictures: raise it, or remove the row",
         )
+        # Loaded first, since it is refused where pillow is not installed.
+        kind = type(self.processor).__name__
+        refuse(
+            self._token is None,
+            f"{where} has a picture, and the configuration of policy.model names no token for the places of pictures"
+            f" ({kind}): take another model",
+        )
         found = [read_picture(value, folder, where, config.max_pixels) for value in values]
-        self.take(found)
-        return found
-
-    def take(self, pictures: Iterable[Picture]) -> None:
-        """Take pictures into the album."""
-        for picture in pictures:
+        for picture in found:
             known = self._pictures.setdefault(picture.key, picture)
             assert known.size == picture.size, "two pictures have the same key"
+        return found
 
     def pixels(self, key: int) -> dict[str, Any]:
         """Return what the model's tower takes of a picture, as tensors."""

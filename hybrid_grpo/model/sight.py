@@ -104,7 +104,7 @@ class Sight:
         self.axes = 3 if hasattr(self._base, "get_rope_index") else 1
         config = tower.config
         self.both_ways = reads_both_ways(config)
-        self._placeholder = image_token(config)
+        self._token = image_token(config)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -132,7 +132,8 @@ class Sight:
         """Return the positions of a picture of `count` tokens, by transformers' own rule for the model."""
         if self.axes == 1 or grid is None:
             return _Extent(np.arange(count)[None], count)
-        ids = torch.full((1, count + 1), self._placeholder)
+        assert self._token is not None, "an album takes no picture without it"
+        ids = torch.full((1, count + 1), self._token)
         kinds = torch.ones_like(ids, dtype=torch.int32)
         ids[0, -1] = kinds[0, -1] = 0
         position, _ = self._base.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grid.cpu())
@@ -251,9 +252,11 @@ def reads_both_ways(config: Any) -> Literal["all", "windows"] | None:
     return "all" if config.model_type == "gemma3" else None
 
 
-def image_token(config: Any) -> int:
-    """Return the token that stands for an embedding of a picture in a checkpoint's own prompts."""
-    return int(getattr(config, "image_token_id", None) or config.image_token_index)
+def image_token(config: Any) -> int | None:
+    """Return the token that stands for an embedding of a picture in a checkpoint's own prompts; None if its
+    configuration names none."""
+    named = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
+    return next((token for token in named if isinstance(token, int)), None)
 
 
 def _bytes(look: Look) -> int:

@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 from seeing import FAMILIES
 from sight_proof import PROMPTS, prove_sight
+from tiny_architectures import tiny_architecture
 
+from hybrid_grpo.data.pictures import Album
 from hybrid_grpo.model.sight import keys_of, visual_tokens, whole_until
+from hybrid_grpo.model.towers import TOWERED
 
 ROUNDING = {"qwen3_5": 3e-5, "gemma4": 3e-5}
 """Recurrences and embeddings of every layer round more."""
@@ -17,6 +20,12 @@ def test_a_family_sees_decodes_and_learns_as_transformers_computes_it(name, tmp_
     assert not gaps.faults(ROUNDING.get(name, 1e-5))
     shown = {id(part) for parts in PROMPTS for part in parts if not isinstance(part, str)}
     assert sight.runs == len(shown) == 4, "the tower runs once for each picture, in sampling and training together"
+
+
+@pytest.mark.parametrize("name", TOWERED)
+def test_every_model_with_a_tower_has_an_album_also_if_it_is_trained_on_text_alone(name):
+    album = Album.of("nowhere", tiny_architecture(name))
+    assert album is not None and album.empty
 
 
 def test_pictures_are_read_whole_and_told_apart():
