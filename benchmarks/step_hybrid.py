@@ -27,7 +27,8 @@ from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.config.parsing import parse
 from hybrid_grpo.model import logprobs
 from hybrid_grpo.model.hardware import of_device
-from hybrid_grpo.policy import Policy, Reference
+from hybrid_grpo.policy import Policy
+from hybrid_grpo.reference import Reference
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.run.memory.plan import estimate
 from hybrid_grpo.run.training import loaded_objects_kept

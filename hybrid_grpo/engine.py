@@ -253,10 +253,14 @@ class Engine:
         assert not self._generating, "the training forward is closed while the policy generates"
         return self.engine(*args, **kwargs)
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of `loss`, which is this rank's part of a sum over all ranks."""
+    def backward(self, loss: Tensor, apart: bool = False) -> None:
+        """Add the gradient of `loss`, which is this rank's part of a sum over all ranks. A loss `apart` is the only one
+        since the last step that depends on its weights, and made of gradients that have been through this already."""
+        if apart and self.stage == 3:
+            # DeepSpeed would add to the gradients of the last step, which it overwrites in a step's first backward.
+            self.engine.optimizer.micro_step_id = 0
         # The factor undoes the engine's averaging over ranks.
-        self.engine.backward(loss * world_size(), scale_wrt_gas=False)
+        self.engine.backward(loss if apart else loss * world_size(), scale_wrt_gas=False)
 
     def step(self, lr: float) -> StepResult:
         """Update the weights with the gradients of all `backward` calls since the last step, at learning rate `lr`."""
@@ -270,8 +274,7 @@ class Engine:
     def _clip_gradients(self) -> None:
         # Without ZeRO, in float32, the engine neither reports the norm nor checks it.
         parameters = [p for p in self.engine.module.parameters() if p.grad is not None]
-        norm = nn.utils.clip_grad_norm_(parameters, self.engine.gradient_clipping())
-        self.engine._global_grad_norm = norm
+        self.engine._global_grad_norm = norm = nn.utils.clip_grad_norm_(parameters, self.engine.gradient_clipping())
         self.engine.optimizer.overflow = not bool(torch.isfinite(norm))
         if self.engine.optimizer.overflow:
             # Gradients are reduced, so all ranks take this branch. Without gradients AdamW changes nothing.
@@ -330,9 +333,8 @@ class Engine:
         """Write this rank's part of the checkpoint `folder/tag`: trained weights, optimizer states, and its `state`."""
         (folder / tag).mkdir(parents=True, exist_ok=True)
         shards.save_optimizer(folder / tag, self.engine.module, self.engine.optimizer, self.stage)
-        shards.save_state(
-            folder / tag, {"state": state, "counts": {name: getattr(self.engine, name) for name in _COUNTS}}
-        )
+        counts = {name: getattr(self.engine, name) for name in _COUNTS}
+        shards.save_state(folder / tag, {"state": state, "counts": counts})
 
     def load(self, folder: Path, tag: str) -> dict[str, Any]:
         """Read the checkpoint `folder/tag`, written by any number of ranks at any ZeRO stage, and return this rank's
@@ -378,11 +380,9 @@ class Frozen:
         self.release()
         for name, parameter in self.engine.module.named_parameters():
             own, theirs = parameter.ds_tensor, sources[name]
-            if source.stage == 3:
-                part = theirs.ds_tensor
-            else:
-                # Unpadded: the last ranks' parts may be shorter than their shards.
-                part = theirs.data.view(-1)[rank() * own.numel() : (rank() + 1) * own.numel()]
+            # Below stage 3 unpadded: the last ranks' parts may be shorter than their shards.
+            mine = slice(rank() * own.numel(), (rank() + 1) * own.numel())
+            part = theirs.ds_tensor if source.stage == 3 else theirs.data.view(-1)[mine]
             own = own[: len(part)]
             own.copy_(torch.lerp(own.float(), part.to(own.device, torch.float32), mix))
 

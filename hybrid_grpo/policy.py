@@ -1,5 +1,5 @@
-"""The models of a run: the policy, which samples, scores and is trained; its frozen reference; and the scorer, which
-outputs one number per token and is also trained."""
+"""The trained models of a run: the policy, which samples and scores, and the scorer, which outputs one number per
+token."""
 
 import functools
 import math
@@ -16,7 +16,7 @@ from hybrid_grpo.config import EngineConfig, LoraConfig, PolicyConfig, RolloutCo
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout
 from hybrid_grpo.data.measuring import measured
 from hybrid_grpo.data.packing import Places, Supports, pack, pack_pairs, pad, pad_pairs, token_budget
-from hybrid_grpo.data.pictures import Album, sight_of
+from hybrid_grpo.data.pictures import Album, sight_of, trained_sight_of
 from hybrid_grpo.engine import StepResult
 from hybrid_grpo.generation import (
     Drafter,
@@ -41,10 +41,11 @@ from hybrid_grpo.model.lora import Adapters
 from hybrid_grpo.model.movement import Frozen, Movement
 from hybrid_grpo.model.original import Original
 from hybrid_grpo.model.ranks import all_reduce, rank
-from hybrid_grpo.model.routing import Routing, described, replays, routed
+from hybrid_grpo.model.routing import Routing, described, replays
 from hybrid_grpo.model.scalar_model import ScalarModel, load_scalar_model, scalar_config
 from hybrid_grpo.model.sight import Sight
 from hybrid_grpo.model.towers import lacks_towers
+from hybrid_grpo.model.trained_sight import SeeingModel, TrainedSight
 from hybrid_grpo.model.view import meta_copy
 
 _COUNTERS = ("optimizer_steps", "skipped_steps", "lr_scale")
@@ -71,10 +72,12 @@ class TrainedModel:
         lr_scale: a factor on the schedule's learning rate, which the guard lowers after a rollback.
         cost: the cost of one token; see `Cost`.
         frozen: tensors that do not move, if the latest optimizer step was one of those after which this is checked.
+        tower: the tower for pictures, if it is trained.
     """
 
     lr_scale = 1.0
     frozen: Frozen | None = None
+    tower: TrainedSight | None = None
 
     def __init__(
         self,
@@ -97,7 +100,7 @@ class TrainedModel:
         self.packs = attention == ATTENTION
         with engines.sharded_loading(self.deepspeed_config):
             model = load(attention)
-        self._original = Original(model, policy.model) if lacks_towers(model) else None
+        self._original = Original(model, policy.model, self.tower) if lacks_towers(model) else None
         view = meta_copy(model, view_attention or plain_attention(model.config, policy.attn_implementation))
         self.adapters = Adapters(model, lora, seed) if lora is not None and lora.rank else None
         self.cost = Cost.of(model)
@@ -114,8 +117,11 @@ class TrainedModel:
         """Take one optimizer step. If the gradients are not finite, all ranks skip it and count it as skipped."""
         with record_function("stage/optimizer"):
             self.movement.begin()
+            if self.tower is not None:
+                self.engine.backward(self.engine(self.tower.gradients()), apart=True)
             result = self.engine.step(self.lr)
             self.frozen = self.movement.end(self.lr) if result.applied and result.grad_norm else None
+            self.follow()
         self.optimizer_steps += 1
         self.skipped_steps += not result.applied
         return result
@@ -133,6 +139,13 @@ class TrainedModel:
         for name in _COUNTERS:
             setattr(self, name, state[name])
         self.movement.restart()
+        self.follow()
+
+    def follow(self) -> None:
+        """Let everything outside the engine that holds weights take over those in it. To be called after they changed
+        in any other way than by `step` and `load_state_dict`. Collective."""
+        if self.tower is not None:
+            self.tower.follow(self.engine.whole(list(self.tower.weights.parameters())))
 
     def export(self, folder: Path) -> None:
         """Write weights, configuration and tokenizer in Hugging Face format, or the whole checkpoint that the model is
@@ -146,7 +159,7 @@ class TrainedModel:
         if self.adapters is not None:
             whole = self.engine.whole(self.adapters.parameters)
             if rank() == 0:
-                self.adapters.save(folder / "adapter", whole)
+                self.adapters.save(folder / "adapter", whole, self.tower.adapters if self.tower else None)
 
     def exported_config(self) -> Any:
         """The model's configuration as it was loaded, dropout included."""
@@ -186,14 +199,20 @@ class Policy(TrainedModel):
         album: Album | None = None,
     ) -> None:
         self.workspace, self.drafter = workspace, Drafter()
+        wrap: Callable[[Any], LogprobModel] = LogprobModel
+        if policy.vision == "trained":
+            self.tower = trained_sight_of(album, policy, lora, seed)
+            wrap = functools.partial(SeeingModel, tower=self.tower.weights)
         super().__init__(
             *(policy, engine, tokenizer, total_steps, lora, seed),
             load=functools.partial(load_model, policy),
-            wrap=LogprobModel,
+            wrap=wrap,
             view_attention=attention_of(decoder),
             keep_view=workspace is not None,
         )
-        self.sight = sight_of(album, policy, self.engine.device)
+        self.sight = self.tower or sight_of(album, policy, self.engine.device)
+        if self.tower is not None:
+            self.tower.to(self.engine.device)
         model = self.engine.engine.module.model
         self.replays = replays(model, policy, paged=self.packs and decoder == "paged")
         self.experts = described(model, self.replays)
@@ -346,46 +365,3 @@ class Scorer(TrainedModel):
     def exported_config(self) -> Any:
         """See `scalar_config`."""
         return dequantized(scalar_config(self.config.model, self._padding))
-
-
-class Reference:
-    """The reference policy: a frozen copy of the starting weights, or of later ones, sharded over the ranks in host
-    memory (ZeRO-3)."""
-
-    def __init__(self, policy: PolicyConfig, engine: EngineConfig) -> None:
-        def read() -> LogprobModel:
-            return LogprobModel(load_model(policy, training_attention(policy)))
-
-        self.engine = engines.Frozen(read, policy.dtype, engine.fetching)
-
-    def logprobs(self, batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
-        """ref_logp_BT of the rows in `batches`; see `measured`. Collective."""
-        return measured(self.engine, batches, shape, temperature)[0]
-
-    def refresh(self, policy: engines.Engine, mix: float) -> None:
-        """Set the weights to `mix` times the policy's weights plus (1 - `mix`) times their present values; `mix` 1 is
-        iterative GRPO (DeepSeekMath, arXiv:2402.03300, algorithm 1)."""
-        self.engine.blend(policy, mix)
-
-    def save(self, folder: Path) -> None:
-        """Write this rank's shards into a checkpoint's folder."""
-        folder.mkdir(parents=True, exist_ok=True)
-        self.engine.save(folder)
-
-    def load(self, folder: Path) -> None:
-        """Read what `save` wrote, on any number of ranks. Raises UserError if nothing was saved, as with
-        grpo.ref_every 0."""
-        self.engine.load(folder)
-
-
-class UnadaptedReference(Reference):
-    """The reference of a policy with adapters: the policy's own engine with the adapters off. It never changes, so it
-    is never refreshed, saved or loaded."""
-
-    def __init__(self, policy: engines.Engine, adapters: Adapters) -> None:
-        self._policy, self._adapters = policy, adapters
-
-    def logprobs(self, batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
-        """See `Reference.logprobs`."""
-        with self._adapters.off(), routed(None):
-            return measured(self._policy, batches, shape, temperature)[0]

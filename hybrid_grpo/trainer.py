@@ -24,7 +24,7 @@ from hybrid_grpo.grpo.resampling import group_slots, resample
 from hybrid_grpo.grpo.selection import OldPolicy, select_tokens
 from hybrid_grpo.model.logprobs import squared_probabilities
 from hybrid_grpo.model.ranks import exchange_objects, max_over_ranks, rank, sum_over_ranks
-from hybrid_grpo.policy import Policy, Reference
+from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.metrics.flops import group_flops
 from hybrid_grpo.records.metrics.measurements import (
     measure_costs,
@@ -34,6 +34,7 @@ from hybrid_grpo.records.metrics.measurements import (
     measure_step,
     sampling_spans,
 )
+from hybrid_grpo.reference import Reference
 from hybrid_grpo.run.carry import Carry
 from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.feature import Feature, Features, Scored, metric_names
@@ -298,7 +299,7 @@ class Trainer(Stage):
         """Move the reference toward the policy every `ref_every` steps (iterative GRPO)."""
         if (grpo := self.config.grpo).ref_every and self.reference is not None and step % grpo.ref_every == 0:
             with self.meter.time("time/reference_s"):
-                self.reference.refresh(self.policy.engine, grpo.ref_mix)
+                self.reference.refresh(self.policy, grpo.ref_mix)
 
     def evaluate(self, step: int, sets: Sequence[EvalSet]) -> None:
         """Complete and score held-out sets after a step; see `EvalSet.measure`."""

@@ -33,7 +33,7 @@ def run(arguments: list[str]) -> None:
     hardware = of_table(config.plan.gpu) if config.plan.gpu else of_device(device, config.policy.dtype)
     held_out = inputs.held_out_rows, inputs.held_out_longest
     given = inputs.longest_prompt, hardware, inputs.reward_models, *held_out
-    plan = estimate(config, batch, *given, sees=inputs.sees)
+    plan = estimate(config, batch, *given, album=inputs.sampler.album)
     if plan is None:
         raise UserError(f"policy.model {config.policy.model} cannot be planned: its code cannot run without data")
     if rank() == 0:

@@ -47,11 +47,16 @@ def _sft(parsed: Parsed[SftConfig], doing: Doing) -> Path:
     doing("reading the data")
     engine.check_config(config.policy, config.engine)
     model_config = load_config(config.policy.model)
-    check_lora(config.lora, model_config)
+    album, trains_tower = Album.of(config.policy.model, model_config), config.policy.vision == "trained"
+    refuse(trains_tower and album is None, "policy.vision trained, and policy.model has no tower: take it out")
+    check_lora(config.lora, model_config, tower=trains_tower)
     check_files(config.policy.model, model_config, pickled=config.policy.pickled_weights)
     tokenizer = load_tokenizer(config.policy.model)
-    album = Album.of(config.policy.model, model_config)
     pairs, report = read_pairs(config.data, tokenizer, config.sft.max_completion_tokens, album)
+    refuse(
+        trains_tower and album is not None and album.empty,
+        "policy.vision trained, and no prompt has a picture: take it out",
+    )
     refuse(
         config.sft.batch_size > len(pairs),
         f"sft.batch_size {config.sft.batch_size} is more than the {len(pairs)} rows: lower it, or give more rows",

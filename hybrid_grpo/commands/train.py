@@ -19,7 +19,9 @@ from hybrid_grpo.records.json_lines import read_jsonl
 if TYPE_CHECKING:
     import torch
 
-    from hybrid_grpo.policy import Policy, Reference
+    from hybrid_grpo.data.pictures import Album
+    from hybrid_grpo.policy import Policy
+    from hybrid_grpo.reference import Reference
     from hybrid_grpo.run.feature import Feature
     from hybrid_grpo.run.inputs import RunInputs
     from hybrid_grpo.run.memory.plan import Plan
@@ -109,7 +111,7 @@ def planned_memory(config: TrainConfig, plan: BatchPlan, inputs: RunInputs, devi
     hardware = of_device(device)
     held_out = inputs.held_out_rows, inputs.held_out_longest
     given = inputs.longest_prompt, hardware, inputs.reward_models, *held_out
-    return estimate(config, plan, *given, sees=inputs.sees)
+    return estimate(config, plan, *given, album=inputs.sampler.album)
 
 
 def make_trainer(
@@ -140,20 +142,20 @@ def make_trainer(
         album=inputs.sampler.album,
     )
     policy.turns = inputs.partners
-    reference = make_reference(config, policy)
+    reference = make_reference(config, policy, inputs.sampler.album)
     load_features(features, policy)
     return Trainer(config, plan, policy, reference, inputs, device, features)
 
 
-def make_reference(config: TrainConfig, policy: Policy) -> Reference | None:
+def make_reference(config: TrainConfig, policy: Policy, album: Album | None) -> Reference | None:
     """Return the starting weights, to which the KL term keeps the policy close; None if beta is 0. Collective."""
-    from hybrid_grpo.policy import Reference, UnadaptedReference
+    from hybrid_grpo.reference import Reference, UnadaptedReference
 
     if not config.grpo.beta:
         return None
     if policy.adapters:
-        return UnadaptedReference(policy.engine, policy.adapters)
-    return Reference(config.policy, config.engine)
+        return UnadaptedReference(policy, policy.adapters, album)
+    return Reference(config.policy, config.engine, album)
 
 
 def summary(folder: Path, held_out: Sequence[HeldOut], planned_bytes: int | None = None) -> str:

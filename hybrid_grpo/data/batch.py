@@ -15,7 +15,7 @@ Three log-probabilities keep three names: `logp` (the current policy), `old_logp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import chain
 from typing import Any
@@ -27,7 +27,7 @@ from hybrid_grpo.data.completion import Completion, Prompt
 from hybrid_grpo.model.attention import Segments
 from hybrid_grpo.model.routing import Routing
 from hybrid_grpo.model.selection import Selection
-from hybrid_grpo.model.sight import Shown
+from hybrid_grpo.model.sight import Shown, Sight
 from hybrid_grpo.model.support import HeadColumns, Support
 
 RewardStep = tuple[int, float]
@@ -268,6 +268,10 @@ class MicroBatch:
         """The arguments of `LogprobModel` except the temperature."""
         tokens = self.input_ids_bS, self.position_ids, self.source, self.target_N
         return *tokens, self.segments, self.support, self.shown
+
+    def seen_by(self, sight: Sight) -> MicroBatch:
+        """This micro-batch for another model, which sees the pictures by `sight`."""
+        return self if self.shown is None else replace(self, shown=replace(self.shown, sight=sight))
 
     def of_rows(self, values_BT: Tensor) -> Tensor:
         """This micro-batch's rows of the values of a whole rollout: [b, T], or [b, 1] if the values are [B, 1]. A

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hybrid_grpo.config import DataConfig, PolicyConfig
+from hybrid_grpo.config import DataConfig, LoraConfig, PolicyConfig
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.data.chat_text import unmarked
 from hybrid_grpo.data.completion import Message
 from hybrid_grpo.model.processors import load_processor, load_tower
 from hybrid_grpo.model.sight import KEY_BITS, Sight, image_token, visual_tokens
 from hybrid_grpo.model.towers import has_tower
+from hybrid_grpo.model.trained_sight import TrainedSight
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +40,8 @@ _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 """Formats that are read. Others, as vector graphics or documents, need programs of their own."""
 _ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
 """What a whole file of a format has at its end; others may stand behind it."""
+_BLANK = 32
+"""Pixels of each side of a blank picture."""
 _TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
 
@@ -311,7 +314,25 @@ class Album:
 
     def pixels(self, key: int) -> dict[str, Any]:
         """Return what the model's tower takes of a picture, as tensors."""
-        found = self.processor(images=[self._pictures[key].open()], return_tensors="pt")
+        return self._tensors(self._pictures[key].open())
+
+    @property
+    def largest(self) -> dict[str, Any]:
+        """What the model's tower takes of a blank picture of the largest size in the album."""
+        from PIL import Image
+
+        size = max((picture.size for picture in self._pictures.values()), key=lambda size: size[0] * size[1])
+        return self._tensors(Image.new("RGB", size))
+
+    @property
+    def blank(self) -> dict[str, Any]:
+        """What the model's tower takes of a small blank picture."""
+        from PIL import Image
+
+        return self._tensors(Image.new("RGB", (_BLANK, _BLANK)))
+
+    def _tensors(self, image: Image) -> dict[str, Any]:
+        found = self.processor(images=[image], return_tensors="pt")
         return {name: value for name, value in found.items() if name not in _TEXT_INPUTS}
 
     def ids(self, text: str, pictures: Sequence[Picture], encode: Callable[[str], list[int]], where: str) -> list[int]:
@@ -355,4 +376,16 @@ def sight_of(album: Album | None, policy: PolicyConfig, device: torch.device) ->
     """Return what sees the pictures of an album, and load the model's tower for it; None if there are none."""
     if album is None or album.empty:
         return None
-    return Sight(load_tower(policy), album.pixels, device, int(policy.picture_cache_gb * 2**30))
+    return Sight(load_tower(policy), album.pixels, device, _cache_bytes(policy))
+
+
+def trained_sight_of(album: Album | None, policy: PolicyConfig, lora: LoraConfig | None, seed: int) -> TrainedSight:
+    """Return what sees the pictures of an album and is trained; see `TrainedSight`. Raises UserError without one."""
+    if album is None or album.empty:
+        raise UserError("policy.vision trained, and no prompt has a picture: take it out")
+    tower, cache_bytes = load_tower(policy), _cache_bytes(policy)
+    return TrainedSight(tower, album.pixels, cache_bytes, album.blank, lora, seed)
+
+
+def _cache_bytes(policy: PolicyConfig) -> int:
+    return int(policy.picture_cache_gb * 2**30)

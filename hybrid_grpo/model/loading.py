@@ -124,8 +124,10 @@ def weights_fact(policy: PolicyConfig) -> dict[str, str]:
     """Return a line about weights that are not trained as the files hold them, by its name; empty if all are."""
     config = load_config(policy.model)
     if has_tower(config):
-        kept = "an export copies it from the starting model, which must stay where it is"
-        return {"tower": f"the model's tower for pictures is not trained: {kept}"}
+        kept = "from the starting model, which must stay where it is"
+        if policy.vision == "trained":
+            return {"tower": f"the model's tower for pictures is trained; an export copies what is not {kept}"}
+        return {"tower": f"the model's tower for pictures is not trained: an export copies it {kept}"}
     if not _is_mxfp4(config):
         return {}
     return {"weights": f"in four bits in the files (MXFP4); loaded, trained and exported in {policy.dtype}"}

@@ -16,6 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.model.files import SAFE, shapes_in_files, weight_files
 from hybrid_grpo.model.towers import outside_deepspeed
+from hybrid_grpo.model.trained_sight import TrainedSight
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 """How files end that hold weights, or say where weights are. Copies in other formats would not be the trained ones."""
@@ -24,13 +25,15 @@ _COPIED = ("*", "additional_chat_templates/*")
 
 
 class Original:
-    """The checkpoint of `model`, which `loader` made, in the folder or hub repository `name`.
+    """The checkpoint of `model`, which `loader` made, in the folder or hub repository `name`. A trained `tower` is
+    written too.
 
     Raises UserError if a trained weight could not be written back under the name that it has there.
     """
 
-    def __init__(self, model: Any, name: str, setting: str = "policy.model") -> None:
-        self._start = f"{setting} {name}"
+    def __init__(self, model: Any, name: str, tower: TrainedSight | None = None) -> None:
+        self._tower = tower
+        self._start = f"policy.model {name}"
         self._folder = _folder(name, self._start)
         files = self._files()
         # Only reading the names of the weights shows which renamings the files need.
@@ -40,7 +43,7 @@ class Original:
         tied = self._like.all_tied_weights_keys
         own = {name: tensor for name, tensor in self._like.state_dict().items() if name not in tied}
         known = {name: shape for file in files for name, shape in _shapes(file).items()}
-        trained = revert_weight_conversion(self._like, own)
+        trained = self._reverted(own)
         wrong = [name for name in sorted(trained) if known.get(name) not in (None, *shapes_in_files(trained[name]))]
         absent = sorted(trained.keys() - known.keys()) + wrong
         refuse(
@@ -52,7 +55,7 @@ class Original:
     def export(self, state: Mapping[str, Tensor], folder: Path) -> None:
         """Write the checkpoint to a folder, with the weights of `state` in place of its own, in their names, dtypes and
         files. Everything else is copied. Raises UserError if the checkpoint is gone."""
-        trained = revert_weight_conversion(self._like, dict(state))
+        trained = self._reverted(dict(state))
         files = self._files()
         folder.mkdir(parents=True, exist_ok=True)
         for file in files:
@@ -67,6 +70,11 @@ class Original:
                 target = folder / source.relative_to(self._folder)
                 target.parent.mkdir(exist_ok=True)
                 shutil.copyfile(source, target)
+
+    def _reverted(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the trained weights under their names in the files, given those of the text model."""
+        tower = {} if self._tower is None else revert_weight_conversion(self._tower.tower, self._tower.state())
+        return {**revert_weight_conversion(self._like, state), **tower}
 
     def _files(self) -> list[Path]:
         refuse(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -65,10 +64,3 @@ def load_tower(policy: PolicyConfig) -> Any:
             dtype=getattr(torch, policy.dtype),
             use_safetensors=None if policy.pickled_weights else True,
         )
-
-
-def tower_parameters(config: Any) -> int:
-    """Return the number of parameters of a model's tower, computed from its configuration."""
-    with torch.device("meta"):
-        tower = tower_class(config)(deepcopy(config))
-    return sum(parameter.numel() for parameter in tower.parameters())

@@ -142,7 +142,7 @@ def save_state(folder: Path, state: dict[str, Any]) -> None:
 def load_state(folder: Path) -> dict[str, Any]:
     """Return what `save_state` wrote on this rank, or on rank 0 if the number of ranks has changed."""
     count = _ranks(folder, _STATE)
-    return _read(_path(folder, _STATE, rank() if count == world_size() else 0, count))
+    return read_file(_path(folder, _STATE, rank() if count == world_size() else 0, count))
 
 
 def _inner(optimizer: Any, stage: int) -> Any:
@@ -240,7 +240,8 @@ def _write(
     tensor_files.write({"shapes": shapes, "flats": content}, _path(folder, name, rank(), world_size()))
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_file(path: Path) -> dict[str, Any]:
+    """Return what a file of a checkpoint holds. Raises UserError if it is unreadable."""
     try:
         content: dict[str, Any] = tensor_files.read(path)
     except OSError as error:
@@ -273,7 +274,7 @@ class _Saved:
         self._pieces: dict[str, list[_SavedPiece]] = {}
         count = _ranks(folder, name)
         for number in range(count):
-            content = _read(_path(folder, name, number, count))
+            content = read_file(_path(folder, name, number, count))
             self._check(folder, content["shapes"], shapes)
             for flat in content["flats"]:
                 for fields in flat["pieces"]:

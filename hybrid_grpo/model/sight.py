@@ -9,7 +9,7 @@ themselves stay where they were read from. `text_forward` puts the embeddings in
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.model.blocks import Blocks
+from hybrid_grpo.model.tensor_files import settle
 from hybrid_grpo.model.towers import lacks_towers, text_of
 from hybrid_grpo.model.upload import upload
 
@@ -80,7 +81,7 @@ class _Extent:
 
 
 class Sight:
-    """The tower of a policy, frozen, with what it made of pictures.
+    """The tower of a policy, frozen, with what it made of pictures. (`TrainedSight` is not.)
 
     Every picture goes through the tower by itself, so that its embeddings do not depend on others. They are kept in
     host memory, the latest up to `cache_bytes`, for the next sampling and for training.
@@ -97,7 +98,7 @@ class Sight:
 
     def __init__(self, tower: Any, pixels: Pixels, device: torch.device, cache_bytes: int) -> None:
         self.tower, self.device, self.runs = tower.eval().requires_grad_(False).to(device), device, 0
-        self._pixels, self._room = pixels, cache_bytes
+        self._pixels, self._room, self._cache_bytes = pixels, cache_bytes, cache_bytes
         self._looks: OrderedDict[int, Look] = OrderedDict()
         self._extents: dict[int, _Extent] = {}
         self._base = tower.base_model
@@ -113,20 +114,49 @@ class Sight:
         if key in self._looks:
             self._looks.move_to_end(key)
             return self._looks[key]
-        given = {name: value.to(self.device) for name, value in self._pixels(key).items()}
-        found = self._base.get_image_features(**given, return_dict=True)
-        rows = found.pooler_output
-        rows_ND = (torch.cat(list(rows)) if isinstance(rows, list | tuple) else rows).flatten(0, -2)
-        deep = [torch.cat(list(layer)) for layer in getattr(found, "deepstack_features", None) or ()]
-        self.runs += 1
-        look = Look(rows_ND.cpu(), tuple(layer.cpu() for layer in deep))
+        given = self._pixels(key)
+        read = self.read(given)
+        look = Look(read.rows_ND.cpu(), tuple(layer.cpu() for layer in read.deep))
         if key not in self._extents:
-            self._extents[key] = self._extent(given.get("image_grid_thw"), len(rows_ND))
+            self._extents[key] = self._extent(given.get("image_grid_thw"), len(look.rows_ND))
         self._looks[key] = look
         self._room -= _bytes(look)
         while self._room < 0 and len(self._looks) > 1:
             self._room += _bytes(self._looks.popitem(last=False)[1])
         return look
+
+    def read(self, given: Mapping[str, Tensor]) -> Look:
+        """Run the tower on what `pixels` returns of a picture."""
+        on_device = {name: value.to(self.device) for name, value in given.items()}
+        found = self._base.get_image_features(**on_device, return_dict=True)
+        rows = found.pooler_output
+        rows_ND = (torch.cat(list(rows)) if isinstance(rows, list | tuple) else rows).flatten(0, -2)
+        self.runs += 1
+        deep = getattr(found, "deepstack_features", None) or ()
+        return Look(rows_ND, tuple(torch.cat(list(layer)) for layer in deep))
+
+    def embeddings(self, key: int) -> Look:
+        """Return what a forward puts in the place of a picture."""
+        return self.look(key)
+
+    def forget(self) -> None:
+        """Let the tower look at every picture anew."""
+        self._looks.clear()
+        self._room = self._cache_bytes
+
+    @torch.no_grad()
+    def blend(self, state: Mapping[str, Tensor], mix: float) -> None:
+        """Set some weights of the tower to `mix` times those given plus (1 - `mix`) times their present values."""
+        settle()
+        own = self.tower.state_dict()
+        for name, weight in state.items():
+            own[name].copy_(torch.lerp(own[name].float(), weight.float(), mix))
+        self.forget()
+
+    def to(self, device: torch.device) -> None:
+        """Move the tower."""
+        self.device = device
+        self.tower.to(device)
 
     def _extent(self, grid: Tensor | None, count: int) -> _Extent:
         """Return the positions of a picture of `count` tokens, by transformers' own rule for the model."""
@@ -207,7 +237,7 @@ class Shown:
     def embedded(self, embeds_bSD: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return embeddings of tokens with those of the pictures in their places, and what is added to the hidden
         states there after the first layers, [M, D] each."""
-        looks = [self.sight.look(key) for key in self.keys]
+        looks = [self.sight.embeddings(key) for key in self.keys]
         rows_MD = torch.cat([look.rows_ND for look in looks]).to(embeds_bSD)
         deep = [torch.cat(layer).to(embeds_bSD) for layer in zip(*(look.deep for look in looks), strict=True)]
         return embeds_bSD.flatten(0, 1).index_copy(0, self.place_M, rows_MD).view_as(embeds_bSD), deep

@@ -107,7 +107,10 @@ class RunInputs(EvalInputs):
         reward_sets = RewardSets(config, sets)
         objective = load_objective(config.grpo.objective)
         sampler = Sampler.read(config.policy, config.rollout, needs_weights=config.needs_weights)
-        check_lora(config.lora, sampler.model_config)
+        trains_tower = config.policy.vision == "trained"
+        blind = trains_tower and sampler.album is None
+        refuse(blind, "policy.vision trained, and policy.model has no tower: take it out")
+        check_lora(config.lora, sampler.model_config, tower=trains_tower)
         partners = partners_of(config, sampler.tokenizer, sampler.stop_ids)
         rewards = reward_sets.ready(sampler.tokenizer, by_turn=config.grpo.combine_rewards == "sum")
         training = read_training_prompts(config, sampler, partners)
@@ -120,6 +123,7 @@ class RunInputs(EvalInputs):
             facts["held out" if held_out.setting == "eval" else f"held out {held_out.name}"] = fact
             eval_sets.append(eval_set)
         check_pictures(config, sampler)
+        refuse(trains_tower and not sampler.sees, "policy.vision trained, and no prompt has a picture: take it out")
         weights = {reward_name(reward): reward.weight for reward in config.rewards}
         facts["sampling"] = sampler.fact
         facts["rewards"] = ", ".join(f"{weights.get(name, 1.0):g} {name}" for name in config.reward_names)

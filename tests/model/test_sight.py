@@ -10,16 +10,18 @@ from hybrid_grpo.data.pictures import Album
 from hybrid_grpo.model.sight import keys_of, visual_tokens, whole_until
 from hybrid_grpo.model.towers import TOWERED
 
-ROUNDING = {"qwen3_5": 3e-5, "gemma4": 3e-5}
-"""Recurrences and embeddings of every layer round more."""
+ROUNDING = {"qwen3_5": 3e-5, "gemma4": 6e-5}
+"""Relative gaps where float32 rounds more: transformers' own gradients differ by 2e-5 and 4.6e-5 from float64 ones."""
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_sees_decodes_and_learns_as_transformers_computes_it(name, tmp_path):
-    gaps, sight = prove_sight(name, tmp_path)
+    gaps, sight = prove_sight(name, tmp_path, trained=True)
     assert not gaps.faults(ROUNDING.get(name, 1e-5))
     shown = {id(part) for parts in PROMPTS for part in parts if not isinstance(part, str)}
-    assert sight.runs == len(shown) == 4, "the tower runs once for each picture, in sampling and training together"
+    assert len(shown) == 4
+    # Once to find out what is trained, then for each picture in sampling and training together, and for its gradient.
+    assert sight.runs == 1 + 4 + 4
 
 
 @pytest.mark.parametrize("name", TOWERED)

@@ -22,7 +22,8 @@ from hybrid_grpo.config import (
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.data.batch import MicroBatch, Rollout
 from hybrid_grpo.model.ranks import all_reduce, world_size
-from hybrid_grpo.policy import Policy, UnadaptedReference
+from hybrid_grpo.policy import Policy
+from hybrid_grpo.reference import UnadaptedReference
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.run.saving.checkpoint import Checkpoints
 from hybrid_grpo.trainer import Trainer
@@ -53,7 +54,7 @@ def build(folder: Path, stage: int, *, lora: LoraConfig = LORA, gradient_checkpo
     plan = check_train(config, world_size())
     task = RunInputs.read(config)
     policy = Policy(config.policy, config.engine, task.tokenizer, total_steps=100, lora=config.lora, seed=1)
-    reference = UnadaptedReference(policy.engine, policy.adapters) if policy.adapters else None
+    reference = UnadaptedReference(policy, policy.adapters) if policy.adapters else None
     return Trainer(config, plan, policy, reference, task, device)
 
 

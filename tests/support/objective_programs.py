@@ -14,7 +14,7 @@ from rank_programs import build, counted, main
 from hybrid_grpo.config import GrpoConfig, RewardConfig
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.model.ranks import rank, world_size
-from hybrid_grpo.policy import Reference
+from hybrid_grpo.reference import Reference
 from hybrid_grpo.rewards.loader import load_rewards
 from hybrid_grpo.rewards.scorer import Rewards
 from hybrid_grpo.trainer import Trainer
@@ -119,11 +119,11 @@ def refreshed(folder: Path, stage: int) -> dict[str, Any]:
     reference.logprobs(batches, shape, 1.0)
     for _ in range(2):
         trainer.step(1)
-    reference.refresh(policy.engine, 0.5)
+    reference.refresh(policy, 0.5)
     half = weights(reference)
     half_logp_BT = reference.logprobs(batches, shape, 1.0)
     reference.save(folder / f"checkpoint.{stage}.{world_size()}")
-    reference.refresh(policy.engine, 1.0)
+    reference.refresh(policy, 1.0)
     full = weights(reference)
     seen = {
         "moved": max(float((a - b).abs().max()) for a, b in zip(full, before, strict=True)),

@@ -33,7 +33,8 @@ from hybrid_grpo.config.errors import RunStopped
 from hybrid_grpo.config.evaluation import EvalSetConfig
 from hybrid_grpo.generation import Workspace
 from hybrid_grpo.model.ranks import barrier, rank, world_size
-from hybrid_grpo.policy import Policy, Reference
+from hybrid_grpo.policy import Policy
+from hybrid_grpo.reference import Reference
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.trainer import Trainer
 

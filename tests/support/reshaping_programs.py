@@ -23,7 +23,8 @@ from hybrid_grpo.config import (
 )
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.model.ranks import barrier, rank, world_size
-from hybrid_grpo.policy import Policy, Reference, UnadaptedReference
+from hybrid_grpo.policy import Policy
+from hybrid_grpo.reference import Reference, UnadaptedReference
 from hybrid_grpo.run.feature import load_features, make_features
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.trainer import Trainer
@@ -77,7 +78,7 @@ def build(
     policy = Policy(config.policy, config.engine, inputs.tokenizer, total_steps=100, lora=lora, seed=1)
     reference: Reference
     if policy.adapters is not None:
-        reference = UnadaptedReference(policy.engine, policy.adapters)
+        reference = UnadaptedReference(policy, policy.adapters)
     else:
         reference = Reference(config.policy, config.engine)
     features = make_features(config, plan, inputs)

@@ -29,6 +29,7 @@ from hybrid_grpo.model.loading import load_config, load_model
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.processors import load_tower
 from hybrid_grpo.model.sight import Sight, image_token
+from hybrid_grpo.model.trained_sight import TrainedSight
 from hybrid_grpo.model.view import View, meta_copy
 
 ONE, WIDE, HIGH, LARGE = pictures()
@@ -74,8 +75,8 @@ class Seen:
         return given
 
 
-def prove_sight(name: str, folder: Path, *, prefill_tokens: int = 20) -> tuple[Gaps, Sight]:
-    """Return the gaps of a family, and what saw its pictures."""
+def prove_sight(name: str, folder: Path, *, trained: bool = False, prefill_tokens: int = 20) -> tuple[Gaps, Sight]:
+    """Return the gaps of a family, whose tower is `trained` too or not, and what saw its pictures."""
     processor = make_seeing(name, folder)
     config, policy_config = load_config(str(folder)), PolicyConfig(model=str(folder), dtype="float32")
     plain: Any = tf.AutoModelForImageTextToText.from_pretrained(
@@ -83,7 +84,9 @@ def prove_sight(name: str, folder: Path, *, prefill_tokens: int = 20) -> tuple[G
     ).eval()
     policy = load_model(policy_config, ATTENTION)
     album = Album(lambda: processor, image_token(config))
-    sight = Sight(load_tower(policy_config), album.pixels, CPU, 1 << 28)
+    given = load_tower(policy_config), album.pixels
+    trained_sight = TrainedSight(*given, 1 << 28, album.blank, None, 0) if trained else None
+    sight = trained_sight or Sight(*given, CPU, 1 << 28)
     prompts = [Seen(parts, number, processor, album) for number, parts in enumerate(PROMPTS)]
     placeholder = image_token(config)
     rows, tokens, decoded = _decoding(plain, policy, sight, prompts, placeholder, prefill_tokens)
@@ -92,8 +95,11 @@ def prove_sight(name: str, folder: Path, *, prefill_tokens: int = 20) -> tuple[G
         scores = torch.stack(_scores(plain, prompt, completion))
         (scores * weights_of(len(completion), row)).sum().backward()
         expected.append(scores[0].detach())
-    theirs = {name: of for name, of in gradients(plain) if name in dict(policy.named_parameters())}
     found, mine = _policy_pass(policy, sight, rows)
+    if trained_sight is not None:
+        of_tower = zip(trained_sight.state(), trained_sight.gradients(), strict=True)
+        mine |= {name: gradient for name, gradient in of_tower if gradient.any()}
+    theirs = {name: of for name, of in gradients(plain) if trained or name in dict(policy.named_parameters())}
     packed = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
     gradient, worst, without = gradient_gap(mine, theirs)
     return Gaps(tokens, decoded, packed, gradient, worst, without), sight

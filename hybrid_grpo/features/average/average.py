@@ -85,6 +85,7 @@ class Average(Feature):
         assert self._decay is not None
         trained = policy.engine.engine
         self.average = MovingAverage(trained.module, trained.optimizer, policy.engine.stage, self._decay)
+        self._follow = policy.follow
 
     def stepped(self) -> None:
         self.average.update()
@@ -98,4 +99,11 @@ class Average(Feature):
 
     @property
     def exports(self) -> Mapping[str, Callable[[], AbstractContextManager[None]]]:
-        return {"model_ema": self.average.used}
+        return {"model_ema": self._used}
+
+    @contextmanager
+    def _used(self) -> Iterator[None]:
+        with self.average.used():
+            self._follow()
+            yield
+        self._follow()

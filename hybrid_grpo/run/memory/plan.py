@@ -14,6 +14,7 @@ import torch
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.data.pictures import Album
 from hybrid_grpo.generation import Workspace
 from hybrid_grpo.generation.beside import user_workspace
 from hybrid_grpo.generation.cache import GPU_SHARE, MARGIN, prefill_that_fits
@@ -23,11 +24,11 @@ from hybrid_grpo.generation.state_pool import rows_for
 from hybrid_grpo.model.hardware import CUDA_CONTEXT_BYTES, Hardware
 from hybrid_grpo.model.loading import load_config, parameters_of
 from hybrid_grpo.model.logprobs import HeadFunction
-from hybrid_grpo.model.processors import tower_parameters
 from hybrid_grpo.rewards.models.reward_model import RewardModel
 from hybrid_grpo.run.memory import remedies
 from hybrid_grpo.run.memory.dry_run import NeedsData, Sizes, measure
 from hybrid_grpo.run.memory.parts import Part, Phase, gib
+from hybrid_grpo.run.memory.tower import NO_TOWER, TowerSizes, tower_sizes
 
 KEPT_BELOW = 0.85
 """Memory of decoding stays on the GPU during training if all phases then need at most this share of the free memory.
@@ -80,10 +81,10 @@ def estimate(
     models: Sequence[RewardModel] = (),
     held_out: int = 0,
     held_out_longest: int = 0,
-    sees: bool = False,
+    album: Album | None = None,
 ) -> Plan | None:
-    """Return the memory plan of a run, whose prompts have pictures if it `sees`; None if the model cannot run without
-    data. Raise UserError if it has no configuration, or lacks the attention or adapters in the settings."""
+    """Return the memory plan of a run, whose prompts have the pictures of an `album`; None if the model cannot run
+    without data. Raise UserError if it has no configuration, or lacks the attention or adapters in the settings."""
     features = [share for feature in config.active_features if (share := feature.memory(config)) is not None]
     heads = [feature.head for feature in features]
     model_config = load_config(config.policy.model)
@@ -101,7 +102,7 @@ def estimate(
             ) from None
         return None
     user = _user_bytes(config, max(config.rollout.longest(prompt), held_out_longest), hardware)
-    tower = getattr(torch, config.policy.dtype).itemsize * tower_parameters(model_config) if sees else 0
+    tower = tower_sizes(config.policy, config.lora, model_config, album)
     parts = models, held_out, held_out_longest, features, user, tower, measured
     return Plan(config, sizes, batch, prompt, hardware, *parts)
 
@@ -134,8 +135,7 @@ class Plan:
     features: Sequence[FeatureMemory] = ()
     user: int = 0
     """Bytes of the model that plays the user and, on a GPU, of the memory for decoding that it keeps."""
-    tower: int = 0
-    """Bytes of the tower that sees pictures."""
+    tower: TowerSizes = NO_TOWER
     measured: Callable[[TrainConfig, BatchPlan], Sizes] | None = None
     """Makes another dry run, for other settings of `policy`; takes seconds."""
 
@@ -143,7 +143,7 @@ class Plan:
         config = self.config
         self.gpu, self.stage, self.ranks = self.hardware.on_gpu, config.engine.zero_stage, self.batch.world_size
         self.dtype = 2 if config.policy.dtype == "bfloat16" else 4
-        self.n, self.t = self.sizes.parameters, self.sizes.trained
+        self.n, self.t = self.sizes.parameters, self.sizes.trained + self.tower.trained
         # Elements that this rank's optimizer steps.
         self.owned = -(-self.t // self.ranks) if self.stage else self.t
         zero = config.engine.deepspeed.get("zero_optimization", {})
@@ -160,8 +160,7 @@ class Plan:
         self.rows = groups * config.rollout.num_generations
         self.process = Part("runtime", self.hardware.process_bytes + PROCESS_GROWTH_BYTES)
         self.export = Part("copy to write", self.dtype * self.n)
-        kept = int(config.policy.picture_cache_gb * 2**30)
-        self.pictures = Part("pictures", kept if self.tower else 0, "a lower policy.picture_cache_gb")
+        self.pictures = self.tower.cache(config.policy)
         self.slots = min(config.rollout.max_slots, self.rows)
         self.longest = config.rollout.longest(self.prompt)
         # Rollouts and evaluations share the cache.
@@ -242,7 +241,7 @@ class Plan:
             "generation": generating,
             "loss": [*training, Part("LM head", micro.head, remedies.smaller_micro_batches(self, recomputed=True))],
             "backward": [*training, Part("one layer", layer, remedies.smaller_micro_batches(self, recomputed=True))],
-            "reduction": [*updating, reduction],
+            "reduction": [*updating, reduction, self.tower.learning],
             "optimizer step": [*updating, self.stepping()],
             # A GPU's weights are copied to the host and written from there.
             "export": [*gathered, *([] if self.gpu else [self.export])],
@@ -266,7 +265,8 @@ class Plan:
             self.reward_models(on_host=False),
         ]
         user = Part("user", self.user, "a smaller rollout.user_model")
-        parts += [*self.feature_parts(on_host=False), user, Part("tower", self.tower)]
+        tower = self.tower.at_rest(self.dtype, shards, has_reference=bool(self.config.grpo.beta))
+        parts += [*self.feature_parts(on_host=False), user, tower]
         if self.gpu:
             runtime = [Part("runtime", CUDA_CONTEXT_BYTES), Part("NCCL", NCCL_BYTES if self.ranks > 1 else 0)]
             return [*runtime, *parts, *([] if self.offloads else self.states())]
