@@ -28,9 +28,9 @@ from hybrid_grpo.config.parsing import parse
 from hybrid_grpo.model import logprobs
 from hybrid_grpo.model.hardware import of_device
 from hybrid_grpo.policy import Policy
-from hybrid_grpo.reference import Reference
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.run.memory.plan import estimate
+from hybrid_grpo.run.reference import Reference
 from hybrid_grpo.run.training import loaded_objects_kept
 from hybrid_grpo.trainer import Trainer
 

@@ -34,11 +34,11 @@ from hybrid_grpo.records.metrics.measurements import (
     measure_step,
     sampling_spans,
 )
-from hybrid_grpo.reference import Reference
 from hybrid_grpo.run.carry import Carry
 from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.feature import Feature, Features, Scored, metric_names
 from hybrid_grpo.run.inputs import RunInputs
+from hybrid_grpo.run.reference import Reference
 from hybrid_grpo.run.stage import Stage
 
 

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
     from hybrid_grpo.data.pictures import Album
     from hybrid_grpo.policy import Policy
-    from hybrid_grpo.reference import Reference
     from hybrid_grpo.run.feature import Feature
     from hybrid_grpo.run.inputs import RunInputs
     from hybrid_grpo.run.memory.plan import Plan
+    from hybrid_grpo.run.reference import Reference
     from hybrid_grpo.trainer import Trainer
 
 
@@ -149,7 +149,7 @@ def make_trainer(
 
 def make_reference(config: TrainConfig, policy: Policy, album: Album | None) -> Reference | None:
     """Return the starting weights, to which the KL term keeps the policy close; None if beta is 0. Collective."""
-    from hybrid_grpo.reference import Reference, UnadaptedReference
+    from hybrid_grpo.run.reference import Reference, UnadaptedReference
 
     if not config.grpo.beta:
         return None

@@ -12,7 +12,7 @@ from hybrid_grpo.model.routing import Routing
 from hybrid_grpo.model.support import Support
 
 if TYPE_CHECKING:
-    from hybrid_grpo.data.pictures import Picture
+    from hybrid_grpo.data.picture import Picture
 
 Message = dict[str, Any]
 """One chat message: `{"role": ..., "content": ...}`."""

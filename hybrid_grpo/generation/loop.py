@@ -43,9 +43,10 @@ from hybrid_grpo.generation.workspace import Workspace
 from hybrid_grpo.model.kernels.decoding import adopt
 from hybrid_grpo.model.layers import adopt_layers
 from hybrid_grpo.model.routing import Routing, joined
-from hybrid_grpo.model.sight import Sight, beside, pictures_of, positions_of, text_forward, whole_until
+from hybrid_grpo.model.sight import Sight, beside, pictures_of, positions_of, text_forward
 from hybrid_grpo.model.states import adopt_states
 from hybrid_grpo.model.upload import upload
+from hybrid_grpo.model.visual_tokens import whole_until
 
 PATIENCE_S = 0.2
 """Longest wait for answers to turns between two calls of `on_step`, in seconds."""

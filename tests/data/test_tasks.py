@@ -18,7 +18,7 @@ from hybrid_grpo.config.checks import check_generate, check_sft, check_train
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import parse
 from hybrid_grpo.data.batch import Prompt
-from hybrid_grpo.data.pictures import read_picture
+from hybrid_grpo.data.picture import read_picture
 from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.data.sources import evaluation_source, read_rows, training_source
 from hybrid_grpo.data.tasks import TASKS, shapes

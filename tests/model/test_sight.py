@@ -7,8 +7,8 @@ from sight_proof import PROMPTS, prove_sight
 from tiny_architectures import tiny_architecture
 
 from hybrid_grpo.data.pictures import Album
-from hybrid_grpo.model.sight import keys_of, visual_tokens, whole_until
 from hybrid_grpo.model.towers import TOWERED
+from hybrid_grpo.model.visual_tokens import keys_of, visual_tokens, whole_until
 
 ROUNDING = {"qwen3_5": 3e-5, "gemma4": 6e-5}
 """Relative gaps where float32 rounds more: transformers' own gradients differ by 2e-5 and 4.6e-5 from float64 ones."""

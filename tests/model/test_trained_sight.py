@@ -28,14 +28,14 @@ def seen(tmp_path_factory):
 @pytest.mark.process
 @pytest.mark.ranks
 def test_ranks_and_stages_learn_the_same_and_a_resumed_step_is_the_step(seen):
-    (alone,), (one, two) = seen[1], seen[2]
-    for number, case in enumerate(alone):
-        for of in (case, one[number], two[number]):
-            assert of["resumed"] == of["steps"][2], "to the bit"
-            assert of["follows"] and of["exported"] and of["moved"] == of["of"] > 8
-            assert all(step["parity/logp_abs_diff_mean"] < 1e-5 for step in of["steps"]), "the sampler is the trainer"
-        # The first three cases are stages of one run, the last has adapters.
-        for of in (one[number], alone[0] if number < 3 else case):
-            for step, expected in zip(of["steps"], case["steps"], strict=True):
+    (alone,), both = seen[1], seen[2]
+    for case in (*alone, *both[0], *both[1]):
+        assert case["resumed"] == case["steps"][2], "to the bit"
+        assert case["follows"] and case["exported"] and case["moved"] == case["of"] > 8
+        assert all(step["parity/logp_abs_diff_mean"] < 1e-5 for step in case["steps"]), "the sampler is the trainer"
+    whole, adapted = alone
+    for rank in both:
+        for case, expected in zip(rank, (whole, whole, adapted), strict=True):
+            for step, of_one in zip(case["steps"], expected["steps"], strict=True):
                 for name in ("policy/loss", "policy/grad_norm", "policy/kl", "reward/mean"):
-                    assert step[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), (number, name)
+                    assert step[name] == pytest.approx(of_one[name], rel=1e-3, abs=1e-5), name

@@ -6,7 +6,7 @@ import io
 from PIL import Image
 from seeing import pictures
 
-from hybrid_grpo.data.pictures import read_picture
+from hybrid_grpo.data.picture import read_picture
 from hybrid_grpo.records import thumbnails
 
 

@@ -23,8 +23,8 @@ from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.data.batch import MicroBatch, Rollout
 from hybrid_grpo.model.ranks import all_reduce, world_size
 from hybrid_grpo.policy import Policy
-from hybrid_grpo.reference import UnadaptedReference
 from hybrid_grpo.run.inputs import RunInputs
+from hybrid_grpo.run.reference import UnadaptedReference
 from hybrid_grpo.run.saving.checkpoint import Checkpoints
 from hybrid_grpo.trainer import Trainer
 

@@ -14,9 +14,9 @@ from rank_programs import build, counted, main
 from hybrid_grpo.config import GrpoConfig, RewardConfig
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.model.ranks import rank, world_size
-from hybrid_grpo.reference import Reference
 from hybrid_grpo.rewards.loader import load_rewards
 from hybrid_grpo.rewards.scorer import Rewards
+from hybrid_grpo.run.reference import Reference
 from hybrid_grpo.trainer import Trainer
 
 OBJECTIVES: dict[str, dict[str, Any]] = {

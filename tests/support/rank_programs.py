@@ -34,8 +34,8 @@ from hybrid_grpo.config.evaluation import EvalSetConfig
 from hybrid_grpo.generation import Workspace
 from hybrid_grpo.model.ranks import barrier, rank, world_size
 from hybrid_grpo.policy import Policy
-from hybrid_grpo.reference import Reference
 from hybrid_grpo.run.inputs import RunInputs
+from hybrid_grpo.run.reference import Reference
 from hybrid_grpo.trainer import Trainer
 
 UNPACKED, EXPERTS = "mamba", "qwen3_moe"

@@ -24,9 +24,9 @@ from hybrid_grpo.config import (
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.model.ranks import barrier, rank, world_size
 from hybrid_grpo.policy import Policy
-from hybrid_grpo.reference import Reference, UnadaptedReference
 from hybrid_grpo.run.feature import load_features, make_features
 from hybrid_grpo.run.inputs import RunInputs
+from hybrid_grpo.run.reference import Reference, UnadaptedReference
 from hybrid_grpo.trainer import Trainer
 
 METRICS = ("policy/loss", "policy/grad_norm", "policy/entropy", "policy/kl", "policy/kl_coef", "reward/mean")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.run.saving.checkpoint import Checkpoints
 from hybrid_grpo.trainer import Trainer
 
-CASES = ((3, 0), (2, 0), (0, 0), (3, 4))
-"""ZeRO stages and ranks of adapters."""
+CASES = {1: ((0, 0), (3, 4)), 2: ((3, 0), (2, 0), (3, 4))}
+"""ZeRO stages and ranks of adapters, by number of ranks."""
 MEASURED = ("policy/loss", "policy/grad_norm", "policy/kl", "reward/mean", "parity/logp_abs_diff_mean")
 
 
@@ -50,7 +51,7 @@ def build(folder: Path, stage: int, lora: int) -> Trainer:
 
 def trained(folder: Path) -> list[dict[str, Any]]:
     """For every case, three steps, the third again from a checkpoint, and an export."""
-    return [_case(folder, *case) for case in CASES]
+    return [_case(folder, *case) for case in CASES[int(os.environ.get("WORLD_SIZE", "1"))]]
 
 
 def _case(folder: Path, stage: int, lora: int) -> dict[str, Any]:

@@ -24,9 +24,9 @@ from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.features.critic.settings import CriticConfig
 from hybrid_grpo.model.ranks import world_size
 from hybrid_grpo.policy import Policy
-from hybrid_grpo.reference import Reference
 from hybrid_grpo.run.feature import make_features
 from hybrid_grpo.run.inputs import RunInputs
+from hybrid_grpo.run.reference import Reference
 from hybrid_grpo.trainer import Trainer
 
 METRICS = (

@@ -26,9 +26,9 @@ from hybrid_grpo.config.checks import batch_plan, check_train
 from hybrid_grpo.features.guests.settings import GuestConfig, GuestsConfig
 from hybrid_grpo.model.ranks import world_size
 from hybrid_grpo.policy import Policy
-from hybrid_grpo.reference import Reference
 from hybrid_grpo.run.feature import Feature, Features, make_features
 from hybrid_grpo.run.inputs import RunInputs
+from hybrid_grpo.run.reference import Reference
 from hybrid_grpo.trainer import Trainer
 
 
