@@ -210,6 +210,7 @@ class Policy(TrainedModel):
             view_attention=attention_of(decoder),
             keep_view=workspace is not None,
         )
+        self._album = album
         self.sight = self.tower or sight_of(album, policy, self.engine.device)
         if self.tower is not None:
             self.tower.to(self.engine.device)
@@ -250,6 +251,11 @@ class Policy(TrainedModel):
             else:
                 groups, stats = self.journal.complete(step, requests, on_finish, sample, given, goes_on)
         return Rollout(prompts, [c for group in groups for c in group], config.num_generations), stats
+
+    def meet(self, prompts: Sequence[Prompt]) -> None:
+        """Take the pictures of prompts that come from another rank, and that this one may not have read."""
+        if self._album is not None:
+            self._album.take(picture for prompt in prompts for picture in prompt.pictures)
 
     def complete(
         self, requests: list[Request], sampling: Sampling, config: RolloutConfig, on_step: OnStep | None = None

@@ -93,8 +93,8 @@ def _rgb(image: Image) -> Image:
 
 
 def read_picture(value: Any, folder: Path | None, where: str, max_pixels: int | None = None) -> Picture:
-    """Return the picture that a row gives as a path, as bytes, as `datasets` stores one, or as a PIL image. Only its
-    header is read.
+    """Return the picture that a row gives as a path, as bytes, as `datasets` stores one, as a PIL image, or as it was
+    returned here. Only its header is read.
 
     Args:
         folder: what relative paths are relative to. They may not lead out of it.
@@ -103,6 +103,8 @@ def read_picture(value: Any, folder: Path | None, where: str, max_pixels: int | 
 
     Raises UserError if it is absent, too large, no picture, or broken as far as header and end show it.
     """
+    if isinstance(value, Picture):
+        return value
     path, data, name = _source(value, folder, where)
     contents = data if data is not None else _contents(Path(path or ""), where, name)
     start = f"{where}: the picture {name}"

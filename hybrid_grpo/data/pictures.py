@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from hybrid_grpo.config import DataConfig, LoraConfig, PolicyConfig
 from hybrid_grpo.config.errors import UserError, refuse
@@ -100,11 +102,20 @@ class Album:
     Args:
         load: returns transformers' processor of the checkpoint. It is called for the first picture.
         token: the token in whose places embeddings of pictures stand (see `image_token`); None if it is not known.
+
+    Attributes:
+        keeps: whether pictures stay here although no prompt has them any more.
+        empty: whether there has been no picture yet.
     """
+
+    keeps = True
+    empty = True
 
     def __init__(self, load: Callable[[], Any], token: int | None) -> None:
         self._load, self._token = load, token
-        self._pictures: dict[int, Picture] = {}
+        self._pictures: WeakValueDictionary[int, Picture] = WeakValueDictionary()
+        self._kept: list[Picture] = []
+        self._largest = (0, 0)
         self._layouts: dict[tuple[int, int], _Layout] = {}
 
     @classmethod
@@ -115,10 +126,6 @@ class Album:
     @cached_property
     def processor(self) -> Any:
         return self._load()
-
-    @property
-    def empty(self) -> bool:
-        return not self._pictures
 
     @property
     def template(self) -> str | None:
@@ -140,10 +147,18 @@ class Album:
             f" ({kind}): take another model",
         )
         found = [read_picture(value, folder, where, config.max_pixels) for value in values]
-        for picture in found:
+        self.take(found)
+        return found
+
+    def take(self, pictures: Iterable[Picture]) -> None:
+        """Take pictures that another rank has read."""
+        for picture in pictures:
             known = self._pictures.setdefault(picture.key, picture)
             assert known.size == picture.size, "two pictures have the same key"
-        return found
+            self._largest = max(self._largest, picture.size, key=prod)
+            self.empty = False
+            if self.keeps and known is picture:
+                self._kept.append(picture)
 
     def pixels(self, key: int) -> dict[str, Any]:
         """Return what the model's tower takes of a picture, as tensors."""
@@ -154,8 +169,7 @@ class Album:
         """What the model's tower takes of a blank picture of the largest size in the album."""
         from PIL import Image
 
-        size = max((picture.size for picture in self._pictures.values()), key=lambda size: size[0] * size[1])
-        return self._tensors(Image.new("RGB", size))
+        return self._tensors(Image.new("RGB", self._largest))
 
     @property
     def blank(self) -> dict[str, Any]:
@@ -205,11 +219,13 @@ class Album:
         return self._layouts[size]
 
 
-def sight_of(album: Album | None, policy: PolicyConfig, device: torch.device) -> Sight | None:
+def sight_of(
+    album: Album | None, policy: PolicyConfig, device: torch.device, setting: str = "policy.model"
+) -> Sight | None:
     """Return what sees the pictures of an album, and load the model's tower for it; None if there are none."""
     if album is None or album.empty:
         return None
-    return Sight(load_tower(policy), album.pixels, device, _cache_bytes(policy))
+    return Sight(load_tower(policy, setting), album.pixels, device, _cache_bytes(policy))
 
 
 def trained_sight_of(album: Album | None, policy: PolicyConfig, lora: LoraConfig | None, seed: int) -> TrainedSight:

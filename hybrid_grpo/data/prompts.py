@@ -178,7 +178,7 @@ def read_prompt(
     text, values = given_pictures(prompt_text(row, where, config), row.get(config.image_column) if seen else None)
     refuse(
         seen is None and has_images(text),
-        f"{where} has a picture, and prompts have none here: take a policy.model that sees, and data that is no stream",
+        f"{where} has a picture, and prompts have none here: take a policy.model that sees",
     )
     columns = {name: other for name, other in row.items() if name != config.prompt_column}
     encode, pictures = partial(_tokenized, where=where, config=config), list[Picture]()

@@ -52,15 +52,15 @@ def without_videos(kind: Any) -> Any:
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, **members})
 
 
-def load_tower(policy: PolicyConfig) -> Any:
+def load_tower(policy: PolicyConfig, setting: str = "policy.model") -> Any:
     """Load the tower of `policy.model`, on the CPU and outside the engine. Raises UserError as `load_weights` does."""
-    config = load_config(policy.model)
+    config = load_config(policy.model, setting)
     with outside_deepspeed():
         return load_weights(
             tower_class(config),
             policy.model,
             without_dropout(config),
-            "policy.model",
+            setting,
             dtype=getattr(torch, policy.dtype),
             use_safetensors=None if policy.pickled_weights else True,
         )

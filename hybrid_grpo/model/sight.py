@@ -69,6 +69,7 @@ class Sight:
         self._pixels, self._room, self._cache_bytes = pixels, cache_bytes, cache_bytes
         self._looks: OrderedDict[int, Look] = OrderedDict()
         self._extents: dict[int, _Extent] = {}
+        self._by_grid: dict[tuple[int, ...], _Extent] = {}
         self._base = tower.base_model
         self.axes = 3 if hasattr(self._base, "get_rope_index") else 1
         config = tower.config
@@ -128,6 +129,12 @@ class Sight:
 
     def _extent(self, grid: Tensor | None, count: int) -> _Extent:
         """Return the positions of a picture of `count` tokens, by transformers' own rule for the model."""
+        key = (count, *(grid.flatten().tolist() if grid is not None and self.axes > 1 else ()))
+        if key not in self._by_grid:
+            self._by_grid[key] = self._new_extent(grid, count)
+        return self._by_grid[key]
+
+    def _new_extent(self, grid: Tensor | None, count: int) -> _Extent:
         if self.axes == 1 or grid is None:
             return _Extent(np.arange(count)[None], count)
         assert self._token is not None, "an album takes no picture without it"

@@ -73,9 +73,20 @@ def shown(folder: Path, row: dict[str, Any]) -> list[dict[str, str]]:
     return found
 
 
+def files(folder: Path, row: dict[str, Any]) -> list[Path]:
+    """Return the copies of the pictures of a saved completion's prompt, as far as there are any."""
+    names = [str(of.get("file")) for of in row.get("pictures") or () if isinstance(of, dict)]
+    found = (folder / FOLDER / name for name in names if _NAME.fullmatch(name))
+    return [path for path in found if _is_copy(path)]
+
+
+def _is_copy(path: Path) -> bool:
+    return not path.is_symlink() and path.is_file() and path.stat().st_size <= _LARGEST
+
+
 def _address(path: Path) -> dict[str, str]:
     try:
-        if path.is_symlink() or not path.is_file() or path.stat().st_size > _LARGEST:
+        if not _is_copy(path):
             return {}
         kind = "png" if path.suffix == ".png" else "jpeg"
         return {"src": f"data:image/{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"}

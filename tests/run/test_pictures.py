@@ -80,6 +80,30 @@ def test_a_resumed_run_is_the_run_to_the_bit(folder):
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
+@pytest.mark.process
+@pytest.mark.ranks
+def test_streamed_rows_are_those_of_a_list_and_their_pictures_reach_the_rank_that_trains_on_them(folder):
+    stream = {"streaming.enabled": "true", "streaming.block": 8, "run.steps": 2, "checkpoint.every": 0}
+    train(folder, "stream", 2, **stream)
+    for ours, listed in zip(steps(folder, "stream"), steps(folder, "of2"), strict=False):
+        for name in ("reward/mean", "policy/loss", "policy/grad_norm"):
+            assert ours[name] == pytest.approx(listed[name], rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.process
+def test_teachers_and_guests_see_what_the_policy_sees(folder):
+    """A twin of the policy gives every token its probability, as a teacher and as a guest."""
+    rows = list(map(json.loads, (folder / "rows.jsonl").read_text().splitlines()))
+    (folder / "answers.jsonl").write_text("".join(json.dumps(row | {"completion": "abc"}) + "\n" for row in rows))
+    guests = "[{name: file, path: answers.jsonl, weight: baseline}, {name: twin, model: model, weight: importance}]"
+    told = {"guests.writers": guests, "run.steps": 1, "grpo.num_minibatches": 1, "grpo.beta": 0}
+    told |= {"teacher.model": "model", "teacher.into": "loss", "rollout.num_generations": 6}
+    train(folder, "beside", 1, **told)
+    (step,) = steps(folder, "beside")
+    assert step["guests/file/rows"] == step["guests/twin/rows"] == 4 and step["guests/file/missing"] == 0
+    assert abs(step["teacher/kl"]) < 1e-5 and step["guests/twin/ratio_max"] == pytest.approx(1, abs=1e-5)
+
+
 def test_completions_name_their_pictures_and_copies_lie_beside_them(folder):
     lines = (folder / "runs/of2/rollouts/step_000002.jsonl").read_text().splitlines()
     rows = list(map(json.loads, lines))

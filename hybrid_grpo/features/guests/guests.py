@@ -35,7 +35,7 @@ class Guests(Feature):
     def __init__(self, config: TrainConfig, plan: BatchPlan, inputs: RunInputs) -> None:
         super().__init__(config, plan, inputs)
         vocabulary = load_config(config.policy.model).get_text_config().vocab_size
-        learner = Learner(config, inputs.tokenizer, inputs.prompts, inputs.stop_ids, vocabulary)
+        learner = Learner(config, inputs.tokenizer, inputs.prompts, inputs.stop_ids, vocabulary, inputs.sampler.album)
         prompts = plan.prompts_per_rank
         self._guests = [
             (guest, GuestFile(guest, learner) if guest.model is None else GuestModel(guest, learner, prompts))

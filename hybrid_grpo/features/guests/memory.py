@@ -27,5 +27,6 @@ class GuestMemory(FeatureMemory):
         for parameters, model_config, per_group in self._guests:
             sizes = plan.batch.prompts_per_rank * per_group, tokens, plan.hardware.device_bytes
             _, kept = workspace_beside(rollout, model_config, dtype, *sizes)
-            held += plan.dtype * parameters + (kept if plan.gpu else 0)
+            # Its tower is taken to be as large as the policy's.
+            held += plan.dtype * (parameters + plan.tower.parameters) + (kept if plan.gpu else 0)
         return Part("guests", 0 if on_host else held, "a smaller model in guests.writers")

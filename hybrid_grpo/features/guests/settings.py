@@ -55,7 +55,6 @@ class GuestsConfig(FeatureConfig):
     docs/guests.md."""
 
     section = "guests"
-    sees = False
     feature, planned = "guests:Guests", "memory:GuestMemory"
     page = "docs/guests.md"
 

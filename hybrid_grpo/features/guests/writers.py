@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,14 @@ from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import Rollout
 from hybrid_grpo.data.completion import Completion, Message, Prompt
 from hybrid_grpo.data.completions import read_completions
+from hybrid_grpo.data.picture import Picture, read_picture
+from hybrid_grpo.data.pictures import Album, given_pictures, sight_of
 from hybrid_grpo.features.guests.settings import GuestConfig
 from hybrid_grpo.generation import Request, stream_key
 from hybrid_grpo.generation.beside import workspace_beside
 from hybrid_grpo.generation.rollout import attention_of, complete, sampling_of
 from hybrid_grpo.model.architectures import check_architecture
+from hybrid_grpo.model.compatibility import check_sight
 from hybrid_grpo.model.files import check_files
 from hybrid_grpo.model.hardware import device_bytes
 from hybrid_grpo.model.limits import check_lengths
@@ -38,35 +42,50 @@ class Learner:
     """Tokens that end a completion."""
     vocabulary: int
     """Number of tokens that the policy knows."""
+    album: Album | None = None
+    """The pictures of prompts."""
+
+    @property
+    def sees(self) -> bool:
+        """Whether prompts have pictures."""
+        return self.album is not None and not self.album.empty
 
 
 class GuestFile:
     """Completions from a file, drawn again in every step."""
 
     def __init__(self, guest: GuestConfig, learner: Learner) -> None:
-        self._guest, self._seed = guest, learner.config.run.seed
+        self._guest, self._learner, self._seed = guest, learner, learner.config.run.seed
         self._by_prompt: dict[str, list[Completion]] = {}
         self._setting = f"guests.writers {guest.name}: path"
         assert guest.path is not None
         columns = DataConfig(system_prompt=learner.config.data.system_prompt)
         read = read_completions(guest.path, columns, [], setting=self._setting)
-        known = {_key(prompt.text) for prompt in learner.prompts}
+        known = {_key(prompt.text, prompt.pictures) for prompt in learner.prompts}
         others = 0
         for number, group in enumerate(read):
-            key = _key(group.prompts[0].text)
+            where = f"guests.writers {guest.name}: row {number} (from 0) of {guest.path}"
+            key = self._key_of(group.prompts[0], where)
             if key in known:
-                where = f"guests.writers {guest.name}: row {number} (from 0) of {guest.path}"
                 self._by_prompt.setdefault(key, []).extend(_completions(group, guest, learner, where))
             others += key not in known
         refuse(
             not self._by_prompt,
             f"{self._setting} {guest.path}: none of its {others} prompts is one of data.path: give completions of the"
-            " prompts to train on, with a data.system_prompt if these have one",
+            " prompts to train on, with a data.system_prompt and with the pictures if these have some",
         )
         count, having = sum(map(len, self._by_prompt.values())), len(self._by_prompt)
         self.fact = f"{count:,} completions of {having:,} of {len(known):,} prompts, from {guest.path}"
         if others:
             self.fact += f"; {others:,} rows have other prompts"
+
+    def _key_of(self, prompt: Prompt, where: str) -> str:
+        album, data = self._learner.album, self._learner.config.data
+        text, values = given_pictures(prompt.text, prompt.columns.get(data.image_column))
+        if not values or album is None:
+            return _key(prompt.text, ())
+        folder = Path(self._guest.path or "").parent
+        return _key(text, [read_picture(value, folder, where, data.max_pixels) for value in values])
 
     def load(self, device: torch.device) -> None:
         """Does nothing, since a file has no weights to load."""
@@ -75,7 +94,7 @@ class GuestFile:
         """Return [P], at most `per_group` completions of each prompt. Draws depend only on seed, step and prompt."""
         groups = []
         for prompt in prompts:
-            found = self._by_prompt.get(_key(prompt.text), [])
+            found = self._by_prompt.get(_key(prompt.text, prompt.pictures), [])
             seed = stream_key(self._seed, step, prompt.epoch, prompt.id, f"guest {self._guest.name}") % 2**63
             order = np.random.default_rng(seed).permutation(len(found))
             groups.append([found[i] for i in order[: self._guest.per_group]])
@@ -98,6 +117,8 @@ class GuestModel:
         self._config = config = load_config(name, self._setting)
         check_architecture(config, rollout.decoder, self._setting)
         check_files(name, config, pickled=self._policy.pickled_weights, setting=self._setting)
+        if learner.sees:
+            check_sight(config, load_config(learner.config.policy.model), start)
         tokenizer = load_tokenizer(name, self._setting)
         refuse(
             tokenizer.get_vocab() != learner.tokenizer.get_vocab(),
@@ -127,6 +148,7 @@ class GuestModel:
         sizes = self._policy.dtype, self._rows, self._longest, device_bytes(device)
         self._workspace, _ = workspace_beside(rollout, self._config, *sizes)
         self._model = load_model(self._policy, attention_of(rollout.decoder), self._setting).to(device).eval()
+        self._sight = sight_of(self._learner.album, self._policy, device, self._setting)
 
     def write(self, prompts: Sequence[Prompt], step: int, beat: Callable[[], None]) -> list[list[Completion]]:
         """Return [P], `per_group` completions of each prompt, without any that have tokens unknown to the policy."""
@@ -138,13 +160,13 @@ class GuestModel:
         assert self._model is not None, "load() comes first"
         sampling = sampling_of(config.rollout, self._learner.ends)
         given = self._model, self._learner.tokenizer, requests, sampling, config.rollout
-        groups, _ = complete(*given, on_step=beat, workspace=self._workspace)
+        groups, _ = complete(*given, on_step=beat, workspace=self._workspace, sight=self._sight)
         # Models of one family may have different numbers of embeddings beyond the tokens of the tokenizer.
         return [[c for c in group if max(c.token_ids) < self._learner.vocabulary] for group in groups]
 
 
-def _key(prompt: str | list[Message]) -> str:
-    return json.dumps(prompt, sort_keys=True)
+def _key(prompt: str | list[Message], pictures: Sequence[Picture]) -> str:
+    return json.dumps([prompt, *(picture.key for picture in pictures)], sort_keys=True)
 
 
 def _completions(group: Rollout, guest: GuestConfig, learner: Learner, where: str) -> list[Completion]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from hybrid_grpo.config import BatchPlan, DataConfig, TrainConfig
 from hybrid_grpo.config.errors import RunStopped, UserError, refuse
 from hybrid_grpo.data.batch import Numbers, Prompt
+from hybrid_grpo.data.pictures import Album
 from hybrid_grpo.data.prompts import data_line, prompts_of, read_prompt
 from hybrid_grpo.data.sources import training_source
 from hybrid_grpo.data.tasks import Row
@@ -65,6 +66,7 @@ class PromptStream:
         seed: seed of the order of shards and rows.
         check: raises UserError for prompts that the model cannot read.
         block: number of rows in a block.
+        album: takes the pictures of prompts; None if the model sees none.
 
     Attributes:
         prompts: the prompts of some rows of the first block, the same on every rank.
@@ -79,7 +81,11 @@ class PromptStream:
         seed: int,
         check: Callable[[list[Prompt]], None],
         block: int,
+        album: Album | None = None,
     ) -> None:
+        self._album = album
+        if album is not None:
+            album.keeps = False
         self._config, self._tokenizer, self._check, self._block = config, tokenizer, check, block
         self._source, self.longest = replace(training_source(config), streaming=True), config.max_prompt_tokens
         self._columns: list[str] = []
@@ -87,6 +93,7 @@ class PromptStream:
         self._rows: RowStream | None = None
         """Set on the first rank only."""
         self.prompts, self.fact, shards = self._on_first_rank(lambda: self._look(seed), UserError)
+        self._sees = any(prompt.pictures for prompt in self._taken(self.prompts))
         self.identity = {
             "seed": seed,
             "shuffle": config.shuffle,
@@ -101,7 +108,14 @@ class PromptStream:
     def take(self, position: Position, count: int) -> tuple[list[Prompt], Position]:
         """Return the next `count` prompts starting at a position, each with its epoch, and the position after them.
         Raises RunStopped if a row is not a prompt, or cannot be read."""
-        return self._on_first_rank(lambda: self._take(position, count), RunStopped)
+        prompts, after = self._on_first_rank(lambda: self._take(position, count), RunStopped)
+        return self._taken(prompts), after
+
+    def _taken(self, prompts: list[Prompt]) -> list[Prompt]:
+        """Return prompts whose pictures are in this rank's album."""
+        if self._album is not None:
+            self._album.take(picture for prompt in prompts for picture in prompt.pictures)
+        return prompts
 
     def _on_first_rank(self, work: Callable[[], T], refusal: type[UserError]) -> T:
         """Do `work` on the first rank, and return its result on all ranks. If it raises UserError, all ranks raise
@@ -127,7 +141,8 @@ class PromptStream:
         read = [self._read(streamed) for streamed in block.rows]
         self._columns = list(dict.fromkeys(column for row in read for column in row))
         rows = [{column: row.get(column) for column in self._columns} for row in read[:_LOOKED_AT]]
-        prompts = prompts_of(rows, source, config, self._tokenizer, lambda number: block.rows[number].where)
+        given = rows, source, config, self._tokenizer
+        prompts = prompts_of(*given, lambda number: block.rows[number].where, self._album)
         self._check(prompts)
         stream.patient = True
         ends = ", which is all," if block.after.epoch else ""
@@ -182,7 +197,12 @@ class PromptStream:
         row = self._read(streamed)
         number = streamed.shard * _SHARD_IDS + streamed.number
         columns = {column: row.get(column) for column in self._columns}
-        prompt = read_prompt(number, columns, streamed.where, self._config, self._tokenizer)
+        seen = None if self._album is None else (self._album, self._source.folder)
+        prompt = read_prompt(number, columns, streamed.where, self._config, self._tokenizer, seen)
+        refuse(
+            bool(prompt.pictures) and not self._sees,
+            f"{streamed.where} has a picture, and the rows that were read before the run have none: put some first",
+        )
         self._check([prompt])
         return prompt
 

@@ -89,5 +89,5 @@ class StreamingConfig(FeatureConfig):
         """Return the prompts of the stream. Collective."""
         from hybrid_grpo.features.streaming.prompt_stream import PromptStream, StreamedPrompts
 
-        stream = PromptStream(data, sampler.tokenizer, seed, check, self.block)
+        stream = PromptStream(data, sampler.tokenizer, seed, check, self.block, sampler.album)
         return StreamedPrompts(stream.prompts, stream.fact, stream)

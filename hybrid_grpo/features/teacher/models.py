@@ -10,15 +10,17 @@ from typing import Any
 from hybrid_grpo import engine as engines
 from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
-from hybrid_grpo.data.batch import Completion, Prompt
+from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt
+from hybrid_grpo.data.pictures import sight_of
 from hybrid_grpo.data.prompts import apply_template, read_prompt
 from hybrid_grpo.features.teacher.settings import TeacherConfig
 from hybrid_grpo.features.teacher.spans import Aligner, Alignment, check_spelling
 from hybrid_grpo.model.architectures import undecodable
-from hybrid_grpo.model.compatibility import check_compatible
+from hybrid_grpo.model.compatibility import check_compatible, check_sight
 from hybrid_grpo.model.limits import check_lengths, check_prompt_ids
 from hybrid_grpo.model.loading import load_config, load_model, load_tokenizer, stop_ids, training_attention
 from hybrid_grpo.model.logprobs import LogprobModel
+from hybrid_grpo.model.sight import Sight
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.turns.partners import with_tools
@@ -36,6 +38,7 @@ class TeacherModel:
     """
 
     engine: Any = None
+    _sight: Sight | None = None
 
     def __init__(self, name: str | None, config: TrainConfig, inputs: RunInputs) -> None:
         self.name, self._config, self._inputs, self.settings = name, config, inputs, config.of(TeacherConfig)
@@ -76,6 +79,8 @@ class TeacherModel:
             tokenizer = None if settings.other_tokenizer else self._inputs.tokenizer
             or_else = ", or set teacher.other_tokenizer to true" if settings.into == "advantage" else ""
             check_compatible(self._own, self.model_config, policy, tokenizer, setting, or_else)
+            if self._inputs.sees:
+                check_sight(self.model_config, load_config(policy.model), f"{setting} {self.name}")
         own = load_config(policy.model).get_text_config().vocab_size
         refuse(
             rollout.logprobs == "mask" and self.vocabulary < own,
@@ -108,6 +113,12 @@ class TeacherModel:
             return LogprobModel(load_model(self._own, training_attention(self._own), self._setting))
 
         self.engine = policy.engine if self.name is None else engines.Frozen(read, self._own.dtype, fetching)
+        if self.name is not None:
+            self._sight = sight_of(self._inputs.sampler.album, self._own, self.engine.device, self._setting)
+
+    def seen(self, micro: MicroBatch) -> MicroBatch:
+        """Return a micro-batch of the policy as it sees the pictures."""
+        return micro if self._sight is None else micro.seen_by(self._sight)
 
     def teaches(self, prompt: Prompt) -> bool:
         """Whether completions of a prompt are its to score."""
@@ -125,11 +136,13 @@ class TeacherModel:
         if column is None and self.aligner is None:
             return prompt.token_ids
         row = prompt.columns if column is not None else {self._data.prompt_column: prompt.text}
+        album = self._inputs.sampler.album
+        seen = None if album is None or self.aligner is not None else (album, None)
         if self._data.prompt_column not in row:
             known = did_you_mean(self._data.prompt_column, prompt.columns)
             raise UserError(f"teacher.prompt_column {column}: {where} has no such column: {known}")
         try:
-            return read_prompt(prompt.id, row, where, self._data, self._tokenizer).token_ids
+            return read_prompt(prompt.id, row, where, self._data, self._tokenizer, seen).token_ids
         except UserError as error:
             told = str(error) if column is None else str(error).replace("data.prompt_column", "teacher.prompt_column")
             raise UserError(told if self.aligner is None else told.replace("policy.model", self._setting)) from None

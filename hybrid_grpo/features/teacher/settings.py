@@ -66,9 +66,13 @@ class TeacherConfig(FeatureConfig):
     feature, planned = "teacher:Teacher", "memory:TeacherMemory"
     page = "docs/distillation.md"
     replaces_groups = "a teacher"
-    sees = False
     learns_without_rewards = True
     free = frozenset({"teacher.offload"})
+
+    @property
+    def sees(self) -> bool:  # type: ignore[override]
+        """See `FeatureConfig`. A teacher with another tokenizer has other places for pictures."""
+        return not self.other_tokenizer
 
     @property
     def is_on(self) -> bool:

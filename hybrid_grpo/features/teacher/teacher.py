@@ -111,7 +111,7 @@ class Teacher(Feature):
         for micro in self._policy.micro_batches(
             prompt_ids, completion_ids, rows, gradients=False, places=places, supports=rollout.supports
         ):
-            logp_N, _, *kept = teacher.engine(*micro.inputs, self._temperature, head)
+            logp_N, _, *kept = teacher.engine(*teacher.seen(micro).inputs, self._temperature, head)
             if not micro.rows:
                 continue
             logp_BT[micro.row_b, : micro.mask_bT.shape[1]] = micro.unflatten(logp_N)

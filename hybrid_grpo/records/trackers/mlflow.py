@@ -47,6 +47,8 @@ class MlflowTracker:
             columns, cells = table(step.samples)
             data = {column: [row[place] for row in cells] for place, column in enumerate(columns)}
             self._mlflow.log_dict(data, f"samples/step_{step.step:06d}.json")
+        for path, _ in step.pictures:
+            self._mlflow.log_artifact(str(path), f"pictures/step_{step.step:06d}")
         for number, message in enumerate(step.alarms):
             self._mlflow.set_tag(f"alarm_step_{step.step}_{number}", message)
 

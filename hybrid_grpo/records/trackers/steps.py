@@ -12,6 +12,7 @@ from hybrid_grpo.records.alarm_records import ALARMS_FILE
 from hybrid_grpo.records.files import rollout_files
 from hybrid_grpo.records.json_lines import GrowingFile, parse_step, read_jsonl
 from hybrid_grpo.records.metrics.catalogue import TIME_METRICS, TOKEN_METRICS
+from hybrid_grpo.records.thumbnails import files
 
 STEP, TOKENS, HOURS = AXES = ("progress/step", "progress/tokens", "progress/hours")
 """The x axes of curves: the step, the completion tokens sampled so far (`sft`: target tokens), and the hours of
@@ -19,6 +20,8 @@ training, evaluation and checkpoints."""
 
 _EACH, _OF_ALARM = 4, 32
 """Number of samples of each kind, and number of extra samples from a step with an alarm."""
+_PICTURES, _CAPTION = 4, 200
+"""Most pictures that are shown of a step, and letters of a completion in a caption."""
 
 Row = dict[str, Any]
 """A line of rollouts/step_*.jsonl: a completion with its rewards."""
@@ -36,6 +39,8 @@ class TrackedStep:
     distributions: dict[str, list[float]] = field(default_factory=dict)
     """Rewards, lengths in tokens and advantages of all completions; empty if no histogram is due."""
     alarms: list[str] = field(default_factory=list)
+    pictures: list[tuple[Path, str]] = field(default_factory=list)
+    """Copies of pictures in the prompts of some samples, each with a caption; none if no histogram is due."""
 
 
 class TrackedSteps:
@@ -87,7 +92,9 @@ class TrackedSteps:
         due = bool(self._every) and (self._drawn < 0 or step - self._drawn >= self._every)
         if rows and due:
             self._drawn = step
-        return TrackedStep(step, values, chosen(rows, bool(alarms)), distributions(rows) if due else {}, alarms)
+        samples = chosen(rows, bool(alarms))
+        pictures = seen(self._rollouts.parent, samples) if due or alarms else []
+        return TrackedStep(step, values, samples, distributions(rows) if due else {}, alarms, pictures)
 
 
 def chosen(rows: list[Row], alarm: bool) -> list[tuple[str, Row]]:
@@ -110,6 +117,15 @@ def _of_groups(rows: list[Row]) -> list[Row]:
     for row in rows:
         firsts.setdefault(row["group"], row)
     return list(firsts.values())[:_EACH]
+
+
+def seen(folder: Path, samples: list[tuple[str, Row]]) -> list[tuple[Path, str]]:
+    """Return pictures that the prompts of samples in a run's folder show, each once, and what was answered."""
+    found: dict[Path, str] = {}
+    for why, row in samples:
+        for path in files(folder, row):
+            found.setdefault(path, f"{why}, reward {row['reward']}: {row['completion'][:_CAPTION]}")
+    return list(found.items())[:_PICTURES]
 
 
 def distributions(rows: list[Row]) -> dict[str, list[float]]:
@@ -137,4 +153,6 @@ def as_row(step: TrackedStep, library: Any) -> dict[str, Any]:
     if step.samples:
         columns, cells = table(step.samples)
         row["samples"] = library.Table(columns=columns, data=cells)
+    if step.pictures:
+        row["pictures"] = [library.Image(str(path), caption=caption) for path, caption in step.pictures]
     return row

@@ -39,6 +39,7 @@ class TensorboardTracker:
         values += [self._histogram(name, numbers) for name, numbers in step.distributions.items()]
         values += [self._text("samples", "\n\n".join(_sample(*sample) for sample in step.samples))]
         values += [self._text("alarms", message) for message in step.alarms]
+        values += [self._picture(f"pictures/{number}", path) for number, (path, _) in enumerate(step.pictures)]
         self._add(step.step, [value for value in values if value is not None])
         self._writer.flush()
 
@@ -51,6 +52,14 @@ class TensorboardTracker:
             return None
         metadata = self._text_metadata(display_name=tag, description="")
         return self._summary.Summary.Value(tag=tag, metadata=metadata, tensor=self._tensor([markdown.encode()]))
+
+    def _picture(self, tag: str, path: Path) -> Any:
+        from PIL import Image
+
+        with Image.open(path) as image:
+            width, height = image.size
+        given = {"height": height, "width": width, "colorspace": 3, "encoded_image_string": path.read_bytes()}
+        return self._summary.Summary.Value(tag=tag, image=self._summary.Summary.Image(**given))
 
     def _histogram(self, tag: str, numbers: list[float]) -> Any:
         low, high = min(numbers), max(numbers)

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -100,6 +101,27 @@ def test_tensorboard_reads_back_every_number_histogram_sample_and_alarm(folder):
     assert [event.step for event in found.Scalars("reward/mean")] == [1, 2], (
         "what the resumed run writes again counts once"
     )
+
+
+@pytest.mark.parametrize("library", ["tensorboard", "trackio", "mlflow"])
+def test_a_few_pictures_are_shown(library, seeing, monkeypatch):
+    if library == "tensorboard":
+        pytest.importorskip("tensorboard")
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        show(library, seeing)
+        found = EventAccumulator(str(seeing / "tensorboard")).Reload()
+        assert [(e.width, e.height) for n in (0, 1) for e in found.Images(f"pictures/{n}")] == [(1, 3), (2, 3)]
+        return
+    calls = Calls()
+    monkeypatch.setitem(sys.modules, library, calls)
+    show(library, seeing)
+    if library == "trackio":
+        ((first,), _), _ = calls.made["log"]
+        assert [Path(of.args[0]).name for of in first["pictures"]] == ["1.png", "2.png"]
+    else:
+        told = [(Path(args[0]).name, args[1]) for args, _ in calls.made["log_artifact"][:-1]]
+        assert told == [("1.png", "pictures/step_000001"), ("2.png", "pictures/step_000001")]
 
 
 def test_mlflow_reads_back_every_number(folder, tmp_path, monkeypatch):

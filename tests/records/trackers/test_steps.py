@@ -45,6 +45,14 @@ def test_a_resumed_run_counts_tokens_and_hours_from_its_beginning_but_shows_only
     assert (folder / "alarms.jsonl").read_text() == ""
 
 
+def test_pictures_of_samples_are_shown_once_where_histograms_are(seeing):
+    first, second = TrackedSteps(seeing, -1, histograms_every=2).new()
+    assert [path.name for path, _ in first.pictures] == ["1.png", "2.png"] and not second.pictures
+    assert first.pictures[0][1].startswith("best, reward ")
+    (unasked, _) = TrackedSteps(seeing, -1, histograms_every=0).new()
+    assert not unasked.pictures
+
+
 def test_samples_are_the_best_the_worst_the_surprising_and_after_an_alarm_all():
     lines = rows(7)
     lines[0]["reward"] = None  # a reward function failed on it

@@ -47,7 +47,8 @@ def test_a_resumed_run_has_the_id_that_it_had_and_a_new_one_another(tmp_path):
 
 
 @pytest.mark.process
-def test_an_offline_run_holds_every_metric_axis_table_histogram_alert_and_file(folder, tmp_path, monkeypatch, capsys):
+def test_an_offline_run_holds_every_metric_axis_table_picture_and_file(seeing, tmp_path, monkeypatch, capsys):
+    folder = seeing
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "elsewhere"))
@@ -80,7 +81,8 @@ def test_an_offline_run_holds_every_metric_axis_table_histogram_alert_and_file(f
 
     metrics = {metric.name: metric for metric in wandb_file.of_kind(found, "metric")}
     axes = {"progress/step", "progress/tokens", "progress/hours"}
-    logged = {name.partition(".")[0] for row in history for name in row if not name.startswith(("_", "samples"))}
+    kinds = "_", "samples", "pictures"
+    logged = {name.partition(".")[0] for row in history for name in row if not name.startswith(kinds)}
     assert metrics.keys() == logged >= {"reward/exact/mean", "distribution/reward"}
     assert {metric.step_metric for name, metric in metrics.items() if name not in axes} == {"progress/step"}
     assert all(metrics[name].options.hidden for name in axes)
@@ -90,7 +92,9 @@ def test_an_offline_run_holds_every_metric_axis_table_histogram_alert_and_file(f
 
     assert history[0]["distribution/reward._type"] == "histogram" and sum(history[0]["distribution/reward.values"]) == 9
     assert "distribution/reward._type" not in history[1], "every second step"
-    files = (folder / "wandb" / "latest-run" / "files" / "media" / "table").iterdir()
+    media = folder / "wandb" / "latest-run" / "files" / "media"
+    assert len(list((media / "images").iterdir())) == 2 and history[0]["pictures.count"] == 2
+    files = (media / "table").iterdir()
     tables = [json.loads(file.read_text()) for file in files]
     assert [history[n]["samples._type"] for n in (0, 1)] == ["table-file"] * 2 and len(tables) == 2
     whys = {line[1]: line[0] for table in tables for line in table["data"]}
