@@ -73,7 +73,7 @@ def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[di
         if sys.stdin.isatty():
             print("one prompt per line, until the end of the input (Ctrl-D)", file=sys.stderr, flush=True)
         source = standard_input(sys.stdin.buffer, "data.path", config.data.limit, config.data.prompt_column)
-    partners = partners_of(config, tokenizer, ends)
+    partners = partners_of(config, tokenizer, ends, sampler.album)
     prompts, data = read_prompts(with_tools(config.data, partners), tokenizer, source, sampler.album)
     sampler.check_prompts(prompts, partners)
     prompts = rank_share(prompts, rank, ranks)

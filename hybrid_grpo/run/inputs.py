@@ -111,7 +111,7 @@ class RunInputs(EvalInputs):
         blind = trains_tower and sampler.album is None
         refuse(blind, "policy.vision trained, and policy.model has no tower: take it out")
         check_lora(config.lora, sampler.model_config, tower=trains_tower)
-        partners = partners_of(config, sampler.tokenizer, sampler.stop_ids)
+        partners = partners_of(config, sampler.tokenizer, sampler.stop_ids, sampler.album)
         rewards = reward_sets.ready(sampler.tokenizer, by_turn=config.grpo.combine_rewards == "sum")
         training = read_training_prompts(config, sampler, partners)
         rewards["rewards"].check_columns(training.prompts[0].columns)
@@ -182,7 +182,7 @@ def read_eval_inputs(config: EvaluationConfig) -> EvalInputs:
     sets = held_out_sets(config)
     reward_sets = RewardSets(config, sets)
     sampler = Sampler.read(config.policy, config.rollout)
-    partners = partners_of(config, sampler.tokenizer, sampler.stop_ids)
+    partners = partners_of(config, sampler.tokenizer, sampler.stop_ids, sampler.album)
     rewards = reward_sets.ready(sampler.tokenizer)
     eval_sets = [
         read_eval_set(of, config, sampler, partners, rewards[of.setting if of.rewards else "rewards"], ())[0]
@@ -198,10 +198,6 @@ def check_pictures(config: EvaluationConfig, sampler: Sampler) -> None:
         return
     for feature in config.active_features:
         refuse(not feature.sees, f"{feature.section} reads no pictures, and prompts have some: take one of them out")
-    refuse(
-        bool(config.rollout.environment),
-        "rollout.environment writes prompts of its own, and those of the data have pictures: take one of them out",
-    )
     sampler.check_sight(config.policy)
 
 

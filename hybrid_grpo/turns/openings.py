@@ -10,6 +10,7 @@ from hybrid_grpo.config import DataConfig
 from hybrid_grpo.data.chat_text import clean, prompt_text_of
 from hybrid_grpo.data.completion import Message, Prompt
 from hybrid_grpo.data.episodes import Opening
+from hybrid_grpo.data.pictures import Album
 from hybrid_grpo.data.prompts import read_prompt
 from hybrid_grpo.turns.environments.environments import Environments
 from hybrid_grpo.turns.template import cut
@@ -25,11 +26,19 @@ class Openings:
     Args:
         data: how prompts become tokens.
         tokens: maximum number of tokens of an observation; the rest is cut.
+        album: has the pictures of prompts; None if the model sees none.
     """
 
     def __init__(
-        self, environments: Environments, tools: Tools | None, data: DataConfig, tokenizer: Any, tokens: int
+        self,
+        environments: Environments,
+        tools: Tools | None,
+        data: DataConfig,
+        tokenizer: Any,
+        tokens: int,
+        album: Album | None = None,
     ) -> None:
+        self._seen = None if album is None else (album, None)
         self._environments, self._tools, self._tokenizer, self._tokens = environments, tools, tokenizer, tokens
         self._data = replace(
             data,
@@ -58,9 +67,9 @@ class Openings:
         schemas = self._tools.schemas_of(self._environments.kind(prompt)) if self._tools is not None else []
         data = replace(self._data, chat_template_kwargs=variables | ({"tools": schemas} if schemas else {}))
         where = f"the prompt of row {prompt.id} (from 0) with the initial observation of its environment"
-        return replace(
-            prompt, text=text, token_ids=read_prompt(0, {"prompt": text}, where, data, self._tokenizer).token_ids
-        )
+        row = {"prompt": text, data.image_column: prompt.pictures}
+        token_ids = read_prompt(0, row, where, data, self._tokenizer, self._seen).token_ids
+        return replace(prompt, text=text, token_ids=token_ids)
 
 
 def _extended(text: str | list[Message], more: str) -> str | list[Message]:

@@ -18,6 +18,7 @@ from hybrid_grpo.config.composition import SamplingConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import Numbers, Rollout
 from hybrid_grpo.data.completion import Completion, Message, Prompt
+from hybrid_grpo.data.pictures import Album
 from hybrid_grpo.generation import Request, stream_key
 from hybrid_grpo.turns.calls import Turn
 from hybrid_grpo.turns.environments.environments import Environments
@@ -257,9 +258,11 @@ class Partners:
         return numbers
 
 
-def partners_of(config: SamplingConfig, tokenizer: Any, ends: tuple[int, ...]) -> Partners | None:
+def partners_of(
+    config: SamplingConfig, tokenizer: Any, ends: tuple[int, ...], album: Album | None = None
+) -> Partners | None:
     """Create the partners that the settings name; None if completions have one turn. Raises UserError if one of them,
-    or the tokenizer, cannot be used. `ends` are the tokens that end a turn."""
+    or the tokenizer, cannot be used. `ends` are the tokens that end a turn, and `album` has the pictures of prompts."""
     rollout, data = config.rollout, config.data
     if not rollout.has_turns:
         return None
@@ -281,7 +284,7 @@ def partners_of(config: SamplingConfig, tokenizer: Any, ends: tuple[int, ...]) -
     partners: list[Partner] = [tools] if tools is not None else []
     openings = None
     if environments is not None:
-        openings = Openings(environments, tools, data, tokenizer, rollout.max_tool_tokens)
+        openings = Openings(environments, tools, data, tokenizer, rollout.max_tool_tokens, album)
         partners.append(environments)
     user = user_of(rollout, config.scoring, config.policy)
     if user is not None:

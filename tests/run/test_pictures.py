@@ -21,6 +21,19 @@ def kinds(completions, images, **_):
 """
 
 
+ENVIRONMENT = """
+class Looks:
+    def reset(self, images=None, **_):
+        self.width = sum(image.open().width for image in images or ())
+        self.turns = 0
+        return f" It is {self.width} wide."
+
+    def step(self, text):
+        self.turns += 1
+        return "And now?", self.width + len(set(text)) / 20, self.turns == 2
+"""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Two runs of four steps, on one rank and on two. In a step, one of four prompts has pictures: a rank sees none."""
@@ -102,6 +115,20 @@ def test_teachers_and_guests_see_what_the_policy_sees(folder):
     (step,) = steps(folder, "beside")
     assert step["guests/file/rows"] == step["guests/twin/rows"] == 4 and step["guests/file/missing"] == 0
     assert abs(step["teacher/kl"]) < 1e-5 and step["guests/twin/ratio_max"] == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.process
+def test_environments_see_and_speak_after_pictures(folder):
+    (folder / "looks.py").write_text(ENVIRONMENT)
+    told = {"rollout.environment": "looks.py:Looks", "rollout.max_turns": 2, "rollout.max_completion_tokens": 12}
+    told |= {"rollout.max_tool_tokens": 60, "rollout.logit_bias": "{2: 4}", "data.max_prompt_tokens": 120}
+    train(folder, "looks", 1, **told | {"run.steps": 2, "grpo.num_minibatches": 1})
+    for step in steps(folder, "looks"):
+        assert step["parity/logp_abs_diff_mean"] < 1e-5, "positions go on after pictures and answers"
+    lines = (folder / "runs/looks/rollouts/step_000001.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "pictures" in row]
+    assert rows and all("It is 32 wide." in str(row["prompt"]) for row in rows)
+    assert any("And now?" in str(row.get("messages", row)) for row in rows), "a turn was answered"
 
 
 def test_completions_name_their_pictures_and_copies_lie_beside_them(folder):

@@ -33,7 +33,8 @@ _SEES = (
 )
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<{{ message.role }}>"
-    "{% if message.content is string %}{{ message.content }}{% else %}" + _SEES + "{% endif %}{% endfor %}"
+    "{% if message.content is string %}{{ message.content }}{% else %}" + _SEES + "{% endif %}"
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
