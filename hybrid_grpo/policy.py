@@ -255,7 +255,7 @@ class Policy(TrainedModel):
     def meet(self, prompts: Sequence[Prompt]) -> None:
         """Take the pictures of prompts that come from another rank, and that this one may not have read."""
         if self._album is not None:
-            self._album.take(picture for prompt in prompts for picture in prompt.pictures)
+            self._album.take((picture for prompt in prompts for picture in prompt.pictures), keep=False)
 
     def complete(
         self, requests: list[Request], sampling: Sampling, config: RolloutConfig, on_step: OnStep | None = None

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+PLACE = "\ufffc"
+"""Stands for a picture in a text: Unicode's character for objects."""
+
 
 @dataclass(frozen=True)
 class Opening:
@@ -15,7 +18,10 @@ class Opening:
     text: str | list[dict[str, Any]]
     """The prompt as it is in the data set, without the observation."""
     observation: str | None = None
-    """Text that the environment returns when it is reset, appended to the prompt; None if it returns none."""
+    """Text that the environment returns when it is reset, with `PLACE` for each picture; None if it returns none. It is
+    appended to the prompt."""
+    pictures: tuple[bytes, ...] = ()
+    """The files of these pictures, in order."""
     failure: str | None = None
     """Why the reset failed, as the rest of a sentence that begins with the environment's name; None if it succeeded."""
 

@@ -133,8 +133,10 @@ class Album:
         template = self.processor.chat_template or self.processor.tokenizer.chat_template
         return template if isinstance(template, str) or template is None else template.get("default")
 
-    def read(self, values: Sequence[Any], folder: Path | None, where: str, config: DataConfig) -> list[Picture]:
-        """Return the pictures of a row, and take them into the album; see `read_picture`."""
+    def read(
+        self, values: Sequence[Any], folder: Path | None, where: str, config: DataConfig, keep: bool = True
+    ) -> list[Picture]:
+        """Return the pictures of a row, and take them into the album; see `read_picture` and `take`."""
         refuse(
             len(values) > config.max_images,
             f"data.max_images {config.max_images}: {where} has {len(values)} pictures: raise it, or remove the row",
@@ -147,17 +149,18 @@ class Album:
             f" ({kind}): take another model",
         )
         found = [read_picture(value, folder, where, config.max_pixels) for value in values]
-        self.take(found)
+        self.take(found, keep)
         return found
 
-    def take(self, pictures: Iterable[Picture]) -> None:
-        """Take pictures that another rank has read."""
+    def take(self, pictures: Iterable[Picture], keep: bool = True) -> None:
+        """Take pictures that have been read, perhaps by another rank. Those that are not to be kept are forgotten with
+        the prompts that have them."""
         for picture in pictures:
             known = self._pictures.setdefault(picture.key, picture)
             assert known.size == picture.size, "two pictures have the same key"
             self._largest = max(self._largest, picture.size, key=prod)
             self.empty = False
-            if self.keeps and known is picture:
+            if keep and self.keeps and known is picture:
                 self._kept.append(picture)
 
     def pixels(self, key: int) -> dict[str, Any]:
@@ -169,7 +172,7 @@ class Album:
         """What the model's tower takes of a blank picture of the largest size in the album."""
         from PIL import Image
 
-        return self._tensors(Image.new("RGB", self._largest))
+        return self._tensors(Image.new("RGB", max(self._largest, (_BLANK, _BLANK), key=prod)))
 
     @property
     def blank(self) -> dict[str, Any]:

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from hybrid_grpo.config import DataConfig
+from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.chat_text import clean, prompt_text_of
 from hybrid_grpo.data.completion import Message, Prompt
-from hybrid_grpo.data.episodes import Opening
-from hybrid_grpo.data.pictures import Album
+from hybrid_grpo.data.episodes import PLACE, Opening
+from hybrid_grpo.data.pictures import Album, placed
 from hybrid_grpo.data.prompts import read_prompt
 from hybrid_grpo.turns.environments.environments import Environments
 from hybrid_grpo.turns.template import cut
@@ -38,7 +39,14 @@ class Openings:
         tokens: int,
         album: Album | None = None,
     ) -> None:
-        self._seen = None if album is None else (album, None)
+        self._album = album
+        if any(kind.shows for kind in environments.kinds.values()):
+            refuse(
+                album is None,
+                "rollout.environment shows pictures, and policy.model sees none: take a model that does",
+            )
+            assert album is not None
+            album.empty = False
         self._environments, self._tools, self._tokenizer, self._tokens = environments, tools, tokenizer, tokens
         self._data = replace(
             data,
@@ -57,25 +65,43 @@ class Openings:
         prompt = replace(prompt, opening=opening)
         if opening.observation is None and len(self._environments.kinds) == 1:
             return prompt
-        text = prompt.text
+        where = f"the prompt of row {prompt.id} (from 0) with the initial observation of its environment"
+        text, pictures = prompt.text, list(prompt.pictures)
+        if opening.pictures:
+            assert self._album is not None
+            if pictures:
+                chat = [{"role": "user", "content": text}] if isinstance(text, str) else text
+                text = placed(chat, len(pictures))
+            pictures += self._album.read(opening.pictures, None, where, self._data, keep=False)
         if opening.observation:
-            text = _extended(
-                text, cut(self._tokenizer, prompt_text_of(self._tokenizer), clean(opening.observation), self._tokens)
-            )
+            chat_text = prompt_text_of(self._tokenizer)
+            said = [
+                cut(self._tokenizer, chat_text, clean(piece), self._tokens)
+                for piece in opening.observation.split(PLACE)
+            ]
+            text = _extended(text, said)
         variables = dict(self._data.chat_template_kwargs)
         # If there are several environments, a prompt describes only its own.
         schemas = self._tools.schemas_of(self._environments.kind(prompt)) if self._tools is not None else []
         data = replace(self._data, chat_template_kwargs=variables | ({"tools": schemas} if schemas else {}))
-        where = f"the prompt of row {prompt.id} (from 0) with the initial observation of its environment"
-        row = {"prompt": text, data.image_column: prompt.pictures}
-        token_ids = read_prompt(0, row, where, data, self._tokenizer, self._seen).token_ids
-        return replace(prompt, text=text, token_ids=token_ids)
+        seen = None if self._album is None else (self._album, None)
+        token_ids = read_prompt(
+            0, {"prompt": text, data.image_column: pictures}, where, data, self._tokenizer, seen
+        ).token_ids
+        return replace(prompt, text=text, token_ids=token_ids, pictures=tuple(pictures))
 
 
-def _extended(text: str | list[Message], more: str) -> str | list[Message]:
-    """Return a prompt with `more` at the end of its last message."""
+def _extended(text: str | list[Message], pieces: Sequence[str]) -> str | list[Message]:
+    """Return a prompt with texts at the end of its last message, and places for pictures between them."""
     if isinstance(text, str):
-        return text + more
+        if len(pieces) == 1:
+            return text + pieces[0]
+        text = [{"role": "user", "content": text}]
     content = text[-1]["content"]
-    longer = content + more if isinstance(content, str) else [*content, {"type": "text", "text": more}]
+    if isinstance(content, str) and len(pieces) == 1:
+        longer: Any = content + pieces[0]
+    else:
+        before = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+        parts = [[{"type": "text", "text": piece}] if piece else [] for piece in pieces]
+        longer = [*before, *parts[0], *(part for piece in parts[1:] for part in ({"type": "image"}, *piece))]
     return [*text[:-1], {**text[-1], "content": longer}]

@@ -22,11 +22,19 @@ def kinds(completions, images, **_):
 
 
 ENVIRONMENT = """
+import random
+
+from PIL import Image
+
+
 class Looks:
+    shows_pictures = True
+
     def reset(self, images=None, **_):
         self.width = sum(image.open().width for image in images or ())
         self.turns = 0
-        return f" It is {self.width} wide."
+        drawn = Image.new("RGB", (16, 16), (random.randrange(256), 0, 0))
+        return [f" It is {self.width} wide.", drawn, "And this?"]
 
     def step(self, text):
         self.turns += 1
@@ -118,17 +126,20 @@ def test_teachers_and_guests_see_what_the_policy_sees(folder):
 
 
 @pytest.mark.process
+@pytest.mark.ranks
 def test_environments_see_and_speak_after_pictures(folder):
     (folder / "looks.py").write_text(ENVIRONMENT)
     told = {"rollout.environment": "looks.py:Looks", "rollout.max_turns": 2, "rollout.max_completion_tokens": 12}
     told |= {"rollout.max_tool_tokens": 60, "rollout.logit_bias": "{2: 4}", "data.max_prompt_tokens": 120}
-    train(folder, "looks", 1, **told | {"run.steps": 2, "grpo.num_minibatches": 1})
+    train(folder, "looks", 2, **told | {"run.steps": 2, "grpo.num_minibatches": 1})
     for step in steps(folder, "looks"):
         assert step["parity/logp_abs_diff_mean"] < 1e-5, "positions go on after pictures and answers"
     lines = (folder / "runs/looks/rollouts/step_000001.jsonl").read_text().splitlines()
-    rows = [row for row in map(json.loads, lines) if "pictures" in row]
-    assert rows and all("It is 32 wide." in str(row["prompt"]) for row in rows)
+    rows = list(map(json.loads, lines))
+    assert {len(row["pictures"]) for row in rows} == {1, 3}, "the environment's own, and the row's before it"
+    assert all(("It is 32 wide." in str(row["prompt"])) == (len(row["pictures"]) == 3) for row in rows)
     assert any("And now?" in str(row.get("messages", row)) for row in rows), "a turn was answered"
+    assert len({row["pictures"][-1]["file"] for row in rows}) == 4, "each prompt has its own"
 
 
 def test_completions_name_their_pictures_and_copies_lie_beside_them(folder):

@@ -17,7 +17,7 @@ TOOL = {"type": "function", "function": {"name": "jump", "description": "Up.", "
 def opened(observation, kinds=1, tools=(), tokens=100):
     tokenizer = tool_tokenizer(next(iter(FAMILIES)))
     environments = SimpleNamespace(
-        kinds=dict.fromkeys(range(kinds)),
+        kinds=dict.fromkeys(range(kinds), SimpleNamespace(shows=False)),
         kind=lambda prompt: prompt.id,
         openings=lambda prompts, seeds: [
             Opening(seed, p.text, observation) for p, seed in zip(prompts, seeds, strict=True)

@@ -6,6 +6,7 @@ import resource
 import sys
 import threading
 import time
+from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from hybrid_grpo.data.batch import Numbers, Rollout
 from hybrid_grpo.data.completion import Message, Prompt
 from hybrid_grpo.data.episodes import Episode, Opening
 from hybrid_grpo.turns.calls import ToolCall, Turn
-from hybrid_grpo.turns.environments.instances import EnvironmentEntry
+from hybrid_grpo.turns.environments.instances import EnvironmentEntry, digest
 from hybrid_grpo.turns.template import user_message
 from hybrid_grpo.turns.trajectory import Answer, Finish, Seconds, Trajectory
 from hybrid_grpo.workers.calls import Failure, Reply
@@ -46,6 +47,8 @@ class Kind:
     """JSON schemas of the methods that are tools."""
     shares: int
     """Maximum number of objects in one process."""
+    shows: bool
+    """Whether initial observations may have pictures."""
 
     @property
     def tool_names(self) -> list[str]:
@@ -140,8 +143,11 @@ class Environments:
         for prompt, seed, begun in zip(prompts, seeds, asked, strict=True):
             reply = None if begun is None else begun.result()
             failure = None if reply is None else reply.failures[0]
-            observation = reply.values[0]["text"] if reply is not None and failure is None else None
-            openings.append(Opening(seed, prompt.text, observation, None if failure is None else failure.message))
+            said = reply.values[0] if reply is not None and failure is None else {"text": None, "pictures": []}
+            why = None if failure is None else failure.message
+            openings.append(
+                Opening(seed, prompt.text, said["text"], tuple(map(b64decode, said["pictures"])), failure=why)
+            )
             if failure is not None:
                 failed.append((prompt, failure))
         if failed:
@@ -161,7 +167,13 @@ class Environments:
     def _begin(self, prompt: Prompt, opening: Opening, *, is_first: bool) -> dict[str, Any]:
         columns = {name: v for name, v in prompt.columns.items() if name != _COLUMN or "" in self.kinds}
         columns["prompt"] = opening.text
-        observed = {"seed": opening.seed, "observation": opening.observation, "is_first": is_first}
+        shown = list(map(digest, opening.pictures))
+        observed = {
+            "seed": opening.seed,
+            "observation": opening.observation,
+            "pictures": shown,
+            "is_first": is_first,
+        }
         return {"do": "begin", "columns": columns, **observed}
 
     def _instance(self, trajectory: Trajectory) -> Instance:

@@ -5,7 +5,8 @@ takes the text of a turn and returns `(observation, reward, done)`, Gymnasium's 
 `observation`, `reward` and `done`. A `step` without arguments, or whose docstring has `Args:`, is a tool.
 
 Both kinds have `reset`, which receives the columns of the row and may return an initial observation, which the model
-reads at the end of the prompt. `get_reward` and `close`, if defined, are called at the end. All methods may be async.
+reads at the end of the prompt: text or, if the class says `shows_pictures = True`, a picture (PIL's, or a file's bytes)
+or a list of texts and pictures. `get_reward` and `close`, if defined, are called at the end. All methods may be async.
 
 An object has a process of its own unless its class has an attribute `objects_per_process`. The objects of a process
 share modules and whatever they change in them; `random` and numpy's global generator continue for each object as if it
@@ -16,17 +17,21 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import io
 import random
 import re
 import sys
+from base64 import b64decode, b64encode
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from hashlib import sha256
 from types import MethodType
 from typing import Any
 
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.user_code import describe, import_object, import_place
+from hybrid_grpo.data.episodes import PLACE
 from hybrid_grpo.rewards.functions import finite_reward
 from hybrid_grpo.turns.environments import openenv
 from hybrid_grpo.turns.environments.verifiers import (
@@ -46,6 +51,10 @@ _SHARES = "objects_per_process"
 """Attribute of a class that allows its objects to share a process."""
 _LONGEST_STATE = 1 << 28
 """Maximum number of characters in the state of an environment."""
+_SHOWS = "shows_pictures"
+"""Attribute of a class whose initial observations may have pictures."""
+_LARGEST_PICTURE = 1 << 27
+"""Maximum number of characters of a picture's file in base 64."""
 _OWN = ("reset", "get_reward", "close")
 """Methods that are not tools."""
 
@@ -102,14 +111,22 @@ def _checked_texts(texts: Any) -> dict[str, str]:
     return found
 
 
+def _checked_pictures(files: Any) -> list[str]:
+    found = [checked_text(file, _LARGEST_PICTURE) for file in files]
+    for file in found:
+        b64decode(file, validate=True)  # raises ValueError
+    return found
+
+
 _FIELDS: dict[str, Callable[[Any], Any]] = {
     "text": _checked_text,
+    "pictures": _checked_pictures,
     "reward": _reward,
     "done": bool,
     "state": _checked_state,
 }
 _EVENTS = {
-    "begin": ["text"],
+    "begin": ["text", "pictures"],
     "call": ["text"],
     "step": ["text", "reward", "done"],
     "end": ["reward", "state"],
@@ -164,8 +181,11 @@ class EnvironmentProcess:
     async def reply_async(self, call: Call) -> Reply:
         return self.reply(call)
 
-    def _begin(self, columns: dict[str, Any], seed: int, observation: str | None, is_first: bool) -> dict[str, Any]:
-        """Make an object and reset it. Unless `is_first`, its initial observation must equal `observation`."""
+    def _begin(
+        self, columns: dict[str, Any], seed: int, observation: str | None, pictures: list[str], is_first: bool
+    ) -> dict[str, Any]:
+        """Make an object and reset it. Unless `is_first`, its initial observation must equal `observation`, and the
+        digests of its pictures `pictures`."""
         random.seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed)
@@ -175,14 +195,16 @@ class EnvironmentProcess:
         given = given | {name: columns[name] for name in parameters if name in columns}
         if "seed" in parameters and "seed" not in columns:
             given = given | {"seed": seed}
-        said = _observed(self._waited(self._instance.reset(**given)))
+        said, files = _observed(self._waited(self._instance.reset(**given)), getattr(self._instance, _SHOWS, False))
+        refuse_other = "draw from `random` or numpy's global generator, which are seeded before"
+        if not is_first and list(map(digest, files)) != pictures:
+            raise _Refused(f"showed other pictures when it was reset than when it was for the prompt: {refuse_other}")
         if not is_first and said != observation:
             raise _Refused(
-                f"said {said!r:.200} when it was reset, and {observation!r:.200} when it was reset for the prompt: draw"
-                " from `random` or numpy's global generator, which are seeded before, and annotate reset with None"
-                " only if it returns nothing"
+                f"said {said!r:.200} when it was reset, and {observation!r:.200} when it was reset for the prompt:"
+                f" {refuse_other}, and annotate reset with None only if it returns nothing"
             )
-        return {"text": said}
+        return {"text": said, "pictures": [b64encode(file).decode() for file in files if is_first]}
 
     def _call(self, tool: str, arguments: dict[str, Any]) -> dict[str, Any]:
         method = getattr(self._instance, tool)
@@ -233,12 +255,41 @@ def _restore_random(state: tuple[Any, Any]) -> None:
         sys.modules["numpy"].random.set_state(state[1])
 
 
-def _observed(result: Any) -> str | None:
-    """Return the initial observation as text. `reset` returned it alone, in Gymnasium's pair, or as an attribute."""
+def _observed(result: Any, shows: bool) -> tuple[str | None, list[bytes]]:
+    """Return the initial observation as text, and the files of its pictures, for each of which the text has a `PLACE`.
+    `reset` returned it alone, in Gymnasium's pair, or as an attribute."""
     if isinstance(result, tuple) and len(result) == 2:
         result = result[0]
     result = getattr(result, "observation", result)
-    return None if result is None else as_text(result)
+    if result is None or not shows:
+        return None if result is None else as_text(result), []
+    files: list[bytes] = []
+
+    def text_of(part: Any) -> str:
+        if isinstance(part, dict) and part.get("type") == "text":
+            part = part["text"]
+        if isinstance(part, str):
+            return part.replace(PLACE, "")
+        files.append(_file_of(part.get("image") if isinstance(part, dict) else part))
+        return PLACE
+
+    text = "".join(map(text_of, result if isinstance(result, list) else [result]))
+    return text, files
+
+
+def _file_of(picture: Any) -> bytes:
+    if isinstance(picture, bytes):
+        return picture
+    if not hasattr(picture, "save"):
+        raise _Refused(f"returned {picture!r:.100} in the place of a picture: return PIL's, or the bytes of a file")
+    written = io.BytesIO()
+    picture.save(written, "PNG")
+    return written.getvalue()
+
+
+def digest(file: bytes) -> str:
+    """Return what tells a picture's file from others."""
+    return sha256(file).hexdigest()
 
 
 def _stepped(result: Any) -> tuple[str, Any, bool]:
@@ -287,6 +338,7 @@ def load_environment(config: EnvironmentEntry, entry: str) -> EnvironmentProcess
         "silent": inspect.signature(methods["reset"]).return_annotation in (None, "None"),
         "tools": tools,
         "shares": _shares(kind, setting),
+        "shows": getattr(kind, _SHOWS, False) is True,
     }
     parameters = list(inspect.signature(methods["reset"]).parameters.values())[1:]
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
