@@ -18,6 +18,12 @@ Message = dict[str, Any]
 """One chat message: `{"role": ..., "content": ...}`."""
 
 
+def whole_characters(text: str) -> str:
+    """Return the text of tokens without a last character of which only some tokens are there, as where a completion was
+    cut."""
+    return text.rstrip("\N{REPLACEMENT CHARACTER}")
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One row of the data set, ready to be completed."""

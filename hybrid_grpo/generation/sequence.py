@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from hybrid_grpo.data.completion import Completion, Given
+from hybrid_grpo.data.completion import Completion, Given, whole_characters
 from hybrid_grpo.generation.sampler import Sampling, text_ends
 from hybrid_grpo.model.routing import Routing
 from hybrid_grpo.model.support import Support
@@ -182,6 +182,7 @@ class Sequence:
     def end(self, finish: Finish | Literal["open"], callbacks: Callbacks) -> None:
         """Set `completion`, and pass it to the callbacks unless it is left open."""
         text = callbacks.decode(self.tokens[self.begin :]) if callbacks.decode else ""
+        text = whole_characters(text) if finish == "length" else text
         self.waits = False
         kept: dict[str, Any] = {"support": Support.of(self.kept) if self.kept else None}
         kept["routing"] = callbacks.routing(self) if callbacks.routing else None

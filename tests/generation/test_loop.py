@@ -453,3 +453,16 @@ def test_no_completion_is_lost_doubled_or_changed(
     if not lag:
         assert stats.rows == sum(len(c.token_ids) for group in groups for c in group)
     assert stats.prefills >= len(requests)
+
+
+def test_a_text_that_is_cut_ends_with_a_whole_character(view):
+    """Tokens stand for bytes of a text in several scripts, whichever they are."""
+    written = "añ日本語שלום🚀é" * 4  # noqa: RUF001
+
+    def text(token_ids):
+        return written.encode()[: len(token_ids)].decode(errors="replace")
+
+    for limit in range(1, 30):
+        [[completion]], _ = generate(view, [Request([1, 2], [limit])], Sampling(limit), decode=text)
+        assert completion.finish == "length" and written.startswith(completion.text)
+        assert limit - 4 < len(completion.text.encode()) <= limit

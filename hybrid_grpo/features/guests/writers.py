@@ -12,7 +12,7 @@ import torch
 from hybrid_grpo.config import DataConfig, TrainConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import Rollout
-from hybrid_grpo.data.completion import Completion, Message, Prompt
+from hybrid_grpo.data.completion import Completion, Message, Prompt, whole_characters
 from hybrid_grpo.data.completions import read_completions
 from hybrid_grpo.data.picture import Picture, read_picture
 from hybrid_grpo.data.pictures import Album, given_pictures, sight_of
@@ -210,7 +210,7 @@ def _each(value: Any, count: int) -> list[Any]:
 def _are_tokens(ids: Any, text: str, learner: Learner) -> bool:
     if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < learner.vocabulary for token in ids):
         return False
-    return bool(learner.tokenizer.decode(ids, skip_special_tokens=True) == text)
+    return whole_characters(learner.tokenizer.decode(ids, skip_special_tokens=True)) == whole_characters(text)
 
 
 def _fits(ids: Any, logp: Any) -> bool:

@@ -113,7 +113,7 @@ class TeacherModel:
             return LogprobModel(load_model(self._own, training_attention(self._own), self._setting))
 
         self.engine = policy.engine if self.name is None else engines.Frozen(read, self._own.dtype, fetching)
-        if self.name is not None:
+        if self.name is not None and self._inputs.sees:
             self._sight = sight_of(self._inputs.sampler.album, self._own, self.engine.device, self._setting)
 
     def seen(self, micro: MicroBatch) -> MicroBatch:

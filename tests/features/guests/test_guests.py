@@ -70,7 +70,8 @@ def read(tmp_path: Path) -> Callable[..., Guests]:
 
 def guests_of(config: TrainConfig, tokenizer: Any, prompts: list[Prompt], vocabulary: int) -> Guests:
     """The guests of a run whose policy knows so many tokens, loaded on the CPU."""
-    inputs: Any = SimpleNamespace(tokenizer=tokenizer, prompts=prompts, stop_ids=(EOS,))
+    sampler = SimpleNamespace(album=None)
+    inputs: Any = SimpleNamespace(tokenizer=tokenizer, prompts=prompts, stop_ids=(EOS,), sampler=sampler)
     text = SimpleNamespace(vocab_size=vocabulary)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "load_config", lambda name: SimpleNamespace(get_text_config=lambda: text))

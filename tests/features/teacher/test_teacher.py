@@ -34,6 +34,8 @@ from hybrid_grpo.run.feature import Scored
 
 Seen = dict[str, Any]
 TEMPERATURE = 0.8
+BLIND = {"sampler": SimpleNamespace(album=None), "sees": False}
+"""Of inputs without pictures."""
 
 PROGRAMS = str(Path(__file__).with_name("programs.py"))
 
@@ -126,7 +128,7 @@ def test_it_tells_what_it_expects_after_its_own_prompt(
         teacher=TeacherConfig(prompt_column="solved", into="loss", top_k=top_k, coef=0.5),
     )
     policy: Any = SimpleNamespace(engine=LogprobModel(model), micro_batches=micro_batches)
-    inputs: Any = SimpleNamespace(tokenizer=tokenizer, partners=None)
+    inputs: Any = SimpleNamespace(tokenizer=tokenizer, partners=None, **BLIND)
     scores: Any = None
     scored = Scored(rollout, scores, rollout.logp_BT, None, 0.0)
     teacher = loaded(config, policy, inputs, monkeypatch)
@@ -179,7 +181,7 @@ def test_a_teacher_of_another_size_speaks_of_the_tokens_that_both_know(
         return pad(prompts, completions, rows, 20, torch.device("cpu"), places)
 
     policy: Any = SimpleNamespace(engine=None, micro_batches=micro_batches)
-    inputs: Any = SimpleNamespace(tokenizer=tokenizer, partners=None)
+    inputs: Any = SimpleNamespace(tokenizer=tokenizer, partners=None, **BLIND)
     rollout = Rollout([Prompt(0, "", [5, 6], {})], [Completion([7, 8, 9], [-1.0] * 3, "stop")], 1)
     *_, next_tokens = loaded(config, policy, inputs, monkeypatch).read(rollout, rollout.logp_BT)
     assert kept == ["cpu" if offload else "none"]
@@ -194,7 +196,7 @@ def test_the_longest_that_a_teacher_reads_is_as_long_as_it_can(monkeypatch: Any,
     """A prompt of 30 tokens, or a text of 40 that the teacher reads in its place, and a completion of 50."""
     config = TrainConfig(rollout=RolloutConfig(max_completion_tokens=50), teacher=TeacherConfig(prompt_column=column))
     prompts = [Prompt(0, "p", [1] * 20, {}), Prompt(1, "q", [1] * 30, {})]
-    inputs: Any = SimpleNamespace(prompts=prompts, tokenizer=None, longest_prompt=30, partners=None)
+    inputs: Any = SimpleNamespace(prompts=prompts, tokenizer=None, longest_prompt=30, partners=None, **BLIND)
     longer = 10 if column else 0
     monkeypatch.setattr(TeacherModel, "reads", lambda _, prompt: [1] * (len(prompt.token_ids) + longer))
     monkeypatch.setattr(models, "check_prompt_ids", lambda *_: None)
@@ -259,7 +261,7 @@ def test_teachers_read_their_own_sources_one_after_the_other(tmp_path: Path, mon
     completions = [Completion(ids, [-1.0 - t for t in range(len(ids))], "stop") for ids in rows]
     completions[3] = Completion(rows[3], [], "stop", writer="file", learned=False)
     rollout = Rollout(prompts, completions, 2)
-    inputs: Any = SimpleNamespace(tokenizer=own, partners=None, prompts=prompts, longest_prompt=3)
+    inputs: Any = SimpleNamespace(tokenizer=own, partners=None, **BLIND, prompts=prompts, longest_prompt=3)
     plan: Any = None
     teacher, policy = Teacher(config, plan, inputs), SimpleNamespace(engine=None, micro_batches=micro_batches)
     teacher.load(policy)  # type: ignore[arg-type]
