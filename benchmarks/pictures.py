@@ -3,8 +3,9 @@
     python benchmarks/pictures.py --trl PYTHON [--model llava|gemma3] [--json FILE]
 
 The model is a small random LLaVA or Gemma 3 with its tower. A prompt has one picture, of which the tower makes 256
-tokens, and eight completions that all have 16 tokens. Each side is one process with two threads; sides take turns, and
-the median of their steps, from the third on, is compared. PYTHON is that of an environment created by `bash
+tokens, and eight completions that all have 16 tokens. TRL trains the tower too; here it is frozen, and trained in
+another run. Each is one process with two threads; they take turns, and the median of their steps, from the third on, is
+compared. PYTHON is that of an environment created by `bash
 benchmarks/trl_env.sh FOLDER`, in which pillow is installed.
 """
 
@@ -67,10 +68,17 @@ def make(folder: Path, kind: str, pictures: int) -> None:
     )
 
 
-def ours(folder: Path, steps: int, turn: int) -> tuple[list[float], float]:
+def ours(folder: Path, steps: int, turn: int, vision: str) -> tuple[list[float], float]:
     """Return the seconds of steps, and the process's peak memory in GB."""
+    name = f"run_{vision}{turn}"
     settings = {
-        **{"run.name": f"run{turn}", "run.dir": folder, "run.steps": steps, "policy.model": folder / "model"},
+        **{
+            "run.name": name,
+            "policy.vision": vision,
+            "run.dir": folder,
+            "run.steps": steps,
+            "policy.model": folder / "model",
+        },
         **{
             "data.max_prompt_tokens": 512,
             "policy.dtype": "float32",
@@ -84,7 +92,7 @@ def ours(folder: Path, steps: int, turn: int) -> tuple[list[float], float]:
     }
     given = [f"--{name}={value}" for name, value in settings.items()]
     peak = measured([sys.executable, "-m", "hybrid_grpo", "train", *given])
-    rows = map(json.loads, (folder / f"run{turn}/metrics.jsonl").read_text().splitlines())
+    rows = map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
     return [row["time/step_s"] for row in rows if "time/step_s" in row], peak
 
 
@@ -114,12 +122,13 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    found: dict[str, list[Any]] = {"hybrid_grpo": [], "TRL": []}
+    found: dict[str, list[Any]] = {"frozen": [], "trained": [], "TRL": []}
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         make(folder, given.model, PROMPTS * given.steps)
         for turn in range(given.turns):
-            found["hybrid_grpo"].append(ours(folder, given.steps, turn))
+            for vision in ("frozen", "trained"):
+                found[vision].append(ours(folder, given.steps, turn, vision))
             found["TRL"].append(theirs(folder, given.steps, given.trl))
     result: dict[str, Any] = {
         side: {
@@ -128,7 +137,8 @@ def main() -> None:
         }
         for side, turns in found.items()
     }
-    result["ratio"] = result["TRL"]["step_s"] / result["hybrid_grpo"]["step_s"]
+    for vision in ("frozen", "trained"):
+        result[vision]["TRL's by this"] = result["TRL"]["step_s"] / result[vision]["step_s"]
     print(json.dumps(result, indent=1))
     if given.json:
         from step import machine

@@ -78,7 +78,6 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
 
     from hybrid_grpo.commands.dialogue.chat_history import ChatHistory
     from hybrid_grpo.commands.dialogue.text_stream import TextStream
-    from hybrid_grpo.data.completion import whole_characters
     from hybrid_grpo.data.pictures import sight_of
     from hybrid_grpo.generation import Request, stream_key
     from hybrid_grpo.generation.rollout import attention_of, complete, sampling_of
@@ -129,9 +128,8 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
             cut = groups[0][0].finish == "length"
             limit = min(("max_turn_tokens", "max_completion_tokens"), key=lambda n: getattr(rollout, n) or sys.maxsize)
             why = f"cut at rollout.{limit} {getattr(rollout, limit)}" if cut else ""
-        # An answer that is cut may end within a character.
-        write(whole_characters(stream.rest()))
-        return whole_characters(decode(stream.tokens)), why
+        write(stream.rest())
+        return stream.text, why
 
     return history, answer
 

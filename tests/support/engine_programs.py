@@ -102,7 +102,7 @@ def streaming(folder: Path) -> dict[str, Any]:
     coordinator.fetch_sub_module = watched
     for step in (1, 2, 3):
         trainer.step(step)
-        trainer.reference.refresh(trainer.policy.engine, 0.5)
+        trainer.reference.refresh(trainer.policy, 0.5)
     numbers = sum(p.ds_numel for p in parameters)
     return {"parameters": len(parameters), "numbers": numbers, "late": late, "held": held}
 

@@ -15,7 +15,7 @@ from hybrid_grpo.workers.calls import Reply
 from hybrid_grpo.workers.pool import Pool
 
 pytestmark = pytest.mark.process
-BEGIN = {"do": "begin", "columns": {}, "seed": 1, "observation": None, "is_first": False}
+BEGIN = {"do": "begin", "columns": {}, "seed": 1, "observation": None, "pictures": [], "is_first": False}
 FAR = "took longer than its timeout_s, 1"
 LOST = {
     "exit": "ended its process (exit status 5)",

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+from hybrid_grpo.data.completion import whole_characters
+
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 """The character that tokenizers return for an incomplete character."""
 
@@ -26,10 +28,15 @@ class TextStream:
         return text
 
     def rest(self) -> str:
-        """Return the text that `add` has not returned: characters that are still incomplete."""
-        text = self._text()
+        """Return the text that `add` has not returned, without a last character that is still incomplete."""
+        text = whole_characters(self._text())
         self._start = self._given = len(self.tokens)
         return text
+
+    @property
+    def text(self) -> str:
+        """The text of all tokens, without a last character that is incomplete."""
+        return whole_characters(self._decode(self.tokens))
 
     def _text(self) -> str:
         before = self._decode(self.tokens[self._start : self._given])

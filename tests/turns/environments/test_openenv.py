@@ -57,7 +57,7 @@ def order(environment, do, **arguments):
 
 def begin(environment, **columns):
     columns = {"prompt": [{"role": "user", "content": "Begin."}], **columns}
-    return order(environment, "begin", columns=columns, seed=1, observation=None, is_first=True)["text"]
+    return order(environment, "begin", columns=columns, seed=1, observation=None, pictures=[], is_first=True)["text"]
 
 
 ECHOED = [("hey", "hey", 0.3, False), ("a longer message", "a longer message", 1.0, False), ("bye", "bye", 0.3, True)]

@@ -31,7 +31,8 @@ def order(environment, do, **arguments):
 def play(environment, turns, *, most=9):
     """What the environment says to turns but the last; of the last turn, the outcome or failure."""
     columns = {"prompt": [{"role": "user", "content": "Begin."}], "answer": "12", "info": {"start": 3}}
-    assert order(environment, "begin", columns=columns, seed=1, observation=None, is_first=False) == {"text": None}
+    begun = order(environment, "begin", columns=columns, seed=1, observation=None, pictures=[], is_first=False)
+    assert begun == {"text": None, "pictures": []}
     said = [order(environment, "step", text=text, is_last=n == most) for n, text in enumerate(turns, 1)]
     return [step["text"] for step in said[:-1]], said[-1]
 
