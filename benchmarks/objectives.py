@@ -239,7 +239,7 @@ def draw(runs: Runs, summaries: dict[str, dict[str, Any]], file: Path) -> None:
             error = [stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0 for values in columns]
             low, high = ([m + sign * e for m, e in zip(middle, error, strict=True)] for sign in (-1, 1))
             curves.plot(x, middle, color=colours[name])
-            curves.fill_between(x, low, high, color=colours[name], alpha=0.15, linewidth=0)
+            curves.fill_between(x, low, high, color=colours[name], alpha=0.05, linewidth=0)
         curves.set(title=task, xlabel="completions", ylabel="held-out accuracy of samples")
         order = sorted(summary["presets"], key=lambda name: summary["presets"][name]["mean"])
         for place, name in enumerate(order):
@@ -250,7 +250,7 @@ def draw(runs: Runs, summaries: dict[str, dict[str, Any]], file: Path) -> None:
         ends.set(xlabel="final accuracy, mean and two standard errors")
         for axis in (curves, ends):
             axis.grid(alpha=0.3)
-    figure.savefig(file, dpi=120)
+    figure.savefig(file, dpi=80)
 
 
 def preset_run(task: str, name: str, seed: int) -> Run:
