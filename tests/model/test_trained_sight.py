@@ -1,27 +1,15 @@
 """A tower that is trained, in the engine: on one rank and on two, at several ZeRO stages, and with adapters."""
 
-import json
-
 import pytest
 from launching import ranks
-from seeing import make_seeing, pictures
-
-REWARD = """
-def kinds(completions, images, **_):
-    return [len(set(str(c))) / 20 + sum(image.open().width for image in i or ()) for c, i in zip(completions, images)]
-"""
+from seeing import make_task
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     """What one rank saw of every case, and what two ranks saw, of which one has no picture in most micro-batches."""
     folder = tmp_path_factory.mktemp("trained")
-    make_seeing("qwen3_vl", folder / "model")
-    for number, picture in enumerate(pictures()):
-        picture.save(folder / f"{number}.png")
-    rows = [{"prompt": f"row {n}", "images": ["0.png", f"{n // 4}.png"] if n % 4 == 0 else None} for n in range(16)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "kinds.py").write_text(REWARD)
+    make_task(folder)
     return {world: ranks(world, "trained", folder, programs="sight_programs.py") for world in (1, 2)}
 
 

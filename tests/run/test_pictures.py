@@ -5,7 +5,7 @@ import shutil
 
 import forks
 import pytest
-from seeing import make_seeing, pictures
+from seeing import make_task
 
 from hybrid_grpo.records.tokens import read_tokens
 
@@ -15,10 +15,6 @@ SETTINGS = {
     **{"rollout.prompts_per_step": 4, "rollout.num_generations": 4, "rollout.max_completion_tokens": 8},
     **{"grpo.num_minibatches": 2, "log.rollouts_every": 1, "checkpoint.every": 2, "run.steps": 4},
 }
-REWARD = """
-def kinds(completions, images, **_):
-    return [len(set(str(c))) / 20 + sum(image.open().width for image in i or ()) for c, i in zip(completions, images)]
-"""
 
 
 ENVIRONMENT = """
@@ -46,12 +42,7 @@ class Looks:
 def folder(tmp_path_factory):
     """Two runs of four steps, on one rank and on two. In a step, one of four prompts has pictures: a rank sees none."""
     folder = tmp_path_factory.mktemp("pictures")
-    make_seeing("qwen3_vl", folder / "model")
-    for number, picture in enumerate(pictures()):
-        picture.save(folder / f"{number}.png")
-    rows = [{"prompt": f"row {n}", "images": ["0.png", f"{n // 4}.png"] if n % 4 == 0 else None} for n in range(16)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "kinds.py").write_text(REWARD)
+    make_task(folder)
     for ranks in (1, 2):
         train(folder, f"of{ranks}", ranks)
     return folder

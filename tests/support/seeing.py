@@ -210,3 +210,19 @@ def pictures(seed: int = 0) -> list[Image.Image]:
         Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8))
         for width, height in ((16, 16), (24, 12), (10, 30), (24, 24))
     ]
+
+
+REWARD = """
+def kinds(completions, images, **_):
+    return [len(set(str(c))) / 20 + sum(image.open().width for image in i or ()) for c, i in zip(completions, images)]
+"""
+
+
+def make_task(folder: Path) -> None:
+    """Write a random model that sees, rows of which every fourth has two pictures, and a reward that looks at them."""
+    make_seeing("qwen3_vl", folder / "model")
+    for number, picture in enumerate(pictures()):
+        picture.save(folder / f"{number}.png")
+    rows = [{"prompt": f"row {n}", "images": ["0.png", f"{n // 4}.png"] if n % 4 == 0 else None} for n in range(16)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "kinds.py").write_text(REWARD)
