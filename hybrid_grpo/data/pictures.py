@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from weakref import ref
 
 from hybrid_grpo.config import DataConfig, LoraConfig, PolicyConfig
 from hybrid_grpo.config.errors import UserError, refuse
@@ -113,7 +113,8 @@ class Album:
 
     def __init__(self, load: Callable[[], Any], token: int | None) -> None:
         self._load, self._token = load, token
-        self._pictures: WeakValueDictionary[int, Picture] = WeakValueDictionary()
+        self._pictures: dict[int, list[ref[Picture]]] = {}
+        """By key. Prompts that show one picture may have different objects of it, of which any may go first."""
         self._kept: list[Picture] = []
         self._largest = (0, 0)
         self._layouts: dict[tuple[int, int], _Layout] = {}
@@ -156,16 +157,25 @@ class Album:
         """Take pictures that have been read, perhaps by another rank. Those that are not to be kept are forgotten with
         the prompts that have them."""
         for picture in pictures:
-            known = self._pictures.setdefault(picture.key, picture)
-            assert known.size == picture.size, "two pictures have the same key"
+            known = [found for one in self._pictures.get(picture.key, ()) if (found := one()) is not None]
+            assert all(one.size == picture.size for one in known), "two pictures have the same key"
             self._largest = max(self._largest, picture.size, key=prod)
             self.empty = False
-            if keep and self.keeps and known is picture:
+            if any(one is picture for one in known):
+                continue
+            self._pictures.setdefault(picture.key, []).append(ref(picture, partial(self._gone, picture.key)))
+            if keep and self.keeps and not known:
                 self._kept.append(picture)
+
+    def _gone(self, key: int, one: ref[Picture]) -> None:
+        self._pictures[key].remove(one)
+        if not self._pictures[key]:
+            del self._pictures[key]
 
     def pixels(self, key: int) -> dict[str, Any]:
         """Return what the model's tower takes of a picture, as tensors."""
-        return self._tensors(self._pictures[key].open())
+        [picture, *_] = filter(None, (one() for one in self._pictures[key]))
+        return self._tensors(picture.open())
 
     @property
     def largest(self) -> dict[str, Any]:

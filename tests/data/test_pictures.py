@@ -230,3 +230,23 @@ def test_columns_of_datasets_with_pictures_are_read_undecoded(model, tmp_path):
         album = Album.of(model, load_config(model))
         found, _ = read_prompts(DataConfig(path=path), load_tokenizer(model), album=album)
         assert [keys_of(prompt.token_ids) for prompt in found] == [[key] for key in expected]
+
+
+def sizes(images, return_tensors):
+    """Stands for a processor."""
+    return {"sizes": [image.size for image in images]}
+
+
+def test_a_picture_is_there_as_long_as_any_prompt_has_it():
+    first, second = (read_picture(saved(WHITE), None, "row 0") for _ in range(2))
+    key, album = first.key, Album(lambda: sizes, 7)
+    album.keeps = False
+    album.take([first, first, second])
+    del first
+    assert album.pixels(key) == {"sizes": [(12, 8)]}
+    del second
+    with pytest.raises(KeyError):
+        album.pixels(key)
+    kept = Album(lambda: sizes, 7)
+    kept.take([read_picture(saved(WHITE), None, "row 0")])
+    assert kept.pixels(key) == {"sizes": [(12, 8)]}
