@@ -104,12 +104,12 @@ def test_an_exponential_has_the_bounds_of_a_power() -> None:
 @pytest.mark.process
 def test_what_math_verify_does_not_finish_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """It used to run until the worker was ended, without a reward for the completion."""
-    monkeypatch.setattr(grader, "_MATH_VERIFY_S", 0.5)
+    monkeypatch.setattr(grader, "_MATH_VERIFY_S", 1.0)
     gold, bomb = r"\sum_{k=1}^{5} 1", r"\sum_{k=1}^{9^{9^{9^9}}} k^{9^9}"
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     assert math_answer([rf"\boxed{{{said}}}" for said in (bomb, "9^{9^{9^9}}", "5")], [gold] * 3) == [0.0, 0.0, 1.0]
     assert not is_right(r"\boxed{5}", bomb)
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 3
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 6
 
 
 def test_only_boxes_where_that_is_asked() -> None:
