@@ -29,7 +29,7 @@ def _sft(parsed: Parsed[SftConfig], doing: Doing) -> Path:
     from hybrid_grpo import engine
     from hybrid_grpo.commands.stages.pairs import read_pairs
     from hybrid_grpo.commands.stages.sft import SftTrainer
-    from hybrid_grpo.data.pictures import Album
+    from hybrid_grpo.data.pictures import Album, check_vision
     from hybrid_grpo.generation.description import describe
     from hybrid_grpo.model.files import check_files
     from hybrid_grpo.model.limits import check_lengths, check_prompt_ids
@@ -47,16 +47,12 @@ def _sft(parsed: Parsed[SftConfig], doing: Doing) -> Path:
     doing("reading the data")
     engine.check_config(config.policy, config.engine)
     model_config = load_config(config.policy.model)
-    album, trains_tower = Album.of(config.policy.model, model_config), config.policy.vision == "trained"
-    refuse(trains_tower and album is None, "policy.vision trained, and policy.model has no tower: take it out")
-    check_lora(config.lora, model_config, tower=trains_tower)
+    album = Album.of(config.policy.model, model_config)
+    check_lora(config.lora, model_config, tower=config.policy.vision == "trained" and album is not None)
     check_files(config.policy.model, model_config, pickled=config.policy.pickled_weights)
     tokenizer = load_tokenizer(config.policy.model)
     pairs, report = read_pairs(config.data, tokenizer, config.sft.max_completion_tokens, album)
-    refuse(
-        trains_tower and album is not None and album.empty,
-        "policy.vision trained, and no prompt has a picture: take it out",
-    )
+    check_vision(config.policy, album)
     refuse(
         config.sft.batch_size > len(pairs),
         f"sft.batch_size {config.sft.batch_size} is more than the {len(pairs)} rows: lower it, or give more rows",

@@ -241,10 +241,18 @@ def sight_of(
     return Sight(load_tower(policy, setting), album.pixels, device, _cache_bytes(policy))
 
 
+def check_vision(policy: PolicyConfig, album: Album | None) -> None:
+    """Raise UserError if a tower is to be trained, and prompts, which have been read, have no pictures."""
+    refuse(
+        policy.vision == "trained" and (album is None or album.empty),
+        "policy.vision trained, and no prompt has a picture that policy.model sees: take it out",
+    )
+
+
 def trained_sight_of(album: Album | None, policy: PolicyConfig, lora: LoraConfig | None, seed: int) -> TrainedSight:
     """Return what sees the pictures of an album and is trained; see `TrainedSight`. Raises UserError without one."""
-    if album is None or album.empty:
-        raise UserError("policy.vision trained, and no prompt has a picture: take it out")
+    check_vision(policy, album)
+    assert album is not None
     tower, cache_bytes = load_tower(policy), _cache_bytes(policy)
     return TrainedSight(tower, album.pixels, cache_bytes, album.blank, lora, seed)
 

@@ -17,6 +17,7 @@ from hybrid_grpo.config.held_out import HeldOut, held_out_sets
 from hybrid_grpo.config.user_code import import_object
 from hybrid_grpo.data.batch import Numbers, Prompt, Rollout
 from hybrid_grpo.data.overlap import count_equal
+from hybrid_grpo.data.pictures import check_vision
 from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.data.sources import held_out_source
 from hybrid_grpo.data.training_prompts import TrainingPrompts
@@ -107,9 +108,7 @@ class RunInputs(EvalInputs):
         reward_sets = RewardSets(config, sets)
         objective = load_objective(config.grpo.objective)
         sampler = Sampler.read(config.policy, config.rollout, needs_weights=config.needs_weights)
-        trains_tower = config.policy.vision == "trained"
-        blind = trains_tower and sampler.album is None
-        refuse(blind, "policy.vision trained, and policy.model has no tower: take it out")
+        trains_tower = config.policy.vision == "trained" and sampler.album is not None
         check_lora(config.lora, sampler.model_config, tower=trains_tower)
         partners = partners_of(config, sampler.tokenizer, sampler.stop_ids, sampler.album)
         rewards = reward_sets.ready(sampler.tokenizer, by_turn=config.grpo.combine_rewards == "sum")
@@ -123,7 +122,7 @@ class RunInputs(EvalInputs):
             facts["held out" if held_out.setting == "eval" else f"held out {held_out.name}"] = fact
             eval_sets.append(eval_set)
         check_pictures(config, sampler)
-        refuse(trains_tower and not sampler.sees, "policy.vision trained, and no prompt has a picture: take it out")
+        check_vision(config.policy, sampler.album)
         weights = {reward_name(reward): reward.weight for reward in config.rewards}
         facts["sampling"] = sampler.fact
         facts["rewards"] = ", ".join(f"{weights.get(name, 1.0):g} {name}" for name in config.reward_names)

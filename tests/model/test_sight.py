@@ -2,12 +2,19 @@
 
 import numpy as np
 import pytest
-from seeing import FAMILIES
+import torch
+from seeing import FAMILIES, make_seeing, pictures
 from sight_proof import PROMPTS, prove_sight
 from tiny_architectures import tiny_architecture
 
+from hybrid_grpo.config import DataConfig, LoraConfig, PolicyConfig
 from hybrid_grpo.data.pictures import Album
+from hybrid_grpo.model.loading import load_config
+from hybrid_grpo.model.lora import check_lora
+from hybrid_grpo.model.processors import load_tower
+from hybrid_grpo.model.sight import Sight, image_token
 from hybrid_grpo.model.towers import TOWERED
+from hybrid_grpo.model.trained_sight import TrainedSight
 from hybrid_grpo.model.visual_tokens import keys_of, visual_tokens, whole_until
 
 ROUNDING = {"qwen3_5": 3e-5, "gemma4": 6e-5}
@@ -22,6 +29,30 @@ def test_a_family_sees_decodes_and_learns_as_transformers_computes_it(name, tmp_
     assert len(shown) == 4
     # Once to find out what is trained, then for each picture in sampling and training together, and for its gradient.
     assert sight.runs == 1 + 4 + 4
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_adapters_of_a_tower_are_trained_and_merged(name, tmp_path):
+    processor, policy, lora = make_seeing(name, tmp_path), PolicyConfig(str(tmp_path), "float32"), LoraConfig(rank=2)
+    config = load_config(str(tmp_path))
+    check_lora(lora, config, tower=True)
+    album = Album(lambda: processor, image_token(config))
+    [picture] = album.read([pictures()[3]], None, "row 0", DataConfig())
+    adapted = TrainedSight(load_tower(policy), album.pixels, 1 << 20, album.blank, lora, 0)
+    generator = torch.Generator().manual_seed(0)
+    for weight in adapted.adapters.parameters:
+        weight.data.normal_(std=0.05, generator=generator)
+    leaf = adapted.embeddings(picture.key)
+    sum((part**2).sum() for part in (leaf.rows_ND, *leaf.deep)).backward()
+    gradients = adapted.gradients()
+    assert len(gradients) == len(list(adapted.weights.parameters())) >= 10 and all(of.any() for of in gradients)
+    tower = load_tower(policy)
+    before = Sight(tower, album.pixels, torch.device("cpu"), 1).look(picture.key).rows_ND
+    missing, unknown = tower.load_state_dict(adapted.state(), strict=False)
+    assert not unknown and missing
+    merged = Sight(tower, album.pixels, torch.device("cpu"), 1).look(picture.key).rows_ND
+    torch.testing.assert_close(merged, leaf.rows_ND.detach(), rtol=1e-3, atol=1e-4)
+    assert (merged - before).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("name", TOWERED)

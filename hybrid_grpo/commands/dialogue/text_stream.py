@@ -4,9 +4,6 @@ from collections.abc import Callable
 
 from hybrid_grpo.data.completion import whole_characters
 
-_BROKEN = "\N{REPLACEMENT CHARACTER}"
-"""The character that tokenizers return for an incomplete character."""
-
 
 class TextStream:
     """Turns `tokens`, which are added one by one, into text, by means of `decode`."""
@@ -22,7 +19,7 @@ class TextStream:
         """Add a token, and return the characters that it completes."""
         self.tokens.append(token)
         text = self._text()
-        if not text or text.endswith(_BROKEN):
+        if not text or text != whole_characters(text):
             return ""
         self._start, self._given = self._given, len(self.tokens)
         return text
