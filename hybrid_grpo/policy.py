@@ -250,12 +250,14 @@ class Policy(TrainedModel):
                 groups, stats = complete_rest(requests, given, on_finish, sample, begun=goes_on)
             else:
                 groups, stats = self.journal.complete(step, requests, on_finish, sample, given, goes_on)
-        return Rollout(prompts, [c for group in groups for c in group], config.num_generations), stats
+        rollout = Rollout(prompts, [c for group in groups for c in group], config.num_generations)
+        self.meet(rollout)
+        return rollout, stats
 
-    def meet(self, prompts: Sequence[Prompt]) -> None:
-        """Take the pictures of prompts that come from another rank, and that this one may not have read."""
+    def meet(self, rollout: Rollout) -> None:
+        """Take the pictures of a rollout that this rank may not have read, but another, or an earlier process."""
         if self._album is not None:
-            self._album.take((picture for prompt in prompts for picture in prompt.pictures), keep=False)
+            self._album.take(rollout.pictures, keep=False)
 
     def complete(
         self, requests: list[Request], sampling: Sampling, config: RolloutConfig, on_step: OnStep | None = None

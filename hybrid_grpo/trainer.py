@@ -106,7 +106,7 @@ class Trainer(Stage):
         """Train the policy on a rollout and its scores, on the ranks that its groups are assigned to."""
         self.assignment = self.assigned(rollout, scores)
         trained, trained_scores = self.assignment.hand_out(rollout, scores)
-        self.policy.meet(trained.prompts)
+        self.policy.meet(trained)
         old = self.old_policy(trained)
         ref_logp_BT = self.reference_logprobs(trained)
         advantages_BT = self.advantages(trained, trained_scores, old, ref_logp_BT)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from hybrid_grpo.model.routing import Routing
 from hybrid_grpo.model.selection import Selection
 from hybrid_grpo.model.sight import Shown, Sight
 from hybrid_grpo.model.support import HeadColumns, Support
+
+if TYPE_CHECKING:
+    from hybrid_grpo.data.picture import Picture
 
 RewardStep = tuple[int, float]
 """The reward of one step of a completion: the number of its tokens up to and including the step, and the reward."""
@@ -55,6 +58,12 @@ class Rollout:
     def row_prompts(self) -> list[Prompt]:
         """[B], the prompt of each row."""
         return [prompt for prompt in self.prompts for _ in range(self.num_generations)]
+
+    @property
+    def pictures(self) -> list[Picture]:
+        """The pictures of all prompts, followed by those of all completions."""
+        of_prompts = [picture for prompt in self.prompts for picture in prompt.pictures]
+        return of_prompts + [picture for completion in self.completions for picture in completion.pictures]
 
     @property
     def read_ids(self) -> tuple[list[list[int]], list[list[int]], list[list[int] | None]]:

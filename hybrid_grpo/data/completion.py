@@ -77,13 +77,15 @@ class Completion:
     text: str = ""
     """The last turn as text, without special tokens."""
     given: tuple[Given, ...] = ()
-    """The tokens inserted between the turns, in order; empty if there is one turn."""
+    """The tokens inserted between the turns, in order, those of pictures below 0; empty if there is one turn."""
     messages: tuple[Message, ...] = ()
     """The turns and the answers to them, as the messages that follow the prompt; empty without tools."""
     writer: str = ""
     """Who wrote the completion; empty for the policy."""
     learned: bool = True
     """Whether the completion is part of the loss; if not, it only takes part in the comparison within its group."""
+    pictures: tuple[Picture, ...] = ()
+    """The pictures in `given`, in order."""
     episode: Episode | None = None
     """The outcome of the completion's environment; None without one."""
     calls: tuple[Called, ...] = ()

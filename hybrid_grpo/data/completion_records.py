@@ -9,6 +9,7 @@ import numpy as np
 
 from hybrid_grpo.data.completion import Completion
 from hybrid_grpo.data.episodes import Episode
+from hybrid_grpo.data.picture import Picture
 from hybrid_grpo.model.routing import Routing
 from hybrid_grpo.model.support import Support
 
@@ -25,6 +26,8 @@ def record_of(completion: Completion) -> dict[str, Any]:
         row["support"] = [_encoded(part) for part in (support.id_K, support.count_N)]
     kept = "given", "messages", "calls", "carried"
     row |= {name: value for name in kept if (value := getattr(completion, name))}
+    if completion.pictures:
+        row["pictures"] = [{**vars(p), "data": p.data and b64encode(p.data).decode()} for p in completion.pictures]
     if completion.routing is not None:
         row["experts"] = [_encoded(part) for part in (completion.routing.prompt, completion.routing.completion)]
     return row if completion.episode is None else {**row, "episode": asdict(completion.episode)}
@@ -44,7 +47,12 @@ def completion_of(row: Mapping[str, Any]) -> Completion:
     routing = Routing(*map(_decoded, row["experts"])) if "experts" in row else None
     others: dict[str, Any] = {"episode": episode, "calls": calls, "support": support, "routing": routing}
     others["carried"] = tuple(row.get("carried", ()))
+    others["pictures"] = tuple(map(_picture, row.get("pictures", ())))
     return Completion(token_ids, logp, row["finish"], row["text"], given, messages, **others)
+
+
+def _picture(row: Mapping[str, Any]) -> Picture:
+    return Picture(**{**row, "data": row["data"] and b64decode(row["data"]), "size": tuple(row["size"])})
 
 
 def _encoded(array: np.ndarray) -> list[Any]:

@@ -10,6 +10,16 @@ PLACE = "\ufffc"
 
 
 @dataclass(frozen=True)
+class Observation:
+    """What a tool or an environment says: text, and pictures between it."""
+
+    text: str
+    """Has a `PLACE` for each picture."""
+    pictures: tuple[bytes, ...] = ()
+    """The files of the pictures, in order."""
+
+
+@dataclass(frozen=True)
 class Opening:
     """The start of a prompt's environment, the same for all completions of the prompt."""
 
@@ -17,11 +27,8 @@ class Opening:
     """Seed for `random`, set before the environment is created and reset."""
     text: str | list[dict[str, Any]]
     """The prompt as it is in the data set, without the observation."""
-    observation: str | None = None
-    """Text that the environment returns when it is reset, with `PLACE` for each picture; None if it returns none. It is
-    appended to the prompt."""
-    pictures: tuple[bytes, ...] = ()
-    """The files of these pictures, in order."""
+    observation: Observation | None = None
+    """What the environment says when it is reset; None if it says nothing. It is appended to the prompt."""
     failure: str | None = None
     """Why the reset failed, as the rest of a sentence that begins with the environment's name; None if it succeeded."""
 

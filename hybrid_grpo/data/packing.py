@@ -121,7 +121,7 @@ def pack(
         routing: for each row, the experts that were recorded for its tokens. Rows that share a prompt use the first
             one's for it.
         replays: see `Replay`; None ignores `routing`.
-        sight: sees the pictures in prompts; None if there are none.
+        sight: sees the pictures in prompts and answers; None if there are none.
     """
     chosen = _rows(prompt_ids, completion_ids, rows, places, supports, routing)
     alone = [_Group([[row]]) for row in chosen]
@@ -232,7 +232,7 @@ def _packed(groups: list[_Group], device: torch.device, replays: bool | None, si
         for row in part:
             completion, begin = row.completion[:-1], len(tokens)
             tokens += completion
-            positions.append(np.arange(after, after + len(completion))[None])
+            positions.append(positions_of(completion, sight)[0] + after)
             experts.append((row.routing.completion if row.routing else None, len(completion)))
             before = [start + len(prompt) - 1, *range(begin, len(tokens))]
             source += [before[target] for target in row.targets]

@@ -109,7 +109,7 @@ def read_picture(value: Any, folder: Path | None, where: str, max_pixels: int | 
     contents = data if data is not None else _contents(Path(path or ""), where, name)
     start = f"{where}: the picture {name}"
     refuse(not contents, f"{start} is empty: replace it, or remove the row")
-    size = _checked(contents, start)
+    size = checked_size(contents, start)
     key = int.from_bytes(hashlib.blake2b(contents, digest_size=8).digest(), "big") >> (64 - KEY_BITS)
     if max_pixels is not None and size[0] * size[1] > max_pixels:
         scale = (max_pixels / (size[0] * size[1])) ** 0.5
@@ -159,7 +159,7 @@ def _contents(path: Path, where: str, name: str) -> bytes:
         raise UserError(f"{start} cannot be read: {error}: correct the path, or remove the row") from error
 
 
-def _checked(contents: bytes, start: str) -> tuple[int, int]:
+def checked_size(contents: bytes, start: str) -> tuple[int, int]:
     """Return a picture's width and height, upright, from its header. Raises UserError if it is not to be used."""
     from PIL import Image, UnidentifiedImageError
 

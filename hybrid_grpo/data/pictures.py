@@ -44,6 +44,12 @@ def given_pictures(text: str | list[Message], column: Any) -> tuple[str | list[M
     found = [] if column is None else list(column) if several else [column]
     if isinstance(text, str):
         return text, found
+    pairs = list(map(bared, text))
+    return [message for message, _ in pairs], [value for _, inside in pairs for value in inside] or found
+
+
+def bared(message: Message) -> tuple[Message, list[Any]]:
+    """Return a message whose parts of type image have no content, and their contents in order."""
     inside: list[Any] = []
 
     def bare(part: Any) -> Any:
@@ -54,8 +60,8 @@ def given_pictures(text: str | list[Message], column: Any) -> tuple[str | list[M
             inside.append(value["url"] if isinstance(value, dict) and "url" in value else value)
         return {"type": "image"}
 
-    chat = [{**m, "content": list(map(bare, m["content"]))} if isinstance(m.get("content"), list) else m for m in text]
-    return chat, inside or found
+    content = message.get("content")
+    return ({**message, "content": list(map(bare, content))} if isinstance(content, list) else message), inside
 
 
 def placed(chat: list[Message], count: int) -> list[Message]:
@@ -142,16 +148,20 @@ class Album:
             len(values) > config.max_images,
             f"data.max_images {config.max_images}: {where} has {len(values)} pictures: raise it, or remove the row",
         )
+        self.check(where)
+        found = [read_picture(value, folder, where, config.max_pixels) for value in values]
+        self.take(found, keep)
+        return found
+
+    def check(self, where: str) -> None:
+        """Raise UserError if no pictures can be taken; `where` describes what has some."""
         # Loaded first, since it is refused where pillow is not installed.
         kind = type(self.processor).__name__
         refuse(
             self._token is None,
-            f"{where} has a picture, and the configuration of policy.model names no token for the places of pictures"
-            f" ({kind}): take another model",
+            f"{where} has pictures, and the configuration of policy.model names no token for their places ({kind}):"
+            " take another model",
         )
-        found = [read_picture(value, folder, where, config.max_pixels) for value in values]
-        self.take(found, keep)
-        return found
 
     def take(self, pictures: Iterable[Picture], keep: bool = True) -> None:
         """Take pictures that have been read, perhaps by another rank. Those that are not to be kept are forgotten with

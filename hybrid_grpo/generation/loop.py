@@ -149,6 +149,8 @@ class _Loop:
         idle = not (schedule.active or schedule.can_start or self.in_flight)
         for key, given in turns.answers(PATIENCE_S if idle else 0.0):
             sequence, finish = schedule.answer(key, given)
+            if self.sight is not None and not isinstance(given, str):
+                sequence.shift += self.sight.shift(given)
             if finish is not None:
                 sequence.end(finish, self.callbacks)
 

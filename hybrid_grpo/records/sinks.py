@@ -107,7 +107,7 @@ class Log:
         if self._text is not None:
             first_group = ranks.rank() * len(rollout.prompts)
             tables = ranks.gather_objects(token_table(rollout, first_group, advantages_BT, self._text))
-        shown = thumbnails.copies([p for prompt in rollout.prompts for p in prompt.pictures], self._shown)
+        shown = thumbnails.copies(rollout.pictures, self._shown)
         parts = ranks.gather_objects((rollout_lines(step, rollout, scores, advantages_B), shown))
         if parts is None:
             return
@@ -173,7 +173,11 @@ def rollout_lines(step: int, rollout: Rollout, scores: Scores, advantages_B: Ten
                 "prompt_id": prompt.id,
                 **({"source": prompt.source} if prompt.source else {}),
                 "prompt": prompt.text,
-                **({"pictures": list(map(thumbnails.described, prompt.pictures))} if prompt.pictures else {}),
+                **(
+                    {"pictures": list(map(thumbnails.described, seen))}
+                    if (seen := (*prompt.pictures, *completion.pictures))
+                    else {}
+                ),
                 **({"writer": completion.writer} if completion.writer else {}),
                 **({"policies": completion.policies} if completion.carried else {}),
                 "completion": completion.text,

@@ -13,7 +13,7 @@ from hybrid_grpo.records.files import replace_bytes
 
 
 class Picture(Protocol):
-    """A picture of a prompt, as `data.pictures` has it."""
+    """A picture that the model saw, as `data.pictures` has it."""
 
     @property
     def key(self) -> int: ...

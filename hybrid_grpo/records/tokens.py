@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.data.episodes import PLACE
+from hybrid_grpo.model.visual_tokens import keys_of
 from hybrid_grpo.records.files import replace_bytes
 
 if TYPE_CHECKING:
@@ -18,12 +21,14 @@ if TYPE_CHECKING:
     from hybrid_grpo.data.batch import Rollout
 
 _IDS, _NUMBERS = pa.list_(pa.int32()), pa.list_(pa.float32())
-_GIVEN = pa.list_(pa.struct([("before", pa.int32()), ("ids", _IDS), ("text", pa.string())]))
+_READ = pa.list_(pa.int64())
+"""Tokens of which those of pictures are below 0; see `model/visual_tokens.py`."""
+_GIVEN = pa.list_(pa.struct([("before", pa.int32()), ("ids", _READ), ("text", pa.string())]))
 SCHEMA = pa.schema(
     [
         *(("row", pa.int32()), ("prompt_index", pa.int32()), ("sample", pa.int32())),
         *(("prompt_id", pa.int64()), ("epoch", pa.int64()), ("writer", pa.string())),
-        *(("prompt_ids", pa.list_(pa.int64())), ("token_ids", _IDS), ("pieces", pa.list_(pa.string()))),
+        *(("prompt_ids", _READ), ("token_ids", _IDS), ("pieces", pa.list_(pa.string()))),
         *(("logp", _NUMBERS), ("advantage", _NUMBERS), ("given", _GIVEN), ("finish", pa.string())),
     ]
 )
@@ -68,8 +73,9 @@ class TokenText:
         return texts
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`, including special tokens."""
-        return "".join(self.pieces(ids))
+        """Return the text of `ids`, including special tokens, with a `PLACE` for each picture."""
+        runs = ((seen, list(run)) for seen, run in groupby(ids, lambda token: token < 0))
+        return "".join(PLACE * len(keys_of(run)) if seen else "".join(self.pieces(run)) for seen, run in runs)
 
     def _of(self, ids: list[int]) -> str:
         text = self._decode([*self._before, *ids])

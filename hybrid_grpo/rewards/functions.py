@@ -72,7 +72,9 @@ BUILTINS: dict[str, Builtin] = {
 }
 """The built-in reward functions, which a configuration names without a path."""
 
-INPUTS = ("prompts", "completions", "completion_ids")
+PICTURES = "completion_images"
+"""The input with the pictures that answers between the turns of each completion showed."""
+INPUTS = ("prompts", "completions", "completion_ids", PICTURES)
 """What every reward function can receive in addition to the columns of the data set."""
 ENVIRONMENTS = "environments"
 """TRL's name for the input with each completion's environment in its final state; needs `rollout.environment`."""

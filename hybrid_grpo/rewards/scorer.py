@@ -24,7 +24,7 @@ from hybrid_grpo.config import ScoringConfig
 from hybrid_grpo.config.errors import RunStopped, UserError, did_you_mean
 from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Scores
 from hybrid_grpo.model.ranks import all_reduce
-from hybrid_grpo.rewards.functions import ENVIRONMENTS, INPUTS, RewardValue
+from hybrid_grpo.rewards.functions import ENVIRONMENTS, INPUTS, PICTURES, RewardValue
 from hybrid_grpo.rewards.loader import Reward
 from hybrid_grpo.rewards.models.reward_model import RewardModel, Shard
 from hybrid_grpo.rewards.steps import TokenEnds, token_steps
@@ -240,6 +240,8 @@ class Stream:
             "completion_ids": [completion.token_ids for completion in completions],
             **{name: [prompt.columns[name] for prompt in prompts] for name in self._columns},
         }
+        if PICTURES in reward.interface.required or any(completion.pictures for completion in completions):
+            inputs[PICTURES] = [list(completion.pictures) for completion in completions]
         if ENVIRONMENTS in self._rewards.inputs:
             states = [None if c.episode is None else c.episode.state for c in completions]
             inputs[ENVIRONMENTS] = [None if state is None else Snapshot(state) for state in states]

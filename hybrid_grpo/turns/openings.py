@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hybrid_grpo.config import DataConfig
-from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.chat_text import clean, prompt_text_of
 from hybrid_grpo.data.completion import Message, Prompt
 from hybrid_grpo.data.episodes import PLACE, Opening
@@ -39,15 +39,8 @@ class Openings:
         tokens: int,
         album: Album | None = None,
     ) -> None:
-        self._album = album
-        if any(kind.shows for kind in environments.kinds.values()):
-            refuse(
-                album is None,
-                "rollout.environment shows pictures, and policy.model sees none: take a model that does",
-            )
-            assert album is not None
-            album.empty = False
-        self._environments, self._tools, self._tokenizer, self._tokens = environments, tools, tokenizer, tokens
+        self._album, self._environments = album, environments
+        self._tools, self._tokenizer, self._tokens = tools, tokenizer, tokens
         self._data = replace(
             data,
             prompt_column="prompt",
@@ -63,23 +56,20 @@ class Openings:
 
     def _written(self, prompt: Prompt, opening: Opening) -> Prompt:
         prompt = replace(prompt, opening=opening)
-        if opening.observation is None and len(self._environments.kinds) == 1:
+        said = opening.observation
+        if said is None and len(self._environments.kinds) == 1:
             return prompt
         where = f"the prompt of row {prompt.id} (from 0) with the initial observation of its environment"
         text, pictures = prompt.text, list(prompt.pictures)
-        if opening.pictures:
+        if said and said.pictures:
             assert self._album is not None
             if pictures:
                 chat = [{"role": "user", "content": text}] if isinstance(text, str) else text
                 text = placed(chat, len(pictures))
-            pictures += self._album.read(opening.pictures, None, where, self._data, keep=False)
-        if opening.observation:
-            chat_text = prompt_text_of(self._tokenizer)
-            said = [
-                cut(self._tokenizer, chat_text, clean(piece), self._tokens)
-                for piece in opening.observation.split(PLACE)
-            ]
-            text = _extended(text, said)
+            pictures += self._album.read(said.pictures, None, where, self._data, keep=False)
+        if said and said.text:
+            cut_off = partial(cut, self._tokenizer, prompt_text_of(self._tokenizer), tokens=self._tokens)
+            text = _extended(text, [cut_off(clean(piece)) for piece in said.text.split(PLACE)])
         variables = dict(self._data.chat_template_kwargs)
         # If there are several environments, a prompt describes only its own.
         schemas = self._tools.schemas_of(self._environments.kind(prompt)) if self._tools is not None else []

@@ -15,10 +15,11 @@ import torch
 
 from hybrid_grpo.config import DataConfig, RolloutConfig
 from hybrid_grpo.config.composition import SamplingConfig
-from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.data.batch import Numbers, Rollout
 from hybrid_grpo.data.completion import Completion, Message, Prompt
-from hybrid_grpo.data.pictures import Album
+from hybrid_grpo.data.picture import Picture
+from hybrid_grpo.data.pictures import Album, bared, has_images
 from hybrid_grpo.generation import Request, stream_key
 from hybrid_grpo.turns.calls import Turn
 from hybrid_grpo.turns.environments.environments import Environments
@@ -43,9 +44,10 @@ class Partners:
         partners: all partners, in the order in which turns are offered to them.
         openings: appends initial observations to prompts that have environments.
         user: the partner that plays the user.
-        tokenizer, variables, stop_ids: see `Between`.
+        tokenizer, variables, stop_ids, seen: see `Between`.
 
-    Raises UserError if the chat template has no place for the partners' answers, or for tool calls.
+    Raises UserError if the chat template has no place for the partners' answers, or for tool calls, or if a partner
+    shows pictures and the model sees none.
     """
 
     def __init__(
@@ -60,13 +62,16 @@ class Partners:
         openings: Openings | None = None,
         seed: int = 0,
         user: User | None = None,
+        seen: tuple[Album, DataConfig] | None = None,
     ) -> None:
         self._partners, self.tools, self._config, self._tokenizer = partners, tools, config, tokenizer
         self.environments, self._openings, self._seed = environments, openings, seed
         self.user = user
-        self._between = Between(tokenizer, variables, self.schemas, stop_ids)
+        self._between = Between(tokenizer, variables, self.schemas, stop_ids, seen)
         for partner in partners:
             self._between.check(partner.setting, partner.example)
+            if partner.shows:
+                self._between.check_pictures(partner.setting, partner.example)
             if not config.keep_history:
                 self._between.check_history(partner.setting, partner.example)
         self._end_texts = {token: tokenizer.convert_ids_to_tokens(token) for token in stop_ids}
@@ -217,18 +222,36 @@ class Partners:
 
     def _written(self, trajectory: Trajectory, messages: list[Message]) -> list[int]:
         """Return the tokens of messages that answer a turn, each cut to its share of `max_tool_tokens`."""
+        if has_images(messages):
+            shortened, pictures = self._shortened(trajectory, messages)
+            trajectory.messages += shortened
+            trajectory.pictures += pictures
+            return self._between.ids(trajectory.last, shortened, pictures)
         # Completions of a group often get the same answer, and a template takes longer than a decode step.
         digest = sha256(json.dumps([trajectory.last, messages]).encode()).digest()  # answers may have a megabyte
         if digest not in self._tokenized:
             if len(self._tokenized) >= _ANSWERS_KEPT:
                 self._tokenized.clear()
-            room = self._config.max_tool_tokens - self._frame(trajectory.last, messages)
-            share = max(0, room // len(messages))
-            shortened = [{**m, "content": self._between.cut(m["content"], share)} for m in messages]
+            shortened, _ = self._shortened(trajectory, messages)
             self._tokenized[digest] = shortened, self._between.ids(trajectory.last, shortened)
         shortened, ids = self._tokenized[digest]
         trajectory.messages += map(dict, shortened)
         return list(ids)
+
+    def _shortened(self, trajectory: Trajectory, messages: list[Message]) -> tuple[list[Message], list[Picture]]:
+        """Return messages that answer a turn, each cut to its share of `max_tool_tokens`, and the pictures in them. A
+        message whose pictures cannot be used becomes text that says so."""
+        share = (self._config.max_tool_tokens - self._frame(trajectory.last, messages)) // len(messages)
+        shortened, shown = list[Message](), list[Picture]()
+        for message in messages:
+            bare, files = bared(message)
+            try:
+                pictures = self._between.read(files, f"the answer to turn {trajectory.turns}")
+            except UserError as error:
+                bare, pictures = {**message, "content": f"error: {error}"}, []
+            shortened.append(self._between.cut(bare, max(0, share), pictures))
+            shown += pictures if has_images(shortened[-1]) else []
+        return shortened, shown
 
     def _frame(self, last: int, messages: list[Message]) -> int:
         """Return the number of tokens that the template adds around the contents of these messages."""
@@ -244,10 +267,12 @@ class Partners:
         if completion.turns == sum(message["role"] == "assistant" for message in before):
             # A partner answered the last turn by ending the completion.
             before = before[: max(k for k, message in enumerate(before) if message["role"] == "assistant")]
+        shown = sum(part["type"] == "image" for m in before if has_images(m) for part in m["content"])
+        pictures = tuple(trajectory.pictures[:shown]) if trajectory is not None else ()
         episode = self.environments.episode(key) if self.environments is not None else None
         calls = tuple(sorted(trajectory.calls)) if trajectory is not None else ()
         messages = *before, assistant_message(completion.text, [])
-        return replace(completion, messages=messages, episode=episode, calls=calls)
+        return replace(completion, messages=messages, pictures=pictures, episode=episode, calls=calls)
 
     def numbers(self, rollout: Rollout) -> Numbers:
         """Return metrics of the completions of a rollout, with seconds counted since `begin` or the previous call."""
@@ -294,8 +319,15 @@ def partners_of(
             " them",
         )
         partners.append(user)
+    kinds = environments.kinds.values() if environments is not None else ()
+    for setting in [p.setting for p in partners if p.shows] + ["rollout.environment" for kind in kinds if kind.shows]:
+        refuse(album is None, f"{setting} shows pictures, and policy.model sees none: take a model that does")
+        assert album is not None
+        album.check(setting)
+        album.empty = False
     variables, seed = data.chat_template_kwargs, config.run.seed
-    return Partners(partners, tools, rollout, tokenizer, variables, ends, environments, openings, seed, user)
+    seen = None if album is None else (album, data)
+    return Partners(partners, tools, rollout, tokenizer, variables, ends, environments, openings, seed, user, seen)
 
 
 def with_tools(data: DataConfig, partners: Partners | None) -> DataConfig:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import refuse
-from hybrid_grpo.data.chat_text import ChatText, clean
+from hybrid_grpo.data.chat_text import ChatText, clean, unmarked
 from hybrid_grpo.data.completion import Message
+from hybrid_grpo.data.episodes import PLACE, Observation
+from hybrid_grpo.data.picture import Picture
+from hybrid_grpo.data.pictures import Album
 from hybrid_grpo.data.prompts import apply_template
 from hybrid_grpo.turns.calls import ToolCall
 
@@ -30,14 +35,24 @@ def assistant_message(content: str, calls: list[ToolCall]) -> Message:
     return message
 
 
-def tool_message(number: int, name: str, content: str, id: str | None = None) -> Message:
+def tool_message(number: int, name: str, said: str | Observation, id: str | None = None) -> Message:
     """Return the result of call `number` of a turn as a message. `id` is the model's id of the call, if it gave one."""
-    return {"role": "tool", "name": name, "tool_call_id": _id(number, id), "content": clean(content)}
+    return {"role": "tool", "name": name, "tool_call_id": _id(number, id), "content": _content(said)}
 
 
-def user_message(content: str) -> Message:
+def user_message(said: str | Observation) -> Message:
     """Return a message of the user, such as an answer to a turn without calls."""
-    return {"role": "user", "content": clean(content)}
+    return {"role": "user", "content": _content(said)}
+
+
+def _content(said: str | Observation) -> str | list[dict[str, Any]]:
+    if isinstance(said, str) or not said.pictures:
+        return clean(said if isinstance(said, str) else said.text)
+    parts: list[dict[str, Any]] = []
+    for number, text in enumerate(said.text.split(PLACE)):
+        parts += [{"type": "image", "image": said.pictures[number - 1]}] if number else []
+        parts += [{"type": "text", "text": clean(text)}] if text else []
+    return parts
 
 
 def _id(number: int, id: str | None) -> str:
@@ -94,18 +109,70 @@ class Between:
         variables: `data.chat_template_kwargs`, passed to the template along with the messages.
         schemas: JSON schemas of the tools; may be empty.
         stop_ids: tokens that end a turn.
+        seen: takes pictures, and says which it takes; None if the model sees none.
     """
 
     def __init__(
-        self, tokenizer: Any, variables: dict[str, Any], schemas: list[dict[str, Any]], stop_ids: tuple[int, ...]
+        self,
+        tokenizer: Any,
+        variables: dict[str, Any],
+        schemas: list[dict[str, Any]],
+        stop_ids: tuple[int, ...],
+        seen: tuple[Album, DataConfig] | None = None,
     ) -> None:
+        self._seen = seen
         self._tokenizer, self._variables, self._schemas = tokenizer, variables, schemas
         self._ends = {token: tokenizer.convert_ids_to_tokens(token) for token in stop_ids}
         self._text = ChatText(tokenizer, str(tokenizer.get_chat_template()))
 
-    def cut(self, text: str, tokens: int) -> str:
-        """See `cut`."""
-        return cut(self._tokenizer, self._text, text, tokens)
+    @property
+    def _album(self) -> Album:
+        assert self._seen is not None, "who shows pictures was refused"
+        return self._seen[0]
+
+    def read(self, files: Sequence[bytes], where: str) -> list[Picture]:
+        """Take the pictures of an answer, which are kept as long as what is returned. Raises UserError as `Album.read`
+        does; `where` describes the answer."""
+        if not files:
+            return []
+        assert self._seen is not None, "who shows pictures was refused"
+        return self._seen[0].read(files, None, where, self._seen[1], keep=False)
+
+    def cut(self, message: Message, tokens: int, pictures: Sequence[Picture]) -> Message:
+        """Return the beginning of a message, with at most `tokens` tokens of text and pictures. If its pictures leave
+        no room, it becomes text that says so."""
+        shorten, content = partial(cut, self._tokenizer, self._text), message["content"]
+        if isinstance(content, str):
+            return {**message, "content": shorten(content, tokens)}
+        bare = {**message, "content": [part for part in content if part["type"] != "text"]}
+        # The template writes more than the pictures themselves.
+        needed = len(self.ids(-1, [bare], pictures)) - len(self.ids(-1, [{**message, "content": ""}]))
+        if needed > tokens:
+            why = f"error: pictures of {needed} tokens, and {tokens} may be shown: ask for smaller ones"
+            return {**message, "content": shorten(why, tokens)}
+        parts, room = [], tokens - needed
+        for part in content:
+            if part["type"] == "text":
+                part = {**part, "text": shorten(part["text"], room)}
+                room -= len(self._text.ids(self._text.marked(part["text"])))
+            parts.append(part)
+        return {**message, "content": parts}
+
+    def check_pictures(self, setting: str, example: Callable[[Observation], Message]) -> None:
+        """Raise UserError, which names `setting`, if the template has no place for pictures in messages that `example`
+        makes."""
+        message, name = example(Observation(f"{_MARK}{PLACE}", (b"",))), self._album.processor.image_token
+        bare = {**message, "content": [{"type": "text", "text": _MARK}, {"type": "image"}]}
+        try:
+            _, after = self._after([bare])
+        except Exception:  # a template is a program of the model's authors
+            after = ""
+        said = "a tool's result" if message["role"] == "tool" else "an answer of the user"
+        refuse(
+            len(unmarked(name).findall(after)) != 1,
+            f"{setting} shows pictures, and the chat template of policy.model has no place for them in {said}: take a"
+            " model whose template has, or give the tokenizer another template",
+        )
 
     def check(self, setting: str, example: Callable[[str], Message]) -> None:
         """Raise UserError, which names `setting`, if the template has no place for messages that `example` makes, or
@@ -171,13 +238,16 @@ class Between:
             before = written
         return None
 
-    def ids(self, last: int, messages: list[Message]) -> list[int]:
-        """Return the tokens of messages that answer a turn; `last` is the last sampled token of the turn."""
+    def ids(self, last: int, messages: list[Message], pictures: Sequence[Picture] = ()) -> list[int]:
+        """Return the tokens of messages that answer a turn, and that show these pictures; `last` is the last sampled
+        token of the turn."""
         _, after = self._after(messages)
         end = next((text for text in self._ends.values() if after.startswith(text)), "")
         # If the model sampled the template's end of the turn, it is there already.
         text = after.removeprefix(end) if self._ends.get(last) == end else after
-        return self._text.ids(text)
+        if not pictures:
+            return self._text.ids(text)
+        return self._album.ids(text, pictures, self._text.ids, "an answer")
 
     def _after(self, messages: list[Message]) -> tuple[bool, str]:
         """Return whether a chat that ends with `messages` contains the end of the turn before them, and the chat's text

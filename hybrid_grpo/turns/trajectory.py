@@ -8,6 +8,8 @@ from typing import Literal, Protocol
 
 from hybrid_grpo.data.batch import Numbers, Rollout
 from hybrid_grpo.data.completion import Called, Completion, Message, Prompt
+from hybrid_grpo.data.episodes import Observation
+from hybrid_grpo.data.picture import Picture
 from hybrid_grpo.turns.calls import Turn
 
 Finish = Literal["stop", "length"]
@@ -36,6 +38,8 @@ class Trajectory:
     """Whether no further turn may follow. The model then does not read the answer to the last turn."""
     is_full: bool = False
     """Whether only a limit of tokens, not the limit of turns, prevents a further turn."""
+    pictures: list[Picture] = field(default_factory=list)
+    """The pictures in these messages, in order."""
     calls: list[Called] = field(default_factory=list)
     """Calls that have ended, in any order; see `Completion.calls`."""
 
@@ -81,10 +85,12 @@ class Partner(Protocol):
     """The setting that names the partner, for messages."""
     reads_last: bool
     """Whether the partner also receives the last turn allowed; otherwise that turn ends the completion unanswered."""
+    shows: bool
+    """Whether answers may have pictures."""
     seconds: Seconds
     """Seconds that the partner's answers took."""
 
-    def example(self, content: str) -> Message:
+    def example(self, content: str | Observation) -> Message:
         """Return a message like those in its answers, with this content, to test whether a chat template accepts it."""
 
     def takes(self, trajectory: Trajectory, turn: Turn) -> bool:

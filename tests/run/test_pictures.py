@@ -13,7 +13,13 @@ SETTINGS = {
     **{"policy.dtype": "float32", "policy.lr": 1e-3, "engine.zero_stage": 3, "log.wandb": "disabled"},
     **{"data.path": "rows.jsonl", "data.shuffle": "false", "data.max_prompt_tokens": 80, "grpo.beta": 0.05},
     **{"rollout.prompts_per_step": 4, "rollout.num_generations": 4, "rollout.max_completion_tokens": 8},
-    **{"grpo.num_minibatches": 2, "log.rollouts_every": 1, "checkpoint.every": 2, "run.steps": 4},
+    **{
+        "rewards": "[{function: kinds.py:kinds}]",
+        "grpo.num_minibatches": 2,
+        "log.rollouts_every": 1,
+        "checkpoint.every": 2,
+        "run.steps": 4,
+    },
 }
 
 
@@ -34,7 +40,15 @@ class Looks:
 
     def step(self, text):
         self.turns += 1
-        return "And now?", self.width + len(set(text)) / 20, self.turns == 2
+        turned = Image.new("RGB", (24, 8 + len(text)), (0, 0, random.randrange(256)))
+        return ["And now?", turned], self.width + len(set(text)) / 20, self.turns == 3
+
+
+def showed(completions, completion_images):
+    # Rewards see what the model was shown between its turns.
+    answers = [sum(message["role"] == "user" for message in chat) for chat in completions]
+    assert answers == [len(images) for images in completion_images], (answers, completion_images)
+    return [sum(image.open().height for image in images) / 100 for images in completion_images]
 """
 
 
@@ -51,8 +65,7 @@ def folder(tmp_path_factory):
 def train(folder, name, ranks, **more):
     settings = SETTINGS | {"policy.model": folder / "model", "run.name": name, "run.dir": folder / "runs"} | more
     arguments = [f"--{key}={value}" for key, value in settings.items()]
-    rewards = "--rewards=[{function: kinds.py:kinds}]"
-    done = forks.run("-m", "hybrid_grpo", "train", rewards, *arguments, world=ranks, cwd=folder)
+    done = forks.run("-m", "hybrid_grpo", "train", *arguments, world=ranks, cwd=folder)
     assert done.status == 0, done.out[-3000:] + done.err[-3000:]
 
 
@@ -118,19 +131,38 @@ def test_teachers_and_guests_see_what_the_policy_sees(folder):
 
 @pytest.mark.process
 @pytest.mark.ranks
-def test_environments_see_and_speak_after_pictures(folder):
+def test_environments_see_and_show_pictures_in_prompts_and_between_turns(folder):
+    """One rank and two, of which one then trains on what the other has seen, with a tower that learns."""
     (folder / "looks.py").write_text(ENVIRONMENT)
-    told = {"rollout.environment": "looks.py:Looks", "rollout.max_turns": 2, "rollout.max_completion_tokens": 12}
+    told = {"rollout.environment": "looks.py:Looks", "rollout.max_turns": 3, "rollout.max_completion_tokens": 16}
     told |= {"rollout.max_tool_tokens": 60, "rollout.logit_bias": "{2: 4}", "data.max_prompt_tokens": 120}
-    train(folder, "looks", 2, **told | {"run.steps": 2, "grpo.num_minibatches": 1})
-    for step in steps(folder, "looks"):
-        assert step["parity/logp_abs_diff_mean"] < 1e-5, "positions go on after pictures and answers"
-    lines = (folder / "runs/looks/rollouts/step_000001.jsonl").read_text().splitlines()
+    told |= {"rewards": "[{function: looks.py:showed}]", "policy.vision": "trained"}
+    told |= {"run.steps": 2, "checkpoint.every": 1, "grpo.num_minibatches": 1, "grpo.balance": "auto"}
+    for ranks in (1, 2):
+        train(folder, f"looks{ranks}", ranks, **told)
+    one, two = (steps(folder, f"looks{ranks}") for ranks in (1, 2))
+    for a, b in zip(one, two, strict=True):
+        assert max(a["parity/logp_abs_diff_mean"], b["parity/logp_abs_diff_mean"]) < 1e-5
+        for name in ("reward/mean", "policy/loss", "policy/grad_norm", "policy/kl"):
+            assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-6)
+    lines = (folder / "runs/looks2/rollouts/step_000001.jsonl").read_text().splitlines()
     rows = list(map(json.loads, lines))
-    assert {len(row["pictures"]) for row in rows} == {1, 3}, "the environment's own, and the row's before it"
-    assert all(("It is 32 wide." in str(row["prompt"])) == (len(row["pictures"]) == 3) for row in rows)
-    assert any("And now?" in str(row.get("messages", row)) for row in rows), "a turn was answered"
-    assert len({row["pictures"][-1]["file"] for row in rows}) == 4, "each prompt has its own"
+    turns = [len(row["messages"]) // 2 for row in rows]
+    assert max(turns) == 2, "turns are answered"
+    before = [len(row["pictures"]) - answered for row, answered in zip(rows, turns, strict=True)]
+    assert set(before) == {1, 3}, "the environment's own, and the row's before it"
+    assert all(
+        ("It is 32 wide." in str(row["prompt"])) == (shown == 3) for row, shown in zip(rows, before, strict=True)
+    )
+    assert len({row["pictures"][shown - 1]["file"] for row, shown in zip(rows, before, strict=True)}) == 4
+    last = next(row for row in rows if len(row["messages"]) == 5)
+    assert last["messages"][3]["content"] == [{"type": "text", "text": "And now?"}, {"type": "image"}]
+    assert last["pictures"][-1]["name"] == "of the answer to turn 2"
+    copies = {path.name for path in (folder / "runs/looks2/pictures").iterdir()}
+    assert {picture["file"] for row in rows for picture in row["pictures"]} <= copies
+    read = read_tokens(folder / "runs/looks2/rollouts/step_000001.parquet")
+    said = [part["text"] for row in read for part in row["given"]]
+    assert len(said) == sum(turns) and all(text.count("\ufffc") == 1 for text in said)
 
 
 def test_completions_name_their_pictures_and_copies_lie_beside_them(folder):

@@ -27,7 +27,7 @@ NAMES = {
     "llava": ["<image>"],
 }
 """The special tokens that families have for pictures."""
-_QWEN = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 24 * 24}}
+QWEN_IMAGES = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 24 * 24}}
 _SEES = (
     "{% for part in message.content %}{% if part.type == 'image' %}SIGN{% else %}{{ part.text }}{% endif %}{% endfor %}"
 )
@@ -90,7 +90,7 @@ def _qwen(name: str, tokenizer: Any) -> tuple[Any, Any]:
         }  # fmt: skip
     config.vision_start_token_id, config.image_token_id, config.vision_end_token_id, config.video_token_id = ids
     kind = {"qwen2_vl": tf.Qwen2VLProcessor, "qwen2_5_vl": tf.Qwen2_5_VLProcessor}.get(name, tf.Qwen3VLProcessor)
-    return config, without_videos(kind)(tf.Qwen2VLImageProcessorPil(**_QWEN), tokenizer)
+    return config, without_videos(kind)(tf.Qwen2VLImageProcessorPil(**QWEN_IMAGES), tokenizer)
 
 
 def _gemma3(name: str, tokenizer: Any) -> tuple[Any, Any]:

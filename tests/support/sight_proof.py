@@ -2,13 +2,14 @@
 
 The policy's side goes the way of `Policy` without its engine, as in architecture_proof.py: prompts are read by the
 model's processor into visual tokens, the tower runs once for each picture, a view is decoded page by page, and the
-packed pass with shared prompts gives log-probabilities and gradients. The other side is transformers alone, with the
-same pictures: `generate()`, and one plain forward for each completion.
+packed pass with shared prompts gives log-probabilities and gradients. Every other completion gets an answer with
+pictures between two turns. The other side is transformers alone, with the same pictures: `generate()`, and one plain
+forward for each completion.
 """
 
 from __future__ import annotations
 
-from functools import partial
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from seeing import make_seeing, pictures
 from torch import Tensor
 
 from hybrid_grpo.config import DataConfig, PolicyConfig, RolloutConfig
+from hybrid_grpo.data.completion import Completion
 from hybrid_grpo.data.packing import pack
 from hybrid_grpo.data.pictures import Album
 from hybrid_grpo.generation import GREEDY, Request, Sampling, stream_key
 from hybrid_grpo.generation.rollout import complete
+from hybrid_grpo.generation.sequence import Finish
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.loading import load_config, load_model
 from hybrid_grpo.model.logprobs import LogprobModel
@@ -42,10 +45,13 @@ PROMPTS: list[list[Any]] = [
     [WIDE, WIDE, "Same?"],
 ]
 """Prompts of texts and pictures: of none to four pictures of several sizes, of which some are there twice."""
+ANSWER: list[Any] = ["See:", LARGE, "and", ONE, "Now?"]
+TURN = 5
+"""Tokens of a first turn that is answered."""
 
 
 class Seen:
-    """A prompt as each side reads it."""
+    """A prompt, or an answer after one, as each side reads it."""
 
     def __init__(self, parts: list[Any], number: int, processor: Any, album: Album) -> None:
         shown = [part for part in parts if isinstance(part, Image.Image)]
@@ -55,28 +61,74 @@ class Seen:
             [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
         )
 
+        text = text.removeprefix(tokenizer.bos_token) if number < 0 else text
+
         def encode(text: str) -> list[int]:
             return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
         self.ids = album.ids(text, album.read(shown, None, f"row {number}", DataConfig()), encode, f"row {number}")
-        options = {"return_tensors": "pt", "add_special_tokens": False}
-        self.given = dict(processor(text=[text], images=shown or None, **options))
+        self._text, self._shown, self._processor = text, shown, processor
+        self.given = self.read(text, shown)
         self.length = self.given["input_ids"].shape[1]
 
-    def with_completion(self, completion: list[int]) -> dict[str, Any]:
-        """Return what transformers takes of the prompt and a completion."""
-        new = torch.tensor([completion], dtype=torch.int64)
+    def read(self, text: str, shown: list[Image.Image]) -> dict[str, Any]:
+        options = {"return_tensors": "pt", "add_special_tokens": False}
+        return dict(self._processor(text=[text], images=shown or None, **options))
+
+    def with_completion(self, completion: Completion, answer: Seen) -> dict[str, Any]:
+        """Return what transformers takes of the prompt and a completion, with this answer after its first turn, or
+        without one."""
+        cut = completion.given[0][0] if completion.given else len(completion.token_ids)
+        turns = [_text_of(completion.token_ids[:cut])]
         given = dict(self.given)
-        of_text = {"input_ids": new, "attention_mask": torch.ones_like(new)}
-        for name in (*of_text, "mm_token_type_ids", "token_type_ids"):
+        if completion.given:
+            turns += [answer.given, _text_of(completion.token_ids[cut:])]
+            # Pixels of all pictures, in order.
+            given = self.read(self._text + answer._text, self._shown + answer._shown)
+        for name in ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"):
             if name in given:
-                more = of_text.get(name, torch.zeros_like(new))
-                given[name] = torch.cat([given[name], more.to(given[name].dtype)], dim=1)
+                given[name] = torch.cat([part[name].to(given[name].dtype) for part in (self.given, *turns)], dim=1)
         return given
 
 
-def prove_sight(name: str, folder: Path, *, trained: bool = False, prefill_tokens: int = 20) -> tuple[Gaps, Sight]:
-    """Return the gaps of a family, whose tower is `trained` too or not, and what saw its pictures."""
+def _text_of(tokens: list[int]) -> dict[str, Tensor]:
+    ids = torch.tensor([tokens], dtype=torch.int64)
+    kinds = dict.fromkeys(("mm_token_type_ids", "token_type_ids"), torch.zeros_like(ids))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **kinds}
+
+
+class _Answers:
+    """Answers the first turn of every other completion; implements the decoder's `Turns`."""
+
+    def __init__(self, answer: list[int]) -> None:
+        self._answer, self._keys, self._waiting = answer, set[int](), list[int]()
+
+    def begin(self, requests: list[Request]) -> None:
+        self._keys = {key for request in requests for key in request.keys[::2]}
+
+    def ended(self, key: int, turn_ids: list[int], room: int) -> Finish | None:
+        return "stop"
+
+    def cut(self, key: int) -> Finish | None:
+        if key not in self._keys:
+            return "length"
+        self._keys.remove(key)
+        self._waiting.append(key)
+        return None
+
+    def answers(self, patience_s: float) -> list[tuple[int, list[int] | Finish]]:
+        waiting, self._waiting = self._waiting, []
+        return [(key, self._answer) for key in waiting]
+
+    def finished(self, key: int, completion: Completion) -> Completion:
+        return completion
+
+
+def prove_sight(
+    name: str, folder: Path, *, answers: bool = True, prefill_tokens: int = 20
+) -> tuple[Gaps, TrainedSight]:
+    """Return the gaps of a family, whose tower is trained too, and what saw its pictures. With `answers`, some
+    completions get one."""
     processor = make_seeing(name, folder)
     config, policy_config = load_config(str(folder)), PolicyConfig(model=str(folder), dtype="float32")
     plain: Any = tf.AutoModelForImageTextToText.from_pretrained(
@@ -84,38 +136,47 @@ def prove_sight(name: str, folder: Path, *, trained: bool = False, prefill_token
     ).eval()
     policy = load_model(policy_config, ATTENTION)
     album = Album(lambda: processor, image_token(config))
-    given = load_tower(policy_config), album.pixels
-    trained_sight = TrainedSight(*given, 1 << 28, album.blank, None, 0) if trained else None
-    sight = trained_sight or Sight(*given, CPU, 1 << 28)
+    sight = TrainedSight(load_tower(policy_config), album.pixels, 1 << 28, album.blank, None, 0)
     prompts = [Seen(parts, number, processor, album) for number, parts in enumerate(PROMPTS)]
-    placeholder = image_token(config)
-    rows, tokens, decoded = _decoding(plain, policy, sight, prompts, placeholder, prefill_tokens)
+    answer, placeholder = Seen(ANSWER, -1, processor, album), image_token(config)
+    turns = _Answers(answer.ids) if answers else None
+    rows, tokens, decoded = _decoding(plain, policy, sight, prompts, answer, turns, placeholder, prefill_tokens)
     expected = []
     for row, (prompt, completion) in enumerate(rows):
-        scores = torch.stack(_scores(plain, prompt, completion))
-        (scores * weights_of(len(completion), row)).sum().backward()
+        scores = torch.stack(_scores(plain, prompt, completion, answer))
+        (scores * weights_of(len(completion.token_ids), row)).sum().backward()
         expected.append(scores[0].detach())
     found, mine = _policy_pass(policy, sight, rows)
-    if trained_sight is not None:
-        of_tower = zip(trained_sight.state(), trained_sight.gradients(), strict=True)
-        mine |= {name: gradient for name, gradient in of_tower if gradient.any()}
-    theirs = {name: of for name, of in gradients(plain) if trained or name in dict(policy.named_parameters())}
+    of_tower = zip(sight.state(), sight.gradients(), strict=True)
+    mine |= {name: gradient for name, gradient in of_tower if gradient.any()}
+    theirs = dict(gradients(plain))
     packed = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
     gradient, worst, without = gradient_gap(mine, theirs)
     return Gaps(tokens, decoded, packed, gradient, worst, without), sight
 
 
 def _decoding(
-    plain: Any, policy: Any, sight: Sight, prompts: list[Seen], placeholder: int, prefill_tokens: int
-) -> tuple[list[tuple[Seen, list[int]]], int, float]:
+    plain: Any,
+    policy: Any,
+    sight: Sight,
+    prompts: list[Seen],
+    answer: Seen,
+    answers: _Answers | None,
+    placeholder: int,
+    prefill_tokens: int,
+) -> tuple[list[tuple[Seen, Completion]], int, float]:
     view = View(policy, meta_copy(policy, policy.config._attn_implementation).eval(), False, CPU)
     view.gather()
     config = RolloutConfig(max_slots=5, prefill_tokens=prefill_tokens)
     different, gap, rows = 0, 0.0, []
     for samples, temperature in ((2, GREEDY), (3, 1.3)):
-        requests = [Request(p.ids, [stream_key(1, 0, 0, i, k) for k in range(samples)]) for i, p in enumerate(prompts)]
-        given = Sampling(LIMIT, temperature=temperature), config
-        groups, _ = complete(view.module, _NoText(), requests, *given, sight=sight)
+        turns = None if temperature == GREEDY else answers
+        requests = [
+            Request(p.ids, [stream_key(1, 0, 0, i, k) for k in range(samples)], most=1000 if turns else None)
+            for i, p in enumerate(prompts)
+        ]
+        given = Sampling(LIMIT, temperature=temperature, max_turn_tokens=TURN if turns else sys.maxsize), config
+        groups, _ = complete(view.module, _NoText(), requests, *given, sight=sight, turns=turns)
         for prompt, group in zip(prompts, groups, strict=True):
             if temperature == GREEDY:
                 options = {"max_new_tokens": LIMIT, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -124,10 +185,10 @@ def _decoding(
                 different += sum(a != b for c in group for a, b in zip(c.token_ids, expected, strict=True))
             # transformers takes a sampled token of this kind for a picture.
             kept = [c for c in group if placeholder not in c.token_ids]
-            rows += [(prompt, c.token_ids) for c in kept if temperature != GREEDY]
+            rows += [(prompt, c) for c in kept if temperature != GREEDY]
             for c in kept:
                 with torch.no_grad():
-                    logp = _scores(plain, prompt, c.token_ids, temperature or 1.0)[0]
+                    logp = _scores(plain, prompt, c, answer, temperature or 1.0)[0]
                 gap = max(gap, float((torch.tensor(c.logp) - logp).abs().max()))
     return rows, different, gap
 
@@ -137,21 +198,26 @@ class _NoText:
         return ""
 
 
-def _scores(plain: Any, prompt: Seen, completion: list[int], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    given = prompt.with_completion(completion)
-    logits = plain(**given, use_cache=False).logits[0, prompt.length - 1 : -1]
+def _scores(
+    plain: Any, prompt: Seen, completion: Completion, answer: Seen, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    given = prompt.with_completion(completion, answer)
+    places = completion.sampled_places or range(len(completion.token_ids))
+    logits = plain(**given, use_cache=False).logits[0, [prompt.length - 1 + place for place in places]]
     logp_TV = (logits.float() / temperature).log_softmax(-1)
-    return logp_TV.gather(1, torch.tensor(completion)[:, None])[:, 0], -(logp_TV.exp() * logp_TV).sum(-1)
+    token_T1 = torch.tensor(completion.token_ids)[:, None]
+    return logp_TV.gather(1, token_T1)[:, 0], -(logp_TV.exp() * logp_TV).sum(-1)
 
 
 def _policy_pass(
-    policy: Any, sight: Sight, rows: list[tuple[Seen, list[int]]]
+    policy: Any, sight: Sight, rows: list[tuple[Seen, Completion]]
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     model, logp = LogprobModel(policy).train(), [torch.zeros(0)] * len(rows)
-    prompts, completions = [list(prompt.ids) for prompt, _ in rows], [completion for _, completion in rows]
-    for micro in partial(pack, share="on")(prompts, completions, range(len(rows)), 400, CPU, sight=sight):
+    read = [list(prompt.ids) for prompt, _ in rows], [completion.read_ids for _, completion in rows], range(len(rows))
+    places = [completion.sampled_places for _, completion in rows]
+    for micro in pack(*read, 500, CPU, share="on", places=places, sight=sight):
         scores = torch.stack(model(*micro.inputs, 1.0))
-        lengths = [len(completions[row]) for row in micro.rows]
+        lengths = [len(rows[row][1].token_ids) for row in micro.rows]
         weights = torch.cat([weights_of(n, row) for n, row in zip(lengths, micro.rows, strict=True)], dim=1)
         (scores * weights).sum().backward()
         for row, values in zip(micro.rows, scores[0].detach().split(lengths), strict=True):

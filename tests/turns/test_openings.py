@@ -7,7 +7,7 @@ from tool_tokenizers import FAMILIES, tool_tokenizer
 
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.data.batch import Prompt
-from hybrid_grpo.data.episodes import Opening
+from hybrid_grpo.data.episodes import Observation, Opening
 from hybrid_grpo.turns.openings import Openings, _extended
 
 TEXT = [{"role": "system", "content": "Play."}, {"role": "user", "content": "Go. "}]
@@ -15,13 +15,11 @@ TOOL = {"type": "function", "function": {"name": "jump", "description": "Up.", "
 
 
 def opened(observation, kinds=1, tools=(), tokens=100):
-    tokenizer = tool_tokenizer(next(iter(FAMILIES)))
+    tokenizer, said = tool_tokenizer(next(iter(FAMILIES))), None if observation is None else Observation(observation)
     environments = SimpleNamespace(
-        kinds=dict.fromkeys(range(kinds), SimpleNamespace(shows=False)),
+        kinds=dict.fromkeys(range(kinds)),
         kind=lambda prompt: prompt.id,
-        openings=lambda prompts, seeds: [
-            Opening(seed, p.text, observation) for p, seed in zip(prompts, seeds, strict=True)
-        ],
+        openings=lambda prompts, seeds: [Opening(seed, p.text, said) for p, seed in zip(prompts, seeds, strict=True)],
     )
     schemas = SimpleNamespace(schemas_of=lambda kind: list(tools) if kind == 5 else [])
     openings = Openings(environments, schemas if tools else None, DataConfig(), tokenizer, tokens)

@@ -130,7 +130,7 @@ def test_what_is_read_is_what_the_template_makes_of_the_whole_conversation(tools
 class Echo:
     """Answers turns without a call, three times, with the turn's text reversed."""
 
-    setting, reads_last, seconds = "rollout.somebody", False, Seconds()
+    setting, reads_last, shows, seconds = "rollout.somebody", False, False, Seconds()
 
     def example(self, content):
         return user_message(content)
@@ -466,7 +466,7 @@ def ready_made():
 def test_the_tools_that_are_there_already_and_those_written_for_trl(ready_made, name, arguments, result):
     told = queue.SimpleQueue()
     ready_made.call(Trajectory(1), ToolCall(name, arguments), lambda text, _: told.put(text))
-    assert told.get(timeout=60).strip().startswith(result)
+    assert told.get(timeout=60).text.strip().startswith(result)
 
 
 def test_tools_written_for_trl_are_described_as_trl_does(ready_made):

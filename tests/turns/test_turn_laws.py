@@ -23,7 +23,7 @@ GO = [{"role": "user", "content": "Go."}]
 class Says:
     """Answers every turn with the same texts, at once; with `ends` it is an environment as well."""
 
-    setting, reads_last, seconds = "rollout.somebody", False, Seconds()
+    setting, reads_last, shows, seconds = "rollout.somebody", False, False, Seconds()
 
     def __init__(self, *texts: str) -> None:
         self._texts, self.ended = texts, list[str]()

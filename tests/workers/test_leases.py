@@ -48,7 +48,7 @@ def play(lease, *texts):
 def said(future):
     """What a turn was answered, or why it was not."""
     reply = future.result(timeout=120)
-    return reply.values[0]["text"] if reply.failures[0] is None else reply.failures[0].message
+    return reply.values[0]["said"].text if reply.failures[0] is None else reply.failures[0].message
 
 
 def test_objects_that_end_their_processes_are_lost_and_all_others_are_answered_in_order(pool):

@@ -3,12 +3,15 @@
 import json
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
 from hybrid_grpo.config import RewardConfig
+from hybrid_grpo.data.episodes import PLACE, Observation
 from hybrid_grpo.rewards.functions import RewardEntry
 from hybrid_grpo.turns.environments.instances import EnvironmentEntry
+from hybrid_grpo.turns.observations import sent
 from hybrid_grpo.turns.tools.functions import ToolEntry
 from hybrid_grpo.workers.calls import Failure, Reply
 from hybrid_grpo.workers.messages import PendingCall, decode_reply, encode_reply
@@ -21,19 +24,27 @@ CALLS = {
 }
 WRONG = [None, True, -1, 0.5, 1e400, -1e400, math.nan, 10**30, "1.0", "\udce9", [], [1], [[9, 1.0]], {}, {"a": 1}]
 FAILURE = {"kind": "raised", "message": "raised", "traceback": ""}
+SAID = Observation(f"said{PLACE}", (b"a picture",))
 STATE = {"place": "a", "class": "b", "attributes": {"x": "y"}, "missing": {}}
+
+
+def as_sent(value):
+    if isinstance(value, dict) and "said" in value:
+        return {**value, "said": as_sent(value["said"])}
+    return sent(value) if isinstance(value, Observation) else value
 
 
 def test_replies_come_back_as_they_were_sent():
     for number, reply in (
         (7, Reply([1.5, [(2, 1.0), (5, -1.0)]], [None, None], {"a": [1, "x"], "b": [None, 0.5]})),
         (7, Reply([None, 2.0], [Failure("raised", "why", "trace"), None], whole=True)),
-        (8, Reply(["said"], [None])),
+        (8, Reply([SAID], [None])),
         (8, Reply([None], [Failure("died", "why")], spent=True)),
-        (11, Reply([{"text": "a", "reward": None, "done": False}], [None])),
+        (11, Reply([{"said": SAID, "reward": None, "done": False}], [None])),
         (12, Reply([{"reward": 1.0, "state": STATE}], [None])),
     ):
-        assert decode_reply(encode_reply(number, reply), CALLS) == (number, reply)
+        by_worker = replace(reply, values=list(map(as_sent, reply.values)))
+        assert decode_reply(encode_reply(number, by_worker), CALLS) == (number, reply)
     assert decode_reply(encode_reply(6, Reply([1.0], [None])), CALLS) is None
 
 
@@ -53,9 +64,12 @@ def test_replies_come_back_as_they_were_sent():
         b"[7, [1.0, 2.0], [[]], {}, false, false]",
         b'[7, [1.0, 2.0], {}, {"a": 1}, false, false]',
         b"[8, [0.0], {}, {}, false, false]",
+        b'[8, ["a"], {}, {}, false, false]',
+        b'[8, [{"text": "a", "pictures": ["AAAA"]}], {}, {}, false, false]',
+        b'[8, [{"text": "\\ufffc", "pictures": ["A"]}], {}, {}, false, false]',
         b"[8, [], {}, {}, false, false]",
-        b'[11, [{"text": "a", "reward": "1", "done": true}], {}, {}, false, false]',
-        b'[11, [{"text": "a"}], {}, {}, false, false]',
+        b'[11, [{"said": {"text": "a", "pictures": []}, "reward": "1", "done": true}], {}, {}, false, false]',
+        b'[11, [{"said": {"text": "a", "pictures": []}}], {}, {}, false, false]',
         b'[12, [{"reward": 1.0, "state": []}], {}, {}, false, false]',
     ],
 )
@@ -68,7 +82,15 @@ def test_forged_parts_in_all_places_become_plain_values_or_no_reply():
     """Forged types, lengths, infinities and text reached the rank, and ended the run."""
     draw, accepted = random.Random(0), 0
     for _ in range(20_000):
-        event = {"text": "a", "reward": 1.0, "done": True, "end": {"reward": 1.0, "state": STATE}, "state": STATE}
+        said = {"text": "a", "pictures": []}
+        event = {
+            "said": said,
+            **said,
+            "reward": 1.0,
+            "done": True,
+            "end": {"reward": 1.0, "state": STATE},
+            "state": STATE,
+        }
         reply = [draw.choice([*CALLS]), [event], {}, {"a": [1]}, False, False]
         if draw.random() < 0.5:
             reply = [7, [1.0, 2.0], {"1": dict(FAILURE)}, {"a": [1, "b"]}, False, False]
@@ -93,15 +115,14 @@ def test_forged_parts_in_all_places_become_plain_values_or_no_reply():
         for value, failure in zip(found.values, found.failures, strict=True):
             assert value is None or failure is None
             is_number = type(value) is float and math.isfinite(value)
-            assert (
-                is_number or value is None or isinstance(value, list if number == 7 else str if number == 8 else dict)
-            )
+            kind = list if number == 7 else Observation if number == 8 else dict
+            assert is_number or value is None or isinstance(value, kind)
         assert all(len(column) == rows for column in found.extra.values())
         json.dumps(found.extra, ensure_ascii=False).encode()
         "".join(failure.message for failure in found.failures if failure).encode()
         if CALLS[number].entry is EVENTS and not any(found.failures):
-            text = found.values[0].get("text")
-            assert text is None or isinstance(text, str)
+            said = found.values[0].get("said")
+            assert said is None or isinstance(said.text, str)
     assert accepted > 1000
 
 

@@ -78,9 +78,14 @@ class SavedCompletions(Journal):
         known = {
             stream_key(self._seed, step, epoch, prompt, number): _completion(row)
             for (prompt, epoch, number), row in self._saved.rows(step).items()
-            if row["writer"] is None
+            if row["writer"] is None and not _shows(row)
         }
         return complete_rest(requests, {**known, **(given or {})}, on_finish, sample, begun=begun)
+
+
+def _shows(row: SavedRow) -> bool:
+    """Whether answers in a completion showed pictures, which are not saved whole."""
+    return any(token < 0 for part in row["given"] for token in part["ids"])
 
 
 def _completion(row: SavedRow) -> Completion:

@@ -6,7 +6,6 @@ import resource
 import sys
 import threading
 import time
-from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -16,9 +15,10 @@ from hybrid_grpo.config import RolloutConfig, ScoringConfig, environment_rewards
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.data.batch import Numbers, Rollout
 from hybrid_grpo.data.completion import Message, Prompt
-from hybrid_grpo.data.episodes import Episode, Opening
+from hybrid_grpo.data.episodes import Episode, Observation, Opening
 from hybrid_grpo.turns.calls import ToolCall, Turn
-from hybrid_grpo.turns.environments.instances import EnvironmentEntry, digest
+from hybrid_grpo.turns.environments.instances import EnvironmentEntry
+from hybrid_grpo.turns.observations import digest
 from hybrid_grpo.turns.template import user_message
 from hybrid_grpo.turns.trajectory import Answer, Finish, Seconds, Trajectory
 from hybrid_grpo.workers.calls import Failure, Reply
@@ -48,7 +48,7 @@ class Kind:
     shares: int
     """Maximum number of objects in one process."""
     shows: bool
-    """Whether initial observations may have pictures."""
+    """Whether observations may have pictures."""
 
     @property
     def tool_names(self) -> list[str]:
@@ -100,6 +100,7 @@ class Environments:
             name: Kind(rewards[name], index, interface.required, **interface.schema)
             for index, (name, interface) in enumerate(zip(named, pool.interfaces, strict=True))
         }
+        self.shows = any(kind.shows and kind.steps for kind in self.kinds.values())
         self._instances: dict[int, Instance] = {}
         self.seconds = Seconds()
 
@@ -143,11 +144,9 @@ class Environments:
         for prompt, seed, begun in zip(prompts, seeds, asked, strict=True):
             reply = None if begun is None else begun.result()
             failure = None if reply is None else reply.failures[0]
-            said = reply.values[0] if reply is not None and failure is None else {"text": None, "pictures": []}
+            said = reply.values[0]["said"] if reply is not None and failure is None else None
             why = None if failure is None else failure.message
-            openings.append(
-                Opening(seed, prompt.text, said["text"], tuple(map(b64decode, said["pictures"])), failure=why)
-            )
+            openings.append(Opening(seed, prompt.text, said, failure=why))
             if failure is not None:
                 failed.append((prompt, failure))
         if failed:
@@ -167,14 +166,9 @@ class Environments:
     def _begin(self, prompt: Prompt, opening: Opening, *, is_first: bool) -> dict[str, Any]:
         columns = {name: v for name, v in prompt.columns.items() if name != _COLUMN or "" in self.kinds}
         columns["prompt"] = opening.text
-        shown = list(map(digest, opening.pictures))
-        observed = {
-            "seed": opening.seed,
-            "observation": opening.observation,
-            "pictures": shown,
-            "is_first": is_first,
-        }
-        return {"do": "begin", "columns": columns, **observed}
+        said = opening.observation
+        observed = {"observation": said and said.text, "pictures": list(map(digest, said.pictures)) if said else []}
+        return {"do": "begin", "columns": columns, "seed": opening.seed, **observed, "is_first": is_first}
 
     def _instance(self, trajectory: Trajectory) -> Instance:
         """Return the environment of a completion, which is reset when it is first needed."""
@@ -207,9 +201,11 @@ class Environments:
         """Return the names of the methods that may be called in a completion."""
         return self.kind(trajectory.prompt).tool_names if trajectory.prompt is not None else []
 
-    def call(self, trajectory: Trajectory, call: ToolCall, done: Callable[[str | None, Failure | None], None]) -> None:
-        """Call a method. `done` is called with the text that it returned, or with the reason why it failed. The
-        environment itself fails only if its process is lost."""
+    def call(
+        self, trajectory: Trajectory, call: ToolCall, done: Callable[[Observation | None, Failure | None], None]
+    ) -> None:
+        """Call a method. `done` is called with what it returned, or with the reason why it failed. The environment
+        itself fails only if its process is lost."""
         instance = self._instance(trajectory)
         if instance.failure is not None:
             return done(None, Failure("died", f"the environment has failed: it {instance.failure}"))
@@ -218,14 +214,14 @@ class Environments:
             failure = reply.failures[0]
             if failure is not None and failure.kind in ("timeout", "died"):
                 instance.failure = instance.failure or failure.message
-            done(reply.values[0]["text"] if failure is None else None, failure)
+            done(reply.values[0]["said"] if failure is None else None, failure)
 
         instance.lease.ask({"do": "call", "tool": call.name, "arguments": call.arguments}, finish)
 
     def has_failed(self, trajectory: Trajectory) -> bool:
         return trajectory.key in self._instances and self._instances[trajectory.key].failure is not None
 
-    def example(self, content: str) -> Message:
+    def example(self, content: str | Observation) -> Message:
         return user_message(content)
 
     def takes(self, trajectory: Trajectory, turn: Turn) -> bool:
@@ -241,7 +237,7 @@ class Environments:
             if found["reward"] is not None:
                 instance.steps.append((end, found["reward"]))
             if "end" not in found:
-                return done(Answer([user_message(found["text"])]))
+                return done(Answer([user_message(found["said"])]))
             self._take_end(instance, found["end"])
             done(Answer(finish="stop" if found["done"] else "length"))
 

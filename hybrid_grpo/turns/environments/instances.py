@@ -5,8 +5,9 @@ takes the text of a turn and returns `(observation, reward, done)`, Gymnasium's 
 `observation`, `reward` and `done`. A `step` without arguments, or whose docstring has `Args:`, is a tool.
 
 Both kinds have `reset`, which receives the columns of the row and may return an initial observation, which the model
-reads at the end of the prompt: text or, if the class says `shows_pictures = True`, a picture (PIL's, or a file's bytes)
-or a list of texts and pictures. `get_reward` and `close`, if defined, are called at the end. All methods may be async.
+reads at the end of the prompt. What the model reads is text or, if the class says `shows_pictures = True`, also a
+picture (PIL's, or a file's bytes), or a list of texts and pictures. `get_reward` and `close`, if defined, are called at
+the end. All methods may be async.
 
 An object has a process of its own unless its class has an attribute `objects_per_process`. The objects of a process
 share modules and whatever they change in them; `random` and numpy's global generator continue for each object as if it
@@ -17,21 +18,18 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import io
 import random
 import re
 import sys
-from base64 import b64decode, b64encode
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from hashlib import sha256
 from types import MethodType
 from typing import Any
 
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.user_code import describe, import_object, import_place
-from hybrid_grpo.data.episodes import PLACE
+from hybrid_grpo.data.episodes import Observation
 from hybrid_grpo.rewards.functions import finite_reward
 from hybrid_grpo.turns.environments import openenv
 from hybrid_grpo.turns.environments.verifiers import (
@@ -42,7 +40,8 @@ from hybrid_grpo.turns.environments.verifiers import (
     quietly,
     rollouts_of,
 )
-from hybrid_grpo.turns.tools.functions import WrongArguments, as_text, check_arguments, described
+from hybrid_grpo.turns.observations import SHOWS, Unreadable, digest, observed, received, sent
+from hybrid_grpo.turns.tools.functions import WrongArguments, check_arguments, described
 from hybrid_grpo.workers.calls import Call, Failure, Interface, Reply, failed, raised
 from hybrid_grpo.workers.messages import checked_text
 from hybrid_grpo.workers.snapshots import state_of
@@ -51,10 +50,6 @@ _SHARES = "objects_per_process"
 """Attribute of a class that allows its objects to share a process."""
 _LONGEST_STATE = 1 << 28
 """Maximum number of characters in the state of an environment."""
-_SHOWS = "shows_pictures"
-"""Attribute of a class whose initial observations may have pictures."""
-_LARGEST_PICTURE = 1 << 27
-"""Maximum number of characters of a picture's file in base 64."""
 _OWN = ("reset", "get_reward", "close")
 """Methods that are not tools."""
 
@@ -91,8 +86,8 @@ def _reward(value: Any, method: str = "it") -> float | None:
     return number
 
 
-def _checked_text(text: Any) -> str | None:
-    return None if text is None else checked_text(text)
+def _observation(value: Any) -> Observation | None:
+    return None if value is None else received(value)
 
 
 def _checked_state(state: Any) -> dict[str, Any]:
@@ -111,24 +106,16 @@ def _checked_texts(texts: Any) -> dict[str, str]:
     return found
 
 
-def _checked_pictures(files: Any) -> list[str]:
-    found = [checked_text(file, _LARGEST_PICTURE) for file in files]
-    for file in found:
-        b64decode(file, validate=True)  # raises ValueError
-    return found
-
-
 _FIELDS: dict[str, Callable[[Any], Any]] = {
-    "text": _checked_text,
-    "pictures": _checked_pictures,
+    "said": _observation,
     "reward": _reward,
     "done": bool,
     "state": _checked_state,
 }
 _EVENTS = {
-    "begin": ["text", "pictures"],
-    "call": ["text"],
-    "step": ["text", "reward", "done"],
+    "begin": ["said"],
+    "call": ["said"],
+    "step": ["said", "reward", "done"],
     "end": ["reward", "state"],
     "close": [],
 }
@@ -164,7 +151,7 @@ class EnvironmentProcess:
             if do not in ("begin", "close") and self._instance is None:
                 raise _Refused("was not reset")
             return Reply([getattr(self, f"_{do}")(**request)], [None])
-        except _Refused as refusal:
+        except (_Refused, Unreadable) as refusal:
             return failed(Failure("invalid", str(refusal)), 1)
         except WrongArguments as error:
             return failed(Failure("invalid", f"wrong arguments for {request['tool']}: {error}"), 1)
@@ -195,26 +182,31 @@ class EnvironmentProcess:
         given = given | {name: columns[name] for name in parameters if name in columns}
         if "seed" in parameters and "seed" not in columns:
             given = given | {"seed": seed}
-        said, files = _observed(self._waited(self._instance.reset(**given)), getattr(self._instance, _SHOWS, False))
+        result = self._waited(self._instance.reset(**given))
+        if isinstance(result, tuple) and len(result) == 2:
+            result = result[0]  # Gymnasium's pair
+        result = getattr(result, "observation", result)
+        said = None if result is None else self._observed(result)
         refuse_other = "draw from `random` or numpy's global generator, which are seeded before"
-        if not is_first and list(map(digest, files)) != pictures:
+        if not is_first and (list(map(digest, said.pictures)) if said else []) != pictures:
             raise _Refused(f"showed other pictures when it was reset than when it was for the prompt: {refuse_other}")
-        if not is_first and said != observation:
+        if not is_first and (text := said and said.text) != observation:
             raise _Refused(
-                f"said {said!r:.200} when it was reset, and {observation!r:.200} when it was reset for the prompt:"
+                f"said {text!r:.200} when it was reset, and {observation!r:.200} when it was reset for the prompt:"
                 f" {refuse_other}, and annotate reset with None only if it returns nothing"
             )
-        return {"text": said, "pictures": [b64encode(file).decode() for file in files if is_first]}
+        return {"said": sent(said) if said and is_first else None}
 
     def _call(self, tool: str, arguments: dict[str, Any]) -> dict[str, Any]:
         method = getattr(self._instance, tool)
         check_arguments(inspect.signature(method), arguments)
-        return {"text": as_text(self._waited(method(**arguments)))}
+        return {"said": sent(self._observed(self._waited(method(**arguments))))}
 
     def _step(self, text: str, is_last: bool) -> dict[str, Any]:
         """Carry out a step, and end the object if it is done or the turn is the last."""
         observation, reward, done = _stepped(self._waited(self._instance.step(text)))
-        found = {"text": observation, "reward": _reward(reward, "step"), "done": bool(done)}
+        said = sent(self._observed("" if observation is None else observation))
+        found = {"said": said, "reward": _reward(reward, "step"), "done": bool(done)}
         return {**found, "end": self._end()} if done or is_last else found
 
     def _end(self) -> dict[str, Any]:
@@ -231,6 +223,9 @@ class EnvironmentProcess:
         if callable(close):
             with suppress(Exception):
                 self._waited(close())
+
+    def _observed(self, result: Any) -> Observation:
+        return observed(result, shows=self.interface.schema["shows"])
 
     def _waited(self, result: Any) -> Any:
         if not inspect.isawaitable(result):
@@ -255,44 +250,7 @@ def _restore_random(state: tuple[Any, Any]) -> None:
         sys.modules["numpy"].random.set_state(state[1])
 
 
-def _observed(result: Any, shows: bool) -> tuple[str | None, list[bytes]]:
-    """Return the initial observation as text, and the files of its pictures, for each of which the text has a `PLACE`.
-    `reset` returned it alone, in Gymnasium's pair, or as an attribute."""
-    if isinstance(result, tuple) and len(result) == 2:
-        result = result[0]
-    result = getattr(result, "observation", result)
-    if result is None or not shows:
-        return None if result is None else as_text(result), []
-    files: list[bytes] = []
-
-    def text_of(part: Any) -> str:
-        if isinstance(part, dict) and part.get("type") == "text":
-            part = part["text"]
-        if isinstance(part, str):
-            return part.replace(PLACE, "")
-        files.append(_file_of(part.get("image") if isinstance(part, dict) else part))
-        return PLACE
-
-    text = "".join(map(text_of, result if isinstance(result, list) else [result]))
-    return text, files
-
-
-def _file_of(picture: Any) -> bytes:
-    if isinstance(picture, bytes):
-        return picture
-    if not hasattr(picture, "save"):
-        raise _Refused(f"returned {picture!r:.100} in the place of a picture: return PIL's, or the bytes of a file")
-    written = io.BytesIO()
-    picture.save(written, "PNG")
-    return written.getvalue()
-
-
-def digest(file: bytes) -> str:
-    """Return what tells a picture's file from others."""
-    return sha256(file).hexdigest()
-
-
-def _stepped(result: Any) -> tuple[str, Any, bool]:
+def _stepped(result: Any) -> tuple[Any, Any, bool]:
     """Return observation, reward and done from the return value of `step`."""
     if isinstance(result, tuple) and len(result) == 5:
         observation, reward, terminated, truncated, _ = result
@@ -306,7 +264,7 @@ def _stepped(result: Any) -> tuple[str, Any, bool]:
             f"returned {result!r:.100} from step: return (observation, reward, done), Gymnasium's five values, or an"
             " object with observation, reward and done"
         )
-    return "" if observation is None else as_text(observation), reward, done
+    return observation, reward, done
 
 
 def load_environment(config: EnvironmentEntry, entry: str) -> EnvironmentProcess:
@@ -338,7 +296,7 @@ def load_environment(config: EnvironmentEntry, entry: str) -> EnvironmentProcess
         "silent": inspect.signature(methods["reset"]).return_annotation in (None, "None"),
         "tools": tools,
         "shares": _shares(kind, setting),
-        "shows": getattr(kind, _SHOWS, False) is True,
+        "shows": getattr(kind, SHOWS, False) is True,
     }
     parameters = list(inspect.signature(methods["reset"]).parameters.values())[1:]
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

@@ -1,14 +1,13 @@
 """Runs tools in the process that calls them: users' functions that a model calls between its turns.
 
 A tool is a Python function with type hints and a docstring that describes its arguments, as in TRL and transformers.
-The model reads the return value as text, or the message of the exception that the function raises.
+The model reads the return value, or the message of the exception that the function raises.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,9 +15,10 @@ from typing import Any
 
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.config.user_code import describe, import_object
+from hybrid_grpo.turns.observations import SHOWS, Unreadable, observed, received, sent
 from hybrid_grpo.turns.tools import builtins
 from hybrid_grpo.workers.calls import Call, Failure, Interface, Reply, failed, raised
-from hybrid_grpo.workers.messages import LONGEST_TEXT, checked_text
+from hybrid_grpo.workers.messages import LONGEST_TEXT
 
 BUILTINS = ("calculator", "python", "search")
 """Tools that a configuration names without a path."""
@@ -37,9 +37,9 @@ class ToolEntry:
         """See `load_tool`."""
         return load_tool(self, name)
 
-    def checked(self, value: Any, expected: None) -> str | None:
-        """Return the text that a tool or a user returned."""
-        return None if value is None else checked_text(value)
+    def checked(self, value: Any, expected: None) -> Any:
+        """Return what a tool returned, as an `Observation`."""
+        return received(value)
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,13 @@ class Tool:
         return self.function(**arguments)
 
     def _reply(self, result: Any) -> Reply:
-        return Reply([as_text(result)], [None])
+        return Reply([sent(observed(result, shows=self.interface.schema["shows"]))], [None])
 
     def _failed(self, error: BaseException) -> Reply:
         if isinstance(error, WrongArguments):
             return failed(Failure("invalid", f"wrong arguments for {self.name}: {error}"), 1)
+        if isinstance(error, Unreadable):
+            return failed(Failure("invalid", f"{self.name} {error}"), 1)
         return raised(error, describe(error, None)[:LONGEST_TEXT], 1)
 
 
@@ -93,15 +95,6 @@ def check_arguments(signature: inspect.Signature, arguments: dict[str, Any]) -> 
         raise WrongArguments(str(error)) from None
 
 
-def as_text(result: Any) -> str:
-    """Return a tool's return value as the text that the model reads."""
-    if isinstance(result, bytes | bytearray):
-        result = bytes(result).decode(errors="replace")
-    if not isinstance(result, str):
-        result = json.dumps(result, ensure_ascii=False, default=str)
-    return checked_text(result)
-
-
 def load_tool(config: ToolEntry, entry: str) -> Tool:
     """Find the function of an entry and describe it for the model; `entry` names the entry in messages. Raises
     UserError if there is no such function, or if it lacks type hints or a docstring."""
@@ -113,7 +106,8 @@ def load_tool(config: ToolEntry, entry: str) -> Tool:
     shown["properties"] = {name: shown["properties"][name] for name in shown["properties"] if name not in fixed}
     if "required" in shown:
         shown["required"] = [name for name in shown["required"] if name not in fixed]
-    interface = Interface(["arguments"], ["arguments"], inspect.iscoroutinefunction(plain), 1, schema=schema)
+    of_tool = {"function": schema, "shows": getattr(plain, SHOWS, False) is True}
+    interface = Interface(["arguments"], ["arguments"], inspect.iscoroutinefunction(plain), 1, schema=of_tool)
     parameters = inspect.signature(function).parameters
     signature = inspect.Signature([parameter for name, parameter in parameters.items() if name not in fixed])
     return Tool(schema["function"]["name"], partial(function, **fixed), signature, interface)

@@ -15,6 +15,7 @@ from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.data.batch import Numbers, Rollout
 from hybrid_grpo.data.completion import Message
+from hybrid_grpo.data.episodes import Observation
 from hybrid_grpo.rewards.loader import worker_count
 from hybrid_grpo.turns.calls import ToolCall, Turn
 from hybrid_grpo.turns.environments.environments import Environments, Kind
@@ -41,6 +42,7 @@ class Tools:
     Attributes:
         names: names of all tools, functions first.
         schemas: JSON schemas of all tools.
+        shows: whether results may have pictures.
     """
 
     setting, reads_last = "rollout.tools", False
@@ -51,7 +53,7 @@ class Tools:
             for k, tool in enumerate(config.tools)
         ]
         pool = Pool(entries, scoring.workers or worker_count(), scoring)
-        self._functions: list[dict[str, Any]] = [interface.schema for interface in pool.interfaces]
+        self._functions: list[dict[str, Any]] = [interface.schema["function"] for interface in pool.interfaces]
         names = [str(schema["function"]["name"]) for schema in self._functions]
         kinds = list(environments.kinds.values()) if environments is not None else []
         self.names = list(dict.fromkeys([*names, *(name for kind in kinds for name in kind.tool_names)]))
@@ -63,10 +65,12 @@ class Tools:
         self._callers: dict[str, Caller] = {
             name: pool.isolated(index, config.tool_timeout_s) for index, name in enumerate(names)
         }
+        self.shows = any(interface.schema["shows"] for interface in pool.interfaces)
+        self.shows |= any(kind.shows and bool(kind.tools) for kind in kinds)
         self._environments = environments
         self._pool, self.seconds = pool, Seconds()
 
-    def example(self, content: str) -> Message:
+    def example(self, content: str | Observation) -> Message:
         return tool_message(0, self.names[0], content)
 
     def takes(self, trajectory: Trajectory, turn: Turn) -> bool:
@@ -83,16 +87,16 @@ class Tools:
         """Return the JSON schemas for completions whose environment is of this kind."""
         return [*self._functions, *kind.tools]
 
-    def call(self, trajectory: Trajectory, call: ToolCall, done: Callable[[str, Failure | None], None]) -> None:
-        """Call a tool, or a method of the completion's environment. `done` is called, on any thread, with the text that
-        the model reads, and with the failure, if the call failed."""
+    def call(self, trajectory: Trajectory, call: ToolCall, done: Callable[[Observation, Failure | None], None]) -> None:
+        """Call a tool, or a method of the completion's environment. `done` is called, on any thread, with what the
+        model reads, and with the failure, if the call failed."""
         caller, start_s = self._callers.get(call.name), time.perf_counter()
         environments = self._environments
         methods = environments.tools(trajectory) if environments else []
 
-        def ended(text: str | None, failure: Failure | None) -> None:
-            self._count(trajectory, call.name, text is None, time.perf_counter() - start_s)
-            done(text if text is not None else f"error: {failure.message if failure else 'no answer'}", failure)
+        def ended(said: Observation | None, failure: Failure | None) -> None:
+            self._count(trajectory, call.name, said is None, time.perf_counter() - start_s)
+            done(said or Observation(f"error: {failure.message if failure else 'no answer'}"), failure)
 
         def finish(future: Future[Reply]) -> None:
             reply = future.result() if not future.cancelled() else None
@@ -106,12 +110,12 @@ class Tools:
         else:
             self._count(trajectory, UNKNOWN, has_failed=True)
             known = [*self._callers, *methods]
-            done(f"error: there is no tool {call.name}: {did_you_mean(call.name, known)}", None)
+            done(Observation(f"error: there is no tool {call.name}: {did_you_mean(call.name, known)}"), None)
 
-    def give_up(self, trajectory: Trajectory, call: ToolCall) -> str:
+    def give_up(self, trajectory: Trajectory, call: ToolCall) -> Observation:
         """Return what the model reads in place of the result of a call not started because another took too long."""
         self._count(trajectory, call.name if call.name in self.names else UNKNOWN, has_failed=True)
-        return "error: not called: another call of the turn took too long"
+        return Observation("error: not called: another call of the turn took too long")
 
     def _count(self, trajectory: Trajectory, name: str, has_failed: bool, seconds: float = 0.0) -> None:
         trajectory.calls.append((f"tool/{name}", has_failed))
@@ -132,7 +136,7 @@ class _TurnCalls:
         self._tools, self._trajectory, self._fault, self._done = tools, trajectory, turn.fault, done
         self._calls = turn.calls
         self._waiting = deque(range(len(turn.calls)))
-        self._results: dict[int, str] = {}
+        self._results: dict[int, Observation] = {}
         self._running = 0
         self._lock, self._is_starting = threading.Lock(), False
 
@@ -154,10 +158,10 @@ class _TurnCalls:
                 self._is_starting = False
         self._done(Answer(self._messages()))
 
-    def _take(self, number: int, text: str, failure: Failure | None) -> None:
+    def _take(self, number: int, said: Observation, failure: Failure | None) -> None:
         with self._lock:
             self._running -= 1
-            self._results[number] = text
+            self._results[number] = said
             if failure is not None and failure.kind == "timeout":
                 self._results |= {k: self._tools.give_up(self._trajectory, self._calls[k]) for k in self._waiting}
                 self._waiting.clear()

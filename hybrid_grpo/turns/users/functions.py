@@ -8,8 +8,10 @@ from typing import Any
 
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.user_code import import_object
-from hybrid_grpo.turns.tools.functions import Tool, ToolEntry, as_text
+from hybrid_grpo.turns.observations import as_text
+from hybrid_grpo.turns.tools.functions import Tool, ToolEntry
 from hybrid_grpo.workers.calls import Call, Failure, Interface, Reply, failed
+from hybrid_grpo.workers.messages import checked_text
 
 MESSAGES = "messages"
 """The argument that receives the conversation."""
@@ -22,6 +24,10 @@ class UserEntry(ToolEntry):
     def load(self, name: str) -> UserFunction:
         """See `load_user`."""
         return load_user(self, name)
+
+    def checked(self, value: Any, expected: None) -> str | None:
+        """Return the text that the user said."""
+        return None if value is None else checked_text(value)
 
 
 class UserFunction(Tool):

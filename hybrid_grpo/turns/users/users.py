@@ -20,6 +20,7 @@ from hybrid_grpo.config.user_code import describe
 from hybrid_grpo.data.batch import Numbers, Rollout
 from hybrid_grpo.data.chat_text import ChatText
 from hybrid_grpo.data.completion import Completion, Message, Prompt
+from hybrid_grpo.data.episodes import Observation
 from hybrid_grpo.generation import Request, Sampling, stream_key
 from hybrid_grpo.generation.beside import user_workspace
 from hybrid_grpo.generation.rollout import attention_of, complete
@@ -50,7 +51,7 @@ class _Pending:
 class User(ABC):
     """The `Partner` that plays the user. If it fails, the conversation ends."""
 
-    reads_last = False
+    reads_last = shows = False
 
     def __init__(self, config: RolloutConfig) -> None:
         assert config.user_setting is not None
@@ -59,7 +60,7 @@ class User(ABC):
         self._printed: set[str] = set()
         """Kinds of failures that have been printed."""
 
-    def example(self, content: str) -> Message:
+    def example(self, content: str | Observation) -> Message:
         return user_message(content)
 
     def takes(self, trajectory: Trajectory, turn: Turn) -> bool:

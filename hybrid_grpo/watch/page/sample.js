@@ -116,13 +116,13 @@ const list = entries =>
   el("dl", {}, ...entries.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value ?? "–"))));
 const part = (title, entries) => (entries.length ? [el("h3", {}, title), list(entries)] : []);
 
-// The pictures of a prompt: small copies from the run's folder, or their names if there are none.
+// The pictures that the model saw: small copies from the run's folder, or their names if there are none.
 function shown(pictures) {
   const figures = (pictures ?? []).map(({ name, src }, at) =>
     el(
       "figure",
       {},
-      src && el("img", { src, alt: `Picture ${at + 1} of the prompt: ${name}` }),
+      src && el("img", { src, alt: `Picture ${at + 1}: ${name}` }),
       el("figcaption", {}, `${at + 1}. ${name}`),
     ),
   );

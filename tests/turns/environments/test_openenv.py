@@ -57,7 +57,9 @@ def order(environment, do, **arguments):
 
 def begin(environment, **columns):
     columns = {"prompt": [{"role": "user", "content": "Begin."}], **columns}
-    return order(environment, "begin", columns=columns, seed=1, observation=None, pictures=[], is_first=True)["text"]
+    given = {"columns": columns, "seed": 1, "observation": None, "pictures": []}
+    said = order(environment, "begin", **given, is_first=True)["said"]
+    return said and said["text"]
 
 
 ECHOED = [("hey", "hey", 0.3, False), ("a longer message", "a longer message", 1.0, False), ("bye", "bye", 0.3, True)]
@@ -105,7 +107,7 @@ def test_turns_are_actions(name):
         assert begin(environment, **columns) == first
         for text, said, reward, done in turns:
             found = order(environment, "step", text=text, is_last=False)
-            assert found["text"].startswith(said)
+            assert found["said"]["text"].startswith(said)
             assert (found["reward"], found["done"]) == (pytest.approx(reward), done)
     assert not done or found["end"]["reward"] is None
 
@@ -131,7 +133,7 @@ def test_tools_of_an_environment_are_tools_of_the_model(name):
         assert begin(environment) is None
         calls = [("echo_length", "four"), ("echo_message", "hey"), ("echo_message", "bad"), ("echo_length", "five")]
         said = [order(environment, "call", tool=tool, arguments={"message": text}) for tool, text in calls]
-        assert [one["text"] for one in said[:2]] == ['{"length": 4}', "hey"]
+        assert [one["said"]["text"] for one in said[:2]] == ['{"length": 4}', "hey"]
         assert "no such message" in said[2] and "it is over" in said[3]
         assert order(environment, "end")["reward"] == 1.5
 
@@ -139,7 +141,10 @@ def test_tools_of_an_environment_are_tools_of_the_model(name):
 def test_a_class_around_a_client_runs_as_in_trl():
     environment = process("EchoToolEnv")
     assert begin(environment) is None
-    assert order(environment, "call", tool="echo", arguments={"message": "hey"}) == {"text": "hey"}
+    assert order(environment, "call", tool="echo", arguments={"message": "hey"})["said"] == {
+        "text": "hey",
+        "pictures": [],
+    }
     state = order(environment, "end")["state"]
     assert restored(Snapshot(state)).reward == pytest.approx(0.3)
 

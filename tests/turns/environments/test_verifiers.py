@@ -32,9 +32,9 @@ def play(environment, turns, *, most=9):
     """What the environment says to turns but the last; of the last turn, the outcome or failure."""
     columns = {"prompt": [{"role": "user", "content": "Begin."}], "answer": "12", "info": {"start": 3}}
     begun = order(environment, "begin", columns=columns, seed=1, observation=None, pictures=[], is_first=False)
-    assert begun == {"text": None, "pictures": []}
+    assert begun == {"said": None}
     said = [order(environment, "step", text=text, is_last=n == most) for n, text in enumerate(turns, 1)]
-    return [step["text"] for step in said[:-1]], said[-1]
+    return [step["said"]["text"] for step in said[:-1]], said[-1]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_tools_are_refused_and_signals_are_left_alone():
 def test_an_installed_one_is_loaded_by_its_name(monkeypatch):
     monkeypatch.syspath_prepend(str(SUPPORT))
     environment = load_environment(EnvironmentEntry("verifiers:verifiers-environments"), "rollout.environment")
-    assert play(environment, ["6"])[1]["text"] == "It is 6."
+    assert play(environment, ["6"])[1]["said"]["text"] == "It is 6."
 
 
 @pytest.mark.ranks

@@ -15,10 +15,10 @@ ADD = f"{SUPPORT / 'tools.py'}:add"
 
 def test_fixed_arguments_are_given_and_neither_told_nor_taken_from_the_model():
     tool = load_tool(ToolEntry(ADD, {"b": 40}), "rollout.tools[0]")
-    told = tool.interface.schema["function"]["parameters"]
+    told = tool.interface.schema["function"]["function"]["parameters"]
     assert (list(told["properties"]), told["required"]) == (["a"], ["a"])
     replies = [tool.reply(Call({"arguments": [given]}, [0])) for given in ({"a": 2}, {"a": 2, "b": 3}, {})]
-    assert replies[0].values == ["42"]
+    assert replies[0].values == [{"text": "42", "pictures": []}]
     assert [reply.failures[0].message[:24] for reply in replies[1:]] == ["wrong arguments for add:"] * 2
 
 

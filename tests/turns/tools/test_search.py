@@ -73,7 +73,7 @@ def test_passages_are_paragraphs_that_fit(text, letters, passages):
 
 def test_the_model_is_told_of_the_query_alone(folder):
     tool = load_tool(ToolEntry("search", {"folder": str(folder)}), "rollout.tools[0]")
-    assert list(tool.interface.schema["function"]["parameters"]["properties"]) == ["query"]
+    assert list(tool.interface.schema["function"]["function"]["parameters"]["properties"]) == ["query"]
 
 
 @pytest.mark.parametrize(
