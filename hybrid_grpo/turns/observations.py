@@ -36,9 +36,9 @@ def as_text(result: Any) -> str:
 
 
 def observed(result: Any, *, shows: bool) -> Observation:
-    """Return what was returned as the model reads it. If it `shows` pictures, they are PIL's, or the bytes of a file,
-    by themselves or in a list of texts and pictures, or parts of a chat's message. Raises Unreadable for a picture
-    that is not one, or that was not to be expected."""
+    """Return what was returned as the model reads it. If it `shows` pictures, they are PIL's, arrays or the bytes of a
+    file, by themselves or in a list of texts and pictures, or parts of a chat's message. Raises Unreadable for a
+    picture that is not one, or that was not to be expected."""
     parts = result if isinstance(result, list) else [result]
     if not shows:
         if any(hasattr(part, "save") or (isinstance(part, dict) and part.get("type") == "image") for part in parts):
@@ -68,7 +68,11 @@ def _plain(result: Any) -> Observation:
 
 def _is_part(value: Any) -> bool:
     is_typed = isinstance(value, dict) and value.get("type") in ("image", "text")
-    return is_typed or isinstance(value, bytes) or hasattr(value, "save")
+    return is_typed or isinstance(value, bytes) or hasattr(value, "save") or _is_array(value)
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "__array_interface__") and not hasattr(value, "save")
 
 
 def _file_of(picture: Any) -> bytes:
@@ -78,10 +82,17 @@ def _file_of(picture: Any) -> bytes:
         except UserError as error:
             raise Unreadable(f"returned {str(error).rpartition(': ')[0]}") from error
         return picture
-    if not hasattr(picture, "save"):
-        raise Unreadable(f"returned {picture!r:.100} in the place of a picture: return PIL's, or the bytes of a file")
     written = io.BytesIO()
-    picture.save(written, "PNG")
+    try:
+        if _is_array(picture):
+            from PIL import Image
+
+            picture = Image.fromarray(picture)
+        if not hasattr(picture, "save"):
+            raise TypeError("return PIL's, an array of 8-bit pixels, or the bytes of a file")
+        picture.save(written, "PNG")
+    except (OSError, TypeError, ValueError) as error:
+        raise Unreadable(f"returned {picture!r:.100} in the place of a picture: {error}") from error
     return written.getvalue()
 
 

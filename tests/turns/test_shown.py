@@ -25,6 +25,7 @@ from hybrid_grpo.turns.tools.tools import Tools
 TOOLS = '''
 import io
 
+import numpy as np
 from PIL import Image
 
 
@@ -45,7 +46,7 @@ def several(count: int):
     Args:
         count: how many.
     """
-    return [{"type": "image", "image": Image.new("RGB", (16, 16), (k, 0, 0))} for k in range(count)]
+    return [{"type": "image", "image": np.full((16, 16, 3), k, np.uint8)} for k in range(count)]
 
 
 def measure(side: int) -> dict:
@@ -55,7 +56,7 @@ def measure(side: int) -> dict:
     Args:
         side: in pixels.
     """
-    return {"pixels": side * side}
+    return {"pixels": side * side} if side < 99 else np.zeros((side, 4), np.float32)
 
 
 def broken(side: int):
@@ -161,6 +162,7 @@ def test_results_are_read_as_the_processor_writes_them(seen, tools):
 
 @pytest.mark.parametrize(("name", "arguments", "room", "error"), [
     ("broken", {"side": 24}, 200, "error: broken returned what is cut off, its file has no end"),
+    ("measure", {"side": 99}, 200, "error: measure returned <PIL.Image.Image image mode=F size=4x99"),
     ("silent", {"side": 24}, 200, "error: silent returned a picture: set its attribute shows_pictures to True"),
     ("several", {"count": 4}, 400, "error: data.max_images 3: the answer to turn 1 has 4 pictures: raise it, or"),
     ("several", {"count": 3}, 66, "error: pictures of 18 tokens, and 14 may be shown"),
