@@ -19,7 +19,7 @@ pooled over all presets of the task: that of a randomized block design, with pre
 
 With `--trl` it measures the bar instead: TRL's GRPOTrainer with all completions, against hybrid_grpo with half of them
 and what TRL lacks. Both sides are searched on the first seed: all their variants at one learning rate, then the best
-variant at the other rates, then with two passes over each rollout. PYTHON is that of an environment created by `bash
+variant at the other rates, then with two and four passes over each rollout. PYTHON is that of an environment created by `bash
 benchmarks/trl_env.sh FOLDER`.
 
 Only --png needs matplotlib: pip install matplotlib.
@@ -53,7 +53,7 @@ EQUAL = ["--grpo.dynamic_sampling", "false"]
 UNFIT = {("countdown", "gdpo"), ("lookup", "gdpo")}
 """GDPO needs two rewards."""
 
-RATES, PASSES = ("3e-4", "6e-4", "1e-3"), ("1", "2")
+RATES, PASSES = ("3e-4", "6e-4", "1e-3", "2e-3"), ("1", "2", "4")
 """Learning rates and passes over a rollout that --trl searches; variants are compared at the second and the first."""
 TRL = {
     "grpo": {"loss_type": "grpo"},
@@ -65,7 +65,7 @@ TRL = {
 """TRL's objectives, by settings of its GRPOConfig."""
 STEPS = {"kwargs": {"steps": True}}
 BY_TOKEN = {
-    "words": [{**EXACT, **STEPS}, {"function": "letters_in_place", **STEPS}],
+    **dict.fromkeys(("letters", "words"), [{**EXACT, **STEPS}, {"function": "letters_in_place", **STEPS}]),
     "countdown": [{**SOLVED, **STEPS}],
 }
 CURRICULUM = ["--curriculum.sampling", "difficulty", "--data.shuffle", "true"]
@@ -73,10 +73,12 @@ OURS = {
     task: {
         "steps rewarded": ["--rewards", json.dumps(rewards)],
         "steps rewarded, curriculum": ["--rewards", json.dumps(rewards), *CURRICULUM],
+        "optimal baseline, curriculum": ["--grpo.preset", "otb", *CURRICULUM],
     }
     for task, rewards in BY_TOKEN.items()
 }
-"""What TRL lacks: rewards of steps, whose sums are the rewards that TRL gets, and a curriculum."""
+"""What TRL lacks: rewards of steps, whose sums are the rewards that TRL gets, a curriculum, and the optimal token
+baseline."""
 SIDES = ("TRL", "hybrid_grpo")
 
 Runs = dict[str, dict[str, dict[str, Any]]]

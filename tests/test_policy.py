@@ -75,6 +75,7 @@ class Letters:
 def test_a_finished_completion_is_handed_on_decoded_and_returned_as_the_same(decoder):
     view = build(tiny_config("qwen2"), ATTENTION if decoder == "paged" else "sdpa")
     policy = Policy.__new__(Policy)
+    policy._album = None
     policy.tokenizer, policy.engine = Letters(), SimpleNamespace(generation=lambda: nullcontext(view))
     policy.workspace, policy.drafter = None, Drafter()
     prompts = [Prompt(i, "", [1 + i], {}) for i in range(2)]
