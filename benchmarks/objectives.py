@@ -19,8 +19,8 @@ pooled over all presets of the task: that of a randomized block design, with pre
 
 With `--trl` it measures the bar instead: TRL's GRPOTrainer with all completions, against hybrid_grpo with half of them
 and what TRL lacks. Both sides are searched on the first seed: all their variants at one learning rate, then the best
-variant at the other rates, then with two and four passes over each rollout. PYTHON is that of an environment created by `bash
-benchmarks/trl_env.sh FOLDER`.
+variant at the other rates, then with two and four passes over each rollout. PYTHON is that of an environment created by
+`bash benchmarks/trl_env.sh FOLDER`.
 
 Only --png needs matplotlib: pip install matplotlib.
 """
@@ -65,7 +65,7 @@ TRL = {
 """TRL's objectives, by settings of its GRPOConfig."""
 STEPS = {"kwargs": {"steps": True}}
 BY_TOKEN = {
-    **dict.fromkeys(("letters", "words"), [{**EXACT, **STEPS}, {"function": "letters_in_place", **STEPS}]),
+    **{task: [{**EXACT, **STEPS}, {"function": "letters_in_place", **STEPS}] for task in ("letters", "words")},
     "countdown": [{**SOLVED, **STEPS}],
 }
 CURRICULUM = ["--curriculum.sampling", "difficulty", "--data.shuffle", "true"]

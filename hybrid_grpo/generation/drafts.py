@@ -28,8 +28,9 @@ _MOST_ROWS = 64
 """Maximum number of sequences for which drafts are looked for; for more, it takes longer than it gains."""
 _READ = 2000
 """Maximum number of tokens that are taken into the index before a step, which takes one to two milliseconds."""
-_MOST_ENTRIES = 1 << 20
-"""Maximum number of tokens in the index, of about 250 bytes each; beyond, only tokens of sequences with drafts."""
+_MOST_ENTRIES, _MOST_PLACES = 1 << 20, 1 << 32
+"""Maximum number of tokens in the index, of about 150 bytes each; beyond, only tokens of sequences with drafts. A text
+has fewer places than the second."""
 _GAIN = 1.05
 """Drafts are used if a step is expected to give this many times the tokens per second of a step without drafts."""
 _BEST, _SURE = 0.8, 0.98
@@ -162,8 +163,10 @@ class _Index:
 
     def __init__(self) -> None:
         self.pauses = -1
-        self._after: dict[tuple[int, ...], tuple[list[int], int]] = {}
-        """By `_CONTEXT` tokens: the tokens in which they occurred last, and the place after them."""
+        self._texts: list[list[int]] = []
+        self._after: dict[int, int] = {}
+        """By a hash of `_CONTEXT` tokens: the number of the text in which they occurred last, and the place after them.
+        Numbers, since Python's garbage collector would look through as many tuples again and again."""
         self.traces: dict[int, _Trace] = {}
 
     def __len__(self) -> int:
@@ -180,8 +183,12 @@ class _Index:
         if trace.known < len(tokens) or most <= 0:
             return [], 0
         if trace.source is None or trace.at == len(trace.source):
-            trace.source, trace.at = self._after.get(tuple(tokens[-_CONTEXT:]), (None, 0))
-            trace.matched = 0 if trace.source is None else _match(tokens, trace.source, trace.at)
+            found = self._after.get(hash(tuple(tokens[-_CONTEXT:])))
+            trace.source, trace.matched = None, 0
+            if found is not None:
+                number, trace.at = divmod(found, _MOST_PLACES)
+                trace.source = self._texts[number]
+                trace.matched = _match(tokens, trace.source, trace.at)
         source, at = trace.source, trace.at
         if source is None:
             return [], 0
@@ -195,12 +202,16 @@ class _Index:
     def take_in(self, sequence: Sequence, most: int) -> int:
         """Take in up to `most` of a sequence's new tokens, and return their number."""
         tokens, after = sequence.tokens, self._after
-        # The prompt is taken in once.
-        trace = self.traces.setdefault(sequence.sample, _Trace(sequence.prompt if self.traces else 0))
-        end = min(len(tokens), trace.known + most)
+        trace = self.traces.get(sequence.sample)
+        if trace is None:
+            # The prompt is taken in once.
+            trace = _Trace(sequence.prompt if self.traces else 0, len(self._texts))
+            self.traces[sequence.sample] = trace
+            self._texts.append(tokens)
+        end, first = min(len(tokens), trace.known + most), trace.number * _MOST_PLACES
         for place in range(max(trace.known, _CONTEXT), end):
             trace.follow(tokens[place])
-            after[tuple(tokens[place - _CONTEXT : place])] = tokens, place
+            after[hash(tuple(tokens[place - _CONTEXT : place]))] = first + place
         taken, trace.known = end - trace.known, end
         return taken
 
@@ -211,6 +222,8 @@ class _Trace:
 
     known: int
     """Number of the sequence's tokens that the index has."""
+    number: int
+    """Its number among the texts of the index."""
     source: list[int] | None = None
     at: int = 0
     matched: int = 0
