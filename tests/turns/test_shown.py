@@ -19,6 +19,7 @@ from hybrid_grpo.data.pictures import Album
 from hybrid_grpo.generation import Request
 from hybrid_grpo.model.processors import without_videos
 from hybrid_grpo.model.visual_tokens import keys_of
+from hybrid_grpo.turns import partners as module
 from hybrid_grpo.turns.partners import Partners, partners_of
 from hybrid_grpo.turns.tools.tools import Tools
 
@@ -184,8 +185,9 @@ def test_text_beside_a_picture_is_cut_to_what_the_picture_leaves(seen, tools):
             assert [part.get("text") for part in content] == ["It is ", None, text] and len(ids) == room
 
 
-def test_who_shows_pictures_needs_a_model_that_sees_them_and_a_template_that_has_a_place(seen):
+def test_who_shows_pictures_needs_a_model_that_sees_them_and_a_template_that_has_a_place(seen, tools, monkeypatch):
     processor, file = seen
+    monkeypatch.setattr(module, "Tools", lambda *_: tools)
     tokenizer = processor.tokenizer
     config = build(TrainConfig, {"rollout": {"tools": [f"{file}:draw"]}, "policy": {"model": "x"}})
     with pytest.raises(UserError, match=r"^rollout\.tools shows pictures, and policy\.model sees none: take"):
