@@ -11,7 +11,7 @@ PLACE = "\ufffc"
 
 @dataclass(frozen=True)
 class Observation:
-    """What a tool or an environment says: text, and pictures between it."""
+    """What a tool or an environment says: text with pictures in it."""
 
     text: str
     """Has a `PLACE` for each picture."""

@@ -28,9 +28,10 @@ _MOST_ROWS = 64
 """Maximum number of sequences for which drafts are looked for; for more, it takes longer than it gains."""
 _READ = 2000
 """Maximum number of tokens that are taken into the index before a step, which takes one to two milliseconds."""
-_MOST_ENTRIES, _MOST_PLACES = 1 << 20, 1 << 32
-"""Maximum number of tokens in the index, of about 150 bytes each; beyond, only tokens of sequences with drafts. A text
-has fewer places than the second."""
+_MOST_ENTRIES = 1 << 20
+"""Maximum number of tokens in the index, of about 150 bytes each; beyond, only tokens of sequences with drafts."""
+_MOST_PLACES = 1 << 32
+"""More than a text has tokens."""
 _GAIN = 1.05
 """Drafts are used if a step is expected to give this many times the tokens per second of a step without drafts."""
 _BEST, _SURE = 0.8, 0.98

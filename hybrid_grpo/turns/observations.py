@@ -1,4 +1,4 @@
-"""What tools and environments return, as the model reads it: text, and pictures between it.
+"""What tools and environments return, as the model reads it: text with pictures in it.
 
 This runs in worker processes, and needs no torch.
 """

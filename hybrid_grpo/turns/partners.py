@@ -46,8 +46,7 @@ class Partners:
         user: the partner that plays the user.
         tokenizer, variables, stop_ids, seen: see `Between`.
 
-    Raises UserError if the chat template has no place for the partners' answers, or for tool calls, or if a partner
-    shows pictures and the model sees none.
+    Raises UserError if the chat template has no place for the partners' answers, their pictures or tool calls.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from hybrid_grpo.data.chat_text import ChatText, clean, unmarked
 from hybrid_grpo.data.completion import Message
 from hybrid_grpo.data.episodes import PLACE, Observation
 from hybrid_grpo.data.picture import Picture
-from hybrid_grpo.data.pictures import Album
+from hybrid_grpo.data.pictures import Album, bared
 from hybrid_grpo.data.prompts import apply_template
 from hybrid_grpo.turns.calls import ToolCall
 
@@ -127,7 +127,7 @@ class Between:
 
     @property
     def _album(self) -> Album:
-        assert self._seen is not None, "who shows pictures was refused"
+        assert self._seen is not None, "whoever shows pictures needs a model that sees"
         return self._seen[0]
 
     def read(self, files: Sequence[bytes], where: str) -> list[Picture]:
@@ -135,8 +135,9 @@ class Between:
         does; `where` describes the answer."""
         if not files:
             return []
-        assert self._seen is not None, "who shows pictures was refused"
-        return self._seen[0].read(files, None, where, self._seen[1], keep=False)
+        assert self._seen is not None, "whoever shows pictures needs a model that sees"
+        album, data = self._seen
+        return album.read(files, None, where, data, keep=False)
 
     def cut(self, message: Message, tokens: int, pictures: Sequence[Picture]) -> Message:
         """Return the beginning of a message, with at most `tokens` tokens of text and pictures. If its pictures leave
@@ -161,15 +162,14 @@ class Between:
     def check_pictures(self, setting: str, example: Callable[[Observation], Message]) -> None:
         """Raise UserError, which names `setting`, if the template has no place for pictures in messages that `example`
         makes."""
-        message, name = example(Observation(f"{_MARK}{PLACE}", (b"",))), self._album.processor.image_token
-        bare = {**message, "content": [{"type": "text", "text": _MARK}, {"type": "image"}]}
+        message, _ = bared(example(Observation(f"{_MARK}{PLACE}", (b"",))))
         try:
-            _, after = self._after([bare])
+            _, after = self._after([message])
         except Exception:  # a template is a program of the model's authors
             after = ""
         said = "a tool's result" if message["role"] == "tool" else "an answer of the user"
         refuse(
-            len(unmarked(name).findall(after)) != 1,
+            len(unmarked(self._album.processor.image_token).findall(after)) != 1,
             f"{setting} shows pictures, and the chat template of policy.model has no place for them in {said}: take a"
             " model whose template has, or give the tokenizer another template",
         )
