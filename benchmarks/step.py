@@ -32,7 +32,6 @@ import argparse
 import json
 import os
 import platform
-import socket
 import subprocess
 import sys
 import tempfile
@@ -46,6 +45,8 @@ from typing import Any
 from rollout import merge
 from step_worker import MARK
 from step_workloads import JOBS, ROOT, Job
+
+from hybrid_grpo.run.local_ranks import free_port
 
 HERE = Path(__file__).parent
 TRL = Path.home() / ".cache/hybrid_grpo/trl"
@@ -76,7 +77,7 @@ class Side:
         if self.stage == 0:
             return [str(trl_python), *program]
         launcher = [str(trl_python.with_name("deepspeed")), "--num_accelerators", "1", "--no_local_rank"]
-        return [*launcher, "--master_port", str(_free_port()), *program]
+        return [*launcher, "--master_port", free_port(), *program]
 
 
 SIDES = {
@@ -90,12 +91,6 @@ FRESH = ("head",)
 """Workloads in which every step has a new process, alone."""
 ALONE = ("gpu_1.5b",)
 """Workloads in which a side has all memory: its process ends before the next one starts."""
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Worker:

@@ -28,6 +28,7 @@ from typing import Any
 import deepspeed
 import deepspeed.runtime.hybrid_engine
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops import __compatible_ops__
 from deepspeed.ops.op_builder.builder import OpBuilder
@@ -77,8 +78,7 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
     deepspeed.runtime.hybrid_engine.WorkspaceOp = lambda: None
     # Every rank would warn that there are no inference kernels.
     deepspeed.utils.logger.addFilter(lambda record: "No compatible DeepSpeed inference" not in record.getMessage())
-    if "RANK" not in os.environ:
-        form_group_of_one()
+    alone = None if "RANK" in os.environ else form_group_of_one()
     # This environment's ninja, activated or not: another version would compile everything again.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     OpBuilder.jit_load = one_at_a_time(OpBuilder.jit_load)
@@ -98,6 +98,8 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
     # DeepSpeed prints what it has built, and standard output is for results.
     with meeting(), contextlib.redirect_stdout(io.StringIO()):
         backend, timeout = accelerator.communication_backend_name(), timedelta(minutes=timeout_minutes)
+        if alone:
+            dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
         deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=timeout)
         if not on_cpu:
             # NCCL starts with the first collective: if it cannot, that is reported here.

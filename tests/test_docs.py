@@ -18,9 +18,10 @@ from pathlib import Path
 
 import forks
 import pytest
-from forks import free_port
 from paths import ROOT
 from warm_python import programs
+
+from hybrid_grpo.run.local_ranks import free_port
 
 pytestmark = pytest.mark.process
 

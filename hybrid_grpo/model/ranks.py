@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import shutil
-import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -53,12 +52,14 @@ def own_cores() -> int:
     return max(1, len(cores) // (local_ranks() if cores == os.sched_getaffinity(os.getppid()) else 1))
 
 
-def form_group_of_one() -> None:
-    """Set the environment variables of a process group with one rank, as a launcher does."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+def form_group_of_one() -> dist.Store:
+    """Set the environment variables of a process group with one rank, as a launcher does, and return the group's store,
+    which listens on MASTER_PORT from now on: no other process can take that port before the group starts."""
+    address = "127.0.0.1"
+    store = dist.TCPStore(address, 0, world_size=1, is_master=True)
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": address}
+    os.environ["MASTER_PORT"] = str(store.port)
+    return store
 
 
 @contextmanager

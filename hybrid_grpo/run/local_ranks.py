@@ -4,7 +4,9 @@
 end a rank after the death of another, and save the run if this process is killed (see stopping/watcher.py).
 """
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -14,9 +16,8 @@ import sys
 def main() -> int:
     """Start the ranks, pass on the signals that ask a run to stop, and return the first status that is not 0."""
     count, *command = sys.argv[1:]
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])  # a fixed one would be shared by two runs on this machine
     shared = {"WORLD_SIZE": count, "LOCAL_SIZE": count, "CROSS_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    shared["MASTER_PORT"] = free_port()
     ranks: list[subprocess.Popen[bytes]] = []
 
     def pass_on(number: int, _: object) -> None:
@@ -26,12 +27,21 @@ def main() -> int:
     for stop in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(stop, pass_on)
     for number in map(str, range(int(count))):
-        environment = {**os.environ, **shared, "MASTER_PORT": port, "RANK": number, "LOCAL_RANK": number}
+        environment = {**os.environ, **shared, "RANK": number, "LOCAL_RANK": number}
         ranks.append(subprocess.Popen([sys.executable, "-u", "-m", "hybrid_grpo", *command], env=environment))
     # A terminal sends Ctrl-C to the ranks too.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     statuses = [rank.wait() for rank in ranks]
     return next((status if status > 0 else 128 - status for status in statuses if status), 0)
+
+
+def free_port() -> str:
+    """Return a port that nothing on this machine listens on. It is drawn, so that two runs that start at the same time
+    get two, and lies below those that the system gives to connections: none takes it before the ranks meet there."""
+    while True:
+        port = random.SystemRandom().randint(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return str(port)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
 """What ranks of one machine share, and how they meet."""
 
+import os
+import socket
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
-from forks import free_port
 
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.model import ranks
+from hybrid_grpo.run.local_ranks import free_port
 
 
 @pytest.fixture
@@ -52,6 +55,16 @@ def test_what_this_job_has_there_already_counts_as_free_and_only_its_own_is_remo
     ranks.release_shared_memory()
     left = sorted(path.name.removeprefix("deepspeed_allreduce_buffer_") for path in shared_memory.iterdir())
     assert left == sorted(names[1:]), "of rank 0, which this is"
+
+
+def test_a_group_of_one_has_its_port_from_the_start():
+    with mock.patch.dict(os.environ):
+        store = ranks.form_group_of_one()
+        address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    with pytest.raises(OSError, match="Address already in use"):
+        socket.create_server(address)
+    del store
+    socket.create_server(address).close()
 
 
 def test_a_rank_that_is_left_alone_says_whom_it_waits_for(monkeypatch, capfd):

@@ -10,10 +10,8 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import random
 import runpy
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -28,6 +26,8 @@ from pathlib import Path
 from unittest import mock
 
 from paths import ROOT, SUPPORT
+
+from hybrid_grpo.run.local_ranks import free_port
 
 # Some of these are read when a module is imported, so they hold for every program.
 _ENVIRONMENT = {
@@ -143,16 +143,6 @@ class Ranks:
         if running and not status:
             raise TimeoutError(f"{len(running)} of {len(self.processes)} processes have not ended in time")
         return status
-
-
-def free_port() -> str:
-    """A port that nothing listens on. It is below those that the system gives to connections, and drawn: whatever asks
-    at the same time is given another one."""
-    while True:
-        port = random.SystemRandom().randint(20_000, 32_000)
-        with socket.socket() as listener, suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return str(port)
 
 
 def start(

@@ -17,6 +17,8 @@ from forks import Done
 from launching import make_task
 from warm_python import programs
 
+from hybrid_grpo.run.local_ranks import free_port
+
 REWARDS = """
 import os
 
@@ -83,7 +85,7 @@ class Workshop:
         start = time.monotonic()
         launcher = [str(programs() / "deepspeed"), "--num_accelerators", str(ranks), "--no_local_rank"]
         # The rendezvous of a launch of another test must not be met.
-        launcher += ["--master_port", forks.free_port(), "--module", "hybrid_grpo"]
+        launcher += ["--master_port", free_port(), "--module", "hybrid_grpo"]
         environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         command = [*launcher, *arguments]
         done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=240)

@@ -18,6 +18,7 @@ from hybrid_grpo.config import RunConfig
 from hybrid_grpo.config.errors import RunInterrupted
 from hybrid_grpo.config.fields import duration_seconds
 from hybrid_grpo.records.json_lines import read_jsonl
+from hybrid_grpo.run.local_ranks import free_port
 from hybrid_grpo.run.stopping import leftovers, watcher
 from hybrid_grpo.run.stopping import progress as progresses
 from hybrid_grpo.run.stopping.status import TIME_OVER, SharedStatus
@@ -110,7 +111,7 @@ def test_a_launcher_that_is_killed_ends_the_run(tmp_path, name):
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment["PYTHONPATH"] = str(ROOT)
     if name.startswith("deepspeed"):
-        environment["LAUNCHER"] = f"--num_accelerators 2 --master_port {forks.free_port()}"
+        environment["LAUNCHER"] = f"--num_accelerators 2 --master_port {free_port()}"
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     recipe = subprocess.Popen(["bash", "-c", script], cwd=tmp_path, env=environment, **pipes)
     try:

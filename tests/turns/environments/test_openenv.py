@@ -3,12 +3,12 @@
 import threading
 import time
 
-import forks
 import pytest
 from foreign_runs import train
 from paths import SUPPORT
 
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.run.local_ranks import free_port
 from hybrid_grpo.turns.environments.instances import EnvironmentEntry, load_environment
 from hybrid_grpo.workers.calls import Call
 from hybrid_grpo.workers.snapshots import Snapshot, restored
@@ -28,7 +28,7 @@ def servers():
 
         running = []
         for name in ("echo", "tools"):
-            port = int(forks.free_port())
+            port = int(free_port())
             patch.setenv(f"{name.upper()}_URL", f"http://127.0.0.1:{port}")
             app = getattr(openenv_environments, f"{name}_app")
             server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
