@@ -28,7 +28,6 @@ from typing import Any
 import deepspeed
 import deepspeed.runtime.hybrid_engine
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops import __compatible_ops__
 from deepspeed.ops.op_builder.builder import OpBuilder
@@ -67,8 +66,7 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
     """Join the process group that the launcher describes, or form a group of one, and return this rank's device. A
     collective that waits longer than `timeout_minutes` raises an error."""
     if not gc.isenabled():
-        # What has been imported stays: it need not be looked at again.
-        gc.freeze()
+        gc.freeze()  # what has been imported stays, and need not be looked at again
         gc.enable()
     # torch warns at every call that DeepSpeed uses the old names of collectives.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
@@ -78,7 +76,7 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
     deepspeed.runtime.hybrid_engine.WorkspaceOp = lambda: None
     # Every rank would warn that there are no inference kernels.
     deepspeed.utils.logger.addFilter(lambda record: "No compatible DeepSpeed inference" not in record.getMessage())
-    alone = None if "RANK" in os.environ else form_group_of_one()
+    store = None if "RANK" in os.environ else form_group_of_one()
     # This environment's ninja, activated or not: another version would compile everything again.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     OpBuilder.jit_load = one_at_a_time(OpBuilder.jit_load)
@@ -98,8 +96,8 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
     # DeepSpeed prints what it has built, and standard output is for results.
     with meeting(), contextlib.redirect_stdout(io.StringIO()):
         backend, timeout = accelerator.communication_backend_name(), timedelta(minutes=timeout_minutes)
-        if alone:
-            dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
+        if store:
+            torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=timeout)
         if not on_cpu:
             # NCCL starts with the first collective: if it cannot, that is reported here.

@@ -195,11 +195,22 @@ class Album:
         return self._tensors(Image.new("RGB", max(self._largest, (_BLANK, _BLANK), key=prod)))
 
     @property
-    def blank(self) -> dict[str, Any]:
-        """What the model's tower takes of a small blank picture."""
+    def blank_image(self) -> Image:
+        """A small blank picture."""
         from PIL import Image
 
-        return self._tensors(Image.new("RGB", (_BLANK, _BLANK)))
+        return Image.new("RGB", (_BLANK, _BLANK))
+
+    @property
+    def blank(self) -> dict[str, Any]:
+        """What the model's tower takes of a small blank picture."""
+        return self._tensors(self.blank_image)
+
+    def seen(self, text: str, images: list[Image]) -> dict[str, Any]:
+        """Return what the model's processor makes of a rendered text and its pictures: `input_ids`, [1, S], other
+        values per token, and what the tower takes."""
+        found = dict(self.processor(text=[text], images=images, add_special_tokens=False, return_tensors="pt"))
+        return {name: value for name, value in found.items() if name != "attention_mask"}
 
     def _tensors(self, image: Image) -> dict[str, Any]:
         found = self.processor(images=[image], return_tensors="pt")

@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from hybrid_grpo.data.completion import Message
+from hybrid_grpo.data.picture import Picture
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hybrid_grpo.data.pictures import Album
+
+TOKEN_KINDS = {"token_type_ids", "mm_token_type_ids"}
+"""What processors return with one value per token, beside the tokens themselves."""
 
 
 def chat_tokens(tokenizer: Any, prompt: str | list[Message], answer: str) -> list[int]:
     """Return the tokens of prompt and answer as a chat, including the special tokens of the chat template. A text
     prompt becomes a user message, and the answer an assistant message."""
+    return list(tokenizer.apply_chat_template(_chat(prompt, answer), tokenize=True, return_dict=False))
+
+
+def _chat(prompt: str | list[Message], answer: str) -> list[Message]:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    messages = [*messages, {"role": "assistant", "content": answer}]
-    return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
+    return [*messages, {"role": "assistant", "content": answer}]
+
+
+def seen_chat(album: Album, prompt: str | list[Message], answer: str, pictures: Sequence[Picture]) -> dict[str, Tensor]:
+    """Return what the processor of an album makes of prompt and answer as a chat, with the prompt's pictures in their
+    places; see `placed` and `Album.seen`. Names of control tokens in texts are not marked."""
+    from hybrid_grpo.data.pictures import placed
+
+    chat = placed(_chat(prompt, answer), len(pictures))
+    text = album.processor.tokenizer.apply_chat_template(chat, tokenize=False, chat_template=album.template)
+    return album.seen(text, [picture.open() for picture in pictures])
 
 
 def text_tokens(tokenizer: Any, prompt: str | list[Message], answer: str) -> list[int]:

@@ -74,7 +74,9 @@ BUILTINS: dict[str, Builtin] = {
 
 PICTURES = "completion_images"
 """The input with the pictures that answers between the turns of each completion showed."""
-INPUTS = ("prompts", "completions", "completion_ids", PICTURES)
+PROMPT_PICTURES = "prompt_images"
+"""The input with the pictures of each prompt, whatever their column is called. Functions get it that name it."""
+INPUTS = ("prompts", "completions", "completion_ids", PICTURES, PROMPT_PICTURES)
 """What every reward function can receive in addition to the columns of the data set."""
 ENVIRONMENTS = "environments"
 """TRL's name for the input with each completion's environment in its final state; needs `rollout.environment`."""

@@ -24,7 +24,7 @@ from hybrid_grpo.config import ScoringConfig
 from hybrid_grpo.config.errors import RunStopped, UserError, did_you_mean
 from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Scores
 from hybrid_grpo.model.ranks import all_reduce
-from hybrid_grpo.rewards.functions import ENVIRONMENTS, INPUTS, PICTURES, RewardValue
+from hybrid_grpo.rewards.functions import ENVIRONMENTS, INPUTS, PICTURES, PROMPT_PICTURES, RewardValue
 from hybrid_grpo.rewards.loader import Reward
 from hybrid_grpo.rewards.models.reward_model import RewardModel, Shard
 from hybrid_grpo.rewards.steps import TokenEnds, token_steps
@@ -72,11 +72,21 @@ class Rewards:
 
         `shard` shards a model over the ranks. Raises UserError if a model does not load, for example without `shard`.
         """
+        self._each_model(lambda model: model.load(shard))
+
+    def _each_model(self, call: Callable[[RewardModel], None]) -> None:
         for model in self.models:
             try:
-                model.load(shard)
+                call(model)
             except ValueError as error:
                 raise UserError(f"rewards: reward_model: {error}") from error
+
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Raise UserError unless the functions can score completions of these prompts, of which there is at least one:
+        see `check_columns`. Reward models that see must be able to read pictures, if there are any."""
+        self.check_columns(prompts[0].columns)
+        if any(prompt.pictures for prompt in prompts):
+            self._each_model(RewardModel.check_pictures)
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise UserError unless the functions can be called with these columns of the data, which exclude the prompt.
@@ -242,6 +252,8 @@ class Stream:
         }
         if PICTURES in reward.interface.required or any(completion.pictures for completion in completions):
             inputs[PICTURES] = [list(completion.pictures) for completion in completions]
+        if PROMPT_PICTURES in (reward.interface.accepted or ()):
+            inputs[PROMPT_PICTURES] = [prompt.pictures for prompt in prompts]
         if ENVIRONMENTS in self._rewards.inputs:
             states = [None if c.episode is None else c.episode.state for c in completions]
             inputs[ENVIRONMENTS] = [None if state is None else Snapshot(state) for state in states]

@@ -113,7 +113,7 @@ class RunInputs(EvalInputs):
         partners = partners_of(config, sampler.tokenizer, sampler.stop_ids, sampler.album)
         rewards = reward_sets.ready(sampler.tokenizer, by_turn=config.grpo.combine_rewards == "sum")
         training = read_training_prompts(config, sampler, partners)
-        rewards["rewards"].check_columns(training.prompts[0].columns)
+        rewards["rewards"].check_prompts(training.prompts)
         facts = {"data": training.fact}
         eval_sets: list[EvalSet] = []
         for held_out in sets:
@@ -236,7 +236,7 @@ def read_eval_set(
         fact += f"; {shared} of them are also training prompts: see docs/data.md"
     if rollout.temperature:
         fact += f"; {rollout.num_generations} completions of each at temperature {rollout.temperature:g}"
-    rewards.check_columns(prompts[0].columns)
+    rewards.check_prompts(prompts)
     sampler.check_prompts(prompts, partners, rollout)
     opened: Callable[[list[Prompt]], list[Prompt]] = list
     if partners is not None:

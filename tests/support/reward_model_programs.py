@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from rank_programs import build, main
+from seeing import pictures
 
 from hybrid_grpo import engine as engines
 from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.data.batch import Completion, Prompt
+from hybrid_grpo.data.picture import read_picture
 from hybrid_grpo.model.ranks import rank, world_size
 from hybrid_grpo.rewards.loader import load_rewards
 from hybrid_grpo.rewards.models.reward_model import reward_model
@@ -50,7 +52,22 @@ def unequal(folder: Path) -> dict[str, Any]:
     chat = replace(rows[0], text=[{"role": "user", "content": "a"}])
     scores = sharded.score([chat if rank() else rows[0], rows[1]], completions[:2])
     seen["failed"] = scores.reward_B.isnan().tolist()
+    seen["sights"] = _sights(folder)
     return seen
+
+
+def _sights(folder: Path) -> list[list[float]]:
+    """Scores of a sharded model that sees, and of the same alone. Of two ranks the second has no pictures."""
+    shown = [(read_picture(picture, None, "a row"),) for picture in pictures()] * 2
+    rows = [Prompt(k, PROMPTS[k], [1], {}, pictures=() if rank() else shown[k]) for k in range(8 - 5 * rank())]
+    ended = [Completion([1], [0.0], "stop", "xyz"[: k % 4]) for k in range(len(rows))]
+    found = []
+    for zero_stage in (3, 0):
+        kwargs = {"model": str(folder / "sees"), "batch_tokens": 64, "template": "chat", "zero_stage": zero_stage}
+        made = Rewards(load_rewards([RewardConfig("reward_model", kwargs=kwargs)]))
+        made.load_models(engines.Frozen)
+        found.append(made.score(rows, ended).reward_B.tolist())
+    return found
 
 
 def steps(folder: Path, zero_stage: int) -> dict[str, Any]:

@@ -212,6 +212,14 @@ def pictures(seed: int = 0) -> list[Image.Image]:
     ]
 
 
+def make_seeing_classifier(name: str, folder: Path) -> None:
+    """Write a random classifier with one label, of a type that sees, with its processor."""
+    make_seeing(name, folder)
+    config = tf.AutoConfig.from_pretrained(folder, num_labels=1)
+    config.get_text_config().pad_token_id = 0
+    draw(tf.AutoModelForSequenceClassification.from_config(config)).save_pretrained(folder)
+
+
 REWARD = """
 def kinds(completions, images, **_):
     return [len(set(str(c))) / 20 + sum(image.open().width for image in i or ()) for c, i in zip(completions, images)]

@@ -2,7 +2,7 @@
 
 A model is called in a thread of the rank, with many completions at once, while others are being sampled. A model that
 is sharded over the ranks (ZeRO-3) is called by all of them together, after sampling. Texts are formatted and tokenized
-by the model's own tokenizer.
+by the model's own tokenizer, and with pictures by its own processor, if it sees any.
 
 This module does not depend on an engine: its caller provides the function that shards a model.
 """
@@ -12,17 +12,19 @@ import functools
 import math
 import re
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic.dataclasses import dataclass
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybrid_grpo.config.fields import Count, Switch, Text, checked_settings
 from hybrid_grpo.config.user_code import describe
-from hybrid_grpo.data.reward_text import chat_tokens, text_tokens
+from hybrid_grpo.data.picture import Picture
+from hybrid_grpo.data.reward_text import TOKEN_KINDS, chat_tokens, seen_chat, text_tokens
 from hybrid_grpo.rewards.rules import Completions, LogExtra, PromptText, completion_texts
 from hybrid_grpo.workers.calls import Call, Failure, Reply
 
@@ -49,6 +51,18 @@ class RewardModelSettings:
     zero_stage: Literal[0, 3]
 
 
+class Row(NamedTuple):
+    """What a model reads of a prompt and a completion: tokens, and all else that its processor makes of pictures."""
+
+    ids: list[int]
+    seen: dict[str, Tensor]
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for rows that can share a forward; empty without pictures."""
+        return tuple((name, *value.shape[1:]) for name, value in self.seen.items() if name not in TOKEN_KINDS)
+
+
 class RewardModel:
     """A reward model and its tokenizer; the weights are read by `load`.
 
@@ -57,11 +71,13 @@ class RewardModel:
     """
 
     def __init__(self, settings: RewardModelSettings) -> None:
+        from hybrid_grpo.data.pictures import Album
         from hybrid_grpo.model.loading import load_tokenizer
 
         self.settings = settings
         self._config = _find_config(settings.model)
         self._tokenizer = load_tokenizer(settings.model, "model")
+        self._album = Album.of(settings.model, self._config)
         self._config.get_text_config().use_cache = False  # every text is read once
         self._dtype = _dtype(settings, self._config)
         self._max_tokens = _max_tokens(settings, self._config, self._tokenizer)
@@ -145,6 +161,42 @@ class RewardModel:
         kept = int(ids[0] in (self._tokenizer.bos_token_id, self._tokenizer.cls_token_id))
         return ids[:kept] + ids[kept + cut :], cut
 
+    def row(self, prompt: PromptText, completion: str, pictures: Sequence[Picture] = ()) -> tuple[Row, int]:
+        """Return what the model reads, and the number of tokens that were cut off; see `tokens`. A model that sees
+        nothing reads the text alone.
+
+        Raises ValueError like `check_pictures`, and if the text does not fit with its pictures.
+        """
+        if not pictures or self._album is None:
+            ids, cut = self.tokens(prompt, completion)
+            return Row(ids, {}), cut
+        self.check_pictures()
+        seen = seen_chat(self._album, prompt, completion, pictures)
+        ids = seen.pop("input_ids")[0].tolist()
+        if self._max_tokens is not None and len(ids) > self._max_tokens:
+            raise ValueError(
+                f"the prompt and the completion have {len(ids)} tokens with their pictures, more than max_tokens"
+                f" {self._max_tokens}, and none can be cut off: raise it, or set data.max_pixels"
+            )
+        return Row(ids, seen), 0
+
+    def check_pictures(self) -> None:
+        """Raise ValueError if the model sees, but cannot be given a prompt with pictures, or UserError without a
+        processor."""
+        if self._album is None:
+            return
+        if self.settings.template == "text":
+            raise ValueError("prompts have pictures, which have no place with template text: set template to chat")
+        if self._album.template is None:
+            raise ValueError(f"prompts have pictures, and model {self.settings.model} has no chat template")
+
+    def _blank(self, *, sees: bool) -> Row:
+        """A row for a forward in which this rank has none, and the others have rows with or without pictures."""
+        if not sees or self._album is None:
+            return Row([0], {})
+        seen = self._album.seen(self._album.processor.image_token, [self._album.blank_image])
+        return Row(seen.pop("input_ids")[0].tolist(), seen)
+
     def _is_chat(self, prompt: PromptText) -> bool:
         if self.settings.template != "auto":
             return self.settings.template == "chat"
@@ -154,30 +206,39 @@ class RewardModel:
             )
         return isinstance(prompt, list)
 
-    def scores(self, ids_B: Sequence[list[int]]) -> list[float]:
-        """Return the scores, [B], of rows of tokens. Collective if sharded; each rank may have any number of rows."""
+    def scores(self, rows_B: Sequence[Row]) -> list[float]:
+        """Return the scores, [B], of rows. Collective if sharded; each rank may have any number of rows."""
         from hybrid_grpo.model.ranks import all_reduce
 
         self.load()
-        scores_B = [0.0] * len(ids_B)
+        scores_B = [0.0] * len(rows_B)
+        of_kind: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+        for number, row in enumerate(rows_B):
+            of_kind[row.kind].append(number)
         with self._lock, self._stream, torch.no_grad():
             budget = self.settings.batch_tokens or _BATCH_TOKENS[self._device.type]
-            batches = forwards([len(ids) for ids in ids_B], budget)
-            if self.sharded:  # every rank runs the same number of forwards; those without rows come last
-                most = int(all_reduce(torch.tensor([len(batches)], device=self._device), "max"))
-                batches += [[]] * (most - len(batches))
-            for rows in batches:
-                logits_bL = self._logits([ids_B[row] for row in rows] or [[0]])[: len(rows)].float()
+            batches: dict[bool, list[list[int]]] = {True: [], False: []}
+            for kind, numbers in of_kind.items():
+                shares = forwards([len(rows_B[number].ids) for number in numbers], budget)
+                batches[bool(kind)] += [[numbers[index] for index in share] for share in shares]
+            if self.sharded:  # every rank runs the same forwards, also through the tower; those without rows come last
+                counts = torch.tensor([len(batches[True]), len(batches[False])], device=self._device)
+                for of_rank, most in zip(batches.values(), all_reduce(counts, "max").tolist(), strict=True):
+                    of_rank += [[]] * (most - len(of_rank))
+            for sees, batch in ((sees, batch) for sees, of_rank in batches.items() for batch in of_rank):
+                rows = [rows_B[number] for number in batch] or [self._blank(sees=sees)]
+                logits_bL = self._logits(rows)[: len(batch)].float()
                 score_b = logits_bL[:, 0] if logits_bL.shape[1] == 1 else logits_bL[:, 1] - logits_bL[:, 0]
                 score_b = score_b.sigmoid() if self.settings.sigmoid else score_b
-                for row, score in zip(rows, score_b.tolist(), strict=True):
-                    scores_B[row] = score
+                for number, score in zip(batch, score_b.tolist(), strict=True):
+                    scores_B[number] = score
         return scores_B
 
-    def _logits(self, ids_b: list[list[int]]) -> Tensor:
-        """Run one forward pass on rows of tokens, padded on the right; return the logits, [b, labels]."""
+    def _logits(self, rows_b: list[Row]) -> Tensor:
+        """Run one forward pass on rows of one kind, padded on the right; return the logits, [b, labels]."""
         # Decoders read the score at the last token that is not padding. A model without a padding token is given one
         # with which no text of the batch ends.
+        ids_b = [row.ids for row in rows_b]
         if self._pad_id is None:
             last = {ids[-1] for ids in ids_b}
             self._classifier.pad_token_id = next(token for token in range(len(last) + 1) if token not in last)
@@ -185,7 +246,11 @@ class RewardModel:
         longest = max(map(len, ids_b))
         input_ids_bS = torch.tensor([ids + [pad] * (longest - len(ids)) for ids in ids_b], device=self._device)
         mask_bS = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids in ids_b], device=self._device)
-        logits: Tensor = self._forward(input_ids=input_ids_bS, attention_mask=mask_bS).logits
+        seen = {name: [row.seen[name] for row in rows_b] for name in rows_b[0].seen}
+        for name in TOKEN_KINDS & seen.keys():
+            seen[name] = [nn.functional.pad(kinds, (0, longest - kinds.shape[1])) for kinds in seen[name]]
+        given = {name: torch.cat(values).to(self._device) for name, values in seen.items()}
+        logits: Tensor = self._forward(input_ids=input_ids_bS, attention_mask=mask_bS, **given).logits
         return logits
 
     def reply(self, call: Call) -> Reply:
@@ -194,13 +259,14 @@ class RewardModel:
         A row whose text cannot be formatted fails alone. Any other error ends the run, as the other ranks wait.
         """
         prompts, completions = call.inputs["prompts"], completion_texts(call.inputs["completions"])
-        read: dict[int, list[int]] = {}
+        pictures = call.inputs.get("prompt_images") or [()] * len(prompts)
+        read: dict[int, Row] = {}
         cut = [0] * len(prompts)
         values: list[Any] = [None] * len(prompts)
         failures: list[Failure | None] = [None] * len(prompts)
-        for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        for row, given in enumerate(zip(prompts, completions, pictures, strict=True)):
             try:
-                read[row], cut[row] = self.tokens(prompt, completion)
+                read[row], cut[row] = self.row(*given)
             except Exception as error:  # most likely from the chat template
                 failures[row] = Failure("raised", f"raised {describe(error, None)}")
         for row, score in zip(read, self.scores(list(read.values())), strict=True):
@@ -214,6 +280,7 @@ class RewardModel:
 def reward_model(
     prompts: list[PromptText],
     completions: Completions,
+    prompt_images: list[tuple[Picture, ...]] | None = None,
     log_extra: LogExtra | None = None,
     *,
     model: str,
@@ -228,17 +295,18 @@ def reward_model(
     """Score prompts with their completions by a sequence classifier of transformers.
 
     If the model has one label, a score is its logit; if it has two, a score is the second logit minus the first, the
-    log-odds of the second label. A score does not depend on what else is in the batch.
+    log-odds of the second label. A score does not depend on what else is in the batch. A model that sees reads the
+    prompts' pictures too.
 
-    The settings are those of docs/rewards/models.md. Raises ValueError like `RewardModel` and `RewardModel.tokens`.
+    The settings are those of docs/rewards/models.md. Raises ValueError like `RewardModel` and `RewardModel.row`.
     """
     values = (model, device, dtype, batch_tokens, max_tokens, template, sigmoid, zero_stage)
     held_model = _held(checked_settings(RewardModelSettings, *values))
-    texts = zip(prompts, completion_texts(completions), strict=True)
-    tokens = [held_model.tokens(prompt, completion) for prompt, completion in texts]
-    if log_extra is not None and any(cut for _, cut in tokens):
-        log_extra("cut_tokens", [cut for _, cut in tokens])
-    return held_model.scores([ids for ids, _ in tokens]) if tokens else []
+    pictures = prompt_images or [()] * len(prompts)
+    rows = [held_model.row(*given) for given in zip(prompts, completion_texts(completions), pictures, strict=True)]
+    if log_extra is not None and any(cut for _, cut in rows):
+        log_extra("cut_tokens", [cut for _, cut in rows])
+    return held_model.scores([row for row, _ in rows]) if rows else []
 
 
 reward_model.batch_size = 32  # type: ignore[attr-defined]

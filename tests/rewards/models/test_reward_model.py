@@ -11,6 +11,7 @@ import pytest
 import torch
 from char_tokenizer import TEMPLATE, ids
 from reward_models import ARCHITECTURES, make_reward_model
+from seeing import make_seeing_classifier, pictures
 from tiny_models import build, tiny_config
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, T5Config
 
@@ -18,7 +19,9 @@ from hybrid_grpo.config import DataConfig, PolicyConfig, RewardConfig, ScoringCo
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Scores
+from hybrid_grpo.data.picture import read_picture
 from hybrid_grpo.model.hardware import Hardware
+from hybrid_grpo.model.processors import load_processor
 from hybrid_grpo.rewards.loader import load_rewards
 from hybrid_grpo.rewards.models.reward_model import forwards, held, reward_model
 from hybrid_grpo.rewards.scorer import Rewards
@@ -67,6 +70,46 @@ def test_scores_are_those_of_transformers_on_each_text_alone(tmp_path, architect
     assert shuffled == pytest.approx([theirs[k] for k in order], abs=1e-5)
     alone = [score for k in range(12) for score in reward_model([PROMPTS[k]], [TEXTS[k]], model=str(folder))]
     assert alone == pytest.approx(theirs, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_5"])
+def test_a_model_that_sees_reads_the_pictures_of_prompts(tmp_path, name):
+    make_seeing_classifier(name, tmp_path)
+    model, processor = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval(), load_processor(tmp_path)
+    shown = pictures()
+    image = {"type": "image"}
+    chat = [
+        {"role": "user", "content": [image, {"type": "text", "text": "Or"}, image, {"type": "text", "text": "it?"}]}
+    ]
+    prompts = ["How?", chat, "Only text", "<image> first", chat, "How?"]
+    of_prompts = [shown[:1], shown[1:3], [], shown[3:], [shown[2], shown[1]], shown[1:2]]
+    texts = ["yes", "the one at the left", "no", "ab", "the one at the left", "yes"]
+    sign = processor.tokenizer.apply_chat_template([{"role": "user", "content": [image]}], tokenize=False)[11:]
+    written = [f"{sign}How?", f"{sign}Or{sign}it?", "Only text", f"{sign} first", f"{sign}Or{sign}it?", f"{sign}How?"]
+    written[2] = "Only text"
+    theirs = []
+    for prompt, images, text in zip(written, of_prompts, texts, strict=True):
+        whole = f"<bos><user>{prompt}<assistant>{text}<eos>" if images else f"{prompt}{text}"
+        given = processor(text=[whole], images=images or None, add_special_tokens=False, return_tensors="pt")
+        with torch.no_grad():
+            theirs.append(float(model(**given).logits))
+    assert len({round(score, 3) for score in theirs}) == len(theirs), "pictures and their order show in the score"
+    read = [tuple(read_picture(each, None, "a row") for each in images) for images in of_prompts]
+    kwargs = {"model": str(tmp_path)}
+    rewards = Rewards(load_rewards([RewardConfig("reward_model", kwargs=kwargs)]))
+    rows = [Prompt(k, text, [1], {}, pictures=seen) for k, (text, seen) in enumerate(zip(prompts, read, strict=True))]
+    ended = [Completion([1], [0.0], "stop", text) for text in texts]
+    assert rewards.score(rows, ended).reward_B.tolist() == pytest.approx(theirs, abs=1e-5)
+    for setting, message in (
+        ({"template": "text"}, "no place with template text"),
+        ({"max_tokens": 9}, "max_tokens 9"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            reward_model(["How?"], ["yes"], [read[0]], model=str(tmp_path), **setting)
+    blind_to_them = Rewards(load_rewards([RewardConfig("reward_model", kwargs=kwargs | {"template": "text"})]))
+    with pytest.raises(UserError, match=r"rewards: reward_model: prompts have pictures, .*: set template to chat"):
+        blind_to_them.check_prompts(rows)
+    blind_to_them.check_prompts(rows[2:3])
 
 
 def test_two_labels_are_their_log_odds_and_the_sigmoid_is_the_probability(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from launching import make_task, ranks
 from reward_models import make_reward_model
+from seeing import make_seeing_classifier
 
 pytestmark = pytest.mark.ranks
 PROGRAMS = "reward_model_programs.py"
@@ -14,6 +15,7 @@ PROGRAMS = "reward_model_programs.py"
 def folder(tmp_path_factory):
     folder = make_task(tmp_path_factory.mktemp("task"))
     make_reward_model(folder / "rm")
+    make_seeing_classifier("qwen3_5", folder / "sees")
     return folder
 
 
@@ -32,6 +34,10 @@ def test_sharded_scores_are_those_of_the_whole_model_whatever_rows_a_rank_has(fo
             assert ours == pytest.approx(theirs, abs=1e-5)
     first = seen[0]["sharded"][0]
     assert max(first) - min(first) > 0.5
+    for of_rank, count in zip(seen, (8, 3), strict=True):
+        sharded, alone = of_rank["sights"]
+        assert len(sharded) == count
+        assert sharded == pytest.approx(alone, abs=1e-5)
     assert [both["failed"] for both in seen] == [[False, False], [True, False]]
 
 
