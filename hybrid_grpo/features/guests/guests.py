@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.data.batch import Completion, Numbers, Prompt, Rollout, Scores, TrainBatch
+from hybrid_grpo.data.measuring import measured
 from hybrid_grpo.features.guests.settings import GuestsConfig
 from hybrid_grpo.features.guests.writers import GuestFile, GuestModel, Learner
 from hybrid_grpo.generation.rollout import requests_of
@@ -29,6 +30,7 @@ class Guests(Feature):
 
     name = "guests"
     is_timed = True
+    _policy: Policy
     _distilled: frozenset[str] = frozenset()
     """Names of the guests that only other features' terms of the loss learn from."""
 
@@ -52,6 +54,7 @@ class Guests(Feature):
         return {"<guest>": [guest.name for guest, _ in self._guests]}
 
     def load(self, policy: Policy) -> None:
+        self._policy = policy
         for _, writer in self._guests:
             writer.load(policy.engine.device)
 
@@ -61,12 +64,25 @@ class Guests(Feature):
         slot = self.plan.own_generations
         given: dict[int, Completion] = {}
         for guest, writer in self._guests:
-            for request, written in zip(requests, writer.write(prompts, step, beat), strict=True):
+            groups = writer.write(prompts, step, beat)
+            if guest.weight == "imitation":
+                groups = self._as_own(prompts, groups)
+            for request, written in zip(requests, groups, strict=True):
                 # A writer may have fewer completions than slots.
                 named = [replace(c, writer=guest.name, learned=guest.weight != "baseline") for c in written]
                 given.update(zip(request.keys[slot : slot + guest.per_group], named, strict=False))
             slot += guest.per_group
         return given
+
+    def _as_own(self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]) -> list[list[Completion]]:
+        """Return groups of completions with the policy's log-probabilities as those recorded. Collective."""
+        prompt_ids = [p.token_ids for p, group in zip(prompts, groups, strict=True) for _ in group]
+        token_ids = [completion.token_ids for group in groups for completion in group]
+        batches = self._policy.micro_batches(prompt_ids, token_ids, range(len(token_ids)), gradients=False)
+        shape = len(token_ids), max(map(len, token_ids), default=0)
+        found = measured(self._policy.engine, batches, shape, self.config.rollout.temperature)
+        rows = iter(found[0] if found else ())
+        return [[replace(c, logp=next(rows)[: len(c.token_ids)].tolist()) for c in group] for group in groups]
 
     def loss(
         self, batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor, found: Sequence[Tensor]

@@ -180,7 +180,7 @@ def _completions(group: Rollout, guest: GuestConfig, learner: Learner, where: st
         refuse(
             learned and not _fits(token_ids, token_logp),
             f"{where} has no token_ids and token_logp of equal length, which weight importance needs: write the file by"
-            " generate --generate.token_logp true, or set weight to baseline",
+            " generate --generate.token_logp true, or set weight to imitation or baseline",
         )
         refuse(
             learned and not are_tokens,

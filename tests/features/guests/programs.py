@@ -33,18 +33,19 @@ from hybrid_grpo.trainer import Trainer
 
 
 def build(folder: Path) -> Trainer:
-    """A run on the quickstart's tiny model and task. A model has written one of the four completions of a group, and a
-    file another, of every second prompt. There is a KL, a correction of the sampler, and two optimizer steps."""
+    """A run on the quickstart's tiny model and task. A model has written one of the five completions of a group, and a
+    file two others, of every second prompt. There is a KL, a correction of the sampler, and two optimizer steps."""
     guests = [
         GuestConfig("large", "importance", model=str(folder / "large")),
         GuestConfig("seeds", "baseline", path=str(folder / "answers.jsonl")),
+        GuestConfig("answers", "imitation", path=str(folder / "answers.jsonl")),
     ]
     config = TrainConfig(
         run=RunConfig(steps=10),
         policy=PolicyConfig(model=str(folder / "model"), dtype="float32", lr=1e-3, micro_batch_tokens=160),
         engine=EngineConfig(zero_stage=3, adam="torch"),
         data=DataConfig(path=str(folder / "train.jsonl"), limit=100),
-        rollout=RolloutConfig(**{"prompts_per_step": 8, "num_generations": 4, "max_completion_tokens": 12}),
+        rollout=RolloutConfig(**{"prompts_per_step": 8, "num_generations": 5, "max_completion_tokens": 12}),
         grpo=GrpoConfig(beta=0.1, sampler_correction="truncate", num_minibatches=2),
         rewards=[RewardConfig("exact_match"), RewardConfig("letters_in_place")],
         **{"guests": GuestsConfig(guests)},
@@ -103,17 +104,20 @@ def one(folder: Path) -> dict[str, Any]:
     written = hg.generate(folder / "large", prompts, **shared, rollout={"max_completion_tokens": 4})
     (folder / "written.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
     (folder / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    right = [{"prompt": row["prompt"], "completion": row["answer"][:2]} for row in prompts]
+    (folder / "right.jsonl").write_text("".join(json.dumps(row) + "\n" for row in right))
     run = hg.train(
         model=folder / "model",
         data=folder / "few.jsonl",
         rewards=["letters_in_place"],
         run={"dir": str(folder), "name": "run", "steps": 2},
         policy={"dtype": "float32"},
-        rollout={"prompts_per_step": 4, "num_generations": 3, "max_completion_tokens": 4},
+        rollout={"prompts_per_step": 4, "num_generations": 4, "max_completion_tokens": 4},
         guests={
             "writers": [
                 {"name": "large", "model": str(folder / "large"), "weight": "importance"},
                 {"name": "written", "path": str(folder / "written.jsonl"), "weight": "importance"},
+                {"name": "answers", "path": str(folder / "right.jsonl"), "weight": "imitation"},
             ],
         },
         log={"wandb": "disabled", "rollouts_every": 1},

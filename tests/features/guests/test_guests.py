@@ -197,7 +197,7 @@ def test_a_model_captures_its_graphs_once_and_is_planned_with_the_memory_it_keep
 
 @pytest.mark.parametrize("changes, says", [
     ({"token_ids": None}, "has no token_ids and token_logp of equal length"),
-    ({"token_logp": None}, "set weight to baseline"),
+    ({"token_logp": None}, "set weight to imitation or baseline"),
     ({"token_logp": [-1.0, -1.0]}, "has no token_ids and token_logp of equal length"),
     ({"token_logp": [-1.0, -1.0, 0.5]}, "has no token_ids and token_logp of equal length"),
     ({"token_logp": [-1.0, -1.0, -(10**400)]}, "has no token_ids and token_logp of equal length"),
@@ -280,8 +280,8 @@ def test_a_step_with_guests_does_not_depend_on_the_ranks(runs):
     two, one = runs
     for number, alone in enumerate(one["steps"]):
         parts = [seen["steps"][number] for seen in two]
-        # Two minibatches of 4 prompts, 2 on each rank, in groups of 4.
-        rows = [row for m in range(2) for part in parts for row in part["rows"][8 * m : 8 * m + 8]]
+        # Two minibatches of 4 prompts, 2 on each rank, in groups of 5.
+        rows = [row for m in range(2) for part in parts for row in part["rows"][10 * m : 10 * m + 10]]
         assert [row[:3] for row in rows] == [row[:3] for row in alone["rows"]]
         assert [row[3:] for row in rows] == [pytest.approx(row[3:], rel=1e-6, abs=1e-6) for row in alone["rows"]]
         for part in parts:
@@ -296,6 +296,8 @@ def test_a_step_with_guests_does_not_depend_on_the_ranks(runs):
     assert 0.5 < first["guests/large/ratio_mean"] < 2 and first["guests/large/ratio_max"] > 1.01
     assert first["parity/logp_abs_diff_max"] < 1e-5, "the sampler's own tokens"
     assert "guests/seeds/ratio_mean" not in first
+    # They are the policy's until its first optimizer step, and more likely before the second.
+    assert 1 < first["guests/answers/ratio_mean"] < 1.5 and first["guests/answers/reward"] == 2.0
     assert math.isfinite(first["policy/loss"]) and first["policy/grad_norm"] > 0
 
 
@@ -325,10 +327,12 @@ def test_a_step_is_made_anew_with_other_bounds_for_guests(runs):
 @pytest.mark.ranks
 def test_the_command_shows_who_wrote_what(runs):
     seen = runs[1]
-    assert seen["writers"] == [None, "large", "written"] * 4 and seen["report"]
+    assert seen["writers"] == [None, "large", "written", "answers"] * 4 and seen["report"]
     for line in seen["metrics"]:
         assert line["guests/large/rows"] == line["guests/written/rows"] == 4 and line["time/guests_s"] > 0
     # The same model wrote the file, with other random numbers: its log-probabilities are those of its tokens.
     first = [seen["metrics"][0][f"guests/{name}/ratio_mean"] for name in ("large", "written")]
     assert first == [pytest.approx(1, abs=0.5)] * 2
+    # Each rollout has one optimizer step, in which such a guest's ratio is 1.
+    assert [line["guests/answers/ratio_max"] for line in seen["metrics"]] == [pytest.approx(1, abs=1e-5)] * 2
     assert [line["progress/completions"] for line in seen["metrics"]] == [4, 8]
