@@ -4,8 +4,9 @@
 
 The policy is the quickstart's after a few steps of its supervised warm-up, so it is hardly ever right, and only whole
 answers are rewarded. A group has eight completions: all by the policy (none), or seven and the right answer from a
-file, which takes part in the loss with probability 1 (importance) or only in the baseline (baseline). The runs are
-separate processes, one after the other. Accuracy is that of greedy completions of the held-out words.
+file, which takes part in the loss with probability 1 (importance), or as if the policy had sampled it (imitation), or
+only in the baseline (baseline). The runs are separate processes, one after the other. Accuracy is that of greedy
+completions of the held-out words.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from ppo import SCRIPTS, run
 
-SIDES = ("none", "importance", "baseline")
+SIDES = ("none", "importance", "imitation", "baseline")
 
 
 def answers(task: Path) -> None:

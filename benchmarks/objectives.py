@@ -40,7 +40,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from objectives_runs import EXACT, SOLVED, TASKS, Run, measured, warmed_up
+from objectives_runs import EXACT, RIGHT, SOLVED, TASKS, Run, measured, warmed_up
 from step import machine, set_accelerator
 
 from hybrid_grpo.config.presets import presets
@@ -68,17 +68,19 @@ BY_TOKEN = {
     **{task: [{**EXACT, **STEPS}, {"function": "letters_in_place", **STEPS}] for task in ("letters", "words")},
     "countdown": [{**SOLVED, **STEPS}],
 }
+GUEST = ["--guests.writers", f"[{{name: answers, path: {RIGHT}, weight: imitation}}]"]
 CURRICULUM = ["--curriculum.sampling", "difficulty", "--data.shuffle", "true"]
 OURS = {
     task: {
         "steps rewarded": ["--rewards", json.dumps(rewards)],
         "steps rewarded, curriculum": ["--rewards", json.dumps(rewards), *CURRICULUM],
         "optimal baseline, curriculum": ["--grpo.preset", "otb", *CURRICULUM],
+        **({"guest, curriculum": [*GUEST, *CURRICULUM]} if task != "countdown" else {}),
     }
     for task, rewards in BY_TOKEN.items()
 }
-"""What TRL lacks: rewards of steps, whose sums are the rewards that TRL gets, a curriculum, and the optimal token
-baseline."""
+"""What TRL lacks: rewards of steps, whose sums are the rewards that TRL gets, a curriculum, the optimal token baseline,
+and a guest with the right answers, where the data have them."""
 SIDES = ("TRL", "hybrid_grpo")
 
 Runs = dict[str, dict[str, dict[str, Any]]]

@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,8 @@ HERE, SCRIPTS = ROOT / "benchmarks", ROOT / "training_scripts"
 QUIET = ("--log.wandb", "disabled", "--engine.zero_stage", "0")
 SAMPLES = ("--eval.temperature", "1", "--eval.num_generations", "4")
 """Accuracy is that of four samples for each held-out prompt."""
+RIGHT = "RIGHT_ANSWERS"
+"""In a run's settings: the file of `right_answers`."""
 EVALUATIONS = 4
 """In a run of ours, beside that of the warm-up."""
 
@@ -129,7 +132,23 @@ def arguments(of: Run, warm: Path) -> list[str]:
     # The rows are in random order, and TRL's side takes them as they are.
     order = ["--data.shuffle", "false", "--policy.model", warm / "warm/model"]
     saving = ["--checkpoint.every", "0", "--checkpoint.every_minutes", "0"]
-    return list(map(str, [*task.train, *shared, *data, *order, *saving, *SAMPLES, *of.settings]))
+    settings = [
+        setting.replace(RIGHT, str(right_answers(warm))) if RIGHT in setting else setting for setting in of.settings
+    ]
+    return list(map(str, [*task.train, *shared, *data, *order, *saving, *SAMPLES, *settings]))
+
+
+def right_answers(warm: Path) -> Path:
+    """The file of a guest that gives the right answer of each training prompt, made once."""
+    file = warm / "right.jsonl"
+    if not file.exists():
+        rows = map(json.loads, (warm / "task/train.jsonl").read_text().splitlines())
+        right = {row["prompt"]: row["answer"] for row in rows}
+        lines = [json.dumps({"prompt": prompt, "completion": answer}) + "\n" for prompt, answer in right.items()]
+        part = file.with_suffix(f".{threading.get_ident()}")
+        part.write_text("".join(lines))
+        part.replace(file)
+    return file
 
 
 def measured(of: Run, warm: Path, trl_python: Path | None) -> dict[str, Any]:
