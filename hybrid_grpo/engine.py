@@ -96,7 +96,7 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
     # DeepSpeed prints what it has built, and standard output is for results.
     with meeting(), contextlib.redirect_stdout(io.StringIO()):
         backend, timeout = accelerator.communication_backend_name(), timedelta(minutes=timeout_minutes)
-        if store:
+        if store and not torch.distributed.is_initialized():
             torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=timeout)
         if not on_cpu:

@@ -8,10 +8,10 @@ from typing import Any
 
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.user_code import import_object
-from hybrid_grpo.turns.observations import as_text
+from hybrid_grpo.data.episodes import Observation
+from hybrid_grpo.turns.observations import SHOWS, received
 from hybrid_grpo.turns.tools.functions import Tool, ToolEntry
 from hybrid_grpo.workers.calls import Call, Failure, Interface, Reply, failed
-from hybrid_grpo.workers.messages import checked_text
 
 MESSAGES = "messages"
 """The argument that receives the conversation."""
@@ -25,22 +25,25 @@ class UserEntry(ToolEntry):
         """See `load_user`."""
         return load_user(self, name)
 
-    def checked(self, value: Any, expected: None) -> str | None:
-        """Return the text that the user said."""
-        return None if value is None else checked_text(value)
+    def checked(self, value: Any, expected: None) -> Observation | None:
+        """Return what the user said."""
+        return None if value is None else received(value)
 
 
 class UserFunction(Tool):
-    """A function `f(messages, **columns) -> str | None` that plays the user, called with the columns that it takes."""
+    """A function `f(messages, **columns)` that plays the user, called with the columns that it takes. It returns text,
+    or what a tool that shows pictures returns, or None."""
 
     def _called(self, call: Call) -> Any:
         given = call.inputs["arguments"][0]
         return self.function(**{name: value for name, value in given.items() if self.interface.accepts(name)})
 
     def _reply(self, result: Any) -> Reply:
-        if result is None or isinstance(result, str):
-            return Reply([None if result is None else as_text(result)], [None])
-        expected = "return text, or None to end the conversation"
+        if result is None:
+            return Reply([None], [None])
+        if isinstance(result, str) or self.interface.schema["shows"]:
+            return super()._reply(result)
+        expected = f"return text, or None to end the conversation; to show pictures, set the attribute {SHOWS}"
         return failed(Failure("invalid", f"returned a {type(result).__name__}: {expected}"), 1)
 
 
@@ -58,6 +61,8 @@ def load_user(config: UserEntry, entry: str) -> UserFunction:
         f"{setting} has no argument {MESSAGES}: it is called with the conversation as messages, and with columns",
     )
     needed = {name for name in named if signature.parameters[name].default is inspect.Parameter.empty}
-    is_async = inspect.iscoroutinefunction(inspect.unwrap(function))
-    interface = Interface(sorted(needed - {MESSAGES}), None if takes_any else named, is_async, 1)
+    plain = inspect.unwrap(function)
+    shows = {"shows": getattr(plain, SHOWS, False) is True}
+    accepted, is_async = None if takes_any else named, inspect.iscoroutinefunction(plain)
+    interface = Interface(sorted(needed - {MESSAGES}), accepted, is_async, 1, schema=shows)
     return UserFunction(config.function.rpartition(":")[2], function, signature, interface)

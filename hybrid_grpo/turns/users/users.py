@@ -76,10 +76,12 @@ class User(ABC):
     def check_columns(self, columns: Mapping[str, Any]) -> None:
         """Raise UserError if the rows lack a column that is needed."""
 
-    def _said(self, turn: _Pending, text: str | None) -> None:
+    def _said(self, turn: _Pending, said: Observation | None) -> None:
         self._count(turn, has_failed=False)
-        ends = text is None or not text.strip() or any(stop in text for stop in self._stops)
-        turn.done(Answer() if ends else Answer([user_message(str(text))]))
+        if said is None or not said.text.strip() or any(stop in said.text for stop in self._stops):
+            turn.done(Answer())
+        else:
+            turn.done(Answer([user_message(said)]))
 
     def _failed(self, turn: _Pending, failure: Failure) -> None:
         """End the conversation; the first failure of each kind is printed."""
@@ -112,6 +114,7 @@ class ScriptedUser(User):
         entry = UserEntry(self._name)
         self._pool = Pool([(self.setting, entry)], scoring.workers or worker_count(), scoring)
         self._call = self._pool.isolated(0, config.tool_timeout_s)
+        self.shows = self._pool.interfaces[0].schema["shows"]
 
     def check_columns(self, columns: Mapping[str, Any]) -> None:
         for name in self._pool.interfaces[0].required:
@@ -217,7 +220,7 @@ class ModelUser(User):
         assert self._model is not None, "load() comes first"
         said = self._complete(requests, self._sampling)
         for pending, [completion] in zip(asked, said, strict=True):
-            self._said(pending, completion.text.strip())
+            self._said(pending, Observation(completion.text.strip()))
 
     def _read(self, trajectory: Trajectory) -> list[int] | Failure:
         """Return the tokens of the conversation for the user's model, or the reason why it cannot read them."""
