@@ -11,7 +11,7 @@ PLACE = "\ufffc"
 
 @dataclass(frozen=True)
 class Observation:
-    """What a tool or an environment says: text with pictures in it."""
+    """What a tool, an environment or a user says: text with pictures in it."""
 
     text: str
     """Has a `PLACE` for each picture."""

@@ -16,8 +16,8 @@ import sys
 def main() -> int:
     """Start the ranks, pass on the signals that ask a run to stop, and return the first status that is not 0."""
     count, *command = sys.argv[1:]
-    shared = {"WORLD_SIZE": count, "LOCAL_SIZE": count, "CROSS_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    shared["MASTER_PORT"] = free_port()
+    shared = {"WORLD_SIZE": count, "LOCAL_SIZE": count, "CROSS_SIZE": "1"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     ranks: list[subprocess.Popen[bytes]] = []
 
     def pass_on(number: int, _: object) -> None:

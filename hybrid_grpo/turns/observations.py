@@ -1,4 +1,4 @@
-"""What tools and environments return, as the model reads it: text with pictures in it.
+"""What tools, environments and users return, as the model reads it: text with pictures in it.
 
 This runs in worker processes, and needs no torch.
 """
@@ -17,13 +17,18 @@ from hybrid_grpo.data.picture import checked_size
 from hybrid_grpo.workers.messages import LONGEST_TEXT, checked_text
 
 SHOWS = "shows_pictures"
-"""Attribute of a tool's function, or of an environment's class, whose observations may have pictures."""
+"""Attribute of a tool's or a user's function, or of an environment's class, whose observations may have pictures."""
 _LARGEST_FILE = 1 << 27
 """Maximum number of characters of a picture's file in base 64."""
 
 
 class Unreadable(ValueError):
     """The model cannot read what was returned; the message is the rest of a sentence that begins with who did it."""
+
+
+def shows_pictures(subject: Any) -> bool:
+    """Whether a function or a class says that its observations may have pictures."""
+    return getattr(subject, SHOWS, False) is True
 
 
 def as_text(result: Any) -> str:

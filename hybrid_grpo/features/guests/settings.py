@@ -24,8 +24,8 @@ class GuestConfig:
     """Name in the metrics and in the rollouts."""
     weight: Literal["importance", "imitation", "baseline", "distill"]
     """`importance`: the guest's completions are part of the loss, with the ratio of the policy to the guest, whose
-    recorded log-probabilities serve as `old_logp`. `imitation`: the same, as if the policy had sampled them itself in
-    this step, so that a text is enough. `baseline`: they only count in the mean and standard deviation of their group.
+    recorded log-probabilities serve as `old_logp`. `imitation`: the same, as if the policy had sampled them in this
+    step, so that text is enough. `baseline`: they only count in the mean and standard deviation of their group.
     `distill`: the same, and a teacher in the loss learns from them (the off-policy data of GKD)."""
     path: Text | None = None
     """File of completions: rows with a prompt from the data and a `completion` or a list of `completions`. Weight

@@ -40,7 +40,7 @@ from hybrid_grpo.turns.environments.verifiers import (
     quietly,
     rollouts_of,
 )
-from hybrid_grpo.turns.observations import SHOWS, Unreadable, digest, observed, received, sent
+from hybrid_grpo.turns.observations import Unreadable, digest, observed, received, sent, shows_pictures
 from hybrid_grpo.turns.tools.functions import WrongArguments, check_arguments, described
 from hybrid_grpo.workers.calls import Call, Failure, Interface, Reply, failed, raised
 from hybrid_grpo.workers.messages import checked_text
@@ -296,7 +296,7 @@ def load_environment(config: EnvironmentEntry, entry: str) -> EnvironmentProcess
         "silent": inspect.signature(methods["reset"]).return_annotation in (None, "None"),
         "tools": tools,
         "shares": _shares(kind, setting),
-        "shows": getattr(kind, SHOWS, False) is True,
+        "shows": shows_pictures(kind),
     }
     parameters = list(inspect.signature(methods["reset"]).parameters.values())[1:]
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

@@ -15,7 +15,7 @@ from typing import Any
 
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.config.user_code import describe, import_object
-from hybrid_grpo.turns.observations import SHOWS, Unreadable, observed, received, sent
+from hybrid_grpo.turns.observations import Unreadable, observed, received, sent, shows_pictures
 from hybrid_grpo.turns.tools import builtins
 from hybrid_grpo.workers.calls import Call, Failure, Interface, Reply, failed, raised
 from hybrid_grpo.workers.messages import LONGEST_TEXT
@@ -106,7 +106,7 @@ def load_tool(config: ToolEntry, entry: str) -> Tool:
     shown["properties"] = {name: shown["properties"][name] for name in shown["properties"] if name not in fixed}
     if "required" in shown:
         shown["required"] = [name for name in shown["required"] if name not in fixed]
-    of_tool = {"function": schema, "shows": getattr(plain, SHOWS, False) is True}
+    of_tool = {"function": schema, "shows": shows_pictures(plain)}
     interface = Interface(["arguments"], ["arguments"], inspect.iscoroutinefunction(plain), 1, schema=of_tool)
     parameters = inspect.signature(function).parameters
     signature = inspect.Signature([parameter for name, parameter in parameters.items() if name not in fixed])

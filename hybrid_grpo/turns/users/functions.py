@@ -9,7 +9,7 @@ from typing import Any
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.user_code import import_object
 from hybrid_grpo.data.episodes import Observation
-from hybrid_grpo.turns.observations import SHOWS, received
+from hybrid_grpo.turns.observations import SHOWS, received, shows_pictures
 from hybrid_grpo.turns.tools.functions import Tool, ToolEntry
 from hybrid_grpo.workers.calls import Call, Failure, Interface, Reply, failed
 
@@ -62,7 +62,6 @@ def load_user(config: UserEntry, entry: str) -> UserFunction:
     )
     needed = {name for name in named if signature.parameters[name].default is inspect.Parameter.empty}
     plain = inspect.unwrap(function)
-    shows = {"shows": getattr(plain, SHOWS, False) is True}
-    accepted, is_async = None if takes_any else named, inspect.iscoroutinefunction(plain)
-    interface = Interface(sorted(needed - {MESSAGES}), accepted, is_async, 1, schema=shows)
+    is_async, shows = inspect.iscoroutinefunction(plain), {"shows": shows_pictures(plain)}
+    interface = Interface(sorted(needed - {MESSAGES}), None if takes_any else named, is_async, 1, schema=shows)
     return UserFunction(config.function.rpartition(":")[2], function, signature, interface)
