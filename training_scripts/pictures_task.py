@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration, logging
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from hybrid_grpo.data.tasks.shapes import CELLS, COLOURS, KINDS, QUESTIONS, SIDE, ask, draw_scene, drawing, png, shapes
+from hybrid_grpo.data.tasks.shapes import CELLS, COLOURS, KINDS, QUESTIONS, SIDE, ask, draw_scene, shapes
 
 ROWS = {"sft": 4_096, "train": 4_096, "heldout": 512}
 SURE, UNSURE = 0.5, "unsure"
@@ -106,9 +106,10 @@ def main() -> None:
                 continue
             seen.add(repr(scene))
             name = f"pictures/{len(seen):05d}.png"
-            (given.folder / name).write_bytes(png(drawing(scene, CELL)))
-            for asked in ask(scene):
-                row = shapes({**asked, "cell": CELL})
+            asked = [shapes({**question, "cell": CELL}) for question in ask(scene)]
+            [drawn] = asked[0]["images"]
+            (given.folder / name).write_bytes(drawn["bytes"])
+            for row in asked:
                 said = {"answer": row["answer"]}
                 if split == "sft":
                     said = {"completion": row["answer"] if source.random() < SURE else UNSURE}

@@ -23,6 +23,7 @@ from hybrid_grpo.data.completion import Message, Prompt
 from hybrid_grpo.data.picture import Picture
 from hybrid_grpo.data.pictures import Album, given_pictures, has_images, placed
 from hybrid_grpo.data.sources import Row, Source, mixture_source, read_rows, training_source
+from hybrid_grpo.model.ranks import shared_out, world_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,12 +47,13 @@ def read_prompts(
     album: Album | None = None,
 ) -> tuple[list[Prompt], str]:
     """Return the prompts of a source (default: the training rows), and a line on what was read and dropped. `album`
-    takes their pictures. Raises UserError as `read_rows` and `prompts_of` do."""
+    takes their pictures. Collective: each rank tokenizes its share. Raises UserError as `read_rows` and `prompts_of`
+    do."""
     if source is None and config.mixture:
         return _read_mixture(config, tokenizer, album)
     source = source or training_source(config)
     rows = read_rows(source)
-    kept = prompts_of(rows, source, config, tokenizer, album=album)
+    kept = prompts_of(rows, source, config, tokenizer, album=album, shared=True)
     return kept, data_line(source, rows, kept)
 
 
@@ -66,7 +68,7 @@ def _read_mixture(
     for of_mixture in config.mixture:
         source, name = mixture_source(of_mixture), of_mixture.name
         rows = read_rows(source)
-        kept = prompts_of(rows, source, config, tokenizer, album=album)
+        kept = prompts_of(rows, source, config, tokenizer, album=album, shared=True)
         lines.append(f"{name} (weight {of_mixture.weight:g}) is {data_line(source, rows, kept)}")
         prompts += [replace(p, id=start + p.id, source=name, columns={"data_source": name, **p.columns}) for p in kept]
         start += len(rows)
@@ -99,10 +101,11 @@ def prompts_of(
     tokenizer: PreTrainedTokenizerBase,
     where: Callable[[int], str] | None = None,
     album: Album | None = None,
+    shared: bool = False,
 ) -> list[Prompt]:
     """Return the prompts of the rows, numbered by row, without prompts longer than `max_prompt_tokens`. `where`
     describes a row in messages, given its number; by default, messages name the number. `album` takes the pictures;
-    without one there may be none.
+    without one there may be none. If `shared`, this is collective, and each rank reads its share.
 
     Raises UserError if there is no prompt column, a row is not a prompt, a required chat template is missing, or all
     prompts are too long (with `over_long: refuse`, if any prompt is).
@@ -116,12 +119,19 @@ def prompts_of(
     if config.chat_template_kwargs:
         check_template_kwargs(config.chat_template_kwargs, tokenizer)
     seen = None if album is None else (album, source.folder)
-    prompts = [
-        read_prompt(
-            number, row, where(number) if where else f"row {number} (from 0) of {source}", config, tokenizer, seen
-        )
-        for number, row in enumerate(rows)
-    ]
+
+    def read(number: int) -> Prompt:
+        place = where(number) if where else f"row {number} (from 0) of {source}"
+        return read_prompt(number, rows[number], place, config, tokenizer, seen)
+
+    if album is not None and tokenizer.chat_template is None:
+        # Other rows, perhaps in another rank's share, may need the processor's template too.
+        if any(row.get(config.image_column) or has_images(row[config.prompt_column]) for row in rows):
+            tokenizer.chat_template = album.template
+    if shared and world_size() > 1:
+        prompts = _read_shares(read, rows, config, album)
+    else:
+        prompts = list(map(read, range(len(rows))))
     templated = config.chat_template == "always" or any(
         isinstance(prompt.text, list) or prompt.columns.get(config.image_column) for prompt in prompts
     )
@@ -145,6 +155,23 @@ def prompts_of(
         f" {shortest} tokens: raise the limit",
     )
     return [prompt for prompt in prompts if len(prompt.token_ids) <= limit]
+
+
+def _read_shares(
+    read: Callable[[int], Prompt], rows: list[Row], config: DataConfig, album: Album | None
+) -> list[Prompt]:
+    """Return `read` of every row, of which each rank reads its share. Columns, which every rank has, are not sent."""
+    prompts = shared_out(lambda number: replace(read(number), columns={}), len(rows))
+    prompts = [replace(prompt, columns=_columns(rows[prompt.id], prompt.pictures, config)) for prompt in prompts]
+    if album is not None:
+        album.take(picture for prompt in prompts for picture in prompt.pictures)
+    return prompts
+
+
+def _columns(row: Row, pictures: Sequence[Picture], config: DataConfig) -> Row:
+    """Return the columns of a row beside its prompt, with pictures as they were read."""
+    others = {name: value for name, value in row.items() if name != config.prompt_column}
+    return {**others, config.image_column: list(pictures)} if pictures else others
 
 
 def prompt_text(row: Row, where: str, config: DataConfig) -> str | list[Message]:
@@ -180,12 +207,10 @@ def read_prompt(
         seen is None and has_images(text),
         f"{where} has a picture, and prompts have none here: take a policy.model that sees",
     )
-    columns = {name: other for name, other in row.items() if name != config.prompt_column}
     encode, pictures = partial(_tokenized, where=where, config=config), list[Picture]()
     if seen and (values or has_images(text)):
         pictures = seen[0].read(values, seen[1], where, config)
         encode = partial(_seen, album=seen[0], pictures=pictures, where=where)
-        columns[config.image_column] = pictures
         if tokenizer.chat_template is None:
             tokenizer.chat_template = seen[0].template
     if isinstance(text, list) or config.chat_template == "always" or (pictures and config.chat_template == "auto"):
@@ -202,7 +227,7 @@ def read_prompt(
                 " beginning-of-sequence token to start from: remove the row"
             )
         token_ids = [tokenizer.bos_token_id]
-    return Prompt(number, text, token_ids, columns, pictures=tuple(pictures))
+    return Prompt(number, text, token_ids, _columns(row, pictures, config), pictures=tuple(pictures))
 
 
 def _seen(

@@ -9,8 +9,9 @@ import pickle
 import shutil
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -27,6 +28,8 @@ _SILENT_SECONDS = 20.0
 """A rank that has waited this long for the others prints a line."""
 _BUFFER_BYTES = 66 * 2**20 + 4096
 """Shared memory that DeepSpeed's CPU backend uses for each rank."""
+_SHARED_OUT = 4096
+"""Pieces of work that ranks do between two exchanges of what they have, which limits the memory of an exchange."""
 _NCCL_BYTES = 64 << 20
 """With less shared memory per rank, NCCL may fail: Docker's 64 MiB are too little for two ranks."""
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -157,6 +160,27 @@ def all_gather_objects(value: T) -> list[T]:
     values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def shared_out(work: Callable[[int], T], count: int) -> list[T]:
+    """Return `work(number)` for every number below `count`, in order, of which each rank does its share. Collective.
+    If any of it raises UserError, all ranks raise the one of the lowest number."""
+    done: list[T] = []
+    for start in range(0, count, _SHARED_OUT):
+        own: list[tuple[T]] = []
+        error: tuple[int, UserError] | None = None
+        for number in range(start + rank(), min(start + _SHARED_OUT, count), world_size()):
+            try:
+                own.append((work(number),))
+            except UserError as found:
+                error = number, found
+                break
+        parts = all_gather_objects((own, error))
+        if errors := [error for _, error in parts if error]:
+            raise min(errors, key=lambda error: error[0])[1]
+        in_turn = chain(*zip_longest(*(of_rank for of_rank, _ in parts)))
+        done += [one[0] for one in in_turn if one]
+    return done
 
 
 def exchange_objects(values: Sequence[Any], device: torch.device) -> list[Any]:

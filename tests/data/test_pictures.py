@@ -8,10 +8,12 @@ import zlib
 import numpy as np
 import pytest
 from PIL import Image
+from rank_threads import in_ranks
 from seeing import make_seeing, pictures
 
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.data.completion import Prompt
 from hybrid_grpo.data.overlap import count_equal
 from hybrid_grpo.data.picture import read_picture
 from hybrid_grpo.data.pictures import Album, given_pictures, placed
@@ -162,6 +164,32 @@ def test_every_way_to_write_a_prompt_with_pictures_gives_the_same_tokens(model, 
     assert keys_of(seen[0].token_ids) == [key] and sum(token < 0 for token in seen[0].token_ids) == 9
     assert not any(token < 0 for prompt in blind for token in prompt.token_ids) and not album.empty
     assert [str(picture) for picture in seen[0].columns["images"]] == ["a.png"]
+
+
+def test_ranks_read_a_share_each_and_have_all(model, tmp_path):
+    (tmp_path / "a.png").write_bytes(PNG)
+    chat = {"prompt": [{"role": "user", "content": "What?"}], "images": None, "number": 7}
+    image = {"type": "image", "image": "a.png"}
+    # One rank of three has no pictures, and the template comes with the first.
+    rows = [chat, chat, {"prompt": [{"role": "user", "content": [image]}], "number": 8}, chat, {"prompt": "long" * 99}]
+    config = DataConfig(path=str(tmp_path / "rows.jsonl"), max_prompt_tokens=99)
+
+    def read(rank: int) -> tuple[list[Prompt], list[tuple[int, ...]]]:
+        tokenizer, album = load_tokenizer(model), Album.of(model, load_config(model))
+        tokenizer.chat_template = None
+        found, _ = read_prompts(config, tokenizer, album=album)
+        keys = {key for prompt in found for key in keys_of(prompt.token_ids)}
+        return found, [tuple(album.pixels(key)["pixel_values"].shape) for key in keys]
+
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (alone,) = in_ranks(1, read)
+    assert [prompt.id for prompt in alone[0]] == [0, 1, 2, 3] and alone[1] == [(36, 96)]
+    assert in_ranks(3, read) == [alone] * 3
+    rows[1], rows[3] = {"prompt": "x", "images": "b.png"}, {"prompt": "x", "images": "c.png"}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for ranks in 1, 2, 3:
+        with pytest.raises(UserError, match=r"row 1 .*: the picture b.png is not a file"):
+            in_ranks(ranks, read)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -60,7 +61,7 @@ class _Group:
         tensor.copy_(_REDUCED[op](torch.stack(self._all(tensor.clone()))))
 
     def all_gather_object(self, values: list[Any], value: Any) -> None:
-        values[:] = self._all(value)
+        values[:] = map(pickle.loads, self._all(pickle.dumps(value)))
 
     def gather_object(self, value: Any, values: list[Any] | None, dst: int) -> None:
         found = self._all(value)

@@ -33,8 +33,9 @@ def read_pairs(
 ) -> tuple[list[Pair], str]:
     """Return the training pairs, and a line that describes what was read and dropped.
 
-    A pair is dropped if its completion, including end-of-sequence, has more than `max_completion_tokens` tokens. Raises
-    UserError as `read_prompts` does, and if a completion is missing or all completions are too long.
+    A pair is dropped if its completion, including end-of-sequence, has more than `max_completion_tokens` tokens.
+    Collective, as `read_prompts` is. Raises UserError as it does, and if a completion is missing or all completions are
+    too long.
     """
     refuse(
         tokenizer.eos_token_id is None,
@@ -50,7 +51,7 @@ def read_pairs(
     require_column("data.completion_column", config.completion_column, rows, source)
     pairs = [
         Pair(prompt, _completion_ids(rows[prompt.id][config.completion_column], prompt.id, config, tokenizer))
-        for prompt in prompts_of(rows, source, config, tokenizer, album=album)
+        for prompt in prompts_of(rows, source, config, tokenizer, album=album, shared=True)
     ]
     shortest = min(len(pair.completion_ids) for pair in pairs)
     refuse(

@@ -5,6 +5,7 @@ import string
 import struct
 import zlib
 from collections.abc import Hashable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -75,13 +76,7 @@ def drawing(scene: dict[str, Any], cell: int) -> np.ndarray:
     """Return the drawing of a scene, uint8 [height, width, 3]."""
     canvas = np.full((SIDE * cell, SIDE * cell, 3), 255, dtype=np.uint8)
     shown = {**scene.get("shapes", {}), **dict.fromkeys(scene.get("dots", ()), "black dot")}
-    y, x = (np.indices((cell, cell)) + 0.5) / cell - 0.5
-    masks = {
-        "square": np.maximum(abs(x), abs(y)) < 0.36,
-        "circle": x**2 + y**2 < 0.4**2,
-        "triangle": (y < 0.38) & (abs(x) < (y + 0.42) / 2),
-        "dot": x**2 + y**2 < 0.15**2,
-    }
+    masks = _masks(cell)
     for place, shape in shown.items():
         colour, kind = shape.split()
         row, place_in_row = divmod(CELLS.index(place), SIDE)
@@ -91,6 +86,18 @@ def drawing(scene: dict[str, Any], cell: int) -> np.ndarray:
         gap = cell // 8
         canvas[(SIDE - height) * cell :, number * cell + gap : (number + 1) * cell - gap] = COLOURS[colour]
     return canvas
+
+
+@lru_cache
+def _masks(cell: int) -> dict[str, np.ndarray]:
+    """The pixels of a cell that each kind of shape covers, bool [cell, cell]."""
+    y, x = (np.indices((cell, cell)) + 0.5) / cell - 0.5
+    return {
+        "square": np.maximum(abs(x), abs(y)) < 0.36,
+        "circle": x**2 + y**2 < 0.4**2,
+        "triangle": (y < 0.38) & (abs(x) < (y + 0.42) / 2),
+        "dot": x**2 + y**2 < 0.15**2,
+    }
 
 
 def png(pixels: np.ndarray) -> bytes:
