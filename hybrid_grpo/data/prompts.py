@@ -23,7 +23,7 @@ from hybrid_grpo.data.completion import Message, Prompt
 from hybrid_grpo.data.picture import Picture
 from hybrid_grpo.data.pictures import Album, given_pictures, has_images, placed
 from hybrid_grpo.data.sources import Row, Source, mixture_source, read_rows, training_source
-from hybrid_grpo.model.ranks import shared_out, world_size
+from hybrid_grpo.model.ranks import shared_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -118,20 +118,7 @@ def prompts_of(
     )
     if config.chat_template_kwargs:
         check_template_kwargs(config.chat_template_kwargs, tokenizer)
-    seen = None if album is None else (album, source.folder)
-
-    def read(number: int) -> Prompt:
-        place = where(number) if where else f"row {number} (from 0) of {source}"
-        return read_prompt(number, rows[number], place, config, tokenizer, seen)
-
-    if album is not None and tokenizer.chat_template is None:
-        # Other rows, perhaps in another rank's share, may need the processor's template too.
-        if any(row.get(config.image_column) or has_images(row[config.prompt_column]) for row in rows):
-            tokenizer.chat_template = album.template
-    if shared and world_size() > 1:
-        prompts = _read_shares(read, rows, config, album)
-    else:
-        prompts = list(map(read, range(len(rows))))
+    prompts = _read_all(rows, source, config, tokenizer, where, album, shared)
     templated = config.chat_template == "always" or any(
         isinstance(prompt.text, list) or prompt.columns.get(config.image_column) for prompt in prompts
     )
@@ -157,10 +144,30 @@ def prompts_of(
     return [prompt for prompt in prompts if len(prompt.token_ids) <= limit]
 
 
-def _read_shares(
-    read: Callable[[int], Prompt], rows: list[Row], config: DataConfig, album: Album | None
+def _read_all(
+    rows: list[Row],
+    source: Source,
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    where: Callable[[int], str] | None,
+    album: Album | None,
+    shared: bool,
 ) -> list[Prompt]:
-    """Return `read` of every row, of which each rank reads its share. Columns, which every rank has, are not sent."""
+    seen = None if album is None else (album, source.folder)
+
+    def read(number: int) -> Prompt:
+        place = where(number) if where else f"row {number} (from 0) of {source}"
+        return read_prompt(number, rows[number], place, config, tokenizer, seen)
+
+    def shows(row: Row) -> bool:
+        return bool(row.get(config.image_column)) or has_images(row[config.prompt_column])
+
+    if album is not None and tokenizer.chat_template is None and any(map(shows, rows)):
+        # Other rows, perhaps in another rank's share, may need the processor's template too.
+        tokenizer.chat_template = album.template
+    if not shared:
+        return list(map(read, range(len(rows))))
+    # Columns, which every rank has, are not sent.
     prompts = shared_out(lambda number: replace(read(number), columns={}), len(rows))
     prompts = [replace(prompt, columns=_columns(rows[prompt.id], prompt.pictures, config)) for prompt in prompts]
     if album is not None:

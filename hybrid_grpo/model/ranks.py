@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -165,22 +164,22 @@ def all_gather_objects(value: T) -> list[T]:
 def shared_out(work: Callable[[int], T], count: int) -> list[T]:
     """Return `work(number)` for every number below `count`, in order, of which each rank does its share. Collective.
     If any of it raises UserError, all ranks raise the one of the lowest number."""
-    done: list[T] = []
+    done: dict[int, T] = {}
     for start in range(0, count, _SHARED_OUT):
-        own: list[tuple[T]] = []
+        own: dict[int, T] = {}
         error: tuple[int, UserError] | None = None
         for number in range(start + rank(), min(start + _SHARED_OUT, count), world_size()):
             try:
-                own.append((work(number),))
+                own[number] = work(number)
             except UserError as found:
                 error = number, found
                 break
         parts = all_gather_objects((own, error))
         if errors := [error for _, error in parts if error]:
             raise min(errors, key=lambda error: error[0])[1]
-        in_turn = chain(*zip_longest(*(of_rank for of_rank, _ in parts)))
-        done += [one[0] for one in in_turn if one]
-    return done
+        for of_rank, _ in parts:
+            done |= of_rank
+    return [done[number] for number in range(count)]
 
 
 def exchange_objects(values: Sequence[Any], device: torch.device) -> list[Any]:

@@ -10,6 +10,7 @@ forward for each completion.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +76,14 @@ class Seen:
         options = {"return_tensors": "pt", "add_special_tokens": False}
         return dict(self._processor(text=[text], images=shown or None, **options))
 
-    def with_completion(self, completion: Completion, answer: Seen) -> dict[str, Any]:
+    def with_completion(self, completion: Completion, answer: Seen | None) -> dict[str, Any]:
         """Return what transformers takes of the prompt and a completion, with this answer after its first turn, or
         without one."""
         cut = completion.given[0][0] if completion.given else len(completion.token_ids)
         turns = [_text_of(completion.token_ids[:cut])]
         given = dict(self.given)
         if completion.given:
+            assert answer is not None
             turns += [answer.given, _text_of(completion.token_ids[cut:])]
             # Pixels of all pictures, in order.
             given = self.read(self._text + answer._text, self._shown + answer._shown)
@@ -129,6 +131,25 @@ def prove_sight(
 ) -> tuple[Gaps, TrainedSight]:
     """Return the gaps of a family, whose tower is trained too, and what saw its pictures. With `answers`, some
     completions get one."""
+    gaps, sight, *_ = _proven(name, folder, answers, prefill_tokens)
+    return gaps, sight
+
+
+def prove_rounding(name: str, folder: Path) -> tuple[Gaps, float]:
+    """Return the gaps of a family without answers, of which that of gradients is measured from transformers' gradients
+    in float64; and how far from these are transformers' own in float32."""
+    gaps, _, plain, rows, mine, theirs = _proven(name, folder, False, 20)
+    plain.zero_grad()
+    _gradients_of(plain.double(), rows, None)
+    exact = dict(gradients(plain))
+    gradient, worst, without = gradient_gap(mine, exact)
+    return replace(gaps, gradient=gradient, worst=worst, without=without), gradient_gap(theirs, exact)[0]
+
+
+def _proven(
+    name: str, folder: Path, answers: bool, prefill_tokens: int
+) -> tuple[Gaps, TrainedSight, Any, list[tuple[Seen, Completion]], dict[str, Tensor], dict[str, Tensor]]:
+    """Return the gaps, what saw the pictures, transformers' model, the sampled rows, and both sides' gradients."""
     processor = make_seeing(name, folder)
     config, policy_config = load_config(str(folder)), PolicyConfig(model=str(folder), dtype="float32")
     plain: Any = tf.AutoModelForImageTextToText.from_pretrained(
@@ -141,18 +162,24 @@ def prove_sight(
     answer, placeholder = Seen(ANSWER, -1, processor, album), image_token(config)
     turns = _Answers(answer.ids) if answers else None
     rows, tokens, decoded = _decoding(plain, policy, sight, prompts, answer, turns, placeholder, prefill_tokens)
-    expected = []
-    for row, (prompt, completion) in enumerate(rows):
-        scores = torch.stack(_scores(plain, prompt, completion, answer))
-        (scores * weights_of(len(completion.token_ids), row)).sum().backward()
-        expected.append(scores[0].detach())
+    expected = _gradients_of(plain, rows, answer)
     found, mine = _policy_pass(policy, sight, rows)
     of_tower = zip(sight.state(), sight.gradients(), strict=True)
     mine |= {name: gradient for name, gradient in of_tower if gradient.any()}
-    theirs = dict(gradients(plain))
+    theirs = {name: gradient.clone() for name, gradient in gradients(plain)}
     packed = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
     gradient, worst, without = gradient_gap(mine, theirs)
-    return Gaps(tokens, decoded, packed, gradient, worst, without), sight
+    return Gaps(tokens, decoded, packed, gradient, worst, without), sight, plain, rows, mine, theirs
+
+
+def _gradients_of(plain: Any, rows: list[tuple[Seen, Completion]], answer: Seen | None) -> list[Tensor]:
+    """Add the gradients of each row to transformers' model; returns the log-probabilities."""
+    logp = []
+    for row, (prompt, completion) in enumerate(rows):
+        scores = torch.stack(_scores(plain, prompt, completion, answer))
+        (scores * weights_of(len(completion.token_ids), row)).sum().backward()
+        logp.append(scores[0].detach())
+    return logp
 
 
 def _decoding(
@@ -199,12 +226,12 @@ class _NoText:
 
 
 def _scores(
-    plain: Any, prompt: Seen, completion: Completion, answer: Seen, temperature: float = 1.0
+    plain: Any, prompt: Seen, completion: Completion, answer: Seen | None, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     given = prompt.with_completion(completion, answer)
     places = completion.sampled_places or range(len(completion.token_ids))
     logits = plain(**given, use_cache=False).logits[0, [prompt.length - 1 + place for place in places]]
-    logp_TV = (logits.float() / temperature).log_softmax(-1)
+    logp_TV = (logits / temperature).log_softmax(-1)
     token_T1 = torch.tensor(completion.token_ids)[:, None]
     return logp_TV.gather(1, token_T1)[:, 0], -(logp_TV.exp() * logp_TV).sum(-1)
 

@@ -261,12 +261,17 @@ class RewardModel:
         prompts, completions = call.inputs["prompts"], completion_texts(call.inputs["completions"])
         pictures = call.inputs.get("prompt_images") or [()] * len(prompts)
         read: dict[int, Row] = {}
+        kept: dict[tuple[int, ...], dict[str, Tensor]] = {}
         cut = [0] * len(prompts)
         values: list[Any] = [None] * len(prompts)
         failures: list[Failure | None] = [None] * len(prompts)
         for row, given in enumerate(zip(prompts, completions, pictures, strict=True)):
             try:
-                read[row], cut[row] = self.row(*given)
+                found, cut[row] = self.row(*given)
+                # The rows of a group have the same pictures, whose pixels are kept once.
+                of_pictures = kept.setdefault(tuple(picture.key for picture in given[2]), found.seen)
+                pixels = {name: value for name, value in of_pictures.items() if name not in TOKEN_KINDS}
+                read[row] = found._replace(seen=found.seen | pixels)
             except Exception as error:  # most likely from the chat template
                 failures[row] = Failure("raised", f"raised {describe(error, None)}")
         for row, score in zip(read, self.scores(list(read.values())), strict=True):

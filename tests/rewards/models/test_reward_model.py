@@ -6,6 +6,7 @@ import json
 import random
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from hybrid_grpo.rewards.loader import load_rewards
 from hybrid_grpo.rewards.models.reward_model import forwards, held, reward_model
 from hybrid_grpo.rewards.scorer import Rewards
 from hybrid_grpo.run.memory.plan import estimate
+from hybrid_grpo.workers.calls import Call
 
 PROMPTS = [f"{'abcdefgh' * (k % 4)}{k}? " for k in range(12)]
 SHARDED = {"zero_stage": 3}
@@ -100,6 +102,13 @@ def test_a_model_that_sees_reads_the_pictures_of_prompts(tmp_path, name):
     rows = [Prompt(k, text, [1], {}, pictures=seen) for k, (text, seen) in enumerate(zip(prompts, read, strict=True))]
     ended = [Completion([1], [0.0], "stop", text) for text in texts]
     assert rewards.score(rows, ended).reward_B.tolist() == pytest.approx(theirs, abs=1e-5)
+    twice = {"prompts": prompts * 2, "completions": texts + ["else"] * 6, "prompt_images": read * 2}
+    with mock.patch.object(held(kwargs), "scores", return_value=range(12)) as scores:
+        assert held(kwargs).reply(Call(twice, [None] * 12)).values == list(range(12))
+    [[rows_of_both]] = [call.args for call in scores.call_args_list]
+    assert rows_of_both[0].ids != rows_of_both[6].ids and not rows_of_both[8].seen
+    assert all(rows_of_both[k].seen["pixel_values"] is rows_of_both[6 + k].seen["pixel_values"] for k in (0, 1, 3, 4))
+    assert rows_of_both[1].seen["pixel_values"] is not rows_of_both[4].seen["pixel_values"], "another order"
     for setting, message in (
         ({"template": "text"}, "no place with template text"),
         ({"max_tokens": 9}, "max_tokens 9"),
