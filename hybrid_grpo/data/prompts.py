@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import resource
 import signal
@@ -23,7 +24,8 @@ from hybrid_grpo.data.completion import Message, Prompt
 from hybrid_grpo.data.picture import Picture
 from hybrid_grpo.data.pictures import Album, given_pictures, has_images, placed
 from hybrid_grpo.data.sources import Row, Source, mixture_source, read_rows, training_source
-from hybrid_grpo.model.ranks import shared_out
+from hybrid_grpo.model.fingerprints import of_texts
+from hybrid_grpo.model.ranks import all_gather_objects, shared_out, world_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -167,12 +169,21 @@ def _read_all(
         tokenizer.chat_template = album.template
     if not shared:
         return list(map(read, range(len(rows))))
+    given = (json.dumps(row[config.prompt_column], default=_kind, skipkeys=True) for row in rows)
+    refuse(
+        len(set(all_gather_objects((len(rows), of_texts(given) if world_size() > 1 else "")))) > 1,
+        f"{source}: not all ranks read the same prompts: give every machine the same data",
+    )
     # Columns, which every rank has, are not sent.
     prompts = shared_out(lambda number: replace(read(number), columns={}), len(rows))
     prompts = [replace(prompt, columns=_columns(rows[prompt.id], prompt.pictures, config)) for prompt in prompts]
     if album is not None:
         album.take(picture for prompt in prompts for picture in prompt.pictures)
     return prompts
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__
 
 
 def _columns(row: Row, pictures: Sequence[Picture], config: DataConfig) -> Row:

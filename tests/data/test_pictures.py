@@ -4,6 +4,7 @@ import io
 import json
 import struct
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -190,6 +191,13 @@ def test_ranks_read_a_share_each_and_have_all(model, tmp_path):
     for ranks in 1, 2, 3:
         with pytest.raises(UserError, match=r"row 1 .*: the picture b.png is not a file"):
             in_ranks(ranks, read)
+
+    def read_another(rank: int) -> None:
+        (tmp_path / f"{rank}.jsonl").write_text(json.dumps({"prompt": f"of machine {rank}"}))
+        read_prompts(replace(config, path=str(tmp_path / f"{rank}.jsonl")), load_tokenizer(model))
+
+    with pytest.raises(UserError, match=r"not all ranks read the same prompts: give every machine the same data"):
+        in_ranks(2, read_another)
 
 
 @pytest.mark.parametrize(
