@@ -126,19 +126,17 @@ class _Answers:
         return completion
 
 
-def prove_sight(
-    name: str, folder: Path, *, answers: bool = True, prefill_tokens: int = 20
-) -> tuple[Gaps, TrainedSight]:
-    """Return the gaps of a family, whose tower is trained too, and what saw its pictures. With `answers`, some
-    completions get one."""
-    gaps, sight, *_ = _proven(name, folder, answers, prefill_tokens)
+def prove_sight(name: str, folder: Path) -> tuple[Gaps, TrainedSight]:
+    """Return the gaps of a family, whose tower is trained too, and what saw its pictures. Some completions get an
+    answer."""
+    gaps, sight, *_ = _proven(name, folder, answers=True)
     return gaps, sight
 
 
 def prove_rounding(name: str, folder: Path) -> tuple[Gaps, float]:
     """Return the gaps of a family without answers, of which that of gradients is measured from transformers' gradients
     in float64; and how far from these are transformers' own in float32."""
-    gaps, _, plain, rows, mine, theirs = _proven(name, folder, False, 20)
+    gaps, _, plain, rows, mine, theirs = _proven(name, folder, answers=False)
     plain.zero_grad()
     _gradients_of(plain.double(), rows, None)
     exact = dict(gradients(plain))
@@ -147,7 +145,7 @@ def prove_rounding(name: str, folder: Path) -> tuple[Gaps, float]:
 
 
 def _proven(
-    name: str, folder: Path, answers: bool, prefill_tokens: int
+    name: str, folder: Path, *, answers: bool
 ) -> tuple[Gaps, TrainedSight, Any, list[tuple[Seen, Completion]], dict[str, Tensor], dict[str, Tensor]]:
     """Return the gaps, what saw the pictures, transformers' model, the sampled rows, and both sides' gradients."""
     processor = make_seeing(name, folder)
@@ -161,7 +159,7 @@ def _proven(
     prompts = [Seen(parts, number, processor, album) for number, parts in enumerate(PROMPTS)]
     answer, placeholder = Seen(ANSWER, -1, processor, album), image_token(config)
     turns = _Answers(answer.ids) if answers else None
-    rows, tokens, decoded = _decoding(plain, policy, sight, prompts, answer, turns, placeholder, prefill_tokens)
+    rows, tokens, decoded = _decoding(plain, policy, sight, prompts, answer, turns, placeholder)
     expected = _gradients_of(plain, rows, answer)
     found, mine = _policy_pass(policy, sight, rows)
     of_tower = zip(sight.state(), sight.gradients(), strict=True)
@@ -190,11 +188,10 @@ def _decoding(
     answer: Seen,
     answers: _Answers | None,
     placeholder: int,
-    prefill_tokens: int,
 ) -> tuple[list[tuple[Seen, Completion]], int, float]:
     view = View(policy, meta_copy(policy, policy.config._attn_implementation).eval(), False, CPU)
     view.gather()
-    config = RolloutConfig(max_slots=5, prefill_tokens=prefill_tokens)
+    config = RolloutConfig(max_slots=5, prefill_tokens=20)
     different, gap, rows = 0, 0.0, []
     for samples, temperature in ((2, GREEDY), (3, 1.3)):
         turns = None if temperature == GREEDY else answers
