@@ -87,8 +87,8 @@ def test_steps_run_as_graphs_give_the_completions_of_steps_run_as_they_are(
     monkeypatch, captures, lag, sampling, max_slots
 ):
     class Lagging(Decoder):
-        def __init__(self, *args):
-            super().__init__(*args)
+        def __init__(self, *args, **named):
+            super().__init__(*args, **named)
             assert self.lag == 2
             self.lag = lag
 
