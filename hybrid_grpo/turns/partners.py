@@ -24,7 +24,7 @@ from hybrid_grpo.generation import Request, stream_key
 from hybrid_grpo.turns.calls import Turn
 from hybrid_grpo.turns.environments.environments import Environments
 from hybrid_grpo.turns.openings import Openings
-from hybrid_grpo.turns.reading import reader_of
+from hybrid_grpo.turns.reading import one_at_a_time, reader_of
 from hybrid_grpo.turns.template import Between, assistant_message
 from hybrid_grpo.turns.tools.tools import Tools
 from hybrid_grpo.turns.trajectory import Answer, Finish, Partner, Trajectory
@@ -77,7 +77,8 @@ class Partners:
         self._read = None
         if tools is not None:
             ends = self._end_texts.values()
-            self._read = reader_of(config.tool_format, tokenizer, variables, self.schemas, ends, config.max_turn_calls)
+            reader = reader_of(config.tool_format, tokenizer, variables, self.schemas, ends, config.max_turn_calls)
+            self._read = reader if self._between.takes_several(tools.example) else one_at_a_time(reader)
         self._requests: dict[int, Request] = {}
         self._under_way: dict[int, Trajectory] = {}
         self._answers: queue.SimpleQueue[tuple[Trajectory, int, Answer]] = queue.SimpleQueue()

@@ -91,6 +91,19 @@ def reader_of(
     return made(tool_format, schemas, prompt)
 
 
+def one_at_a_time(reader: Reader) -> Reader:
+    """Return a reader for chat templates without a place for a second call in a turn, such as Llama 3's: it takes a
+    turn with one call and nothing wrong in it. In any other turn that calls tools, no call is made."""
+
+    def read(text: str, end: str) -> Turn:
+        turn = reader(text, end)
+        if len(turn.calls) > 1:
+            return replace(turn, calls=[], fault="no call is made in a turn with several: call one tool at a time")
+        return turn if turn.fault is None else replace(turn, calls=[])
+
+    return read
+
+
 def _reads(reader: Reader, text: str, end: str) -> bool:
     """Whether a reader finds the example's call in a turn, and nothing else."""
     turn = reader(text, end)

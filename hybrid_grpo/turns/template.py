@@ -194,6 +194,15 @@ class Between:
             f" {'tools' if of_tool else 'several turns'}, or give the tokenizer another template",
         )
 
+    def takes_several(self, example: Callable[[str], Message]) -> bool:
+        """Whether the template has a place for the results of two calls of a turn; `example` makes such a result."""
+        results = [{**example(_MARK), "tool_call_id": _id(number, None)} for number in range(2)]
+        try:
+            _, after = self._after(results)
+        except Exception:  # a template is a program of the model's authors
+            return False
+        return after.count(_MARK) == len(results)
+
     def check_history(self, setting: str, example: Callable[[str], Message]) -> None:
         """Raise UserError, which names `setting`, if the template rewrites earlier turns: in training, the model reads
         its turns as it wrote them, and would later read something else in chats that the template writes.
