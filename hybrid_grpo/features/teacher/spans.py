@@ -62,8 +62,8 @@ class TokenBytes:
                 return bytes(_BYTE_OF_LETTER[letter] for letter in text)
             if self._falls_back and (byte := _BYTE.fullmatch(text)):
                 return bytes.fromhex(byte[1])
-            text = text.replace(self._space, " ")
-        return str(text).encode()
+        # Gemma's repeated spaces are added tokens, written with ▁ as its other tokens are.
+        return str(text).replace(self._space, " ").encode()
 
 
 def aligned(own: Sequence[bytes], theirs: Sequence[bytes]) -> tuple[list[int], list[int], int]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from byte_tokenizers import byte_level, sentencepiece
 from char_tokenizer import char_tokenizer
-from tokenizers import normalizers
+from tokenizers import AddedToken, normalizers
 
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.features.teacher.models import end_of_turn
@@ -19,7 +19,11 @@ from hybrid_grpo.features.teacher.spans import NOT_TEXT, Aligner, Alignment, Tok
 TEXTS = ["the answer is 12 + 30 = 42.\n\nSo the  the", "größer als 漢字 und 🙂🙂 zugleich, naïve"]
 LETTERS = [*"  aehnrst.,1=\n", "é", "ß", "漢", "字", "🙂", "the", " answer", "\u0301", "<eos>", "▁"]
 BYTES, MERGED, PIECE = byte_level(TEXTS, merges=1), byte_level(TEXTS, merges=120), sentencepiece(TEXTS)
+# As Gemma's, two spaces are an added token.
+SPACES = sentencepiece([*TEXTS, "a  b  c  d"])
+SPACES.add_tokens(AddedToken("▁▁", normalized=False))
 PAIRS = [(BYTES, MERGED), (MERGED, BYTES), (PIECE, MERGED), (MERGED, PIECE), (MERGED, byte_level(TEXTS[:1]))]
+PAIRS += [(SPACES, MERGED), (MERGED, SPACES)]
 
 
 def texts(count: int, seed: int) -> list[str]:
@@ -122,7 +126,7 @@ def test_tokenizers_that_change_a_text_are_refused() -> None:
         UserError, match=r"teacher.model m: its tokens of .* spell .*y'.*: take a model whose tokenizer"
     ):
         check_spelling(lower, "teacher.model m")
-    for tokenizer in (MERGED, PIECE):
+    for tokenizer in (MERGED, PIECE, SPACES):
         check_spelling(tokenizer, "teacher.model m")
     with pytest.raises(UserError, match=r"policy\.model p: its tokens of 'a b' spell"):
         check_spelling(char_tokenizer(), "policy.model p", text="ab", keeps=False)
