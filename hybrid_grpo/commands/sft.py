@@ -33,7 +33,7 @@ def _sft(parsed: Parsed[SftConfig], doing: Doing) -> Path:
     from hybrid_grpo.generation.description import describe
     from hybrid_grpo.model.files import check_files
     from hybrid_grpo.model.limits import check_lengths, check_prompt_ids
-    from hybrid_grpo.model.loading import load_config, load_tokenizer, weights_fact
+    from hybrid_grpo.model.loading import load_config, load_tokenizer, stop_ids, weights_fact
     from hybrid_grpo.model.lora import check_lora
     from hybrid_grpo.policy import Policy
     from hybrid_grpo.run.feature import load_features, make_features
@@ -51,7 +51,8 @@ def _sft(parsed: Parsed[SftConfig], doing: Doing) -> Path:
     check_lora(config.lora, model_config, tower=config.policy.vision == "trained" and album is not None)
     check_files(config.policy.model, model_config, pickled=config.policy.pickled_weights)
     tokenizer = load_tokenizer(config.policy.model)
-    pairs, report = read_pairs(config.data, tokenizer, config.sft.max_completion_tokens, album)
+    ends = stop_ids(config.policy.model, tokenizer, [], model_config)
+    pairs, report = read_pairs(config.data, tokenizer, config.sft.max_completion_tokens, album, ends=ends)
     check_vision(config.policy, album)
     refuse(
         config.sft.batch_size > len(pairs),

@@ -4,15 +4,17 @@ Both become the records with which reward functions are called. Neither source c
 tokenizer, if given, makes them from the text again.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout
-from hybrid_grpo.data.prompts import prompt_text
+from hybrid_grpo.data.prompts import apply_template, prompt_text
 from hybrid_grpo.data.sources import Row, Source, json_rows, read_rows, standard_input
 
 UNKNOWN_TOKEN = -1
@@ -93,6 +95,26 @@ def _texts(value: Any, where: str) -> list[str]:
 
 def _tokens(text: str, tokenizer: Any) -> list[int]:
     return [] if tokenizer is None else list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def end_of(prompt: Prompt, config: DataConfig, tokenizer: Any, ends: Collection[int]) -> int | None:
+    """Return the token that ends a completion whose text others wrote. In a chat it is the token that the chat template
+    writes after an answer, if it is one of `ends`, the tokens that end completions; otherwise end-of-sequence."""
+    if isinstance(prompt.text, list) or config.chat_template == "always":
+        return _end_of_turn(tokenizer, str(tokenizer.chat_template), frozenset(ends))
+    end: int | None = tokenizer.eos_token_id
+    return end
+
+
+@lru_cache(maxsize=4)
+def _end_of_turn(tokenizer: Any, _: str, ends: frozenset[int]) -> int | None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with suppress(Exception):  # what a template refuses is reported where a prompt is read
+        text = apply_template(tokenizer, chat, generation=False)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return next(token for token in reversed(ids) if token in ends)
+    end: int | None = tokenizer.eos_token_id
+    return end
 
 
 def saved_files(run: Path) -> dict[int, Path]:

@@ -5,12 +5,14 @@ Prompts are read in the same way as for GRPO, so that the policy later samples f
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.data.batch import Prompt
+from hybrid_grpo.data.completions import end_of
 from hybrid_grpo.data.pictures import Album
 from hybrid_grpo.data.prompts import data_line, prompts_of, require_column
 from hybrid_grpo.data.sources import read_rows, training_source
@@ -25,17 +27,22 @@ class Pair:
 
     prompt: Prompt
     completion_ids: list[int]
-    """Target tokens; the last is end-of-sequence."""
+    """Target tokens; the last ends the completion."""
 
 
 def read_pairs(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, max_completion_tokens: int, album: Album | None = None
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    max_completion_tokens: int,
+    album: Album | None = None,
+    *,
+    ends: Collection[int] = (),
 ) -> tuple[list[Pair], str]:
     """Return the training pairs, and a line that describes what was read and dropped.
 
-    A pair is dropped if its completion, including end-of-sequence, has more than `max_completion_tokens` tokens.
-    Collective, as `read_prompts` is. Raises UserError as it does, and if a completion is missing or all completions are
-    too long.
+    A pair is dropped if its completion, including the token that ends it, has more than `max_completion_tokens` tokens.
+    `ends` are the tokens that end the policy's completions; see `end_of`. Collective, as `read_prompts` is. Raises
+    UserError as it does, and if a completion is missing or all completions are too long.
     """
     refuse(
         tokenizer.eos_token_id is None,
@@ -50,7 +57,7 @@ def read_pairs(
     rows = read_rows(source)
     require_column("data.completion_column", config.completion_column, rows, source)
     pairs = [
-        Pair(prompt, _completion_ids(rows[prompt.id][config.completion_column], prompt.id, config, tokenizer))
+        Pair(prompt, _completion_ids(rows[prompt.id][config.completion_column], prompt, config, tokenizer, ends))
         for prompt in prompts_of(rows, source, config, tokenizer, album=album, shared=True)
     ]
     shortest = min(len(pair.completion_ids) for pair in pairs)
@@ -63,14 +70,18 @@ def read_pairs(
     return kept, data_line(source, rows, [pair.prompt for pair in kept], len(pairs) - len(kept))
 
 
-def _completion_ids(value: Any, number: int, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the target tokens of a text or a list of one assistant message, with end-of-sequence once at the end."""
+def _completion_ids(
+    value: Any, prompt: Prompt, config: DataConfig, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]
+) -> list[int]:
+    """Return the target tokens of a text or a list of one assistant message, with one token at the end that ends it."""
     match value:
         case str(text) | [{"role": "assistant", "content": str(text)}]:
             token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         case _:
             raise UserError(
-                f"data.completion_column {config.completion_column}: row {number} (from 0) has"
+                f"data.completion_column {config.completion_column}: row {prompt.id} (from 0) has"
                 f" {type(value).__name__} {str(value)[:40]!r}: give text or a list of one assistant message"
             )
-    return token_ids if token_ids[-1:] == [tokenizer.eos_token_id] else [*token_ids, tokenizer.eos_token_id]
+    end = end_of(prompt, config, tokenizer, ends)
+    assert end is not None, "read_pairs refuses tokenizers without end-of-sequence"
+    return token_ids if token_ids and token_ids[-1] in {end, tokenizer.eos_token_id, *ends} else [*token_ids, end]

@@ -13,7 +13,7 @@ from hybrid_grpo.config import DataConfig, TrainConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import Rollout
 from hybrid_grpo.data.completion import Completion, Message, Prompt, whole_characters
-from hybrid_grpo.data.completions import read_completions
+from hybrid_grpo.data.completions import end_of, read_completions
 from hybrid_grpo.data.picture import Picture, read_picture
 from hybrid_grpo.data.pictures import Album, given_pictures, sight_of
 from hybrid_grpo.features.guests.settings import GuestConfig
@@ -188,7 +188,7 @@ def _completions(group: Rollout, guest: GuestConfig, learner: Learner, where: st
             " baseline",
         )
         if not are_tokens:
-            token_ids = _tokenized(text, end != "length", learner)
+            token_ids = _tokenized(group.prompts[0], text, end != "length", learner)
         refuse(not token_ids, f"{where} is an empty completion, and no token ends one: take it out")
         refuse(
             len(token_ids) > limit,
@@ -222,8 +222,8 @@ def _fits(ids: Any, logp: Any) -> bool:
     )
 
 
-def _tokenized(text: str, ends: bool, learner: Learner) -> list[int]:
+def _tokenized(prompt: Prompt, text: str, ends: bool, learner: Learner) -> list[int]:
     """Return the tokens of a text, followed by an end token if it `ends`."""
     ids: list[int] = list(learner.tokenizer(text, add_special_tokens=False)["input_ids"])
-    end = learner.tokenizer.eos_token_id
+    end = end_of(prompt, learner.config.data, learner.tokenizer, learner.ends)
     return [*ids, end if end in learner.ends else learner.ends[0]] if ends and learner.ends else ids

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +9,9 @@ from hybrid_grpo import engine as engines
 from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt
+from hybrid_grpo.data.completions import end_of
 from hybrid_grpo.data.pictures import sight_of
-from hybrid_grpo.data.prompts import apply_template, read_prompt
+from hybrid_grpo.data.prompts import read_prompt
 from hybrid_grpo.features.teacher.settings import TeacherConfig
 from hybrid_grpo.features.teacher.spans import Aligner, Alignment, check_spelling
 from hybrid_grpo.model.architectures import undecodable
@@ -61,13 +60,12 @@ class TeacherModel:
         self._data = with_tools(data, inputs.partners)
 
     def _aligned(self, tokenizer: Any) -> Aligner:
-        config, own, prompt, end = self._config, self._inputs.tokenizer, self._inputs.prompts[0], tokenizer.eos_token_id
+        config, own, prompt = self._config, self._inputs.tokenizer, self._inputs.prompts[0]
         check_spelling(tokenizer, f"{self._setting} {self.name}")
         text = str(own.decode(prompt.token_ids, skip_special_tokens=True))
         check_spelling(own, f"policy.model {config.policy.model}", text=text, keeps=False)
-        if isinstance(prompt.text, list) or config.data.chat_template == "always":
-            end = end_of_turn(tokenizer, stop_ids(str(self.name), tokenizer, [], self.model_config, self._setting))
-        return Aligner(own, tokenizer, end)
+        ends = stop_ids(str(self.name), tokenizer, [], self.model_config, self._setting)
+        return Aligner(own, tokenizer, end_of(prompt, config.data, tokenizer, ends))
 
     def check(self) -> None:
         """Raise UserError, before weights load, if it cannot read its prompts or be compared with the policy."""
@@ -146,15 +144,3 @@ class TeacherModel:
         except UserError as error:
             told = str(error) if column is None else str(error).replace("data.prompt_column", "teacher.prompt_column")
             raise UserError(told if self.aligner is None else told.replace("policy.model", self._setting)) from None
-
-
-def end_of_turn(tokenizer: Any, ends: Collection[int]) -> int | None:
-    """Return the token, of those that end a completion, that the chat template writes after an answer; if there is
-    none, the end-of-sequence token."""
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    with suppress(Exception):  # what a template refuses is reported where a prompt is read
-        text = apply_template(tokenizer, chat, generation=False)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return next(token for token in reversed(ids) if token in ends)
-    end: int | None = tokenizer.eos_token_id
-    return end

@@ -36,6 +36,27 @@ def test_a_completion_has_one_eos_at_its_end_and_no_bos(data, completion, comple
     assert pair.completion_ids == completion_ids
 
 
+ENDED = TEMPLATE.replace("{{ message.content }}", "{{ message.content }}<system>")
+CHAT = [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "ends", "prompt", "completion", "token_ids"),
+    [
+        (ENDED, ["<eos>", "<system>"], CHAT, "c", ids("c", "<system>")),
+        (ENDED, ["<eos>", "<system>"], CHAT, "c<system>", ids("c", "<system>")),
+        (ENDED, ["<eos>", "<system>"], CHAT, "c<eos>", ids("c", "<eos>")),
+        (ENDED, ["<eos>", "<system>"], "a", "c", ids("c", "<eos>")),
+        (ENDED, ["<eos>"], CHAT, "c", ids("c", "<eos>")),
+        (TEMPLATE, ["<eos>", "<system>"], CHAT, "c", ids("c", "<eos>")),
+    ],
+)
+def test_an_answer_in_a_chat_ends_with_the_token_of_the_template(data, template, ends, prompt, completion, token_ids):
+    """If that ends what the policy samples: Gemma's `<end_of_turn>` is not its end-of-sequence token."""
+    (pair,), _ = read_pairs(data((prompt, completion)), char_tokenizer(template), 10, ends=ids(*ends))
+    assert pair.completion_ids == token_ids
+
+
 def test_prompts_are_those_that_the_policy_later_samples_from(data):
     config = data(("ab", "x"), ([{"role": "user", "content": "c"}], "y"), system_prompt="Be kind.")
     pairs, _ = read_pairs(config, char_tokenizer(TEMPLATE), 10)

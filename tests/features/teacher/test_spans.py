@@ -13,7 +13,6 @@ from char_tokenizer import char_tokenizer
 from tokenizers import AddedToken, normalizers
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.features.teacher.models import end_of_turn
 from hybrid_grpo.features.teacher.spans import NOT_TEXT, Aligner, Alignment, TokenBytes, aligned, check_spelling, spread
 
 TEXTS = ["the answer is 12 + 30 = 42.\n\nSo the  the", "größer als 漢字 und 🙂🙂 zugleich, naïve"]
@@ -130,13 +129,3 @@ def test_tokenizers_that_change_a_text_are_refused() -> None:
         check_spelling(tokenizer, "teacher.model m")
     with pytest.raises(UserError, match=r"policy\.model p: its tokens of 'a b' spell"):
         check_spelling(char_tokenizer(), "policy.model p", text="ab", keeps=False)
-
-
-def test_an_answer_in_a_chat_ends_with_the_token_of_the_template() -> None:
-    """As Gemma's `<end_of_turn>`, which is not its end-of-sequence token."""
-    tokenizer = byte_level(TEXTS, additional_special_tokens=["<end_of_turn>", "<other>"])
-    end, other = tokenizer.convert_tokens_to_ids(["<end_of_turn>", "<other>"])
-    assert end_of_turn(tokenizer, [0, end, other]) == tokenizer.eos_token_id, "without a template"
-    tokenizer.chat_template = "{% for m in messages %}<other>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"
-    assert end_of_turn(tokenizer, [tokenizer.eos_token_id, end]) == end
-    assert end_of_turn(tokenizer, [tokenizer.eos_token_id]) == tokenizer.eos_token_id
