@@ -100,7 +100,8 @@ def _tokens(text: str, tokenizer: Any) -> list[int]:
 def end_of(prompt: Prompt, config: DataConfig, tokenizer: Any, ends: Collection[int]) -> int | None:
     """Return the token that ends a completion whose text others wrote. In a chat it is the token that the chat template
     writes after an answer, if it is one of `ends`, the tokens that end completions; otherwise end-of-sequence."""
-    if isinstance(prompt.text, list) or config.chat_template == "always":
+    template = config.chat_template
+    if isinstance(prompt.text, list) or template == "always" or (prompt.pictures and template == "auto"):
         return _end_of_turn(tokenizer, str(tokenizer.chat_template), frozenset(ends))
     end: int | None = tokenizer.eos_token_id
     return end
