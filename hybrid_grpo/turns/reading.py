@@ -92,14 +92,14 @@ def reader_of(
 
 
 def one_at_a_time(reader: Reader) -> Reader:
-    """Return a reader for chat templates without a place for a second call in a turn, such as Llama 3's: it takes a
-    turn with one call and nothing wrong in it. In any other turn that calls tools, no call is made."""
+    """Return a reader for chat templates without a place for a second call in a turn, such as Llama 3's: if a turn has
+    several calls, readable or not, none of them is made."""
 
     def read(text: str, end: str) -> Turn:
         turn = reader(text, end)
-        if len(turn.calls) > 1:
-            return replace(turn, calls=[], fault="no call is made in a turn with several: call one tool at a time")
-        return turn if turn.fault is None else replace(turn, calls=[])
+        if len(turn.calls) + (turn.fault is not None) < 2:
+            return turn
+        return replace(turn, calls=[], fault="no call is made in a turn with several: call one tool at a time")
 
     return read
 

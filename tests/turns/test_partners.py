@@ -269,18 +269,20 @@ def test_calls_of_a_turn_have_a_limit(tools):
     assert finished(partners, 1)["tool/look_up/calls"] == (2, 1)
 
 
-@pytest.mark.parametrize("family, several", [("hermes", True), ("llama3", False), ("mistral", True)])
-def test_a_turn_of_several_calls_needs_a_template_that_writes_them(tools, family, several):
+@pytest.mark.parametrize(
+    "family, most, made", [("hermes", 16, 2), ("hermes", 1, 1), ("llama3", 16, 0), ("llama3", 1, 0), ("mistral", 16, 2)]
+)
+def test_a_turn_of_several_calls_needs_a_template_that_writes_them(tools, family, most, made):
     """Llama 3's raises an error for two calls, and the run ended with it."""
-    tokenizer, partners = partners_of(tools, family, replace(ROLLOUT, max_tool_tokens=400))
+    tokenizer, partners = partners_of(tools, family, replace(ROLLOUT, max_tool_tokens=400, max_turn_calls=most))
     calls = [spoken_call(family, "add", {"a": number, "b": 1}) for number in range(2)]
     told = []
     for key, text in enumerate(["".join(calls), calls[0]]):
         ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         assert partners.ended(key, ids, room=9) is None
         told.append(tokenizer.decode(answer(partners, key)))
-    assert ["call one tool at a time" in text for text in told] == [not several, False]
-    assert [finished(partners, key)["tool/add/calls"][0] for key in range(2)] == [2 if several else 0, 1]
+    assert ["call one tool at a time" in text for text in told] == [not made, False]
+    assert [finished(partners, key)["tool/add/calls"][0] for key in range(2)] == [made, 1]
 
 
 class Killed(Exception):

@@ -61,13 +61,13 @@ class GuestFile:
         assert guest.path is not None
         columns = DataConfig(system_prompt=learner.config.data.system_prompt)
         read = read_completions(guest.path, columns, [], setting=self._setting)
-        known = {_key(prompt.text, prompt.pictures) for prompt in learner.prompts}
+        known = {_key(prompt.text, prompt.pictures): prompt for prompt in learner.prompts}
         others = 0
         for number, group in enumerate(read):
             where = f"guests.writers {guest.name}: row {number} (from 0) of {guest.path}"
             key = self._key_of(group.prompts[0], where)
             if key in known:
-                self._by_prompt.setdefault(key, []).extend(_completions(group, guest, learner, where))
+                self._by_prompt.setdefault(key, []).extend(_completions(group, known[key], guest, learner, where))
             others += key not in known
         refuse(
             not self._by_prompt,
@@ -169,8 +169,9 @@ def _key(prompt: str | list[Message], pictures: Sequence[Picture]) -> str:
     return json.dumps([prompt, *(picture.key for picture in pictures)], sort_keys=True)
 
 
-def _completions(group: Rollout, guest: GuestConfig, learner: Learner, where: str) -> list[Completion]:
-    """Return a row's completions, with tokens and log-probabilities; raises UserError if they do not fit the policy."""
+def _completions(group: Rollout, prompt: Prompt, guest: GuestConfig, learner: Learner, where: str) -> list[Completion]:
+    """Return a row's completions of a prompt, with tokens and log-probabilities. Raises UserError if they do not fit
+    the policy."""
     columns, count = group.prompts[0].columns, len(group.completions)
     ids, logp, finish = (_each(columns.get(name), count) for name in ("token_ids", "token_logp", "finish"))
     written = []
@@ -188,7 +189,7 @@ def _completions(group: Rollout, guest: GuestConfig, learner: Learner, where: st
             " baseline",
         )
         if not are_tokens:
-            token_ids = _tokenized(group.prompts[0], text, end != "length", learner)
+            token_ids = _tokenized(prompt, text, end != "length", learner)
         refuse(not token_ids, f"{where} is an empty completion, and no token ends one: take it out")
         refuse(
             len(token_ids) > limit,

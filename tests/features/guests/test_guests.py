@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from char_tokenizer import char_tokenizer, ids
+from char_tokenizer import TEMPLATE, char_tokenizer, ids
 from cuda_graphs import Captures
 from launching import make_task, ranks
 from memory_plans import CPU, GPU, SIZES
@@ -29,6 +29,7 @@ from hybrid_grpo.features.guests import guests as module
 from hybrid_grpo.features.guests.guests import Guests
 from hybrid_grpo.features.guests.memory import GuestMemory
 from hybrid_grpo.features.guests.settings import GuestConfig, GuestsConfig
+from hybrid_grpo.features.guests.writers import GuestFile, Learner
 from hybrid_grpo.generation import loop
 from hybrid_grpo.generation.graphs import bytes_of
 from hybrid_grpo.generation.loop import PAGE
@@ -120,6 +121,17 @@ def test_without_weight_in_the_loss_a_text_is_enough(read):
     assert second[4] == Completion([EOS], [], "stop", "", writer="guest0", learned=False)
     # Tokens of another tokenizer do not matter, and a completion that was cut does not end.
     assert third[4] == Completion(ids("abc"), [], "length", "abc", writer="guest0", learned=False)
+
+
+def test_a_text_in_a_chat_ends_with_the_token_of_the_template(tmp_path: Path):
+    chat = [{"role": "user", "content": "ab"}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": chat, "completion": "c"}))
+    tokenizer = char_tokenizer(TEMPLATE.replace("{{ message.content }}", "{{ message.content }}<system>"))
+    prompts = [Prompt(0, chat, ids("ab"), {})]
+    learner = Learner(TrainConfig(), tokenizer, prompts, (*ids("<eos>"), *ids("<system>")), len(tokenizer))
+    guest = GuestFile(GuestConfig("chat", "imitation", path=str(tmp_path / "chat.jsonl")), learner)
+    [[completion]] = guest.write(prompts, 1, lambda: None)
+    assert completion.token_ids == ids("c", "<system>")
 
 
 def test_which_completions_a_group_is_given_is_a_matter_of_seed_step_and_prompt(read):
