@@ -19,8 +19,8 @@ pooled over all presets of the task: that of a randomized block design, with pre
 
 With `--trl` it measures the bar instead: TRL's GRPOTrainer with all completions, against hybrid_grpo with half of them
 and what TRL lacks. Both sides are searched on the first seed: all their variants at one learning rate, then the best
-variant at the other rates, then with two and four passes over each rollout. PYTHON is that of an environment created by
-`bash benchmarks/trl_env.sh FOLDER`.
+variant at the other rates, then with two and four passes over each rollout, then at all rates again. PYTHON is that of
+an environment created by `bash benchmarks/trl_env.sh FOLDER`.
 
 Only --png needs matplotlib: pip install matplotlib.
 """
@@ -68,19 +68,21 @@ BY_TOKEN = {
     **{task: [{**EXACT, **STEPS}, {"function": "letters_in_place", **STEPS}] for task in ("letters", "words")},
     "countdown": [{**SOLVED, **STEPS}],
 }
+ITS_OWN = ["--grpo.step_discount", "0"]
 GUEST = ["--guests.writers", f"[{{name: answers, path: {RIGHT}, weight: imitation}}]"]
 CURRICULUM = ["--curriculum.sampling", "difficulty", "--data.shuffle", "true"]
 OURS = {
     task: {
         "steps rewarded": ["--rewards", json.dumps(rewards)],
         "steps rewarded, curriculum": ["--rewards", json.dumps(rewards), *CURRICULUM],
+        "each step's own reward, curriculum": ["--rewards", json.dumps(rewards), *ITS_OWN, *CURRICULUM],
         "optimal baseline, curriculum": ["--grpo.preset", "otb", *CURRICULUM],
         **({"guest, curriculum": [*GUEST, *CURRICULUM]} if task != "countdown" else {}),
     }
     for task, rewards in BY_TOKEN.items()
 }
-"""What TRL lacks: rewards of steps, whose sums are the rewards that TRL gets, a curriculum, the optimal token baseline,
-and a guest with the right answers, where the data have them."""
+"""What TRL lacks: rewards of steps, whose sums are the rewards that TRL gets, for all steps before or for each alone, a
+curriculum, the optimal token baseline, and a guest with the right answers, where the data have them."""
 SIDES = ("TRL", "hybrid_grpo")
 
 Runs = dict[str, dict[str, dict[str, Any]]]
@@ -281,9 +283,9 @@ Do = Callable[[list[Run]], Any]
 
 
 def searched(task: str, seed: int, losses: list[str], results: Results, do: Do) -> dict[str, Choice]:
-    """The best choice of each side on one seed, one axis after the other."""
+    """The best choice of each side on one seed, one axis after the other, and then the rates once more."""
     best: dict[str, Choice] = {side: ("", RATES[1], PASSES[0]) for side in SIDES}
-    for axis in range(3):
+    for axis in (0, 1, 2, 1):
         tried: dict[str, list[Choice]] = {}
         for side, choice in best.items():
             values = (losses if side == "TRL" else list(OURS[task]), RATES, PASSES)[axis]

@@ -103,6 +103,10 @@ class GrpoConfig:
     relative to what the group's completions still earn at the same token. `normalized`: rewards of steps are normalized
     over all steps of the group, and a token's advantage is the sum over the steps to come (DeepSeekMath,
     arXiv:2402.03300, section 4.1.3), which favors ending before a step that may go wrong."""
+    step_discount: Share = 1.0
+    """What the reward of the next step counts at a step; that of the one after it counts the square of this, and so on.
+    0 gives each step its own reward only, which is right if that reward already says how much closer to a success the
+    step has come (process advantages, arXiv:2410.08146)."""
     beta: NotNegative = 0.0
     """Weight of the KL divergence from the reference. If it is 0, no reference is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"

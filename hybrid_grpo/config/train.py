@@ -190,8 +190,8 @@ class TrainConfig(ModelRunConfig):
         """Refuse settings about groups if each group is a single completion."""
         if self.rollout.num_generations > 1 or any(feature.gives_advantages for feature in self.active_features):
             return
-        compares = ("baseline", "scale_rewards", "combine_rewards", "step_credit", "overlong_buffer", "kl_in")
-        for name in (*compares, "dynamic_sampling"):
+        compares = ("baseline", "scale_rewards", "combine_rewards", "step_credit", "step_discount")
+        for name in (*compares, "overlong_buffer", "kl_in", "dynamic_sampling"):
             value, default = getattr(self.grpo, name), GrpoConfig.__dataclass_fields__[name].default
             refuse(
                 value != default,

@@ -80,12 +80,13 @@ def token_advantages(
     weight_B1 = torch.tensor(lengths, dtype=torch.float64)[:, None]
     given: dict[str, Any] = {"baseline": grpo.baseline, "scale": scale, "total": total}
     if variance_BT is not None or (scores_steps and grpo.step_credit == "reward_to_go"):
-        weight_BT = weight_B1 if variance_BT is None else variance_BT
-        return reward_to_go_advantages(reward_B, steps, lengths, group_size, weight_BT=weight_BT, **given), numbers
+        given |= {"discount": grpo.step_discount, "weight_BT": weight_B1 if variance_BT is None else variance_BT}
+        return reward_to_go_advantages(reward_B, steps, lengths, group_size, **given), numbers
     advantages_B = group_advantages(reward_B, group_size, weight_B=weight_B1[:, 0], **given)
     advantages_BT = advantages_B[:, None].expand(-1, max(lengths))
     if scores_steps:
-        advantages_BT = advantages_BT + step_advantages(steps, lengths, group_size, scale=scale, total=total)
+        of_steps: dict[str, Any] = {"discount": grpo.step_discount, "scale": scale, "total": total}
+        advantages_BT = advantages_BT + step_advantages(steps, lengths, group_size, **of_steps)
     return advantages_BT, numbers
 
 
@@ -194,14 +195,20 @@ def normalized_rewards(by_function: dict[str, Tensor], weights: Mapping[str, flo
 
 
 def step_advantages(
-    steps: Steps, lengths: list[int], num_generations: int, *, scale: Scale, total: Total = on_one_rank
+    steps: Steps,
+    lengths: list[int],
+    num_generations: int,
+    *,
+    scale: Scale,
+    total: Total = on_one_rank,
+    discount: float = 1.0,
 ) -> Tensor:
     """Return token advantages from step rewards (process supervision: DeepSeekMath, arXiv:2402.03300, section 4.1.3).
 
     The mean of all step rewards of a group is subtracted from each of them, and the result is divided by `scale` (see
     `group_advantages`; `batch` takes the deviation over all steps on all ranks). A token's advantage is the sum over
-    the steps that end at or after it. `lengths` are in tokens. Returns float32 [B, T], 0 after the
-    last step of a completion.
+    the steps that end at or after it, each of which counts `discount` times as much as the one before. `lengths` are
+    in tokens. Returns float32 [B, T], 0 after the last step of a completion.
     """
     assert len(steps) % num_generations == 0
     groups = [
@@ -219,7 +226,7 @@ def step_advantages(
     for group, values in zip(groups, scaled_PN.tolist(), strict=True):
         for (row, end, _), value in zip(group, values, strict=False):
             scaled[row].append((end, value))
-    return _still_to_come(scaled, lengths).to(torch.float32)
+    return _still_to_come(scaled, lengths, discount).to(torch.float32)
 
 
 def reward_to_go_advantages(
@@ -231,6 +238,7 @@ def reward_to_go_advantages(
     baseline: Baseline,
     scale: Scale,
     total: Total = on_one_rank,
+    discount: float = 1.0,
     weight_BT: Tensor | None = None,
 ) -> Tensor:
     """Return token advantages from rewards to go, relative to the group's rewards to go at the same token.
@@ -240,7 +248,8 @@ def reward_to_go_advantages(
     A token cannot change earlier rewards, and a baseline may depend on the token's position, so this is still the
     gradient of the expected sum of all rewards: G(PO)MDP (Baxter and Bartlett 2001) with a baseline for every time step
     (Peters and Schaal 2008, "Reinforcement learning of motor skills with policy gradients"). Without steps this is
-    `group_advantages`.
+    `group_advantages`. With a `discount`, each step in g_t counts `discount` times as much as the step before,
+    and each step is trained for the discounted sum from itself on.
 
     `scale` is defined as in `group_advantages`, but computed at the token where the group's numbers vary most, since
     completions with equal sums may have earned them at different tokens. `whole_B` is o; it is NaN for completions
@@ -249,7 +258,7 @@ def reward_to_go_advantages(
     """
     whole_PG = _groups(whole_B, num_generations)
     applies_PG = ~whole_PG.isnan()
-    to_go_PTG = _still_to_come(steps, lengths).view(len(whole_PG), num_generations, -1).transpose(1, 2)
+    to_go_PTG = _still_to_come(steps, lengths, discount).view(len(whole_PG), num_generations, -1).transpose(1, 2)
 
     def of_tokens(value_B: Tensor) -> Tensor:
         return value_B.view(len(whole_PG), num_generations, -1).transpose(1, 2).expand_as(to_go_PTG).flatten(0, 1)
@@ -267,17 +276,24 @@ def reward_to_go_advantages(
     return advantage_PTG.transpose(1, 2).flatten(0, 1).to(torch.float32)
 
 
-def _still_to_come(steps: Steps, lengths: list[int]) -> Tensor:
-    """Return, for every token, the sum over the steps that end at or after it, float64 [B, T]."""
+def _still_to_come(steps: Steps, lengths: list[int], discount: float) -> Tensor:
+    """Return, for every token, the sum over the steps that end at or after it, float64 [B, T]; each counts `discount`
+    times as much as the step before."""
     assert len(steps) == len(lengths)
     assert all(1 <= end <= length for row, length in zip(steps, lengths, strict=True) for end, _ in row)
     at_end_BT = torch.zeros(len(steps), max(lengths), dtype=torch.float64)
+    passed_on_BT = torch.ones_like(at_end_BT)
     places = [(row, end - 1, value) for row, ends in enumerate(steps) for end, value in ends]
     if places:
         rows, tokens, values = zip(*places, strict=True)
         index = (torch.tensor(rows), torch.tensor(tokens))
         at_end_BT.index_put_(index, torch.tensor(values, dtype=torch.float64), accumulate=True)
-    return at_end_BT.flip(1).cumsum(1).flip(1)
+        passed_on_BT[index] = discount
+    if discount == 1:
+        return at_end_BT.flip(1).cumsum(1).flip(1)
+    for t in reversed(range(at_end_BT.shape[1] - 1)):
+        at_end_BT[:, t] += passed_on_BT[:, t] * at_end_BT[:, t + 1]
+    return at_end_BT
 
 
 def informative(reward_B: Tensor, num_generations: int, steps: Steps | None = None) -> Tensor:

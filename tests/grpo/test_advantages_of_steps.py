@@ -20,7 +20,12 @@ def ragged(seed: int, rows: int, size: int):
     return steps, lengths
 
 
-def by_formula(steps, lengths, size: int, scale: str) -> np.ndarray:
+def coming(row, t: int, discount: float) -> float:
+    """What the steps of a completion that end at or after token t earn, each discounted against the one before."""
+    return sum(discount**k * reward for k, (_, reward) in enumerate(step for step in row if step[0] >= t))
+
+
+def by_formula(steps, lengths, size: int, scale: str, discount: float) -> np.ndarray:
     """DeepSeekMath, section 4.1.3, token by token."""
     groups = [steps[i : i + size] for i in range(0, len(steps), size)]
     means = [np.mean([r for row in group for _, r in row]) for group in groups]
@@ -34,17 +39,19 @@ def by_formula(steps, lengths, size: int, scale: str) -> np.ndarray:
             "none": 1.0,
         }
         for t in range(1, lengths[i] + 1):
-            advantage[i, t - 1] = sum((r - means[i // size]) / deviation[scale] for end, r in row if end >= t)
+            scaled = [(end, (r - means[i // size]) / deviation[scale]) for end, r in row]
+            advantage[i, t - 1] = coming(scaled, t, discount)
     return advantage
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-@pytest.mark.parametrize("seed", range(4))
-def test_agrees_with_numpy(scale, seed: int) -> None:
+@pytest.mark.parametrize("discount", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("seed", range(2))
+def test_agrees_with_numpy(scale, discount, seed: int) -> None:
     steps, lengths = ragged(seed, 12, 4)
-    mine = step_advantages(steps, lengths, 4, scale=scale)
+    mine = step_advantages(steps, lengths, 4, scale=scale, discount=discount)
     assert mine.dtype == torch.float32
-    assert np.allclose(mine.numpy(), by_formula(steps, lengths, 4, scale), rtol=1e-6, atol=1e-6)
+    assert np.allclose(mine.numpy(), by_formula(steps, lengths, 4, scale, discount), rtol=1e-6, atol=1e-6)
 
 
 def test_by_hand() -> None:
@@ -94,10 +101,10 @@ def test_a_step_ends_inside_its_completion() -> None:
             step_advantages([[(end, 1.0)], []], [3, 3], 2, scale="none")
 
 
-def to_go_by_formula(whole, steps, lengths, size: int, baseline: str, scale: str) -> np.ndarray:
+def to_go_by_formula(whole, steps, lengths, size: int, baseline: str, scale: str, discount: float) -> np.ndarray:
     """Token by token, of what is still to come."""
     width = max(lengths)
-    to_go = np.array([[sum(r for end, r in row if end >= t) for t in range(1, width + 1)] for row in steps])
+    to_go = np.array([[coming(row, t, discount) for t in range(1, width + 1)] for row in steps])
     centred = np.zeros((len(steps), width))
     for i in range(len(steps)):
         group = [j for j in range(i // size * size, i // size * size + size) if not np.isnan(whole[j])]
@@ -122,14 +129,15 @@ def to_go_by_formula(whole, steps, lengths, size: int, baseline: str, scale: str
 
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-@pytest.mark.parametrize("seed", range(3))
-def test_reward_to_go_agrees_with_numpy(baseline, scale, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "discount"), [(0, 1.0), (1, 0.5), (2, 0.0)])
+def test_reward_to_go_agrees_with_numpy(baseline, scale, seed: int, discount) -> None:
     steps, lengths = ragged(seed, 12, 4)
     whole = np.random.default_rng(seed).normal(0, 2, 12)
     whole[5], steps[5] = np.nan, []
-    mine = reward_to_go_advantages(torch.tensor(whole), steps, lengths, 4, baseline=baseline, scale=scale)
+    given = {"baseline": baseline, "scale": scale, "discount": discount}
+    mine = reward_to_go_advantages(torch.tensor(whole), steps, lengths, 4, **given)
     assert mine.dtype == torch.float32 and mine[5].eq(0).all()
-    expected = to_go_by_formula(whole, steps, lengths, 4, baseline, scale)
+    expected = to_go_by_formula(whole, steps, lengths, 4, **given)
     assert np.allclose(mine.numpy(), expected, rtol=1e-6, atol=1e-6)
 
 
@@ -139,6 +147,8 @@ def test_reward_to_go_by_hand() -> None:
     rewards = reward_to_go_advantages(whole_B, steps, lengths, 2, baseline="mean", scale="none")
     assert rewards.tolist() == [[1.0, 1.5, 1.0, 0.0], [-1.0, -1.5, -1.0, 0.0]]
     scaled = reward_to_go_advantages(whole_B, steps, lengths, 2, baseline="mean", scale="group")
+    alone = reward_to_go_advantages(whole_B, steps, lengths, 2, baseline="mean", scale="none", discount=0.0)
+    assert alone.tolist() == [[0.0, 0.5, 1.0, 0.0], [0.0, -0.5, -1.0, 0.0]], "1, 1, 2, 0 and 1, 0, 0, 0"
     # Spread widest at the second token: 3 and 0, with standard deviation 3 / sqrt(2).
     assert torch.allclose(scaled, rewards / (3 / 2**0.5 + 1e-4))
 

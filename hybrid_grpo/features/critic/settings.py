@@ -97,7 +97,7 @@ class CriticConfig(FeatureConfig):
             return
         self._check_engine(config.policy, config.engine)
         grpo = config.grpo
-        for name in ("baseline", "scale_rewards", "combine_rewards", "step_credit"):
+        for name in ("baseline", "scale_rewards", "combine_rewards", "step_credit", "step_discount"):
             value = getattr(grpo, name)
             refuse(
                 value != GrpoConfig.__dataclass_fields__[name].default,

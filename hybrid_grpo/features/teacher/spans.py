@@ -7,7 +7,6 @@ log-probabilities of the text under both models. Only the text that was sampled 
 
 from __future__ import annotations
 
-import json
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -42,7 +41,9 @@ class TokenBytes:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._added = {id: (token.content, token.special) for id, token in tokenizer.added_tokens_decoder.items()}
-        decoder = json.dumps(json.loads(tokenizer.backend_tokenizer.to_str())["decoder"], ensure_ascii=False)
+        # As it is pickled, which takes no time; the whole tokenizer as text takes seconds.
+        part = tokenizer.backend_tokenizer.decoder
+        decoder = "" if part is None else part.__getstate__().decode()
         self._by_letter, self._falls_back = '"ByteLevel"' in decoder, '"ByteFallback"' in decoder
         self._space = "▁" if "▁" in decoder else " "
         self._known: dict[int, bytes | None] = {}

@@ -40,6 +40,7 @@ REFUSED = [
         "grpo.scale_rewards batch has no effect with critic.enabled",
     ),
     ({"critic": CRITIC, "grpo": {"step_credit": "normalized"}}, "grpo.step_credit normalized has no effect with crit"),
+    ({"critic": CRITIC, "grpo": {"step_discount": 0.0}}, "grpo.step_discount 0.0 has no effect with critic.enabled"),
     ({"critic": CRITIC, "grpo": {"baseline": "leave_one_out"}}, "grpo.baseline leave_one_out has no effect with crit"),
     ({"rollout": {"num_generations": 1}}, "rollout.num_generations 1 makes no group: advantages need 2 or more, or"),
 ]
