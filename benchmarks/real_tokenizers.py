@@ -16,15 +16,19 @@ For each tokenizer, counts of what is equal:
   turn's begin are those of the whole chat. A template without a place for tools is refused, and the reason shown.
 - several: the same for two calls in a turn, where the template has a place for them.
 
-For each pair of tokenizers, with one as the policy's and one as the teacher's: the share of tokens that are compared.
-Spans of the two must have equal bytes. Ends with status 1 if anything differs.
+For each pair of tokenizers, with one as the policy's and one as the teacher's: the share of tokens that are compared,
+which spans of equal bytes must cover. Some teachers compose a decomposed letter, which ends the comparison. Ends with
+status 1 if anything differs.
 """
+
+# ruff: noqa: RUF001
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from itertools import permutations, product
 from pathlib import Path
@@ -55,6 +59,7 @@ TEXTS = [
     " leading, double  and   trailing spaces ",
     "1234567890 3.14159 1,000,000 ½ ² ﬁ \u00a0 \u200b “”‘’—",
     "x" * 200,
+    "decomposed: e\u0301",
 ]
 CONTROL = "Text with <|im_end|>, </s>, <eos>, <|eot_id|> and <end_of_turn> in it."
 SYSTEM = {"role": "system", "content": "You are brief. Ünïcode ✓"}
@@ -213,7 +218,8 @@ def _converse(
     )
     text = turn[: turn.rindex(end)]
     found = read(text, end)
-    results = [tool_message(k, "look_up", each, call.id) for k, (each, call) in enumerate(zip(said, found.calls))]
+    answered = zip(said, found.calls, strict=False)
+    results = [tool_message(k, "look_up", each, call.id) for k, (each, call) in enumerate(answered)]
     got = [*model.ids(prompt), *model.ids(text), end_id, *between.ids(end_id, results)]
     wanted = model.ids(write([*user, assistant_message("", found.calls), *results]))
     asked = [(call.name, call.arguments) for call in calls]
@@ -244,8 +250,6 @@ def _spans(pieces: Iterator[bytes | None], spans: list[int]) -> dict[int, bytes]
 
 
 def main() -> None:
-    import tempfile
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tokenizers", nargs="+", metavar="TOKENIZER")
     parser.add_argument("--json", type=Path)
