@@ -47,6 +47,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "process": {"scale_rewards": "batch"},
     "process, in pieces": {"scale_rewards": "batch"},
     "process, normalized": {"scale_rewards": "batch", "step_credit": "normalized"},
+    "process, each step alone": {"step_discount": 0.0},
 }
 
 
