@@ -292,16 +292,18 @@ class Policy(TrainedModel):
         places: Places | None = None,
         supports: Supports | None = None,
         routing: Sequence[Routing | None] | None = None,
+        together: int = 1,
     ) -> list[MicroBatch]:
         """Split rows (default: all) into micro-batches within `token_budget`, the same number on every rank. The
         targets are the completion tokens at the indices `places` (default: all); for `supports` and `routing`, what
-        the sampler recorded, see `pack`. Collective."""
+        the sampler recorded, and `together`, see `pack`. Collective."""
         rows = range(len(prompt_ids)) if rows is None else rows
         given = prompt_ids, completion_ids, rows, self.budget(gradients), self.engine.device
         if self.packs:
             recorded: dict[str, Any] = {"supports": supports, "routing": routing, "replays": self.replays}
-            return pack(*given, share=self.config.shared_prefix, places=places, sight=self.sight, **recorded)
-        return pad(*given, places, supports, self.sight)
+            recorded |= {"places": places, "sight": self.sight, "together": together}
+            return pack(*given, share=self.config.shared_prefix, **recorded)
+        return pad(*given, places, supports, self.sight, together)
 
     def forward(self, micro: MicroBatch, temperature: float, more: HeadFunction | None = None) -> tuple[Tensor, ...]:
         """Return the log-probabilities and entropies of the completion tokens, then the outputs of `more` for them,

@@ -42,6 +42,9 @@ class GrpoConfig:
     gdpo, maxrl, opo, otb, pass_at_k, top_entropy, clip_cov, kl_cov, icepop, prime_rl, kimi_k2.5, deepseek_v3.2."""
     objective: Function | None = None
     """Your own loss, as `path/to/file.py:name`. Default: the built-in loss, which the other settings describe."""
+    whole_groups: Switch = False
+    """Keep all completions of a group in one micro-batch, even if it becomes larger than policy.micro_batch_tokens, and
+    tell `objective` each row's group, as `group_b`: for losses that compare completions."""
     loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
     """How token losses are averaged: over all tokens (dapo), within each completion and then over completions (grpo),
     or by dividing their sum by the constant B * max_completion_tokens (dr_grpo)."""
@@ -264,6 +267,7 @@ class GrpoConfig:
         for names, idle, because in (
             ("kl_estimator kl_in kl_unbiased ref_every", self.beta == 0, no_reference),
             ("ref_mix", self.ref_every == 0, "grpo.ref_every 0: set grpo.ref_every"),
+            ("whole_groups", self.objective is None, "the built-in loss, which compares no completions: set objective"),
             ("dual_clip", no_clip, f"grpo.surrogate {used}: set grpo.surrogate to clip"),
             (
                 "epsilon_low",

@@ -325,6 +325,8 @@ class TrainBatch:
     """bool, True on the tokens whose drift from `old_logp` is penalized; None for all."""
     correction_mean: float = 1.0
     """What the factors of the sampler's correction are divided by."""
+    group_b: Tensor | None = None
+    """int64, the group of each row, whose completions are all in this micro-batch; None where groups may be divided."""
 
     @property
     def own_bT(self) -> Tensor:

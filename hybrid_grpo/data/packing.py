@@ -8,6 +8,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
@@ -108,6 +109,7 @@ def pack(
     routing: Sequence[Routing | None] | None = None,
     replays: bool | None = None,
     sight: Sight | None = None,
+    together: int = 1,
 ) -> list[MicroBatch]:
     """Make micro-batches without padding, of about equal numbers of tokens, the same number on every rank. Collective.
 
@@ -122,10 +124,18 @@ def pack(
             one's for it.
         replays: see `Replay`; None ignores `routing`.
         sight: sees the pictures in prompts and answers; None if there are none.
+        together: the rows k * together to (k + 1) * together - 1, which have one prompt, are not separated.
     """
     chosen = _rows(prompt_ids, completion_ids, rows, places, supports, routing)
-    alone = [_Group([[row]]) for row in chosen]
-    return _balanced(_worth_it(alone, _groups(chosen, budget), share), budget, device, replays, sight)
+    units = _units(chosen, together)
+    alone = [_Group([[row] for row in unit]) for unit in units]
+    shared = _groups(chosen, budget) if together == 1 else [_Group([unit]) for unit in units]
+    return _balanced(_worth_it(alone, shared, share), budget, device, replays, sight)
+
+
+def _units(rows: list[_Row], together: int) -> list[list[_Row]]:
+    """Return the rows that are not separated; see `pack`."""
+    return [list(unit) for _, unit in groupby(rows, lambda row: row.index // together)]
 
 
 def pack_pairs(
@@ -257,11 +267,12 @@ def pad(
     places: Places | None = None,
     supports: Supports | None = None,
     sight: Sight | None = None,
+    together: int = 1,
 ) -> list[MicroBatch]:
     """Make micro-batches as `pack` does, but pad rows to the longest, for models that cannot be packed. Collective."""
-    chosen = _rows(prompt_ids, completion_ids, rows, places, supports)
-    parts = plan_rows([row.tokens for row in chosen], budget)
-    return _filled([_padded([chosen[i] for i in part], device, sight) for part in parts], device)
+    units = _units(_rows(prompt_ids, completion_ids, rows, places, supports), together)
+    parts = plan_rows([len(unit) * max(row.tokens for row in unit) for unit in units], budget)
+    return _filled([_padded([row for i in part for row in units[i]], device, sight) for part in parts], device)
 
 
 def pad_pairs(pairs: Sequence[tuple[list[int], list[int]]], budget: int, device: torch.device) -> list[MicroBatch]:

@@ -44,7 +44,8 @@ class LossStats:
 
 
 Objective = Callable[..., Tensor]
-"""The user's own loss, `grpo.objective`: called with the arguments of `policy_loss`, it returns the scalar loss."""
+"""The user's own loss, `grpo.objective`: called with the arguments of `policy_loss`, and with `grpo.whole_groups` with
+`group_b` (see `TrainBatch`), it returns the scalar loss."""
 
 
 def micro_batch_loss(
@@ -88,6 +89,7 @@ def micro_batch_loss(
         others["drifts_bT"] = batch.drifts_bT
     loss, stats = policy_loss(*tensors, grpo, **others)
     if objective is not None:
+        others |= {} if batch.group_b is None else {"group_b": batch.group_b}
         loss = objective(*tensors, grpo, **others)
     numbers |= stats.numbers()
     if batch.ref_logp_bT is None:

@@ -70,6 +70,8 @@ def optimizer_steps(
     counts_B = upload(counts, device)
     writers = dict.fromkeys(c.writer for c in rows if c.writer and c.learned)
     writers_B = {name: upload([c.writer == name for c in rows], device) for name in writers}
+    group_of = [row // rollout.num_generations for row in range(len(rows))]
+    group_B = upload(group_of, device) if grpo.whole_groups else None
     minibatches = [[row for row in part if rows[row].learned] for part in minibatch_rows(rollout, grpo.num_minibatches)]
     # All uploads and collectives come before the first forward: nothing between two micro-batches waits for the GPU.
     by_gradient: list[dict[bool, list[int]]] = [{True: rows} for rows in minibatches]
@@ -89,7 +91,8 @@ def optimizer_steps(
         minibatch = number % grpo.num_minibatches
         given = replace(signals, old_logp_BT=None) if number == 0 and starts_on_policy else signals
         counted = counts_B, sums[minibatch], means[minibatch]
-        yield train_batches(micro_batches[minibatch], given, *counted, grpo, max_completion_tokens, writers_B)
+        by_row = writers_B, group_B
+        yield train_batches(micro_batches[minibatch], given, *counted, grpo, max_completion_tokens, *by_row)
 
 
 def minibatch_rows(rollout: Rollout, count: int) -> list[range]:
@@ -132,6 +135,7 @@ def train_batches(
     grpo: GrpoConfig,
     max_completion_tokens: int,
     writers_B: Mapping[str, Tensor],
+    group_B: Tensor | None = None,
 ) -> Iterator[TrainBatch]:
     """Yield the micro-batches of one optimizer step with their signals, weighted by the step's counts over all ranks.
 
@@ -142,6 +146,7 @@ def train_batches(
         correction_mean: see `TrainBatch`.
         writers_B: bool [B] by name of each writer, other than the policy, that is learned from: True for its
             completions.
+        group_B: int64 [B], the group of each row, for losses that compare completions.
     """
     for micro, has_gradient in micro_batches:
         weight_bT = token_weights(
@@ -163,6 +168,7 @@ def train_batches(
             has_gradient,
             None if signals.drifts_BT is None else micro.of_rows(signals.drifts_BT),
             correction_mean,
+            None if group_B is None else micro.of_rows(group_B[:, None])[:, 0],
         )
 
 

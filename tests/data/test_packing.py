@@ -128,6 +128,25 @@ def test_micro_batches_are_balanced(groups, budget, share):
     assert fewest <= len(found) <= len(weights)
 
 
+@given(
+    groups=st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(1, 20), min_size=3, max_size=3))),
+    budget=st.integers(1, 150),
+    share=SHARE,
+    taken=st.sets(st.integers(0, 40)),
+)
+def test_rows_that_belong_together_are_not_separated(groups, budget, share, taken):
+    prompts, completions = rollout(groups)
+    rows = sorted(taken & set(range(len(prompts))))
+    given = prompts, completions, rows, budget, CPU
+    for batches in (pack(*given, share=share, together=3), pad(*given, together=3)):
+        assert sorted(row for micro in batches for row in micro.rows) == rows
+        for micro in batches:
+            of_groups = {row // 3 for row in micro.rows}
+            assert set(micro.rows) == {row for row in rows if row // 3 in of_groups}
+            assert micro.input_ids_bS.numel() <= budget or len(of_groups) == 1
+            assert_stands(micro, prompts, completions)
+
+
 def test_a_group_over_the_budget_is_split():
     prompts, completions = rollout([(10, [11] * 6)])
     batches = packed(prompts, completions, 40, "on")

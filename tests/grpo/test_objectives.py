@@ -247,6 +247,45 @@ def test_the_examples_of_own_objectives_are_those_of_their_papers(name, definiti
     assert objective(*empty, torch.zeros(1, LIMIT).double(), given[3], **others | {"ref_logp_bT": empty[1]}) == 0
 
 
+def tpo_of_groups(rows, group_of):
+    """-sum q log p of each group's completions that count, averaged over completions: equations 1 to 3."""
+    logp, loss = rows.logp.clone().requires_grad_(), 0.0
+    for group in set(group_of):
+        members = [(row, mask) for row, mask in rows.rows() if group_of[row] == group]
+        n = len(members)
+        old, new = (torch.stack([x[row][mask].sum() for row, mask in members]) for x in (rows.old, logp))
+        # The advantages were divided by the unbiased deviation.
+        u = torch.stack([rows.advantages[row, 0] for row, _ in members]) * math.sqrt(n / max(n - 1, 1))
+        p_old, p = old.exp() / old.exp().sum(), new.exp() / new.exp().sum()
+        q = p_old * u.exp() / (p_old * u.exp()).sum()
+        loss = loss - (q * p.log()).sum() * n / len(rows.kept)
+    (gradient,) = torch.autograd.grad(loss, logp)
+    return loss.item(), gradient
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tpo_fits_groups_to_their_targets_wherever_their_rows_stand(seed):
+    rows, objective, group_of = Rows(seed), example("tpo"), [3, 0, 3, 0, 3, 0, 7]
+    given = rows.old, rows.advantages, rows.weights("grpo"), torch.tensor(group_of)
+    expected, slopes = tpo_of_groups(rows, group_of)
+    for parts in ([range(7)], [[0, 2, 4], [6, 5, 3, 1]]):
+        logp = rows.logp.clone().requires_grad_()
+        loss = 0.0
+        for part in parts:
+            old, advantages, weights, group_b = (tensor[list(part)] for tensor in given)
+            loss = loss + objective(logp[list(part)], old, advantages, weights, None, group_b=group_b, beta=0.0)
+        assert loss.item() == pytest.approx(expected, rel=1e-9)
+        (gradient,) = torch.autograd.grad(loss, logp)
+        assert (gradient - slopes).abs().max() < 1e-9 * slopes.abs().max()
+    # At the target there is nothing left to learn.
+    reached = rows.old.clone().requires_grad_()
+    still = objective(reached, rows.old, 0 * rows.advantages, *given[2:3], None, group_b=given[3])
+    assert torch.autograd.grad(still, reached)[0].abs().max() < 1e-12
+    filler = torch.zeros(1, 1, requires_grad=True)
+    nothing = objective(filler, *torch.zeros(3, 1, 1), None, group_b=torch.zeros(1, dtype=torch.int64))
+    assert nothing == 0 and torch.autograd.grad(nothing, filler)[0] == 0
+
+
 def test_certain_tokens_and_distant_policies_stay_finite():
     values = [0.0, -1e-20, -1e-8, -1.0, -50.0, -1e4]
     for surrogate, (new, old), a in itertools.product(SURROGATES, itertools.product(values, values), (1.0, -1.0)):

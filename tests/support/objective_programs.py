@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from paths import SUPPORT
+from paths import ROOT, SUPPORT
 from rank_programs import build, counted, main
 
 from hybrid_grpo.config import GrpoConfig, RewardConfig
@@ -16,6 +16,7 @@ from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.model.ranks import rank, world_size
 from hybrid_grpo.rewards.loader import load_rewards
 from hybrid_grpo.rewards.scorer import Rewards
+from hybrid_grpo.run.inputs import load_objective
 from hybrid_grpo.run.reference import Reference
 from hybrid_grpo.trainer import Trainer
 
@@ -44,6 +45,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "clip_cov": {"preset": "clip_cov", "tokens_share": 0.2, "cov_low": -3.0},
     "kl_cov": {"preset": "kl_cov", "entropy_coef": 0.02, "entropy_target": 2.0},
     "icepop": {"preset": "icepop", "sampler_normalize": True, "beta": 0.2},
+    "tpo": {"objective": f"{ROOT}/training_scripts/objectives/tpo.py:tpo", "whole_groups": True, "loss_type": "grpo"},
     "process": {"scale_rewards": "batch"},
     "process, in pieces": {"scale_rewards": "batch"},
     "process, normalized": {"scale_rewards": "batch", "step_credit": "normalized"},
@@ -79,7 +81,8 @@ def objectives(folder: Path) -> dict[str, Any]:
             function = "letter_pieces" if name == "process, in pieces" else "letters"
             rewards.append(RewardConfig(f"{file}:{function}", weight=0.5))
         trainer.config = replace(trainer.config, rewards=rewards)
-        trainer.inputs = replace(task, rewards=Rewards(load_rewards(rewards), tokenizer=task.tokenizer))
+        scorer, own = Rewards(load_rewards(rewards), tokenizer=task.tokenizer), settings.get("objective")
+        trainer.inputs = replace(task, rewards=scorer, objective=load_objective(own))
         one = with_objective(trainer, GrpoConfig(**settings), reference)
         one.step(1)
         assert one.last_rollout is not None

@@ -247,5 +247,7 @@ def largest_micro_batch(config: TrainConfig, batch: BatchPlan, prompt: int, *, p
     completion_ids = [[0] * (config.rollout.longest(prompt) - prompt)] * len(prompt_ids)
     budget = token_budget(config.policy, on_gpu=on_gpu, gradients=True)
     rows, cpu = (prompt_ids, completion_ids, range(len(prompt_ids)), budget), torch.device("cpu")
-    parts = pack(*rows, cpu, share=config.policy.shared_prefix) if packs else pad(*rows, cpu)
+    together = batch.num_generations if config.grpo.whole_groups else 1
+    share = config.policy.shared_prefix
+    parts = pack(*rows, cpu, share=share, together=together) if packs else pad(*rows, cpu, together=together)
     return max(parts, key=lambda part: part.input_ids_bS.numel())
