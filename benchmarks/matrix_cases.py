@@ -147,6 +147,8 @@ REFUSED = [
     ("kl", "reward", "guests", _ANY),
     ("baseline", "critic", "guests", _ANY),
     ("teacher", "advantage", "guests", _ANY),
+    ("baseline", "optimal", "old log-probabilities", "with its mask"),
+    ("tokens", "some held", "guests", "learned"),
     ("teacher", _ANY, "source", "stream"),
     ("teacher", "itself", "turns", "environment"),
     ("guests", _ANY, "turns", _ANY),

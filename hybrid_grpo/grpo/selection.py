@@ -34,7 +34,8 @@ def select_tokens(
     """Return the advantages, 0 where a token is left out; the tokens whose drift is penalized (bool [B, T], None for
     all); and metrics. Only tokens that the policy wrote and learns from are selected or left out. Collective.
 
-    With N such tokens on all ranks, and n = ceil(tokens_share * N):
+    With N such tokens on all ranks, and n = ceil(tokens_share * N), where tokens that equal the last of n up to
+    rounding are chosen too:
 
     `top_entropy`: the n tokens of the highest entropy are learned from (arXiv:2506.01939).
 
@@ -51,10 +52,10 @@ def select_tokens(
     number = math.ceil(grpo.tokens_share * float(total(own_BT.sum())))
     if grpo.tokens == "top_entropy":
         assert old.entropy_BT is not None
-        chosen_BT = own_BT & _largest(old.entropy_BT.cpu(), own_BT, number, total)
+        chosen_BT = own_BT & _largest(_coarse(old.entropy_BT.cpu()), own_BT, number, total)
     else:
         assert old.logp_BT is not None
-        covariance_BT = _covariances(advantages_BT.cpu(), old.logp_BT.cpu(), own_BT, total)
+        covariance_BT = _coarse(_covariances(advantages_BT.cpu(), old.logp_BT.cpu(), own_BT, total))
         if grpo.tokens == "kl_cov":
             chosen_BT = own_BT & _largest(covariance_BT, own_BT, number, total)
         else:
@@ -72,6 +73,12 @@ def _covariances(advantages_BT: Tensor, logp_BT: Tensor, own_BT: Tensor, total: 
     sums = total(torch.cat([values_2BT[:, own_BT].sum(1), own_BT.sum().double()[None]]))
     distances_2BT = values_2BT - (sums[:2] / sums[2].clamp(min=1))[:, None, None]
     return distances_2BT.prod(0).float()
+
+
+def _coarse(values: Tensor) -> Tensor:
+    """Return float32 numbers rounded to 13 bits. The first tokens of a group's completions have one entropy but for
+    rounding, which would decide among them, in another way on another number of ranks."""
+    return ((values.contiguous().view(torch.int32) + 0x400) & ~0x7FF).view(torch.float32)
 
 
 def _draws(rollout: Rollout) -> Tensor:

@@ -99,3 +99,22 @@ def test_nothing_to_choose_from_is_no_error():
     for tokens, settings in SETTINGS.items():
         new, _, _ = select_tokens(none, advantages, old, GrpoConfig(tokens=tokens, **settings), lambda x: x)
         assert torch.equal(new, advantages)
+
+
+@pytest.mark.parametrize("tokens", ["top_entropy", "kl_cov"])
+def test_rounding_does_not_decide_among_tokens_that_are_alike(tokens):
+    """The completions of a prompt begin alike, and another number of ranks rounds their numbers in another way."""
+    rollout = Rollout([Prompt(0, "x", [1], {})], [Completion([7, 8, 9], [0.0] * 3, "stop") for _ in range(4)], 4)
+    grpo = GrpoConfig(tokens=tokens, tokens_share=0.17, drift_coef=1.0)
+    chosen, signs_B1 = [], torch.tensor([1.0, -1.0, 1.0, -1.0])[:, None]
+    for seed in range(8):
+        noise = 1 + 2e-7 * torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
+        entropy_BT, logp_BT = torch.tensor([1.7, 1.0, 0.5]) * noise, torch.tensor([-0.3, -1.0, -2.0]) * noise
+        advantages_BT, drifts_BT, _ = select_tokens(
+            rollout, signs_B1 * noise.roll(1, 0), OldPolicy(logp_BT, entropy_BT), grpo, lambda x: x
+        )
+        chosen.append((advantages_BT != 0 if drifts_BT is None else drifts_BT).tolist())
+    assert chosen == [chosen[0]] * 8
+    # Of covariances, 0.9 in the second and fourth completion comes before 0.8 in the others.
+    up, down = [True, False, False], [False, False, True]
+    assert chosen[0] == ([up] * 4 if tokens == "top_entropy" else [up, down] * 2)
