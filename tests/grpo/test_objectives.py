@@ -247,6 +247,18 @@ def test_the_examples_of_own_objectives_are_those_of_their_papers(name, definiti
     assert objective(*empty, torch.zeros(1, LIMIT).double(), given[3], **others | {"ref_logp_bT": empty[1]}) == 0
 
 
+def a2po_of_groups(rows, group_of):
+    """The squared distance of r - V and beta log(policy / reference), with V = 0.5 log mean exp(r / 0.5)."""
+    logp, loss = rows.logp.clone().requires_grad_(), 0.0
+    for row, mask in rows.rows():
+        members = [other for other in rows.kept if group_of[other] == group_of[row]]
+        value = 0.5 * math.log(sum(math.exp(rows.advantages[other, 0] / 0.5) for other in members) / len(members))
+        log_ratio = (logp[row] - 2 * rows.old[row])[mask].sum()
+        loss = loss + (rows.advantages[row, 0] - value - 0.3 * log_ratio) ** 2 / len(rows.kept)
+    (gradient,) = torch.autograd.grad(loss, logp)
+    return loss.item(), gradient
+
+
 def tpo_of_groups(rows, group_of):
     """-sum q log p of each group's completions that count, averaged over completions: equations 1 to 3."""
     logp, loss = rows.logp.clone().requires_grad_(), 0.0
@@ -263,26 +275,29 @@ def tpo_of_groups(rows, group_of):
     return loss.item(), gradient
 
 
+@pytest.mark.parametrize("name, definition", [("a2po", a2po_of_groups), ("tpo", tpo_of_groups)])
 @pytest.mark.parametrize("seed", range(4))
-def test_tpo_fits_groups_to_their_targets_wherever_their_rows_stand(seed):
-    rows, objective, group_of = Rows(seed), example("tpo"), [3, 0, 3, 0, 3, 0, 7]
+def test_examples_of_whole_groups_are_those_of_their_papers_wherever_rows_stand(name, definition, seed):
+    rows, objective, group_of = Rows(seed), example(name), [3, 0, 3, 0, 3, 0, 7]
     given = rows.old, rows.advantages, rows.weights("grpo"), torch.tensor(group_of)
-    expected, slopes = tpo_of_groups(rows, group_of)
+    expected, slopes = definition(rows, group_of)
     for parts in ([range(7)], [[0, 2, 4], [6, 5, 3, 1]]):
         logp = rows.logp.clone().requires_grad_()
         loss = 0.0
         for part in parts:
             old, advantages, weights, group_b = (tensor[list(part)] for tensor in given)
-            loss = loss + objective(logp[list(part)], old, advantages, weights, None, group_b=group_b, beta=0.0)
+            others = {"group_b": group_b, "beta": 0.3, "ref_logp_bT": 2 * old}
+            loss = loss + objective(logp[list(part)], old, advantages, weights, None, **others)
         assert loss.item() == pytest.approx(expected, rel=1e-9)
         (gradient,) = torch.autograd.grad(loss, logp)
         assert (gradient - slopes).abs().max() < 1e-9 * slopes.abs().max()
     # At the target there is nothing left to learn.
     reached = rows.old.clone().requires_grad_()
-    still = objective(reached, rows.old, 0 * rows.advantages, *given[2:3], None, group_b=given[3])
+    others = {"group_b": given[3], "beta": 0.3, "ref_logp_bT": rows.old}
+    still = objective(reached, rows.old, 0 * rows.advantages, *given[2:3], None, **others)
     assert torch.autograd.grad(still, reached)[0].abs().max() < 1e-12
-    filler = torch.zeros(1, 1, requires_grad=True)
-    nothing = objective(filler, *torch.zeros(3, 1, 1), None, group_b=torch.zeros(1, dtype=torch.int64))
+    filler, others = torch.zeros(1, 1, requires_grad=True), {**others, "ref_logp_bT": torch.zeros(1, 1)}
+    nothing = objective(filler, *torch.zeros(3, 1, 1), None, **others | {"group_b": torch.zeros(1, dtype=torch.int64)})
     assert nothing == 0 and torch.autograd.grad(nothing, filler)[0] == 0
 
 

@@ -4,8 +4,7 @@
     --grpo.loss_type grpo --grpo.scale_rewards none --grpo.beta 0.05
 
 For each completion, (A - beta sum log(policy / reference))^2 / 2, where the paper's learned value is the group's mean
-reward. A*-PO (arXiv:2505.20686) has the same loss, times 2, with the value beta_1 log mean exp(r / beta_1) of samples
-of the reference, whose limit for large beta_1 is the mean.
+reward. `a2po.py` has another value.
 """
 
 import torch
