@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from host_waits import HostWaits
-from paths import SUPPORT
+from paths import ROOT, SUPPORT
 from reward_helpers import in_time, inline, isolated
 from tiny_models import VOCABULARY, build, tiny_config
 
@@ -52,8 +52,8 @@ class Sampler:
                 on_finish(i, k, rows[-1])
         return Rollout(prompts, rows, G), Stats()
 
-    def micro_batches(self, prompt_ids, completion_ids, rows, *, gradients, places, supports, routing):
-        return pad(prompt_ids, completion_ids, rows, 16384, torch.device("cpu"))
+    def micro_batches(self, prompt_ids, completion_ids, rows, *, gradients, places, supports, routing, together):
+        return pad(prompt_ids, completion_ids, rows, 16384, torch.device("cpu"), together=together)
 
     def forward(self, micro, temperature):
         return torch.full(micro.mask_bT.shape, math.log(0.5), requires_grad=True), torch.zeros(micro.mask_bT.shape)
@@ -248,6 +248,12 @@ def test_an_own_loss_takes_the_place_of_the_built_in_one(tmp_path):
     # All advantages are 1, so the weights sum to 1: the built-in loss has ratio 1, the own one the log-probability.
     assert built_in.item() == pytest.approx(-1.0) and own.item() == pytest.approx(-math.log(0.5))
     assert run.meter.reduce()["policy/ratio_max"] == 1.0
+    with pytest.raises(
+        UserError, match=r"^grpo.objective .*tpo.py:tpo has an argument group_b, and without grpo.whole"
+    ):
+        load_objective(f"{ROOT}/training_scripts/objectives/tpo.py:tpo")
+    with pytest.raises(UserError, match=r"^grpo.whole_groups true tells the loss its groups, and"):
+        load_objective(lambda logp_bT: logp_bT.sum(), whole_groups=True)
     assert load_objective(own_loss := lambda *tensors, **others: tensors[0].sum()) is own_loss
     with pytest.raises(UserError, match=r"^grpo.objective .*losses.py has no function reinforced: did you mean"):
         load_objective(f"{file}:reinforced")
@@ -266,7 +272,7 @@ class InBfloat16(Policy):
         self.engine, self.waits, self.forwards = LogprobModel(model), waits, []
         self.engine.backward = lambda loss: loss.backward()
 
-    def micro_batches(self, prompt_ids, completion_ids, rows, *, gradients, places, supports, routing):
+    def micro_batches(self, prompt_ids, completion_ids, rows, *, gradients, places, supports, routing, together):
         return pack(prompt_ids, completion_ids, rows, 60, torch.device("cpu"), share="on", supports=supports)
 
     def forward(self, micro, temperature, more=None):

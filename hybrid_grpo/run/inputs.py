@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -106,7 +107,7 @@ class RunInputs(EvalInputs):
         """Read everything that the configuration names; raises UserError if something is missing or does not fit."""
         sets = held_out_sets(config)
         reward_sets = RewardSets(config, sets)
-        objective = load_objective(config.grpo.objective)
+        objective = load_objective(config.grpo.objective, whole_groups=config.grpo.whole_groups)
         sampler = Sampler.read(config.policy, config.rollout, needs_weights=config.needs_weights)
         trains_tower = config.policy.vision == "trained" and sampler.album is not None
         check_lora(config.lora, sampler.model_config, tower=trains_tower)
@@ -244,9 +245,23 @@ def read_eval_set(
     return EvalSet(held_out, prompts, rewards, sampler.stop_ids, config.run.seed, opened), fact
 
 
-def load_objective(given: str | Objective | None) -> Objective | None:
-    """Return the loss that `grpo.objective` names or is; None for the built-in one. A wrong name raises UserError."""
-    if not isinstance(given, str):
-        return given
-    found: Objective = import_object(given, f"grpo.objective {given}")
+def load_objective(given: str | Objective | None, *, whole_groups: bool = False) -> Objective | None:
+    """Return the loss that `grpo.objective` names or is; None for the built-in one. Raises UserError if the name is
+    wrong, or if `grpo.whole_groups` does not fit the loss's arguments."""
+    if given is None:
+        return None
+    found: Objective = import_object(given, f"grpo.objective {given}") if isinstance(given, str) else given
+    named = signature(found).parameters
+    needs = "group_b" in named and named["group_b"].default is Parameter.empty
+    takes = "group_b" in named or any(each.kind is Parameter.VAR_KEYWORD for each in named.values())
+    refuse(
+        needs and not whole_groups,
+        f"grpo.objective {function_text(given)} has an argument group_b, and without grpo.whole_groups no loss is told"
+        " its groups: set grpo.whole_groups to true",
+    )
+    refuse(
+        whole_groups and not takes,
+        f"grpo.whole_groups true tells the loss its groups, and grpo.objective {function_text(given)} has no argument"
+        " group_b: add it, or set grpo.whole_groups to false",
+    )
     return found

@@ -82,7 +82,8 @@ def objectives(folder: Path) -> dict[str, Any]:
             rewards.append(RewardConfig(f"{file}:{function}", weight=0.5))
         trainer.config = replace(trainer.config, rewards=rewards)
         scorer, own = Rewards(load_rewards(rewards), tokenizer=task.tokenizer), settings.get("objective")
-        trainer.inputs = replace(task, rewards=scorer, objective=load_objective(own))
+        objective = load_objective(own, whole_groups="whole_groups" in settings)
+        trainer.inputs = replace(task, rewards=scorer, objective=objective)
         one = with_objective(trainer, GrpoConfig(**settings), reference)
         one.step(1)
         assert one.last_rollout is not None
