@@ -271,7 +271,7 @@ def pad(
 ) -> list[MicroBatch]:
     """Make micro-batches as `pack` does, but pad rows to the longest, for models that cannot be packed. Collective."""
     units = _units(_rows(prompt_ids, completion_ids, rows, places, supports), together)
-    parts = plan_rows([len(unit) * max(row.tokens for row in unit) for unit in units], budget)
+    parts = plan_rows([max(row.tokens for row in unit) for unit in units], budget, list(map(len, units)))
     return _filled([_padded([row for i in part for row in units[i]], device, sight) for part in parts], device)
 
 
@@ -286,16 +286,19 @@ def _filled(batches: list[MicroBatch], device: torch.device) -> list[MicroBatch]
     return batches + _fillers(most - len(batches), device, packed=False)
 
 
-def plan_rows(lengths: Sequence[int], budget: int) -> list[list[int]]:
+def plan_rows(lengths: Sequence[int], budget: int, sizes: Sequence[int] | None = None) -> list[list[int]]:
     """Partition rows so that each part, padded to its longest row, has at most `budget` tokens; a longer row is alone.
-    The longest rows come first, so that a run that needs too much memory fails at once."""
+    The longest rows come first, so that a run that needs too much memory fails at once. With `sizes`, what is divided
+    are units of so many rows, and `lengths` are those of their longest."""
     parts: list[list[int]] = []
-    longest = 0
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        if not parts or (len(parts[-1]) + 1) * longest > budget:
+    longest = rows = 0
+    for unit in sorted(range(len(lengths)), key=lambda unit: -lengths[unit]):
+        size = 1 if sizes is None else sizes[unit]
+        if not parts or (rows + size) * longest > budget:
             parts.append([])
-            longest = lengths[row]
-        parts[-1].append(row)
+            longest, rows = lengths[unit], 0
+        parts[-1].append(unit)
+        rows += size
     return parts
 
 
