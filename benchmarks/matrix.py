@@ -1,6 +1,6 @@
 """Train with combinations of settings that together contain every pair of values, and check each run's promises.
 
-    python benchmarks/matrix.py                        all cases, two at a time: a quarter of an hour on two cores
+    python benchmarks/matrix.py                        all cases, two at a time: twenty minutes on two cores
     python benchmarks/matrix.py --cases 3,17           only these
     python benchmarks/matrix.py --only 5               five that are drawn by the commit
     python benchmarks/matrix.py --json [FILE]          numbers into a file, by default benchmarks/results/matrix.json

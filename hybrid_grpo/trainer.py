@@ -294,7 +294,7 @@ class Trainer(Stage):
         """Split rows into micro-batches within the token budget, the same number on every rank. Collective."""
         prompts, completions, places = rollout.read_ids
         recorded: dict[str, Any] = {"supports": rollout.supports, "routing": rollout.routing}
-        recorded["together"] = rollout.num_generations if self.config.grpo.whole_groups else 1
+        recorded["together"] = rollout.num_generations if self.config.grpo.whole_groups and gradients else 1
         return self.policy.micro_batches(prompts, completions, rows, gradients=gradients, places=places, **recorded)
 
     def refresh_reference(self, step: int) -> None:

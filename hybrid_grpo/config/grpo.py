@@ -267,7 +267,7 @@ class GrpoConfig:
         for names, idle, because in (
             ("kl_estimator kl_in kl_unbiased ref_every", self.beta == 0, no_reference),
             ("ref_mix", self.ref_every == 0, "grpo.ref_every 0: set grpo.ref_every"),
-            ("whole_groups", self.objective is None, "the built-in loss, which compares no completions: set objective"),
+            ("whole_groups", self.objective is None, "the built-in loss, which compares none: set grpo.objective"),
             ("dual_clip", no_clip, f"grpo.surrogate {used}: set grpo.surrogate to clip"),
             (
                 "epsilon_low",

@@ -282,15 +282,16 @@ def _still_to_come(steps: Steps, lengths: list[int], discount: float) -> Tensor:
     assert len(steps) == len(lengths)
     assert all(1 <= end <= length for row, length in zip(steps, lengths, strict=True) for end, _ in row)
     at_end_BT = torch.zeros(len(steps), max(lengths), dtype=torch.float64)
-    passed_on_BT = torch.ones_like(at_end_BT)
     places = [(row, end - 1, value) for row, ends in enumerate(steps) for end, value in ends]
-    if places:
-        rows, tokens, values = zip(*places, strict=True)
-        index = (torch.tensor(rows), torch.tensor(tokens))
-        at_end_BT.index_put_(index, torch.tensor(values, dtype=torch.float64), accumulate=True)
-        passed_on_BT[index] = discount
+    if not places:
+        return at_end_BT
+    rows, tokens, values = zip(*places, strict=True)
+    index = (torch.tensor(rows), torch.tensor(tokens))
+    at_end_BT.index_put_(index, torch.tensor(values, dtype=torch.float64), accumulate=True)
     if discount == 1:
         return at_end_BT.flip(1).cumsum(1).flip(1)
+    passed_on_BT = torch.ones_like(at_end_BT)
+    passed_on_BT[index] = discount
     for t in reversed(range(at_end_BT.shape[1] - 1)):
         at_end_BT[:, t] += passed_on_BT[:, t] * at_end_BT[:, t + 1]
     return at_end_BT

@@ -11,7 +11,7 @@ from hybrid_grpo.config.presets import preset_fact, presets
 
 REFUSED = [
     ({"epsilon_low": 1.0}, "grpo.epsilon_low 1.0 must be in (0, 1)"),
-    ({"whole_groups": True}, "grpo.whole_groups true has no effect with the built-in loss, which compares no complet"),
+    ({"whole_groups": True}, "grpo.whole_groups true has no effect with the built-in loss, which compares none: set"),
     ({"dual_clip": 1.0}, "grpo.dual_clip 1.0 must be greater than 1"),
     ({"dual_clip": 3.0, "surrogate": "cispo"}, "grpo.dual_clip 3.0 has no effect with grpo.surrogate cispo"),
     ({"epsilon_low": 0.3, "surrogate": "cispo"}, "grpo.epsilon_low 0.3 has no effect with grpo.surrogate cispo"),
