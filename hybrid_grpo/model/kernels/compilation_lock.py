@@ -13,30 +13,34 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from torch.utils.cpp_extension import get_default_build_root
+from torch.utils import cpp_extension
 
 from hybrid_grpo.config.errors import UserError
 
 _COMPILE_SECONDS = 600
 """Longer than any kernel takes to compile; the slowest, CPUAdam, took 225 s on two busy cores."""
+_LEAVES_LOCKS = hasattr(cpp_extension, "FileBaton")
+"""Whether this torch locks by the existence of a file. Since 2.15 it locks the file itself, and never removes it."""
 
 
 @contextlib.contextmanager
 def compilation_lock(kernel: str) -> Iterator[None]:
     """A context in which no other hybrid_grpo process compiles this kernel. Raises UserError if compilation fails.
 
-    torch's own lock is the existence of a file: a killed process leaves it behind, and torch would wait forever. The
-    owner of this lock removes the file that was left behind.
+    Before 2.15, torch's own lock is the existence of a file: a killed process leaves it behind, and torch would wait
+    forever. The owner of this lock removes the file that was left behind.
     """
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", get_default_build_root()))
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", cpp_extension.get_default_build_root()))
     root.mkdir(parents=True, exist_ok=True)
     with (root / f"{kernel}.owner").open("a+") as owner:
         _wait_while(lambda: not _locked(owner), kernel)
         owner.seek(0)
-        if not owner.read():
-            _wait_while(lambda: any(_age(path) < _COMPILE_SECONDS for path in root.glob(f"**/{kernel}/lock")), kernel)
-        for path in root.glob(f"**/{kernel}/lock"):
-            path.unlink(missing_ok=True)
+        if _LEAVES_LOCKS:
+            locks = functools.partial(root.glob, f"**/{kernel}/lock")
+            if not owner.read():
+                _wait_while(lambda: any(_age(path) < _COMPILE_SECONDS for path in locks()), kernel)
+            for path in locks():
+                path.unlink(missing_ok=True)
         owner.write(str(os.getpid()))
         owner.flush()
         compiles, start = not any(root.glob(f"**/{kernel}/{kernel}.so")), time.monotonic()

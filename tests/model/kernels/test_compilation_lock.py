@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.model.kernels import compilation_lock as module
 from hybrid_grpo.model.kernels.compilation_lock import compilation_lock
 
 
@@ -21,8 +22,9 @@ def kernels_of(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("left_by", ["a process of ours", "another program, long ago"])
-def test_a_lock_of_a_killed_compiler_is_not_waited_for(kernels_of, tmp_path, left_by):
+def test_a_lock_of_a_killed_compiler_is_not_waited_for(kernels_of, tmp_path, monkeypatch, left_by):
     """torch would wait for ever."""
+    monkeypatch.setattr(module, "_LEAVES_LOCKS", True)
     kernels_of.touch()
     if left_by == "a process of ours":
         (tmp_path / "a_kernel.owner").write_text("12345")
@@ -31,6 +33,14 @@ def test_a_lock_of_a_killed_compiler_is_not_waited_for(kernels_of, tmp_path, lef
     with compilation_lock("a_kernel"):
         assert not kernels_of.exists()
     assert not (tmp_path / "a_kernel.owner").read_text()
+
+
+def test_a_lock_file_of_a_torch_that_never_removes_it_is_not_waited_for(kernels_of, monkeypatch):
+    """After its first start with torch 2.15, the next ones waited for ten minutes."""
+    monkeypatch.setattr(module, "_LEAVES_LOCKS", False)
+    kernels_of.touch()
+    with compilation_lock("a_kernel"):
+        assert kernels_of.exists()
 
 
 @pytest.mark.process
