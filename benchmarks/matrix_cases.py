@@ -21,9 +21,10 @@ Pair = frozenset[Choice]
 Case = dict[str, str]
 """A value of every dimension."""
 
-SUPPORT = ROOT / "tests" / "support"
+SUPPORT, OBJECTIVES = ROOT / "tests" / "support", ROOT / "training_scripts" / "objectives"
 _TOOLS = {"rollout.tools": [f"{SUPPORT}/slow_tools.py:look_up"]}
 _TURNS = {"rollout.max_turns": 3, "rollout.max_tool_tokens": 12}
+_STEPS = {"rewards": [{"function": "answers.py:pieces"}]}
 DIMENSIONS: dict[str, dict[str, Settings]] = {
     "ranks": {"1": {}, "2": {}, "3": {}},
     "zero": {stage: {"engine.zero_stage": int(stage)} for stage in "3210"},
@@ -52,6 +53,8 @@ DIMENSIONS: dict[str, dict[str, Settings]] = {
         "gspo": {"grpo.importance": "sequence", "grpo.epsilon_low": 3e-4, "grpo.epsilon_high": 4e-4},
         "cispo": {"grpo.surrogate": "cispo", "grpo.epsilon_high": 4.0, "grpo.entropy_coef": 0.01},
         "dppo": {"grpo.surrogate": "dppo_kl", "grpo.entropy_target": 1.0, "grpo.off_policy_mask": 0.1},
+        "own": {"grpo.objective": f"{OBJECTIVES}/vespo.py:vespo"},
+        "of whole groups": {"grpo.objective": f"{OBJECTIVES}/tpo.py:tpo", "grpo.whole_groups": True},
     },
     "average": {name: {"grpo.loss_type": name} for name in ("dapo", "grpo", "dr_grpo")},
     "baseline": {
@@ -61,6 +64,12 @@ DIMENSIONS: dict[str, dict[str, Settings]] = {
         "gdpo": {"grpo.combine_rewards": "normalize", "grpo.scale_rewards": "batch"},
         "optimal": {"grpo.baseline": "optimal", "grpo.scale_rewards": "mean"},
         "critic": {"critic.enabled": True, "critic.lr": 1e-3, "critic.lam": 0.9},
+    },
+    "steps": {
+        "none": {},
+        "to go": _STEPS,
+        "their own": {**_STEPS, "grpo.step_discount": 0.0},
+        "normalized": {**_STEPS, "grpo.step_credit": "normalized"},
     },
     "tokens": {
         "all": {},
@@ -114,6 +123,13 @@ DIMENSIONS: dict[str, dict[str, Settings]] = {
         "solved left out": {"curriculum.skip_above": 0.5},
     },
     "source": {"whole": {}, "stream": {"streaming.enabled": True, "streaming.block": 12}},
+    "carry": {"none": {}, "a fifth": {"rollout.carry": 0.2}},
+    "drafts": {"off": {}, "siblings": {"rollout.drafts": "siblings"}},
+    "sampling": {
+        "plain": {},
+        "filtered": {"rollout.temperature": 0.8, "rollout.min_p": 0.05},
+        "changed": {"rollout.repetition_penalty": 1.2, "rollout.min_completion_tokens": 2},
+    },
     "decoder": {
         "paged": {},
         "4 slots": {"rollout.max_slots": 4},
@@ -128,12 +144,18 @@ DIMENSIONS: dict[str, dict[str, Settings]] = {
         "none": {},
         "skip": {
             "alarms.failing_rewards": {"above": 0.1, "patience": 1, "action": "skip"},
-            "rewards": [{"function": "answers.py:early"}, {"function": "answers.py:fails_in_step_2"}],
+            "rewards": [{"function": "answers.py:fails_in_step_2"}],
             "scoring.max_failed_frac": 1.0,
         },
     },
+    "balance": {"auto": {}, "off": {"grpo.balance": "off"}},
+    "schedule": {
+        "constant": {},
+        "cosine": {"policy.lr_schedule": "cosine", "policy.warmup_steps": 1, "policy.weight_decay": 0.1},
+    },
     "checkpoints": {
         "every step": {},
+        "waited for": {"checkpoint.asynchronous": False},
         "every second": {"checkpoint.every": 2},
         "first and last": {"checkpoint.every": 0},
     },
@@ -155,6 +177,16 @@ REFUSED = [
     ("guests", "learned", "old log-probabilities", "with its mask"),
     ("guests", _ANY, "source", "stream"),
     ("curriculum", _ANY, "source", "stream"),
+    ("baseline", "critic", "steps", "their own"),
+    ("baseline", "critic", "steps", "normalized"),
+    ("carry", _ANY, "turns", _ANY),
+    ("carry", _ANY, "guests", _ANY),
+    ("carry", _ANY, "groups", _ANY),
+    ("carry", _ANY, "source", _ANY),
+    ("carry", _ANY, "decoder", "generate()"),
+    ("carry", _ANY, "old log-probabilities", "filtered"),
+    ("drafts", _ANY, "decoder", "generate()"),
+    ("sampling", "changed", "old log-probabilities", "with its mask"),
 ]
 """Values that cannot be combined; _ANY stands for all values of a dimension except its first."""
 RECIPE: dict[str, Any] = {
@@ -179,6 +211,10 @@ def short(completions, **columns):
 def fails_in_step_2(completions, trainer_state, **columns):
     rewards = short(completions)
     return [float("nan")] * len(rewards) if trainer_state.global_step == 2 else rewards
+
+
+def pieces(completion_ids, **columns):
+    return [[(end, ids[end - 1] % 3 / 2) for end in range(1, len(ids) + 1, 2)] for ids in completion_ids]
 
 
 def user(messages):
@@ -206,7 +242,10 @@ def pairs() -> dict[Pair, bool]:
 
 def arguments(case: Case) -> list[str]:
     """The settings of a case as command line arguments."""
-    settings = {k: v for dimension, value in case.items() for k, v in DIMENSIONS[dimension][value].items()}
+    chosen = [(k, v) for dimension, value in case.items() for k, v in DIMENSIONS[dimension][value].items()]
+    settings = dict(chosen)
+    if "rewards" in settings:
+        settings["rewards"] = [*RECIPE["rewards"], *(reward for k, v in chosen if k == "rewards" for reward in v)]
     return [f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in settings.items()]
 
 

@@ -23,7 +23,8 @@ SCRIPTS = ROOT / "training_scripts"
 
 def shell(script: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run lines of bash in the repository; programs in `folder` come first on the path."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("DS_ACCELERATOR", "SKIP_SETUP")}
+    unset = ("DS_ACCELERATOR", "SKIP_SETUP", "TORCH_VERSION", "TORCH_INDEX")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
     environment |= {"PATH": f"{folder}:{os.environ['PATH']}", **variables}
     return subprocess.run(
         ["bash", "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
@@ -213,7 +214,8 @@ def capturing(monkeypatch):
     class Graph:
         replay = None
 
-        def capture_begin(self, *_, **__):
+        def capture_begin(self, pool, *, capture_error_mode, **_):
+            seen.log.append((pool, capture_error_mode))
             if seen.fails == "begin":
                 raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
 
@@ -228,13 +230,8 @@ def capturing(monkeypatch):
         def __exit__(self, *_):
             seen.stream = seen.before
 
-    def make(self, graph, pool=None, stream=None, capture_error_mode="global"):
-        self.pool = () if pool is None else (pool,)
-        self.stream_ctx, self.cuda_graph, self.capture_error_mode = Side(), graph, capture_error_mode
-        self._enable_annotations, self.check_input_liveness = False, False
-        seen.log.append((pool, capture_error_mode))
-
-    monkeypatch.setattr(torch.cuda.graphs.graph, "__init__", make)
+    monkeypatch.setattr(torch.cuda.graphs.graph, "default_capture_stream", "side")
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: Side())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: seen.stream)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(seen, "stream", stream))

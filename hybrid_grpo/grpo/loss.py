@@ -17,6 +17,7 @@ from torch import Tensor
 from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.data.batch import Numbers, TrainBatch
 from hybrid_grpo.grpo.correction import sampler_correction
+from hybrid_grpo.grpo.objective import Objective
 from hybrid_grpo.grpo.surrogates import LOG_RATIO_LIMIT, exp, masked, off_policy_factor, surrogate
 
 
@@ -41,11 +42,6 @@ class LossStats:
             "policy/ratio_max": (self.ratio_max, self.tokens.clamp(max=1)),
             "policy/kl": (self.kl / divisor, self.tokens),
         }
-
-
-Objective = Callable[..., Tensor]
-"""The user's own loss, `grpo.objective`: called with the arguments of `policy_loss`, and with `grpo.whole_groups` with
-`group_b` (see `TrainBatch`), it returns the scalar loss."""
 
 
 def micro_batch_loss(

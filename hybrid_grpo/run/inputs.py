@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -15,14 +14,13 @@ from hybrid_grpo.config.composition import EvaluationConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.config.held_out import HeldOut, held_out_sets
-from hybrid_grpo.config.user_code import import_object
 from hybrid_grpo.data.batch import Numbers, Prompt, Rollout
 from hybrid_grpo.data.overlap import count_equal
 from hybrid_grpo.data.pictures import check_vision
 from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.data.sources import held_out_source
 from hybrid_grpo.data.training_prompts import TrainingPrompts
-from hybrid_grpo.grpo.loss import Objective
+from hybrid_grpo.grpo.objective import Objective, load_objective
 from hybrid_grpo.model.lora import check_lora
 from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.rewards.models.reward_model import RewardModel, Shard
@@ -107,7 +105,7 @@ class RunInputs(EvalInputs):
         """Read everything that the configuration names; raises UserError if something is missing or does not fit."""
         sets = held_out_sets(config)
         reward_sets = RewardSets(config, sets)
-        objective = load_objective(config.grpo.objective, whole_groups=config.grpo.whole_groups)
+        objective = load_objective(config.grpo)
         sampler = Sampler.read(config.policy, config.rollout, needs_weights=config.needs_weights)
         trains_tower = config.policy.vision == "trained" and sampler.album is not None
         check_lora(config.lora, sampler.model_config, tower=trains_tower)
@@ -243,25 +241,3 @@ def read_eval_set(
     if partners is not None:
         opened = partial(partners.opened, step=f"eval {held_out.name}")
     return EvalSet(held_out, prompts, rewards, sampler.stop_ids, config.run.seed, opened), fact
-
-
-def load_objective(given: str | Objective | None, *, whole_groups: bool = False) -> Objective | None:
-    """Return the loss that `grpo.objective` names or is; None for the built-in one. Raises UserError if the name is
-    wrong, or if `grpo.whole_groups` does not fit the loss's arguments."""
-    if given is None:
-        return None
-    found: Objective = import_object(given, f"grpo.objective {given}") if isinstance(given, str) else given
-    named = signature(found).parameters
-    needs = "group_b" in named and named["group_b"].default is Parameter.empty
-    takes = "group_b" in named or any(each.kind is Parameter.VAR_KEYWORD for each in named.values())
-    refuse(
-        needs and not whole_groups,
-        f"grpo.objective {function_text(given)} has an argument group_b, and without grpo.whole_groups no loss is told"
-        " its groups: set grpo.whole_groups to true",
-    )
-    refuse(
-        whole_groups and not takes,
-        f"grpo.whole_groups true tells the loss its groups, and grpo.objective {function_text(given)} has no argument"
-        " group_b: add it, or set grpo.whole_groups to false",
-    )
-    return found

@@ -13,10 +13,10 @@ from rank_programs import build, counted, main
 
 from hybrid_grpo.config import GrpoConfig, RewardConfig
 from hybrid_grpo.config.checks import batch_plan
+from hybrid_grpo.grpo.objective import load_objective
 from hybrid_grpo.model.ranks import rank, world_size
 from hybrid_grpo.rewards.loader import load_rewards
 from hybrid_grpo.rewards.scorer import Rewards
-from hybrid_grpo.run.inputs import load_objective
 from hybrid_grpo.run.reference import Reference
 from hybrid_grpo.trainer import Trainer
 
@@ -81,8 +81,8 @@ def objectives(folder: Path) -> dict[str, Any]:
             function = "letter_pieces" if name == "process, in pieces" else "letters"
             rewards.append(RewardConfig(f"{file}:{function}", weight=0.5))
         trainer.config = replace(trainer.config, rewards=rewards)
-        scorer, own = Rewards(load_rewards(rewards), tokenizer=task.tokenizer), settings.get("objective")
-        objective = load_objective(own, whole_groups="whole_groups" in settings)
+        scorer = Rewards(load_rewards(rewards), tokenizer=task.tokenizer)
+        objective = load_objective(GrpoConfig(**settings))
         trainer.inputs = replace(task, rewards=scorer, objective=objective)
         one = with_objective(trainer, GrpoConfig(**settings), reference)
         one.step(1)

@@ -99,6 +99,7 @@ class Guests(Feature):
             others: dict[str, Any] = {"ref_logp_bT": None, "entropy_bT": zeros_bT, "correction_bT": None}
             loss, stats = policy_loss(*tensors, self.config.grpo, beta=0.0, **others)
             if self.inputs.objective is not None:
+                others["ref_logp_bT"] = batch.ref_logp_bT
                 loss = self.inputs.objective(*tensors, self.config.grpo, beta=0.0, **others)
             total, numbers = total + loss, numbers | _numbers(name, stats)
         return total, numbers
