@@ -23,7 +23,7 @@ setup(
         "hybrid_grpo.records.publishing": ["*.j2"],
         "hybrid_grpo.watch": ["page/*", "page/uplot/*"],
     },
-    python_requires=">=3.10,<3.14",
+    python_requires=">=3.11,<3.14",  # transformers asks for 3.11
     install_requires=[
         "torch>=2.11",
         "accelerate>=1.1",  # transformers asks for it when it loads under ZeRO-3
@@ -59,7 +59,7 @@ setup(
         "pictures": ["num2words>=0.5", "pillow>=10.1"],
         "search": ["bm25s>=0.3"],
         # The last versions whose environments are made by load_environment.
-        "verifiers": ["verifiers>=0.3.1,<0.4; python_version >= '3.11'"],
+        "verifiers": ["verifiers>=0.3.1,<0.4"],
         "dev": [
             "bm25s>=0.3",
             "ftfy>=6.3",

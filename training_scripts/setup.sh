@@ -11,8 +11,8 @@ setup() {
     local extras=${1:-} python=${PYTHON:-python3} start=$SECONDS
     if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
         if [ ! -x .venv/bin/python ]; then
-            "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || {
-                echo "setup: $python is not Python 3.10 to 3.13; name one with PYTHON=python3.11" >&2
+            "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || {
+                echo "setup: $python is not Python 3.11 to 3.13; name one with PYTHON=python3.11" >&2
                 return 1
             }
             echo "setup: making the environment .venv"

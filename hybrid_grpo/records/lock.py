@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         path = folder / ".lock"
-        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        now = datetime.now(UTC).isoformat(timespec="seconds")
         self._owner: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "since": now, "beat": 0}
         try:
             self._file = _locked(folder)

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
@@ -114,7 +114,7 @@ def _set_aside(path: Path, why: str) -> str:
 
 def _provenance() -> dict[str, str]:
     return {
-        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": ", ".join([f"python {platform.python_version()}", *(f"{p} {version(p)}" for p in _PACKAGES)]),
         "git commit": _git_commit(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {os.cpu_count()} cores",

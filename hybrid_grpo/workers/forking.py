@@ -170,7 +170,7 @@ async def _work_async(connection: socket.socket, callees: Sequence[Callee]) -> N
     async def answer(number: int, index: int, call: Call, timeout_s: float) -> None:
         try:
             reply = await asyncio.wait_for(callees[index].reply_async(call), timeout_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             reply = timed_out(timeout_s, len(call.expected))
         writer.write(framed(encode_reply(number, reply)))
 

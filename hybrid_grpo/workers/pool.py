@@ -171,7 +171,7 @@ class Workers:
         worker = self._free(index)
         try:
             reply = await asyncio.wait_for(worker.ask(index, call, timeout_s), timeout_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             worker.end()
             return timed_out(timeout_s, rows)
         except EOFError:
@@ -216,7 +216,7 @@ class Tasks:
         worker = self._worker = self._worker or Worker(self._fork_server, asyncio.get_running_loop(), "async")
         try:
             reply = await asyncio.wait_for(worker.ask(index, call, timeout_s), timeout_s + _ASYNC_GRACE_SECONDS)
-        except (asyncio.TimeoutError, EOFError):
+        except (TimeoutError, EOFError):
             self._lose(worker)
             return None
         if reply.spent:
@@ -243,7 +243,7 @@ class Threads:
             threading.Thread(target=self._run, args=(answer, function, call), name="callee", daemon=True).start()
             try:
                 return await asyncio.wait_for(asyncio.wrap_future(answer), timeout_s)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 return timed_out(timeout_s, len(call.expected))
 
     def _run(self, answer: Future[Reply], function: Callee, call: Call) -> None:

@@ -185,7 +185,7 @@ class _Client:
         try:
             async with self._slots:
                 text = await asyncio.wait_for(self._post(body), timeout_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise _AttemptError(f"gave no complete answer within {timeout_s:g} s") from None
         except httpx.HTTPError as error:
             raise _broken(error) from None

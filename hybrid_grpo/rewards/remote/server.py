@@ -115,7 +115,7 @@ class _Endpoint:
         try:
             body = await asyncio.wait_for(self._body(request), self._config.timeout_s)
             answer = await asyncio.get_running_loop().run_in_executor(self._threads, self._answered, body)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise HTTPException(HTTPStatus.REQUEST_TIMEOUT, "the request did not arrive in time") from None
         finally:
             self._answering -= 1
