@@ -36,7 +36,7 @@ from typing import Any
 
 from fault_bench import PROGRAM, Bench, started
 from forks import Ranks
-from matrix_cases import DIMENSIONS, ROOT, Case, Pair, arguments, make_task, pairs
+from matrix_cases import DIMENSIONS, ROOT, Case, Pair, arguments, make_task, pairs, refused_pairs
 
 CANDIDATES = 10
 """Rows that the generator draws for each that it keeps."""
@@ -220,7 +220,7 @@ def main() -> int:
     parser.add_argument("--only", type=int, metavar="N", help="N cases that are drawn by the commit")
     parser.add_argument("--json", type=Path, nargs="?", const=ROOT / "benchmarks/results/matrix.json")
     options = parser.parse_args()
-    cases, impossible = covering(), [pair for pair, possible in pairs().items() if not possible]
+    cases, impossible = covering(), refused_pairs()
     chosen, some = list(range(len(cases))), bool(options.cases or options.only)
     if some:
         chosen = [int(n) for n in options.cases.split(",")] if options.cases else drawn(chosen, options.only)

@@ -179,6 +179,8 @@ REFUSED = [
     ("curriculum", _ANY, "source", "stream"),
     ("baseline", "critic", "steps", "their own"),
     ("baseline", "critic", "steps", "normalized"),
+    ("baseline", "gdpo", "steps", "their own"),
+    ("baseline", "gdpo", "steps", "normalized"),
     ("carry", _ANY, "turns", _ANY),
     ("carry", _ANY, "guests", _ANY),
     ("carry", _ANY, "groups", _ANY),
@@ -189,6 +191,8 @@ REFUSED = [
     ("sampling", "changed", "old log-probabilities", "with its mask"),
 ]
 """Values that cannot be combined; _ANY stands for all values of a dimension except its first."""
+LATE = frozenset({("baseline", "gdpo"), ("steps", "to go")})
+"""A pair that is refused too, but after the first rollout: only then are there rewards of steps."""
 RECIPE: dict[str, Any] = {
     "run": {"name": "run", "steps": 3, "resume": "auto"},
     "policy": {"model": "model", "lr": 1e-3, "micro_batch_tokens": 48},
@@ -234,10 +238,15 @@ def pairs() -> dict[Pair, bool]:
     for (one, its), (other, theirs) in combinations(DIMENSIONS.items(), 2):
         for a, b in product(its, theirs):
             pair = (one, a), (other, b)
-            found[frozenset(pair)] = not any(
+            found[frozenset(pair)] = set(pair) != LATE and not any(
                 fits(pair[k], *rule[:2]) and fits(pair[1 - k], *rule[2:]) for rule in REFUSED for k in (0, 1)
             )
     return found
+
+
+def refused_pairs() -> list[Pair]:
+    """The pairs that are refused before a model loads."""
+    return [pair for pair, possible in pairs().items() if not possible and pair != LATE]
 
 
 def arguments(case: Case) -> list[str]:

@@ -264,6 +264,7 @@ class GrpoConfig:
         no_clip, no_high = used != "clip", used in ("sapo", "ratio")
         clips_nothing = f"grpo.surrogate {used}, which clips no gradient: set grpo.surrogate to clip"
         no_reference = "grpo.beta 0, which loads no reference: set grpo.beta"
+        of_wholes = "which is not defined for rewards of steps: set that to"
         for names, idle, because in (
             ("kl_estimator kl_in kl_unbiased ref_every", self.beta == 0, no_reference),
             ("ref_mix", self.ref_every == 0, "grpo.ref_every 0: set grpo.ref_every"),
@@ -285,6 +286,16 @@ class GrpoConfig:
                 "sampler_ratio_max sampler_ratio_min sampler_normalize",
                 uncorrected,
                 "grpo.sampler_correction none: set that to truncate or mask",
+            ),
+            (
+                "step_credit step_discount",
+                self.combine_rewards == "normalize",
+                f"grpo.combine_rewards normalize, {of_wholes} sum",
+            ),
+            (
+                "step_credit step_discount",
+                self.baseline == "best_other",
+                f"grpo.baseline best_other, {of_wholes} mean",
             ),
             ("max_resamples", not self.dynamic_sampling, "grpo.dynamic_sampling false: set that to true"),
         ):

@@ -18,6 +18,14 @@ REFUSED = [
     ({"importance": "sequence", "surrogate": "cispo"}, "grpo.importance sequence is not defined for grpo.surrogate"),
     ({"baseline": "leave_one_out", "scale_rewards": "batch"}, "grpo.baseline leave_one_out multiplies all advantages"),
     ({"combine_rewards": "normalize"}, "grpo.combine_rewards normalize and grpo.scale_rewards group divide"),
+    (
+        {"combine_rewards": "normalize", "scale_rewards": "batch", "step_discount": 0.0},
+        "grpo.step_discount 0.0 has no effect with grpo.combine_rewards normalize, which is not defined for rewards of",
+    ),
+    (
+        {"baseline": "best_other", "step_credit": "normalized"},
+        "grpo.step_credit normalized has no effect with grpo.baseline best_other, which is not defined for rewards of",
+    ),
     ({"kl_target": 0.0, "beta": 0.1}, "grpo.kl_target 0.0 must be greater than 0"),
     ({"kl_target": 0.1}, "grpo.kl_target 0.1 multiplies grpo.beta, and 0 stays 0: set grpo.beta"),
     ({"kl_in": "reward"}, "grpo.kl_in reward has no effect with grpo.beta 0, which loads no reference: set grpo.beta"),
