@@ -31,7 +31,7 @@ def moved(size: str, layers: int, counted: Callable[[], Any], products: Containe
     with fake:
         model.to_empty(device="cpu")
     model.train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
     for parameter in model.parameters():
         # The engine takes gradients as soon as they are there.
         parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))

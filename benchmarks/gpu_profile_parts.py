@@ -197,7 +197,7 @@ def splits(bench: Bench, found: Found) -> None:
 def _micro_batch(bench: Bench) -> tuple[Callable[[], None], float, int]:
     """What runs forward and backward of a prompt and its completions; floating-point operations, and tokens."""
     prompt, count, length = bench.sizes.micro_batch
-    bench.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recomputed})
+    bench.model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": recomputed})
     scored, given = LogprobModel(bench.model).train(), micro_batch(bench.device, prompt, count, length)
 
     def work() -> None:

@@ -174,6 +174,7 @@ REFUSED = [
     ("teacher", _ANY, "source", "stream"),
     ("teacher", "itself", "turns", "environment"),
     ("guests", _ANY, "turns", _ANY),
+    ("guests", "learned", "loss", "of whole groups"),
     ("guests", "learned", "old log-probabilities", "with its mask"),
     ("guests", _ANY, "source", "stream"),
     ("curriculum", _ANY, "source", "stream"),

@@ -115,7 +115,7 @@ def test_fused_layers_train_as_those_of_transformers(architecture, checkpointing
         monkeypatch.setattr("hybrid_grpo.model.logprobs.adopt_layers", adopt)
         model = build(tiny_config(architecture, hidden=128), ATTENTION).to("cuda").train()
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
         logp, _ = LogprobModel(model)(*micro.inputs, 1.0)
         (logp * torch.linspace(-1, 1, len(logp), device="cuda")).sum().backward()
         taken = sum("forward" in module.__dict__ for module in model.base_model.modules())

@@ -255,7 +255,7 @@ class InBfloat16(Policy):
 
     def __init__(self, waits: HostWaits) -> None:
         model = build(tiny_config("qwen2"), ATTENTION).to(torch.bfloat16).train()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
         self.config, self.optimizer_steps, self.total_steps = PolicyConfig(), 0, 10
         self.engine, self.waits, self.forwards = LogprobModel(model), waits, []
         self.engine.backward = lambda loss: loss.backward()

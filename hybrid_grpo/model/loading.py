@@ -219,7 +219,7 @@ def load_for_training(
         refuse(
             not model.supports_gradient_checkpointing, f"policy.gradient_checkpointing: {kind} has none: leave it off"
         )
-        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recomputed})
+        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": recomputed})
     return model
 
 

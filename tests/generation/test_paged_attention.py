@@ -121,11 +121,11 @@ def test_packed_rows_of_training(monkeypatch, architecture):
         logp_N, gradient = run()
         assert (logp_N - plain_N).abs().mean() < 0.03
         assert torch.cosine_similarity(gradient, plain_gradient, dim=0) > 0.999
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
         calls.clear()
         assert all(map(torch.equal, run(), (logp_N, gradient)))
         assert len(calls) == 2 * model.config.num_hidden_layers, "every layer is computed again in backward"
-        model.gradient_checkpointing_disable()
+        model.activation_checkpointing_disable()
         # Of torch's kernels none has soft caps.
         assert bool(plainly) == (architecture == "gemma2" and not flash)
 

@@ -105,7 +105,7 @@ def test_gradient_checkpointing_changes_nothing(architecture):
     scorer = LogprobModel(model)
     weighted(scored(scorer, batches)).backward()
     plain = gradients(model)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
     weighted(scored(scorer, batches)).backward()
     assert all(torch.equal(gradient, plain[name]) for name, gradient in gradients(model).items())
 

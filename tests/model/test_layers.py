@@ -90,7 +90,7 @@ def fused_and_own(architecture, *, checkpointing=False, lora=False, dtype=torch.
             for adapter in adapters.by_layer.values():
                 nn.init.normal_(adapter.up, generator=torch.Generator().manual_seed(1))
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
         if fused:
             layers.fuse(model, None)
         results.append((model, trained(model, micro_batch())))

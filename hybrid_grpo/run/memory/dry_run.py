@@ -90,7 +90,7 @@ class DryRun:
         self.model.tie_weights()
         self.model.train()
         if policy.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            self.model.activation_checkpointing_enable({"use_reentrant": False})
         self._scored = LogprobModel(self.model)
         if on_gpu:
             fuse(self.model, None)
