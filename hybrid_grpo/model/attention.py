@@ -205,7 +205,8 @@ def ragged_attention(
 
     Args:
         query: [N, heads, d]; key, value: [K, key_value_heads, d].
-        begins: the offsets of each sequence's first query and of its first key, both int32 [sequences + 1].
+        begins: the offsets of each sequence's first query and of its first key, both int32 [sequences + 1]. They are two
+            tensors even where they are equal: given one twice, torch 2.15 would take cuDNN.
         longest: the most queries and the most keys of any sequence.
     """
     kernel = _flash if options.sinks is None and has_flash(query) else _varlen
@@ -278,8 +279,8 @@ def _agrees(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: 
         q, k, v, weight = (tensor.to(device, dtype).requires_grad_() for tensor in drawn)
         sinks = torch.linspace(-1, 1, 4, device=device, dtype=dtype).requires_grad_() if has_sinks else None
         options = Options(head_dim**-0.5, sinks=sinks)
-        begins = torch.tensor(edges, dtype=torch.int32, device=device)
-        found = kernel((q, k, v, begins, begins, 17, 17), options)
+        begins = [torch.tensor(edges, dtype=torch.int32, device=device) for _ in range(2)]
+        found = kernel((q, k, v, *begins, 17, 17), options)
         parts = zip(*(x.float().transpose(0, 1)[None].split([7, 17], 2) for x in (q, k, v)), strict=True)
         expected = torch.cat([attend(q, k, v, None, options)[0].transpose(0, 1) for q, k, v in parts])
         leaves = [x for x in (q, k, v, sinks) if x is not None]

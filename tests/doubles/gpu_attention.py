@@ -85,6 +85,7 @@ def varlen_attn(
     _check_tensors(query, key, value, heads)
     _check(enable_gqa or query.shape[1] == heads, "Try setting enable_gqa=True for GQA.")
     _check(cu_seq_k is not None, "FA2 requires cu_seq_k")
+    _check(cu_seq_k is not cu_seq_q, "torch 2.15 would take cuDNN")
     queries = _begins(cu_seq_q, max_q, "q")
     _check(queries[-1][1] == len(query), "cu_seq_q must end at the number of queries")
     left, right = window_size
