@@ -205,8 +205,8 @@ def ragged_attention(
 
     Args:
         query: [N, heads, d]; key, value: [K, key_value_heads, d].
-        begins: the offsets of each sequence's first query and of its first key, both int32 [sequences + 1]. They are two
-            tensors even where they are equal: given one twice, torch 2.15 would take cuDNN.
+        begins: the offsets of each sequence's first query and of its first key, both int32 [sequences + 1]. Two
+            tensors even if they are equal: given one of them twice, torch 2.15 would take cuDNN.
         longest: the most queries and the most keys of any sequence.
     """
     kernel = _flash if options.sinks is None and has_flash(query) else _varlen
