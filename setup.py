@@ -28,11 +28,11 @@ setup(
         "torch>=2.11",
         "accelerate>=1.1",  # transformers asks for it when it loads under ZeRO-3
         "deepspeed>=0.19.8",
-        "transformers>=5.23",  # before, ZeRO-3 with bfloat16 rounded the frequencies of rotary embeddings
-        "datasets>=4.0",
+        "transformers>=5.24",  # before, a model with 4-bit experts could not be loaded again from its export
+        "datasets>=4.7",
         "httpx>=0.28",
         "huggingface-hub>=1.31",
-        "jinja2>=3.1",
+        "jinja2>=3.1.6",  # transformers asks for it where there is a chat template
         "mpmath>=1.3",
         "numpy>=1.26",
         "psutil>=5.9",
@@ -44,19 +44,19 @@ setup(
         "starlette>=1.0",
         "tenacity>=9.0",
         "uvicorn>=0.54",
-        "wandb>=0.19",
+        "wandb>=0.20.1",
     ],
     extras_require={
         "clean": ["ftfy>=6.3", "py3langid>=0.3", "rensa>=0.5"],
         "flash": ["flash-attn>=2.7"],
         # Kernels for Gated DeltaNet and KDA on a GPU, in Triton; transformers takes them where they are installed.
         "linear-attention": ["flash-linear-attention>=0.5"],
-        "lora": ["peft>=0.19"],
+        "lora": ["peft>=0.21"],
         # No requirement of all: its antlr conflicts with that of hydra and omegaconf, in one environment with them.
         "math": ["math-verify[antlr4_13_2]>=0.9"],
         "openenv": ["openenv>=0.10"],
         # SmolVLM's processor spells numbers.
-        "pictures": ["num2words>=0.5", "pillow>=10.1"],
+        "pictures": ["num2words>=0.5.8", "pillow>=10.1"],
         "search": ["bm25s>=0.3"],
         # The last versions whose environments are made by load_environment.
         "verifiers": ["verifiers>=0.3.1,<0.4"],
@@ -69,8 +69,8 @@ setup(
             "math-verify[antlr4_13_2]>=0.9",
             "mypy>=1.15",
             "nbclient>=0.10",
-            "num2words>=0.5",
-            "peft>=0.19",
+            "num2words>=0.5.8",
+            "peft>=0.21",
             "pillow>=10.1",
             "py3langid>=0.3",
             "pytest>=8.2",

@@ -9,7 +9,7 @@ Every case is a real run of three steps with a tiny model, in micro-batches so s
 of them. It must
 
     finish   on its number of ranks
-    agree    with a run on another number: the same rollouts, loss and gradient norm within 1e-5 (see `agree`)
+    agree    with a run on another number: the same rollouts, loss within 1e-5, gradient norm within 5e-5 (see `agree`)
     resume   killed at a point that its number decides: to the bit as the run that was never killed, but where a turn
              waits for answers, which come at other moments: then as on another number of ranks
     leave    no process, no shared memory, and no file outside its folder
@@ -41,9 +41,12 @@ from matrix_cases import DIMENSIONS, ROOT, Case, Pair, arguments, make_task, pai
 CANDIDATES = 10
 """Rows that the generator draws for each that it keeps."""
 TOLERANCE = 1e-5
-"""Tolerance of loss and gradient norm on another number of ranks, in float32: absolute below 1, relative above."""
-HALF = 2e-2
-"""The same in bfloat16, whose numbers have 8 bits: 4e-3 relative for every rounding."""
+"""Tolerance of losses on another number of ranks, in float32: absolute below 1, relative above."""
+HALF, HALF_LATER = 2e-2, 0.1
+"""The same in bfloat16, whose numbers have 8 bits: 4e-3 relative for every rounding; and where the step has several
+optimizer steps, the later of which begin with weights that differ."""
+NORMS = 5e-5
+"""Tolerance of gradient norms in float32, which differ more once weights do."""
 KILLS = (("scoring", 3), ("update", 2), ("saving", 2), ("logging", 2))
 """Points of fault_program.py at which cases are killed, in turn."""
 GONE_S = 15.0
@@ -194,7 +197,8 @@ def agree(whole: dict[str, Any], other: dict[str, Any], case: Case) -> float:
             assert (name in ours) == (name in theirs), f"{name} of step {step} on one of two numbers of ranks"
             if name in ours:
                 worst = max(worst, apart := abs(ours[name] - theirs[name]) / max(1.0, abs(ours[name])))
-                limit = HALF if half else TOLERANCE
+                exact = NORMS if name.endswith("grad_norm") else TOLERANCE
+                limit = exact if not half else HALF if case["passes"] == "1" else HALF_LATER
                 assert apart <= limit, f"{name} of step {step} differs by {apart:.1e}: {ours[name]} and {theirs[name]}"
     return worst
 

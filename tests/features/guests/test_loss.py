@@ -115,17 +115,17 @@ def test_the_policy_s_numbers_are_of_its_own_tokens(name: str) -> None:
 
 
 def test_a_loss_of_one_s_own_is_called_for_every_writer() -> None:
-    """Without the policy's reference and entropy where the tokens are a guest's."""
+    """Where the tokens are a guest's, without weight for the policy's reference."""
     batch, grpo = Batch(3), GrpoConfig(beta=BETA)
     seen = []
 
     def objective(logp, old, advantages, weight, grpo, *, beta, ref_logp_bT, entropy_bT, **others):
-        seen.append(((weight > 0).any(1).nonzero().flatten().tolist(), beta, ref_logp_bT is None))
+        seen.append(((weight > 0).any(1).nonzero().flatten().tolist(), beta, ref_logp_bT is batch.ref))
         return (weight * logp).sum()
 
     mixed = train_batch(batch, grpo, batch.old, None)
     loss, _ = loss_of(mixed, batch.logp, batch.entropy, grpo, objective)
-    assert seen == [([0, 2, 5, 6, 8], BETA, False), ([1, 4], 0.0, True), ([3, 7], 0.0, True)]
+    assert seen == [([0, 2, 5, 6, 8], BETA, True), ([1, 4], 0.0, True), ([3, 7], 0.0, True)]
     assert loss.item() == pytest.approx((mixed.weight_bT * batch.logp)[batch.mask].sum().item())
 
 
