@@ -36,7 +36,7 @@ setup(
         "mpmath>=1.3",
         "numpy>=1.26",
         "psutil>=5.9",
-        "pyarrow>=16",
+        "pyarrow>=21",
         "pydantic>=2.11",
         "pyyaml>=6.0",
         "regex",
@@ -44,7 +44,7 @@ setup(
         "starlette>=1.0",
         "tenacity>=9.0",
         "uvicorn>=0.54",
-        "wandb>=0.20.1",
+        "wandb>=0.24",
     ],
     extras_require={
         "clean": ["ftfy>=6.3", "py3langid>=0.3", "rensa>=0.5"],
