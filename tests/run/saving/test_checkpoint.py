@@ -166,7 +166,8 @@ def test_code_in_a_checkpoint_is_never_run(checkpoints, kind, tmp_path):
     manifest.write(folder)
     step, passed_over = found(checkpoints)
     assert step == 4
-    assert passed_over == [f"{NEWEST}: {kind} holds {open.__module__}.open, which is code and not data: it is not loaded"]
+    why = f"holds {open.__module__}.open, which is code and not data: it is not loaded"
+    assert passed_over == [f"{NEWEST}: {kind} {why}"]
     # Should it ever get so far: reading refuses it too.
     with pytest.raises(pickle.UnpicklingError):
         tensor_files.read(folder / kind)
