@@ -39,7 +39,7 @@ def load_objective(grpo: GrpoConfig) -> Objective | None:
     )
     for what, rows in (("two completions", 2), ("a row of padding", 0)):
         try:
-            with torch.random.fork_rng():
+            with torch.random.fork_rng(devices=[]):
                 loss = _tried(found, grpo, rows)
         except Exception as error:
             missing = "ref_logp_bT" in named and not grpo.beta

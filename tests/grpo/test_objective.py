@@ -36,8 +36,15 @@ class Scaled:
         return reinforce(*tensors) + torch.rand(()) * tensors[0].sum()
 
 
+def refuse(*_):
+    raise AssertionError("memory would be taken on every GPU")
+
+
 @pytest.mark.parametrize("objective", [reinforce, Scaled()])
-def test_a_loss_that_learns_is_taken_as_it_is(objective):
+def test_a_loss_that_learns_is_taken_as_it_is(objective, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", refuse)
     torch.manual_seed(0)
     assert load_objective(GrpoConfig(objective=objective)) is objective
     after = torch.rand(())
