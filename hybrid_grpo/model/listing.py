@@ -1,4 +1,4 @@
-"""Imported before the models of transformers, it spares the second of two readings of all their files."""
+"""Imported before the models of transformers, it spares all but the first of three readings of their files."""
 
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,16 @@ _MODELS = Path(transformers.__file__).parent / "models"
 _list_classes = import_utils.define_import_structure
 
 
-def list_classes(path: str, prefix: str | None = None) -> Any:
+def list_classes(path: str | Path, prefix: str | None = None) -> Any:
     """Do what transformers' function does, but for the folder of models take the list that it has made and kept."""
-    if prefix is not None or Path(path) != _MODELS / "__init__.py":
+    if Path(path) not in (_MODELS, _MODELS / "__init__.py") or prefix not in (None, "models"):
         return _list_classes(path, prefix)
+    whole = _list_classes(_MODELS, prefix="models")  # in these words, by which transformers keeps it
+    if prefix == "models":
+        return whole
     return {
         backends: {name[len("models.") :]: classes for name, classes in modules.items() if name.startswith("models.")}
-        for backends, modules in _list_classes(_MODELS, prefix="models").items()
+        for backends, modules in whole.items()
     }
 
 
