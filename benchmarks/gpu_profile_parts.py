@@ -18,7 +18,6 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from hybrid_grpo.generation import Sampling, graphs
-from hybrid_grpo.generation.cache import cached_forward
 from hybrid_grpo.generation.paged_attention import Prefill
 from hybrid_grpo.generation.sequence import Sequence
 from hybrid_grpo.model.attention import varlen_takes
@@ -169,7 +168,7 @@ def prefill(bench: Bench, found: Found) -> None:
 
         def read() -> None:
             batch = Prefill(bench.cache, pages, [before] * count, [new] * count)  # noqa: B023
-            cached_forward(bench.view.base_model, bench.view, ids, batch.position_1N, batch)  # noqa: B023
+            batch.read(bench.view.base_model, bench.view, ids, batch.position_1N)  # noqa: B023
 
         seconds = bench.seconds(read, 2)
         found[name] = {"ms": 1e3 * seconds, "tokens_per_s": count * new / seconds}

@@ -13,6 +13,9 @@ from hybrid_grpo.model.kernels.decoding import fits, norm_offset
 from hybrid_grpo.model.kernels.states import WIDEST
 from hybrid_grpo.model.towers import text_of
 
+_ROWS = 256
+"""Tokens that are read at a time."""
+
 
 def _pointers(names: str) -> list[tuple[str, Any]]:
     return [(name, ctypes.c_void_p) for name in names.split()]
@@ -102,18 +105,40 @@ class CpuStep:
         self, token_n: Tensor, table_nw: Tensor, position_n: Tensor, read: int, rotary_n: Tensor | None = None
     ) -> Tensor:
         """Return logits_nV after each sequence's token, in memory that the next call overwrites; see `decode_step`."""
+        n = len(token_n)
+        memory = self._of_rows(n, self._row + self._vocabulary)
+        logits_nV = memory[: n * self._vocabulary].view(n, self._vocabulary)
+        rotary_n = position_n if rotary_n is None else rotary_n
+        self._run(logits_nV, memory[n * self._vocabulary :], token_n, table_nw, position_n, rotary_n, read)
+        return logits_nV
+
+    def read(self, token_N: Tensor, table_Nw: Tensor, position_N: Tensor) -> None:
+        """Store the keys and values of tokens, which may be of the same sequence, in the order of their positions."""
+        for rows in torch.arange(len(token_N)).split(_ROWS):
+            token_n, table_nw, position_n = token_N[rows], table_Nw[rows], position_N[rows]
+            work = self._of_rows(len(rows), self._row)
+            self._run(None, work, token_n, table_nw, position_n, position_n, table_nw.shape[1])
+
+    def _of_rows(self, n: int, numbers: int) -> Tensor:
+        if len(self._memory) < n * numbers:
+            self._memory = torch.empty(n * numbers)
+        return self._memory
+
+    def _run(
+        self,
+        logits_nV: Tensor | None,
+        work: Tensor,
+        token_n: Tensor,
+        table_nw: Tensor,
+        position_n: Tensor,
+        rotary_n: Tensor,
+        read: int,
+    ) -> None:
         entries = read * self._cache.page
         if len(self._rope) < entries:
             self._rope = self._rope_of(max(entries, 2 * len(self._rope)))
-        n = len(token_n)
-        if len(self._memory) < n * (self._row + self._vocabulary):
-            self._memory = torch.empty(n * (self._row + self._vocabulary))
-        logits_nV = self._memory[: n * self._vocabulary].view(n, self._vocabulary)
-        work = self._memory[n * self._vocabulary :]
-        rope = self._rope[position_n if rotary_n is None else rotary_n]
-        tensors = (logits_nV, work, token_n, rope, table_nw, position_n)
-        run("decode", ctypes.addressof(self._model), *tensors, n, table_nw.stride(0))
-        return logits_nV
+        tensors = logits_nV, work, token_n, self._rope[rotary_n], table_nw, position_n
+        run("decode", ctypes.addressof(self._model), *tensors, len(token_n), table_nw.stride(0))
 
 
 def has_delta(layer: Any) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.generation.cache import PagedCache
+from hybrid_grpo.generation.cpu_step import CpuStep
 from hybrid_grpo.generation.fused_step import fused_step
 from hybrid_grpo.generation.graphs import Capture, Graphs, size_for, sizes_up_to
 from hybrid_grpo.generation.paged_attention import decode_step
@@ -16,6 +17,8 @@ from hybrid_grpo.generation.sequence import Sequence
 from hybrid_grpo.model.upload import upload
 
 _TOKEN, _POSITION, _COUNT, _KEY, _ACTIVE, _SHIFT = range(6)
+_SHORT = 128
+"""Up to this many entries of a sequence, reading is faster by the kernel that decodes than by a forward on a CPU."""
 _SAMPLINGS = 4
 """Samplings whose graphs are kept: those of rollouts, of evaluations, and of what else uses the model."""
 
@@ -137,6 +140,19 @@ class Decoder:
         self.cache.states.copy(source, target)
         if self._seen_nV is not None:
             self._seen_nV[target_k] = self._seen_nV[source_k]
+
+    def prefill(self, pages: list[list[int]], begins: list[int], parts: list[list[int]]) -> bool:
+        """Store the keys and values of sequences' new tokens if the fused step is faster at it than the model's
+        forward. Return whether it is."""
+        longest = max(begin + len(part) for begin, part in zip(begins, parts, strict=True))
+        if not isinstance(self._fused, CpuStep) or self.cache.states or longest > _SHORT:
+            return False
+        width = self.cache.pages_for(longest)
+        table = torch.tensor([own[:width] + [0] * (width - len(own)) for own in pages], dtype=torch.int32)
+        rows = [(token, row, begins[row] + at) for row, part in enumerate(parts) for at, token in enumerate(part)]
+        token_N, row_N, position_N = torch.tensor(rows).T.contiguous()
+        self._fused.read(token_N, table[row_N], position_N)
+        return True
 
     @property
     def takes_drafts(self) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from hybrid_grpo.data.batch import Completion
-from hybrid_grpo.generation.cache import Geometry, PagedCache, cache_for, cached_forward
+from hybrid_grpo.generation.cache import Geometry, PagedCache, cache_for
 from hybrid_grpo.generation.decoder import Decoder
 from hybrid_grpo.generation.drafts import Drafter
 from hybrid_grpo.generation.fused_step import fused_step
@@ -196,8 +196,10 @@ class _Loop:
                 end = whole_until(rows[0][1], rows[0][2] + end) - rows[0][2]
             parts = [ids[start + done : start + end] for _, ids, start, _ in rows]
             begins, lengths = [start + done for _, _, start, _ in rows], list(map(len, parts))
+            owned, done = [pages for pages, *_ in rows], end
+            if self.sight is None and self.decoder.prefill(owned, begins, parts):
+                continue
             read = [token for part in parts for token in part]
-            owned = [pages for pages, *_ in rows]
             states = [holder.state for *_, holder in rows]
             seen = [
                 None if (e := holder.experts) is None else e[begin:]
@@ -212,8 +214,7 @@ class _Loop:
                 found = [positions_of(ids[: at + n], self.sight)[0][:, at:] for (_, ids, *_), at, n in of_rows]
                 positions = upload(beside(found), device)
             forward = partial(text_forward, self.model, shown=shown)
-            cached_forward(forward, self.model, upload([read], device), positions, batch)
-            done = end
+            batch.read(forward, self.model, upload([read], device), positions)
 
     def _step(self, drafts: list[list[int]]) -> bool:
         """Start sampling one token for every active sequence, and one more for each token of its draft, if there are

@@ -6,6 +6,7 @@ from what is cached, or belong to an earlier layer. Where a layer caches latents
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
@@ -39,6 +40,10 @@ _FEW_TOKENS = 256
 all tokens for one that is made for many. Not measured."""
 
 
+class _AllStored(Exception):
+    """Ends a forward after the last layer has stored its keys and values."""
+
+
 class Prefill:
     """A prefill without padding: one row has the new tokens of several sequences, after those in the cache.
 
@@ -64,6 +69,8 @@ class Prefill:
         device = cache.device
         self._rows = upload(list(states), device) if cache.states else None
         self._cache, self._layers = cache, iter(cache.geometry.layers)
+        self._last = -1
+        """The layer whose keys and values end the forward."""
         self._starts, self._lengths = starts, lengths
         ends = [start + n for start, n in zip(starts, lengths, strict=True)]
         self._page_N, self._offset_N = self._places(pages, starts, ends)
@@ -136,10 +143,20 @@ class Prefill:
 
     def _store(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store a layer's new keys and values; return its cache."""
-        keys, values = self._cache.layer(next(self._layers))
+        keys, values = self._cache.layer(layer := next(self._layers))
         keys[self._page_N, self._offset_N] = key[0].transpose(0, 1)
         values[self._page_N, self._offset_N] = value[0].transpose(0, 1)
+        if layer == self._last:
+            raise _AllStored
         return keys, values
+
+    def read(self, forward: Any, model: Any, ids: Tensor, positions: Tensor) -> None:
+        """Store what the layers of a model cache of the new tokens; for the arguments see `cached_forward`. The forward
+        ends when the last layer has stored its keys and values, as its output is not used."""
+        if self.routes is None and not self._cache.states:
+            self._last = len(self._cache.keys) - 1
+        with suppress(_AllStored):
+            cached_forward(forward, model, ids, positions, self)
 
     def _stored(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store a layer's new keys and values; return all keys and values that the queries may attend to."""

@@ -170,7 +170,8 @@ class Workers:
         rows = len(call.expected)
         worker = self._free(index)
         try:
-            reply = await asyncio.wait_for(worker.ask(index, call, timeout_s), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                reply = await worker.ask(index, call, timeout_s)
         except TimeoutError:
             worker.end()
             return timed_out(timeout_s, rows)

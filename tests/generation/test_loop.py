@@ -228,7 +228,8 @@ def test_cost_follows_the_tokens_and_not_batch_times_longest(view, sampled):
     assert few.steps <= sum(lengths) / 4 + max(lengths)
 
 
-def test_a_prompt_is_read_once_for_its_whole_group_even_when_the_group_does_not_fit(view):
+def test_a_prompt_is_read_once_for_its_whole_group_even_when_the_group_does_not_fit(view, monkeypatch):
+    monkeypatch.setattr(decoder, "_SHORT", 0)
     rows = []
     handle = view.base_model.register_forward_pre_hook(
         lambda _, __, kwargs: rows.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
@@ -246,6 +247,7 @@ def test_a_prompt_is_read_once_for_its_whole_group_even_when_the_group_does_not_
 @pytest.mark.parametrize("budget, given", [(1, True), (16, True), (40, True), (100, True), (16, False)])
 def test_prefills_keep_their_token_budget(view, budget, given, monkeypatch):
     monkeypatch.setitem(PREFILL_TOKENS, "cpu", 10_000 if given else budget)
+    monkeypatch.setattr(decoder, "_SHORT", 0)
     requests, asked = requests_of(random_prompts(PROMPT_LENGTHS), 1), budget if given else None
     # The first call of all tries the kernels on rows of its own.
     generate(view, requests, Sampling(1))

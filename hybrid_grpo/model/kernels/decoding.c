@@ -249,16 +249,17 @@ struct model {
     float epsilon, offset; /* weights of norms are stored less `offset` */
 };
 
-/* The attention of a layer for t[n][hidden]; returns its output before the last product, [n][heads][d]. */
+/* The attention of a layer for t[n][hidden]; returns its output before the last product, [n][heads][d]; null if keys and
+ * values are only to be stored. */
 static float *team_attention(const struct model *m, const struct layer *l, float *work, const float *t, const float *rope,
-                             const int32_t *table, const int64_t *position, int64_t n, int64_t width)
+                             const int32_t *table, const int64_t *position, int64_t n, int64_t width, int only_store)
 {
     const int64_t d = m->d, wide = m->heads * d, narrow = m->kv * d, group = m->heads / m->kv;
     const int64_t apart = m->gated ? 2 * d : d;
     float *q = work, *out = q + n * m->heads * apart, *k = out + n * wide, *v = k + n * narrow;
     const struct product qkv[] = {{q, l->q, l->q_bias, m->heads * apart}, {k, l->k, l->k_bias, narrow},
                                   {v, l->v, l->v_bias, narrow}};
-    team_products(qkv, 3, t, n, m->hidden);
+    team_products(qkv + only_store, 3 - only_store, t, n, m->hidden);
     const struct attention a = {out, q, m->heads * apart, apart, k, narrow, d, v, narrow, d, l->keys, l->values, table,
                                 position, n, m->heads, m->kv, d, m->page, width, l->window, l->scale, l->softcap, 0};
     #pragma omp for schedule(static)
@@ -266,10 +267,12 @@ static float *team_attention(const struct model *m, const struct layer *l, float
         const int64_t row = job / m->kv;
         const float *cos = rope + row * 2 * m->rotated, *sin = cos + m->rotated;
         norm_rotate(k + job * d, l->k_norm, m->offset, m->epsilon, cos, sin, m->rotated, d);
-        for (int64_t g = job * group; g < (job + 1) * group; g++)
+        for (int64_t g = job * group; g < (job + 1) * group && !only_store; g++)
             norm_rotate(q + g * apart, l->q_norm, m->offset, m->epsilon, cos, sin, m->rotated, d);
         store(&a, row, job % m->kv);
     }
+    if (only_store)
+        return 0;
     #pragma omp for schedule(dynamic, 1)
     for (int64_t job = 0; job < n * m->kv; job++) {
         attend(&a, job / m->kv, job % m->kv);
@@ -319,7 +322,8 @@ static float *team_delta(const struct model *m, const struct delta_net *l, float
  *
  * `work` holds n * (2 hidden + 2 inner + mixer) numbers, where the mixer of attention takes heads (apart + d) + 2 kv d,
  * and that of a Gated DeltaNet 2 (2 keys + values) + 2 values + 2 heads. One team of threads runs all of it: it meets at
- * the end of each loop that is shared out, seven times a layer.
+ * the end of each loop that is shared out, seven times a layer. Without `logits`, it ends when the last layer, one with
+ * attention, has stored its keys and values.
  */
 void decode(const struct model *m, float *logits, float *work, const int64_t *token, const float *rope,
             const int32_t *table, const int64_t *position, int64_t n, int64_t width)
@@ -342,16 +346,20 @@ void decode(const struct model *m, float *logits, float *work, const int64_t *to
                 out = team_delta(m, l->delta, mixer, t, n);
                 team_add_product(x, t, out, l->delta->out, 0, n, hidden, m->delta_heads * m->dv);
             } else {
-                out = team_attention(m, l, mixer, t, rope, table, position, n, width);
+                out = team_attention(m, l, mixer, t, rope, table, position, n, width, !logits && i == m->count - 1);
+                if (!out)
+                    break;
                 team_add_product(x, t, out, l->o, l->o_bias, n, hidden, m->heads * m->d);
             }
             team_rms_norm(t, x, l->mlp_norm, m->offset, m->epsilon, n, hidden);
             team_gated(gate, up, t, l->gate, l->up, n, inner, hidden);
             team_add_product(x, t, gate, l->down, 0, n, hidden, inner);
         }
-        team_rms_norm(t, x, m->norm, m->offset, m->epsilon, n, hidden);
-        const struct product head = {logits, m->head, m->head_bias, m->vocabulary};
-        team_products(&head, 1, t, n, hidden);
+        if (logits) {
+            team_rms_norm(t, x, m->norm, m->offset, m->epsilon, n, hidden);
+            const struct product head = {logits, m->head, m->head_bias, m->vocabulary};
+            team_products(&head, 1, t, n, hidden);
+        }
     }
 }
 

@@ -5,11 +5,11 @@ from itertools import chain
 
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, MORE_ATTENTION, build, pair, tiny_config
+from tiny_models import ARCHITECTURES, MORE_ATTENTION, STATES, VOCABULARY, build, pair, tiny_config
 from torch import nn
 
 from hybrid_grpo.generation import GREEDY, Request, Sampling, decoder, generate
-from hybrid_grpo.generation.cache import Geometry, PagedCache
+from hybrid_grpo.generation.cache import Geometry, PagedCache, cached_forward
 from hybrid_grpo.generation.fused_step import fused_step
 from hybrid_grpo.generation.paged_attention import DecodeStep, Prefill, masked_attention
 from hybrid_grpo.generation.sampler import Sampler
@@ -142,6 +142,30 @@ def test_a_step_is_fused_where_the_model_is_that_of_llama(architecture):
     with torch.inference_mode():
         taken = fused_step(view, cache_of(view))
     assert (taken is not None) == (architecture in ("llama", "mistral", "qwen2", "qwen3"))
+
+
+@needs_compiler
+@pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES + MORE_ATTENTION if a not in STATES])
+@torch.inference_mode()
+def test_what_is_read_in_less_time_is_what_a_whole_forward_stores(architecture):
+    """A forward that ends with the last keys and values, and the kernel: texts in two parts, some of one token."""
+    view, generator = pair(architecture)[1], torch.Generator().manual_seed(1)
+    geometry = Geometry.of(view)
+    whole, early, short = (PagedCache(geometry, 16, 8, torch.device("cpu")) for _ in range(3))
+    fused, pages = fused_step(view, short), [[1, 2, 3], [4, 5, 6, 7], [8, 9], [10, 11, 12]]
+    for begins, ends in (((0, 0, 0, 0), (9, 20, 1, 8)), ((9, 20, 1, 8), (24, 21, 16, 19))):
+        lengths = [end - begin for begin, end in zip(begins, ends, strict=True)]
+        ids = torch.randint(VOCABULARY, (sum(lengths),), generator=generator)
+        batches = [Prefill(cache, pages, list(begins), lengths) for cache in (whole, early)]
+        cached_forward(view.base_model, view, ids[None], batches[0].position_1N, batches[0])
+        batches[1].read(view.base_model, view, ids[None], batches[1].position_1N)
+        if fused is not None:
+            step = decoder.Decoder(view, short, Sampling(1), 1, 4)
+            assert step.prefill(pages, list(begins), [part.tolist() for part in ids.split(lengths)])
+    for stored, expected in zip(early.keys + early.values, whole.keys + whole.values, strict=True):
+        assert torch.equal(stored, expected) and (expected.any() or not expected.numel())
+    for stored, expected in zip(short.keys + short.values, whole.keys + whole.values, strict=True):
+        assert fused is None or torch.allclose(stored, expected, atol=1e-5)
 
 
 def with_delta_nets(**changes):
