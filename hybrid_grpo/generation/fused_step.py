@@ -2,7 +2,7 @@
 
 On a CPU, attention may have a gate, and Gated DeltaNets may take its place, as in Qwen3.5. Models are tested rather
 than listed: a model with exactly the parts of such a model decodes a few tokens both ways, and the fused step is used
-only if the logits agree. Prefills use the model's own forward.
+only if the logits agree. Prefills use the model's own forward, except for short texts on a CPU.
 """
 
 from typing import Any
