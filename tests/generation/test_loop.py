@@ -13,6 +13,7 @@ from hybrid_grpo.generation import GREEDY, Request, Sampling, decoder, generate,
 from hybrid_grpo.generation import loop as loops
 from hybrid_grpo.generation.cache import PREFILL_TOKENS
 from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.kernels import build as kernels
 
 PROMPT_LENGTHS = [1, 2, 7, 19, 4, 1, 12, 9, 3, 16]
 LIMIT = 24
@@ -308,10 +309,13 @@ def gib(tokens, pages=1):
 def test_when_pages_run_out_sequences_go_back_and_come_out_the_same(view, sampled, monkeypatch):
     monkeypatch.setattr(loops, "PAGE", 4)
     requests, sampling, groups = sampled
+    roomy, _ = generate(view, requests, sampling, cache_gb=gib(5000))
     # The longest prompt and completion take 19 + 24 tokens.
     for tokens, squeezed in ((5000, False), (300, True), (120, True), (56, True)):
         again, stats = generate(view, requests, sampling, cache_gb=gib(tokens))
         assert_alike(again, groups)
+        # The kernel that decodes also reads again.
+        assert again == roomy or kernels.load() is None
         assert (stats.preempted > 0) == squeezed
         assert stats.peak_cache_bytes <= gib(tokens) * 2**30
         # What is redone is read, not sampled again.
