@@ -216,7 +216,8 @@ class Tasks:
         """Call once and return the reply; None if the process is lost, and with it all calls in progress."""
         worker = self._worker = self._worker or Worker(self._fork_server, asyncio.get_running_loop(), "async")
         try:
-            reply = await asyncio.wait_for(worker.ask(index, call, timeout_s), timeout_s + _ASYNC_GRACE_SECONDS)
+            async with asyncio.timeout(timeout_s + _ASYNC_GRACE_SECONDS):
+                reply = await worker.ask(index, call, timeout_s)
         except (TimeoutError, EOFError):
             self._lose(worker)
             return None
@@ -243,7 +244,8 @@ class Threads:
             answer: Future[Reply] = Future()
             threading.Thread(target=self._run, args=(answer, function, call), name="callee", daemon=True).start()
             try:
-                return await asyncio.wait_for(asyncio.wrap_future(answer), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    return await asyncio.wrap_future(answer)
             except TimeoutError:
                 return timed_out(timeout_s, len(call.expected))
 
