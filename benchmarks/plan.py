@@ -144,7 +144,8 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     launcher += ["--master_port", "29633", "--module"]
     command = [sys.executable, "-m", *(launcher if case.ranks > 1 else []), "hybrid_grpo", "train", *make(case, folder)]
     accelerator = "cuda" if case.on_gpu else "cpu"
-    environment = {**os.environ, "DS_ACCELERATOR": accelerator, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "DS_ACCELERATOR": accelerator, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     before = used_gb() if case.on_gpu else 0.0
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     with ThreadPoolExecutor(1) as thread:

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -112,10 +112,17 @@ def _set_aside(path: Path, why: str) -> str:
     return f"WARNING: {path}: {why}; it is kept as {set_aside(path).name}"
 
 
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # its sources are on the path
+        return "not installed"
+
+
 def _provenance() -> dict[str, str]:
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": ", ".join([f"python {platform.python_version()}", *(f"{p} {version(p)}" for p in _PACKAGES)]),
+        "versions": ", ".join([f"python {platform.python_version()}", *(f"{p} {_version(p)}" for p in _PACKAGES)]),
         "git commit": _git_commit(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {os.cpu_count()} cores",
         "ranks": str(world_size()),
