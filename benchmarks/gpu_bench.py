@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -102,14 +103,15 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, work: Callable[[], Any], repeats: int) -> float:
-        """Mean seconds of `work`, after one call that is not timed."""
-        work()
-        self.synchronize()
-        start = time.perf_counter()
-        for _ in range(repeats):
+        """Median seconds of `work`, after one call that is not timed."""
+        times = []
+        for _ in range(1 + repeats):
+            self.synchronize()
+            start = time.perf_counter()
             work()
-        self.synchronize()
-        return (time.perf_counter() - start) / repeats
+            self.synchronize()
+            times.append(time.perf_counter() - start)
+        return median(times[1:])
 
     @cached_property
     def hardware(self) -> Hardware:

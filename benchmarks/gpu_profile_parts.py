@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from hybrid_grpo.generation import Sampling, graphs
+from hybrid_grpo.generation import Sampling
 from hybrid_grpo.generation.paged_attention import Prefill
 from hybrid_grpo.generation.sequence import Sequence
 from hybrid_grpo.model.attention import varlen_takes
@@ -108,7 +108,7 @@ def decode(bench: Bench, found: Found) -> None:
                 found[f"{rows} x {context}"] = f"skipped: {cached / 1e9:,.1f} GB of keys and values do not fit"
                 continue
             advance, steps = _steps(bench, rows, context), bench.sizes.steps
-            seconds = bench.seconds(lambda: advance(steps), 2) / steps  # noqa: B023
+            seconds = bench.seconds(lambda: advance(steps), 3) / steps  # noqa: B023
             floor = (weights + cached) / bench.hardware.bandwidth
             found[f"{rows} x {context}"] = {
                 "ms": 1e3 * seconds,
@@ -170,7 +170,7 @@ def prefill(bench: Bench, found: Found) -> None:
             batch = Prefill(bench.cache, pages, [before] * count, [new] * count)  # noqa: B023
             batch.read(bench.view.base_model, bench.view, ids, batch.position_1N)  # noqa: B023
 
-        seconds = bench.seconds(read, 2)
+        seconds = bench.seconds(read, 3)
         found[name] = {"ms": 1e3 * seconds, "tokens_per_s": count * new / seconds}
 
 
@@ -193,10 +193,13 @@ def splits(bench: Bench, found: Found) -> None:
         found[f"ms, splits {most or 'by default'}"] = 1e3 * bench.seconds(replay, 3 if on_gpu else 1) / calls
 
 
-def _micro_batch(bench: Bench) -> tuple[Callable[[], None], float, int]:
+def _micro_batch(bench: Bench, checkpointing: bool = True) -> tuple[Callable[[], None], float, int]:
     """What runs forward and backward of a prompt and its completions; floating-point operations, and tokens."""
     prompt, count, length = bench.sizes.micro_batch
-    bench.model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": recomputed})
+    if checkpointing:
+        bench.model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": recomputed})
+    else:
+        bench.model.activation_checkpointing_disable()
     scored, given = LogprobModel(bench.model).train(), micro_batch(bench.device, prompt, count, length)
 
     def work() -> None:
@@ -212,16 +215,22 @@ def _micro_batch(bench: Bench) -> tuple[Callable[[], None], float, int]:
 
 def training(bench: Bench, found: Found) -> None:
     bench.release()
-    work, flops, tokens = _micro_batch(bench)
     on_gpu = bench.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    seconds = bench.seconds(work, 2)
     known = peak_flops(torch.cuda.get_device_name(bench.device)) if on_gpu else None
-    found |= {"tokens": tokens, "ms": 1e3 * seconds, "tokens_per_s": tokens / seconds, "tflops": flops / seconds / 1e12}
-    found["mfu"] = flops / seconds / (known or bench.hardware.flops)
     found["mfu_against"] = "the data sheet" if known else "the measured matrix product"
-    found["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9 if on_gpu else "not measured on a CPU"
+    for name, checkpointing in (("checkpointing", True), ("no checkpointing", False)):
+        work, flops, tokens = _micro_batch(bench, checkpointing)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            seconds = bench.seconds(work, 5 if on_gpu else 1)
+        except torch.OutOfMemoryError:
+            found[name] = "the activations do not fit"
+            continue
+        row = {"tokens": tokens, "ms": 1e3 * seconds, "tokens_per_s": tokens / seconds}
+        row |= {"tflops": flops / seconds / 1e12, "mfu": flops / seconds / (known or bench.hardware.flops)}
+        row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9 if on_gpu else "not measured on a CPU"
+        found[name] = row
 
 
 def training_kernels(bench: Bench, found: Found) -> None:
@@ -230,19 +239,29 @@ def training_kernels(bench: Bench, found: Found) -> None:
 
 
 def failed_capture(bench: Bench, found: Found) -> None:
-    """Does what the host cannot do inside a capture, then what a next rollout would."""
-    found["expected_to_survive"] = graphs.SURVIVES
+    """Captures fail in several ways, each of them followed by what a next rollout would do."""
     x = torch.ones(8, device=bench.device)
-    steps = {
-        "capture_that_fails": lambda: bench.capture(lambda: [x * x.sum().item()]),
+
+    def refused() -> list[Tensor]:
+        raise RuntimeError("an error of the step")
+
+    failing: dict[str, Callable[[], list[Tensor]]] = {
+        "waiting for the device": lambda: [x * x.sum().item()],
+        "a copy from the host": lambda: [x + torch.ones(8).to(x.device)],
+        "out of memory": lambda: [torch.empty(1 << 45, device=x.device)],
+        "an error of the step": refused,
+    }
+    after: dict[str, Callable[[], Any]] = {
         "empty_cache": torch.cuda.empty_cache,
         "work": lambda: (x * 2).sum().item(),
-        "next_capture": lambda: bench.capture(lambda: [x * 2])(),
+        "next capture": lambda: bench.capture(lambda: [x * 2])(),
     }
-    for name, work in steps.items():
-        try:
-            work()
-            bench.synchronize()
-            found[name] = "works"
-        except Exception as error:  # what fails is the result
-            found[name] = f"fails: {first_line(error)}"
+    for name, step in failing.items():
+        found[name] = {}
+        for what, work in {"capture": lambda: bench.capture(step), **after}.items():  # noqa: B023
+            try:
+                work()
+                bench.synchronize()
+                found[name][what] = "works"
+            except Exception as error:  # what fails is the result
+                found[name][what] = f"fails: {first_line(error)}"

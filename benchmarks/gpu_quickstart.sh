@@ -13,7 +13,7 @@ if [ -n "$toy" ]; then
         --data.path "$runs/task/train.jsonl" --data.eval_path "$runs/task/heldout.jsonl" --data.eval_limit 8 \
         --run.steps 1 --rollout.prompts_per_step 2 --log.wandb disabled
 else
-    bash training_scripts/quickstart.sh
+    bash training_scripts/quickstart.sh --log.wandb disabled
 fi
 python - "$runs/quickstart/metrics.jsonl" $((SECONDS - start)) >"$json" <<'END'
 import json, sys

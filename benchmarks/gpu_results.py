@@ -116,8 +116,11 @@ def _profile(found: dict[str, dict[str, Any]]) -> str:
         words.append(f"ms a decode step, rows x context (and to read weights and cache): {', '.join(steps)}")
     if prefill:
         words.append(f"prefill {_first(prefill)['tokens_per_s']:,.0f} tokens/s")
-    if "mfu" in found.get("training", {}):
-        words.append(f"training {found['training']['tokens_per_s']:,.0f} tokens/s, MFU {found['training']['mfu']:.1%}")
+    words += [
+        f"training with {name} {row['tokens_per_s']:,.0f} tokens/s, MFU {row['mfu']:.1%}"
+        for name, row in found.get("training", {}).items()
+        if isinstance(row, dict)
+    ]
     if "first" in found.get("capturing", {}):
         first = found["capturing"]["first"]
         words.append(f"{first['forwards']} graphs captured in {first['capturing_s']:.1f} s")

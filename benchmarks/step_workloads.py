@@ -151,7 +151,8 @@ def _forced(
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
     config.bos_token_id, config.eos_token_id, config.pad_token_id = None, tokenizer.eos_token_id, tokenizer.pad_token_id
-    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a large model takes a while on a CPU
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     random = Random(0)

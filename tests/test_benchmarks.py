@@ -173,7 +173,7 @@ def test_the_profile_measures_every_part_at_toy_sizes(tmp_path):
     decode = {case: row for case, row in found["decode"].items() if " x " in case}
     assert list(decode) == ["1 x 20", "2 x 20", "1 x 40", "2 x 40"]
     assert all(0 < row["floor_ms"] < row["ms"] for row in decode.values())
-    assert found["capturing"]["again"]["forwards"] == 2 and found["training"]["mfu"] > 0
+    assert found["capturing"]["again"]["forwards"] == 2 and found["training"]["checkpointing"]["mfu"] > 0
     assert len(found["training_kernels"]["kernels"]) == len(found["decode_kernels"]["kernels of 2 x 20"]) == 15
     refused, *later = (found["failed_capture"][name] for name in ("capture_that_fails", "work", "next_capture"))
     assert refused.startswith("fails: operation not permitted") and later == ["works", "works"]

@@ -23,6 +23,7 @@ from hybrid_grpo.config import (
     EngineConfig,
     EvalConfig,
     GrpoConfig,
+    LogConfig,
     PolicyConfig,
     RewardConfig,
     RolloutConfig,
@@ -134,6 +135,7 @@ def build(
         grpo=GrpoConfig(beta=beta, num_minibatches=num_minibatches, num_iterations=num_iterations),
         rewards=[RewardConfig("exact_match"), RewardConfig("letters_in_place")],
         eval=EvalConfig(sets={"sampled": SAMPLED}),
+        log=LogConfig(wandb="disabled"),
     )
     device = engines.start()
     plan: BatchPlan = check_train(config, world_size())

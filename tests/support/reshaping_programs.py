@@ -15,6 +15,7 @@ from hybrid_grpo.config import (
     DataConfig,
     EngineConfig,
     GrpoConfig,
+    LogConfig,
     LoraConfig,
     PolicyConfig,
     RewardConfig,
@@ -70,6 +71,7 @@ def build(
         rollout=RolloutConfig(prompts_per_step=6, num_generations=4, max_completion_tokens=8),
         grpo=grpo,
         rewards=[RewardConfig("exact_match"), RewardConfig("letters_in_place")],
+        log=LogConfig(wandb="disabled"),
         **sections,
     )
     device = engines.start()
