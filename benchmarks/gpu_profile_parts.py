@@ -76,9 +76,9 @@ def capturing(bench: Bench, found: Found) -> None:
 
 
 def _steps(bench: Bench, rows: int, context: int) -> Callable[[int], None]:
-    """Put sequences with `context` random entries into the slots; returns what advances them by some tokens, reading
-    outcomes as late as a rollout does."""
-    decoder, width = bench.decoder, bench.width(context)
+    """Put sequences with random entries into the slots, `context` of them on average over the steps of `decode` that
+    count; returns what advances them by some tokens, reading outcomes as late as a rollout does."""
+    decoder, width, context = bench.decoder, bench.width(context), context - 5 * bench.sizes.steps // 2
     pages = [list(range(1 + row * width, 1 + (row + 1) * width)) for row in range(rows)]
     active = [Sequence(0, row, row, [row + 1], 1, 1 << 30, pages=pages[row], position=context) for row in range(rows)]
     decoder.begin(Sampling(1))

@@ -154,6 +154,9 @@ def _forced(
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a large model takes a while on a CPU
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     model.save_pretrained(folder / "model")
+    del model
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # for the sides, which are other processes
     tokenizer.save_pretrained(folder / "model")
     random = Random(0)
     rows = [{"prompt": "".join(random.choices(string.ascii_lowercase, k=n))} for n in prompts]

@@ -15,13 +15,18 @@ from torch import Tensor
 
 from hybrid_grpo.model.kernels.gpu.launcher import launch
 
+# Chosen on an H200, for models with 2 and 8 key heads of 64 and 128 numbers: benchmarks/results/gpu_attention.json.
 _UNITS = 2048
 """Most parts that all programs of a launch write."""
+_BUSY = 256
+"""Programs that read as fast as the memory goes, if their work is equal."""
 _MOST_SPLITS = 64
-_LEAST = 256
+_LEAST = 128
 """Entries for which a program of its own is worth it, at least."""
 _TILE_BYTES = 32 << 10
 """Most bytes of keys and values that a program loads at a time; another such tile is on its way meanwhile."""
+_STAGES = 5
+"""Triton's stages of a pipeline that loads the pages of a tile, the tile after next, and the next tile meanwhile."""
 
 
 @triton.jit
@@ -142,7 +147,7 @@ def _attend(
         begin = tl.maximum(start + tile * QUERIES // GROUP - window + 1, 0)
     begin = begin // ENTRIES
     blocks = tl.where(tile * QUERIES < count * GROUP, tl.maximum(tl.cdiv(end, ENTRIES) - begin, 0), 0)
-    share = tl.maximum(tl.cdiv(blocks, splits), least)
+    share = tl.maximum(tl.cdiv(blocks, tl.maximum(tl.minimum(blocks // least, splits), 1)), 1)
     used = tl.cdiv(blocks, share)
 
     if (split < used) | ((split == 0) & (tile * QUERIES < count * GROUP)):
@@ -235,9 +240,11 @@ def _room(scratch: Scratch, numbers: int, device: torch.device) -> tuple[Tensor,
     return scratch[numbers]
 
 
-def _entries(entry_bytes: int, itemsize: int) -> int:
-    """Return the number of entries that a program loads at once."""
-    return min(max(16, 1 << (_TILE_BYTES // entry_bytes).bit_length() - 1), 64 if itemsize == 2 else 16)
+def _entries(entry_bytes: int, itemsize: int, programs: int) -> int:
+    """Return the number of entries that a program loads at once: half as many where more programs are to be at work
+    together than have room."""
+    tile = _TILE_BYTES if programs <= _BUSY else _TILE_BYTES // 2
+    return min(max(16, 1 << (tile // entry_bytes).bit_length() - 1), 64 if itemsize == 2 else 16)
 
 
 def _begin_together(keys: Tensor, values: Tensor) -> bool:
@@ -283,10 +290,13 @@ def paged_attention(
     queries = _queries(group, longest, max(d, v), keys.itemsize)
     tiles = -(-group * longest // queries)
     programs = n * kv * tiles
-    splits, least = splits or max(1, min(_MOST_SPLITS, _UNITS // programs)), least or max(_LEAST, 2 * programs)
+    # Programs that are many anyway share long sequences, which would be waited for at the end.
+    most = min(_MOST_SPLITS, max(4, _BUSY // programs), max(1, _UNITS // programs))
+    splits, least = splits or most, least or max(_LEAST, 2 * programs)
     query = query if query.stride(2) == 1 else query.contiguous()
     (d0, d1), (v0, v1) = _halves(d), _halves(v)
-    entries = _entries((d0 + d1 + v0 + v1) * keys.itemsize, keys.itemsize)
+    entry_bytes = (d0 + d1 + v0 + v1) * keys.itemsize
+    entries = _entries(entry_bytes, keys.itemsize, programs)
     shares = v == v0 == d0 and _begin_together(keys, values)
     if out is None:
         out = torch.empty(len(query), heads, v, dtype=query.dtype, device=query.device)
@@ -302,6 +312,6 @@ def paged_attention(
         **{"SHARED": shares, "GROUP": group, "PAGE": page, "QUERIES": queries, "ENTRIES": entries},
         **{"D": d, "D0": d0, "D1": d1, "V": v, "V0": v0, "V1": v1},
         num_warps=4 if queries * (v0 + v1) < 8192 and keys.itemsize == 2 else 8,
-        num_stages=2,
+        num_stages=_STAGES if entries * entry_bytes <= _TILE_BYTES else 2,
     )
     return out

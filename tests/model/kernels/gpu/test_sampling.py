@@ -92,7 +92,7 @@ def test_tokens_follow_the_filtered_softmax():
 
 def test_a_kernel_that_disagrees_is_not_used(monkeypatch):
     def wrong(logits_nV, *_):
-        return logits_nV.argmin(-1), *torch.zeros(2, len(logits_nV)), None
+        return logits_nV.argmin(-1), *torch.zeros(2, len(logits_nV), device=DEVICE), None
 
     case = (torch.device(DEVICE), torch.bfloat16, 500, Filters(1.2, 300, ONE * 9 // 10, UNIT // 1000))
     assert categorical._kernel_agrees(*case)
