@@ -70,6 +70,18 @@ def _reserved(model: Any, geometry: Geometry, captured: bool, slots: int) -> int
     return 2 * slots * row_bytes + (bytes_of(slots) if captured else 0)
 
 
+def _routing(cache: PagedCache, prompts: dict[int, np.ndarray], sequence: Sequence) -> Routing | None:
+    """Return the experts of a sequence. `prompts` keeps those of each request's prompt, as they were chosen for the
+    completion that ended first."""
+    experts, prompt = sequence.experts, sequence.prompt
+    if sequence.pages:
+        experts = cache.experts(sequence.pages, len(sequence.tokens) - 1)
+    if experts is None:
+        return None
+    of_prompt = prompts.setdefault(sequence.request, experts[:prompt].copy())
+    return Routing(of_prompt, experts[prompt:].copy())
+
+
 class _Loop:
     """The state of one call of `generate`."""
 
@@ -87,9 +99,8 @@ class _Loop:
         self.model, self.schedule, self.decoder, self.drafter = model, schedule, decoder, drafter
         self.sight = sight
         self.prefill_tokens, self.sampling = prefill_tokens, sampling
-        self.callbacks = replace(callbacks, routing=self._routing)
-        self.prompts: dict[int, np.ndarray] = {}
-        """The experts of each request's prompt, as they were chosen for the completion that ended first."""
+        # Of the cache alone, since what refers to this object would keep the cache's memory after the call.
+        self.callbacks = replace(callbacks, routing=partial(_routing, schedule.cache, {}))
         self.stats = Stats()
         self.in_flight: deque[tuple[list[tuple[Sequence, int]], list[list[int]], Any]] = deque()
         """For each running step, its sequences, each with the number of its turn, their drafts if there are any, and
@@ -99,13 +110,13 @@ class _Loop:
 
     def run(self) -> Stats:
         schedule, cache = self.schedule, self.schedule.cache
-        self.stats.timeline = timeline = Timeline(schedule)
+        self.stats.timeline = timeline = Timeline(schedule.slots)
         while schedule.busy and not self._is_enough():
             if self.callbacks.on_step:
                 self.callbacks.on_step()
             self._take_answers()
             self._admit()
-            timeline.look()
+            timeline.look(schedule)
             drafts = self._drafts()
             start, rows = time.perf_counter(), self.stats.rows
             drafted = self._step(drafts)
@@ -113,7 +124,7 @@ class _Loop:
                 self._collect()
             if self.drafter is not None and self.stats.rows > rows:
                 self.drafter.took(self.stats.rows - rows, time.perf_counter() - start, drafts=drafted)
-        timeline.end()
+        timeline.end(schedule)
         assert cache.free == cache.pages - 1, "every page comes back"
         self.stats.preempted = schedule.preempted
         self.stats.captures = self.decoder.captures
@@ -249,15 +260,6 @@ class _Loop:
         # What comes after the tokens of a running step is not known yet.
         self._drain()
         return self.drafter.propose(active, slots) if active else []
-
-    def _routing(self, sequence: Sequence) -> Routing | None:
-        experts, prompt = sequence.experts, sequence.prompt
-        if sequence.pages:
-            experts = self.schedule.cache.experts(sequence.pages, len(sequence.tokens) - 1)
-        if experts is None:
-            return None
-        of_prompt = self.prompts.setdefault(sequence.request, experts[:prompt].copy())
-        return Routing(of_prompt, experts[prompt:].copy())
 
     def _drain(self) -> None:
         while self.in_flight:

@@ -27,29 +27,27 @@ class Timeline:
         pages_used_max: share of the cache's pages in use at the fullest moment.
     """
 
-    def __init__(self, schedule: Scheduler, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._schedule, self._clock = schedule, clock
+    def __init__(self, slots: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self._next, self._apart = -1.0, 0.0
         self.at: list[float] = []
         self.decoding: list[int] = []
         self.waiting: list[int] = []
         self.queued: list[int] = []
-        self.slots, self.pages_used_max = schedule.slots, 0.0
+        self.slots, self.pages_used_max = slots, 0.0
 
-    def look(self) -> None:
+    def look(self, schedule: Scheduler) -> None:
         """Record this moment if enough time has passed since the last one."""
         now = self._clock()
         if now >= self._next:
-            self._note(now)
+            self._note(now, schedule)
 
-    def end(self) -> None:
+    def end(self, schedule: Scheduler) -> None:
         """Record the last moment."""
-        self._note(self._clock())
-        cache = self._schedule.cache
-        self.pages_used_max = cache.peak / (cache.pages - 1)
+        self._note(self._clock(), schedule)
+        self.pages_used_max = schedule.cache.peak / (schedule.cache.pages - 1)
 
-    def _note(self, now: float) -> None:
-        schedule = self._schedule
+    def _note(self, now: float, schedule: Scheduler) -> None:
         self.at.append(now)
         self.decoding.append(len(schedule.active))
         self.waiting.append(len(schedule.waiting) + len(schedule.answered))

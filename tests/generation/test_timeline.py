@@ -11,15 +11,15 @@ def seen(lengths: list[int], slots: int, step_s: float = 0.5) -> Timeline:
     now = [10.0]
     group = SimpleNamespace(sequences=sorted(lengths))
     cache = SimpleNamespace(peak=3, pages=5)
-    schedule = SimpleNamespace(pending=[group], ready=[], active=[], waiting={}, answered=[], slots=slots, cache=cache)
-    timeline = Timeline(schedule, lambda: now[0])
+    schedule = SimpleNamespace(pending=[group], ready=[], active=[], waiting={}, answered=[], cache=cache)
+    timeline = Timeline(slots, lambda: now[0])
     while group.sequences or schedule.active:
         while group.sequences and len(schedule.active) < slots:
             schedule.active.append(group.sequences.pop())
-        timeline.look()
+        timeline.look(schedule)
         schedule.active = [left - 1 for left in schedule.active if left > 1]
         now[0] += step_s
-    timeline.end()
+    timeline.end(schedule)
     return timeline
 
 

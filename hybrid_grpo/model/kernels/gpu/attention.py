@@ -15,18 +15,19 @@ from torch import Tensor
 
 from hybrid_grpo.model.kernels.gpu.launcher import launch
 
-# Chosen on an H200, for models with 2 and 8 key heads of 64 and 128 numbers: benchmarks/results/gpu_attention.json.
 _UNITS = 2048
 """Most parts that all programs of a launch write."""
-_BUSY = 256
-"""Programs that read as fast as the memory goes, if their work is equal."""
-_MOST_SPLITS = 64
+_TILE_BYTES = 32 << 10
+"""Most bytes of keys and values that a program loads at a time; other such tiles are on their way meanwhile."""
 _LEAST = 128
 """Entries for which a program of its own is worth it, at least."""
-_TILE_BYTES = 32 << 10
-"""Most bytes of keys and values that a program loads at a time; another such tile is on its way meanwhile."""
-_STAGES = 5
-"""Triton's stages of a pipeline that loads the pages of a tile, the tile after next, and the next tile meanwhile."""
+# On an H200 three programs with two tiles on their way have room on a multiprocessor, and four with one. Measured with
+# 2 and 8 key heads of 64 and 128 numbers: benchmarks/results/gpu_attention.json.
+_FEW, _MANY = 256, 512
+"""Programs of equal work that are done soonest, with two tiles on their way and with one."""
+_DEEP, _SHALLOW = 5, 2
+"""Triton's stages for two tiles on their way and for one; a tile's entries need those of its pages first."""
+_MOST_SPLITS = 64
 
 
 @triton.jit
@@ -126,7 +127,9 @@ def _attend(
     QUERIES: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
-    row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+    # All sequences' first programs come first: most others have nothing to do where there are many.
+    rows = tl.num_programs(0) // splits
+    row, split = tl.program_id(0) % rows, tl.program_id(0) // rows
     head, tile = tl.program_id(1), tl.program_id(2)
     first, count = row, 1
     if RAGGED:
@@ -240,11 +243,17 @@ def _room(scratch: Scratch, numbers: int, device: torch.device) -> tuple[Tensor,
     return scratch[numbers]
 
 
-def _entries(entry_bytes: int, itemsize: int, programs: int) -> int:
-    """Return the number of entries that a program loads at once: half as many where more programs are to be at work
-    together than have room."""
-    tile = _TILE_BYTES if programs <= _BUSY else _TILE_BYTES // 2
-    return min(max(16, 1 << (tile // entry_bytes).bit_length() - 1), 64 if itemsize == 2 else 16)
+def _entries(entry_bytes: int, itemsize: int) -> int:
+    """Return the number of entries that a program loads at once."""
+    return min(max(16, 1 << (_TILE_BYTES // entry_bytes).bit_length() - 1), 64 if itemsize == 2 else 16)
+
+
+def _shares(programs: int) -> tuple[int, int]:
+    """Return the most programs that share the entries of one of `programs`, and the least entries of each."""
+    if programs <= _MANY // 2:
+        return min(_MOST_SPLITS, (_FEW if programs <= _FEW // 2 else _MANY) // programs), _LEAST
+    # Enough without; only sequences that are far longer than others would be waited for.
+    return max(1, min(4, _UNITS // programs)), 2 * programs
 
 
 def _begin_together(keys: Tensor, values: Tensor) -> bool:
@@ -290,13 +299,12 @@ def paged_attention(
     queries = _queries(group, longest, max(d, v), keys.itemsize)
     tiles = -(-group * longest // queries)
     programs = n * kv * tiles
-    # Programs that are many anyway share long sequences, which would be waited for at the end.
-    most = min(_MOST_SPLITS, max(4, _BUSY // programs), max(1, _UNITS // programs))
-    splits, least = splits or most, least or max(_LEAST, 2 * programs)
+    most, fewest = _shares(programs)
+    splits, least = splits or most, least or fewest
     query = query if query.stride(2) == 1 else query.contiguous()
     (d0, d1), (v0, v1) = _halves(d), _halves(v)
     entry_bytes = (d0 + d1 + v0 + v1) * keys.itemsize
-    entries = _entries(entry_bytes, keys.itemsize, programs)
+    entries = _entries(entry_bytes, keys.itemsize)
     shares = v == v0 == d0 and _begin_together(keys, values)
     if out is None:
         out = torch.empty(len(query), heads, v, dtype=query.dtype, device=query.device)
@@ -312,6 +320,6 @@ def paged_attention(
         **{"SHARED": shares, "GROUP": group, "PAGE": page, "QUERIES": queries, "ENTRIES": entries},
         **{"D": d, "D0": d0, "D1": d1, "V": v, "V0": v0, "V1": v1},
         num_warps=4 if queries * (v0 + v1) < 8192 and keys.itemsize == 2 else 8,
-        num_stages=_STAGES if entries * entry_bytes <= _TILE_BYTES else 2,
+        num_stages=_DEEP if programs <= _FEW // 2 and entries * entry_bytes <= _TILE_BYTES else _SHALLOW,
     )
     return out
