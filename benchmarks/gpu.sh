@@ -100,12 +100,17 @@ part() { # NAME COMMAND...: the command writes its numbers to a file of that nam
 }
 
 part profile python benchmarks/gpu_profile.py ${toy:+--toy} --json "$work/profile.json"
+# Most of the time of tests goes into compiling kernels, on one core.
+several=$(python -c 'import os, importlib.util as u
+if u.find_spec("xdist"): print("-n", min(16, os.cpu_count()), "--dist worksteal")' 2>/dev/null || true)
 step=(python benchmarks/step.py --trl-python "$TRL_ENV/bin/python")
 mapfile -t tests < <(grep -lE 'mark\.gpu\b' tests/*.py tests/*/*.py tests/*/*/*.py)
-part tests python -m pytest -m gpu -v -rs -p no:cacheprovider --junitxml="$work/tests.xml" "${tests[@]}"
+# shellcheck disable=SC2086
+part tests python -m pytest -m gpu -v -rs $several -p no:cacheprovider --junitxml="$work/tests.xml" "${tests[@]}"
 # Not on a CPU, where the kernels are interpreted, as in the other tests.
 if [ -z "$toy" ]; then
-    part kernels python -m pytest -q -p no:cacheprovider --junitxml="$work/kernels.xml" \
+    # shellcheck disable=SC2086
+    part kernels python -m pytest -q $several -p no:cacheprovider --junitxml="$work/kernels.xml" \
         tests/model/kernels/gpu tests/generation/test_gpu_step.py
 fi
 if [ -n "$toy" ]; then

@@ -1,5 +1,5 @@
-"""Names the packages for gpu_pack.sh, one `name==version` a line: what setup.py and the tests of GPUs require, with all
-that it requires, without what a machine with torch, triton and transformers has.
+"""Names the packages for gpu_pack.sh, one `name==version` a line: transformers, and what setup.py and the tests of GPUs
+require, with all that it requires, without what a machine with torch, triton and an older transformers has.
 
     python benchmarks/gpu_packages.py 3.12        # the version of Python there
     python benchmarks/gpu_packages.py 3.12 all    # with those that read data sets
@@ -19,7 +19,7 @@ LEFT_OUT = {"wandb"}
 """No part of gpu.sh logs to it."""
 LARGE = {"datasets", "pandas", "pyarrow"}
 """65 MiB, for the parts that train."""
-TESTS = "pytest", "hypothesis"
+TESTS = "pytest", "pytest-xdist", "hypothesis"
 
 
 def required(name: str, python: str) -> set[str]:
@@ -45,6 +45,8 @@ def main() -> None:
     certain = {*THERE}.union(*(required(name, python) for name in THERE))
     there = closure(THERE, python, own - certain)
     missing = closure({*own, *TESTS}, python, there | left_out)
+    # Machines have an older one: images with torch 2.11 came with 5.17.
+    missing.add("transformers")
     print("\n".join(f"{name}=={distribution(name).version}" for name in sorted(missing)))
 
 
