@@ -25,7 +25,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import deepspeed.runtime.hybrid_engine
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -38,7 +37,7 @@ from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_conf
 
 from hybrid_grpo.config import EngineConfig, PolicyConfig
 from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
-from hybrid_grpo.model import listing, shards, tensor_files  # noqa: F401  # `listing` has an effect
+from hybrid_grpo.model import fetching, listing, shards, tensor_files  # noqa: F401  # `listing` has an effect
 from hybrid_grpo.model.hardware import refuse_idle_gpus, take_gpu
 from hybrid_grpo.model.kernels.compilation_lock import one_at_a_time
 from hybrid_grpo.model.lora import Adapter
@@ -229,6 +228,8 @@ class Engine:
         keep_view: bool = False,
     ) -> None:
         self.config = config
+        for layer in fetching.whole_layers(source):
+            deepspeed.utils.set_z3_leaf_module(layer, True)
         try:
             with _compiling_late():
                 self.engine, *_ = deepspeed.initialize(
@@ -333,8 +334,7 @@ class Engine:
         """Write this rank's part of the checkpoint `folder/tag`: trained weights, optimizer states, and its `state`."""
         (folder / tag).mkdir(parents=True, exist_ok=True)
         shards.save_optimizer(folder / tag, self.engine.module, self.engine.optimizer, self.stage)
-        counts = {name: getattr(self.engine, name) for name in _COUNTS}
-        shards.save_state(folder / tag, {"state": state, "counts": counts})
+        shards.save_state(folder / tag, {"state": state, "counts": {n: getattr(self.engine, n) for n in _COUNTS}})
 
     def load(self, folder: Path, tag: str) -> dict[str, Any]:
         """Read the checkpoint `folder/tag`, written by any number of ranks at any ZeRO stage, and return this rank's

@@ -1,10 +1,14 @@
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
+from scripted_turns import Scripted
 from tiny_models import ARCHITECTURES, STATES, WINDOW, build, tiny_config
 
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.generation import Request, Sampling, generate, stream_key
 from hybrid_grpo.generation import cache as cache_module
 from hybrid_grpo.generation.cache import Geometry, PagedCache, cache_for, cache_keyword
 from hybrid_grpo.model import attention
@@ -127,3 +131,27 @@ def test_on_a_gpu_the_cache_leaves_room_for_a_prefill_the_logits_and_the_graphs(
     assert asked[0] == 300
     with pytest.raises(UserError, match=r"^rollout\.cache_gb: 0 GiB hold 0 tokens"):
         pages_and_prefill(131072, 2**17, many)
+
+
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe", "qwen3_next"])
+def test_a_call_leaves_no_cache_to_the_garbage_collector(architecture, turns, by, monkeypatch):
+    """On a GPU that would be gigabytes, until it runs. What the call returns does not hold it either."""
+    made = []
+    init = PagedCache.__init__
+
+    def watched(self, *given, **named):
+        made.append(weakref.ref(self))
+        init(self, *given, **named)
+
+    monkeypatch.setattr(PagedCache, "__init__", watched)
+    model = build(tiny_config(architecture), ATTENTION).eval()
+    requests = [Request([5, 1, 3], [stream_key(0, 0, k) for k in range(2)], most=40 if turns else None)]
+    gc.collect()
+    gc.disable()
+    try:
+        groups, stats = generate(model, requests, Sampling(6), turns=Scripted(2) if turns else None)
+        assert groups[0][0].token_ids and stats.timeline.at
+        assert made and not [cache for cache in made if cache() is not None]
+    finally:
+        gc.enable()

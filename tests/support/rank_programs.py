@@ -307,7 +307,9 @@ def export(folder: Path) -> dict[str, Any]:
     )
     theirs = decoded(loaded)
     assert [token_ids for token_ids, _ in theirs] == [token_ids for token_ids, _ in ours]
-    gaps = [abs(a - b) for (_, one), (_, other) in zip(theirs, ours, strict=True) for a, b in zip(one, other, strict=True)]
+    gaps = [
+        abs(a - b) for (_, one), (_, other) in zip(theirs, ours, strict=True) for a, b in zip(one, other, strict=True)
+    ]
     return {
         "reference": apart,
         "exported": max(gaps),
