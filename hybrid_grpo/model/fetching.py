@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hybrid_grpo.model.towers import text_of
 
@@ -12,13 +13,19 @@ def whole_layers(model: Any) -> list[nn.Module]:
     together when the layer's backward pass has ended. By default it does so for each module of a layer, which takes
     Python longer than a GPU takes to compute a small one.
 
-    These are the layers behind something that trains. DeepSpeed reduces a whole layer when the gradient of its input is
-    known, which for an input without one is before those of its weights are.
+    These are the first layer that trains and those behind it. From now on their inputs have gradients in training.
     """
-    text, found = text_of(model), list[nn.Module]()
-    trains = any(p.requires_grad for p in text.get_input_embeddings().parameters())
-    for layer in getattr(text, "layers", ()):
-        if trains:
-            found.append(layer)
-        trains = trains or any(p.requires_grad for p in layer.parameters())
-    return found
+    layers = list(getattr(text_of(model), "layers", ()))
+    while layers and not any(p.requires_grad for p in layers[0].parameters()):
+        del layers[0]
+    for layer in layers:
+        layer.register_forward_pre_hook(_with_gradient)
+    return layers
+
+
+def _with_gradient(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Let the input of a layer have a gradient, although what is before it does not train or is cut off: DeepSpeed
+    reduces the gradients of a whole layer when that of its input is known, which without one is too early."""
+    if not torch.is_grad_enabled() or not given or not isinstance(given[0], Tensor) or given[0].requires_grad:
+        return None
+    return given[0].detach().requires_grad_(), *given[1:]

@@ -1,6 +1,8 @@
-"""Which layers ZeRO-3 may fetch whole. That steps stay the same is seen in tests/test_engine.py."""
+"""Which layers ZeRO-3 may fetch whole. That steps stay the same is seen in tests/test_engine.py, and that a cut graph
+and adapters train as before in tests/run/test_verification.py and tests/model/test_lora.py."""
 
 import pytest
+import torch
 from tiny_models import ARCHITECTURES, build, tiny_config
 
 from hybrid_grpo.model.attention import ATTENTION
@@ -18,12 +20,21 @@ def test_all_layers_of_a_model_that_trains(architecture):
     assert numbers(model) == list(range(len(model.base_model.layers))) != []
 
 
-def test_only_layers_behind_something_that_trains():
-    """DeepSpeed would reduce others before their gradients exist."""
-    model = build(tiny_config("qwen2", layers=4), ATTENTION)
-    model.get_input_embeddings().requires_grad_(False)
-    assert numbers(model) == [1, 2, 3]
-    model.requires_grad_(False)
+def test_the_first_layer_that_trains_and_those_behind_it():
+    model = build(tiny_config("qwen2", layers=4), ATTENTION).requires_grad_(False)
     assert numbers(model) == []
     model.base_model.layers[1].mlp.requires_grad_(True)
-    assert numbers(model) == [2, 3]
+    assert numbers(model) == [1, 2, 3]
+
+
+def test_the_input_of_a_layer_has_a_gradient_only_where_one_is_computed():
+    model = build(tiny_config("qwen2"))
+    model.get_input_embeddings().requires_grad_(False)
+    first, seen = whole_layers(model)[0], []
+    first.register_forward_pre_hook(lambda _, given: seen.append(given[0].requires_grad))
+    ids = torch.tensor([[1, 2, 3]])
+    model(ids).logits.sum().backward()
+    with torch.no_grad():
+        model(ids)
+    assert seen == [True, False]
+    assert all(p.grad is not None for p in first.parameters())
