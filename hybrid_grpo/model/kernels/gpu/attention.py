@@ -243,9 +243,10 @@ def _room(scratch: Scratch, numbers: int, device: torch.device) -> tuple[Tensor,
     return scratch[numbers]
 
 
-def _entries(entry_bytes: int, itemsize: int) -> int:
-    """Return the number of entries that a program loads at once."""
-    return min(max(16, 1 << (_TILE_BYTES // entry_bytes).bit_length() - 1), 64 if itemsize == 2 else 16)
+def _tiling(entry_bytes: int, itemsize: int, programs: int) -> tuple[int, int]:
+    """Return the number of entries that each of `programs` loads at once, and Triton's stages."""
+    entries = min(max(16, 1 << (_TILE_BYTES // entry_bytes).bit_length() - 1), 64 if itemsize == 2 else 16)
+    return entries, _DEEP if programs <= _FEW // 2 and entries * entry_bytes <= _TILE_BYTES else _SHALLOW
 
 
 def _shares(programs: int) -> tuple[int, int]:
@@ -299,12 +300,10 @@ def paged_attention(
     queries = _queries(group, longest, max(d, v), keys.itemsize)
     tiles = -(-group * longest // queries)
     programs = n * kv * tiles
-    most, fewest = _shares(programs)
-    splits, least = splits or most, least or fewest
+    splits, least = (given or chosen for given, chosen in zip((splits, least), _shares(programs), strict=True))
     query = query if query.stride(2) == 1 else query.contiguous()
     (d0, d1), (v0, v1) = _halves(d), _halves(v)
-    entry_bytes = (d0 + d1 + v0 + v1) * keys.itemsize
-    entries = _entries(entry_bytes, keys.itemsize)
+    entries, stages = _tiling((d0 + d1 + v0 + v1) * keys.itemsize, keys.itemsize, programs)
     shares = v == v0 == d0 and _begin_together(keys, values)
     if out is None:
         out = torch.empty(len(query), heads, v, dtype=query.dtype, device=query.device)
@@ -320,6 +319,6 @@ def paged_attention(
         **{"SHARED": shares, "GROUP": group, "PAGE": page, "QUERIES": queries, "ENTRIES": entries},
         **{"D": d, "D0": d0, "D1": d1, "V": v, "V0": v0, "V1": v1},
         num_warps=4 if queries * (v0 + v1) < 8192 and keys.itemsize == 2 else 8,
-        num_stages=_DEEP if programs <= _FEW // 2 and entries * entry_bytes <= _TILE_BYTES else _SHALLOW,
+        num_stages=stages,
     )
     return out
