@@ -228,7 +228,7 @@ class Engine:
         keep_view: bool = False,
     ) -> None:
         self.config = config
-        for layer in fetching.whole_layers(source):
+        for layer in fetching.whole_layers(source) if config["zero_optimization"]["stage"] == 3 else ():
             deepspeed.utils.set_z3_leaf_module(layer, True)
         try:
             with _compiling_late():
