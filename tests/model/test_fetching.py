@@ -38,3 +38,22 @@ def test_the_input_of_a_layer_has_a_gradient_only_where_one_is_computed():
         model(ids)
     assert seen == [True, False]
     assert all(p.grad is not None for p in first.parameters())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("architecture", sorted(set(ARCHITECTURES) - {"gpt2"}))
+def test_when_deepspeed_reduces_a_layer_all_its_gradients_exist(architecture, checkpointing):
+    """It does so in this hook, here with embeddings that do not train."""
+    model = build(tiny_config(architecture)).train()
+    model.get_input_embeddings().requires_grad_(False)
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+
+    def grown(layer):
+        return {name for name, p in layer.named_parameters() if p.grad is not None}
+
+    layers, seen = whole_layers(model), {}
+    for layer in layers:
+        layer.register_full_backward_hook(lambda layer, *_: seen.update({layer: grown(layer)}))
+    model(torch.tensor([[1, 2, 3, 4, 5]])).logits.square().sum().backward()
+    assert [seen[layer] for layer in layers] == [grown(layer) for layer in layers] and all(seen.values())
