@@ -4,7 +4,7 @@
 # floor, a GRPO step of 1.5B and TRL's, a plan against the memory that the run takes, and the quickstart.
 #
 #   bash benchmarks/gpu.sh                      all parts, on the first GPU of this machine
-#   bash benchmarks/gpu.sh profile              this part: one process, about ninety seconds; see gpu_profile.py
+#   bash benchmarks/gpu.sh profile              this part: one process, a minute on an H200; see gpu_profile.py
 #   bash benchmarks/gpu.sh decode_7b plan       these parts
 #   bash benchmarks/gpu.sh --list               the names of all parts
 #   bash benchmarks/gpu.sh --toy --out FOLDER   every part at toy sizes on the CPU: shows that the script runs

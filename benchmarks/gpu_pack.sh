@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes a folder with what a machine that has torch, triton and transformers, but no network, needs to run gpu.sh: the
-# wheels of all other packages, and the sources of this commit. Run it in an environment made by training_scripts/setup.sh
+# Makes a folder with what a machine that has torch and triton, but no network, needs to run gpu.sh: the wheels of
+# transformers and all other packages, and the sources of this commit. Run it in an environment made by training_scripts/setup.sh
 # for "dev", with network:
 #
 #   bash benchmarks/gpu_pack.sh FOLDER            for a machine with this Python

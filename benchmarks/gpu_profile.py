@@ -1,4 +1,4 @@
-"""A profile of this package on one GPU: one process, about ninety seconds, weights that are made on the spot.
+"""A profile of this package on one GPU: one process, about a minute, weights that are made on the spot.
 
     python benchmarks/gpu_profile.py [--toy] [--json FILE] [PART ...]
 

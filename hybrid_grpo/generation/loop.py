@@ -99,7 +99,7 @@ class _Loop:
         self.model, self.schedule, self.decoder, self.drafter = model, schedule, decoder, drafter
         self.sight = sight
         self.prefill_tokens, self.sampling = prefill_tokens, sampling
-        # Of the cache alone, since what refers to this object would keep the cache's memory after the call.
+        # With the cache alone: a method of this object would be a cycle, which keeps the memory until it is collected.
         self.callbacks = replace(callbacks, routing=partial(_routing, schedule.cache, {}))
         self.stats = Stats()
         self.in_flight: deque[tuple[list[tuple[Sequence, int]], list[list[int]], Any]] = deque()

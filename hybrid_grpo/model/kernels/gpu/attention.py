@@ -21,12 +21,12 @@ _TILE_BYTES = 32 << 10
 """Most bytes of keys and values that a program loads at a time; other such tiles are on their way meanwhile."""
 _LEAST = 128
 """Entries for which a program of its own is worth it, at least."""
-# On an H200 three programs with two tiles on their way have room on a multiprocessor, and four with one. Measured with
-# 2 and 8 key heads of 64 and 128 numbers: benchmarks/results/gpu_attention.json.
+# Chosen on an H200 by benchmarks/gpu_attention.py. One of its multiprocessors has room for three programs with two
+# tiles on their way, and for four with one.
 _FEW, _MANY = 256, 512
-"""Programs of equal work that are done soonest, with two tiles on their way and with one."""
+"""How many programs of equal work end soonest, with two tiles on their way and with one."""
 _DEEP, _SHALLOW = 5, 2
-"""Triton's stages for two tiles on their way and for one; a tile's entries need those of its pages first."""
+"""Triton's stages with two tiles on their way and with one. Reading the table of pages first takes some of them."""
 _MOST_SPLITS = 64
 
 
@@ -127,7 +127,7 @@ def _attend(
     QUERIES: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
-    # All sequences' first programs come first: most others have nothing to do where there are many.
+    # The first programs of all sequences come first, since where there are many sequences the others have little to do.
     rows = tl.num_programs(0) // splits
     row, split = tl.program_id(0) % rows, tl.program_id(0) // rows
     head, tile = tl.program_id(1), tl.program_id(2)
@@ -253,7 +253,7 @@ def _shares(programs: int) -> tuple[int, int]:
     """Return the most programs that share the entries of one of `programs`, and the least entries of each."""
     if programs <= _MANY // 2:
         return min(_MOST_SPLITS, (_FEW if programs <= _FEW // 2 else _MANY) // programs), _LEAST
-    # Enough without; only sequences that are far longer than others would be waited for.
+    # They are enough by themselves; only sequences far longer than the others would be waited for.
     return max(1, min(4, _UNITS // programs)), 2 * programs
 
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from gpu_kernels import DEVICE, DTYPES, cases
 
+from hybrid_grpo.model.kernels.gpu import attention
 from hybrid_grpo.model.kernels.gpu.attention import paged_attention
 
 WORST = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -70,3 +71,11 @@ def test_attention_over_pages(case, seeded):
             out = paged_attention(*given, splits=splits, least=least).double().cpu()
             gap = (out - expected).abs().max()
             assert gap <= WORST[dtype] * max(1.0, float(expected.abs().max())), (splits, float(gap))
+
+
+def test_the_parts_of_all_programs_have_room():
+    """Few programs share long sequences; none that share any write more parts than there is memory for."""
+    shares = {programs: attention._shares(programs) for programs in range(1, 5000)}
+    assert all(splits == 1 or splits * programs <= attention._UNITS for programs, (splits, _) in shares.items())
+    assert all(splits * programs <= attention._MANY for programs, (splits, _) in shares.items() if programs <= 256)
+    assert shares[2][0] == attention._MOST_SPLITS and shares[16][0] == 16 and shares[512][0] == 4 > shares[2049][0]
