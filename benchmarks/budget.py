@@ -12,6 +12,8 @@ stores in Triton's interpreter, repeated loads included, times the number of pro
     switch_launches              copies and gathers of weights before a rollout, on 8 ranks
     sampler_gb, sampler_top_p_gb sampling 256 tokens out of a vocabulary of 151,936, without filters and with top-p 0.95
     head_launches, head_gb       log-probabilities of 16,384 tokens and their gradient, without the matrix products
+    delta_gb                     a token of 256 sequences through the recurrence of a Gated DeltaNet as wide as that of
+                                 Qwen3.5; delta_torch_*: the same by transformers' function
     training_elementwise_gb_*    the layers of Qwen2.5 in a forward and backward of 16,384 tokens with checkpointing,
                                  without the matrix products and the kernel of attention
 """
@@ -40,6 +42,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 os.environ["TRITON_INTERPRET"] = "1"
 
 import budget_training
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 from triton.runtime import interpreter
 
 from hybrid_grpo.generation import Sampling, paged_attention
@@ -49,6 +52,7 @@ from hybrid_grpo.model import attention, view
 from hybrid_grpo.model.attention import ATTENTION, Options
 from hybrid_grpo.model.kernels import build, gpu
 from hybrid_grpo.model.kernels.gpu import launcher
+from hybrid_grpo.model.kernels.states import recurrent_delta_rule
 from hybrid_grpo.model.logprobs import token_logprobs
 
 ROWS, PAGES_OF_A_SEQUENCE, RANKS = 256, 32, 8
@@ -129,7 +133,7 @@ class _Memory:
 @contextmanager
 def counted() -> Iterator[Count]:
     """Counts the kernels launched inside the context."""
-    modules = (gpu.attention, gpu.gate, gpu.norm, gpu.rotary, gpu.rotation, gpu.sampling, gpu.softmax)
+    modules = (gpu.attention, gpu.gate, gpu.norm, gpu.rotary, gpu.rotation, gpu.sampling, gpu.softmax, gpu.states)
     with Count() as count:
         for module in modules:
             module.launch = count.launch
@@ -195,6 +199,27 @@ def head() -> Count:
     return count
 
 
+def delta() -> tuple[Count, Count]:
+    """A token of 256 sequences through the gated delta rule of a layer of Qwen3.5: by the kernel, and by transformers'
+    function, whose result is then stored."""
+    half, heads, key_heads, d = {"dtype": torch.bfloat16}, 32, 16, 128
+    query, key = (torch.empty(ROWS, 1, key_heads, d, **half) for _ in range(2))
+    value, beta, log_decay = (
+        torch.empty(ROWS, 1, heads, d, **half),
+        torch.empty(ROWS, 1, heads, **half),
+        torch.empty(ROWS, 1, heads),
+    )
+    given, state = (query, key, value, log_decay, beta), torch.empty(ROWS, heads, d, d)
+    with torch.inference_mode(), counted() as kernel:
+        assert recurrent_delta_rule(*given, state, unit=True) is not None
+    with torch.inference_mode(), counted() as plain:
+        _, after = torch_recurrent_gated_delta_rule(
+            *given, state, output_final_state=True, use_qk_l2norm_in_kernel=True
+        )
+        state.copy_(after)
+    return kernel, plain
+
+
 def measure() -> dict[str, float]:
     """All numbers of the budget."""
     # As on a GPU: no C kernels, but the variable-length kernel.
@@ -211,6 +236,7 @@ def measure() -> dict[str, float]:
         tail, _ = decode_step(whole, Sampling(512), 1)
         _, filtered = decode_step(whole, Sampling(512, top_p=0.95), ROWS)
         given = head()
+        by_kernel, by_torch = delta()
     return {
         "decode_kernels": step,
         "tail_kernels": tail,
@@ -219,6 +245,9 @@ def measure() -> dict[str, float]:
         "sampler_top_p_gb": filtered.bytes.total() / 1e9,
         "head_launches": sum(n for name, n in given.kernels.items() if name not in PRODUCTS),
         "head_gb": sum(n for name, n in given.bytes.items() if name not in PRODUCTS) / 1e9,
+        "delta_gb": by_kernel.bytes.total() / 1e9,
+        "delta_torch_kernels": by_torch.kernels.total(),
+        "delta_torch_gb": by_torch.bytes.total() / 1e9,
         **budget_training.measure(counted, PRODUCTS),
     }
 

@@ -70,9 +70,9 @@ def kl(model: Any, other: Any, prompts_nP: Tensor, text_nL: Tensor) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
-def changed(model: Any, prompts_nP: Tensor, text_nL: Tensor, target: float) -> Any:
+def changed(model: Any, prompts_nP: Tensor, text_nL: Tensor, target: float, seed: int = 3) -> Any:
     """Return a policy with this KL from `model`, along the sign of a policy gradient with random advantages."""
-    advantage_n = torch.randn(len(text_nL), generator=torch.Generator().manual_seed(3))
+    advantage_n = torch.randn(len(text_nL), generator=torch.Generator().manual_seed(seed))
     logits = model(torch.cat([prompts_nP, text_nL], 1)).logits[:, prompts_nP.shape[1] - 1 : -1]
     logp_nL = logits.log_softmax(-1).gather(-1, text_nL[..., None])[..., 0]
     model.zero_grad()

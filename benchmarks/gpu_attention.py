@@ -32,12 +32,15 @@ SHAPES = {"1.5b": (12, 2, 128), "0.5b": (14, 2, 64), "8b": (32, 8, 128)}
 CASES = {
     **{"256 x 1k": ("1.5b", 256, 1024), "256 x 64 to 2k": ("1.5b", 256, -2048), "8 x 32k": ("1.5b", 8, 32_768)},
     **{"64 x 8k": ("1.5b", 64, 8192), "1 x 32k": ("1.5b", 1, 32_768), "8 x 1k": ("1.5b", 8, 1024)},
+    **{"1 x 8k": ("1.5b", 1, 8192), "8 x 8k": ("1.5b", 8, 8192)},
     **{"0.5b, 256 x 1k": ("0.5b", 256, 1024), "8b, 64 x 4k": ("8b", 64, 4096), "8b, 256 x 1k": ("8b", 256, 1024)},
 }
 """Shape, rows, and entries of each; a negative number: evenly from 64 to so many."""
 TILINGS = ((64, 4, 2), (64, 4, 5), (32, 4, 5), (32, 2, 5), (128, 4, 5), (64, 8, 5))
 """Entries, warps and stages."""
 PROGRAMS = (1, 2, 4, 8, 16, 32, 64)
+NUMBERS = (0, attention._PARTS)
+"""Numbers of parts that are added up at once; 0: one part after the other, as always with one tile on its way."""
 BLOCKS = ((4096, 16), (4096, 8), (8192, 16), (2048, 16))
 """Columns and warps of sampling."""
 
@@ -76,9 +79,11 @@ def attentions(device: torch.device, cases: dict[str, tuple[str, int, int]]) -> 
         table = torch.randperm(rows * width).int().view(rows, width).to(device)
         query = torch.randn(rows, heads, d, dtype=half, device=device)
         given, first, table_of = (query, *pools, table, lengths - 1, d**-0.5, 0, 0.0, None), None, []
-        for (entries_, warps, stages), programs in itertools.product(TILINGS, PROGRAMS):
-            if programs * rows * kv > 4096 or programs * entries_ > many:
+        for (entries_, warps, stages), programs, numbers in itertools.product(TILINGS, PROGRAMS, NUMBERS):
+            may = programs > 1 and stages == attention._DEEP
+            if programs * rows * kv > 4096 or programs * entries_ > many or (numbers and not may):
                 continue
+            attention._PARTS = numbers
             attention.launch = lambda *of, warps=warps, **named: launcher.launch(*of, **{**named, "num_warps": warps})
             attention._tiling = lambda *_, entries=entries_, stages=stages: (entries, stages)
             scratch: dict[int, Any] = {}
@@ -89,7 +94,7 @@ def attentions(device: torch.device, cases: dict[str, tuple[str, int, int]]) -> 
             out = call().float()
             first = out if first is None else first
             assert (out - first).norm() < 0.01 * first.norm(), (name, entries_, warps, stages, programs)
-            table_of.append([entries_, warps, stages, programs, milliseconds(call, on_gpu)])
+            table_of.append([entries_, warps, stages, programs, numbers, milliseconds(call, on_gpu)])
         found[name] = {"bytes": int(lengths.sum()) * kv * d * 4, "tilings": sorted(table_of, key=lambda row: row[-1])}
         print(f"{name}:", *(f"{row}" for row in found[name]["tilings"][:4]), flush=True)
     return found

@@ -13,8 +13,12 @@ late keeps what it has measured, the others still run, and the file is written a
     capturing         seconds of capturing all decode steps as CUDA graphs, at first and when all is compiled
     decode            milliseconds of a step of `Decoder`, by rows and context, and of reading weights and cache once
     decode_kernels    the longest kernels of these steps
+    drafts            milliseconds of a step with drafts that never hold, by tokens of each, and how many times as fast
+                      decoding would be if 0.8 of those that are reached held; without looking for drafts
     prefill           tokens per second, of prompts and of answers after a context
     splits            attention of long sequences by one program for each, and by several
+    states            a token's recurrence in one layer of Qwen3.5 by the kernel and by transformers' function, and the
+                      time of reading and writing the state
     training          forward and backward of one micro-batch, with model FLOPs utilization (MFU)
     training_kernels  its longest kernels
     failed_capture    whether the process goes on after a capture that fails
@@ -57,8 +61,10 @@ PARTS: dict[str, tuple[Callable[[gpu_bench.Bench, Found], None], float]] = {
     "capturing": (parts.capturing, 90),
     "decode": (parts.decode, 40),
     "decode_kernels": (parts.decode_kernels, 20),
+    "drafts": (parts.drafts, 30),
     "prefill": (parts.prefill, 30),
     "splits": (parts.splits, 20),
+    "states": (parts.states, 20),
     "training": (parts.training, 60),
     "training_kernels": (parts.training_kernels, 30),
     # Last, because the process may not survive it.

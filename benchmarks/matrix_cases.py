@@ -124,7 +124,7 @@ DIMENSIONS: dict[str, dict[str, Settings]] = {
     },
     "source": {"whole": {}, "stream": {"streaming.enabled": True, "streaming.block": 12}},
     "carry": {"none": {}, "a fifth": {"rollout.carry": 0.2}},
-    "drafts": {"off": {}, "siblings": {"rollout.drafts": "siblings"}},
+    "drafts": {"off": {}, **{kind: {"rollout.drafts": kind} for kind in ("siblings", "epochs")}},
     "sampling": {
         "plain": {},
         "filtered": {"rollout.temperature": 0.8, "rollout.min_p": 0.05},

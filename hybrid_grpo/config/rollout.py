@@ -125,10 +125,11 @@ class RolloutConfig:
     """Whether a GPU keeps the cache, gathered weights and CUDA graphs from rollout to rollout, so that graphs are
     captured once per run. `auto` keeps them if the memory plan has room for them in training. A CPU keeps none."""
 
-    drafts: Literal["siblings", "off"] = "off"
+    drafts: Literal["siblings", "epochs", "off"] = "off"
     """`siblings`: where few completions are left, sample several tokens of each per forward pass, after a draft of what
     probably comes next: what followed the same tokens before, in the prompt or in a completion of the group. Tokens are
-    those that would be sampled without drafts."""
+    those that would be sampled without drafts. `epochs`: draw a prompt's completions from the same random numbers in
+    every epoch, so that those of the last one are good drafts, too; epochs are then not independent."""
 
     carry: Share = 0.0
     """Share of prompts_per_step, rounded to at least one prompt, whose groups are not waited for: a step ends when all

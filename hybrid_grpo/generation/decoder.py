@@ -115,7 +115,7 @@ class Decoder:
         """Put sequences into slots, starting at `first`."""
         width, slots = self._table_nw.shape[1], slice(first, first + len(sequences))
         state = [
-            [s.tokens[-1], s.position, len(s.logp), s.key, 1, s.shift, *s.pages, *[0] * (width - len(s.pages))]
+            [s.tokens[-1], s.position, len(s.logp), s.stream, 1, s.shift, *s.pages, *[0] * (width - len(s.pages))]
             for s in sequences
         ]
         state_k6, table_kw = upload(state, self._device).split([6, width], dim=1)
@@ -185,9 +185,9 @@ class Decoder:
 
     def _write(self, active: list[Sequence], drafts: list[list[int]]) -> None:
         """Set the slots to the sequences, and the rows behind them to their drafts."""
-        rows = [[s.tokens[-1], s.position, len(s.logp), s.key, 1, s.shift, slot] for slot, s in enumerate(active)]
+        rows = [[s.tokens[-1], s.position, len(s.logp), s.stream, 1, s.shift, slot] for slot, s in enumerate(active)]
         for slot, (s, draft) in enumerate(zip(active, drafts, strict=True)):
-            rows += [[t, s.position + k, len(s.logp) + k, s.key, 1, s.shift, slot] for k, t in enumerate(draft, 1)]
+            rows += [[t, s.position + k, len(s.logp) + k, s.stream, 1, s.shift, slot] for k, t in enumerate(draft, 1)]
         state_R7 = upload(rows, self._device)
         self._state_6n[:, : len(rows)] = state_R7[:, :6].T
         self._table_nw[len(active) : len(rows)] = self._table_nw[state_R7[len(active) :, 6]]

@@ -5,6 +5,9 @@ after each of its tokens, and it counts as far as both agree: the tokens are tho
 the time differs. A draft repeats what followed the same tokens before, in the prompt, in the sequence itself or in
 another completion of its group (compare prompt lookup, and the grouped drafts of Seer, arXiv:2511.14617). How long
 drafts are, and whether there are any, follows from how often they held and how long steps took.
+
+If epochs share random streams, a sequence also repeats what was sampled from its stream in the last epoch (see `Past`),
+above all at the same places, where both draw with the same random numbers.
 """
 
 from __future__ import annotations
@@ -13,9 +16,10 @@ import functools
 import sys
 from collections import deque
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from hybrid_grpo.generation.graphs import size_for, sizes_up_to
+from hybrid_grpo.generation.past import Past
 from hybrid_grpo.generation.sequence import Sequence
 
 _CONTEXT = 3
@@ -51,9 +55,11 @@ class Drafter:
 
     Attributes:
         drafted, held: number of tokens in drafts since `begin`, and of those that were then sampled.
+        past: what was sampled in the last epoch.
     """
 
     def __init__(self) -> None:
+        self.past = Past()
         self._plain, self._drafting = _Times(), _Times()
         self._hits: dict[int, _Hits] = {}
         self.begin([])
@@ -61,13 +67,19 @@ class Drafter:
     def begin(self, groups: list[list[Sequence]]) -> None:
         """Begin a call that decodes these sequences, by request."""
         self._groups, self._indices = groups, dict[int, _Index]()
-        self._unread: deque[tuple[_Index, Sequence]] = deque()
-        """Sequences of which the index of their group may lack tokens."""
+        self._unread: deque[tuple[_Index, _Text]] = deque()
+        """Texts of which the index of their group may lack tokens."""
         self._misses, self._paused, self._pause, self._pauses = 0, 0, _PAUSE, 0
         self.drafted = self.held = 0
         for kind, hits in self._hits.items():
             # Texts change: what did not hold in the last call is tried again.
             hits.held = (hits.held + _first_guess(kind) * hits.checked) / 2
+
+    def end(self) -> None:
+        """End a call."""
+        self.past.keep(self._groups)
+        self._groups, self._indices = [], {}
+        self._unread.clear()
 
     def may_help(self, rows: int, slots: int) -> bool:
         """Whether a step of `rows` sequences would gain if all had a draft of the kind that holds best. Takes almost no
@@ -87,8 +99,8 @@ class Drafter:
         self._read(active)
         found = [self._index(s).draft(s, min(_LONGEST, s.until - len(s.tokens) - 1)) for s in active]
         gains = []
-        for row, (draft, matched) in enumerate(found):
-            share = self._of(matched).share if draft else 0.0
+        for row, (draft, kind) in enumerate(found):
+            share = self._of(kind).share if draft else 0.0
             gains += [(share**k, row) for k in range(1, len(draft) + 1)]
         gains.sort(reverse=True)
         taken = [row for _, row in gains[: self._worth(len(active), [gain for gain, _ in gains], slots)]]
@@ -102,7 +114,7 @@ class Drafter:
         """Learn that the first `held` of the `drafted` tokens were those that were sampled."""
         self.drafted += drafted
         self.held += held
-        self._of(self._indices[sequence.request].traces[sequence.sample].matched).add(held, min(held + 1, drafted))
+        self._of(self._index(sequence).of(sequence).kind).add(held, min(held + 1, drafted))
 
     def took(self, rows: int, seconds: float, *, drafts: bool) -> None:
         """Learn how long a step took."""
@@ -122,29 +134,32 @@ class Drafter:
         """Expected time of a step with drafts."""
         return (self._drafting if rows in self._drafting else self._plain).of(rows)
 
-    def _of(self, matched: int) -> _Hits:
-        """The drafts after about as many matching tokens."""
-        kind = matched.bit_length()
+    def _of(self, kind: int) -> _Hits:
         return self._hits.setdefault(kind, _Hits(_FEW * _first_guess(kind), _FEW))
 
     def _index(self, sequence: Sequence) -> _Index:
         """Return the index of a sequence's group."""
-        index = self._indices.setdefault(sequence.request, _Index())
+        group = self._groups[sequence.request]
+        if (index := self._indices.get(sequence.request)) is None:
+            index = self._indices[sequence.request] = _Index({s.sample: self.past.text(s) for s in group})
+            index.of(sequence)
+            self._unread += [(index, _Text(tokens, sequence.prompt)) for tokens in index.past.values() if tokens]
         if index.pauses != self._pauses:
             index.pauses = self._pauses
-            self._unread += [(index, other) for other in self._groups[sequence.request]]
+            self._unread += [(index, index.of(other).text) for other in group]
         return index
 
     def _read(self, active: list[Sequence]) -> None:
-        """Take in new tokens of the active sequences, then of others of their groups."""
+        """Take in new tokens of the active sequences, then other texts of their groups."""
         room = _READ
         for sequence in active:
-            room -= self._index(sequence).take_in(sequence, room)
+            index = self._index(sequence)
+            room -= index.take_in(index.of(sequence).text, room)
         room = min(room, _MOST_ENTRIES - sum(map(len, self._indices.values())))
         while room > 0 and self._unread:
-            index, other = self._unread[0]
-            room -= index.take_in(other, room)
-            if index.has_all(other):
+            index, text = self._unread[0]
+            room -= index.take_in(text, room)
+            if text.is_known:
                 self._unread.popleft()
 
     def _miss(self) -> None:
@@ -155,94 +170,130 @@ class Drafter:
 
 
 class _Index:
-    """Where the tokens of a group's sequences occurred last.
+    """Where the tokens of a group's texts occurred last.
 
     Attributes:
-        traces: by sample, what a sequence repeats.
+        past: by sample, the prompt and what was sampled in the last epoch; empty if that is unknown.
         pauses: the number of pauses after which others of the group were last asked for more tokens.
     """
 
-    def __init__(self) -> None:
-        self.pauses = -1
+    def __init__(self, past: dict[int, list[int]]) -> None:
+        self.past, self.pauses = past, -1
+        self._traces: dict[int, _Trace] = {}
+        """By sample."""
         self._texts: list[list[int]] = []
         self._after: dict[int, int] = {}
         """By a hash of `_CONTEXT` tokens: the number of the text in which they occurred last, and the place after them.
         Numbers, since Python's garbage collector would look through as many tuples again and again."""
-        self.traces: dict[int, _Trace] = {}
 
     def __len__(self) -> int:
         return len(self._after)
 
-    def has_all(self, sequence: Sequence) -> bool:
-        """Whether all tokens of a sequence have been taken in."""
-        return self.traces[sequence.sample].known == len(sequence.tokens)
+    def of(self, sequence: Sequence) -> _Trace:
+        """Return what a sequence repeats."""
+        if sequence.sample not in self._traces:
+            # The prompt is taken in once.
+            known = sequence.prompt if self._traces else 0
+            self._traces[sequence.sample] = _Trace(_Text(sequence.tokens, known))
+        return self._traces[sequence.sample]
 
     def draft(self, sequence: Sequence, most: int) -> tuple[list[int], int]:
-        """Return up to `most` tokens that may come next, and how many tokens before them matched; none for a sequence
-        that has not been read to its end."""
-        trace, tokens = self.traces[sequence.sample], sequence.tokens
-        if trace.known < len(tokens) or most <= 0:
+        """Return up to `most` tokens that may come next, and the kind of the draft; none for a sequence that has not
+        been read to its end."""
+        trace = self.of(sequence)
+        if not trace.text.is_known or most <= 0:
             return [], 0
-        if trace.source is None or trace.at == len(trace.source):
-            found = self._after.get(hash(tuple(tokens[-_CONTEXT:])))
-            trace.source, trace.matched = None, 0
-            if found is not None:
-                number, trace.at = divmod(found, _MOST_PLACES)
-                trace.source = self._texts[number]
-                trace.matched = _match(tokens, trace.source, trace.at)
-        source, at = trace.source, trace.at
-        if source is None:
+        trace.follow()
+        self._find(trace, self.past.get(sequence.sample, []))
+        if trace.source is None:
             return [], 0
-        draft = source[at : at + most]
-        if source is sequence.tokens:
+        draft = trace.source[trace.at : trace.at + most]
+        if trace.source is sequence.tokens:
             # What repeats its own end may go on to do so.
             draft = (draft * -(-most // len(draft)))[:most]
         # Pictures of the prompt are not sampled.
-        return list(takewhile(lambda token: token >= 0, draft)), trace.matched
+        return list(takewhile(lambda token: token >= 0, draft)), trace.kind
 
-    def take_in(self, sequence: Sequence, most: int) -> int:
-        """Take in up to `most` of a sequence's new tokens, and return their number."""
-        tokens, after = sequence.tokens, self._after
-        trace = self.traces.get(sequence.sample)
-        if trace is None:
-            # The prompt is taken in once.
-            trace = _Trace(sequence.prompt if self.traces else 0, len(self._texts))
-            self.traces[sequence.sample] = trace
+    def _find(self, trace: _Trace, past: list[int]) -> None:
+        """Let a trace go on with the last epoch if that has the same tokens at the same places, else with what it
+        repeats, or with what followed its last tokens elsewhere."""
+        tokens, end = trace.text.tokens, len(trace.text.tokens)
+        if end < len(past) and past[max(0, end - _CONTEXT) : end] == tokens[-_CONTEXT:]:
+            if trace.source is not past or trace.at != end:
+                trace.take(past, end, aligned=True)
+        elif trace.source is None or trace.at == len(trace.source):
+            trace.source = None
+            if (found := self._after.get(hash(tuple(tokens[-_CONTEXT:])))) is not None:
+                number, at = divmod(found, _MOST_PLACES)
+                trace.take(self._texts[number], at)
+
+    def take_in(self, text: _Text, most: int) -> int:
+        """Take in up to `most` new tokens of a text, and return their number."""
+        tokens, after = text.tokens, self._after
+        if text.number is None:
+            text.number = len(self._texts)
             self._texts.append(tokens)
-        end, first = min(len(tokens), trace.known + most), trace.number * _MOST_PLACES
-        for place in range(max(trace.known, _CONTEXT), end):
-            trace.follow(tokens[place])
+        end, first = min(len(tokens), text.known + most), text.number * _MOST_PLACES
+        for place in range(max(text.known, _CONTEXT), end):
             after[hash(tuple(tokens[place - _CONTEXT : place]))] = first + place
-        taken, trace.known = end - trace.known, end
+        taken, text.known = end - text.known, end
         return taken
+
+
+@dataclass
+class _Text:
+    """Tokens of which an index has those before `known`."""
+
+    tokens: list[int]
+    known: int
+    number: int | None = None
+    """Its number among the texts of the index."""
+
+    @property
+    def is_known(self) -> bool:
+        return self.known == len(self.tokens)
 
 
 @dataclass
 class _Trace:
     """What a sequence repeats: its next tokens may be those at place `at` of `source`."""
 
-    known: int
-    """Number of the sequence's tokens that the index has."""
-    number: int
-    """Its number among the texts of the index."""
+    text: _Text
+    """The sequence's own text."""
     source: list[int] | None = None
     at: int = 0
     matched: int = 0
     """Number of tokens at the sequence's end that equal those before `at`, as far as they were compared."""
+    aligned: bool = False
+    """Whether `source` is of the last epoch, at the same place."""
+    seen: int = 0
+    """Number of the sequence's tokens that have been compared with `source`."""
 
-    def follow(self, token: int) -> None:
-        if self.source is None:
-            return
-        if self.at < len(self.source) and self.source[self.at] == token:
+    @property
+    def kind(self) -> int:
+        """The kind of draft, by which it is counted how many hold: the number of bits of `matched`, below 0 if
+        `aligned`."""
+        return -self.matched.bit_length() if self.aligned else self.matched.bit_length()
+
+    def take(self, source: list[int], at: int, *, aligned: bool = False) -> None:
+        """Repeat `source` from `at` on."""
+        self.source, self.at, self.aligned = source, at, aligned
+        self.matched, self.seen = _match(self.text.tokens, source, at), len(self.text.tokens)
+
+    def follow(self) -> None:
+        """Go on by the sequence's new tokens, as long as they are repeated."""
+        for token in islice(self.text.tokens, self.seen, None):
+            if self.source is None or self.at == len(self.source) or self.source[self.at] != token:
+                self.source = None
+                break
             self.at, self.matched = self.at + 1, self.matched + 1
-        else:
-            self.source = None
+        self.seen = len(self.text.tokens)
 
 
 def _first_guess(kind: int) -> float:
-    """Return the share of tokens that may hold after matches of 2^(kind - 1) tokens or more: the longer the match, the
-    likelier its continuation."""
-    return kind / (kind + 1)
+    """Return the share of tokens that may hold in drafts of a kind: the longer the match, the likelier its
+    continuation."""
+    return abs(kind) / (abs(kind) + 1)
 
 
 def _match(tokens: list[int], source: list[int], at: int) -> int:

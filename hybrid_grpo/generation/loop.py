@@ -117,8 +117,8 @@ class _Loop:
             self._take_answers()
             self._admit()
             timeline.look(schedule)
-            drafts = self._drafts()
             start, rows = time.perf_counter(), self.stats.rows
+            drafts = self._drafts()
             drafted = self._step(drafts)
             while self.in_flight and (len(self.in_flight) > self.lag or drafted or not schedule.active):
                 self._collect()
@@ -130,6 +130,7 @@ class _Loop:
         self.stats.captures = self.decoder.captures
         if self.drafter is not None:
             self.stats.drafted, self.stats.held = self.drafter.drafted, self.drafter.held
+            self.drafter.end()
         self.stats.peak_cache_bytes = cache.peak * cache.page * cache.geometry.token_bytes + cache.states.bytes
         return self.stats
 
@@ -377,7 +378,7 @@ def generate(
     groups = chain.from_iterable(map(groups_of, sequences))
     schedule = Scheduler(decoder.cache, groups, min(slots, decoder.slots), decoder.ahead)
     callbacks = Callbacks(on_finish, on_step, on_token, decode, turns, enough)
-    if drafter is not None:
+    if drafter is not None and decoder.takes_drafts:
         drafter.begin(sequences)
     how = prefill_tokens or decoder.cache.prefill_tokens, sampling, callbacks
     loop = _Loop(model, schedule, decoder, *how, drafter if decoder.takes_drafts else None, sight)

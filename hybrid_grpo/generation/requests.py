@@ -21,6 +21,8 @@ class Request:
     """At least one token."""
     keys: list[int]
     """Key of each completion's random stream; see `stream_key`."""
+    shared: list[int] | None = None
+    """Keys of random streams to sample from instead, which requests of other epochs share; see `Past`."""
     limits: list[int] | None = None
     """Maximum number of sampled tokens for each completion. Default: `Sampling.max_tokens` for all."""
     most: int | None = None
@@ -41,11 +43,12 @@ def sequences_of(requests: Iterable[Request], sampling: Sampling, sight: Sight |
         assert len(prompt) < most, "there is room for a token after the prompt"
         shift = 0 if sight is None else sight.shift(prompt)
         new = partial(Sequence, prompt=len(prompt), most=most, turn_limit=sampling.max_turn_tokens, shift=shift)
-        streams = zip(request.keys, limits, request.begun or [None] * len(request.keys), strict=True)
+        none = [None] * len(request.keys)
+        each = zip(request.keys, request.shared or none, limits, request.begun or none, strict=True)
         groups.append(
             [
-                new(index, k, key, list(prompt), limit=limit, begun=begun)
-                for k, (key, limit, begun) in enumerate(streams)
+                new(index, k, key, list(prompt), shared=shared, limit=limit, begun=begun)
+                for k, (key, shared, limit, begun) in enumerate(each)
             ]
         )
     return groups

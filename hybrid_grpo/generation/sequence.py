@@ -71,7 +71,7 @@ class Sequence:
     request: int
     sample: int
     key: int
-    """Key of the random stream."""
+    """Key of the random stream, which names the completion, too."""
     tokens: list[int]
     """The prompt and the tokens so far. The last one is not in the cache yet: the next step feeds it."""
     prompt: int
@@ -105,6 +105,8 @@ class Sequence:
     """The experts of its tokens when it lost its pages, [tokens, layers, k]."""
     shift: int = 0
     """How far encoded positions behind what was read are ahead of those in the cache; see `Sight.shift`."""
+    shared: int | None = None
+    """Key of the random stream that its tokens are drawn from instead, if epochs share one."""
     begun: Completion | None = None
     """The completion with the tokens that an earlier call has sampled; `tokens` is the prompt alone at first."""
 
@@ -121,6 +123,11 @@ class Sequence:
     def _begin_turn(self) -> None:
         self.begin = len(self.tokens)
         self.until = self.begin + min(self.room, self.turn_limit)
+
+    @property
+    def stream(self) -> int:
+        """Key of the random stream that its tokens are drawn from."""
+        return self.key if self.shared is None else self.shared
 
     @property
     def turn(self) -> int:

@@ -29,7 +29,7 @@ def kernels(monkeypatch):
         launcher.launch(kernel, grid, *arguments, **options)
 
     monkeypatch.setattr(launcher, "on_gpu", lambda _: True)
-    for module in (gpu.attention, gpu.gate, gpu.norm, gpu.rotation, gpu.sampling, gpu.softmax):
+    for module in (gpu.attention, gpu.gate, gpu.norm, gpu.rotation, gpu.sampling, gpu.softmax, gpu.states):
         monkeypatch.setattr(module, "launch", launch)
     return launched
 
@@ -122,4 +122,31 @@ def test_turns_with_the_kernel_for_pages_are_those_without(architecture, kernels
     tokens, logp = completions()
     assert kernels.count("_attend") > 20
     assert tokens == expected_tokens
+    torch.testing.assert_close(logp, expected_logp, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("architecture, steps", [
+    ("lfm2", {"_convolve"}), ("qwen3_next", {"_convolve", "_delta"}), ("bamba", {"_convolve", "_mamba"}),
+])  # fmt: skip
+@torch.inference_mode()
+def test_states_by_kernels_are_those_of_torch(architecture, steps, kernels, monkeypatch):
+    """In float32, with turns that go on from a kept state, and slots that sequences leave."""
+    fast, plain = (build(tiny_config(architecture), ATTENTION).to(DEVICE) for _ in range(2))
+    requests = [Request([5, 1, 3], [stream_key(0, k) for k in range(2)], most=40), Request([2] * 9, [1], most=40)]
+    monkeypatch.setattr(loop, "capture_on", lambda _: None)
+
+    def completions(model):
+        turns, sampling = Scripted(3), Sampling(8, stop_ids=tuple(range(0, 40, 2)))
+        groups, stats = generate(model, requests, sampling, turns=turns, max_slots=2)
+        assert stats.answers
+        every = [c for group in groups for c in group]
+        return [(c.token_ids, c.given) for c in every], torch.tensor([logp for c in every for logp in c.logp])
+
+    tokens, logp = completions(fast)
+    assert steps == set(kernels) & {"_convolve", "_delta", "_mamba"}
+    for module in (launcher, paged_attention):
+        monkeypatch.setattr(module, "on_gpu", lambda _: False)
+    kernels.clear()
+    expected_tokens, expected_logp = completions(plain)
+    assert not kernels and tokens == expected_tokens
     torch.testing.assert_close(logp, expected_logp, rtol=0, atol=2e-5)

@@ -84,7 +84,26 @@ def launches() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
             gpu.attention.paged_attention(
                 query, keys, values, pages, numbers[:1].expand(rows), **given, scratch=scratch
             )
-    return seen + layers()
+    return seen + states() + layers()
+
+
+def states() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """What a token launches in layers with a state of Qwen3.5, Kimi Linear and Nemotron-H."""
+    seen: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    gpu.states.launch = lambda kernel, grid, *given, **options: seen.append((kernel, given, options))
+    half, single, n = {"dtype": torch.bfloat16, "device": "meta"}, {"dtype": torch.float32, "device": "meta"}, 8
+    for channels, bias in ((8192, None), (10_240, torch.empty(10_240, **half))):
+        x, window, weight = (torch.empty(*shape, channels, *size, **half) for shape, size in (
+            ((n,), ()), ((n,), (4,)), ((), (4,))))  # fmt: skip
+        gpu.states.causal_convolution(x, window, weight, bias, silu=True)
+    for key_heads, by_channel in ((16, False), (32, True)):
+        query, key = (torch.empty(n, key_heads, 128, **half) for _ in range(2))
+        value, beta = torch.empty(n, 32, 128, **half), torch.empty(n, 32, **half)
+        log_decay, state = torch.empty(n, 32, *[128] * by_channel, **single), torch.empty(n, 32, 128, 128, **single)
+        gpu.states.delta_rule(query, key, value, log_decay, beta, state, unit=True)
+    x, (b, c), a = torch.empty(n, 128, 64, **half), torch.empty(2, n, 8, 128, **half), torch.empty(128, **single)
+    gpu.states.selective_update(torch.empty(n, 128, 64, 128, **single), x, x, a, b, c, a)
+    return seen
 
 
 def layers() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:

@@ -1,14 +1,17 @@
-"""One new token through layers that carry a state, on a CPU in float32: the kernels of states.c.
+"""One new token through layers that carry a state: the kernels of states.c on a CPU in float32, and of gpu/states.py.
 
 Each takes the arguments of the function of transformers with its name, writes the state in place, and returns None
-where the kernel does not support the shapes or types.
+where the kernel does not support the shapes or types, or differs from torch on the GPU.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.model.kernels.build import run, usable
 
 WIDEST = 512
@@ -30,8 +33,11 @@ def causal_conv1d_update(
     """
     n, channels, count = hidden_states.shape
     given = hidden_states[:, :, 0], conv_state, weight, bias
-    fits = count == 1 and activation in _ACTIVATIONS and conv_state.shape == (n, *weight.shape)
-    if not fits or not _dense(*given):
+    if count != 1 or activation not in _ACTIVATIONS or conv_state.shape != (n, *weight.shape):
+        return None
+    if weight.is_contiguous() and _on_gpu(_convolution_agrees, conv_state, *given):
+        return gpu.states.causal_convolution(*given, silu=_ACTIVATIONS[activation])[:, :, None]
+    if not _dense(*given):
         return None
     out = hidden_states.new_empty(n, 1, channels)
     run("conv_step", out, *given, _ACTIVATIONS[activation], n, channels, weight.shape[1])
@@ -54,7 +60,12 @@ def recurrent_delta_rule(
     log_decay, beta = log_decay.contiguous(), beta.contiguous()
     heads_dense = all(_of_heads(t) for t in (query, key, value))
     fits = count == 1 and max(dk, dv) <= WIDEST and state.shape == (n, heads, dk, dv)
-    if not fits or not heads_dense or not _dense(log_decay, beta, state) or not usable(query, key, value):
+    if not fits or not heads_dense:
+        return None
+    given = query[:, 0], key[:, 0], value[:, 0], log_decay[:, 0], beta[:, 0], state
+    if _on_gpu(_delta_rule_agrees, state, *given):
+        return gpu.states.delta_rule(*given, unit=unit)[:, None]
+    if not _dense(log_decay, beta, state) or not usable(query, key, value):
         return None
     out = value.new_empty(n, 1, heads, dv)
     strided = (part for tensor in (query, key, value) for part in (tensor, tensor.stride(0)))
@@ -75,10 +86,12 @@ def mamba2_update(
     n, heads, d, size = state.shape
     equal = a.stride()[1:] == (0, 0) and (skip is None or skip.stride(1) == 0)
     step = step.contiguous()
-    if not equal or not _dense(state, step) or not all(map(_of_heads, (x[:, None], b[:, None], c[:, None]))):
+    if not equal or not all(map(_of_heads, (x[:, None], b[:, None], c[:, None]))):
         return None
     a_H, skip_H = a[:, 0, 0].contiguous(), None if skip is None else skip[:, 0].contiguous()
-    if not usable(x, b, c, a_H, skip_H):
+    if _on_gpu(_update_agrees, state, x, step, a_H, b, c, skip_H):
+        return gpu.states.selective_update(state, x, step, a_H, b, c, skip_H)
+    if not _dense(state, step) or not usable(x, b, c, a_H, skip_H):
         return None
     out = x.new_empty(n, heads, d)
     given = x, x.stride(0), step, a_H, b, b.stride(0), c, c.stride(0), skip_H
@@ -98,6 +111,56 @@ def gated_norm(module: Any, x: Tensor, gate: Tensor) -> Tensor:
 def _dense(*tensors: Tensor | None) -> bool:
     """Whether the kernels can be called on tensors whose memory has no gaps."""
     return usable(*tensors) and all(t is None or t.is_contiguous() for t in tensors)
+
+
+def _on_gpu(check: Callable[..., bool], state: Tensor, x: Tensor, *others: Tensor | None) -> bool:
+    """Whether a Triton kernel computes the step. `check` compares it with torch, once for each type of x."""
+    usable = gpu.usable(state, x, *(t for t in others if t is not None))
+    return usable and state.is_contiguous() and gpu.proven("decoding", check, state.device, x.dtype)
+
+
+def _convolution_agrees(device: torch.device, dtype: torch.dtype) -> bool:
+    x, state, weight, bias = (_random(device, dtype, *shape) for shape in ((3, 40), (3, 40, 4), (40, 4), (40,)))
+    window = torch.cat([state[..., 1:], x[..., None]], -1)
+    expected = F.silu((window.double() * weight).sum(-1) + bias)
+    out = gpu.states.causal_convolution(x, state, weight, bias, silu=True)
+    return torch.equal(state, window) and _close(out, expected)
+
+
+def _delta_rule_agrees(device: torch.device, dtype: torch.dtype) -> bool:
+    query, key = _random(device, dtype, 2, 3, 2, 24)
+    value, state = _random(device, dtype, 3, 4, 40), _random(device, torch.float32, 3, 4, 24, 40)
+    beta = _random(device, dtype, 3, 4).sigmoid()
+    for log_decay in (-_random(device, torch.float32, 3, 4).abs(), -_random(device, torch.float32, 3, 4, 24).abs()):
+        q, k = (F.normalize(x.double(), dim=-1).repeat_interleave(2, 1) for x in (query, key))
+        after = state.double() * log_decay.double().exp().view(3, 4, -1, 1)
+        change = (value - torch.einsum("nhk,nhkv->nhv", k, after)) * beta[..., None]
+        after = after + k[..., None] * change[:, :, None]
+        expected = torch.einsum("nhk,nhkv->nhv", q * 24**-0.5, after)
+        out = gpu.states.delta_rule(query, key, value, log_decay, beta, state, unit=True)
+        if not _close(out, expected) or not _close(state, after):
+            return False
+    return True
+
+
+def _update_agrees(device: torch.device, dtype: torch.dtype) -> bool:
+    state, x = _random(device, torch.float32, 3, 4, 16, 24), _random(device, dtype, 3, 4, 16)
+    step, (b, c) = _random(device, dtype, 4, 3, 4, 16)[0].abs(), _random(device, dtype, 2, 3, 2, 24)
+    a, skip = -_random(device, torch.float32, 4).abs(), _random(device, torch.float32, 4)
+    into, from_ = (t.double().repeat_interleave(2, 1)[:, :, None] for t in (b, c))
+    after = state * (step.double() * a[:, None])[..., None].exp() + (step.double() * x)[..., None] * into
+    expected = (after * from_).sum(-1) + x * skip[:, None]
+    return _close(gpu.states.selective_update(state, x, step, a, b, c, skip), expected) and _close(state, after)
+
+
+def _random(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+    return numbers.to(device, dtype)
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    """Whether rounding to the type explains the difference."""
+    return bool((found - expected).norm() <= 2 * torch.finfo(found.dtype).eps * expected.norm() + 1e-6)
 
 
 def _of_heads(x: Tensor) -> bool:

@@ -7,7 +7,7 @@ checked, once on the device, that it agrees with torch; see `tried`.
 from hybrid_grpo.model.kernels.gpu.launcher import available, proven, tried, triton, usable
 
 if triton is not None:
-    from hybrid_grpo.model.kernels.gpu import attention, gate, norm, rotary, rotation, sampling, softmax
+    from hybrid_grpo.model.kernels.gpu import attention, gate, norm, rotary, rotation, sampling, softmax, states
 
 __all__ = [
     "attention",
@@ -19,6 +19,7 @@ __all__ = [
     "rotation",
     "sampling",
     "softmax",
+    "states",
     "tried",
     "usable",
 ]

@@ -21,13 +21,15 @@ _TILE_BYTES = 32 << 10
 """Most bytes of keys and values that a program loads at a time; other such tiles are on their way meanwhile."""
 _LEAST = 128
 """Entries for which a program of its own is worth it, at least."""
-# Chosen on an H200 by benchmarks/gpu_attention.py. One of its multiprocessors has room for three programs with two
-# tiles on their way, and for four with one.
+# Chosen on an H200 by benchmarks/gpu_attention.py. One of its multiprocessors has room for two programs with two tiles
+# on their way, which also add up several parts at once, and for four with one.
 _FEW, _MANY = 256, 512
 """How many programs of equal work end soonest, with two tiles on their way and with one."""
 _DEEP, _SHALLOW = 5, 2
 """Triton's stages with two tiles on their way and with one. Reading the table of pages first takes some of them."""
 _MOST_SPLITS = 64
+_PARTS = 10 << 10
+"""Most numbers of parts that a program has at a time when it adds them up."""
 
 
 @triton.jit
@@ -54,33 +56,47 @@ def _store(out, row, first, total, acc, real, WIDTH: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def _keep(part, highest, total, acc0, acc1, V0: tl.constexpr, V1: tl.constexpr, QUERIES: tl.constexpr):
+def _keep(part, highest, total, acc0, acc1, real, V0: tl.constexpr, V1: tl.constexpr, QUERIES: tl.constexpr):
     """Store what a program has of a sequence: the highest logit, the sums of weights and of values."""
-    row, one, all_ = tl.arange(0, QUERIES), tl.full([QUERIES], 1.0, tl.float32), tl.full([QUERIES], True, tl.int1)
+    row, one = tl.arange(0, QUERIES), tl.full([QUERIES], 1.0, tl.float32)
     tl.store(part + row, highest)
     tl.store(part + QUERIES + row, total)
-    _store(part + 2 * QUERIES, row * V0, 0, one, acc0, all_, V0, V0)
+    _store(part + 2 * QUERIES, row * V0, 0, one, acc0, real, V0, V0)
     if V1:
-        _store(part + QUERIES * (2 + V0), row * V1, 0, one, acc1, all_, V1, V1)
+        _store(part + QUERIES * (2 + V0), row * V1, 0, one, acc1, real, V1, V1)
 
 
 @triton.jit
-def _added(part, used, size, V0: tl.constexpr, V1: tl.constexpr, QUERIES: tl.constexpr):
+def _sum(values, part, first, used, real, weight, V: tl.constexpr, QUERIES: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Add up the sums of values of `AT_ONCE` parts from `first` on, or up to `used`, by `weight`, [parts, QUERIES]."""
+    cell = values + first * part + tl.arange(0, QUERIES)[:, None] * V + tl.arange(0, V)[None, :]
+    if AT_ONCE == 1:
+        return tl.load(cell, real[:, None], 0.0, cache_modifier=".cg") * tl.sum(weight, 0)[:, None]
+    split = tl.arange(0, AT_ONCE)[:, None, None]
+    there = (first + split < used) & real[None, :, None]
+    found = tl.load(cell[None, :, :] + split * part, there, 0.0, cache_modifier=".cg")
+    return tl.sum(found * weight[:, :, None], 0)
+
+
+@triton.jit
+def _added(parts, used, part, real, V0: tl.constexpr, V1: tl.constexpr, QUERIES: tl.constexpr, AT_ONCE: tl.constexpr):
     """Add up the parts of a sequence, in their order. They are read past the first cache, which others do not write."""
     row = tl.arange(0, QUERIES)
     highest, total = tl.full([QUERIES], -1e30, tl.float32), tl.zeros([QUERIES], tl.float32)
     acc0, acc1 = tl.zeros([QUERIES, V0], tl.float32), tl.zeros([QUERIES, max(V1, 16)], tl.float32)
-    for split in range(0, used):
-        mine = part + split * size
-        own = tl.load(mine + row, cache_modifier=".cg")
-        higher = tl.maximum(highest, own)
-        shrink, weight = tl.exp2(highest - higher), tl.exp2(own - higher)
-        total = total * shrink + tl.load(mine + QUERIES + row, cache_modifier=".cg") * weight
-        cell = 2 * QUERIES + row[:, None] * V0 + tl.arange(0, V0)[None, :]
-        acc0 = acc0 * shrink[:, None] + tl.load(mine + cell, cache_modifier=".cg") * weight[:, None]
+    for first in range(0, used, AT_ONCE):
+        split = first + tl.arange(0, AT_ONCE)
+        there = (split < used)[:, None] & real[None, :]
+        mine = parts + split[:, None] * part + row[None, :]
+        own = tl.load(mine, there, -1e30, cache_modifier=".cg")
+        higher = tl.maximum(highest, tl.max(own, 0))
+        shrink, weight = tl.exp2(highest - higher), tl.exp2(own - higher[None, :])
+        total = total * shrink + tl.sum(tl.load(mine + QUERIES, there, 0.0, cache_modifier=".cg") * weight, 0)
+        acc0 = acc0 * shrink[:, None] + _sum(parts + 2 * QUERIES, part, first, used, real, weight, V0, QUERIES, AT_ONCE)
         if V1:
-            cell = QUERIES * (2 + V0) + row[:, None] * V1 + tl.arange(0, V1)[None, :]
-            acc1 = acc1 * shrink[:, None] + tl.load(mine + cell, cache_modifier=".cg") * weight[:, None]
+            acc1 = acc1 * shrink[:, None] + _sum(
+                parts + QUERIES * (2 + V0), part, first, used, real, weight, V1, QUERIES, AT_ONCE
+            )
         highest = higher
     return highest, total, acc0, acc1
 
@@ -126,6 +142,7 @@ def _attend(
     V1: tl.constexpr,
     QUERIES: tl.constexpr,
     ENTRIES: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     # The first programs of all sequences come first, since where there are many sequences the others have little to do.
     rows = tl.num_programs(0) // splits
@@ -200,14 +217,14 @@ def _attend(
             unit = ((row * tl.num_programs(1) + head) * tl.num_programs(2) + tile).to(tl.int64)
             size = QUERIES * (V0 + V1 + 2)
             part = parts + unit * splits * size
-            _keep(part + split * size, highest, total, acc0, acc1, V0, V1, QUERIES)
+            _keep(part + split * size, highest, total, acc0, acc1, real, V0, V1, QUERIES)
             # All threads have stored before the program counts as arrived.
             tl.debug_barrier()
             last = tl.atomic_add(arrived + unit, 1, sem="acq_rel", scope="gpu") == used - 1
             if last:
                 tl.debug_barrier()
                 tl.store(arrived + unit, 0)
-                highest, total, acc0, acc1 = _added(part, used, size, V0, V1, QUERIES)
+                highest, total, acc0, acc1 = _added(part, used, size, real, V0, V1, QUERIES, AT_ONCE)
         if last:
             if SINKS:
                 sink = tl.load(sinks + here, real, 0.0).to(tl.float32) * 1.4426950408889634
@@ -255,6 +272,11 @@ def _shares(programs: int) -> tuple[int, int]:
         return min(_MOST_SPLITS, (_FEW if programs <= _FEW // 2 else _MANY) // programs), _LEAST
     # They are enough by themselves; only sequences far longer than the others would be waited for.
     return max(1, min(4, _UNITS // programs)), 2 * programs
+
+
+def _at_once(numbers: int) -> int:
+    """Return how many parts of `numbers` are loaded at once, beside their sum: a power of two."""
+    return 1 << max(1, _PARTS // numbers - 1).bit_length() - 1
 
 
 def _begin_together(keys: Tensor, values: Tensor) -> bool:
@@ -317,6 +339,7 @@ def paged_attention(
         *(scale, softcap, window, max(1, least // entries), splits),
         **{"RAGGED": begins is not None, "SINKS": sinks is not None, "SOFTCAP": softcap > 0, "WINDOW": window > 0},
         **{"SHARED": shares, "GROUP": group, "PAGE": page, "QUERIES": queries, "ENTRIES": entries},
+        AT_ONCE=_at_once(queries * max(v0, v1)) if stages == _DEEP else 1,
         **{"D": d, "D0": d0, "D1": d1, "V": v, "V0": v0, "V1": v1},
         num_warps=4 if queries * (v0 + v1) < 8192 and keys.itemsize == 2 else 8,
         num_stages=stages,

@@ -1,4 +1,4 @@
-"""Rotary embedding and cache write on a GPU: one program rotates, or stores, one head of one sequence's new token."""
+"""Rotary embedding and cache write on a GPU: one program rotates, or stores, some heads of a sequence's new token."""
 
 import triton
 import triton.language as tl
@@ -6,22 +6,21 @@ from torch import Tensor
 
 from hybrid_grpo.model.kernels.gpu.launcher import launch
 
+_HEADS = 8
+"""Heads that a program rotates or stores at once."""
+
 
 @triton.jit
-def _half(x, norm, base, half, d, epsilon, NORM: tl.constexpr, BLOCK: tl.constexpr):
-    """Load both halves of a head in float32, rounded as in memory, and norm them if the model norms its heads."""
-    place = tl.arange(0, BLOCK)
-    inside = place < half
-    a = tl.load(x + base + place, mask=inside, other=0.0)
-    b = tl.load(x + base + half + place, mask=inside, other=0.0)
+def _normed(a, b, weight, place, inside, half, d, epsilon):
+    """Norm both halves of heads, [heads, half], and round as in memory."""
     first, second = a.to(tl.float32), b.to(tl.float32)
-    if NORM:
-        variance = (tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)) / d
-        scale = tl.rsqrt(variance + epsilon)
-        first = (first * scale).to(a.dtype).to(tl.float32) * tl.load(norm + place, mask=inside, other=0.0)
-        second = (second * scale).to(a.dtype).to(tl.float32) * tl.load(norm + half + place, mask=inside, other=0.0)
-        first, second = first.to(a.dtype).to(tl.float32), second.to(a.dtype).to(tl.float32)
-    return first, second
+    variance = (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / d
+    scale = tl.rsqrt(variance + epsilon)[:, None]
+    first = (first * scale).to(a.dtype).to(tl.float32) * tl.load(weight + place, mask=inside, other=0.0)[None, :]
+    second = (second * scale).to(a.dtype).to(tl.float32) * tl.load(weight + half + place, mask=inside, other=0.0)[
+        None, :
+    ]
+    return first.to(a.dtype), second.to(a.dtype)
 
 
 @triton.jit
@@ -42,41 +41,42 @@ def _rotate_and_store(
     d,
     page,
     NORM: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head, place = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, BLOCK)
     half = d // 2
-    place = tl.arange(0, BLOCK)
     inside = place < half
+    of_query, of_value = head < heads, head >= heads + kv
+    of_key = (head >= heads) & (head < heads + kv)
+    there = (head < heads + 2 * kv)[:, None] & inside[None, :]
     at = tl.load(position + row)
-    turn = tl.load(rotary + row)
-    kind = keys.dtype.element_ty
+    turn = rope + tl.load(rotary + row) * 2 * d + place
     entry = tl.load(table + row * table_stride + at // page).to(tl.int64) * page + at % page
-    source = (row * (heads + 2 * kv) + head) * d
-    if head >= heads + kv:
-        # A head of the values, stored as it is.
-        target = (entry * kv + head - heads - kv) * d
-        for begin in tl.static_range(2):
-            x = tl.load(qkv + source + begin * half + place, mask=inside)
-            tl.store(values + target + begin * half + place, x, mask=inside)
-    else:
-        cos_a = tl.load(rope + turn * 2 * d + place, mask=inside, other=0.0).to(tl.float32)
-        cos_b = tl.load(rope + turn * 2 * d + half + place, mask=inside, other=0.0).to(tl.float32)
-        sin_a = tl.load(rope + turn * 2 * d + d + place, mask=inside, other=0.0).to(tl.float32)
-        sin_b = tl.load(rope + turn * 2 * d + d + half + place, mask=inside, other=0.0).to(tl.float32)
-        if head < heads:
-            target = source
-            a, b = _half(qkv, q_norm, source, half, d, epsilon, NORM, BLOCK)
-            out = qkv
-        else:
-            target = (entry * kv + head - heads) * d
-            a, b = _half(qkv, k_norm, source, half, d, epsilon, NORM, BLOCK)
-            out = keys
-        first = (a * cos_a).to(kind).to(tl.float32) - (b * sin_a).to(kind).to(tl.float32)
-        second = (b * cos_b).to(kind).to(tl.float32) + (a * sin_b).to(kind).to(tl.float32)
-        tl.store(out + target + place, first.to(kind), mask=inside)
-        tl.store(out + target + half + place, second.to(kind), mask=inside)
+    kind = keys.dtype.element_ty
+    source = qkv + ((row * (heads + 2 * kv) + head) * d)[:, None] + place[None, :]
+    a, b = tl.load(source, mask=there, other=0.0), tl.load(source + half, mask=there, other=0.0)
+    # Heads of the values are stored as they are.
+    to_values = values + ((entry * kv + head - heads - kv) * d)[:, None] + place[None, :]
+    tl.store(to_values, a, mask=there & of_value[:, None])
+    tl.store(to_values + half, b, mask=there & of_value[:, None])
+    if NORM:
+        q_a, q_b = _normed(a, b, q_norm, place, inside, half, d, epsilon)
+        k_a, k_b = _normed(a, b, k_norm, place, inside, half, d, epsilon)
+        a, b = tl.where(of_query[:, None], q_a, k_a), tl.where(of_query[:, None], q_b, k_b)
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    cos_a, cos_b = tl.load(turn, mask=inside, other=0.0), tl.load(turn + half, mask=inside, other=0.0)
+    sin_a, sin_b = tl.load(turn + d, mask=inside, other=0.0), tl.load(turn + d + half, mask=inside, other=0.0)
+    first = (a * cos_a.to(tl.float32)[None, :]).to(kind).to(tl.float32)
+    second = (b * cos_b.to(tl.float32)[None, :]).to(kind).to(tl.float32)
+    first = (first - (b * sin_a.to(tl.float32)[None, :]).to(kind).to(tl.float32)).to(kind)
+    second = (second + (a * sin_b.to(tl.float32)[None, :]).to(kind).to(tl.float32)).to(kind)
+    tl.store(source, first, mask=there & of_query[:, None])
+    tl.store(source + half, second, mask=there & of_query[:, None])
+    to_keys = keys + ((entry * kv + head - heads) * d)[:, None] + place[None, :]
+    tl.store(to_keys, first, mask=there & of_key[:, None])
+    tl.store(to_keys + half, second, mask=there & of_key[:, None])
 
 
 def rotate_and_store(
@@ -107,10 +107,11 @@ def rotate_and_store(
     q_norm, k_norm = norms or (qkv, qkv)
     launch(
         _rotate_and_store,
-        (len(qkv), heads + 2 * kv),
+        (len(qkv), triton.cdiv(heads + 2 * kv, _HEADS)),
         *(qkv, q_norm, k_norm, rope, rotary_n, position_n, table_nw, table_nw.stride(0), keys, values),
         *(epsilon, heads, kv, d, page),
         NORM=norms is not None,
+        HEADS=_HEADS,
         BLOCK=triton.next_power_of_2(d // 2),
-        num_warps=1,
+        num_warps=2,
     )

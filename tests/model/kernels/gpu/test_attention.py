@@ -65,7 +65,7 @@ def test_attention_over_pages(case, seeded):
         pools[1] = pools[0][..., :v]
     query, table, position, begins, sinks = on_device(query, table, position, begins, sinks)
     scratch = {}
-    for splits in (1, rng.choice([2, 3, 5])):
+    for splits in (1, rng.choice([2, 3, 5, 13])):
         given = query, *pools, table, position, *options[:3], sinks, scratch, begins, max(counts)
         for least in (16, 64):  # the second time over the counters that the first one leaves
             out = paged_attention(*given, splits=splits, least=least).double().cpu()
