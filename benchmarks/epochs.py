@@ -14,6 +14,9 @@ noise of the epoch before, and `other`, which is `cumulative` with other noise, 
                a time, and after a difference from where the last three tokens occur in it next
     siblings   the same with drafts from the completions of the second policy itself, which share the prompt and are as
                long so far; `both` takes the longer of the two drafts' agreements
+    last, near, longest   the same with one draft: that of the first one's completion if it has the same last tokens at
+               the same place, else what followed them where they occurred last (as in rollouts), nearest in the first
+               one's completion, or behind the most tokens alike, in all completions of the prompt
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from transformers import AutoModelForCausalLM
 
 KLS = (1e-4, 1e-3, 1e-2)
 PROMPTS, SAMPLES, PROMPT, MOST, SUFFIX = 12, 4, 40, 16, 3
+CHOICES = ("last", "near", "longest")
 
 
 def draw(logits_nV: Tensor, way: str, at: int, seed: int) -> Tensor:
@@ -109,9 +113,30 @@ def behind(suffix: list[int], text: list[int], near: int) -> list[int]:
     return text[min(ends, key=lambda end: abs(end - near)) :][:MOST] if suffix and ends else []
 
 
+def one_draft(choice: str, text: list[int], at: int, old: list[int], texts: list[list[int]]) -> list[int]:
+    """Return what follows the last tokens of text[:at] in `old` at the same place, if it has them there, else at the
+    place in `texts` that is chosen."""
+    suffix = text[max(0, at - SUFFIX) : at]
+    if old[max(0, at - SUFFIX) : at] == suffix:
+        return old[at : at + MOST]
+
+    def worth(number: int, end: int) -> tuple[int, int]:
+        if choice == "near":
+            return texts[number] is old, -abs(end - at)
+        alike, most = SUFFIX, min(32, end, at) if choice == "longest" else 0
+        while alike < most and texts[number][end - 1 - alike] == text[at - 1 - alike]:
+            alike += 1
+        return alike, number
+
+    ends = ((n, end) for n, other in enumerate(texts) for end in range(SUFFIX, len(other)))
+    places = [(*worth(n, end), n, end) for n, end in ends if texts[n][end - SUFFIX : end] == suffix]
+    *_, number, end = max(places, default=(0, len(texts[0])))
+    return texts[number][end : end + MOST]
+
+
 def gains(first: list[list[int]], second: list[list[int]]) -> dict[str, float]:
     """Return tokens a forward by kind of draft."""
-    steps = {"per_step": 0, "siblings": 0, "both": 0}
+    steps = dict.fromkeys(("per_step", "siblings", "both", *CHOICES), 0)
     for row, text in enumerate(second):
         group = [r for r in range(len(second)) if r // SAMPLES == row // SAMPLES]
 
@@ -126,6 +151,14 @@ def gains(first: list[list[int]], second: list[list[int]]) -> dict[str, float]:
         steps["per_step"] += forwards(text, of_epoch)
         steps["siblings"] += forwards(text, of_siblings)
         steps["both"] += forwards(text, lambda at, a=of_epoch, b=of_siblings: [*a(at), *b(at)])
+        for choice in CHOICES:
+
+            def chosen(at: int, choice: str = choice, text: list[int] = text, row: int = row) -> list[list[int]]:
+                others = [second[r][:at] for r in group if r != row]  # noqa: B023
+                texts = [*(first[r] for r in group), *others, text[:at]]  # noqa: B023
+                return [one_draft(choice, text, at, first[row], texts)]
+
+            steps[choice] += forwards(text, chosen)
     return {kind: sum(map(len, second)) / count for kind, count in steps.items()}
 
 

@@ -189,6 +189,8 @@ REFUSED = [
     ("carry", _ANY, "decoder", "generate()"),
     ("carry", _ANY, "old log-probabilities", "filtered"),
     ("drafts", _ANY, "decoder", "generate()"),
+    ("drafts", "epochs", "carry", _ANY),
+    ("drafts", "epochs", "sampling", "changed"),
     ("sampling", "changed", "old log-probabilities", "with its mask"),
 ]
 """Values that cannot be combined; _ANY stands for all values of a dimension except its first."""

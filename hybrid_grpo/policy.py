@@ -238,7 +238,7 @@ class Policy(TrainedModel):
         together."""
         requests, sampling = requests_of(prompts, config, seed, step), sampling_of(config, stop_ids)
         if config.drafts == "epochs":
-            requests = self.drafter.past.with_streams(requests, seed, self.engine.device)
+            requests = self.drafter.past.with_streams(requests, seed, step, self.engine.device)
         given, goes_on = dict(given or {}), dict[int, Completion]()
         for index, group in (begun or {}).items():
             for key, completion in zip(requests[index].keys, group, strict=True):

@@ -141,7 +141,7 @@ def _changes(base: ReplayConfig, config: ReplayConfig) -> dict[str, str]:
     changed = {
         name: text
         for name, text in changes(settings_of(base), config).items()
-        if not name.startswith("replay.") and not is_free(name, config)
+        if not name.startswith("replay.") and not is_free(name, config, settings_of(base))
     }
     for name, text in changed.items():
         refuse(
@@ -238,7 +238,7 @@ def _nearest(checkpoints: Checkpoints, base: ReplayConfig, step: int) -> Checkpo
         )
     if checkpoint is not None:
         others = changes(checkpoint.manifest.settings, base).items()
-        if changed := [text for name, text in others if not is_free(name, base)]:
+        if changed := [text for name, text in others if not is_free(name, base, checkpoint.manifest.settings)]:
             _say(f"WARNING: the run's settings have changed since that checkpoint: {', '.join(changed)}")
     return checkpoint
 

@@ -308,6 +308,22 @@ class RolloutConfig:
         return self
 
     @model_validator(mode="after")
+    def _check_drafts(self) -> RolloutConfig:
+        """Refuse settings with which epochs would share random numbers in vain, or a completion change its own."""
+        refuse(
+            self.drafts == "epochs" and self.repetition_penalty != 1,
+            f"rollout.drafts epochs: with rollout.repetition_penalty {self.repetition_penalty:g} there are no drafts:"
+            " take out one of them",
+        )
+        refuse(
+            self.drafts == "epochs" and bool(self.carry),
+            f"rollout.drafts epochs gives prompts random numbers by the step that draws them, and rollout.carry"
+            f" {self.carry:g} goes on with completions in another one: set rollout.drafts to siblings, or take out"
+            " rollout.carry",
+        )
+        return self
+
+    @model_validator(mode="after")
     def _check_mask(self) -> RolloutConfig:
         if self.logprobs != "mask":
             return self

@@ -7,7 +7,8 @@ another completion of its group (compare prompt lookup, and the grouped drafts o
 drafts are, and whether there are any, follows from how often they held and how long steps took.
 
 If epochs share random streams, a sequence also repeats what was sampled from its stream in the last epoch (see `Past`),
-above all at the same places, where both draw with the same random numbers.
+above all at the same places, where both draw with the same random numbers (unless an answer between two turns has
+another length).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import functools
 import sys
 from collections import deque
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import takewhile
 
 from hybrid_grpo.generation.graphs import size_for, sizes_up_to
 from hybrid_grpo.generation.past import Past
@@ -282,7 +283,7 @@ class _Trace:
 
     def follow(self) -> None:
         """Go on by the sequence's new tokens, as long as they are repeated."""
-        for token in islice(self.text.tokens, self.seen, None):
+        for token in self.text.tokens[self.seen :]:
             if self.source is None or self.at == len(self.source) or self.source[self.at] != token:
                 self.source = None
                 break

@@ -20,9 +20,7 @@ class Request:
     prompt_ids: list[int]
     """At least one token."""
     keys: list[int]
-    """Key of each completion's random stream; see `stream_key`."""
-    shared: list[int] | None = None
-    """Keys of random streams to sample from instead, which requests of other epochs share; see `Past`."""
+    """Key of each completion, which names it, and of its random stream; see `stream_key`."""
     limits: list[int] | None = None
     """Maximum number of sampled tokens for each completion. Default: `Sampling.max_tokens` for all."""
     most: int | None = None
@@ -31,6 +29,8 @@ class Request:
     """The prompt that `prompt_ids` encode, which `Turns` needs."""
     begun: list[Completion | None] | None = None
     """For each completion, what an earlier call has left open, to be gone on with."""
+    shared: list[int] | None = None
+    """Keys of other random streams to sample from, which requests of several epochs share; see `Past`."""
 
 
 def sequences_of(requests: Iterable[Request], sampling: Sampling, sight: Sight | None = None) -> list[list[Sequence]]:

@@ -71,7 +71,7 @@ class Sequence:
     request: int
     sample: int
     key: int
-    """Key of the random stream, which names the completion, too."""
+    """Names the completion; also the key of its random stream, unless epochs share one."""
     tokens: list[int]
     """The prompt and the tokens so far. The last one is not in the cache yet: the next step feeds it."""
     prompt: int
@@ -106,7 +106,7 @@ class Sequence:
     shift: int = 0
     """How far encoded positions behind what was read are ahead of those in the cache; see `Sight.shift`."""
     shared: int | None = None
-    """Key of the random stream that its tokens are drawn from instead, if epochs share one."""
+    """Key of the random stream that it shares with other epochs; None if there is none."""
     begun: Completion | None = None
     """The completion with the tokens that an earlier call has sampled; `tokens` is the prompt alone at first."""
 

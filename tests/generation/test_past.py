@@ -3,7 +3,6 @@
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from rank_threads import in_ranks
@@ -26,9 +25,9 @@ def drawn(numbers, epoch=0, samples=2, source=""):
     return [Request(p.token_ids, [stream_key(epoch, p.id, k) for k in range(samples)], prompt=p) for p in prompts]
 
 
-def ended(stream, sampled, finish="stop", sample=0):
+def ended(stream, sampled, sample=0):
     prompt = [1, 2, 3]
-    completion = Completion(sampled, [0.0] * len(sampled), finish)
+    completion = Completion(sampled, [0.0] * len(sampled), "stop")
     return Sequence(0, sample, 7, [*prompt, *sampled], 3, 99, shared=stream, completion=completion)
 
 
@@ -58,7 +57,12 @@ def test_an_epoch_under_a_similar_policy_takes_fewer_steps_and_samples_what_it_w
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=change)
     requests = [
         [
-            Request(ids, [stream_key(epoch, row, k) for k in range(3)], [stream_key(row, k) for k in range(3)], LIMITS)
+            Request(
+                ids,
+                [stream_key(epoch, row, k) for k in range(3)],
+                LIMITS,
+                shared=[stream_key(row, k) for k in range(3)],
+            )
             for row, ids in enumerate(prompts)
         ]
         for epoch in range(2)
@@ -70,9 +74,9 @@ def test_an_epoch_under_a_similar_policy_takes_fewer_steps_and_samples_what_it_w
         assert [[c.token_ids for c in group] for group in groups] == [[c.token_ids for c in group] for group in plain]
         found.append((stats.steps / before.steps, stats.held))
     assert found[0][0] == 1 and found[0][1] < 5 and found[1][0] <= most and found[1][1] > 20
-    unshared = [replace(request, shared=None) for request in requests[0]]
-    other, _ = generate(models[0], unshared, sampling)
-    assert other != plain
+    unshared = [replace(request, shared=None) for request in requests[1]]
+    other, _ = generate(model, unshared, sampling)
+    assert [c.token_ids for group in other for c in group] != [c.token_ids for group in plain for c in group]
 
 
 def test_the_draft_is_at_the_same_place_of_the_last_epoch_or_where_the_same_tokens_occurred():
@@ -96,36 +100,50 @@ def test_the_draft_is_at_the_same_place_of_the_last_epoch_or_where_the_same_toke
         assert (drafts[0][: len(expected)] if drafts else []) == expected
 
 
-def test_streams_are_those_of_the_prompt_and_texts_come_from_the_rank_that_has_them():
-    """A prompt that is drawn twice in a step has other streams the second time, and sources have their own."""
-    whole = Past().with_streams([*drawn([4, 5, 6, 7]), *drawn([4], 1), *drawn([4], 0, source="b")], 0, CPU)
-    streams = [stream for request in whole for stream in request.shared]
-    assert len(set(streams)) == len(streams) == 12
-    later = Past().with_streams(drawn([7, 4], epoch=3), 0, CPU)
-    assert [request.shared for request in later] == [whole[3].shared, whole[0].shared]
+def streams_of(requests):
+    return [stream for request in requests for stream in request.shared]
+
+
+def test_streams_are_those_of_the_prompt_and_its_draw_in_the_step():
+    """A prompt that is drawn twice in a step has other streams the second time, in a later call too; sources have their
+    own, and after some epochs there are new ones."""
+    kept = Past()
+    streams = streams_of(kept.with_streams([*drawn([4, 5]), *drawn([4], 1), *drawn([4], 0, source="b")], 0, 7, CPU))
+    assert len(set(streams)) == 8
+    assert streams_of(kept.with_streams([*drawn([4], 2), *drawn([5], 0)], 0, 7, CPU))[2:] == streams[2:4]
+    assert not set(streams_of(kept.with_streams(drawn([4], 2), 0, 7, CPU))) & set(streams)
+    assert streams_of(kept.with_streams([*drawn([4], 3), *drawn([5], 2)], 0, 8, CPU)) == streams[:4]
+    assert past.EPOCHS > 3
+    renewed = streams_of(kept.with_streams([*drawn([4], 3), *drawn([4], past.EPOCHS)], 0, 9, CPU))
+    assert renewed[:2] == streams[:2] and not set(renewed[2:]) & set(streams)
+    assert streams_of(kept.with_streams(drawn([4], past.EPOCHS + 1), 0, 10, CPU)) == renewed[2:]
+
+
+def test_texts_come_from_the_rank_that_has_them():
+    """Also to a rank that draws few prompts, and from one that draws none."""
 
     def program(rank):
         kept = Past()
-        first = [drawn([4, 5]), [*drawn([6]), *drawn([4], 1)]][rank]
-        requests = kept.with_streams(first, 0, CPU)
-        kept.keep([[ended(stream, [rank, stream % 50]) for stream in request.shared] for request in requests])
-        second = kept.with_streams([drawn([6, 5], 1), drawn([4], 2)][rank], 0, CPU)
-        texts = [kept.text(ended(stream, [])) for request in second for stream in request.shared]
-        assert all(text == [1, 2, 3, text[3], stream % 50] for r, n in [(second, texts)] for text, stream in zip(
-            n, (s for request in r for s in request.shared), strict=True))  # fmt: skip
-        return [request.shared for request in requests], [text[3] for text in texts], len(kept._texts)
+        first = kept.with_streams([drawn([4, 5]), [*drawn([6]), *drawn([4], 1)], []][rank], 0, 1, CPU)
+        kept.keep([[ended(stream, [rank, stream % 50]) for stream in request.shared] for request in first])
+        second = kept.with_streams([drawn([6, 5], 1), [], drawn([4], 2)][rank], 0, 2, CPU)
+        texts = [kept.text(ended(stream, [])) for stream in streams_of(second)]
+        assert [text[4] for text in texts] == [stream % 50 for stream in streams_of(second)]
+        return streams_of(first), [text[3] for text in texts], len(kept._texts)
 
-    (first, of_first, held), (second, of_second, rest) = in_ranks(2, program)
-    assert [*first, *second] == [request.shared for request in [*whole[:3], whole[4]]]
-    assert (of_first, of_second) == ([1, 1, 0, 0], [0, 0]) and held + rest == 8, "a text has one place"
+    streams, origins, counts = zip(*in_ranks(3, program), strict=True)
+    alone = Past().with_streams([*drawn([4, 5, 6]), *drawn([4], 1)], 0, 1, CPU)
+    assert [stream for of_rank in streams for stream in of_rank] == streams_of(alone)
+    assert origins == ([1, 1, 0, 0], [], [0, 0]) and sum(counts) == 8, "a text has one place"
 
 
 def test_what_ended_is_kept_as_long_as_there_is_room(monkeypatch):
     kept = Past()
-    kept.keep([[ended(1, [5, 6]), ended(2, [7], finish="open"), ended(None, [8])]])
-    assert kept.text(ended(1, [])) == [1, 2, 3, 5, 6]
+    # Tokens of pictures have up to 63 bits.
+    kept.keep([[ended(1, [5, -(1 << 62), 6]), ended(None, [8])]])
+    assert kept.text(ended(1, [])) == [1, 2, 3, 5, -1, 6]
     assert kept.text(ended(2, [])) == kept.text(ended(None, [])) == []
-    monkeypatch.setattr(past, "MOST_TOKENS", 10)
+    monkeypatch.setattr(past, "MOST_BYTES", 2 * (past._BYTES_OF_A_TEXT + 16))
     kept.keep([[ended(stream, [stream] * 4)] for stream in (3, 1, 4)])
     assert [bool(kept.text(ended(stream, []))) for stream in (1, 3, 4)] == [True, False, True]
-    assert all(text.dtype == np.int32 for text in kept._texts.values())
+    assert kept._bytes == past.MOST_BYTES

@@ -1,7 +1,7 @@
 """One new token through layers that carry a state, on a GPU: each state is read and written once, in place.
 
-torch computes such a step with a dozen operations on the whole state. The kernels compute in float32, like
-transformers' functions, and round once, when they store.
+torch computes such a step with a dozen operations on the whole state. The kernels compute in float32, and round where
+transformers' functions do, or less often.
 """
 
 import torch
@@ -25,7 +25,6 @@ def _convolve(
     weight,
     bias,
     x_stride,
-    state_stride,
     channels,
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
@@ -38,7 +37,7 @@ def _convolve(
     inside = channel < channels
     there = inside[:, None] & (tap < SIZE)[None, :]
     # The window moves by one token.
-    old = state + row * state_stride + channel[:, None] * SIZE + tap[None, :]
+    old = state + (row * channels + channel)[:, None] * SIZE + tap[None, :]
     window = tl.load(old + 1, mask=there & (tap < SIZE - 1)[None, :], other=0.0)
     new = tl.load(x + row * x_stride + channel, mask=inside, other=0.0)
     window = tl.where((tap == SIZE - 1)[None, :], new[:, None].to(window.dtype), window)
@@ -69,7 +68,6 @@ def _delta(
     value,
     log_decay,
     beta,
-    state_stride,
     query_stride,
     key_stride,
     value_stride,
@@ -92,7 +90,7 @@ def _delta(
     at = row * heads + head
     if UNIT:
         q, k = _unit(q), _unit(k)
-    place = state + row * state_stride + (head * dk + k_at[:, None]) * dv + v_at[None, :]
+    place = state + (at * dk + k_at[:, None]) * dv + v_at[None, :]
     there = in_key[:, None] & in_value[None, :]
     s = tl.load(place, mask=there, other=0.0).to(tl.float32)
     if BY_CHANNEL:
@@ -116,7 +114,6 @@ def _mamba(
     b,
     c,
     skip,
-    state_stride,
     x_stride,
     b_stride,
     c_stride,
@@ -136,7 +133,7 @@ def _mamba(
     value = tl.load(x + row * x_stride + head * d + channel, mask=inside, other=0.0).to(tl.float32)
     into = tl.load(b + row * b_stride + head // GROUP * size + number, mask=of_state, other=0.0).to(tl.float32)
     from_ = tl.load(c + row * c_stride + head // GROUP * size + number, mask=of_state, other=0.0).to(tl.float32)
-    place = state + row * state_stride + (head * d + channel[:, None]) * size + number[None, :]
+    place = state + at[:, None] * size + number[None, :]
     there = inside[:, None] & of_state[None, :]
     s = tl.load(place, mask=there, other=0.0).to(tl.float32)
     s = s * tl.exp(dt * tl.load(a + head).to(tl.float32))[:, None] + (dt * value)[:, None] * into[None, :]
@@ -148,21 +145,21 @@ def _mamba(
 
 
 def _part(numbers: int, most: int) -> int:
-    """The power of two, at least 1, with which at most `_STATE` numbers are held, if each takes `numbers`."""
+    """Return how many of `most` rows of a state a program holds, if each has `numbers`: a power of two."""
     return max(1, min(triton.next_power_of_2(most), _STATE // numbers))
 
 
 def causal_convolution(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool) -> Tensor:
     """Return the causal convolution of one new token of each sequence, [n, C].
 
-    Args: x: [n, C]; state: [n, C, K], the last K tokens, which move on; weight: [C, K]; bias: [C].
+    Args: x: [n, C]; state: [n, C, K], contiguous, the last K tokens, which move on; weight: [C, K]; bias: [C].
     """
     (n, channels), size = x.shape, weight.shape[1]
     out = torch.empty(n, channels, dtype=x.dtype, device=x.device)
     launch(
         _convolve,
         (n, triton.cdiv(channels, _CHANNELS)),
-        *(out, x, state, weight, weight if bias is None else bias, x.stride(0), state.stride(0), channels),
+        *(out, x, state, weight, weight if bias is None else bias, x.stride(0), channels),
         **{"BIAS": bias is not None, "SILU": silu, "SIZE": size, "TAPS": triton.next_power_of_2(size)},
         BLOCK=_CHANNELS,
     )
@@ -178,7 +175,7 @@ def delta_rule(
         query, key: [n, key heads, dk], whose heads follow each other; with `unit`, each is brought to length 1.
         value: [n, heads, dv], likewise; beta: [n, heads], contiguous.
         log_decay: [n, heads] or, for each channel of a key, [n, heads, dk]; contiguous.
-        state: [n, heads, dk, dv], whose rows may be apart.
+        state: [n, heads, dk, dv], contiguous.
     """
     (n, key_heads, dk), (_, heads, dv) = key.shape, value.shape
     keys = triton.next_power_of_2(dk)
@@ -188,7 +185,7 @@ def delta_rule(
         _delta,
         (n, heads, triton.cdiv(dv, values)),
         *(out, state, query, key, value, log_decay, beta),
-        *(state.stride(0), query.stride(0), key.stride(0), value.stride(0), dk**-0.5, heads, dk, dv),
+        *(query.stride(0), key.stride(0), value.stride(0), dk**-0.5, heads, dk, dv),
         **{"UNIT": unit, "BY_CHANNEL": log_decay.dim() == 3, "GROUP": heads // key_heads},
         **{"KEYS": keys, "VALUES": values},
     )
@@ -201,7 +198,7 @@ def selective_update(
     """Return the outputs of one new token of each sequence, [n, heads, d], of Mamba 2 (arXiv:2405.21060).
 
     Args:
-        state: [n, heads, d, size], whose rows may be apart; x: [n, heads, d], whose heads follow each other.
+        state: [n, heads, d, size], contiguous; x: [n, heads, d], whose heads follow each other.
         step: [n, heads, d], contiguous; a, skip: [heads]; b, c: [n, groups, size], whose groups follow each other.
     """
     (n, heads, d, size), groups = state.shape, b.shape[1]
@@ -212,7 +209,7 @@ def selective_update(
         _mamba,
         (n, heads, triton.cdiv(d, rows)),
         *(out, state, x, step, a, b, c, a if skip is None else skip),
-        *(state.stride(0), x.stride(0), b.stride(0), c.stride(0), heads, d, size),
+        *(x.stride(0), b.stride(0), c.stride(0), heads, d, size),
         **{"SKIP": skip is not None, "GROUP": heads // groups, "ROWS": rows, "SIZE": numbers},
     )
     return out

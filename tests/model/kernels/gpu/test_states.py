@@ -55,7 +55,8 @@ def test_convolution(case, seeded):
     rng, generator = seeded(case)
     dtype, n, channels, size = rng.choice(DTYPES), rng.randint(1, 4), rng.choice([1, 7, 256, 300]), rng.randint(1, 5)
     (x, _), more = apart(generator, dtype, n, channels, 3), {"generator": generator}
-    state = torch.randn(n + 2, channels, size, **more).to(DEVICE, dtype)[:n]
+    pool = torch.randn(n + 2, channels, size, **more).to(DEVICE, dtype)
+    state, behind = pool[:n], pool[n:].clone()
     weight, bias = (
         torch.randn(channels, size, **more).to(DEVICE, dtype),
         torch.randn(channels, **more).to(DEVICE, dtype),
@@ -63,7 +64,7 @@ def test_convolution(case, seeded):
     given = x.transpose(1, 2), state, weight, rng.choice([None, bias]), rng.choice([None, "silu"])
     (expected, (_, window, *_)) = exactly(qwen.causal_conv1d_update, *given)
     out = states.causal_conv1d_update(*given)
-    assert out.shape == (n, channels, 1) and torch.equal(state.double(), window)
+    assert out.shape == (n, channels, 1) and torch.equal(state.double(), window) and torch.equal(pool[n:], behind)
     assert_close(out, expected, 8)
 
 
@@ -78,14 +79,15 @@ def test_delta_rule(case, seeded):
     shape = (n, 1, heads, dk) if by_channel else (n, 1, heads)
     log_decay = -torch.rand(shape, generator=generator).to(DEVICE) * rng.choice([0.01, 1, 30])
     beta = torch.rand(n, 1, heads, generator=generator).to(DEVICE, dtype)
-    state = torch.randn(n + 1, heads, dk, dv, generator=generator).to(DEVICE)[:n]
+    pool = torch.randn(n + 1, heads, dk, dv, generator=generator).to(DEVICE)
+    state, behind = pool[:n], pool[n:].clone()
     rule = kimi.recurrent_kimi_delta_attention if by_channel else qwen.torch_recurrent_gated_delta_rule
     (expected, after), _ = exactly(
         rule, query, key, value, g=log_decay, beta=beta, initial_state=state, output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )  # fmt: skip
     out = states.recurrent_delta_rule(query, key, value, log_decay, beta, state, unit=True)
-    assert out.dtype == dtype
+    assert out.dtype == dtype and torch.equal(pool[n:], behind)
     assert_close(out, expected, 2 if dtype != torch.float32 else 100)
     assert_close(state, after, 100)
 
@@ -106,9 +108,10 @@ def test_mamba_2(case, seeded):
     step = torch.rand(n, heads, 1, generator=generator).to(DEVICE, dtype).expand(-1, -1, d)
     a = (-torch.rand(heads, generator=generator)).to(DEVICE)[:, None, None].expand(-1, d, size)
     skip = rng.choice([None, torch.randn(heads, generator=generator).to(DEVICE)[:, None].expand(-1, d)])
-    state = torch.randn(n + 1, heads, d, size, generator=generator).to(DEVICE)[:n]
+    pool = torch.randn(n + 1, heads, d, size, generator=generator).to(DEVICE)
+    state, behind = pool[:n], pool[n:].clone()
     expected, (after, *_) = exactly(bamba.mamba2_selective_state_update, state, x, step, a, b, c, skip)
     out = states.mamba2_update(state, x, step, a, b, c, skip)
-    assert out.dtype == dtype
+    assert out.dtype == dtype and torch.equal(pool[n:], behind)
     assert_close(out, expected, 2 if dtype != torch.float32 else 100)
     assert_close(state, after, 100)
