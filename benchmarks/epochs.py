@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,30 +114,41 @@ def behind(suffix: list[int], text: list[int], near: int) -> list[int]:
     return text[min(ends, key=lambda end: abs(end - near)) :][:MOST] if suffix and ends else []
 
 
-def one_draft(choice: str, text: list[int], at: int, old: list[int], texts: list[list[int]]) -> list[int]:
+class Text:
+    """Tokens, and where each `SUFFIX` of them occur."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens, self.ends = tokens, defaultdict[tuple[int, ...], list[int]](list)
+        for end in range(SUFFIX, len(tokens)):
+            self.ends[tuple(tokens[end - SUFFIX : end])].append(end)
+
+
+def one_draft(choice: str, text: list[int], at: int, old: Text, texts: list[tuple[Text, int]]) -> list[int]:
     """Return what follows the last tokens of text[:at] in `old` at the same place, if it has them there, else at the
-    place in `texts` that is chosen."""
+    place that is chosen in `texts`, each of which is known up to a length."""
     suffix = text[max(0, at - SUFFIX) : at]
-    if old[max(0, at - SUFFIX) : at] == suffix:
-        return old[at : at + MOST]
+    if old.tokens[max(0, at - SUFFIX) : at] == suffix:
+        return old.tokens[at : at + MOST]
 
     def worth(number: int, end: int) -> tuple[int, int]:
         if choice == "near":
-            return texts[number] is old, -abs(end - at)
-        alike, most = SUFFIX, min(32, end, at) if choice == "longest" else 0
-        while alike < most and texts[number][end - 1 - alike] == text[at - 1 - alike]:
+            return texts[number][0] is old, -abs(end - at)
+        other, alike, most = texts[number][0].tokens, SUFFIX, min(32, end, at) if choice == "longest" else 0
+        while alike < most and other[end - 1 - alike] == text[at - 1 - alike]:
             alike += 1
         return alike, number
 
-    ends = ((n, end) for n, other in enumerate(texts) for end in range(SUFFIX, len(other)))
-    places = [(*worth(n, end), n, end) for n, end in ends if texts[n][end - SUFFIX : end] == suffix]
-    *_, number, end = max(places, default=(0, len(texts[0])))
-    return texts[number][end : end + MOST]
+    ends = (
+        (n, end) for n, (other, known) in enumerate(texts) for end in other.ends.get(tuple(suffix), []) if end < known
+    )
+    *_, number, end = max(((*worth(n, end), n, end) for n, end in ends), default=(0, MOST**9))
+    return texts[number][0].tokens[end : min(end + MOST, texts[number][1])]
 
 
 def gains(first: list[list[int]], second: list[list[int]]) -> dict[str, float]:
     """Return tokens a forward by kind of draft."""
     steps = dict.fromkeys(("per_step", "siblings", "both", *CHOICES), 0)
+    olds, news = list(map(Text, first)), list(map(Text, second))
     for row, text in enumerate(second):
         group = [r for r in range(len(second)) if r // SAMPLES == row // SAMPLES]
 
@@ -154,9 +166,9 @@ def gains(first: list[list[int]], second: list[list[int]]) -> dict[str, float]:
         for choice in CHOICES:
 
             def chosen(at: int, choice: str = choice, text: list[int] = text, row: int = row) -> list[list[int]]:
-                others = [second[r][:at] for r in group if r != row]  # noqa: B023
-                texts = [*(first[r] for r in group), *others, text[:at]]  # noqa: B023
-                return [one_draft(choice, text, at, first[row], texts)]
+                texts = [(olds[r], len(first[r])) for r in group]  # noqa: B023
+                texts += [(news[r], at) for r in (*(r for r in group if r != row), row)]  # noqa: B023
+                return [one_draft(choice, text, at, olds[row], texts)]
 
             steps[choice] += forwards(text, chosen)
     return {kind: sum(map(len, second)) / count for kind, count in steps.items()}

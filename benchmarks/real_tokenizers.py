@@ -41,7 +41,6 @@ from hybrid_grpo.commands.stages.pairs import read_pairs
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.prompts import read_prompt
-from hybrid_grpo.features.teacher.spans import Aligner, TokenBytes, check_spelling, encoded
 from hybrid_grpo.turns.calls import ToolCall
 from hybrid_grpo.turns.reading import reader_of
 from hybrid_grpo.turns.template import Between, assistant_message, tool_message, user_message, written
@@ -228,6 +227,8 @@ def _converse(
 
 def aligned(policy: Model, teacher: Model) -> tuple[Counted, float]:
     """Texts whose spans have equal bytes, and the share of the policy's tokens that are compared."""
+    from hybrid_grpo.features.teacher.spans import Aligner, TokenBytes, encoded
+
     counted, tokens, compared = Counted(), 0, 0
     align = Aligner(policy.tokenizer, teacher.tokenizer, teacher.tokenizer.eos_token_id)
     of_policy, of_teacher = TokenBytes(policy.tokenizer), TokenBytes(teacher.tokenizer)
@@ -272,6 +273,8 @@ def main() -> None:
             checks = [prompts(model), answers(model, Path(place)), *tools(model)]
         named = zip(("prompts", "answers", "tools", "several"), checks, strict=True)
         results["tokenizers"][Path(name).name] = {what: show(name, what, counted) for what, counted in named}
+    from hybrid_grpo.features.teacher.spans import check_spelling
+
     teachers = []
     for name, model in models.items():
         try:
