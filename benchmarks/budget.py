@@ -204,12 +204,9 @@ def delta() -> tuple[Count, Count]:
     function, whose result is then stored."""
     half, heads, key_heads, d = {"dtype": torch.bfloat16}, 32, 16, 128
     query, key = (torch.empty(ROWS, 1, key_heads, d, **half) for _ in range(2))
-    value, beta, log_decay = (
-        torch.empty(ROWS, 1, heads, d, **half),
-        torch.empty(ROWS, 1, heads, **half),
-        torch.empty(ROWS, 1, heads),
-    )
-    given, state = (query, key, value, log_decay, beta), torch.empty(ROWS, heads, d, d)
+    value, log_decay = torch.empty(ROWS, 1, heads, d, **half), torch.empty(ROWS, 1, heads)
+    given = query, key, value, log_decay, torch.empty(ROWS, 1, heads, **half)
+    state = torch.empty(ROWS, heads, d, d)
     with torch.inference_mode(), counted() as kernel:
         assert recurrent_delta_rule(*given, state, unit=True) is not None
     with torch.inference_mode(), counted() as plain:

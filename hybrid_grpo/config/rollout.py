@@ -128,8 +128,8 @@ class RolloutConfig:
     drafts: Literal["siblings", "epochs", "off"] = "off"
     """`siblings`: where few completions are left, sample several tokens of each per forward pass, after a draft of what
     probably comes next: what followed the same tokens before, in the prompt or in a completion of the group. Tokens are
-    those that would be sampled without drafts. `epochs`: draw a prompt's completions from the same random numbers in
-    every epoch, so that those of the last one are good drafts, too; epochs are then not independent."""
+    those that would be sampled without drafts. `epochs`: also draw a prompt's completions from the same random numbers
+    in four epochs in a row, so that those of the last epoch are good drafts; epochs are then not independent."""
 
     carry: Share = 0.0
     """Share of prompts_per_step, rounded to at least one prompt, whose groups are not waited for: a step ends when all
@@ -309,7 +309,7 @@ class RolloutConfig:
 
     @model_validator(mode="after")
     def _check_drafts(self) -> RolloutConfig:
-        """Refuse settings with which epochs would share random numbers in vain, or a completion change its own."""
+        """Refuse settings with which epochs would share random numbers in vain, or completions would change theirs."""
         refuse(
             self.drafts == "epochs" and self.repetition_penalty != 1,
             f"rollout.drafts epochs: with rollout.repetition_penalty {self.repetition_penalty:g} there are no drafts:"
@@ -317,9 +317,8 @@ class RolloutConfig:
         )
         refuse(
             self.drafts == "epochs" and bool(self.carry),
-            f"rollout.drafts epochs gives prompts random numbers by the step that draws them, and rollout.carry"
-            f" {self.carry:g} goes on with completions in another one: set rollout.drafts to siblings, or take out"
-            " rollout.carry",
+            f"rollout.drafts epochs: rollout.carry {self.carry:g} goes on with completions in another step, where their"
+            " random numbers might be others: set rollout.drafts to siblings, or take out rollout.carry",
         )
         return self
 

@@ -7,8 +7,8 @@ another completion of its group (compare prompt lookup, and the grouped drafts o
 drafts are, and whether there are any, follows from how often they held and how long steps took.
 
 If epochs share random streams, a sequence also repeats what was sampled from its stream in the last epoch (see `Past`),
-above all at the same places, where both draw with the same random numbers (unless an answer between two turns has
-another length).
+above all at the same places. There both draw with the same random numbers, unless an answer between two turns has
+another length.
 """
 
 from __future__ import annotations
@@ -136,6 +136,7 @@ class Drafter:
         return (self._drafting if rows in self._drafting else self._plain).of(rows)
 
     def _of(self, kind: int) -> _Hits:
+        """The drafts of a kind; see `_Trace.kind`."""
         return self._hits.setdefault(kind, _Hits(_FEW * _first_guess(kind), _FEW))
 
     def _index(self, sequence: Sequence) -> _Index:
@@ -143,7 +144,7 @@ class Drafter:
         group = self._groups[sequence.request]
         if (index := self._indices.get(sequence.request)) is None:
             index = self._indices[sequence.request] = _Index({s.sample: self.past.text(s) for s in group})
-            index.of(sequence)
+            index.of(sequence)  # first, so that it is the one whose prompt is taken in
             self._unread += [(index, _Text(tokens, sequence.prompt)) for tokens in index.past.values() if tokens]
         if index.pauses != self._pauses:
             index.pauses = self._pauses

@@ -93,9 +93,8 @@ def states() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     gpu.states.launch = lambda kernel, grid, *given, **options: seen.append((kernel, given, options))
     half, single, n = {"dtype": torch.bfloat16, "device": "meta"}, {"dtype": torch.float32, "device": "meta"}, 8
     for channels, bias in ((8192, None), (10_240, torch.empty(10_240, **half))):
-        x, window, weight = (torch.empty(*shape, channels, *size, **half) for shape, size in (
-            ((n,), ()), ((n,), (4,)), ((), (4,))))  # fmt: skip
-        gpu.states.causal_convolution(x, window, weight, bias, silu=True)
+        window, weight = torch.empty(n, channels, 4, **half), torch.empty(channels, 4, **half)
+        gpu.states.causal_convolution(window[..., 0].contiguous(), window, weight, bias, silu=True)
     for key_heads, by_channel in ((16, False), (32, True)):
         query, key = (torch.empty(n, key_heads, 128, **half) for _ in range(2))
         value, beta = torch.empty(n, 32, 128, **half), torch.empty(n, 32, **half)

@@ -115,8 +115,9 @@ def _dense(*tensors: Tensor | None) -> bool:
 
 def _on_gpu(check: Callable[..., bool], state: Tensor, x: Tensor, *others: Tensor | None) -> bool:
     """Whether a Triton kernel computes the step. `check` compares it with torch, once for each type of x."""
-    usable = gpu.usable(state, x, *(t for t in others if t is not None))
-    return usable and state.is_contiguous() and gpu.proven("decoding", check, state.device, x.dtype)
+    if not state.is_contiguous() or not gpu.usable(state, x, *(t for t in others if t is not None)):
+        return False
+    return gpu.proven("decoding", check, state.device, x.dtype)
 
 
 def _convolution_agrees(device: torch.device, dtype: torch.dtype) -> bool:
