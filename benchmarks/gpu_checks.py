@@ -18,7 +18,7 @@ from hybrid_grpo.generation import Sampling
 from hybrid_grpo.generation.cache import Geometry, PagedCache
 from hybrid_grpo.generation.description import describe
 from hybrid_grpo.generation.fused_step import fused_step
-from hybrid_grpo.generation.paged_attention import PAGE, DecodeStep, decode_step, has_kernel
+from hybrid_grpo.generation.paged_attention import PAGE, DecodeStep, Rows, decode_step, has_kernel
 from hybrid_grpo.generation.sampler import Sampler
 from hybrid_grpo.model.attention import ATTENTION, Options, Segments, attend
 from hybrid_grpo.model.logprobs import LogprobModel, token_logprobs
@@ -64,7 +64,8 @@ def layer_step(bench: Bench, rows: int, context: int) -> tuple[DecodeStep, Tenso
     pools = [torch.randn(rows * width, PAGE, kv, d, device=bench.device).to(bench.sizes.dtype) for _ in range(2)]
     cache = PagedCache(Geometry((((kv, d), (kv, d)),), bench.sizes.dtype), 1, PAGE, bench.device)
     table = torch.arange(rows * width, dtype=torch.int32, device=bench.device).view(rows, width)
-    step = DecodeStep(cache, table, torch.full((rows,), context - 1, device=bench.device), width)
+    position = torch.full((rows,), context - 1, device=bench.device)
+    step = DecodeStep(cache, Rows(position, table, position, width))
     query, options = _drawn(bench, (rows, heads, 1, d))[0], Options(d**-0.5)
     seen = has_kernel(*cache.place, *pools, heads // kv, options)
     return step, query, *pools, options, seen
@@ -142,8 +143,8 @@ def _step(bench: Bench) -> dict[str, Any]:
         return {"fused": False}
     table = torch.arange(1, 4, dtype=torch.int32, device=bench.device)[:, None]
     token, position = (torch.tensor(x, device=bench.device) for x in ([3, 5, 7], [0, 0, 0]))
-    expected = decode_step(bench.view, other, token, table, position, 1)
-    return {"fused": True, "gap": _gap(step(token, table, position, 1), expected)}
+    rows = Rows(token, table, position, 1)
+    return {"fused": True, "gap": _gap(step(rows), decode_step(bench.view, other, rows))}
 
 
 def _head(bench: Bench) -> dict[str, float]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.generation.cache import PagedCache
+from hybrid_grpo.generation.paged_attention import Rows
 from hybrid_grpo.model.attention import Options
 from hybrid_grpo.model.kernels.build import run
 from hybrid_grpo.model.kernels.decoding import fits, norm_offset
@@ -101,44 +102,32 @@ class CpuStep:
         """Return cosines and sines, [positions, 2 * rotated]."""
         return torch.cat([t[0] for t in self._rotary(torch.empty(0), torch.arange(positions)[None])], dim=-1)
 
-    def __call__(
-        self, token_n: Tensor, table_nw: Tensor, position_n: Tensor, read: int, rotary_n: Tensor | None = None
-    ) -> Tensor:
-        """Return logits_nV after each sequence's token, in memory that the next call overwrites; see `decode_step`."""
-        n = len(token_n)
+    def __call__(self, rows: Rows) -> Tensor:
+        """Return logits_nV after each row's token, in memory that the next call overwrites; see `decode_step`."""
+        n = len(rows.token_n)
         memory = self._of_rows(n, self._row + self._vocabulary)
         logits_nV = memory[: n * self._vocabulary].view(n, self._vocabulary)
-        rotary_n = position_n if rotary_n is None else rotary_n
-        self._run(logits_nV, memory[n * self._vocabulary :], token_n, table_nw, position_n, rotary_n, read)
+        self._run(logits_nV, memory[n * self._vocabulary :], rows)
         return logits_nV
 
     def read(self, token_N: Tensor, table_Nw: Tensor, position_N: Tensor) -> None:
         """Store the keys and values of tokens, which may be of the same sequence, in the order of their positions."""
-        for rows in torch.arange(len(token_N)).split(_ROWS):
-            token_n, table_nw, position_n = token_N[rows], table_Nw[rows], position_N[rows]
-            work = self._of_rows(len(rows), self._row)
-            self._run(None, work, token_n, table_nw, position_n, position_n, table_nw.shape[1])
+        for at in torch.arange(len(token_N)).split(_ROWS):
+            work = self._of_rows(len(at), self._row)
+            self._run(None, work, Rows(token_N[at], table_Nw[at], position_N[at], table_Nw.shape[1]))
 
     def _of_rows(self, n: int, numbers: int) -> Tensor:
         if len(self._memory) < n * numbers:
             self._memory = torch.empty(n * numbers)
         return self._memory
 
-    def _run(
-        self,
-        logits_nV: Tensor | None,
-        work: Tensor,
-        token_n: Tensor,
-        table_nw: Tensor,
-        position_n: Tensor,
-        rotary_n: Tensor,
-        read: int,
-    ) -> None:
-        entries = read * self._cache.page
+    def _run(self, logits_nV: Tensor | None, work: Tensor, rows: Rows) -> None:
+        entries = rows.read * self._cache.page
         if len(self._rope) < entries:
             self._rope = self._rope_of(max(entries, 2 * len(self._rope)))
-        tensors = logits_nV, work, token_n, self._rope[rotary_n], table_nw, position_n
-        run("decode", ctypes.addressof(self._model), *tensors, len(token_n), table_nw.stride(0))
+        given = rows.token_n, self._rope[rows.encoded_n], rows.table_nw, rows.position_n, rows.next_n
+        sizes = len(rows.token_n), rows.table_nw.stride(0)
+        run("decode", ctypes.addressof(self._model), logits_nV, work, *given, *sizes)
 
 
 def has_delta(layer: Any) -> bool:

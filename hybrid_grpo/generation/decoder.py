@@ -11,12 +11,13 @@ from hybrid_grpo.generation.cache import PagedCache
 from hybrid_grpo.generation.cpu_step import CpuStep
 from hybrid_grpo.generation.fused_step import fused_step
 from hybrid_grpo.generation.graphs import Capture, Graphs, size_for, sizes_up_to
-from hybrid_grpo.generation.paged_attention import decode_step
+from hybrid_grpo.generation.paged_attention import Rows, decode_step
 from hybrid_grpo.generation.sampler import Sampler, Sampling, on_device, to_lists
 from hybrid_grpo.generation.sequence import Sequence
+from hybrid_grpo.generation.state_drafts import states_take_drafts
 from hybrid_grpo.model.upload import upload
 
-_TOKEN, _POSITION, _COUNT, _KEY, _ACTIVE, _SHIFT = range(6)
+_TOKEN, _POSITION, _COUNT, _KEY, _ACTIVE, _SHIFT, _NEXT = range(7)
 _SHORT = 128
 """Up to this many entries of a sequence, reading is faster by the kernel that decodes than by a forward on a CPU."""
 _SAMPLINGS = 4
@@ -51,7 +52,7 @@ class Decoder:
         self.cache, self._model, self._device, self._capture = cache, model, cache.device, capture
         self._shifts = shifts
         self._fused: Any = fused_step(model, cache)
-        self._state_6n = torch.zeros(6, slots, dtype=torch.int64, device=self._device)
+        self._state_7n = torch.zeros(7, slots, dtype=torch.int64, device=self._device)
         self._table_nw = torch.zeros(slots, width, dtype=torch.int32, device=self._device)
         self._filled = 0
         """Slots from here on are zero: a row that pads a graph's size stands still, and writes to page 0."""
@@ -85,7 +86,7 @@ class Decoder:
 
     @property
     def slots(self) -> int:
-        return self._state_6n.shape[1]
+        return self._state_7n.shape[1]
 
     @property
     def captured(self) -> bool:
@@ -107,7 +108,7 @@ class Decoder:
     def _clear(self, first: int) -> None:
         """Empty the slots from `first` on."""
         if first < self._filled:
-            self._state_6n[:, first : self._filled].zero_()
+            self._state_7n[:, first : self._filled].zero_()
             self._table_nw[first : self._filled].zero_()
         self._filled = first
 
@@ -115,11 +116,11 @@ class Decoder:
         """Put sequences into slots, starting at `first`."""
         width, slots = self._table_nw.shape[1], slice(first, first + len(sequences))
         state = [
-            [s.tokens[-1], s.position, len(s.logp), s.stream, 1, s.shift, *s.pages, *[0] * (width - len(s.pages))]
+            [s.tokens[-1], s.position, len(s.logp), s.stream, 1, s.shift, 0, *s.pages, *[0] * (width - len(s.pages))]
             for s in sequences
         ]
-        state_k6, table_kw = upload(state, self._device).split([6, width], dim=1)
-        self._state_6n[:, slots] = state_k6.T
+        state_k7, table_kw = upload(state, self._device).split([7, width], dim=1)
+        self._state_7n[:, slots] = state_k7.T
         self._table_nw[slots] = table_kw.int()
         self._filled = max(self._filled, slots.stop)
         for sequence in sequences:
@@ -135,7 +136,7 @@ class Decoder:
         if not source:
             return
         source_k, target_k = upload([source, target], self._device)
-        self._state_6n[:, target_k] = self._state_6n[:, source_k]
+        self._state_7n[:, target_k] = self._state_7n[:, source_k]
         self._table_nw[target_k] = self._table_nw[source_k]
         self.cache.states.copy(source, target)
         if self._seen_nV is not None:
@@ -157,7 +158,7 @@ class Decoder:
     @property
     def takes_drafts(self) -> bool:
         """Whether a sequence may take several rows of a step: neither its state nor its tokens may stand in the way."""
-        return not (self.cache.states or self._sampler.needs_seen)
+        return not self._sampler.needs_seen and states_take_drafts(self._model, self.cache)
 
     def step(self, active: list[Sequence], drafts: list[list[int]] | None = None) -> Any:
         """Feed each active sequence its last token and sample the next one; `read` turns the result into tokens.
@@ -185,33 +186,38 @@ class Decoder:
 
     def _write(self, active: list[Sequence], drafts: list[list[int]]) -> None:
         """Set the slots to the sequences, and the rows behind them to their drafts."""
-        rows = [[s.tokens[-1], s.position, len(s.logp), s.stream, 1, s.shift, slot] for slot, s in enumerate(active)]
+        rows = [[s.tokens[-1], s.position, len(s.logp), s.stream, 1, s.shift, 0, slot] for slot, s in enumerate(active)]
         for slot, (s, draft) in enumerate(zip(active, drafts, strict=True)):
-            rows += [[t, s.position + k, len(s.logp) + k, s.stream, 1, s.shift, slot] for k, t in enumerate(draft, 1)]
-        state_R7 = upload(rows, self._device)
-        self._state_6n[:, : len(rows)] = state_R7[:, :6].T
-        self._table_nw[len(active) : len(rows)] = self._table_nw[state_R7[len(active) :, 6]]
+            first = len(rows)
+            nexts = [*(~row for row in range(first + 1, first + len(draft))), ~0]
+            rows[slot][_NEXT] = first if draft else 0
+            for k, (token, row) in enumerate(zip(draft, nexts, strict=False), 1):
+                rows.append([token, s.position + k, len(s.logp) + k, s.stream, 1, s.shift, row, slot])
+        state_R8 = upload(rows, self._device)
+        self._state_7n[:, : len(rows)] = state_R8[:, :7].T
+        self._table_nw[len(active) : len(rows)] = self._table_nw[state_R8[len(active) :, 7]]
         self._filled = len(rows)
 
     def _forward(self, n: int, read: int, out: Tensor | None = None) -> Tensor:
         """Return logits_nV of slots 0 to n - 1, of at most `read` pages each, in `out` where the step can write to it.
         Only the cache changes, at each slot's position."""
-        token_n, position_n, table_nw = self._state_6n[_TOKEN, :n], self._state_6n[_POSITION, :n], self._table_nw[:n]
-        rotary_n = position_n + self._state_6n[_SHIFT, :n] if self._shifts else position_n
-        given = table_nw, position_n, read, rotary_n
+        token_n, position_n, table_nw = self._state_7n[_TOKEN, :n], self._state_7n[_POSITION, :n], self._table_nw[:n]
+        rotary_n = position_n + self._state_7n[_SHIFT, :n] if self._shifts else position_n
+        next_n = self._state_7n[_NEXT, :n] if self.cache.states else None
+        rows = Rows(token_n, table_nw, position_n, read, rotary_n, next_n)
         if self._fused is not None:
-            return self._fused(token_n, *given) if out is None else self._fused(token_n, *given, out)
-        return decode_step(self._model, self.cache, token_n, *given)
+            return self._fused(rows) if out is None else self._fused(rows, out)
+        return decode_step(self._model, self.cache, rows)
 
     def _choose(self, logits_nV: Tensor) -> tuple[Tensor, ...]:
         """Advance slots 0 to n - 1 by one token; returns what the sampler returns."""
-        state_6n = self._state_6n[:, : len(logits_nV)]
+        state_7n = self._state_7n[:, : len(logits_nV)]
         seen_nV = self._seen_nV[: len(logits_nV)] if self._sampler.needs_seen and self._seen_nV is not None else None
-        token_n, *others = self._sampler(logits_nV, state_6n[_KEY], state_6n[_COUNT], seen_nV)
+        token_n, *others = self._sampler(logits_nV, state_7n[_KEY], state_7n[_COUNT], seen_nV)
         if seen_nV is not None:
             seen_nV.scatter_(1, token_n[:, None], True)
-        state_6n[_TOKEN] = token_n
-        state_6n[_POSITION : _COUNT + 1].add_(state_6n[_ACTIVE])
+        state_7n[_TOKEN] = token_n
+        state_7n[_POSITION : _COUNT + 1].add_(state_7n[_ACTIVE])
         return token_n, *others
 
     def _replayed(self, graphs: Graphs, size: int) -> tuple[Tensor, ...]:

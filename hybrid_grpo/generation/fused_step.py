@@ -15,7 +15,7 @@ from transformers.activations import SiLUActivation
 from hybrid_grpo.generation.cache import PagedCache
 from hybrid_grpo.generation.cpu_step import CpuStep, epsilon_of, fitting, has_delta, is_gated, mlp_weights, weights
 from hybrid_grpo.generation.gpu_step import GpuStep
-from hybrid_grpo.generation.paged_attention import decode_step
+from hybrid_grpo.generation.paged_attention import Rows, decode_step
 from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.model.kernels.build import usable
 from hybrid_grpo.model.towers import text_of
@@ -36,7 +36,7 @@ _ROPE = ("default", "linear", "llama3", "yarn")
 different ones names them in a dict."""
 _FAR = 1 << 17
 """A test position beyond 8,192 and 16,384, after which some models scale their attention by position."""
-_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.15}
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.15}
 """Largest root mean square difference of the logits, relative to their standard deviation: the effect of rounding in a
 few dozen layers. A step that omits anything differs by as much as the logits themselves vary."""
 
@@ -121,10 +121,10 @@ def _agrees(kind: type[CpuStep] | type[GpuStep], model: Any, like: PagedCache) -
     for at in (0, 1, 2, far):
         position, token = torch.full((3,), at, device=device), torch.tensor([1, 2, 0], device=device) + at % 7
         # As behind a picture: fewer positions than entries.
-        given = token, table, position, table.shape[1], position // 2
-        expected = decode_step(model, own, *given).float()
-        logits = step(*given).float()
+        rows = Rows(token, table, position, table.shape[1], position // 2)
+        expected = decode_step(model, own, rows).float()
+        logits = step(rows).float()
         gap = (logits - expected).square().mean().sqrt() / expected.std()
-        if not gap <= _TOLERANCE[like.geometry.dtype]:
+        if not gap <= TOLERANCE[like.geometry.dtype]:
             return False
     return True

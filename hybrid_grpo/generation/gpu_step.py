@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_grpo.generation.cache import PagedCache
-from hybrid_grpo.generation.paged_attention import DecodeStep
+from hybrid_grpo.generation.paged_attention import DecodeStep, Rows
 from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.model.towers import text_of
 from hybrid_grpo.model.view import joined
@@ -38,25 +38,16 @@ class GpuStep:
         self._memory = [like.new_empty(self._rows, width) for width in widths]
         self._memory.append(torch.empty(self._rows, dtype=torch.float32, device=like.device))
 
-    def __call__(
-        self,
-        token_n: Tensor,
-        table_nw: Tensor,
-        position_n: Tensor,
-        read: int,
-        rotary_n: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Return logits_nV after each sequence's token, in `out` if given; see `decode_step`."""
+    def __call__(self, rows: Rows, out: Tensor | None = None) -> Tensor:
+        """Return logits_nV after each row's token, in `out` if given; see `decode_step`."""
         base, head, cache = self._base, self._model.get_output_embeddings(), self._cache
-        rotary_n = position_n if rotary_n is None else rotary_n
-        step = DecodeStep(cache, table_nw, position_n, read)
-        weight, rows = base.embed_tokens.weight, len(token_n)
-        if rows > self._rows:
-            self._take_memory(rows, weight)
-        x_nD, h_nD, delta_nD, qkv, attended, gate_up, inner, inverse_n = (part[:rows] for part in self._memory)
+        step, rotary_n, position_n, table_nw = DecodeStep(cache, rows), rows.encoded_n, rows.position_n, rows.table_nw
+        weight, n = base.embed_tokens.weight, len(rows.token_n)
+        if n > self._rows:
+            self._take_memory(n, weight)
+        x_nD, h_nD, delta_nD, qkv, attended, gate_up, inner, inverse_n = (part[:n] for part in self._memory)
         added: Tensor | None = None
-        torch.index_select(weight, 0, token_n, out=x_nD)
+        torch.index_select(weight, 0, rows.token_n, out=x_nD)
         rope = self._rope(table_nw.shape[1] * cache.page, weight)
         epsilon = base.norm.variance_epsilon
         for index, layer in enumerate(base.layers):
@@ -66,17 +57,17 @@ class GpuStep:
             norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
             pools = cache.keys[index], cache.values[index]
             gpu.rotation.rotate_and_store(qkv, norms, epsilon, rope, rotary_n, position_n, table_nw, *pools)
-            query = qkv[:, : attended.shape[1]].view(rows, -1, 1, attention.head_dim)
+            query = qkv[:, : attended.shape[1]].view(n, -1, 1, attention.head_dim)
             options = cache.geometry.attention[index]
-            found = step.attend_to(query, *pools, options, attended.view(rows, -1, attention.head_dim))
-            _products(found.view(rows, -1), (attention.o_proj,), delta_nD)
+            found = step.attend_to(query, *pools, options, attended.view(n, -1, attention.head_dim))
+            _products(found.view(n, -1), (attention.o_proj,), delta_nD)
             gpu.norm.add_norm(x_nD, delta_nD, layer.post_attention_layernorm.weight, epsilon, (x_nD, h_nD, inverse_n))
             _products(h_nD, (mlp.gate_proj, mlp.up_proj), gate_up)
             gpu.gate.silu_times(gate_up[:, : inner.shape[1]], gate_up[:, inner.shape[1] :], inner)
             _products(inner, (mlp.down_proj,), delta_nD)
             added = delta_nD
         gpu.norm.add_norm(x_nD, added, base.norm.weight, epsilon, (x_nD, h_nD, inverse_n))
-        logits_nV = weight.new_empty(rows, len(head.weight)) if out is None else out
+        logits_nV = weight.new_empty(n, len(head.weight)) if out is None else out
         _products(h_nD, (head,), logits_nV)
         return logits_nV
 

@@ -282,8 +282,8 @@ class _Loop:
     def _follow(self, sequences: list[Sequence], drafts: list[list[int]], sampled: tuple[list[Any], ...]) -> None:
         """Add the tokens that were sampled after those of drafts, as far as the drafts held."""
         assert self.drafter is not None
-        row = len(sequences)
-        for sequence, draft in zip(sequences, drafts, strict=True):
+        row, rows, slots = len(sequences), list[int](), list[int]()
+        for slot, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
             held = 0
             while held < len(draft) and sequence.is_open and sequence.tokens[-1] == draft[held]:
                 token, logp, kept = (values[row + held] for values in sampled)
@@ -292,7 +292,11 @@ class _Loop:
             if draft:
                 sequence.position = len(sequence.tokens) - 1
                 self.drafter.checked(sequence, len(draft), held)
+            if held and sequence.completion is None:
+                rows, slots = [*rows, row + held - 1], [*slots, slot]
             row += len(draft)
+        # The state of a sequence is what the last row that held has left.
+        self.schedule.cache.states.copy(rows, slots)
 
 
 def _decoder(
@@ -378,10 +382,12 @@ def generate(
     groups = chain.from_iterable(map(groups_of, sequences))
     schedule = Scheduler(decoder.cache, groups, min(slots, decoder.slots), decoder.ahead)
     callbacks = Callbacks(on_finish, on_step, on_token, decode, turns, enough)
-    if drafter is not None and decoder.takes_drafts:
+    if drafter is not None and not decoder.takes_drafts:
+        drafter = None
+    if drafter is not None:
         drafter.begin(sequences)
     how = prefill_tokens or decoder.cache.prefill_tokens, sampling, callbacks
-    loop = _Loop(model, schedule, decoder, *how, drafter if decoder.takes_drafts else None, sight)
+    loop = _Loop(model, schedule, decoder, *how, drafter, sight)
     if turns is not None:
         turns.begin(requests)
     stats = loop.run()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from hybrid_grpo.model.kernels import decoding, gpu
 from hybrid_grpo.model.latents import absorbed
 from hybrid_grpo.model.routing import Recorder
 from hybrid_grpo.model.runs import Runs
+from hybrid_grpo.model.states import following
 from hybrid_grpo.model.upload import upload
 
 PAGE = 32
@@ -206,17 +207,36 @@ class Prefill:
         return False
 
 
+class Rows(NamedTuple):
+    """The rows of a decode step: one new token of every active sequence, then those of drafts."""
+
+    token_n: Tensor
+    """int64."""
+    table_nw: Tensor
+    """int32: the pages of each row's sequence, padded with page 0."""
+    position_n: Tensor
+    """int64: the entry of the cache that the token becomes."""
+    read: int
+    """Number of pages of the longest sequence; see `DecodeStep`."""
+    rotary_n: Tensor | None = None
+    """int64: the positions that are encoded. Default: those in the cache."""
+    next_n: Tensor | None = None
+    """int64: which row's state a row begins with; see `kernels.states`. Default: each begins with its own."""
+
+    @property
+    def encoded_n(self) -> Tensor:
+        return self.position_n if self.rotary_n is None else self.rotary_n
+
+
 class DecodeStep:
-    """One decode step: one new token for every active sequence.
+    """One decode step: one new token in every row.
 
     Args:
-        table: int32 [n, width], the pages of each sequence, padded with page 0.
-        position: int64 [n], of the new tokens.
-        read: number of pages of the longest sequence; without a kernel, attention reads as many of every sequence.
+        rows: their pages and positions. Without a kernel, attention reads `rows.read` pages of every sequence.
     """
 
-    def __init__(self, cache: PagedCache, table: Tensor, position: Tensor, read: int) -> None:
-        self._cache, self._table, self._position, self._read = cache, table, position, read
+    def __init__(self, cache: PagedCache, rows: Rows) -> None:
+        self._cache, self._table, self._position, self._read = cache, rows.table_nw, rows.position_n, rows.read
         self._layers = iter(cache.geometry.layers)
 
     @cached_property
@@ -313,7 +333,8 @@ def _kernel_agrees(
     keys, values, query = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
     cache = PagedCache(Geometry((((1, d), (1, v)),), dtype), 1, page, device)
     table = torch.arange(2 * width, dtype=torch.int32, device=device).view(2, width)
-    step = DecodeStep(cache, table, torch.tensor([5, 700], device=device), width)
+    position = torch.tensor([5, 700], device=device)
+    step = DecodeStep(cache, Rows(position, table, position, width))
     windowed, capped, sinking = kinds
     sinks = torch.linspace(-1, 4, group, device=device) if sinking else None
     options = Options(d**-0.5, 300 if windowed else 0, 20.0 if capped else 0.0, sinks)
@@ -327,19 +348,11 @@ def _kernel_agrees(
     return True
 
 
-def decode_step(
-    model: Any,
-    cache: PagedCache,
-    token_n: Tensor,
-    table_nw: Tensor,
-    position_n: Tensor,
-    read: int,
-    rotary_n: Tensor | None = None,
-) -> Tensor:
-    """Return the logits_nV of a model after each sequence's token (int64 [n]); see `DecodeStep`. `rotary_n` are the
-    positions that are encoded; default: those in the cache."""
-    batch, rotary_n = DecodeStep(cache, table_nw, position_n, read), position_n if rotary_n is None else rotary_n
-    logits_nV: Tensor = cached_forward(model, model, token_n[:, None], rotary_n[:, None], batch).logits[:, -1]
+def decode_step(model: Any, cache: PagedCache, rows: Rows) -> Tensor:
+    """Return the logits_nV of a model after each row's token."""
+    given = rows.token_n[:, None], rows.encoded_n[:, None], DecodeStep(cache, rows)
+    with following(rows.next_n):
+        logits_nV: Tensor = cached_forward(model, model, *given).logits[:, -1]
     return logits_nV
 
 

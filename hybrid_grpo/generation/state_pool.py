@@ -7,11 +7,15 @@ an answer.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybrid_grpo.model.upload import upload
+
+_COPIED = 1 << 28
+"""Bytes that are copied at a time, since a copy needs as much memory again."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +47,18 @@ class StatePool:
 
     def __init__(self, shapes: tuple[StateShape, ...], slots: int, rows: int, device: torch.device) -> None:
         self._device, self._slots, self._rows = device, slots, rows if shapes else 0
+        alike: dict[Any, list[StateShape]] = {}
+        for state in shapes:
+            alike.setdefault((state.shape, state.dtype), []).append(state)
+        self._pools = [
+            torch.zeros((len(states), self._rows, *shape), dtype=dtype, device=device)
+            for (shape, dtype), states in alike.items()
+        ]
+        """States of one shape lie together, [states, rows, ...], so that the rows of all layers are copied at once."""
         self._states = {
-            (state.kind, state.layer, state.index): torch.zeros(
-                (self._rows, *state.shape), dtype=state.dtype, device=device
-            )
-            for state in shapes
+            (state.kind, state.layer, state.index): own
+            for pool, states in zip(self._pools, alike.values(), strict=True)
+            for own, state in zip(pool, states, strict=True)
         }
         self._free = list(range(self._rows - 1, slots - 1, -1))
 
@@ -57,7 +68,7 @@ class StatePool:
 
     @property
     def bytes(self) -> int:
-        return sum(state.nbytes for state in self._states.values())
+        return sum(pool.nbytes for pool in self._pools)
 
     def of(self, kind: str, layer: int, index: int) -> Tensor:
         """Return a state of all rows, [rows, ...]."""
@@ -87,17 +98,21 @@ class StatePool:
             self._free.append(row)
 
     def copy(self, source: list[int], target: list[int]) -> None:
-        """Copy rows; a row may be copied to several."""
-        if source and self._states:
-            from_, to = upload([source, target], self._device)
-            for state in self._states.values():
-                state.index_copy_(0, to, state.index_select(0, from_))
+        """Copy rows to others, none of which is copied itself; a row may be copied to several."""
+        if not source or not self._states:
+            return
+        from_, to = upload([source, target], self._device)
+        for pool in self._pools:
+            at_once = max(1, _COPIED // pool[:, 0].nbytes)
+            for some, others in zip(from_.split(at_once), to.split(at_once), strict=True):
+                pool.index_copy_(1, others, pool.index_select(1, some))
 
     def zero(self, rows: list[int]) -> None:
         """Put rows into the state before the first token."""
-        for row in rows:
-            for state in self._states.values():
-                state[row].zero_()
+        if rows and self._states:
+            at = upload(rows, self._device)
+            for pool in self._pools:
+                pool.index_fill_(1, at, 0)
 
     def keep(self, slot: int) -> int | None:
         """Copy a slot's row to a free one and return that; None if none is free. Without states, return -1."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -33,6 +35,19 @@ class StateBatch(Protocol):
 _UNLIMITED = (0.0, float("inf"))
 _running: ContextVar[tuple[Any, dict[str, Any]]] = ContextVar("running", default=(None, {}))
 """The mixer of the layer whose forward is running, and the forward's keywords, where functions are not given them."""
+
+
+_next_n: ContextVar[Tensor | None] = ContextVar("next_n", default=None)
+
+
+@contextmanager
+def following(next_n: Tensor | None) -> Iterator[None]:
+    """In a decode step, let rows begin with the states that others have left; see `kernels.states`."""
+    token = _next_n.set(next_n)
+    try:
+        yield
+    finally:
+        _next_n.reset(token)
 
 
 def _noted(mixer: Any, forward: Any, *given: Any, **more: Any) -> Any:
@@ -84,7 +99,7 @@ def _convolution(
 
 def _convolution_step(original: Any, *given: Any, **more: Any) -> Tensor:
     """`causal_conv1d_update`, which writes its state in place."""
-    out = None if torch.is_grad_enabled() else kernels.causal_conv1d_update(*given, **more)
+    out = None if torch.is_grad_enabled() else kernels.causal_conv1d_update(*given, **more, next_n=_next_n.get())
     return original(*given, **more) if out is None else out
 
 
@@ -132,7 +147,7 @@ def _delta_step(
     """The delta rules for one token; all [n, 1, heads, ...]. In our own cache a state may be written in place."""
     if batch is not None:
         given = query, key, value, g, beta, initial_state
-        out = kernels.recurrent_delta_rule(*given, unit=use_qk_l2norm_in_kernel)
+        out = kernels.recurrent_delta_rule(*given, unit=use_qk_l2norm_in_kernel, next_n=_next_n.get())
         if out is not None:
             return out, initial_state
     more |= {"initial_state": initial_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
@@ -213,7 +228,7 @@ def _selective_scan(
     return (out, final) if return_last_state else out
 
 
-def _mamba2_step(
+def _state_space_step(
     original: Any,
     state: Tensor,
     x: Tensor,
@@ -224,15 +239,29 @@ def _mamba2_step(
     D: Tensor | None = None,
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
-    batch: Any = None,
+    z: Tensor | None = None,
     **more: Any,
-) -> Any:
-    """`mamba2_selective_state_update`. The bounds of step sizes, which transformers leaves out where it decodes, hold
-    here as they do in training."""
+) -> Tensor:
+    """`mamba2_selective_state_update`, and `mamba_selective_state_update`, which is the same with one head and rates of
+    their own for all numbers; both write their state in place. The bounds of step sizes, which transformers leaves out
+    where it decodes, hold here as they do in training."""
     limit = getattr(_running.get()[0], "time_step_limit", _UNLIMITED)
-    dt = _steps(dt, dt_bias, dt_softplus).clamp(*limit)
-    out = None if batch is None or more.get("z") is not None else kernels.mamba2_update(state, x, dt, A, B, C, D)
-    return original(state, x, dt, A, B, C, D, **more) if out is None else out
+    dt, out = _steps(dt, dt_bias, dt_softplus).clamp(*limit), None
+    if not torch.is_grad_enabled():
+        given = (state, x, dt, A, B, C, D) if x.dim() == 3 else _one_head(state, x, dt, A, B, C, D)
+        out = kernels.state_space_update(*given, next_n=_next_n.get())
+    if out is None:
+        return original(state, x, dt, A, B, C, D, z=z, **more)
+    out = out.view(x.shape)
+    return out if z is None else (out * F.silu(z)).to(x.dtype)
+
+
+def _one_head(
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None
+) -> tuple[Any, ...]:
+    """Return the arguments of Mamba 1, whose x and dt are [n, channels] and B and C [n, size], with a head."""
+    x, B, C = (t.contiguous()[:, None] for t in (x, B, C))
+    return state[:, None], x, dt[:, None], A[None], B, C, None if D is None else D[None]
 
 
 def _no_shortcut(original: Any, *given: Any, batch: StateBatch | None = None, **more: Any) -> Any:
@@ -249,7 +278,8 @@ REPLACEMENTS: dict[str, Any] = {
     "chunk_kimi_delta_attention": _delta_rule,
     "mamba_selective_scan": _selective_scan,
     "mamba2_chunk_scan": _mamba2_scan,
-    "mamba2_selective_state_update": _mamba2_step,
+    "mamba2_selective_state_update": _state_space_step,
+    "mamba_selective_state_update": _state_space_step,
     "mamba2_split_conv1d_scan_combined": _no_shortcut,
 }
 """Functions of transformers that are replaced in the module of a model, by name."""

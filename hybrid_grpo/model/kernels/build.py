@@ -29,17 +29,18 @@ _POINTER: Any = ctypes.c_void_p
 _INTEGER: Any = ctypes.c_int64
 _REAL: Any = ctypes.c_float
 _STRIDED = [_POINTER, _INTEGER, _INTEGER]
+_ROWS = [_POINTER, _INTEGER]
 _ARGUMENTS = {
     "segment_attention": [_POINTER] * 7 + [_INTEGER] * 6 + [_REAL] * 2,
     "segment_attention_gradient": [_POINTER] * 11 + [_INTEGER] * 6 + [_REAL] * 2,
     "linear": [_POINTER] * 4 + [_INTEGER] * 3,
     "rms_norm": [_POINTER] * 3 + [_REAL] * 2 + [_INTEGER] * 2,
     "decode_attention": [_POINTER, *_STRIDED * 3, *[_POINTER] * 4, *[_INTEGER] * 7, _REAL, _REAL, _POINTER],
-    "decode": [_POINTER] * 7 + [_INTEGER] * 2,
+    "decode": [_POINTER] * 8 + [_INTEGER] * 2,
     "sample": [_POINTER] * 5 + [_REAL] + [_INTEGER] * 2,
-    "conv_step": [_POINTER] * 5 + [_INTEGER] * 4,
-    "delta_step": [_POINTER] * 2 + [_POINTER, _INTEGER] * 3 + [_POINTER] * 2 + [_INTEGER] * 7,
-    "mamba_step": [_POINTER] * 3 + [_INTEGER] + [_POINTER] * 2 + [_POINTER, _INTEGER] * 2 + [_POINTER] + [_INTEGER] * 5,
+    "conv_step": [_POINTER, *_ROWS, *[_POINTER] * 4, *[_INTEGER] * 4],
+    "delta_step": [_POINTER] * 2 + _ROWS * 3 + [_POINTER] * 3 + [_INTEGER] * 7,
+    "mamba_step": [_POINTER] * 3 + [_INTEGER] + [_POINTER] * 2 + _ROWS * 2 + [_POINTER] * 2 + [_INTEGER] * 6,
     "gated_norm": [_POINTER] * 4 + [_REAL] + [_INTEGER] * 2,
     "softmax_add": [_POINTER] * 6 + [_REAL] + [_INTEGER] * 3,
     "softmax_gradient": [_POINTER] * 7 + [_REAL] + [_INTEGER] * 3,

@@ -3,6 +3,23 @@
 
 #define WIDEST 512
 
+/* A row may take in a token of the same sequence as another row, behind that one's, and then begins with the state that
+ * the other has left. next[row] is the row behind a row, or 0 if there is none; of a row that is itself behind another,
+ * it is the complement of that. Without `next`, no row is behind another. */
+static inline int begins(const int64_t *next, int64_t row)
+{
+    return !next || next[row] >= 0;
+}
+
+/* Return the row behind a row, after giving it the row's state of a head: state[rows][heads][size]; or 0. */
+static inline int64_t pass_on(float *state, const int64_t *next, int64_t row, int64_t heads, int64_t h, int64_t size)
+{
+    const int64_t to = !next ? 0 : next[row] < 0 ? ~next[row] : next[row];
+    if (to)
+        memcpy(state + (to * heads + h) * size, state + (row * heads + h) * size, size * sizeof(float));
+    return to;
+}
+
 /* out[channels] = the causal convolution over the last `kernel` tokens, whose newest is x; with `silu` behind it.
  * state[channels][kernel] has the tokens before, and then those with x. */
 static inline void conv_row(float *out, const float *x, float *state, const float *weight, const float *bias, int64_t silu,
@@ -73,6 +90,22 @@ static inline void delta_head(float *out, float *state, const float *query, cons
     for (int64_t i = 0; i < dk; i++)
         decay[i] = channels == 1 && i ? decay[0] : expf(log_decay[i]);
     delta(out, state, q, k, value, decay, strength, dk, dv);
+}
+
+/* Head h of a state space: state[d][size], x, step and out[d], b and c[size]; a and skip of all heads, see states.c. */
+static inline void mamba_head(float *out, float *state, const float *x, const float *step, const float *a, const float *b,
+                              const float *c, const float *skip, int64_t h, int64_t by_channel, int64_t d, int64_t size)
+{
+    for (int64_t p = 0; p < d; p++) {
+        const int64_t channel = h * d + p;
+        const float decay = by_channel ? 0 : expf(step[p] * a[h]), weight = step[p] * x[p];
+        float *s = state + p * size, sum = 0;
+        for (int64_t i = 0; i < size; i++) {
+            s[i] = (by_channel ? expf(step[p] * a[channel * size + i]) : decay) * s[i] + weight * b[i];
+            sum += s[i] * c[i];
+        }
+        out[p] = sum + (skip ? skip[by_channel ? channel : h] * x[p] : 0);
+    }
 }
 
 /* out[d] = x / rms(x) * weight * silu(gate). */

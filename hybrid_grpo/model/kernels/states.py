@@ -2,6 +2,10 @@
 
 Each takes the arguments of the function of transformers with its name, writes the state in place, and returns None
 where the kernel does not support the shapes or types, or differs from torch on the GPU.
+
+With `next_n`, a row may take in a token of the same sequence as another row, behind that one's (as those of drafts do).
+It then begins with the state that the other row has left. next_n[i] (int64) is the row behind row i, or 0 if there is
+none; of a row that is itself behind another, it is the complement (~) of that.
 """
 
 from collections.abc import Callable
@@ -25,6 +29,8 @@ def causal_conv1d_update(
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
+    *,
+    next_n: Tensor | None = None,
 ) -> Tensor | None:
     """Return the causal convolution of one new token of each sequence, [n, C, 1].
 
@@ -36,16 +42,25 @@ def causal_conv1d_update(
     if count != 1 or activation not in _ACTIVATIONS or conv_state.shape != (n, *weight.shape):
         return None
     if weight.is_contiguous() and _on_gpu(_convolution_agrees, conv_state, *given):
-        return gpu.states.causal_convolution(*given, silu=_ACTIVATIONS[activation])[:, :, None]
-    if not _dense(*given):
+        return gpu.states.causal_convolution(*given, silu=_ACTIVATIONS[activation], next_n=next_n)[:, :, None]
+    x, *dense = given
+    if not usable(x) or not _dense(*dense):
         return None
     out = hidden_states.new_empty(n, 1, channels)
-    run("conv_step", out, *given, _ACTIVATIONS[activation], n, channels, weight.shape[1])
+    run("conv_step", out, x, x.stride(0), *dense, next_n, _ACTIVATIONS[activation], n, channels, weight.shape[1])
     return out.transpose(1, 2)
 
 
 def recurrent_delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, *, unit: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    *,
+    unit: bool,
+    next_n: Tensor | None = None,
 ) -> Tensor | None:
     """Return the outputs [n, 1, heads, dv] of one new token of each sequence.
 
@@ -64,37 +79,46 @@ def recurrent_delta_rule(
         return None
     given = query[:, 0], key[:, 0], value[:, 0], log_decay[:, 0], beta[:, 0], state
     if _on_gpu(_delta_rule_agrees, state, *given):
-        return gpu.states.delta_rule(*given, unit=unit)[:, None]
+        return gpu.states.delta_rule(*given, unit=unit, next_n=next_n)[:, None]
     if not _dense(log_decay, beta, state) or not usable(query, key, value):
         return None
     out = value.new_empty(n, 1, heads, dv)
     strided = (part for tensor in (query, key, value) for part in (tensor, tensor.stride(0)))
     channels = dk if log_decay.dim() == 4 else 1
-    run("delta_step", out, state, *strided, log_decay, beta, unit, n, heads, key_heads, dk, dv, channels)
+    run("delta_step", out, state, *strided, log_decay, beta, next_n, unit, n, heads, key_heads, dk, dv, channels)
     return out
 
 
-def mamba2_update(
-    state: Tensor, x: Tensor, step: Tensor, a: Tensor, b: Tensor, c: Tensor, skip: Tensor | None
+def state_space_update(
+    state: Tensor,
+    x: Tensor,
+    step: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    skip: Tensor | None,
+    *,
+    next_n: Tensor | None = None,
 ) -> Tensor | None:
-    """Return the outputs [n, heads, d] of one new token of each sequence.
+    """Return the outputs [n, heads, d] of one new token of each sequence, of Mamba 2 or, with one head, of Mamba 1.
 
     Args:
-        state: [n, heads, d, size]; x, step: [n, heads, d]; a: [heads, d, size], equal within a head; b, c:
-            [n, groups, size]; skip: [heads, d], equal within a head.
+        state: [n, heads, d, size]; x, step: [n, heads, d]; b, c: [n, groups, size].
+        a: [heads, d, size], and skip, [heads, d]; it takes less time if both are expanded from a number for each head.
     """
     n, heads, d, size = state.shape
-    equal = a.stride()[1:] == (0, 0) and (skip is None or skip.stride(1) == 0)
+    by_channel = a.stride()[1:] != (0, 0) or (skip is not None and skip.stride(1) != 0)
     step = step.contiguous()
-    if not equal or not all(map(_of_heads, (x[:, None], b[:, None], c[:, None]))):
+    if not all(map(_of_heads, (x[:, None], b[:, None], c[:, None]))):
         return None
-    a_H, skip_H = a[:, 0, 0].contiguous(), None if skip is None else skip[:, 0].contiguous()
-    if _on_gpu(_update_agrees, state, x, step, a_H, b, c, skip_H):
-        return gpu.states.selective_update(state, x, step, a_H, b, c, skip_H)
-    if not _dense(state, step) or not usable(x, b, c, a_H, skip_H):
+    a = a.contiguous() if by_channel else a[:, 0, 0].contiguous()
+    skip = None if skip is None else skip.contiguous() if by_channel else skip[:, 0].contiguous()
+    if _on_gpu(_update_agrees, state, x, step, a, b, c, skip):
+        return gpu.states.selective_update(state, x, step, a, b, c, skip, next_n=next_n)
+    if not _dense(state, step, a, skip) or not usable(x, b, c):
         return None
     out = x.new_empty(n, heads, d)
-    given = x, x.stride(0), step, a_H, b, b.stride(0), c, c.stride(0), skip_H
+    given = x, x.stride(0), step, a, b, b.stride(0), c, c.stride(0), skip, next_n, by_channel
     run("mamba_step", out, state, *given, n, heads, d, size, b.shape[1])
     return out
 
@@ -147,11 +171,16 @@ def _delta_rule_agrees(device: torch.device, dtype: torch.dtype) -> bool:
 def _update_agrees(device: torch.device, dtype: torch.dtype) -> bool:
     state, x = _random(device, torch.float32, 3, 4, 16, 24), _random(device, dtype, 3, 4, 16)
     step, (b, c) = _random(device, dtype, 4, 3, 4, 16)[0].abs(), _random(device, dtype, 2, 3, 2, 24)
-    a, skip = -_random(device, torch.float32, 4).abs(), _random(device, torch.float32, 4)
     into, from_ = (t.double().repeat_interleave(2, 1)[:, :, None] for t in (b, c))
-    after = state * (step.double() * a[:, None])[..., None].exp() + (step.double() * x)[..., None] * into
-    expected = (after * from_).sum(-1) + x * skip[:, None]
-    return _close(gpu.states.selective_update(state, x, step, a, b, c, skip), expected) and _close(state, after)
+    rates, skips = -_random(device, torch.float32, 4, 16, 24).abs(), _random(device, torch.float32, 4, 16)
+    for a, skip in ((rates, skips), (rates[:, 0, 0].contiguous(), skips[:, 0].contiguous())):
+        decay = (step.double()[..., None] * a.view(4, *a.shape[1:] or (1, 1))).exp()
+        after = state * decay + (step.double() * x)[..., None] * into
+        expected = (after * from_).sum(-1) + x * skip.view(4, -1)
+        found = gpu.states.selective_update(state, x, step, a, b, c, skip)
+        if not _close(found, expected) or not _close(state, after):
+            return False
+    return True
 
 
 def _random(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 from hybrid_grpo.generation import GREEDY, Request, Sampling, decoder, generate
 from hybrid_grpo.generation.cache import Geometry, PagedCache, cached_forward
 from hybrid_grpo.generation.fused_step import fused_step
-from hybrid_grpo.generation.paged_attention import DecodeStep, Prefill, masked_attention
+from hybrid_grpo.generation.paged_attention import DecodeStep, Prefill, Rows, masked_attention
 from hybrid_grpo.generation.sampler import Sampler
 from hybrid_grpo.model.attention import ATTENTION, Options
 from hybrid_grpo.model.kernels import build as kernels
@@ -97,7 +97,7 @@ def test_attention_over_pages_is_that_over_the_sequence(heads, kv, d, window, so
     position = torch.tensor(lengths) - 1
     query = random(n, heads, 1, d, seed=3)
     new = [torch.stack([t[row, :, i] for row, i in enumerate(position)])[:, :, None] for t in (keys, values)]
-    batch = DecodeStep(cache, table, position, 6)
+    batch = DecodeStep(cache, Rows(position, table, position, 6))
     options = Options(0.3, window, softcap, 3 * random(heads, seed=4) if has_sinks else None)
     out = batch.attend(query, *new, options)
     expected = masked_attention(query, keys, values, position[:, None], options)

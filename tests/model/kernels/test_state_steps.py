@@ -26,7 +26,8 @@ def original(function: Any) -> Any:
 @pytest.mark.parametrize(("channels", "kernel", "biased", "activation"), [(5, 4, True, "silu"), (96, 3, False, None)])
 def test_convolution(n: int, channels: int, kernel: int, biased: bool, activation: str | None) -> None:
     torch.manual_seed(n)
-    x, state, weight = torch.randn(n, channels, 1), torch.randn(n, channels, kernel), torch.randn(channels, kernel)
+    x, _ = torch.randn(n, 1, channels + 3).split([channels, 3], dim=-1)  # as layers split it: rows apart
+    x, state, weight = x.transpose(1, 2), torch.randn(n, channels, kernel), torch.randn(channels, kernel)
     given = weight, torch.randn(channels) if biased else None, activation
     own = state.clone()
     out, expected = states.causal_conv1d_update(x, own, *given), original(qwen.causal_conv1d_update)(x, state, *given)
@@ -64,11 +65,47 @@ def test_mamba_2(n: int, groups: int, heads: int, d: int, size: int) -> None:
     a, skip = (-torch.rand(heads))[:, None, None].expand(-1, d, size), torch.randn(heads)[:, None].expand(-1, d)
     state = torch.randn(n, heads, d, size)
     own = state.clone()
-    out = states.mamba2_update(own, x, step, a, b, c, skip)
+    out = states.state_space_update(own, x, step, a, b, c, skip)
     torch.testing.assert_close(
         out, original(bamba.mamba2_selective_state_update)(state, x, step, a, b, c, skip), **CLOSE
     )
     torch.testing.assert_close(own, state, **CLOSE)
+
+
+NEXT = [4, 6, 0, 0, ~5, ~0, ~0]
+"""Rows 4 and 5 are behind row 0, and row 6 is behind row 1."""
+
+
+@pytest.mark.parametrize("kind", ["convolution", "delta rule", "mamba 1", "mamba 2"])
+def test_rows_behind_others_begin_with_what_those_leave(kind: str) -> None:
+    torch.manual_seed(0)
+    n, heads, d, size = len(NEXT), 3, 8, 20
+    state, x, step = torch.randn(n, heads, d, size), torch.randn(n, heads, size), torch.rand(n, heads, d)
+    if kind == "convolution":
+        state, weight = state[:, :, 0, :4].contiguous(), torch.randn(heads, 4)
+
+    def ran(rows: slice, own: Tensor, next_n: Tensor | None = None) -> Tensor:
+        if kind == "convolution":
+            out = states.causal_conv1d_update(x[rows, :, 0].contiguous()[:, :, None], own, weight, next_n=next_n)
+        elif kind == "delta rule":
+            given = step[rows, None], step[rows, None], x[rows, None], -step[rows, None, :, 0], step[rows, None, :, 1]
+            out = states.recurrent_delta_rule(*given, own, unit=True, next_n=next_n)
+        else:
+            a, skip = -torch.rand(heads, d, size, generator=torch.Generator().manual_seed(1)), torch.ones(heads, d)
+            if kind == "mamba 2":
+                a, skip = a[:, :1, :1].expand(-1, d, size), skip[:, :1].expand(-1, d)
+            given = step[rows], step[rows], a, x[rows, :1], x[rows, 1:2], skip
+            out = states.state_space_update(own, *given, next_n=next_n)
+        assert out is not None
+        return out
+
+    apart = state.clone()
+    expected = []
+    for row, before in enumerate([0, 1, 2, 3, 0, 4, 1]):
+        apart[row] = apart[before]
+        expected.append(ran(slice(row, row + 1), apart[row : row + 1]))
+    out = ran(slice(None), state, torch.tensor(NEXT))
+    assert torch.equal(out, torch.cat(expected)) and torch.equal(state, apart)
 
 
 def test_gated_norm() -> None:

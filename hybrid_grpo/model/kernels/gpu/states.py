@@ -1,7 +1,7 @@
 """One new token through layers that carry a state, on a GPU: each state is read and written once, in place.
 
 torch computes such a step with a dozen operations on the whole state. The kernels compute in float32, and round where
-transformers' functions do, or less often.
+transformers' functions do, or less often. For `next_n` see `kernels.states`: a program goes from row to row.
 """
 
 import torch
@@ -18,40 +18,68 @@ _STATE = 4096
 
 
 @triton.jit
+def _first(next_n, FOLLOWED: tl.constexpr):
+    """The row that a program begins with; below 0 if that is behind another."""
+    row = tl.program_id(0).to(tl.int64)
+    if FOLLOWED:
+        row = tl.where(tl.load(next_n + row) < 0, -1, row)
+    return row
+
+
+@triton.jit
+def _behind(next_n, row, FOLLOWED: tl.constexpr):
+    """The row behind a row; below 0 if there is none."""
+    behind = row * 0 - 1
+    if FOLLOWED:
+        behind = tl.load(next_n + row)
+        behind = tl.where(behind < 0, -1 - behind, behind)
+        behind = tl.where(behind == 0, -1, behind)
+    return behind
+
+
+@triton.jit
 def _convolve(
     out,
     x,
     state,
     weight,
     bias,
+    next_n,
     x_stride,
     channels,
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
+    FOLLOWED: tl.constexpr,
     SIZE: tl.constexpr,
     TAPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
     channel, tap = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, TAPS)
     inside = channel < channels
     there = inside[:, None] & (tap < SIZE)[None, :]
-    # The window moves by one token.
-    old = state + (row * channels + channel)[:, None] * SIZE + tap[None, :]
-    window = tl.load(old + 1, mask=there & (tap < SIZE - 1)[None, :], other=0.0)
-    new = tl.load(x + row * x_stride + channel, mask=inside, other=0.0)
-    window = tl.where((tap == SIZE - 1)[None, :], new[:, None].to(window.dtype), window)
-    # Other threads may still have to read what a thread is about to write.
-    tl.debug_barrier()
-    tl.store(old, window, mask=there)
     taps = tl.load(weight + channel[:, None] * SIZE + tap[None, :], mask=there, other=0.0).to(tl.float32)
-    total = tl.sum(window.to(weight.dtype.element_ty).to(tl.float32) * taps, 1)
-    if BIAS:
-        total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
-    total = total.to(weight.dtype.element_ty).to(tl.float32)
-    if SILU:
-        total = total / (1.0 + tl.exp(-total))
-    tl.store(out + row * channels + channel, total.to(out.dtype.element_ty), mask=inside)
+    window_of = state + channel[:, None].to(tl.int64) * SIZE + tap[None, :]
+    row = _first(next_n, FOLLOWED)
+    before = row
+    while row >= 0:
+        # The window moves by one token.
+        shifted = window_of + before * channels * SIZE + 1
+        window = tl.load(shifted, mask=there & (tap < SIZE - 1)[None, :], other=0.0)
+        new = tl.load(x + row * x_stride + channel, mask=inside, other=0.0)
+        window = tl.where((tap == SIZE - 1)[None, :], new[:, None].to(window.dtype), window)
+        # Other threads may still have to read what a thread is about to write, or read it in the next row.
+        tl.debug_barrier()
+        tl.store(window_of + row * channels * SIZE, window, mask=there)
+        tl.debug_barrier()
+        total = tl.sum(window.to(weight.dtype.element_ty).to(tl.float32) * taps, 1)
+        if BIAS:
+            total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+        total = total.to(weight.dtype.element_ty).to(tl.float32)
+        if SILU:
+            total = total / (1.0 + tl.exp(-total))
+        tl.store(out + row * channels + channel, total.to(out.dtype.element_ty), mask=inside)
+        before = row
+        row = _behind(next_n, row, FOLLOWED)
 
 
 @triton.jit
@@ -68,6 +96,7 @@ def _delta(
     value,
     log_decay,
     beta,
+    next_n,
     query_stride,
     key_stride,
     value_stride,
@@ -77,31 +106,39 @@ def _delta(
     dv,
     UNIT: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
+    FOLLOWED: tl.constexpr,
     GROUP: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head = tl.program_id(1)
     k_at, v_at = tl.arange(0, KEYS), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     in_key, in_value = k_at < dk, v_at < dv
-    q = tl.load(query + row * query_stride + head // GROUP * dk + k_at, mask=in_key, other=0.0).to(tl.float32)
-    k = tl.load(key + row * key_stride + head // GROUP * dk + k_at, mask=in_key, other=0.0).to(tl.float32)
-    v = tl.load(value + row * value_stride + head * dv + v_at, mask=in_value, other=0.0).to(tl.float32)
-    at = row * heads + head
-    if UNIT:
-        q, k = _unit(q), _unit(k)
-    place = state + (at * dk + k_at[:, None]) * dv + v_at[None, :]
     there = in_key[:, None] & in_value[None, :]
-    s = tl.load(place, mask=there, other=0.0).to(tl.float32)
-    if BY_CHANNEL:
-        s *= tl.exp(tl.load(log_decay + at * dk + k_at, mask=in_key, other=0.0).to(tl.float32))[:, None]
-    else:
-        s *= tl.exp(tl.load(log_decay + at).to(tl.float32))
-    change = (v - tl.sum(s * k[:, None], 0)) * tl.load(beta + at).to(tl.float32)
-    s += k[:, None] * change[None, :]
-    tl.store(place, s.to(state.dtype.element_ty), mask=there)
-    result = tl.sum(s * (q * scale)[:, None], 0)
-    tl.store(out + at * dv + v_at, result.to(out.dtype.element_ty), mask=in_value)
+    row = _first(next_n, FOLLOWED)
+    of_row = state + k_at[:, None] * dv + v_at[None, :]
+    s = tl.load(of_row + (tl.maximum(row, 0) * heads + head) * dk * dv, mask=there, other=0.0).to(tl.float32)
+    while row >= 0:
+        q = tl.load(query + row * query_stride + head // GROUP * dk + k_at, mask=in_key, other=0.0).to(tl.float32)
+        k = tl.load(key + row * key_stride + head // GROUP * dk + k_at, mask=in_key, other=0.0).to(tl.float32)
+        v = tl.load(value + row * value_stride + head * dv + v_at, mask=in_value, other=0.0).to(tl.float32)
+        at = row * heads + head
+        if UNIT:
+            k = _unit(k)
+        if BY_CHANNEL:
+            s *= tl.exp(tl.load(log_decay + at * dk + k_at, mask=in_key, other=0.0).to(tl.float32))[:, None]
+        else:
+            s *= tl.exp(tl.load(log_decay + at).to(tl.float32))
+        change = (v - tl.sum(s * k[:, None], 0)) * tl.load(beta + at).to(tl.float32)
+        s += k[:, None] * change[None, :]
+        tl.store(of_row + at * dk * dv, s.to(state.dtype.element_ty), mask=there)
+        if UNIT:
+            q = _unit(q)
+        result = tl.sum(s * (q * scale)[:, None], 0)
+        tl.store(out + at * dv + v_at, result.to(out.dtype.element_ty), mask=in_value)
+        # What comes next reads the state as it is stored.
+        s = s.to(state.dtype.element_ty).to(tl.float32)
+        row = _behind(next_n, row, FOLLOWED)
 
 
 @triton.jit
@@ -114,6 +151,7 @@ def _mamba(
     b,
     c,
     skip,
+    next_n,
     x_stride,
     b_stride,
     c_stride,
@@ -121,27 +159,41 @@ def _mamba(
     d,
     size,
     SKIP: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    FOLLOWED: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head = tl.program_id(1)
     channel, number = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, SIZE)
     inside, of_state = channel < d, number < size
-    at = (row * heads + head) * d + channel
-    dt = tl.load(step + at, mask=inside, other=0.0).to(tl.float32)
-    value = tl.load(x + row * x_stride + head * d + channel, mask=inside, other=0.0).to(tl.float32)
-    into = tl.load(b + row * b_stride + head // GROUP * size + number, mask=of_state, other=0.0).to(tl.float32)
-    from_ = tl.load(c + row * c_stride + head // GROUP * size + number, mask=of_state, other=0.0).to(tl.float32)
-    place = state + at[:, None] * size + number[None, :]
     there = inside[:, None] & of_state[None, :]
-    s = tl.load(place, mask=there, other=0.0).to(tl.float32)
-    s = s * tl.exp(dt * tl.load(a + head).to(tl.float32))[:, None] + (dt * value)[:, None] * into[None, :]
-    tl.store(place, s.to(state.dtype.element_ty), mask=there)
-    result = tl.sum(s * from_[None, :], 1)
-    if SKIP:
-        result += value * tl.load(skip + head).to(tl.float32)
-    tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
+    row = _first(next_n, FOLLOWED)
+    of_row = state + channel[:, None] * size + number[None, :]
+    s = tl.load(of_row + (tl.maximum(row, 0) * heads + head) * d * size, mask=there, other=0.0).to(tl.float32)
+    while row >= 0:
+        at = (row * heads + head) * d + channel
+        dt = tl.load(step + at, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(x + row * x_stride + head * d + channel, mask=inside, other=0.0).to(tl.float32)
+        into = tl.load(b + row * b_stride + head // GROUP * size + number, mask=of_state, other=0.0).to(tl.float32)
+        from_ = tl.load(c + row * c_stride + head // GROUP * size + number, mask=of_state, other=0.0).to(tl.float32)
+        if BY_CHANNEL:
+            rate = tl.load(a + (head * d + channel)[:, None] * size + number[None, :], mask=there, other=0.0)
+            s *= tl.exp(dt[:, None] * rate.to(tl.float32))
+        else:
+            s *= tl.exp(dt * tl.load(a + head).to(tl.float32))[:, None]
+        s += (dt * value)[:, None] * into[None, :]
+        tl.store(of_row + (row * heads + head) * d * size, s.to(state.dtype.element_ty), mask=there)
+        result = tl.sum(s * from_[None, :], 1)
+        if SKIP and BY_CHANNEL:
+            result += value * tl.load(skip + head * d + channel, mask=inside, other=0.0).to(tl.float32)
+        elif SKIP:
+            result += value * tl.load(skip + head).to(tl.float32)
+        tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
+        # What comes next reads the state as it is stored.
+        s = s.to(state.dtype.element_ty).to(tl.float32)
+        row = _behind(next_n, row, FOLLOWED)
 
 
 def _part(numbers: int, most: int) -> int:
@@ -149,7 +201,9 @@ def _part(numbers: int, most: int) -> int:
     return max(1, min(triton.next_power_of_2(most), _STATE // numbers))
 
 
-def causal_convolution(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool) -> Tensor:
+def causal_convolution(
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool, next_n: Tensor | None = None
+) -> Tensor:
     """Return the causal convolution of one new token of each sequence, [n, C].
 
     Args: x: [n, C]; state: [n, C, K], contiguous, the last K tokens, which move on; weight: [C, K]; bias: [C].
@@ -159,15 +213,33 @@ def causal_convolution(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | 
     launch(
         _convolve,
         (n, triton.cdiv(channels, _CHANNELS)),
-        *(out, x, state, weight, weight if bias is None else bias, x.stride(0), channels),
-        **{"BIAS": bias is not None, "SILU": silu, "SIZE": size, "TAPS": triton.next_power_of_2(size)},
+        *(
+            out,
+            x,
+            state,
+            weight,
+            weight if bias is None else bias,
+            state if next_n is None else next_n,
+            x.stride(0),
+            channels,
+        ),
+        **{"BIAS": bias is not None, "SILU": silu, "FOLLOWED": next_n is not None},
+        **{"SIZE": size, "TAPS": triton.next_power_of_2(size)},
         BLOCK=_CHANNELS,
     )
     return out
 
 
 def delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, *, unit: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    *,
+    unit: bool,
+    next_n: Tensor | None = None,
 ) -> Tensor:
     """Return the outputs of one new token of each sequence, [n, heads, dv], of a gated delta rule (arXiv:2412.06464).
 
@@ -184,22 +256,32 @@ def delta_rule(
     launch(
         _delta,
         (n, heads, triton.cdiv(dv, values)),
-        *(out, state, query, key, value, log_decay, beta),
+        *(out, state, query, key, value, log_decay, beta, state if next_n is None else next_n),
         *(query.stride(0), key.stride(0), value.stride(0), dk**-0.5, heads, dk, dv),
-        **{"UNIT": unit, "BY_CHANNEL": log_decay.dim() == 3, "GROUP": heads // key_heads},
-        **{"KEYS": keys, "VALUES": values},
+        **{"UNIT": unit, "BY_CHANNEL": log_decay.dim() == 3, "FOLLOWED": next_n is not None},
+        **{"GROUP": heads // key_heads, "KEYS": keys, "VALUES": values},
     )
     return out
 
 
 def selective_update(
-    state: Tensor, x: Tensor, step: Tensor, a: Tensor, b: Tensor, c: Tensor, skip: Tensor | None
+    state: Tensor,
+    x: Tensor,
+    step: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    skip: Tensor | None,
+    *,
+    next_n: Tensor | None = None,
 ) -> Tensor:
-    """Return the outputs of one new token of each sequence, [n, heads, d], of Mamba 2 (arXiv:2405.21060).
+    """Return the outputs of one new token of each sequence, [n, heads, d], of Mamba 2 (arXiv:2405.21060), or of Mamba 1
+    (arXiv:2312.00752).
 
     Args:
         state: [n, heads, d, size], contiguous; x: [n, heads, d], whose heads follow each other.
-        step: [n, heads, d], contiguous; a, skip: [heads]; b, c: [n, groups, size], whose groups follow each other.
+        step: [n, heads, d], contiguous; b, c: [n, groups, size], whose groups follow each other.
+        a: [heads] or [heads, d, size]; skip: [heads] or, with the latter, [heads, d]; contiguous.
     """
     (n, heads, d, size), groups = state.shape, b.shape[1]
     numbers = triton.next_power_of_2(size)
@@ -208,8 +290,9 @@ def selective_update(
     launch(
         _mamba,
         (n, heads, triton.cdiv(d, rows)),
-        *(out, state, x, step, a, b, c, a if skip is None else skip),
+        *(out, state, x, step, a, b, c, a if skip is None else skip, state if next_n is None else next_n),
         *(x.stride(0), b.stride(0), c.stride(0), heads, d, size),
-        **{"SKIP": skip is not None, "GROUP": heads // groups, "ROWS": rows, "SIZE": numbers},
+        **{"SKIP": skip is not None, "BY_CHANNEL": a.dim() == 3, "FOLLOWED": next_n is not None},
+        **{"GROUP": heads // groups, "ROWS": rows, "SIZE": numbers},
     )
     return out

@@ -6,6 +6,7 @@ import pytest
 import torch
 from gpu_kernels import DEVICE, DTYPES, cases
 from transformers.models.bamba import modeling_bamba as bamba
+from transformers.models.jamba import modeling_jamba as jamba
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
@@ -50,10 +51,29 @@ def apart(generator, dtype, n, *widths):
     return mixed.split(widths, dim=-1)
 
 
+def in_turn(rng, n, state, step):
+    """Draw which rows are behind others, as those of drafts. Return `next_n`, or None, and what each row should give,
+    with its state: `step` returns both for the rows of a slice and their states."""
+    heads = rng.randint(1, n)
+    nexts, last, found = [0] * heads, list(range(heads)), []
+    for row in range(n):
+        own = state[row : row + 1]
+        if row >= heads:
+            before = rng.choice(last)
+            last[last.index(before)] = row
+            nexts[before] = ~row if before >= heads else row
+            nexts.append(~0)
+            own = found[before][1].to(state.dtype)
+        found.append(step(slice(row, row + 1), own))
+    none = heads == n and rng.random() < 0.5
+    outs, states_after = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return None if none else torch.tensor(nexts, device=DEVICE), outs, states_after
+
+
 @pytest.mark.parametrize("case", cases())
 def test_convolution(case, seeded):
     rng, generator = seeded(case)
-    dtype, n, channels, size = rng.choice(DTYPES), rng.randint(1, 4), rng.choice([1, 7, 256, 300]), rng.randint(1, 5)
+    dtype, n, channels, size = rng.choice(DTYPES), rng.randint(1, 5), rng.choice([1, 7, 256, 300]), rng.randint(1, 5)
     (x, _), more = apart(generator, dtype, n, channels, 3), {"generator": generator}
     pool = torch.randn(n + 2, channels, size, **more).to(DEVICE, dtype)
     state, behind = pool[:n], pool[n:].clone()
@@ -61,17 +81,22 @@ def test_convolution(case, seeded):
         torch.randn(channels, size, **more).to(DEVICE, dtype),
         torch.randn(channels, **more).to(DEVICE, dtype),
     )
-    given = x.transpose(1, 2), state, weight, rng.choice([None, bias]), rng.choice([None, "silu"])
-    (expected, (_, window, *_)) = exactly(qwen.causal_conv1d_update, *given)
-    out = states.causal_conv1d_update(*given)
-    assert out.shape == (n, channels, 1) and torch.equal(state.double(), window) and torch.equal(pool[n:], behind)
+    x, more = x.transpose(1, 2), (weight, rng.choice([None, bias]), rng.choice([None, "silu"]))
+
+    def step(rows, own):
+        out, (_, window, *_) = exactly(qwen.causal_conv1d_update, x[rows], own, *more)
+        return out, window
+
+    next_n, expected, windows = in_turn(rng, n, state, step)
+    out = states.causal_conv1d_update(x, state, *more, next_n=next_n)
+    assert out.shape == (n, channels, 1) and torch.equal(state.double(), windows) and torch.equal(pool[n:], behind)
     assert_close(out, expected, 8)
 
 
 @pytest.mark.parametrize("case", cases())
 def test_delta_rule(case, seeded):
     rng, generator = seeded(case)
-    dtype, n, by_channel = rng.choice(DTYPES), rng.randint(1, 3), rng.random() < 0.4
+    dtype, n, by_channel = rng.choice(DTYPES), rng.randint(1, 4), rng.random() < 0.4
     key_heads, dk, dv = rng.randint(1, 3), rng.choice([3, 16, 100, 128]), rng.choice([1, 20, 64, 128])
     heads = key_heads * (1 if by_channel else rng.choice([1, 2, 3]))
     parts = apart(generator, dtype, n, key_heads * dk, key_heads * dk, heads * dv)
@@ -82,11 +107,46 @@ def test_delta_rule(case, seeded):
     pool = torch.randn(n + 1, heads, dk, dv, generator=generator).to(DEVICE)
     state, behind = pool[:n], pool[n:].clone()
     rule = kimi.recurrent_kimi_delta_attention if by_channel else qwen.torch_recurrent_gated_delta_rule
-    (expected, after), _ = exactly(
-        rule, query, key, value, g=log_decay, beta=beta, initial_state=state, output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
-    )  # fmt: skip
-    out = states.recurrent_delta_rule(query, key, value, log_decay, beta, state, unit=True)
+
+    def step(rows, own):
+        given = query[rows], key[rows], value[rows]
+        named = {"g": log_decay[rows], "beta": beta[rows], "initial_state": own, "output_final_state": True}
+        return exactly(rule, *given, **named, use_qk_l2norm_in_kernel=True)[0]
+
+    next_n, expected, after = in_turn(rng, n, state, step)
+    out = states.recurrent_delta_rule(query, key, value, log_decay, beta, state, unit=True, next_n=next_n)
+    assert out.dtype == dtype and torch.equal(pool[n:], behind)
+    assert_close(out, expected, 2 if dtype != torch.float32 else 100)
+    assert_close(state, after, 100)
+
+
+@pytest.mark.parametrize("case", cases())
+def test_mamba_1(case, seeded):
+    rng, generator = seeded(case)
+    dtype, n, channels, size = rng.choice(DTYPES), rng.randint(1, 4), rng.choice([1, 40, 300]), rng.choice([3, 16])
+    x, b, c = (part[:, 0] for part in apart(generator, dtype, n, channels, size, size))
+    step = torch.rand(n, channels, generator=generator).to(DEVICE, dtype)
+    a = -torch.rand(channels, size, generator=generator).to(DEVICE)
+    skip = rng.choice([None, torch.randn(channels, generator=generator).to(DEVICE)])
+    pool = torch.randn(n + 1, channels, size, generator=generator).to(DEVICE)
+    state, behind = pool[:n], pool[n:].clone()
+
+    def update(rows, own):
+        given = own, x[rows], step[rows], a, b[rows], c[rows], skip
+        out, (after, *_) = exactly(jamba.mamba_selective_state_update, *given)
+        return out, after
+
+    next_n, expected, after = in_turn(rng, n, state, update)
+    given = (
+        state[:, None],
+        x[:, None],
+        step[:, None],
+        a[None],
+        b[:, None],
+        c[:, None],
+        skip if skip is None else skip[None],
+    )
+    out = states.state_space_update(*given, next_n=next_n)[:, 0]
     assert out.dtype == dtype and torch.equal(pool[n:], behind)
     assert_close(out, expected, 2 if dtype != torch.float32 else 100)
     assert_close(state, after, 100)
@@ -97,7 +157,7 @@ def test_mamba_2(case, seeded):
     rng, generator = seeded(case)
     dtype, n, groups, d, size = (
         rng.choice(DTYPES),
-        rng.randint(1, 3),
+        rng.randint(1, 4),
         rng.randint(1, 2),
         rng.choice([5, 64]),
         rng.choice([3, 17, 128]),
@@ -110,8 +170,15 @@ def test_mamba_2(case, seeded):
     skip = rng.choice([None, torch.randn(heads, generator=generator).to(DEVICE)[:, None].expand(-1, d)])
     pool = torch.randn(n + 1, heads, d, size, generator=generator).to(DEVICE)
     state, behind = pool[:n], pool[n:].clone()
-    expected, (after, *_) = exactly(bamba.mamba2_selective_state_update, state, x, step, a, b, c, skip)
-    out = states.mamba2_update(state, x, step, a, b, c, skip)
+
+    def update(rows, own):
+        out, (after, *_) = exactly(
+            bamba.mamba2_selective_state_update, own, x[rows], step[rows], a, b[rows], c[rows], skip
+        )
+        return out, after
+
+    next_n, expected, after = in_turn(rng, n, state, update)
+    out = states.state_space_update(state, x, step, a, b, c, skip, next_n=next_n)
     assert out.dtype == dtype and torch.equal(pool[n:], behind)
     assert_close(out, expected, 2 if dtype != torch.float32 else 100)
     assert_close(state, after, 100)
