@@ -44,6 +44,7 @@ from hybrid_grpo.generation import Drafter, Request, Sampling, generate, stream_
 from hybrid_grpo.generation import loop as loops
 from hybrid_grpo.generation.past import Past
 from hybrid_grpo.generation.sequence import Sequence as Decoded
+from hybrid_grpo.generation.state_pool import rows_for
 from hybrid_grpo.model.attention import ATTENTION
 
 sys.path.append(str(Path(__file__).parents[1] / "tests/support"))
@@ -209,10 +210,10 @@ def equal(rollouts: int) -> dict[str, Any]:
     """Compare rollouts of five prompts with drafts and without."""
     from knowing_drafter import Knowing
     from scripted_turns import Scripted
-    from tiny_models import ARCHITECTURES, MORE_ATTENTION, STATES, VOCABULARY, build, tiny_config
+    from tiny_models import ARCHITECTURES, MORE_ATTENTION, VOCABULARY, build, tiny_config
 
     torch.set_num_threads(1)
-    architectures = [name for name in (*ARCHITECTURES, *MORE_ATTENTION) if name not in STATES]
+    architectures = [*ARCHITECTURES, *MORE_ATTENTION, "qwen3_5_text"]
     models = {name: build(tiny_config(name), ATTENTION) for name in architectures}
     results: dict[str, Any] = {}
     for number in range(rollouts):
@@ -226,7 +227,8 @@ def equal(rollouts: int) -> dict[str, Any]:
             given["turns"] = lambda: Scripted(4, (0, 3, 8))
         if kind == "preempted":
             loops.PAGE = 4
-            cache_gb = 30 * 4 * loops._prepared(models[name]).token_bytes / 2**30
+            geometry = loops._prepared(models[name])
+            cache_gb = (30 * 4 * geometry.token_bytes + rows_for(slots, waiting=False) * geometry.state_bytes) / 2**30
             given["cache_gb"] = lambda cache_gb=cache_gb: cache_gb
         requests = [
             Request(

@@ -18,7 +18,7 @@ late keeps what it has measured, the others still run, and the file is written a
     prefill           tokens per second, of prompts and of answers after a context
     splits            attention of long sequences by one program for each, and by several
     states            a token's recurrence in one layer of Qwen3.5 by the kernel and by transformers' function, and the
-                      time of reading and writing the state
+                      time of reading and writing the state; the same with all rows of one sequence, as of a draft
     training          forward and backward of one micro-batch, with model FLOPs utilization (MFU)
     training_kernels  its longest kernels
     failed_capture    whether the process goes on after a capture that fails

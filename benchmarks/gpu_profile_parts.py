@@ -6,6 +6,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from itertools import chain
 from typing import Any
@@ -265,15 +266,19 @@ def states(bench: Bench, found: Found) -> None:
         (query, key), value = numbers(2, rows, 1, key_heads, d), numbers(rows, 1, heads, d)
         given = query, key, value, -numbers(rows, 1, heads, dtype=torch.float32), numbers(rows, 1, heads)
 
-        def by_kernel(given: Any = given, state: Tensor = state) -> list[Any]:
-            return [recurrent_delta_rule(*given, state, unit=True)]
+        def by_kernel(given: Any = given, state: Tensor = state, next_n: Tensor | None = None) -> list[Any]:
+            return [recurrent_delta_rule(*given, state, unit=True, next_n=next_n)]
+
+        # One sequence, whose draft takes all rows but the first.
+        behind = [1, *(~row for row in range(2, rows)), ~0] if rows > 1 else [0]
+        with_draft = partial(by_kernel, next_n=torch.tensor(behind, device=bench.device))
 
         def by_torch(given: Any = given, state: Tensor = state) -> list[Any]:
             out, after = original(*given, state, output_final_state=True, use_qk_l2norm_in_kernel=True)
             return [out, state.copy_(after)]
 
         row: Found = {"floor_ms": 2e3 * state.nbytes / bench.hardware.bandwidth}
-        for name, work in (("kernel", by_kernel), ("torch", by_torch)):
+        for name, work in (("kernel", by_kernel), ("kernel, a draft", with_draft), ("torch", by_torch)):
             if work()[0] is not None:
                 row[f"ms, {name}"] = 1e3 * bench.seconds(bench.capture(work) if on_gpu else work, 3)
         found[f"{rows} rows"] = row

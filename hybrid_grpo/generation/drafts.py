@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections import deque
 from dataclasses import dataclass
 from itertools import takewhile
@@ -169,6 +170,20 @@ class Drafter:
         if self._misses == _PAUSE:
             self._misses, self._paused, self._pause = 0, self._pause, min(2 * self._pause, _LONGEST_PAUSE)
             self._pauses += 1
+
+
+def begun(drafter: Drafter | None, groups: list[list[Sequence]], *, taken: bool) -> Drafter | None:
+    """Begin a call with a drafter, and return it; None if there is none, or drafts are not `taken`."""
+    if drafter is None or not taken:
+        if drafter is not None and any(s.shared is not None for group in groups for s in group):
+            warnings.warn(
+                "rollout.drafts epochs: no drafts are taken, since layers of the model carry a state that torch"
+                " computes here, so epochs share random numbers for nothing: take it out",
+                stacklevel=3,
+            )
+        return None
+    drafter.begin(groups)
+    return drafter
 
 
 class _Index:

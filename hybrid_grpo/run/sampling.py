@@ -9,7 +9,7 @@ from hybrid_grpo.config import PolicyConfig, RolloutConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.data.pictures import Album
-from hybrid_grpo.model.architectures import check_architecture, has_states
+from hybrid_grpo.model.architectures import check_architecture
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.files import check_files
 from hybrid_grpo.model.limits import check_lengths, check_prompt_ids, check_token_ids
@@ -44,10 +44,6 @@ class Sampler:
         will be loaded, absent."""
         config = load_config(policy.model)
         check_architecture(config, rollout.decoder)
-        refuse(
-            rollout.drafts == "epochs" and has_states(config),
-            f"rollout.drafts epochs: layers of a {config.model_type} carry a state, and take no drafts: take it out",
-        )
         check_files(policy.model, config, pickled=policy.pickled_weights, needed=needs_weights)
         tokenizer = load_tokenizer(policy.model)
         check_token_ids(rollout, config)

@@ -8,9 +8,10 @@ from scripted_turns import Scripted
 from tiny_models import ARCHITECTURES, STATES, WINDOW, build, tiny_config
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.generation import Request, Sampling, generate, stream_key
+from hybrid_grpo.generation import Request, Sampling, generate, state_pool, stream_key
 from hybrid_grpo.generation import cache as cache_module
 from hybrid_grpo.generation.cache import Geometry, PagedCache, cache_for, cache_keyword
+from hybrid_grpo.generation.state_pool import StatePool, StateShape
 from hybrid_grpo.model import attention
 from hybrid_grpo.model.attention import ATTENTION, Segments
 from hybrid_grpo.model.memory_tracker import MemoryTracker
@@ -155,3 +156,20 @@ def test_a_call_leaves_no_cache_to_the_garbage_collector(architecture, turns, by
         assert made and not [cache for cache in made if cache() is not None]
     finally:
         gc.enable()
+
+
+def test_rows_of_states_are_copied_in_parts_and_put_back_to_zero(monkeypatch):
+    shapes = [(2, 3), (4,), (2, 3), (5,)]
+    states = tuple(StateShape("conv", layer, 0, shape, torch.float32) for layer, shape in enumerate(shapes))
+    pool = StatePool(states, 3, 8, torch.device("cpu"))
+    before = [torch.randn(8, *shape) for shape in shapes]
+    for state, numbers in zip(states, before, strict=True):
+        pool.of("conv", state.layer, 0).copy_(numbers)
+    monkeypatch.setattr(state_pool, "_COPIED", 48)  # two rows of (5,), one of others
+    pool.copy([6, 7, 6], [0, 2, 1])
+    pool.zero([3, 5])
+    for state, numbers in zip(states, before, strict=True):
+        numbers[[0, 2, 1]] = numbers[[6, 7, 6]].clone()
+        numbers[[3, 5]] = 0
+        assert torch.equal(pool.of("conv", state.layer, 0), numbers)
+    assert pool.bytes == sum(numbers.nbytes for numbers in before)

@@ -3,10 +3,9 @@
 import re
 
 import pytest
-from tiny_models import tiny_config
 from transformers import LlamaConfig
 
-from hybrid_grpo.config import PolicyConfig, RolloutConfig
+from hybrid_grpo.config import RolloutConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.run.sampling import Sampler
 
@@ -54,13 +53,3 @@ def test_positions_are_those_of_the_longest_sequence(settings, longest):
     Sampler(rollout, LlamaConfig(max_position_embeddings=longest), None, ()).check_room(10)
     with pytest.raises(UserError, match=f"is {longest} tokens: limit {re.escape(rollout.lengths)} to {longest - 1}$"):
         Sampler(rollout, LlamaConfig(max_position_embeddings=longest - 1), None, ()).check_room(10)
-
-
-@pytest.mark.parametrize(("architecture", "message"), [
-    ("bamba", "rollout.drafts epochs: layers of a bamba carry a state, and take no drafts: take it out"),
-    ("qwen2", "tokenizer"),
-])  # fmt: skip
-def test_epochs_share_random_numbers_only_where_there_are_drafts(architecture, message, tmp_path):
-    tiny_config(architecture).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=message):
-        Sampler.read(PolicyConfig(model=str(tmp_path)), RolloutConfig(drafts="epochs"), needs_weights=False)
