@@ -17,6 +17,8 @@ late keeps what it has measured, the others still run, and the file is written a
                       decoding would be if 0.8 of those that are reached held; without looking for drafts
     prefill           tokens per second, of prompts and of answers after a context
     splits            attention of long sequences by one program for each, and by several
+    shared            attention of many sequences that share most of their pages, in groups, as the completions of a
+                      long prompt do, and the time of reading each page once
     states            a token's recurrence in one layer of Qwen3.5 by the kernel and by transformers' function, and the
                       time of reading and writing the state; the same with all rows of one sequence, as of a draft
     training          forward and backward of one micro-batch, with model FLOPs utilization (MFU)
@@ -64,6 +66,7 @@ PARTS: dict[str, tuple[Callable[[gpu_bench.Bench, Found], None], float]] = {
     "drafts": (parts.drafts, 30),
     "prefill": (parts.prefill, 30),
     "splits": (parts.splits, 20),
+    "shared": (parts.shared, 20),
     "states": (parts.states, 20),
     "training": (parts.training, 60),
     "training_kernels": (parts.training_kernels, 30),

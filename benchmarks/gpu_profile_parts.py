@@ -252,6 +252,23 @@ def splits(bench: Bench, found: Found) -> None:
 
 
 @torch.inference_mode()
+def shared(bench: Bench, found: Found) -> None:
+    bench.release()
+    on_gpu = bench.device.type == "cuda"
+    rows, context, calls = bench.sizes.rows[-1], bench.sizes.contexts[1], 10 if on_gpu else 1
+    for group in (1, 8):
+        step, query, keys, values, options, _ = layer_step(bench, rows, context, group)
+
+        def work() -> list[Tensor]:
+            return [step.by_kernel(query, keys, values, options) for _ in range(calls)]  # noqa: B023
+
+        work()
+        seconds = bench.seconds(bench.capture(work) if on_gpu else work, 3 if on_gpu else 1) / calls
+        read = (keys.nbytes + values.nbytes) * (1 / 8 + 7 / 8 / min(group, rows))
+        found[f"groups of {group}"] = {"ms": 1e3 * seconds, "floor_ms": 1e3 * read / bench.hardware.bandwidth}
+
+
+@torch.inference_mode()
 def states(bench: Bench, found: Found) -> None:
     bench.release()
     on_gpu = bench.device.type == "cuda"
