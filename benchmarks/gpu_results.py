@@ -73,7 +73,7 @@ class Results:
         if name.startswith("decode_"):
             return _decoding(_first(results["workloads"]))
         if name == "step":
-            return _step(_first(_first(results["workloads"])))
+            return _step(_first(results["workloads"]))
         if name == "trl":
             return self._beside(_first(_first(results["workloads"])))
         if name == "plan":
@@ -93,7 +93,7 @@ class Results:
 
 
 def _first(named: dict[str, Any]) -> Any:
-    """Entries of workloads or of sides: gpu.sh measures one at a time."""
+    """Entries of workloads, of which gpu.sh measures one at a time, or of sides, where ours by default is the first."""
     return next(iter(named.values()))
 
 
@@ -138,12 +138,18 @@ def _decoding(engines: dict[str, dict[str, Any]]) -> str:
     return f"{ours['tokens_per_s']:,.0f} tokens/s, {ours['floor_fraction']:.0%} of the bandwidth floor; {others}"
 
 
-def _step(ours: dict[str, Any]) -> str:
+def _step(sides: dict[str, Any]) -> str:
+    """What a rank runs by default, which is the first side, and how long the others take."""
+    (_, ours), *others = sides.items()
     stages = ours["stages_s"]
-    return (
+    words = (
         f"{ours['median_s']:.2f} s: generation {stages['generate']:.2f}, training {stages['train']:.2f}, the switch"
         f" {ours['switch_share']:.1%} of it; sampler against training forward {ours['logp_gap_mean']:.1e} nats on"
         f" average{_memory(ours)}"
+    )
+    return words + "".join(
+        f"; {name}: {side['median_s']:.2f} s, training {side['stages_s']['train']:.2f}{_memory(side)}"
+        for name, side in others
     )
 
 

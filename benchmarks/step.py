@@ -83,6 +83,7 @@ class Side:
 SIDES = {
     "hybrid": Side("step_hybrid.py", 0),
     "trl": Side("step_trl.py", 0),
+    "hybrid-zero2": Side("step_hybrid.py", 2),
     "hybrid-zero3": Side("step_hybrid.py", 3),
     "trl-zero3": Side("step_trl.py", 3),
     "plain": Side("step_hybrid.py", 0, ("--plain",)),

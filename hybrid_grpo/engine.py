@@ -137,7 +137,7 @@ def policy_config(policy: PolicyConfig, engine: EngineConfig) -> dict[str, Any]:
         "data_types": {"grad_accum_dtype": "fp32"},
         "gradient_clipping": policy.max_grad_norm,
         "optimizer": {"type": "AdamW", "params": adam},
-        "zero_optimization": {"stage": engine.zero_stage, "memory_efficient_linear": False},
+        "zero_optimization": {"stage": engine.stage(world_size()), "memory_efficient_linear": False},
         "hybrid_engine": {"enabled": True},
     }
     if engine.offload_optimizer:

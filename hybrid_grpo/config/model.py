@@ -132,6 +132,8 @@ _UNSUPPORTED = {
     "zero_optimization.zenflow": "it delays updates, so that rollouts would not come from the newest policy",
 }
 """DeepSpeed settings that are refused because generation or the loss would go wrong, and why."""
+_OF_SHARDS = ("offload_param", "zero_hpz_partition_size")
+"""Sections of zero_optimization that concern sharded weights."""
 _KNOWN = yaml.safe_load(Path(__file__).with_name("deepspeed_sections.yaml").read_text(encoding="utf-8"))
 """Sections of DeepSpeed's configuration; DeepSpeed ignores all others."""
 
@@ -140,8 +142,9 @@ _KNOWN = yaml.safe_load(Path(__file__).with_name("deepspeed_sections.yaml").read
 class EngineConfig:
     """The DeepSpeed engine."""
 
-    zero_stage: Annotated[Whole, Le(3)] = 3
-    """ZeRO stage of the policy: 3 shards weights, gradients and optimizer state over the ranks."""
+    zero_stage: Annotated[Whole, Le(3)] | None = None
+    """ZeRO stage of the policy: 3 shards weights, gradients and optimizer state over the ranks. Default: 3, or 2 on a
+    single rank, where there is nothing to shard and stage 3 takes longer."""
     offload_optimizer: Switch = False
     """Keep optimizer state in host memory (ZeRO stage 1 or higher)."""
     adam: Literal["auto", "torch", "deepspeed"] = "auto"
@@ -156,6 +159,13 @@ class EngineConfig:
         """DeepSpeed's settings for how ZeRO-3 fetches weights. They apply to the reference too."""
         zero = self.deepspeed.get("zero_optimization", {})
         return {name: value for name, value in zero.items() if name.startswith("stage3_")}
+
+    def stage(self, ranks: int) -> int:
+        """Return the ZeRO stage on a number of ranks."""
+        if self.zero_stage is not None:
+            return self.zero_stage
+        needs_shards = self.fetching or any(self._given(f"zero_optimization.{name}") for name in _OF_SHARDS)
+        return 3 if ranks > 1 or needs_shards else 2
 
     @model_validator(mode="after")
     def _check(self) -> EngineConfig:
@@ -175,9 +185,9 @@ class EngineConfig:
                 "nvme" in self._given(f"zero_optimization.{name}.device"),
                 f"engine.deepspeed.zero_optimization.{name}.device nvme is not supported ({why}): set it to cpu",
             )
-        for name in ("offload_param", "zero_hpz_partition_size"):
+        for name in _OF_SHARDS:
             refuse(
-                bool(self._given(f"zero_optimization.{name}")) and self.zero_stage < 3,
+                bool(self._given(f"zero_optimization.{name}")) and self.zero_stage in (0, 1, 2),
                 f"engine.deepspeed.zero_optimization.{name} concerns sharded weights, which engine.zero_stage"
                 f" {self.zero_stage} does not have: take it out, or set engine.zero_stage to 3",
             )

@@ -42,7 +42,16 @@ def test_settings_of_sharded_weights_need_weights_that_are_sharded(user: User) -
         section = f"{{zero_optimization: {{{given}}}}}"
         message = user.refused("--engine.deepspeed", section, "--engine.zero_stage", "2", ranks=2)
         assert given.partition(":")[0] in message and message.endswith("set engine.zero_stage to 3")
-        assert user.train("--engine.deepspeed", section, ranks=2).engine.zero_stage == 3
+        assert user.train("--engine.deepspeed", section, ranks=2).engine.stage(1) == 3
+
+
+def test_one_rank_shards_nothing_unless_settings_are_about_shards(user: User) -> None:
+    engine = user.train(ranks=2).engine
+    assert (engine.zero_stage, engine.stage(1), engine.stage(2)) == (None, 2, 3)
+    assert user.train("--engine.zero_stage=1").engine.stage(8) == 1
+    for given in ("zero_hpz_partition_size: 1", "offload_param: {device: cpu}", "stage3_max_live_parameters: 1000"):
+        section = f"{{zero_optimization: {{{given}}}}}"
+        assert user.train("--engine.deepspeed", section).engine.stage(1) == 3
 
 
 def test_updates_that_bfloat16_would_round_away_are_refused(user: User) -> None:

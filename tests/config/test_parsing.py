@@ -93,7 +93,7 @@ def test_null_is_a_value_of_optional_settings_only(user: User, setting: str) -> 
         ("policy: {betas: [0.9]}", "policy.betas: expected [number, number], got [0.9]"),
         ("policy: {dtype: bf16}", "policy.dtype: expected bfloat16 or float32, got bf16"),
         ("engine: {zero_stage: 4}", "engine.zero_stage 4 must be in [0, 3]"),
-        ("engine: {zero_stage: true}", "engine.zero_stage: expected a whole number, got True"),
+        ("engine: {zero_stage: true}", "engine.zero_stage: expected a whole number or null, got True"),
         ("engine: {offload_optimizer: 1}", "engine.offload_optimizer: expected true or false, got 1"),
         ("engine: {deepspeed: []}", "engine.deepspeed: expected a mapping, got []"),
         ("run: {steps: 1.5}", "run.steps: expected a whole number, got 1.5"),

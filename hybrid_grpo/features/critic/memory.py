@@ -23,7 +23,8 @@ class CriticMemory(FeatureMemory):
         own = self._own(plan)
         states, shards = sum(part.bytes for part in own.states()), own.ranks if own.stage == 3 else 1
         held = own.dtype * own.n // shards + own.gradients().bytes + (0 if own.offloads else states)
-        shards_more = "more ranks" if own.stage == 3 else "critic.zero_stage 3"
+        more = own.stage == 3 or own.config.engine.zero_stage is None
+        shards_more = "more ranks" if more else "critic.zero_stage 3"
         remedy = shards_more if own.offloads else f"critic.offload_optimizer true, {shards_more}"
         return Part("critic", (states if own.offloads else 0) if on_host else held, remedy)
 

@@ -87,7 +87,7 @@ class CriticConfig(FeatureConfig):
         stage, offload = self._stage_and_offload(engine)
         return replace(engine, zero_stage=stage, offload_optimizer=offload)
 
-    def _stage_and_offload(self, engine: EngineConfig) -> tuple[int, bool]:
+    def _stage_and_offload(self, engine: EngineConfig) -> tuple[int | None, bool]:
         stage = engine.zero_stage if self.zero_stage is None else self.zero_stage
         return stage, engine.offload_optimizer if self.offload_optimizer is None else self.offload_optimizer
 
@@ -133,7 +133,7 @@ class CriticConfig(FeatureConfig):
         )
         sharded = [name for name in _SHARDED if name in engine.deepspeed.get("zero_optimization", {})]
         refuse(
-            bool(sharded) and stage < 3,
+            bool(sharded) and stage in (0, 1, 2),
             f"engine.deepspeed.zero_optimization.{''.join(sharded[:1])} is for sharded weights, which the critic does"
             f" not have with critic.zero_stage {stage}: set that to 3",
         )

@@ -140,9 +140,8 @@ class Plan:
     """Makes another dry run, for other settings of `policy`; takes seconds."""
 
     def __post_init__(self) -> None:
-        config = self.config
-        self.gpu, self.stage, self.ranks = self.hardware.on_gpu, config.engine.zero_stage, self.batch.world_size
-        self.dtype = 2 if config.policy.dtype == "bfloat16" else 4
+        config, self.gpu, self.ranks = self.config, self.hardware.on_gpu, self.batch.world_size
+        self.stage, self.dtype = config.engine.stage(self.ranks), 2 if config.policy.dtype == "bfloat16" else 4
         self.n, self.t = self.sizes.parameters, self.sizes.trained + self.tower.trained
         # Elements that this rank's optimizer steps.
         self.owned = -(-self.t // self.ranks) if self.stage else self.t

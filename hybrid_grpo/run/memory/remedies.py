@@ -40,7 +40,8 @@ def shorter_completions(plan: Plan) -> str:
 
 def more_shards(plan: Plan, stage: int) -> str:
     """Return what divides a part by more ranks, if it is divided from this ZeRO stage on."""
-    return "more ranks" if plan.stage >= stage else "engine.zero_stage 3"
+    # By default more ranks also have a higher stage.
+    return "more ranks" if plan.stage >= stage or plan.config.engine.zero_stage is None else "engine.zero_stage 3"
 
 
 def fewer_weights(plan: Plan) -> str:

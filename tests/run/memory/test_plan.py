@@ -342,7 +342,7 @@ def test_what_a_refusal_proposes_makes_the_run_fit(billions, gpu):
     """Typed as its reader would: all settings that it fits with, or, where there are none, the first way out, again
     and again. For 7B on 8 H100s at ZeRO-3, the first way out was engine.zero_stage."""
     ends = {"fits": 0, "a machine with more memory": 0}
-    for ranks, stage, more in itertools.product((1, 8), (1, 2, 3), ([], ["--rollout.keep_cache=on"])):
+    for ranks, stage, more in itertools.product((1, 8), ("null", 1, 2, 3), ([], ["--rollout.keep_cache=on"])):
         options = [f"--engine.zero_stage={stage}", "--rollout.max_completion_tokens=1024", *more]
         least, sufficed = None, False
         while True:
