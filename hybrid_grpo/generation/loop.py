@@ -37,6 +37,7 @@ from hybrid_grpo.generation.sequence import (
     Sequence,
     Turns,
 )
+from hybrid_grpo.generation.state_drafts import states_take_drafts
 from hybrid_grpo.generation.stats import Stats
 from hybrid_grpo.generation.timeline import Timeline
 from hybrid_grpo.generation.workspace import Workspace
@@ -315,8 +316,10 @@ def _decoder(
     device = next(model.parameters()).device
     geometry, capture, page = _prepared(model), capture_on(device), PAGE
     if capture is not None:
-        # Test here whether a fused step is right, while there is memory for the test.
-        fused_step(model, PagedCache(geometry, 2, page, device))
+        # Test here whether these steps are right, while there is memory for the tests.
+        small = PagedCache(geometry, 2, page, device)
+        fused_step(model, small)
+        states_take_drafts(model, small)
     reserved = partial(_reserved, model, geometry, capture is not None)
     new_cache = partial(cache_for, geometry, page, cache_gb, device, prefill_tokens, reserved, waiting=waiting)
     shifts = sight is not None and sight.axes > 1

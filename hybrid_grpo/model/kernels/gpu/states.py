@@ -213,16 +213,8 @@ def causal_convolution(
     launch(
         _convolve,
         (n, triton.cdiv(channels, _CHANNELS)),
-        *(
-            out,
-            x,
-            state,
-            weight,
-            weight if bias is None else bias,
-            state if next_n is None else next_n,
-            x.stride(0),
-            channels,
-        ),
+        *(out, x, state, weight, weight if bias is None else bias),
+        *(state if next_n is None else next_n, x.stride(0), channels),
         **{"BIAS": bias is not None, "SILU": silu, "FOLLOWED": next_n is not None},
         **{"SIZE": size, "TAPS": triton.next_power_of_2(size)},
         BLOCK=_CHANNELS,
