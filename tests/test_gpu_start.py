@@ -48,6 +48,14 @@ def test_deepspeed_is_installed_without_looking_for_a_cuda_toolkit(tmp_path):
 
 
 @pytest.mark.process
+def test_what_could_not_be_installed_does_not_count_as_installed(tmp_path):
+    """Also where the script that sources setup.sh goes on after errors."""
+    program(tmp_path / "python", f'case "$*" in *deepspeed*) exit 3 ;; *sys.prefix*) echo "{tmp_path}" ;; esac')
+    done = shell('. training_scripts/setup.sh; setup dev; echo "status $?"', tmp_path, VIRTUAL_ENV=sys.prefix)
+    assert done.stdout.endswith("status 3\n") and [path.name for path in tmp_path.iterdir()] == ["python"]
+
+
+@pytest.mark.process
 def test_a_torch_for_an_older_driver_comes_from_an_index_of_its_own(tmp_path):
     """With a driver for CUDA 12 no TORCH_VERSION helped: the usual index has builds for CUDA 13."""
     program(

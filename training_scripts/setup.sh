@@ -33,16 +33,16 @@ except ImportError:
     sys.exit(1)
 sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))'; then
         echo "setup: torch ${TORCH_VERSION:-2.13.0}"
-        python -m pip install --quiet ${TORCH_INDEX:+--upgrade --extra-index-url "$TORCH_INDEX"} "torch==${TORCH_VERSION:-2.13.0}"
+        python -m pip install --quiet ${TORCH_INDEX:+--upgrade --extra-index-url "$TORCH_INDEX"} "torch==${TORCH_VERSION:-2.13.0}" || return
     fi
     echo "setup: what builds DeepSpeed"
     # What DeepSpeed's build imports, since it is built against the torch above, without isolation.
-    python -m pip install --quiet "setuptools>=69" wheel ninja py-cpuinfo numpy psutil
+    python -m pip install --quiet "setuptools>=69" wheel ninja py-cpuinfo numpy psutil || return
     echo "setup: DeepSpeed"
     # DeepSpeed's installation looks for nvcc and fails without it, although it is not needed when no kernels are built.
-    DS_BUILD_OPS=0 DS_IGNORE_CUDA_DETECTION=1 python -m pip install --quiet --no-build-isolation "deepspeed>=0.19.8"
+    DS_BUILD_OPS=0 DS_IGNORE_CUDA_DETECTION=1 python -m pip install --quiet --no-build-isolation "deepspeed>=0.19.8" || return
     echo "setup: hybrid_grpo and its packages"
-    python -m pip install --quiet --no-build-isolation --editable ".${extras:+[$extras]}"
+    python -m pip install --quiet --no-build-isolation --editable ".${extras:+[$extras]}" || return
     touch "$stamp-$extras"
     echo "setup: installed in $((SECONDS - start)) s"
 }
