@@ -155,9 +155,10 @@ def test_steps_of_llama_like_models_are_fused(architecture, dtype):
     assert isinstance(fused_step(model, cache), GpuStep)
 
 
-def test_steps_in_float32_agree_with_the_cpu(folder, capsys):
-    (gpu,) = ranks(1, "zero3", folder, accelerator="cuda")
-    (cpu,) = ranks(1, "zero3", folder)
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_steps_in_float32_agree_with_the_cpu(stage, folder, capsys):
+    (gpu,) = ranks(1, stage, folder, accelerator="cuda")
+    (cpu,) = ranks(1, stage, folder)
     assert [row[:2] for row in gpu["rollouts"][0]] == [row[:2] for row in cpu["rollouts"][0]]
     assert gpu["metrics"][0]["policy/grad_norm"] == pytest.approx(cpu["metrics"][0]["policy/grad_norm"], rel=1e-3)
     assert gpu["metrics"][0]["parity/logp_abs_diff_max"] < 1e-3
