@@ -160,7 +160,16 @@ def reward_kl(
     return kl_penalty(masked(old_logp_bT, mask_bT), masked(ref_logp_bT, mask_bT), estimator).detach()
 
 
-DRIFTS: dict[str, Callable[[Tensor], Tensor]] = {"square": Tensor.square, "absolute": Tensor.abs}
+_ROUNDING = 1e-5
+"""Nats by which sampler and training forward of one policy may differ in float32."""
+
+
+def _absolute(log_ratio: Tensor) -> Tensor:
+    # The sign of a rounding would be a gradient as large as any other.
+    return torch.where(log_ratio.abs() > _ROUNDING, log_ratio, 0.0).abs()
+
+
+DRIFTS: dict[str, Callable[[Tensor], Tensor]] = {"square": Tensor.square, "absolute": _absolute}
 """Penalties on a token's log(policy / old): `square` of Kimi K2.5 (arXiv:2602.02276), `absolute` of KL-Cov
 (arXiv:2505.22617). Both are 0, and have no gradient, where the policy is the one that sampled."""
 

@@ -10,7 +10,7 @@ from objective_formulas import Batch
 from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.grpo.correction import sampler_correction
 from hybrid_grpo.grpo.kl import adaptive_beta
-from hybrid_grpo.grpo.loss import KL, kl_penalty, reward_kl, token_weights
+from hybrid_grpo.grpo.loss import DRIFTS, KL, kl_penalty, reward_kl, token_weights
 
 LOSS_TYPES = ["dapo", "grpo", "dr_grpo"]
 
@@ -141,3 +141,12 @@ def test_equal_log_probabilities_and_empty_rows_need_no_correction(correction):
     assert torch.equal(factor, batch.mask.double()) and (stats.mean, stats.max, stats.fraction) == (1, 1, 0)
     empty, stats = sampler_correction(batch.old, batch.old, torch.zeros_like(batch.mask), grpo)
     assert not empty.any() and [value.item() for value in vars(stats).values()] == [0, 0, 0, 0]
+
+
+def test_the_sign_of_a_rounding_is_no_drift():
+    """Of a token that the same policy sampled, log-probabilities differ by rounding."""
+    log_ratio = torch.tensor([0.0, 3e-6, -3e-6, 2e-5, 1e-3, -0.2], requires_grad=True)
+    drift = DRIFTS["absolute"](log_ratio)
+    drift.sum().backward()
+    assert drift.tolist() == pytest.approx([0, 0, 0, 2e-5, 1e-3, 0.2])
+    assert log_ratio.grad.tolist() == [0, 0, 0, 1, 1, -1]
