@@ -132,7 +132,7 @@ _UNSUPPORTED = {
     "zero_optimization.zenflow": "it delays updates, so that rollouts would not come from the newest policy",
 }
 """DeepSpeed settings that are refused because generation or the loss would go wrong, and why."""
-_OF_SHARDS = ("offload_param", "zero_hpz_partition_size")
+OF_SHARDS = ("offload_param", "zero_hpz_partition_size")
 """Sections of zero_optimization that concern sharded weights."""
 _KNOWN = yaml.safe_load(Path(__file__).with_name("deepspeed_sections.yaml").read_text(encoding="utf-8"))
 """Sections of DeepSpeed's configuration; DeepSpeed ignores all others."""
@@ -164,7 +164,7 @@ class EngineConfig:
         """Return the ZeRO stage on a number of ranks."""
         if self.zero_stage is not None:
             return self.zero_stage
-        needs_shards = self.fetching or any(self._given(f"zero_optimization.{name}") for name in _OF_SHARDS)
+        needs_shards = self.fetching or any(self._given(f"zero_optimization.{name}") for name in OF_SHARDS)
         return 3 if ranks > 1 or needs_shards else 2
 
     @model_validator(mode="after")
@@ -185,7 +185,7 @@ class EngineConfig:
                 "nvme" in self._given(f"zero_optimization.{name}.device"),
                 f"engine.deepspeed.zero_optimization.{name}.device nvme is not supported ({why}): set it to cpu",
             )
-        for name in _OF_SHARDS:
+        for name in OF_SHARDS:
             refuse(
                 bool(self._given(f"zero_optimization.{name}")) and self.zero_stage in (0, 1, 2),
                 f"engine.deepspeed.zero_optimization.{name} concerns sharded weights, which engine.zero_stage"

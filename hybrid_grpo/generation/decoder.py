@@ -188,11 +188,11 @@ class Decoder:
         """Set the slots to the sequences, and the rows behind them to their drafts."""
         rows = [[s.tokens[-1], s.position, len(s.logp), s.stream, 1, s.shift, 0, slot] for slot, s in enumerate(active)]
         for slot, (s, draft) in enumerate(zip(active, drafts, strict=True)):
-            first = len(rows)
-            nexts = [*(~row for row in range(first + 1, first + len(draft))), ~0]
-            rows[slot][_NEXT] = first if draft else 0
-            for k, (token, row) in enumerate(zip(draft, nexts, strict=False), 1):
-                rows.append([token, s.position + k, len(s.logp) + k, s.stream, 1, s.shift, row, slot])
+            for k, token in enumerate(draft, 1):
+                # Of two rows that follow each other, the first names the second.
+                before, own = (rows[slot], len(rows)) if k == 1 else (rows[-1], ~len(rows))
+                before[_NEXT] = own
+                rows.append([token, s.position + k, len(s.logp) + k, s.stream, 1, s.shift, ~0, slot])
         state_R8 = upload(rows, self._device)
         self._state_7n[:, : len(rows)] = state_R8[:, :7].T
         self._table_nw[len(active) : len(rows)] = self._table_nw[state_R8[len(active) :, 7]]

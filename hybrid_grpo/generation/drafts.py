@@ -174,16 +174,16 @@ class Drafter:
 
 def begun(drafter: Drafter | None, groups: list[list[Sequence]], *, taken: bool) -> Drafter | None:
     """Begin a call with a drafter, and return it; None if there is none, or drafts are not `taken`."""
-    if drafter is None or not taken:
-        if drafter is not None and any(s.shared is not None for group in groups for s in group):
-            warnings.warn(
-                "rollout.drafts epochs: no drafts are taken, since layers of the model carry a state that torch"
-                " computes here, so epochs share random numbers for nothing: take it out",
-                stacklevel=3,
-            )
-        return None
-    drafter.begin(groups)
-    return drafter
+    if drafter is not None and taken:
+        drafter.begin(groups)
+        return drafter
+    if drafter is not None and any(s.shared is not None for group in groups for s in group):
+        warnings.warn(
+            "rollout.drafts epochs: no drafts are taken, since layers of the model carry a state that torch computes"
+            " here, so epochs share random numbers for nothing: take it out",
+            stacklevel=3,
+        )
+    return None
 
 
 class _Index:

@@ -92,25 +92,18 @@ def unsupported(config: Any) -> str | None:
     return undecodable(config) or next(_reasons(config), None)
 
 
-def _only_attends(config: Any) -> bool:
-    layers = getattr(config.get_text_config(decoder=True), "layer_types", None) or []
-    return bool(layers) and set(layers) <= _LAYER_KINDS
-
-
-def has_states(config: Any) -> bool:
-    """Whether layers of the text model carry a state from token to token."""
-    source = _source(text_class(config))
-    return not _only_attends(config) and any(f".{method}(" in source for method in STATE_METHODS)
-
-
 def _reasons(config: Any) -> Iterator[str]:
     model, text = text_class(config), config.get_text_config(decoder=True)
     layers = getattr(text, "layer_types", None) or []
-    source, has_state = _source(model), has_states(config)
+    source = _source(model)
     if odd := sorted(set(layers) - _LAYER_KINDS - _STATE_KINDS - _NO_MIXER_KINDS):
         yield f"it has layers of kind {', '.join(odd)}"
-    if model._is_stateful and not (has_state or _only_attends(config)):
-        yield "its layers keep a state beside keys and values"
+    if layers and set(layers) <= _LAYER_KINDS:
+        has_state = False
+    else:
+        has_state = any(f".{method}(" in source for method in STATE_METHODS)
+        if model._is_stateful and not has_state:
+            yield "its layers keep a state beside keys and values"
     if has_state:
         yield from _reasons_in_states(source)
     # Classes with states do not claim it, whatever their attention does; their calls are looked at below.

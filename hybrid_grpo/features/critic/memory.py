@@ -7,6 +7,7 @@ from hybrid_grpo.features.critic.settings import CriticConfig
 from hybrid_grpo.model.scalar_model import count_parameters
 from hybrid_grpo.run.memory.parts import Part
 from hybrid_grpo.run.memory.plan import FeatureMemory, Plan
+from hybrid_grpo.run.memory.remedies import more_shards
 
 
 class CriticMemory(FeatureMemory):
@@ -23,8 +24,7 @@ class CriticMemory(FeatureMemory):
         own = self._own(plan)
         states, shards = sum(part.bytes for part in own.states()), own.ranks if own.stage == 3 else 1
         held = own.dtype * own.n // shards + own.gradients().bytes + (0 if own.offloads else states)
-        more = own.stage == 3 or own.config.engine.zero_stage is None
-        shards_more = "more ranks" if more else "critic.zero_stage 3"
+        shards_more = more_shards(own, 3).replace("engine.", "critic.")
         remedy = shards_more if own.offloads else f"critic.offload_optimizer true, {shards_more}"
         return Part("critic", (states if own.offloads else 0) if on_host else held, remedy)
 

@@ -12,7 +12,7 @@ from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.features import FeatureConfig
 from hybrid_grpo.config.fields import SECTION, NotNegative, Positive, PositiveShare, Share, Switch, Text, Whole
 from hybrid_grpo.config.grpo import GrpoConfig
-from hybrid_grpo.config.model import EngineConfig, PolicyConfig
+from hybrid_grpo.config.model import OF_SHARDS, EngineConfig, PolicyConfig
 
 if TYPE_CHECKING:
     from hybrid_grpo.config.train import TrainConfig
@@ -22,8 +22,6 @@ _OF_POLICY = (
     *("betas", "max_grad_norm", "micro_batch_tokens", "pickled_weights"),
 )
 """Settings that the critic takes from the policy."""
-_SHARDED = ("offload_param", "zero_hpz_partition_size")
-"""DeepSpeed settings that need sharded weights."""
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -131,7 +129,7 @@ class CriticConfig(FeatureConfig):
             "critic.offload_optimizer needs critic.zero_stage 1 or higher: set critic.zero_stage to 1, 2 or 3, or"
             " critic.offload_optimizer to false",
         )
-        sharded = [name for name in _SHARDED if name in engine.deepspeed.get("zero_optimization", {})]
+        sharded = [name for name in OF_SHARDS if name in engine.deepspeed.get("zero_optimization", {})]
         refuse(
             bool(sharded) and stage in (0, 1, 2),
             f"engine.deepspeed.zero_optimization.{''.join(sharded[:1])} is for sharded weights, which the critic does"

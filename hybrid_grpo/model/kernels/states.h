@@ -3,15 +3,15 @@
 
 #define WIDEST 512
 
-/* A row may take in a token of the same sequence as another row, behind that one's, and then begins with the state that
- * the other has left. next[row] is the row behind a row, or 0 if there is none; of a row that is itself behind another,
- * it is the complement of that. Without `next`, no row is behind another. */
+/* Several rows may hold consecutive tokens of one sequence. Each of them but the first begins with the state that the one
+ * before it leaves. next[row] is the row that follows a row, or 0 if none does; in a row that itself follows another, it
+ * is the complement of that. Without `next`, no row follows another. */
 static inline int begins(const int64_t *next, int64_t row)
 {
     return !next || next[row] >= 0;
 }
 
-/* Return the row behind a row, after giving it the row's state of a head: state[rows][heads][size]; or 0. */
+/* Give the row that follows a row its state of a head, state[rows][heads][size], and return that row; or return 0. */
 static inline int64_t pass_on(float *state, const int64_t *next, int64_t row, int64_t heads, int64_t h, int64_t size)
 {
     const int64_t to = !next ? 0 : next[row] < 0 ? ~next[row] : next[row];

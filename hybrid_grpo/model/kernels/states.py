@@ -3,9 +3,9 @@
 Each takes the arguments of the function of transformers with its name, writes the state in place, and returns None
 where the kernel does not support the shapes or types, or differs from torch on the GPU.
 
-With `next_n`, a row may take in a token of the same sequence as another row, behind that one's (as those of drafts do).
-It then begins with the state that the other row has left. next_n[i] (int64) is the row behind row i, or 0 if there is
-none; of a row that is itself behind another, it is the complement (~) of that.
+With `next_n`, several rows may hold consecutive tokens of one sequence, as drafts do. Each of them but the first begins
+with the state that the one before it leaves. next_n[i] (int64) is the row that follows row i, or 0 if none does; in a
+row that itself follows another, it is the complement (~) of that.
 """
 
 from collections.abc import Callable

@@ -19,7 +19,7 @@ _STATE = 4096
 
 @triton.jit
 def _first(next_n, FOLLOWED: tl.constexpr):
-    """The row that a program begins with; below 0 if that is behind another."""
+    """The row that a program begins with; below 0 if that follows another."""
     row = tl.program_id(0).to(tl.int64)
     if FOLLOWED:
         row = tl.where(tl.load(next_n + row) < 0, -1, row)
@@ -28,7 +28,7 @@ def _first(next_n, FOLLOWED: tl.constexpr):
 
 @triton.jit
 def _behind(next_n, row, FOLLOWED: tl.constexpr):
-    """The row behind a row; below 0 if there is none."""
+    """The row that follows a row; below 0 if none does."""
     behind = row * 0 - 1
     if FOLLOWED:
         behind = tl.load(next_n + row)
