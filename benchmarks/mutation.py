@@ -2,13 +2,14 @@
 
     python benchmarks/mutation.py --faults 30                    a sample
     python benchmarks/mutation.py --seed 0 --faults 300 --json   numbers for benchmarks/results/mutation.json
+    python benchmarks/mutation.py --files generation model       other files, here those of the engine
 
 It needs the extra `bench`. A fault is one of mutmut's changes at one place of the mathematics, the turns and the life
-of a run (FILES); benchmarks/mutation_faults.py lists what is left out. Every place is equally likely. The tests are run
-once to measure which lines each of them covers (some minutes; kept in --work until code or tests change). For each
-fault, the tests that cover its lines are run, those that mirror its file first, until one fails. Then the survivors are
-tried with the tests that start processes. Everything runs in copies of the checkout, and tests are forked from one
-process that has imported torch, so a fault costs little more than its tests.
+of a run (FILES), or of what `--files` names; benchmarks/mutation_faults.py lists what is left out. Every place is
+equally likely. The tests are run once to measure which lines each of them covers (some minutes; kept in --work until
+code or tests change). For each fault, the tests that cover its lines are run, those that mirror its file first, until
+one fails. Then the survivors are tried with the tests that start processes. Everything runs in copies of the checkout,
+and tests are forked from one process that has imported torch, so a fault costs little more than its tests.
 
 A fault is found if a test fails, the tests cannot be collected, or two tests hang; a single hanging test does not
 count. With the same --work a fault is not tried again while its file and the tests are unchanged, so an interrupted run
@@ -42,9 +43,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ("grpo", "turns", "run", "features/average/average.py", "data/packing.py", "generation/scheduler.py")
-TESTS = ("grpo", "turns", "run", "model", "data", "generation", "stages", "rewards", "config", "commands")
+TESTS = ("grpo", "turns", "run", "model", "data", "generation", "features", "rewards", "config", "commands")
 """Folders of tests; top-level tests are included too, except those of pages and scripts."""
-TOP = ("distributed", "engine", "policy", "trainer")
+TOP = ("engine", "policy", "trainer")
 NO_MORE_S = 60.0
 """Seconds, without a fault, of the tests that start no process, for one fault."""
 SLOW_NO_MORE_S = 60.0
@@ -211,7 +212,7 @@ def measured(work: Path, files: list[str], slots: Slots, slow: bool) -> Entry:
     code = _hash(*_sources("hybrid_grpo"), *_sources("tests/support"))
     folders = []
     for marks, some, limit_s in parts:
-        folder = work / "coverage" / _hash(code, marks, *some, *((ROOT / test).read_text() for test in some))
+        folder = work / "coverage" / _hash(code, marks, *files, *some, *((ROOT / test).read_text() for test in some))
         folders.append(folder)
         if (folder / "done").exists():
             continue
@@ -336,7 +337,7 @@ def main() -> None:
     os.environ |= ENVIRONMENT
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     options.work.mkdir(parents=True, exist_ok=True)
-    files = [str(path.relative_to(ROOT)) for name in FILES for path in _files(ROOT / "hybrid_grpo" / name)]
+    files = [str(path.relative_to(ROOT)) for name in options.files for path in _files(ROOT / "hybrid_grpo" / name)]
     faults, places = mutation_faults.draw(ROOT, files, options.faults, options.seed)
     for module in WARM:
         with suppress(ImportError):
@@ -430,6 +431,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the faults that are drawn")
     parser.add_argument("--faults", type=int, default=30)
+    parser.add_argument("--files", nargs="+", default=FILES, help="files and folders of hybrid_grpo")
     parser.add_argument("--fast", action="store_true", help="leave out the tests that start processes: a lower bound")
     parser.add_argument("--workers", type=int, default=2, help="faults tried at a time")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "hybrid_grpo_mutation")

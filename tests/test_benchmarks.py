@@ -19,6 +19,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import gpu_packages
 import gpu_profile
 import gpu_results
+import mutation
 import plan
 import ppo
 import rollout
@@ -329,3 +330,9 @@ def test_the_curve_of_a_run_is_read_from_its_metrics(tmp_path):
         ],
         **{"seconds_per_step": 1.5, "critic_seconds_per_step": 0.6, "memory_gb": 0.8, "explained_variance": 0.25},
     }
+
+
+def test_what_faults_are_put_into_and_tested_with_is_there():
+    folders = [*(ROOT / "hybrid_grpo" / name for name in mutation.FILES), *(ROOT / "tests" / n for n in mutation.TESTS)]
+    tests = [ROOT / f"tests/test_{name}.py" for name in mutation.TOP]
+    assert all(path.exists() for path in [*folders, *tests])
