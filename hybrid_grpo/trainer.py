@@ -75,8 +75,6 @@ class Trainer(Stage):
         only_advantages = learns_from_advantages_alone(config.grpo, inputs.objective)
         leaves_out = only_advantages and not self.features.learn_beside_advantages
         self.highest = partial(max_over_ranks, device=device) if leaves_out else None
-        # The training forward has the recorded distribution, unless it is filtered and its support is not known.
-        self.starts_on_policy = config.recomputes_old_logp or config.rollout.logprobs != "sampling"
         self.parts = {"loader": self.loader, "kl": self.kl}
         if config.grpo.entropy_target is not None:
             self.parts["entropy"] = self.entropy
@@ -202,7 +200,9 @@ class Trainer(Stage):
         grpo = self.config.grpo
         if not grpo.measures_old:
             return OldPolicy(self.old_logprobs(rollout))
-        batches = self.micro_batches(rollout, range(len(rollout.lengths)), gradients=False)
+        # Rows that are not learned from may have no record of what filters left, and the others need theirs.
+        rows = range(len(rollout.lengths)) if grpo.baseline == "optimal" else rollout.learned
+        batches = self.micro_batches(rollout, rows, gradients=False)
         given = batches, (len(rollout.lengths), max(rollout.lengths)), self.config.rollout.temperature
         with self.meter.time("time/old_logp_s"):
             more = squared_probabilities if grpo.baseline == "optimal" else None
@@ -288,7 +288,7 @@ class Trainer(Stage):
         """Iterate over the optimizer steps on a rollout, each as its weighted micro-batches. Collective."""
         split, limit = partial(self.micro_batches, rollout), self.config.rollout.max_completion_tokens
         settings = self.config.grpo, limit, self.total, self.highest
-        return optimizer_steps(rollout, signals, split, *settings, starts_on_policy=self.starts_on_policy)
+        return optimizer_steps(rollout, signals, split, *settings, starts_on_policy=self.config.starts_on_policy)
 
     def micro_batches(self, rollout: Rollout, rows: Sequence[int], *, gradients: bool = True) -> list[MicroBatch]:
         """Split rows into micro-batches within the token budget, the same number on every rank. Collective."""

@@ -132,7 +132,8 @@ class GrpoConfig:
     old_logp: Literal["auto", "sampler", "policy"] = "auto"
     """Source of the log-probabilities in the denominator of ratios, if a rollout has several optimizer steps: those
     that the sampler recorded, or a training forward pass before the first step. `auto` takes the sampler's, unless
-    sampler_correction is on or rollout.logprobs is sampling."""
+    sampler_correction is on, rollout.logprobs is sampling, or the absolute drift is penalized; the ratio of the first
+    step is then 1. `sampler`, if it is set, counts from the first step on."""
     sampler_correction: Literal["none", "truncate", "sequence", "mask", "band"] = "none"
     """Correct for a sampler that differs from the training forward pass. `truncate` weights every token's loss by the
     probability ratio of training to sampler, at most sampler_ratio_max (truncated importance sampling). `sequence` does

@@ -65,30 +65,19 @@ class PromptLoader(Generic[ItemT]):
         return [(self._prompts[index], epoch) for index, epoch in (drawn[number] for number in wanted)]
 
     def state_dict(self) -> dict[str, Any]:
-        """The current position over all ranks, and the values that identify the stream; the same on every rank."""
+        """The current position over all ranks; the same on every rank."""
         length = len(self._prompts)
         epoch, offset = divmod(self._position, length)
-        return {"epoch": epoch, "offset": offset, "length": length, "seed": self._seed, "shuffle": self._shuffle}
+        return {"epoch": epoch, "offset": offset, "length": length}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved position; raises `UserError` if it belongs to another stream (other rows, another seed,
-        shuffled or not)."""
-        own = self.state_dict()
+        """Continue from a saved position. With other rows, another seed or another order, which a run must allow
+        (run.allow_changes), it is the same position in the new order."""
         refuse(
             "length" not in state,
             f"{self._section}: the checkpoint was made with rows drawn in another way: resume with the same settings,"
             " or start anew with another run.name",
         )
-        for setting, saved, here in (
-            (f"{self._section}.path", f"{state['length']} prompts", f"{own['length']} prompts"),
-            ("run.seed", state["seed"], own["seed"]),
-            (f"{self._section}.shuffle", state["shuffle"], own["shuffle"]),
-        ):
-            refuse(
-                saved != here,
-                f"{setting}: the checkpoint was made with {saved}, this run has {here}: resume with the same, or start"
-                " anew with another run.name",
-            )
         self._position = state["epoch"] * state["length"] + state["offset"]
 
     def _take(self, count: int) -> list[tuple[int, int]]:

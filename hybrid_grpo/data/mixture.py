@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybrid_grpo.config import MixtureConfig
-from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.data.loader import PromptLoader
 
@@ -59,23 +58,13 @@ class Mixture:
         return [item for _, item in sorted(placed, key=lambda pair: pair[0])]
 
     def state_dict(self) -> dict[str, Any]:
-        """For each source by name: the position of its stream, the values that identify the stream, and the weight."""
-        return {
-            name: {**stream.state_dict(), "weight": str(weight)}
-            for (name, stream), weight in zip(self._streams.items(), self._weights, strict=True)
-        }
+        """For each source by name: the position of its stream."""
+        return {name: stream.state_dict() for name, stream in self._streams.items()}
 
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Continue from a saved position; raises UserError if it was saved with other sources or weights."""
-        saved, here = ({name: s["weight"] for name, s in of.items()} for of in (state or {}, self.state_dict()))
-        shown = [", ".join(f"{name} {weight}" for name, weight in of.items()) or "none" for of in (saved, here)]
-        refuse(
-            saved != here,
-            f"data.mixture: the checkpoint was made with shares {shown[0]}, this run has {shown[1]}: resume with the"
-            " same, or start anew with another run.name",
-        )
-        for name, stream in self._streams.items():
-            stream.load_state_dict((state or {})[name])
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved position; sources that it lacks begin at their start."""
+        for name in self._streams.keys() & state.keys():
+            self._streams[name].load_state_dict(state[name])
 
 
 def quotas(weights: Sequence[Fraction], drawn: Sequence[int], count: int) -> list[int]:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
-from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import Numbers, Prompt
 from hybrid_grpo.data.loader import PromptLoader
 from hybrid_grpo.data.mixture import Mixture
@@ -41,7 +40,7 @@ class StepLoader(Protocol):
         """The current position, over all ranks; the same on every rank."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved position; raises UserError if it belongs to other prompts or another order."""
+        """Continue from a saved position; raises UserError if prompts were drawn in another way."""
 
 
 class ListLoader(PromptLoader[Prompt]):
@@ -93,13 +92,8 @@ class ListLoader(PromptLoader[Prompt]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state; see `PromptLoader`."""
         super().load_state_dict(state)
-        refuse(
-            self._mixture is None and "mixture" in state,
-            "data.mixture: the checkpoint was made with a mixture, this run has none: resume with it, or start anew"
-            " with another run.name",
-        )
         if self._mixture is not None:
-            self._mixture.load_state_dict(state.get("mixture"))
+            self._mixture.load_state_dict(state.get("mixture", {}))
 
     def _take(self, count: int) -> list[tuple[int, int]]:
         if self._mixture is None:

@@ -40,6 +40,11 @@ class Signals:
         return self.advantages_BT.device
 
 
+def in_loss(rollout: Rollout, grpo: GrpoConfig) -> list[bool]:
+    """Return for each row, [B], whether its tokens are in the loss."""
+    return [c.learned and not (grpo.mask_truncated and c.finish == "length") for c in rollout.completions]
+
+
 def optimizer_steps(
     rollout: Rollout,
     signals: Signals,
@@ -66,7 +71,7 @@ def optimizer_steps(
             log-probabilities serve as `old_logp`.
     """
     rows, device = rollout.completions, signals.device
-    counts = [c.learned and not (grpo.mask_truncated and c.finish == "length") for c in rows]
+    counts = in_loss(rollout, grpo)
     counts_B = upload(counts, device)
     writers = dict.fromkeys(c.writer for c in rows if c.writer and c.learned)
     writers_B = {name: upload([c.writer == name for c in rows], device) for name in writers}

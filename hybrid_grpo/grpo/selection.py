@@ -14,6 +14,7 @@ from torch import Tensor
 from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.data.batch import Numbers, Rollout
 from hybrid_grpo.grpo.baselines import Total
+from hybrid_grpo.grpo.minibatches import in_loss
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ def select_tokens(
     rollout: Rollout, advantages_BT: Tensor, old: OldPolicy, grpo: GrpoConfig, total: Total
 ) -> tuple[Tensor, Tensor | None, Numbers]:
     """Return the advantages, 0 where a token is left out; the tokens whose drift is penalized (bool [B, T], None for
-    all); and metrics. Only tokens that the policy wrote and learns from are selected or left out. Collective.
+    all); and metrics. Only tokens that the policy wrote and that are in the loss are selected or left out. Collective.
 
     With N such tokens on all ranks, and n = ceil(tokens_share * N), where tokens that equal the last of n up to
     rounding are chosen too:
@@ -47,8 +48,8 @@ def select_tokens(
     """
     if grpo.tokens == "all":
         return advantages_BT, None, {}
-    learned_B = torch.tensor([completion.learned and not completion.writer for completion in rollout.completions])
-    own_BT = rollout.mask_BT & learned_B[:, None]
+    pairs = zip(rollout.completions, in_loss(rollout, grpo), strict=True)
+    own_BT = rollout.mask_BT & torch.tensor([counts and not completion.writer for completion, counts in pairs])[:, None]
     number = math.ceil(grpo.tokens_share * float(total(own_BT.sum())))
     if grpo.tokens == "top_entropy":
         assert old.entropy_BT is not None

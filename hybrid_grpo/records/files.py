@@ -38,14 +38,14 @@ def replace_bytes(path: Path, content: Any, *, of_a_stranger: bool = False) -> N
     sync(path.parent)
 
 
-def set_aside(path: Path) -> Path:
-    """Rename a damaged file or folder, so that a new one can take its place, and return its new path."""
-    return path.rename(_name_aside(path))
+def set_aside(path: Path, why: str = "damaged") -> Path:
+    """Rename a file or folder, so that a new one can take its place, and return its new path."""
+    return path.rename(_name_aside(path, why))
 
 
-def _name_aside(path: Path) -> Path:
+def _name_aside(path: Path, why: str = "damaged") -> Path:
     number = 1
-    while os.path.lexists(kept := path.with_name(f"damaged_{number}.{path.name}")):
+    while os.path.lexists(kept := path.with_name(f"{why}_{number}.{path.name}")):
         number += 1
     return kept
 

@@ -13,6 +13,7 @@ of ranks.
 
 import json
 import time
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -21,7 +22,7 @@ from itertools import chain
 from typing import Any
 
 from hybrid_grpo.config import BatchPlan, RolloutConfig
-from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Numbers, Rollout, Scores
 from hybrid_grpo.data.completion import Completion, Prompt
 from hybrid_grpo.data.completion_records import completion_of, record_of
@@ -74,7 +75,8 @@ class Carry:
     """
 
     def __init__(self, config: RolloutConfig, plan: BatchPlan, prompts: Sequence[Prompt], exchange: Exchange) -> None:
-        self._config, self._plan, self._prompts, self._exchange = config, plan, prompts, exchange
+        self._config, self._plan, self._exchange = config, plan, exchange
+        self._prompts = {(prompt.source, prompt.id): prompt for prompt in prompts}
         share = plan.prompts_per_rank, plan.num_minibatches
         self._slots = [group_slots(*share, other, plan.world_size) for other in range(plan.world_size)]
         """Of each rank, among those of a step."""
@@ -191,6 +193,7 @@ class Carry:
         return [
             {
                 "prompt": (group.prompt.source, group.prompt.id, group.prompt.epoch),
+                "checksum": _checksum(self._prompts[group.prompt.source, group.prompt.id]),
                 "serial": group.serial,
                 "completions": [json.dumps(record_of(completion)) for completion in group.completions],
             }
@@ -198,16 +201,21 @@ class Carry:
         ]
 
     def load_state_dict(self, state: Collection[dict[str, Any]]) -> None:
-        """Continue from a saved state. Raises UserError if the data lacks one of its prompts."""
-        of_id = {(prompt.source, prompt.id): prompt for prompt in self._prompts}
+        """Continue from a saved state. Raises UserError if the data lacks one of its prompts as it was."""
         self._open = []
         for group in state:
             source, number, epoch = group["prompt"]
-            refuse(
-                (source, number) not in of_id,
-                f"rollout.carry: the checkpoint carries completions of prompt {number}, which the data does not have:"
-                " resume with the same data, or start anew with another run.name",
-            )
-            prompt = replace(of_id[source, number], epoch=epoch, begun=group["serial"][0])
+            prompt = self._prompts.get((source, number))
+            # Checkpoints of older versions have no checksums.
+            if prompt is None or group.get("checksum", _checksum(prompt)) != _checksum(prompt):
+                raise UserError(
+                    f"rollout.carry: the checkpoint carries completions of prompt {number}, which the data lacks or has"
+                    " changed: resume with the same data, or start anew with another run.name"
+                )
+            prompt = replace(prompt, epoch=epoch, begun=group["serial"][0])
             completions = [completion_of(json.loads(record)) for record in group["completions"]]
             self._open.append(OpenGroup(tuple(group["serial"]), prompt, completions))
+
+
+def _checksum(prompt: Prompt) -> int:
+    return zlib.crc32(repr(prompt.token_ids).encode())

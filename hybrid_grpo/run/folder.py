@@ -17,6 +17,7 @@ from hybrid_grpo.config.secrets import masked_text
 from hybrid_grpo.model.ranks import from_first_rank, rank, world_size
 from hybrid_grpo.records.alarm_records import ALARMS_FILE
 from hybrid_grpo.records.console_log import CONSOLE_FILE, ConsoleLog
+from hybrid_grpo.records.exports import exported
 from hybrid_grpo.records.files import replace_text, set_aside
 from hybrid_grpo.records.json_lines import parse_step
 from hybrid_grpo.records.lock import FolderLock
@@ -70,14 +71,27 @@ class RunFolder:
         if self._lock is not None and self._is_new:
             shutil.rmtree(self.path)
 
-    def begin(self, config_yaml: str, facts: Mapping[str, str], lines: Iterable[str], *, is_damaged: bool) -> None:
+    def begin(
+        self,
+        config_yaml: str,
+        facts: Mapping[str, str],
+        lines: Iterable[str],
+        *,
+        is_damaged: bool,
+        abandoned: int | None = None,
+    ) -> None:
         """On rank 0, set damaged files aside, write config.yaml with `facts` at its head, and write `lines` to
-        metrics.jsonl; `is_damaged` says whether the existing metrics.jsonl is damaged."""
+        metrics.jsonl; `is_damaged` says whether the existing metrics.jsonl is damaged. If what came after a step is
+        `abandoned`, set aside the models of later steps, which this run did not train."""
         if rank() != 0:
             return
         with one_line(self.path):
             for damage in set_aside_damaged(self.path, metrics=is_damaged):
                 say(damage)
+            for model in sorted(self.path.glob("model*")) if abandoned is not None else ():
+                if (step := exported(model).get("step", 0)) > abandoned:
+                    kept = set_aside(model, "abandoned")
+                    say(f"{model}, of the abandoned step {step}, is kept as {kept.name}: remove it if it is not needed")
             head = "".join(f"# {name}: {masked_text(fact)}\n" for name, fact in {**_provenance(), **facts}.items())
             replace_text(self.path / "config.yaml", head + config_yaml)
             replace_text(self.path / "metrics.jsonl", "".join(lines))

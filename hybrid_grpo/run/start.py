@@ -26,6 +26,8 @@ class Start:
     """The lines of metrics.jsonl up to the checkpoint."""
     forks: bool = False
     """Whether the checkpoint belongs to another run."""
+    rewinds: bool = False
+    """Whether the user has named a checkpoint of this run, so that what came after it is abandoned."""
     is_damaged: bool = False
     """Whether lines up to the checkpoint are missing from the run's own metrics.jsonl, or damaged."""
 
@@ -66,7 +68,7 @@ def find_start(config: ModelRunConfig, folder: Path, checkpoints: Checkpoints) -
     damage = _damage(metrics, lines, step)
     if damage:
         say(f"WARNING: {metrics}: {damage}; the run goes on without them")
-    return Start(checkpoint, tuple(lines), forks, bool(damage and not forks))
+    return Start(checkpoint, tuple(lines), forks, resume != "auto" and not forks, bool(damage and not forks))
 
 
 def _newest(folder: Path, checkpoints: Checkpoints) -> Checkpoint | None:

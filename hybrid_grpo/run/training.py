@@ -65,17 +65,13 @@ class TrainingRun:
             self._run_folder.discard()
             raise
         evaluation = self.config.eval if isinstance(self.config, TrainConfig) else None
-        self._best = Best(evaluation, self.folder, self.start.lines)
+        self._best = Best(evaluation, self.folder, self.start.lines, self.start.step if self.start.rewinds else None)
         # Every rank has looked into the folder before rank 0 changes it.
         barrier()
-        if not self.finished:
-            code = {name: of for name, of in self.checkpoints.inputs.items() if name.startswith(CODE)}
-            self._run_folder.begin(parsed.yaml, {**facts, **code}, self.start.lines, is_damaged=self.start.is_damaged)
+        code = {name: of for name, of in self.checkpoints.inputs.items() if name.startswith(CODE)}
+        self._head = parsed.yaml, {**facts, **code}
         if self.start.checkpoint is not None and not self.start.forks:
             self.saver.step = self.start.step
-            if run.resume != "auto":
-                # The user has named a checkpoint: what came after it is abandoned.
-                self.checkpoints.forget_after(self.start.step)
             self.checkpoints.rollbacks = self.start.checkpoint.manifest.rollbacks
         for name, fact in facts.items():
             say(f"{name}: {fact}")
@@ -118,14 +114,14 @@ class TrainingRun:
 
     def _prepare(self, stage: Stage) -> int:
         """Check the disk space and bring the stage to where the run starts. Return the number of steps done."""
-        if rank() == 0:
-            with one_line(self.folder):
-                replace_text(self.folder / "deepspeed.json", json.dumps(stage.policy.deepspeed_config, indent=2) + "\n")
         if stage.policy.adapters is not None:
             say(f"lora: {stage.policy.adapters}")
         size = check_space(self.folder, self.config.checkpoint, stage, self._best.models)
         stage.progress.expect_saving(_SAVING_S_PER_GB * size / 1e9 / world_size())
         done = self.restore(stage)
+        if rank() == 0:
+            with one_line(self.folder):
+                replace_text(self.folder / "deepspeed.json", json.dumps(stage.policy.deepspeed_config, indent=2) + "\n")
         # Only now are all files of hub models there.
         self._fingerprint()
         self._bind_journal()
@@ -262,7 +258,7 @@ class TrainingRun:
         self._bind_journal()
         self.saver.step = step
         self._best.remember(lines_before(self.folder / "metrics.jsonl", step))
-        self._load(stage, checkpoint)
+        self._recall(checkpoint, load_stage(stage, self.checkpoints, checkpoint))
         say(f"ROLLBACK: {note}")
         return step
 
@@ -321,16 +317,22 @@ class TrainingRun:
         return values
 
     def restore(self, stage: Stage) -> int:
-        """Restore a stage from the checkpoint at which the run starts, if any. Return the number of steps done."""
-        if self.start.checkpoint is None:
-            return 0
-        self._load(stage, self.start.checkpoint)
-        say(f"resumed {self.folder} after step {self.start.step}")
+        """Restore a stage from the checkpoint at which the run starts, if any. Return the number of steps done. Until
+        nothing can be refused any more, the run's folder stays as it was."""
+        checkpoint = self.start.checkpoint
+        state = load_stage(stage, self.checkpoints, checkpoint) if checkpoint is not None else {}
+        abandoned = self.start.step if self.start.rewinds else None
+        self._run_folder.begin(*self._head, self.start.lines, is_damaged=self.start.is_damaged, abandoned=abandoned)
+        if abandoned is not None:
+            self.checkpoints.forget_after(abandoned)
+        if checkpoint is not None:
+            self._recall(checkpoint, state)
+            say(f"resumed {self.folder} after step {self.start.step}")
         return self.start.step
 
-    def _load(self, stage: Stage, checkpoint: Checkpoint) -> None:
-        """Restore a stage and the alarms to their states in a checkpoint."""
-        manifest, state = checkpoint.manifest, load_stage(stage, self.checkpoints, checkpoint)
+    def _recall(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+        """Restore the alarms to their state in a checkpoint."""
+        manifest = checkpoint.manifest
         self._alarms = Alarms.of(self.config)
         self._alarms.recall(self.folder, manifest.step)
         if "alarms" in state:

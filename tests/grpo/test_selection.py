@@ -91,6 +91,17 @@ def test_tokens_are_those_of_the_papers_on_any_number_of_ranks(tokens):
         assert torch.equal(drifts, torch.cat([padded(d) for _, d, _ in found]))
 
 
+def test_tokens_that_the_loss_leaves_out_take_no_share():
+    """Completions that were cut had the highest entropies, took all of top_entropy's share, and nothing was learned."""
+    finishes = ["stop", "length", "stop", "length"]
+    rollout = Rollout([Prompt(0, "x", [1], {})], [Completion([7] * 10, [-1.0] * 10, f) for f in finishes], 4)
+    old = OldPolicy(torch.full((4, 10), -1.0), torch.arange(40.0).view(4, 10))
+    grpo = GrpoConfig(tokens="top_entropy", tokens_share=0.2, mask_truncated=True)
+    new, _, numbers = select_tokens(rollout, torch.ones(4, 10), old, grpo, lambda x: x)
+    assert torch.equal(new[2].nonzero().view(-1), torch.arange(6, 10)) and not new[0].any()
+    assert [float(number) for number in numbers["policy/selected_frac"]] == [0.2, 20]
+
+
 def test_nothing_to_choose_from_is_no_error():
     rollout, advantages, old = rollout_of(3, 1)
     none = Rollout(

@@ -8,13 +8,15 @@ import pytest
 import torch
 from workshop import Workshop
 
-from hybrid_grpo.config import GrpoConfig
+from hybrid_grpo.config import BatchPlan, GrpoConfig, RolloutConfig
+from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, TrainBatch
+from hybrid_grpo.data.completion_records import record_of
 from hybrid_grpo.data.packing import pack
 from hybrid_grpo.grpo.loss import micro_batch_loss
 from hybrid_grpo.records.metrics.measurements import measure_parity
 from hybrid_grpo.records.tokens import read_tokens
-from hybrid_grpo.run.carry import Whole, shortest
+from hybrid_grpo.run.carry import Carry, Whole, shortest
 
 RUN = [
     *("train", "--config=train.yaml", "--run.steps=6", "--rollout.carry=0.5", "--rollout.max_carries=2"),
@@ -63,6 +65,23 @@ def test_tokens_of_older_policies_have_their_recorded_log_probabilities(recomput
     assert gradient_bT[0].tolist() == pytest.approx((-ratio_T / 4).tolist())
     parity = measure_parity(replace(batch, is_old_bT=is_old_bT), logp_bT)
     assert parity["parity/logp_abs_diff_mean"] == (pytest.approx(8.0), 2), "old tokens say nothing of the sampler"
+
+
+def test_completions_are_not_carried_over_to_a_prompt_that_has_changed():
+    """With run.allow_changes a row may be corrected: completions of the old row had gone on below the new one."""
+
+    def carry(prompt_id, token_ids):
+        prompts = [Prompt(prompt_id, "", token_ids, {}, source="a")]
+        return Carry(RolloutConfig(carry=0.5), BatchPlan(1, 2, 1, 1, 1), prompts, lambda sent: [sent])
+
+    first, record = carry(4, [1, 2]), json.dumps(record_of(Completion([5], [-1.0], "open")))
+    first.load_state_dict([{"prompt": ("a", 4, 1), "serial": (3, 0), "completions": [record]}])
+    again = carry(4, [1, 2])
+    again.load_state_dict(first.state_dict())
+    assert again.state_dict() == first.state_dict()
+    for other in (carry(4, [1, 3]), carry(5, [1, 2])):
+        with pytest.raises(UserError, match=r"^rollout.carry: .* of prompt 4, which the data lacks or has changed"):
+            other.load_state_dict(first.state_dict())
 
 
 @pytest.fixture(scope="module")

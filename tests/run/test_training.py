@@ -1,5 +1,6 @@
 """When a run saves itself, and what it does when that fails."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -75,11 +76,19 @@ def test_a_checkpoint_without_what_later_settings_need_is_refused(tmp_path):
     stage.policy.load_state_dict, stage.parts = lambda state: None, {"ptx": object()}
     run.checkpoints.load = lambda *_: {"policy": {}, "loader": {}}
     with pytest.raises(UserError, match="step_000003 was made without ptx: remove its settings"):
-        run._load(stage, SimpleNamespace(folder="checkpoints/step_000003", manifest=None))
+        savers.load_stage(stage, run.checkpoints, SimpleNamespace(folder="checkpoints/step_000003", manifest=None))
 
 
-def test_a_checkpoint_by_its_path_branches_off_or_goes_back(tmp_path):
-    """In another folder the numbers so far come along; in its own what came after it is given up."""
+def content(folder):
+    """Everything in a run's folder but what its processes say and hold."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in ("console.log", ".lock"))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_a_checkpoint_by_its_path_branches_off_or_goes_back(tmp_path, capsys):
+    """In another folder the numbers so far come along; in its own what came after it is given up, once nothing can be
+    refused any more. A refused start had deleted the later checkpoints, and written its settings for those of the
+    model; an old model had passed for that of the new steps."""
 
     def config(name, resume):
         return TrainConfig(run=RunConfig(dir=str(tmp_path), steps=9, name=name, resume=resume))
@@ -91,15 +100,38 @@ def test_a_checkpoint_by_its_path_branches_off_or_goes_back(tmp_path):
         manifest.write(folder / "checkpoints" / f"step_{step:06d}")
     lines = [f'{{"step": {step}}}\n' for step in range(7)]
     (folder / "metrics.jsonl").write_text("".join(lines))
+    for name, facts in (("model", {"step": 6}), ("model_best", {"step": 5, "a": 0.5}), ("model_ema", {"step": 4})):
+        (folder / name).mkdir()
+        (folder / name / "run.json").write_text(json.dumps(facts))
     path = str(folder / "checkpoints" / "step_000004")
-    fork = TrainingRun(Parsed(config("fork", path), ""), {})
+    stage, before = Stage(), content(folder)
+    stage.policy, stage.parts = SimpleNamespace(engine=None, load_state_dict=lambda _: None), {}
+
+    def begun(name):
+        run = TrainingRun(Parsed(config(name, path), "new: settings\n"), {})
+        run.checkpoints.load = refuses
+        with pytest.raises(UserError, match="another model"):
+            run.restore(stage)
+        assert content(folder) == before
+        run.checkpoints.load = lambda *_: {"policy": {}}
+        assert run.restore(stage) == 4
+        return run
+
+    def refuses(*_):
+        raise UserError("it was made with another model")
+
+    fork = begun("fork")
     assert (tmp_path / "fork" / "metrics.jsonl").read_text() == "".join(lines[:5])
     # It saves itself first of all: its folder has no checkpoint.
     assert (fork.start.step, fork.saver.step) == (4, None) and not fork.checkpoints.tags()
-    assert (folder / "metrics.jsonl").read_text() == "".join(lines)
-    back = TrainingRun(Parsed(config("run", path), ""), {})
+    assert content(folder) == before
+    back = begun("run")
     assert (back.start.step, back.saver.step) == (4, 4) and back.checkpoints.tags() == ["step_000004", "step_000002"]
     assert (folder / "metrics.jsonl").read_text() == "".join(lines[:5])
+    assert (folder / "config.yaml").read_text().endswith("new: settings\n")
+    kept = {"abandoned_1.model", "abandoned_1.model_best", "model_ema"}
+    assert {file.parent.name for file in folder.glob("*/run.json")} == kept
+    assert "model, of the abandoned step 6, is kept as abandoned_1.model: remove it" in capsys.readouterr().out
 
 
 def test_a_save_that_fails_is_said_or_stops_the_run(tmp_path, clock, capsys):
@@ -208,6 +240,7 @@ def test_numbers_are_on_the_disk_before_the_checkpoint_that_follows_them(tmp_pat
     run, stage = make(tmp_path)
     order = []
     (run.folder / "rollouts").mkdir()
+    (run.folder / "metrics.jsonl").touch()
     monkeypatch.setattr(savers, "sync", lambda path: order.append(path.name))
     run.checkpoints.save = lambda *_: order.append("checkpoint")
     run.saver.save(stage, 1, {})

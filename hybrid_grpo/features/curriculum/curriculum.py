@@ -132,12 +132,13 @@ class Curriculum(ListLoader):
         return {**super().state_dict(), **lists, "drawn": list(self._drawn)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `StepLoader`."""
+        """See `StepLoader`. With another number of prompts, success rates are counted from the start."""
         super().load_state_dict(state)
         self._count_N2[:], self._recent_N2[:] = 0, 0.0
-        if index := state["index"]:
+        self._weight_N, self._drawn, self._noted = None, [], {}
+        if state["length"] == len(self._prompts) and (index := state["index"]):
             self._count_N2[index], self._recent_N2[index] = state["counts"], state["recent"]
-        self._weight_N, self._drawn, self._noted = None, list(state.get("drawn", ())), {}
+            self._drawn = list(state.get("drawn", ()))
 
     def _posterior(self) -> tuple[Floats, Floats]:
         """Return the parameters, [N] each, of the beta distribution of each prompt's success rate.

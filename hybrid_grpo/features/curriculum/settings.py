@@ -55,7 +55,8 @@ class CurriculumConfig(FeatureConfig):
         return self.sampling == "difficulty" or self.skip_below is not None or self.skip_above is not None
 
     def check(self, config: TrainConfig) -> None:
-        """Raise UserError if prompts are to be chosen by success rate, but the order is fixed or no rates are kept."""
+        """Raise UserError if prompts are to be chosen by success rate, but the order is fixed, no rates are kept, or
+        epochs share random numbers."""
         refuse(
             self.follows and not config.data.shuffle,
             "data.shuffle false keeps the order of the source, which curriculum changes: set it to true, or take out"
@@ -65,6 +66,11 @@ class CurriculumConfig(FeatureConfig):
             self.follows and bool(config.streamer),
             f"{config.streamer} keeps no success rates, which the settings of curriculum follow: take out one of the"
             " two",
+        )
+        refuse(
+            self.follows and config.rollout.drafts == "epochs",
+            "rollout.drafts epochs: the settings of curriculum draw some prompts many times in an epoch, with the same"
+            " random numbers: set rollout.drafts to siblings, or take out the settings of curriculum",
         )
 
     def training_prompts(self, data: DataConfig, sampler: Any, seed: int, check: Any) -> RatedPrompts:

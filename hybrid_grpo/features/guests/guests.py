@@ -69,7 +69,10 @@ class Guests(Feature):
                 groups = self._as_own(prompts, groups)
             for request, written in zip(requests, groups, strict=True):
                 # A writer may have fewer completions than slots.
-                named = [replace(c, writer=guest.name, learned=guest.weight != "baseline") for c in written]
+                # The policy's own routers choose the experts for a text that it did not write.
+                named = [
+                    replace(c, writer=guest.name, learned=guest.weight != "baseline", routing=None) for c in written
+                ]
                 given.update(zip(request.keys[slot : slot + guest.per_group], named, strict=False))
             slot += guest.per_group
         return given

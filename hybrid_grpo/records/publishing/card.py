@@ -121,8 +121,14 @@ class TrainedRun:
 
     @cached_property
     def lines(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl up to the step of the model."""
-        return [line for line in read_jsonl(self.folder / "metrics.jsonl") if line["step"] <= self.step]
+        """The lines of metrics.jsonl up to the step of the model. If the run has gone back to before that step, the
+        model's own measurement, which was exported with it, takes the place of the step's line."""
+        facts: dict[str, Any] = exported(self.model)
+        lines = [line for line in read_jsonl(self.folder / "metrics.jsonl") if line["step"] <= self.step]
+        last = lines[-1] if lines else {}
+        if all(math.isclose(last.get(name, math.nan), value, rel_tol=1e-6) for name, value in facts.items()):
+            return lines
+        return [*(line for line in lines if line["step"] < self.step), facts]
 
     @property
     def recipe(self) -> str:

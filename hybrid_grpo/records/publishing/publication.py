@@ -53,7 +53,7 @@ def publish(folder: Path, options: PublishOptionsConfig) -> str:
 def _trained_run(folder: Path, model: str) -> TrainedRun:
     for name in ("config.yaml", "metrics.jsonl"):
         refuse(not (folder / name).is_file(), f"{folder} is not the folder of a run: it has no {name}")
-    models = [path.parent.name for path in sorted(folder.glob(f"*/{FACTS}")) if exported(path.parent)]
+    models = [path.parent.name for path in sorted(folder.glob(f"model*/{FACTS}")) if exported(path.parent)]
     refuse(not models, f"{folder}: the run has no trained model yet: finish it with --run.resume auto")
     refuse(model not in models, f"publish.model {model}: the run has no such model: {did_you_mean(model, models)}")
     return TrainedRun(folder, folder / model)

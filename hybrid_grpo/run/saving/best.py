@@ -20,12 +20,17 @@ FOLDER = "model_best"
 
 class Best:
     """The best evaluation of the run in `folder`, by the metric `eval.best`; without that setting nothing is kept.
-    `lines` are the lines of metrics.jsonl up to the step that the run resumes after. Collective."""
+    `lines` are the lines of metrics.jsonl up to the step that the run resumes after; evaluations after the step `last`
+    are forgotten. Collective."""
 
-    def __init__(self, config: EvalConfig | None, folder: Path, lines: Iterable[str] = ()) -> None:
+    def __init__(
+        self, config: EvalConfig | None, folder: Path, lines: Iterable[str] = (), last: int | None = None
+    ) -> None:
         self._metric, self._patience = (config.best, config.patience) if config else (None, None)
         self._model = folder / FOLDER
         facts = all_gather_objects(exported(self._model))[0] if self._metric else {}
+        if last is not None and facts.get("step", 0) > last:
+            facts = {}
         self._step = int(facts["step"]) if self._metric in facts else -1
         self._value = facts.get(self._metric or "", -math.inf)
         self._since = 0

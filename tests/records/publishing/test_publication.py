@@ -262,6 +262,11 @@ def test_the_best_model_and_an_evaluation_of_it(run: Path) -> None:
     ]
     assert [(r.dataset_name, r.metric_value) for r in card.data.eval_results] == [("math", 0.5)]
     assert "highest eval/heldout/accuracy (0.750)" in card.text and "after 2 steps" in card.text
+    # A run that goes back repeats the step of its best model: the card had the numbers of the repeated step.
+    (run / "model_best" / "run.json").write_text('{"step": 2, "eval/heldout/accuracy": 0.5}')
+    hg.publish(run, folder="repeated", model="model_best")
+    rows = table(ModelCard.load("repeated/README.md").text, "| number |")
+    assert ["heldout/accuracy", "0.125", "0.500", ""] in rows
 
 
 def test_an_earlier_publication_is_replaced_whole_or_stays(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
