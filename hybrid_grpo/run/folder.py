@@ -88,10 +88,8 @@ class RunFolder:
         with one_line(self.path):
             for damage in set_aside_damaged(self.path, metrics=is_damaged):
                 say(damage)
-            for model in sorted(self.path.glob("model*")) if abandoned is not None else ():
-                if (step := exported(model).get("step", 0)) > abandoned:
-                    kept = set_aside(model, "abandoned")
-                    say(f"{model}, of the abandoned step {step}, is kept as {kept.name}: remove it if it is not needed")
+            if abandoned is not None:
+                _set_later_models_aside(self.path, abandoned)
             head = "".join(f"# {name}: {masked_text(fact)}\n" for name, fact in {**_provenance(), **facts}.items())
             replace_text(self.path / "config.yaml", head + config_yaml)
             replace_text(self.path / "metrics.jsonl", "".join(lines))
@@ -120,6 +118,13 @@ def set_aside_damaged(folder: Path, *, metrics: bool = False) -> list[str]:
             )
             replace_text(alarms, "".join(line.decode() + "\n" for line in whole))
     return found
+
+
+def _set_later_models_aside(folder: Path, last: int) -> None:
+    for model in sorted(folder.glob("model*")):
+        if (step := exported(model).get("step", 0)) > last:
+            kept = set_aside(model, "abandoned")
+            say(f"{model}, of the abandoned step {step}, is kept as {kept.name}: remove it if it is not needed")
 
 
 def _set_aside(path: Path, why: str) -> str:
