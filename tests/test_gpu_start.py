@@ -87,17 +87,24 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(tmp_path):
 
 @pytest.mark.process
 def test_the_launcher_takes_the_gpus_that_are_visible(tmp_path):
-    """Given a number of GPUs, DeepSpeed's launcher ignores CUDA_VISIBLE_DEVICES and takes the first ones."""
+    """Given a number of GPUs, DeepSpeed's launcher ignores CUDA_VISIBLE_DEVICES and takes the first ones. And GPUS was
+    ignored where CUDA_VISIBLE_DEVICES was set: GPUS=2 with four visible GPUs started four ranks."""
     program(tmp_path / "python", FOUND.format(4))
-    program(tmp_path / "deepspeed", 'echo "$*"')
+    program(tmp_path / "deepspeed", 'echo "$* on $CUDA_VISIBLE_DEVICES"')
     port, rest = "--master_port 29500", "--no_local_rank --module hybrid_grpo train"
-    for wish, options in (
-        ({}, f"--num_gpus 4 {port}"),
-        ({"GPUS": "1"}, f"--num_gpus 1 {port}"),
-        ({"GPUS": "1", "CUDA_VISIBLE_DEVICES": "2,3"}, port),
-        ({"CUDA_VISIBLE_DEVICES": "2,3", "LAUNCHER": "--hostfile hosts"}, "--hostfile hosts"),
+    for wish, options, taken in (
+        ({}, f"--num_gpus 4 {port}", ""),
+        ({"GPUS": "1"}, f"--num_gpus 1 {port}", ""),
+        ({"CUDA_VISIBLE_DEVICES": "7,5,2,3"}, port, "7,5,2,3"),
+        ({"GPUS": "2", "CUDA_VISIBLE_DEVICES": "7,5,2,3"}, port, "7,5"),
+        ({"GPUS": "3", "ROWS": "64"}, f"--num_gpus 3 {port}", ""),
+        ({"GPUS": "8", "CUDA_VISIBLE_DEVICES": "2,3", "LAUNCHER": "--hostfile hosts"}, "--hostfile hosts", "2,3"),
     ):
-        assert shell(LAUNCH, tmp_path, **wish).stdout.strip() == f"--quiet {options} {rest}", wish
+        assert shell(LAUNCH, tmp_path, **wish).stdout == f"--quiet {options} {rest} on {taken}\n", wish
+    for many in ("5", "0", "two"):
+        refused = shell(LAUNCH, tmp_path, GPUS=many, CUDA_VISIBLE_DEVICES="7,5,2,3")
+        assert refused.returncode == 2 and not refused.stdout and refused.stderr.count("\n") == 1
+        assert f"launch: GPUS {many} must be a whole number of 1 to 4, the number of visible GPUs: " in refused.stderr
 
 
 @pytest.mark.process

@@ -1,6 +1,6 @@
-# Sourced by the recipes: `launch COMMAND [settings]` runs hybrid_grpo on the GPUs in CUDA_VISIBLE_DEVICES, else on the
-# first $GPUS, else on all of them; without a GPU on two CPU ranks.
-# If ROWS, the rows of a step, is set, it uses the largest number of GPUs that divides it.
+# Sourced by the recipes: `launch COMMAND [settings]` runs hybrid_grpo on the first $GPUS of the GPUs that are visible
+# (CUDA_VISIBLE_DEVICES), else on all of them; without a GPU on two CPU ranks.
+# If ROWS, the rows of a step, is set and GPUS is not, it uses the largest number of GPUs that divides it.
 # For several nodes, put the DeepSpeed launcher's own options into LAUNCHER, e.g. LAUNCHER="--hostfile hosts".
 # `resumes [settings]` succeeds if the settings resume a run, and `set_aside FOLDER...` makes room for new runs.
 
@@ -25,8 +25,16 @@ launch() {
         local visible=${CUDA_VISIBLE_DEVICES:-}
         # A free port, since two runs on one machine would collide on DeepSpeed's default.
         port=$(python -c 'import socket; print(socket.create_server(("127.0.0.1", 0)).getsockname()[1])')
-        while [ $((${ROWS:-0} % gpus)) -ne 0 ]; do gpus=$((gpus - 1)); done
-        default="--num_gpus ${GPUS:-$gpus} --master_port $port"
+        if [ -z "${GPUS:-}" ] || [ -n "${LAUNCHER:-}" ]; then
+            while [ $((${ROWS:-0} % gpus)) -ne 0 ]; do gpus=$((gpus - 1)); done
+        elif [[ $GPUS =~ ^[1-9][0-9]{0,3}$ && $GPUS -le $gpus ]]; then
+            gpus=$GPUS
+        else
+            echo "launch: GPUS $GPUS must be a whole number of 1 to $gpus, the number of visible GPUs: change it, or" \
+                "make more GPUs visible (CUDA_VISIBLE_DEVICES)" >&2
+            return 2
+        fi
+        default="--num_gpus $gpus --master_port $port"
         # With --num_gpus the launcher takes the machine's first GPUs and ignores which ones are visible.
         if [ -n "$visible" ]; then
             default="--master_port $port"
