@@ -21,16 +21,15 @@ def main() -> int:
     ranks: list[subprocess.Popen[bytes]] = []
 
     def pass_on(number: int, _: object) -> None:
+        # A terminal sends Ctrl-C to the ranks too, and a rank that receives SIGINT twice ends without saving.
         for rank in ranks:
-            rank.send_signal(number)
+            rank.send_signal(signal.SIGTERM if number == signal.SIGINT else number)
 
-    for stop in (signal.SIGTERM, signal.SIGUSR1):
+    for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(stop, pass_on)
     for number in map(str, range(int(count))):
         environment = {**os.environ, **shared, "RANK": number, "LOCAL_RANK": number}
         ranks.append(subprocess.Popen([sys.executable, "-u", "-m", "hybrid_grpo", *command], env=environment))
-    # A terminal sends Ctrl-C to the ranks too.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     statuses = [rank.wait() for rank in ranks]
     return next((status if status > 0 else 128 - status for status in statuses if status), 0)
 

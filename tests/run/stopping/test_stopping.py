@@ -129,6 +129,51 @@ def test_a_launcher_that_is_killed_ends_the_run(tmp_path, name):
     assert not psutil.wait_procs(family, timeout=LIMIT_S)[1]
 
 
+INTERRUPTED = """
+import os, sys, time
+from pathlib import Path
+
+if len(sys.argv) > 3:  # in the place of `python -u -m hybrid_grpo`
+    from hybrid_grpo.run.stopping.status import own_status
+    from hybrid_grpo.run.stopping.watcher import watched
+
+    def work():
+        Path("ready" + os.environ["RANK"]).touch()
+        while not own_status().mine.asked:
+            time.sleep(0.02)
+        time.sleep(2)  # saves
+        return 75
+
+    watched(work)
+from hybrid_grpo.run import local_ranks
+
+sys.executable, sys.argv[1:] = __file__, ["2", "train"]
+sys.exit(local_ranks.main())
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("send", [os.kill, os.killpg])
+def test_an_interrupt_stops_the_ranks_of_our_launcher_once(tmp_path, send):
+    """Sent to the launcher alone, SIGINT was ignored; sent to the whole group, as Ctrl-C is, it must not count as two,
+    which would end the ranks without saving."""
+    program = tmp_path / "program.py"
+    program.write_text(f"#!{sys.executable}\n{INTERRUPTED}")
+    program.chmod(0o755)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    launcher = subprocess.Popen([sys.executable, program], cwd=tmp_path, env=environment, start_new_session=True)
+    deadline = time.monotonic() + LIMIT_S
+    while not all((tmp_path / f"ready{rank}").exists() for rank in range(2)):
+        assert launcher.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    send(launcher.pid, signal.SIGINT)
+    try:
+        assert launcher.wait(20) == 75
+    finally:
+        for process in psutil.Process(launcher.pid).children() if launcher.poll() is None else ():
+            process.kill()
+
+
 LAUNCHER = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
