@@ -99,7 +99,7 @@ def _fill(
     if curves is not None:
         (draft / "curves.svg").write_text(curves, encoding="utf-8")
     (draft / "config.yaml").write_text(run.recipe, encoding="utf-8")
-    name = options.hub or Path(str(options.folder)).name
+    name = options.hub or Path(str(options.folder)).resolve().name
     write_card(draft / "README.md", run, evaluation, name, options.license)
     (draft / CONTENTS).write_text(json.dumps({"files": _sizes(draft)}, indent=2) + "\n", encoding="utf-8")
 
@@ -122,15 +122,22 @@ def _is_publication(folder: Path) -> bool:
 def _into_folder(run: TrainedRun, evaluation: Evaluation, options: PublishOptionsConfig, target: Path) -> None:
     """Write the folder `target`, completely or not at all."""
     _check_target(target)
-    with one_line(target, ""), _folder_beside(target) as beside:
+    place = target.resolve()
+    with one_line(target, ""), _folder_beside(place) as beside:
         _fill(beside / "draft", run, evaluation, options, shutil.copy2)
         sync_tree(beside / "draft")
         # Checked again, since copying a large model takes minutes.
         _check_target(target)
-        replace_folder(target, beside / "draft", beside / "old")
+        replace_folder(place, beside / "draft", beside / "old")
 
 
 def _check_target(target: Path) -> None:
+    place = target.resolve()
+    refuse(
+        os.path.ismount(place) or place == Path.cwd(),
+        f"publish.folder {target} is a mount point or the current folder, which cannot be replaced: give a folder"
+        " inside it",
+    )
     is_free = not target.exists() or (target.is_dir() and (not any(target.iterdir()) or _is_publication(target)))
     refuse(
         target.is_symlink() or not is_free,
@@ -141,9 +148,9 @@ def _check_target(target: Path) -> None:
 
 @contextmanager
 def _folder_beside(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder on the same disk as `target`."""
-    target.absolute().parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{target.name}_", dir=target.absolute().parent))
+    """Yield a temporary folder on the same disk as `target`, an absolute path."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{target.name}_", dir=target.parent))
     try:
         yield beside
     finally:
@@ -170,7 +177,7 @@ def _onto_hub(run: TrainedRun, evaluation: Evaluation, options: PublishOptionsCo
     """Create the repository if there is none, and upload everything in one commit."""
     _check_hub(name)
     # On the disk of the run, where hard links save a copy of the weights.
-    with _folder_beside(run.folder / "publication") as beside:
+    with _folder_beside(run.folder.resolve() / "publication") as beside:
         with one_line(run.folder, ""):
             _fill(beside / "draft", run, evaluation, options, _link)
         with _refused_by_hub(name):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -294,6 +295,23 @@ def test_an_earlier_publication_is_replaced_whole_or_stays(run: Path, monkeypatc
         card.write("\nWritten by hand.\n")
     with pytest.raises(hg.UserError, match=r"publish.folder deep/out holds something other"):
         hg.publish(run, folder="deep/out")
+
+
+@pytest.mark.parametrize("given", [".", "../here", "../volume", "../volume/"])
+def test_a_folder_that_cannot_be_replaced_is_refused_before_the_model_is_copied(
+    run: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    """An empty mount point failed with `Device or resource busy` after minutes of copying, and `../here` moved the
+    current folder away."""
+    run, here, volume = run.resolve(), Path("here").absolute(), Path("volume").absolute()
+    for folder in (here, volume):
+        folder.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == volume)
+    monkeypatch.setattr(shutil, "copy2", lambda *_: pytest.fail("copied"))
+    with pytest.raises(hg.UserError, match=r"is a mount point or the current folder, .* give a folder inside it"):
+        hg.publish(run, folder=given)
+    assert not any(here.iterdir()) and not any(volume.iterdir())
 
 
 REFUSED: dict[str, tuple[str, list[str], str]] = {
