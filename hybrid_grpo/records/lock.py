@@ -39,17 +39,13 @@ def state_of(folder: Path) -> str | None:
 
 class FolderLock:
     """This process's lock on an existing folder. Raises UserError if another process holds the lock (the message names
-    that process), or if the lock file cannot be written."""
+    that process), and OSError if the lock file cannot be written."""
 
     def __init__(self, folder: Path) -> None:
-        path = folder / ".lock"
         now = datetime.now(UTC).isoformat(timespec="seconds")
         self._owner: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "since": now, "beat": 0}
-        try:
-            self._file = _locked(folder)
-            self._write()
-        except OSError as error:
-            raise UserError(f"run.dir: {path} cannot be written: {error.strerror}") from error
+        self._file = _locked(folder)
+        self._write()
         self._ended = threading.Event()
         threading.Thread(target=self._beat, name="lock", daemon=True).start()
 

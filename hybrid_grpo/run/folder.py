@@ -51,7 +51,7 @@ class RunFolder:
             try:
                 with one_line(path):
                     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._lock = FolderLock(path)
+                    self._lock = FolderLock(path)
                 self._console = ConsoleLog(path)
             except UserError as error:
                 refusal = str(error)

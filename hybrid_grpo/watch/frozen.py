@@ -59,8 +59,8 @@ def write_report(folder: Path) -> Path:
     try:
         replace_text(path, text, of_a_stranger=True)
     except OSError as error:
-        problem = f"{error.filename or path} cannot be written: {error.strerror}"
-        raise UserError(f"{problem}: remove what is in its place, or make room") from None
+        problem = f"{error.filename or path} cannot be written: {error.strerror}: remove what is in its place, make"
+        raise UserError(f"{problem} room, or print a summary with hybrid-grpo report {folder} --text") from None
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -39,15 +40,28 @@ def publish(folder: Path, options: PublishOptionsConfig) -> str:
         return address
     run = _trained_run(folder, options.model)
     evaluation = _evaluation(Path(options.evaluation), run) if options.evaluation else run.evaluation()
-    lock = FolderLock(folder)
+    lock = _lock(folder)
     try:
         if options.hub is None:
             _into_folder(run, evaluation, options, Path(str(options.folder)))
         else:
             _onto_hub(run, evaluation, options, options.hub)
     finally:
-        lock.release()
+        if lock is not None:
+            lock.release()
     return address
+
+
+def _lock(folder: Path) -> FolderLock | None:
+    """Lock a run's folder, so that no run replaces the model while it is copied; None on read-only storage, where no
+    run can."""
+    with one_line(folder, ""):
+        try:
+            return FolderLock(folder)
+        except OSError as error:
+            if error.errno != errno.EROFS:
+                raise
+            return None
 
 
 def _trained_run(folder: Path, model: str) -> TrainedRun:
@@ -176,10 +190,10 @@ def _check_hub(name: str) -> None:
 def _onto_hub(run: TrainedRun, evaluation: Evaluation, options: PublishOptionsConfig, name: str) -> None:
     """Create the repository if there is none, and upload everything in one commit."""
     _check_hub(name)
-    # On the disk of the run, where hard links save a copy of the weights.
-    with _folder_beside(run.folder.resolve() / "publication") as beside:
-        with one_line(run.folder, ""):
-            _fill(beside / "draft", run, evaluation, options, _link)
+    # On the disk of the run, where hard links save a copy of the weights, unless that is read-only.
+    place = run.folder.resolve() if os.access(run.folder, os.W_OK) else Path(tempfile.gettempdir())
+    with one_line(place, ""), _folder_beside(place / "publication") as beside:
+        _fill(beside / "draft", run, evaluation, options, _link)
         with _refused_by_hub(name):
             api = huggingface_hub.HfApi()
             api.create_repo(name, private=options.private, exist_ok=True)
