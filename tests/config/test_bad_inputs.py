@@ -184,6 +184,8 @@ SETTINGS = [
     ("WORLD_SIZE=1 RANK=0 MASTER_PORT=99999 --run.name=x", "MASTER_PORT '99999' in the environment", "1 to 65535"),
     ("LOCAL_SIZE=x --run.name=x", "LOCAL_SIZE 'x' in the environment must be a whole number"),
     ("WORLD_SIZE=2 RANK=0 --run.name=x", "without LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
+    ("DS_ACCELERATOR=CPU --run.name=x", "DS_ACCELERATOR 'CPU' in the environment must be cpu or cuda: set it to one"),
+    ("DS_ACCELERATOR=foo --run.name=x", "DS_ACCELERATOR 'foo' in the environment must be cpu or cuda: set it to one"),
 ]  # fmt: skip
 
 LOADED = [

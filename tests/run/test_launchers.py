@@ -47,11 +47,15 @@ def started_by(monkeypatch):
     (MPIRUN, ("1", "2", "1", "127.0.0.1", "29500")),
     ({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "MASTER_ADDR": "n1"}, ("1", "2", "1", "n1", "29500")),
     (dict.fromkeys(NAMES, "9") | {"WORLD_SIZE": "12"} | MPIRUN, ("9", "12", "9", "9", "9")),  # torchrun under mpirun
+    (dict.fromkeys((*NAMES, "LOCAL_SIZE", "DS_ACCELERATOR"), ""), (None,) * 5),
+    (dict.fromkeys(NAMES, "") | MPIRUN, ("1", "2", "1", "127.0.0.1", "29500")),
 ])  # fmt: skip
 def test_the_words_of_a_starter(started_by, variables, expected):
+    """A variable that is set and empty counts as unset, as for launch.sh; it was said to describe ranks in part."""
     started_by(variables)
     adopt_rank()
     assert tuple(os.environ.get(name) for name in NAMES) == expected
+    assert "" not in (os.environ.get("LOCAL_SIZE"), os.environ.get("DS_ACCELERATOR"))
 
 
 @pytest.mark.parametrize("variables, says", [
