@@ -38,6 +38,7 @@ from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_conf
 from hybrid_grpo.config import EngineConfig, PolicyConfig
 from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
 from hybrid_grpo.model import fetching, listing, shards, tensor_files  # noqa: F401  # `listing` has an effect
+from hybrid_grpo.model.blend import blend
 from hybrid_grpo.model.hardware import refuse_idle_gpus, take_gpu
 from hybrid_grpo.model.kernels.compilation_lock import one_at_a_time
 from hybrid_grpo.model.lora import Adapter
@@ -362,38 +363,27 @@ class Frozen:
         self.engine, *_ = deepspeed.initialize(model=module.requires_grad_(False), config=config)
         self.engine.module.eval()
         self.device = torch.device(get_accelerator().current_device_name())
+        self._averages: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass without gradients. Collective."""
         return self.engine(*args, **kwargs)
 
-    @torch.no_grad()
     def blend(self, source: Engine, mix: float) -> None:
-        """Set the weights to `mix` times the weights of `source` plus (1 - `mix`) times their old values.
-
-        The sum is rounded to the weights' dtype. `source` has the same class, at any ZeRO stage. Ranks do not
-        communicate.
-        """
-        sources: dict[str, Any] = dict(source.engine.module.named_parameters())
-        tensor_files.settle()
+        """Set the weights to `mix` times the weights of `source` plus (1 - `mix`) times their old values, which
+        `model.blend` keeps unrounded. `source` has the same class, at any ZeRO stage. Ranks do not communicate."""
         self.release()
-        for name, parameter in self.engine.module.named_parameters():
-            own, theirs = parameter.ds_tensor, sources[name]
-            # Below stage 3 unpadded: the last ranks' parts may be shorter than their shards.
-            mine = slice(rank() * own.numel(), (rank() + 1) * own.numel())
-            part = theirs.ds_tensor if source.stage == 3 else theirs.data.view(-1)[mine]
-            own = own[: len(part)]
-            own.copy_(torch.lerp(own.float(), part.to(own.device, torch.float32), mix))
+        blend(*shards.same_parts(self.engine.module, source.engine.module, source.stage), mix, self._averages)
 
     def save(self, folder: Path) -> None:
         """Write this rank's shards into a checkpoint's folder."""
-        shards.save_module(folder, _REFERENCE, self.engine.module)
+        shards.save_module(folder, _REFERENCE, self.engine.module, self._averages)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, on any number of ranks; raises UserError if nothing was saved."""
         self.release()
-        shards.load_module(folder, _REFERENCE, self.engine.module)
+        self._averages = shards.load_module(folder, _REFERENCE, self.engine.module)
 
     def release(self) -> None:
         """Free small weights, which stay gathered between forwards, and would not follow a change of their shards."""

@@ -84,6 +84,7 @@ class Trainer(Stage):
             self.carry = Carry(config.rollout, plan, inputs.training.prompts, self.exchange)
             self.parts["carry"] = self.carry
         self.shards = reference if config.grpo.ref_every else None
+        self.shards_are_float32 = config.grpo.averages_reference
 
     def step(self, step: int) -> None:
         """One GRPO step (DeepSeekMath, arXiv:2402.03300, algorithm 1, inner loop)."""

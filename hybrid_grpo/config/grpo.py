@@ -163,7 +163,8 @@ class GrpoConfig:
     """Steps between refreshes of the reference from the policy; 0 keeps the initial model as the reference."""
     ref_mix: PositiveShare = 1.0
     """Weight of the policy in a refreshed reference: 1 replaces the reference (iterative GRPO), and a small weight with
-    ref_every 1 makes it a moving average."""
+    ref_every 1 makes it a moving average. Below 1 it is averaged in float32, which takes 4 bytes of host memory for
+    each weight of a bfloat16 model, sharded over the ranks."""
     num_iterations: Count = 1
     """Number of passes over each rollout (mu in DeepSeekMath)."""
     num_minibatches: Count = 1
@@ -171,6 +172,11 @@ class GrpoConfig:
     balance: Literal["auto", "off"] = "auto"
     """Which rank trains on a group. `off`: the rank that sampled it. `auto`: another rank where ranks would wait for
     each other because their completions differ in length. The loss is the same up to rounding."""
+
+    @property
+    def averages_reference(self) -> bool:
+        """Whether the reference is a moving average, which is float32 whatever the type of the weights."""
+        return self.ref_every > 0 and self.ref_mix < 1
 
     @property
     def measures_old(self) -> bool:

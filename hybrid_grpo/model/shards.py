@@ -121,17 +121,39 @@ def load_copies(
         saved.restore(flat)
 
 
-def save_module(folder: Path, name: str, module: nn.Module) -> None:
-    """Write this rank's shards of a frozen module under ZeRO-3."""
-    _write(folder, name, _shapes(module, trained=False), _module_flats(module), {})
+def same_parts(module: Any, other: Any, stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return this rank's shards of a frozen module under ZeRO-3 and, of another module at ZeRO `stage`, the elements in
+    the same places. Both are by name, flat, and without padding."""
+    others, parts, same = dict(other.named_parameters()), {}, {}
+    for flat in _module_flats(module):
+        [piece] = flat.pieces
+        theirs = others[piece.name]
+        whole = theirs.ds_tensor if stage == 3 else theirs.data.view(-1)[piece.start :]
+        parts[piece.name], same[piece.name] = flat.tensor[: piece.count], whole[: piece.count]
+    return parts, same
+
+
+def save_module(folder: Path, name: str, module: nn.Module, averages: Mapping[str, Tensor]) -> None:
+    """Write this rank's shards of a frozen module under ZeRO-3; of some weights, the `averages` that the shards are the
+    rounding of."""
+    flats = [_Flat(averages.get(flat.pieces[0].name, flat.tensor), flat.pieces) for flat in _module_flats(module)]
+    _write(folder, name, _shapes(module, trained=False), flats, {})
 
 
 @torch.no_grad()
-def load_module(folder: Path, name: str, module: nn.Module) -> None:
-    """Read what `save_module` wrote; see `load_optimizer`."""
-    saved = _Saved(folder, name, _shapes(module, trained=False))
+def load_module(folder: Path, name: str, module: nn.Module) -> dict[str, Tensor]:
+    """Read what `save_module` wrote, and return the averages in it; see `load_optimizer`."""
+    saved, averages = _Saved(folder, name, _shapes(module, trained=False)), {}
     for flat in _module_flats(module):
-        saved.restore(flat)
+        [piece] = flat.pieces
+        shard = flat.tensor[: piece.count]
+        if saved.dtype(piece.name) == torch.float32 != shard.dtype:
+            averages[piece.name] = torch.empty_like(shard, dtype=torch.float32)
+            saved.restore(_Flat(averages[piece.name], [piece]))
+            shard.copy_(averages[piece.name])
+        else:
+            saved.restore(flat)
+    return averages
 
 
 def save_state(folder: Path, state: dict[str, Any]) -> None:
@@ -296,6 +318,9 @@ class _Saved:
                     f"run.resume: checkpoint {folder} was made with another model or other adapters: its shape of"
                     f" {weight} is {saved}, here it is {here}"
                 )
+
+    def dtype(self, weight: str) -> torch.dtype:
+        return self._pieces[weight][0].tensors[_WEIGHT].dtype
 
     def restore(self, flat: _Flat, optimizer: Any = None) -> None:
         """Copy the saved weights into a flat tensor, and their moments into an `optimizer`, but not into padding."""

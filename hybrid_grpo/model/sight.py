@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid_grpo.model.blend import averages_in, blend
 from hybrid_grpo.model.blocks import Blocks
-from hybrid_grpo.model.tensor_files import settle
 from hybrid_grpo.model.towers import lacks_towers, text_of
 from hybrid_grpo.model.upload import upload
 from hybrid_grpo.model.visual_tokens import key_of, keys_of
@@ -70,6 +70,7 @@ class Sight:
         self._looks: OrderedDict[int, Look] = OrderedDict()
         self._extents: dict[int, _Extent] = {}
         self._by_grid: dict[tuple[int, ...], _Extent] = {}
+        self._averages: dict[str, Tensor] = {}
         self._base = tower.base_model
         self.axes = 3 if hasattr(self._base, "get_rope_index") else 1
         config = tower.config
@@ -113,13 +114,21 @@ class Sight:
         self._looks.clear()
         self._room = self._cache_bytes
 
-    @torch.no_grad()
     def blend(self, state: Mapping[str, Tensor], mix: float) -> None:
-        """Set some weights of the tower to `mix` times those given plus (1 - `mix`) times their present values."""
-        settle()
+        """Set some weights of the tower to `mix` times those given plus (1 - `mix`) times their present values, which
+        `model.blend` keeps unrounded."""
         own = self.tower.state_dict()
-        for name, weight in state.items():
-            own[name].copy_(torch.lerp(own[name].float(), weight.float(), mix))
+        blend({name: own[name] for name in state}, state, mix, self._averages)
+        self.forget()
+
+    def saved(self) -> dict[str, Tensor]:
+        """Return what a checkpoint holds of the tower: its weights, or the averages that they are the rounding of."""
+        return {**self.tower.state_dict(), **self._averages}
+
+    def restore(self, saved: Mapping[str, Tensor]) -> None:
+        """Give the tower what `saved` has returned."""
+        self._averages = averages_in(saved, self.tower.state_dict())
+        self.tower.load_state_dict(saved)
         self.forget()
 
     def to(self, device: torch.device) -> None:

@@ -39,8 +39,8 @@ class Reference:
         return measured(self.engine, _seen_by(self._sight, batches), shape, temperature)[0]
 
     def refresh(self, policy: Policy, mix: float) -> None:
-        """Set the weights to `mix` times the policy's weights plus (1 - `mix`) times their present values; `mix` 1 is
-        iterative GRPO (DeepSeekMath, arXiv:2402.03300, algorithm 1)."""
+        """Set the weights to `mix` times the policy's weights plus (1 - `mix`) times their present values, which are
+        kept in float32; `mix` 1 is iterative GRPO (DeepSeekMath, arXiv:2402.03300, algorithm 1)."""
         self.engine.blend(policy.engine, mix)
         if self._sight is not None and policy.tower is not None:
             self._sight.blend(policy.tower.state(), mix)
@@ -50,15 +50,14 @@ class Reference:
         folder.mkdir(parents=True, exist_ok=True)
         self.engine.save(folder)
         if self._sight is not None and rank() == 0:
-            tensor_files.write(self._sight.tower.state_dict(), folder / _TOWER)
+            tensor_files.write(self._sight.saved(), folder / _TOWER)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, on any number of ranks. Raises UserError if nothing was saved, as with
         grpo.ref_every 0."""
         self.engine.load(folder)
         if self._sight is not None:
-            self._sight.tower.load_state_dict(shards.read_file(folder / _TOWER))
-            self._sight.forget()
+            self._sight.restore(shards.read_file(folder / _TOWER))
 
 
 def _own_sight(album: Album | None, policy: PolicyConfig, device: torch.device) -> Sight | None:

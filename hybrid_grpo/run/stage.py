@@ -33,6 +33,7 @@ class Stage:
         features: the features that extend the stage.
         parts: the stage's parts of a checkpoint, other than the policy and the features, by name.
         shards: more tensors in a checkpoint, as large as the policy; or None.
+        shards_are_float32: whether these are float32, whatever the type of the policy.
         last_rollout: completions of the latest step, their scores and mean advantages; None if nothing is sampled.
         last_advantages_BT: the advantages of that rollout's tokens; None until the step has learned from it.
         trace: collects what is recorded of a step beyond its metrics.
@@ -47,6 +48,7 @@ class Stage:
     parts: Mapping[str, Stateful]
     features = Features()
     shards: Shards | None = None
+    shards_are_float32 = False
     trace = StepTrace()
     progress = Progress()
     alarms = Alarms()

@@ -9,6 +9,7 @@ from tiny_architectures import tiny_architecture
 
 from hybrid_grpo.config import DataConfig, LoraConfig, PolicyConfig
 from hybrid_grpo.data.pictures import Album
+from hybrid_grpo.model import tensor_files
 from hybrid_grpo.model.loading import load_config
 from hybrid_grpo.model.lora import check_lora
 from hybrid_grpo.model.processors import load_tower
@@ -60,6 +61,35 @@ def test_adapters_of_a_tower_are_trained_and_merged(name, tmp_path):
     merged = Sight(tower, album.pixels, torch.device("cpu"), 1).look(picture.key).rows_ND
     torch.testing.assert_close(merged, leaf.rows_ND.detach(), rtol=1e-3, atol=1e-4)
     assert (merged - before).abs().max() > 1e-2
+
+
+def test_the_tower_of_a_moving_average_moves_in_bfloat16_and_from_a_checkpoint_too(tmp_path):
+    """Rounded to bfloat16 after every step of 1 % of a difference of 5 %, the weights never moved."""
+    make_seeing("qwen2_5_vl", tmp_path)
+
+    def sight(dtype: str) -> Sight:
+        return Sight(load_tower(PolicyConfig(str(tmp_path), dtype)), lambda key: {}, torch.device("cpu"), 1)
+
+    def go(moved: Sight, steps: int) -> dict[str, torch.Tensor]:
+        for _ in range(steps):
+            moved.blend(target, 0.01)
+        return {name: moved.tower.state_dict()[name].clone() for name in target}
+
+    rounded, resumed, exact = sight("bfloat16"), sight("bfloat16"), sight("float32")
+    start = {name: weight.detach().clone() for name, weight in rounded.tower.named_parameters()}
+    target = {name: 1.05 * weight for name, weight in start.items()}
+    exact.tower.load_state_dict(start, strict=False)
+    tensor_files.write(rounded.saved(), tmp_path / "old.pt")
+    go(rounded, 150)
+    tensor_files.write(rounded.saved(), tmp_path / "middle.pt")
+    end, in_float32 = go(rounded, 150), go(exact, 300)
+    assert all(torch.equal(end[name], in_float32[name].bfloat16()) for name in target)
+    assert sum(bool((end[name] != start[name]).any()) for name in target) > 8
+    for file, steps in (("middle.pt", 150), ("old.pt", 300)):
+        resumed.restore(tensor_files.read(tmp_path / file))
+        assert all(torch.equal(of, end[name]) for name, of in go(resumed, steps).items()), file
+    resumed.blend(target, 1.0)
+    assert {of.dtype for of in resumed.saved().values() if of.is_floating_point()} == {torch.bfloat16}, "a copy"
 
 
 @pytest.mark.parametrize("name", TOWERED)

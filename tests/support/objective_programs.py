@@ -14,6 +14,7 @@ from rank_programs import build, counted, main
 from hybrid_grpo.config import GrpoConfig, RewardConfig
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.grpo.objective import load_objective
+from hybrid_grpo.model import shards
 from hybrid_grpo.model.ranks import rank, world_size
 from hybrid_grpo.rewards.loader import load_rewards
 from hybrid_grpo.rewards.scorer import Rewards
@@ -106,6 +107,7 @@ def objectives(folder: Path) -> dict[str, Any]:
     return {
         "objectives": seen,
         "refresh": {str(stage): refreshed(folder, stage) for stage in (3, 0)},
+        "averaged": {str(stage): averaged(folder, stage) for stage in (3, 2)},
         "iterated": iterated(folder),
         "zeros": zeros(folder),
         "balanced": balanced(folder),
@@ -146,6 +148,43 @@ def refreshed(folder: Path, stage: int) -> dict[str, Any]:
     seen["restored"] = torch.equal(reference.logprobs(batches, shape, 1.0), half_logp_BT)
     seen["changed"] = not torch.equal(half_logp_BT, ref_logp_BT)
     return seen
+
+
+def averaged(folder: Path, stage: int) -> dict[str, Any]:
+    """A reference in bfloat16 that is refreshed 300 times from a policy whose weights have grown by 5 %, with a weight
+    of 1 %: the share of the way that its average goes; whether the weights are its rounding; and whether it gets there
+    from checkpoints of one rank too, of the start (with weights only, as in earlier versions) and of the middle."""
+    trainer = build(folder, stage=stage, dtype="bfloat16")
+    reference = Reference(trainer.policy.config, trainer.config.engine)
+    for parameter in trainer.policy.engine.engine.module.parameters():
+        getattr(parameter, "ds_tensor", parameter.data).mul_(1.05)
+
+    def path(name: str) -> Path:
+        return folder / f"averaged.{stage}" / name
+
+    def after(refreshes: int, name: str, mix: float = 0.01) -> list[torch.Tensor]:
+        for _ in range(refreshes):
+            reference.refresh(trainer.policy, mix)
+        reference.save(path(name) / str(world_size()))
+        (file,) = (path(name) / str(world_size())).glob(f"reference_{rank():05d}_*.pt")
+        return [flat["tensors"]["weight"] for flat in shards.read_file(file)["flats"]]
+
+    start, _, end, rounded = after(0, "start"), after(150, "middle"), after(150, "end"), weights(reference)
+    same = []
+    for name, refreshes in (("start", 300), ("middle", 150)):
+        reference.load(path(name) / "1")
+        same.append(all(map(torch.equal, after(refreshes, f"end from {name}"), end)))
+    copy, went, way = after(1, "copy", 1.0), 0.0, 0.0
+    for begin, average, goal in zip(start, end, copy, strict=True):
+        whole = (goal.float() - begin.float())[: len(average)]
+        went += float(whole @ (average - begin[: len(average)]))
+        way += float(whole @ whole)
+    return {
+        "share": went / way,
+        "rounded": all(torch.equal(a.bfloat16().float(), r[: len(a)]) for a, r in zip(end, rounded, strict=True)),
+        "same": same,
+        "types": [sorted({str(weight.dtype) for weight in of}) for of in (start, end, copy)],
+    }
 
 
 def zeros(folder: Path) -> dict[str, Any]:

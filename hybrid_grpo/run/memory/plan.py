@@ -25,7 +25,7 @@ from hybrid_grpo.model.hardware import CUDA_CONTEXT_BYTES, Hardware
 from hybrid_grpo.model.loading import load_config, parameters_of
 from hybrid_grpo.model.logprobs import HeadFunction
 from hybrid_grpo.rewards.models.reward_model import RewardModel
-from hybrid_grpo.run.memory import remedies
+from hybrid_grpo.run.memory import reference, remedies
 from hybrid_grpo.run.memory.dry_run import NeedsData, Sizes, measure
 from hybrid_grpo.run.memory.parts import Part, Phase, gib
 from hybrid_grpo.run.memory.tower import NO_TOWER, TowerSizes, tower_sizes
@@ -252,7 +252,7 @@ class Plan:
         """What a rank with a GPU has in host memory."""
         states = self.states() if self.offloads else []
         weights = Part("weights", self.dtype * self.n // self.ranks if self.hosted else 0, "more ranks")
-        parts = [self.process, self.reward_models(on_host=True), self.reference(), weights, *states]
+        parts = [self.process, self.reward_models(on_host=True), reference.held(self), weights, *states]
         parts += [*self.feature_parts(on_host=True), self.export, self.copy(), self.pictures]
         return Phase("its host", tuple(part for part in parts if part.bytes and self.gpu))
 
@@ -270,7 +270,7 @@ class Plan:
             runtime = [Part("runtime", CUDA_CONTEXT_BYTES), Part("NCCL", NCCL_BYTES if self.ranks > 1 else 0)]
             return [*runtime, *parts, *([] if self.offloads else self.states())]
         on_host = [self.reward_models(on_host=True), *self.feature_parts(on_host=True)]
-        return [self.process, *parts, *on_host, *self.states(), self.reference()]
+        return [self.process, *parts, *on_host, *self.states(), reference.held(self)]
 
     def held(self, parts: list[Part]) -> list[Part]:
         """Return the parts and, on a GPU, one more for what torch's allocator holds in addition to them."""
@@ -322,15 +322,9 @@ class Plan:
             return Part("gathered weights", self.dtype * self.sizes.attending if self.gpu else 0)
         return Part("gathered weights", self.dtype * self.n)
 
-    def reference(self) -> Part:
-        """Return the reference in host memory, sharded over the ranks. With adapters, it takes no memory of its own."""
-        loaded = self.config.grpo.beta and not self.config.lora.rank
-        return Part("reference", self.dtype * self.n // self.ranks if loaded else 0, "grpo.beta 0, more ranks")
-
     def copy(self) -> Part:
         """Return the copy from which a checkpoint is written; if there is no memory for it, training waits instead."""
-        size = 12 * self.owned + sum(feature.saved(self) for feature in self.features)
-        size += self.dtype * self.n // self.ranks if self.config.grpo.ref_every else 0
+        size = 12 * self.owned + reference.saved(self) + sum(feature.saved(self) for feature in self.features)
         return Part("copy to save", size if self.config.checkpoint.copies else 0, fewest=0)
 
     def feature_parts(self, on_host: bool) -> list[Part]:

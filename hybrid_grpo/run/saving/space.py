@@ -24,10 +24,12 @@ def check_space(folder: Path, config: CheckpointConfig, stage: Stage, models: in
     """Check the disk space, and return the bytes of a checkpoint over all ranks. Raise UserError if the disk lacks room
     for the kept checkpoints, one more being written, and the exported models (`models` of the run and those of
     features). Rollouts and metrics are small by comparison, and not counted."""
-    model = sum(size * p.element_size() for p, size in _sizes(stage.policy))
+    sizes = _sizes(stage.policy)
+    model = sum(size * p.element_size() for p, size in sizes)
     trained = _trained(stage.policy)
     checkpoint = _STATE_BYTES * (trained + sum(map(_trained, stage.features.models)))
-    checkpoint += model if stage.shards is not None else 0
+    if stage.shards is not None:
+        checkpoint += 4 * sum(size for _, size in sizes) if stage.shards_are_float32 else model
     for feature in stage.features:
         checkpoint, models = checkpoint + feature.checkpoint_bytes(trained), models + len(feature.exports)
     count = config.keep + 1 if config.is_on else 0

@@ -122,6 +122,7 @@ def test_the_copy_to_save_is_counted_in_host_memory_and_no_reason_to_refuse():
         (recipe(3), 12 * N // 8),
         (recipe(0, "float32"), 12 * N),
         (recipe(3, grpo=moving), 12 * N // 8 + 2 * N // 8),
+        (recipe(3, grpo=replace(moving, ref_mix=0.01)), 12 * N // 8 + 4 * N // 8),
         (recipe(3, checkpoint=off), 0),
         (recipe(3, checkpoint=CheckpointConfig(every_minutes=0)), 0),
     ]:
@@ -168,6 +169,13 @@ def test_offloaded_states_and_the_reference_are_in_host_memory():
     )
     for phase in made.phases:
         assert not {"float32 masters", "Adam's moments", "reference"} & {part.name for part in phase.parts}
+    # A moving average is float32, and the model runs with its rounding.
+    for mix, dtype, each in ((1.0, "bfloat16", 2), (0.01, "bfloat16", 2 + 4), (0.01, "float32", 4)):
+        moving = replace(
+            config, policy=replace(config.policy, dtype=dtype), grpo=GrpoConfig(beta=0.1, ref_every=1, ref_mix=mix)
+        )
+        averaged = Plan(moving, SIZES, batch_plan(moving, 8), 512, GPU)
+        assert {part.name: part.bytes for part in averaged.host.parts}["reference"] == each * owned
     # Of adapters the reference is the model without them.
     adapted = replace(config, lora=LoraConfig(rank=8))
     assert "reference" not in {part.name for part in Plan(adapted, SIZES, batch_plan(adapted, 8), 512, GPU).host.parts}

@@ -69,6 +69,14 @@ def test_what_is_kept_must_fit(tmp_path, monkeypatch, config, shards, copies, ne
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
 
 
+def test_a_moving_average_is_kept_in_float32(tmp_path):
+    module = torch.nn.ParameterList([torch.zeros(1000, dtype=torch.bfloat16)])
+    stage = stage_of(module, shards=object())
+    kept = [space.check_space(tmp_path, CheckpointConfig(), stage)]
+    stage.shards_are_float32 = True
+    assert [*kept, space.check_space(tmp_path, CheckpointConfig(), stage)] == [14_000, 16_000]
+
+
 def test_a_model_that_is_trained_too_is_kept_with_the_policy(tmp_path, monkeypatch):
     """Its weights and moments are in every checkpoint, and no model of it is written."""
     policy, critic = (torch.nn.ParameterList([torch.zeros(n)]) for n in (1000, 500))
