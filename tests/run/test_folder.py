@@ -1,6 +1,7 @@
 """What is damaged in a run's folder, and is not a checkpoint, ends no run."""
 
 import json
+from types import SimpleNamespace
 
 from hybrid_grpo.config import LogConfig, RunConfig, TrainConfig
 from hybrid_grpo.config.parsing import Parsed
@@ -8,7 +9,17 @@ from hybrid_grpo.records.json_lines import read_jsonl
 from hybrid_grpo.records.sinks import Log
 from hybrid_grpo.run.saving.manifest import Manifest
 from hybrid_grpo.run.settings import settings_of
+from hybrid_grpo.run.stage import Stage
 from hybrid_grpo.run.training import TrainingRun
+
+
+def begun(config):
+    """A run whose policy has been restored."""
+    run, stage = TrainingRun(Parsed(config, ""), {}), Stage()
+    stage.policy, stage.parts = SimpleNamespace(engine=None, load_state_dict=lambda _: None), {}
+    run.checkpoints.load = lambda *_: {"policy": {}}
+    run.restore(stage)
+    return run
 
 
 def test_whatever_is_damaged_is_set_aside_and_named(tmp_path, capsys):
@@ -27,7 +38,7 @@ def test_whatever_is_damaged_is_set_aside_and_named(tmp_path, capsys):
     (folder / "journal" / "step_000003.rank_0").mkdir(parents=True)
     (folder / "prompts.jsonl").mkdir()
     (folder / "rollouts").write_text("")
-    run = TrainingRun(Parsed(config, ""), {})
+    run = begun(config)
     Log(LogConfig(wandb="disabled"), folder, 9, run.start.step).close()
     said = [line.replace(f"{folder}/", "") for line in capsys.readouterr().out.splitlines() if "WARNING" in line]
     assert said == [
@@ -47,5 +58,5 @@ def test_whatever_is_damaged_is_set_aside_and_named(tmp_path, capsys):
     assert b"\x00" in (folder / "damaged_1.details.jsonl").read_bytes()
     # Nothing is damaged any more.
     run._run_folder.release()
-    TrainingRun(Parsed(config, ""), {})
+    begun(config)
     assert "WARNING" not in capsys.readouterr().out

@@ -15,6 +15,7 @@ from hybrid_grpo.records.alarms.symptoms import Symptoms
 from hybrid_grpo.run.saving.checkpoint import Checkpoint
 from hybrid_grpo.run.saving.manifest import Manifest
 from hybrid_grpo.run.stage import Stage
+from hybrid_grpo.run.start import Start
 from hybrid_grpo.run.training import TrainingRun
 
 
@@ -249,11 +250,11 @@ def test_patience_goes_on_where_it_was_and_begins_anew_after_a_stop():
 
 def test_a_resumed_run_knows_its_best_evaluation(tmp_path, capsys):
     run = TrainingRun(Parsed(TrainConfig(run=RunConfig(name="run", dir=str(tmp_path))), ""), {})
-    lines = [{"step": step, **numbers} for step, numbers in enumerate([line(None, 0.5), line(0.2), line(0.4, 0.9)])]
-    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(of | {"policy/loss": None}) + "\n" for of in lines))
-    # Its checkpoint is of the step before the last line.
+    lines = [
+        {"step": step, **numbers, "policy/loss": None} for step, numbers in enumerate([line(None, 0.5), line(0.2)])
+    ]
     manifest = Manifest("0" * 16, 1, 1, 0, {}, {})
-    run.start = SimpleNamespace(checkpoint=Checkpoint(tmp_path, manifest), step=1)
+    run.start = Start(Checkpoint(tmp_path, manifest), tuple(json.dumps(of) + "\n" for of in lines))
     run.checkpoints = SimpleNamespace(load=lambda engine, checkpoint, shards: {"policy": {}, "step": 1})
     stage = Stage()
     stage.policy, stage.parts = SimpleNamespace(engine=None, load_state_dict=lambda state: None), {}
