@@ -40,6 +40,19 @@ def test_a_line_shows_the_held_out_accuracy_only_where_it_was_measured():
     assert second.startswith("step 1/2  reward 0.500  length 12.3  nan s/step  left 0:00:0")
 
 
+def test_a_training_accuracy_is_not_shown_as_held_out():
+    """Once it was, in every line: a source and a language of the training prompts have an accuracy too, and a resumed
+    run meets theirs before its first evaluation. Nor are their steps printed like evaluations."""
+    trained = {"reward/mean": 0.5, "source/ok/accuracy": 0.125, "language/en/accuracy": 0.125}
+    first, second = written(400, (7, trained), (8, trained), (9, {**trained, "eval/heldout/accuracy": 0.75}))
+    assert "held out" not in first and "reward 0.500  held out 0.750" in second
+    shown = []
+    sink = NotebookSink(2, show=shown.append)
+    for step in range(3):
+        sink.write(step, trained)
+    assert "reward 0.5 " in shown[-1] and "held out" not in shown[-1]
+
+
 def test_lines_fit_into_80_columns_and_name_every_number():
     lines = written(100_000, (500, {**EVERYTHING, "eval/heldout/accuracy": 0.5}), (99_500, EVERYTHING))
     for line in lines:
