@@ -81,33 +81,35 @@ class Rewards:
             except ValueError as error:
                 raise UserError(f"rewards: reward_model: {error}") from error
 
-    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+    def check_prompts(self, prompts: Sequence[Prompt], data: str = "the data") -> None:
         """Raise UserError unless the functions can score completions of these prompts, of which there is at least one:
         see `check_columns`. Reward models that see must be able to read pictures, if there are any."""
-        self.check_columns(prompts[0].columns)
+        self.check_columns(prompts[0].columns, data)
         if any(prompt.pictures for prompt in prompts):
             self._each_model(RewardModel.check_pictures)
 
-    def check_columns(self, columns: Collection[str]) -> None:
-        """Raise UserError unless the functions can be called with these columns of the data, which exclude the prompt.
+    def check_columns(self, columns: Collection[str], data: str = "the data") -> None:
+        """Raise UserError unless the functions can be called with these columns, which exclude the prompt. `data` says
+        in messages what has the columns.
 
         No column may have the name of an input or of one of `kwargs`, and no required column may be missing.
         """
         for name in self.inputs:
             if name in columns:
                 raise UserError(
-                    f"data: column {name} has the name of an input that rewards receive from the rollout: rename it"
+                    f"rewards: column {name} of {data} has the name of an input that rewards receive from the rollout:"
+                    " rename it"
                 )
         for reward in self.functions:
             for name in columns:
                 if name in reward.kwargs and reward.interface.accepts(name):
                     raise UserError(
-                        f"rewards: {reward.name} has {name} both in kwargs and as a column of the data: rename one"
+                        f"rewards: {reward.name} has {name} both in kwargs and as a column of {data}: rename one"
                     )
             for name in reward.interface.required:
                 if not {name, reward.interface.instead.get(name)} & {*columns, *self.inputs}:
                     raise UserError(
-                        f"rewards: {reward.name} needs {name}, which is neither a column of the data nor in its kwargs:"
+                        f"rewards: {reward.name} needs {name}, which is neither a column of {data} nor in its kwargs:"
                         f" {did_you_mean(name, columns)}"
                     )
 

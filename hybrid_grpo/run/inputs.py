@@ -232,10 +232,10 @@ def read_eval_set(
         source = feature.held_out_source(source, held_out.data)
     prompts, fact = read_prompts(with_tools(held_out.data, partners), sampler.tokenizer, source, sampler.album)
     if shared := count_equal(trained, prompts):
-        fact += f"; {shared} of them are also training prompts: see docs/data.md"
+        fact += f"; {shared} of them {'is' if shared == 1 else 'are'} also among the training prompts: see docs/data.md"
     if rollout.temperature:
         fact += f"; {rollout.num_generations} completions of each at temperature {rollout.temperature:g}"
-    rewards.check_prompts(prompts)
+    rewards.check_prompts(prompts, f"{source.path_setting} {source}")
     sampler.check_prompts(prompts, partners, rollout)
     opened: Callable[[list[Prompt]], list[Prompt]] = list
     if partners is not None:

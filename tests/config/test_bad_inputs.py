@@ -236,7 +236,9 @@ LOADED = [
     ("--rewards syntax.py:f", "importing syntax.py raised SyntaxError"),
     ("--rewards binary.py:f", "importing binary.py raised"),
     ("--rewards functions.py:f", "f is not a function in functions.py: known are needs"),
-    ("--rewards functions.py:needs", "needs needs nothere, which is neither a column"),
+    ("--rewards functions.py:needs", "needs needs nothere, which is neither a column of the data nor in its kwargs"),
+    # It was called a column of the data, which has it.
+    ("--data.eval_path=nocompletion.jsonl", "exact_match needs answer", "data.eval_path nocompletion.jsonl nor in its"),
     # DeepSpeed
     ("--engine.deepspeed.zero_optimization.typo=1", "DeepSpeedZeroConfig typo Extra inputs"),
     ("--engine.deepspeed.zero_optimization.reduce_bucket_size=-1", "reduce_bucket_size Input should be greater"),

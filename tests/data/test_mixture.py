@@ -247,7 +247,7 @@ def test_a_run_of_a_mixture_tells_the_numbers_of_every_source(tmp_path):
     assert len([row for row in rows if "policy/loss" in row]) == 2
     # Held-out prompts are of no source, so every function scores them; one is a prompt to train on.
     assert all(0.0 <= row["eval/heldout/accuracy"] <= 1.0 for row in (rows[0], rows[-1]))
-    assert "; 1 of them are also training prompts: see docs/data.md" in done.out
+    assert "; 1 of them is also among the training prompts: see docs/data.md" in done.out
     saved = [json.loads(line) for line in (tmp_path / "runs/run/rollouts/step_000001.jsonl").read_text().splitlines()]
     assert [row["source"] for row in saved].count("sums") == 4
     assert {(row["source"], row["columns"]["data_source"]) for row in saved} == {(n, n) for n in ("letters", "sums")}

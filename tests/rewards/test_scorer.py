@@ -279,7 +279,7 @@ def test_too_many_failures_end_the_run() -> None:
 @pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids"])
 def test_a_column_named_as_an_input_is_refused(name: str) -> None:
     message = refusal(lambda: rewards(longer_is_better).score(*rows("a", **{name: ["x"]})))
-    assert message.startswith(f"data: column {name} ") and message.endswith("rename it")
+    assert message.startswith(f"rewards: column {name} of the data has ") and message.endswith("rename it")
 
 
 def test_a_column_named_as_a_fixed_argument_is_refused() -> None:

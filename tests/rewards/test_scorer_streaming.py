@@ -139,7 +139,7 @@ def test_failures_are_those_of_their_rows():
 
 
 def test_columns_are_checked_before_anything_is_sampled():
-    with pytest.raises(UserError, match="data: column completions has the name"):
+    with pytest.raises(UserError, match="rewards: column completions of the data has the name"):
         rewards(length).stream([prompt(0, completions=1)], G)
 
 
