@@ -166,7 +166,7 @@ class TrainConfig(ModelRunConfig):
         self._check_carry()
         _check_objective(self.grpo, self.rollout, self.lora, self.reward_names)
         check_outcome(self.eval, self.reward_names)
-        _check_sources(self.rewards, self.data)
+        self._check_sources()
         if self.data.eval_path is None and self.data.eval_split is None:
             every = 0 if self.eval.sets else self.eval.every
             for setting, value in (("eval.every", every), ("data.eval_limit", self.data.eval_limit)):
@@ -204,6 +204,25 @@ class TrainConfig(ModelRunConfig):
                 value != default,
                 f"grpo.{name} {str(value).lower()} is about rewards in a group, and rollout.num_generations 1 makes"
                 f" none: set rollout.num_generations to 2 or more, or take grpo.{name} out",
+            )
+
+    def _check_sources(self) -> None:
+        """Refuse functions for a source that the mixture lacks, and a source from which nothing would be learned."""
+        known = self.data.source_names
+        for reward, source in [(entry, source) for entry in self.rewards for source in entry.sources]:
+            refuse(
+                source not in known,
+                f"rewards: {reward_name(reward)} is for source {source}, which data.mixture does not have:"
+                f" {did_you_mean(source, known)}",
+            )
+        taught = self.features or any(feature.learns_without_rewards for feature in self.active_features)
+        if not self.rewards or taught or environment_rewards(self.rollout):
+            return
+        for source in known:
+            refuse(
+                all(reward.sources and source not in reward.sources for reward in self.rewards),
+                f"rewards: no function is for source {source} of data.mixture, whose completions would all have reward"
+                f" 0: add {source} to the `sources` of one, or take it out of data.mixture",
             )
 
 
@@ -253,12 +272,3 @@ def _check_objective(grpo: GrpoConfig, rollout: RolloutConfig, lora: LoraConfig,
         f"grpo.overlong_buffer {grpo.overlong_buffer} punishes every completion: set it below"
         f" rollout.max_completion_tokens {rollout.max_completion_tokens}",
     )
-
-
-def _check_sources(rewards: list[RewardConfig], data: DataConfig) -> None:
-    for reward, source in [(entry, source) for entry in rewards for source in entry.sources]:
-        refuse(
-            source not in data.source_names,
-            f"rewards: {reward_name(reward)} is for source {source}, which data.mixture does not have:"
-            f" {did_you_mean(source, data.source_names)}",
-        )

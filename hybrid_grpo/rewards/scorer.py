@@ -85,6 +85,11 @@ class Rewards:
         """Raise UserError unless the functions can score completions of these prompts, of which there is at least one:
         see `check_columns`. Reward models that see must be able to read pictures, if there are any."""
         self.check_columns(prompts[0].columns, data)
+        for reward in self.functions:
+            if own := [prompt for prompt in prompts if prompt.source in reward.sources]:
+                # Prompts have the columns of all sources, with None for those that their own source lacks.
+                has = dict.fromkeys(name for of in own for name, value in of.columns.items() if value is not None)
+                self._check_required(reward, has, f"source {' or '.join(sorted(reward.sources))}")
         if any(prompt.pictures for prompt in prompts):
             self._each_model(RewardModel.check_pictures)
 
@@ -106,12 +111,15 @@ class Rewards:
                     raise UserError(
                         f"rewards: {reward.name} has {name} both in kwargs and as a column of {data}: rename one"
                     )
-            for name in reward.interface.required:
-                if not {name, reward.interface.instead.get(name)} & {*columns, *self.inputs}:
-                    raise UserError(
-                        f"rewards: {reward.name} needs {name}, which is neither a column of {data} nor in its kwargs:"
-                        f" {did_you_mean(name, columns)}"
-                    )
+            self._check_required(reward, columns, data)
+
+    def _check_required(self, reward: Reward, columns: Collection[str], data: str) -> None:
+        for name in reward.interface.required:
+            if not {name, reward.interface.instead.get(name)} & {*columns, *self.inputs}:
+                raise UserError(
+                    f"rewards: {reward.name} needs {name}, which is neither a column of {data} nor in its kwargs:"
+                    f" {did_you_mean(name, columns)}"
+                )
 
     def stream(self, prompts: list[Prompt], num_generations: int, step: int = 0) -> Stream:
         """Score completions of these prompts as they arrive; see `Stream`."""

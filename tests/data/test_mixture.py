@@ -9,7 +9,7 @@ import pytest
 from char_tokenizer import char_tokenizer, ids
 from launching import make_task
 
-from hybrid_grpo.config import BatchPlan, DataConfig, RunConfig, TrainConfig
+from hybrid_grpo.config import BatchPlan, DataConfig, RewardConfig, RunConfig, TrainConfig, build
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import configure, parse
@@ -169,6 +169,35 @@ def test_a_reward_is_called_for_its_sources_alone():
     assert scores.right_B("length", prompts).tolist() == [1.0, 3.0, 3.0]
     assert scores.right_B("one", prompts).tolist() == [1.0, 1.0, 1.0]
     assert scores.reward_B.tolist() == [1.0, 4.0, 4.0] and (scores.status["length"] >= 2).sum() == 0
+
+
+def test_a_reward_needs_a_column_that_its_sources_have_themselves():
+    """Prompts have the columns of all sources, so that a function for a source without the column was found fit, and
+    returned None in every step."""
+    rows = {"ok": {"prompt": "ab", "answer": "a"}, "other": {"prompt": "ba", "gold": "b"}}
+    data = DataConfig(mixture=[{"path": [row], "name": name} for name, row in rows.items()])
+    prompts, _ = read_prompts(data, char_tokenizer())
+
+    def check(*sources: str) -> None:
+        Rewards(load_rewards([RewardConfig("exact_match", sources=list(sources))])).check_prompts(prompts)
+
+    for sources in ((), ("ok",), ("ok", "other")):
+        check(*sources)
+    with pytest.raises(UserError, match="exact_match needs answer, which is neither a column of source other nor in"):
+        check("other")
+
+
+def test_a_source_without_a_reward_is_refused_unless_something_else_teaches_it():
+    """Its completions all had reward 0, without a word. A feature may be what teaches it, or an environment."""
+    given = {"data": {"mixture": mixture(1, 1)}, "rewards": [{"function": "exact_match", "sources": ["b"]}]}
+    with pytest.raises(UserError, match=r"rewards: no function is for source a of data.mixture, .* add a to the `sou"):
+        build(TrainConfig, given)
+    for other in (
+        {"features": ["mine.py:Mine"]},
+        {"rollout": {"environment": "mine.py:Game"}},
+        {"rewards": [*given["rewards"], "repetition_penalty"]},
+    ):
+        build(TrainConfig, {**given, **other})
 
 
 def test_sources_of_tasks_are_those_of_their_recipes():

@@ -82,6 +82,8 @@ def test_teachers_that_mean_nothing_are_refused(settings, says):
     {"teacher": {"model": "m", "into": "loss", "divergence": "jsd", "jsd_beta": 0.1, "clamp": 3.0}},
     {"teacher": {"by_source": {"maths": "m"}, "prompt_column": "solved"}, "data": MIXTURE},
     {"teacher": {"by_source": {"maths": "m", "code": "n"}, "other_tokenizer": True}, "data": MIXTURE},
+    # The teacher alone teaches the other source.
+    {"teacher": {"model": "m"}, "data": MIXTURE, "rewards": [{"function": "exact_match", "sources": ["maths"]}]},
 ])  # fmt: skip
 def test_teachers_that_mean_something_are_not(settings):
-    assert build(TrainConfig, {**settings, "rewards": TWO}).teacher.is_on
+    assert build(TrainConfig, {"rewards": TWO, **settings}).teacher.is_on
