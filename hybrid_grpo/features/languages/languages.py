@@ -22,6 +22,9 @@ class Languages(Feature):
         super().__init__(config, plan, inputs)
         self._own = config.of(LanguagesConfig)
         self._known: dict[str, str] = {}
+        if self._own.column is not None:
+            for prompt in inputs.prompts:
+                self.language_of(prompt)
 
     @property
     def names(self) -> Mapping[str, Sequence[str]]:

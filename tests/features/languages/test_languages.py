@@ -20,9 +20,9 @@ ARABIC = "كم تفاحة تبقى إذا أعطيت أختي ثلاث تفاح�
 SHORT = "3 + 4 = 7"
 
 
-def feature_of(**settings):
+def feature_of(prompts=(), **settings):
     config = build(TrainConfig, {"languages": settings, "rewards": ["exact_match"]})
-    return Languages(config, None, SimpleNamespace(outcome="right"))
+    return Languages(config, None, SimpleNamespace(outcome="right", prompts=prompts))
 
 
 def rollout_of(texts, answers):
@@ -55,10 +55,10 @@ def test_each_language_has_its_own_numbers(column):
     assert {name[9:]: value for name, value in measured.items() if name.startswith("language/")} == expected
 
 
-def test_a_missing_column_is_named_with_its_row():
-    feature = feature_of(names=["en"], column="tongue")
-    with pytest.raises(UserError, match=r"languages\.column tongue: row 0 of the data has no such column: add it"):
-        feature.language_of(rollout_of((ENGLISH, GERMAN, SHORT), ANSWERS).prompts[0])
+def test_a_missing_column_is_named_with_its_row_before_a_model_loads():
+    """It was first looked for when the completions of the first step were measured."""
+    with pytest.raises(UserError, match=r"languages\.column tongue: row 1 of the data has no such column: add it"):
+        feature_of([Prompt(0, SHORT, [1], {"tongue": "en"}), Prompt(1, SHORT, [1], {})], names=["en"], column="tongue")
 
 
 def test_the_reward_is_for_the_language_of_the_prompt():
