@@ -1,6 +1,7 @@
 """The words by which texts are compared, and the language that they are of."""
 
 import re
+from functools import lru_cache
 from typing import Any
 
 from hybrid_grpo.data.overlap import normalized
@@ -27,6 +28,22 @@ def language(text: str) -> str | None:
 
     of_letters = [word for word in words(text[:_MOST_LETTERS]) if word.isalpha()]
     return str(py3langid.classify(" ".join(of_letters))[0]) if len(of_letters) >= _LEAST_WORDS else None
+
+
+@lru_cache
+def language_codes() -> frozenset[str]:
+    """Return the codes that `language` can return."""
+    import py3langid
+
+    return frozenset(code for code, _ in py3langid.rank(""))
+
+
+def language_code(given: Any) -> str:
+    """Return the code of a language that is given as `en`, `EN` or `en-US`; raise ValueError for anything else."""
+    code = str(given).lower().partition("-")[0]
+    if code not in language_codes():
+        raise ValueError(f"{given!r} is not the code of a language: write a code of ISO 639-1, such as en, de or zh")
+    return code
 
 
 def last_asked(prompt: Any) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import regex  # type: ignore[import-untyped]
 
 from hybrid_grpo.data.words import language as detected
-from hybrid_grpo.data.words import last_asked
+from hybrid_grpo.data.words import language_code, last_asked
 from hybrid_grpo.rewards.rules import Completions, LogExtra, compared, completion_texts
 
 _LETTERS = string.ascii_uppercase
@@ -129,11 +129,14 @@ def same_language(
 ) -> list[float | None]:
     """1.0 if a completion is in the language of its prompt, 0.0 if it is in another, None where that cannot be told.
 
-    The prompt's language is the column `language`, an ISO 639-1 code such as en, de or zh, or is detected like that of
-    the completion, from the last message of a user. Texts of fewer than 8 words, not counting formulas and numbers,
-    tell none. Needs py3langid (the extra `clean`).
+    The prompt's language is the column `language`, an ISO 639-1 code such as en, de or zh (EN and en-US are en), or is
+    detected like that of the completion, from the last message of a user. Texts of fewer than 8 words, not counting
+    formulas and numbers, tell none. Needs py3langid (the extra `clean`). Raises ValueError if `language` is no code.
     """
     given = language or [None] * len(prompts)
-    wanted = [code or detected(last_asked(prompt)) for code, prompt in zip(given, prompts, strict=True)]
+    wanted = [
+        language_code(code) if code else detected(last_asked(prompt))
+        for code, prompt in zip(given, prompts, strict=True)
+    ]
     found = [detected(text) for text in completion_texts(completions)]
     return [None if None in pair else float(pair[0] == pair[1]) for pair in zip(wanted, found, strict=True)]

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
-from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.data.batch import Numbers, Prompt, Rollout, Scores
-from hybrid_grpo.data.words import language, last_asked
+from hybrid_grpo.data.words import language, language_code, language_codes, last_asked
 from hybrid_grpo.features.languages.settings import OTHER, LanguagesConfig
 from hybrid_grpo.run.feature import Feature
 from hybrid_grpo.run.inputs import RunInputs
@@ -25,6 +25,13 @@ class Languages(Feature):
         if self._own.column is not None:
             for prompt in inputs.prompts:
                 self.language_of(prompt)
+            return
+        for name in self._own.names:
+            refuse(
+                name not in language_codes(),
+                f"languages.names {name} is not a code that a language can be detected by: write a code of ISO 639-1,"
+                " such as en, de or zh, or set languages.column",
+            )
 
     @property
     def names(self) -> Mapping[str, Sequence[str]]:
@@ -38,7 +45,12 @@ class Languages(Feature):
                 f"languages.column {column}: row {prompt.id} of the data has no such column: add it, or take the"
                 " setting out, to detect languages",
             )
-            found = str(prompt.columns[column])
+            found = str(prompt.columns[column] or OTHER)
+            if found not in (*self._own.names, OTHER):
+                try:
+                    found = language_code(found)
+                except ValueError as error:
+                    raise UserError(f"languages.column {column}: row {prompt.id}: {error}, or {OTHER}") from error
         else:
             text = last_asked(prompt.text)
             found = self._known.get(text) or self._known.setdefault(text, language(text) or OTHER)
@@ -54,7 +66,7 @@ class Languages(Feature):
             own = [row for row, c in enumerate(rollout.completions) if of_row[row] == name and not c.writer]
             right_N = outcome_B[own][~outcome_B[own].isnan()]
             lengths_N = torch.tensor([rollout.lengths[row] for row in own], dtype=torch.float64)
-            found = [language(rollout.completions[row].text) for row in own] if name != OTHER else []
+            found = [language(rollout.completions[row].text) for row in own] if name in language_codes() else []
             same_N = torch.tensor([code == name for code in found if code is not None], dtype=torch.float64)
             threshold = self.config.eval.threshold
             numbers[f"language/{name}/prompts"] = of_prompt.count(name), 1

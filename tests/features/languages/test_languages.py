@@ -61,6 +61,25 @@ def test_a_missing_column_is_named_with_its_row_before_a_model_loads():
         feature_of([Prompt(0, SHORT, [1], {"tongue": "en"}), Prompt(1, SHORT, [1], {})], names=["en"], column="tongue")
 
 
+def test_a_code_may_be_written_in_several_ways_and_a_name_is_no_code():
+    """`EN` and `en-US` counted as another language than en, and `English` did so without a word."""
+    written = ["en", "EN", "en-US", "fr", "other", None]
+    prompts = [Prompt(row, SHORT, [1], {"lang": code}) for row, code in enumerate(written)]
+    feature = feature_of(prompts, names=["en"], column="lang")
+    assert list(map(feature.language_of, prompts)) == ["en", "en", "en", "other", "other", "other"]
+    assert same_language([SHORT] * 4, [ENGLISH] * 4, ["EN", "en-US", "en", "de-AT"]) == [1.0, 1.0, 1.0, 0.0]
+    with pytest.raises(ValueError, match="'English' is not the code of a language: write a code of ISO 639-1, such as"):
+        same_language([SHORT], [ENGLISH], ["English"])
+    named = [Prompt(7, SHORT, [1], {"lang": "English"})]
+    with pytest.raises(UserError, match=r"languages\.column lang: row 7: 'English' is not the code of a l"):
+        feature_of(named, names=["en"], column="lang")
+    # Where all languages are given, the names that the column uses serve as well.
+    assert feature_of(named, names=["English"], column="lang").language_of(named[0]) == "English"
+    for name in ("English", "EN"):
+        with pytest.raises(UserError, match=rf"languages\.names {name} is not a code .* or set languages\.column"):
+            feature_of(names=[name])
+
+
 def test_the_reward_is_for_the_language_of_the_prompt():
     texts = [ENGLISH, GERMAN, CHINESE, ARABIC]
     for asked in texts:
