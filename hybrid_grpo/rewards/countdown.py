@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
+from numbers import Real
 from typing import Any
 
 from hybrid_grpo.rewards.rules import Completions, completion_texts
@@ -31,10 +32,11 @@ def countdown(
 
     The expression is in the last `<answer> </answer>`; without this tag, it is the whole completion. Anything after a
     `=` is ignored. It consists of whole numbers, + - * / and parentheses, and uses every number of `nums` exactly once
-    (at most once if `use_all` is false). Values are exact: 8 / (3 - 8 / 3) is 24. None if `target` is None.
+    (at most once if `use_all` is false). Values are exact: 8 / (3 - 8 / 3) is 24. None if `target` is None. Raises
+    ValueError if `nums` is not a list of numbers, or `target` not a number.
     """
     return [
-        None if goal is None else float(_solves(_expression(text), Counter(numbers), goal, use_all))
+        None if goal is None else float(_solves(_expression(text), numbers, goal, use_all))
         for text, numbers, goal in zip(completion_texts(completions), nums, target, strict=True)
     ]
 
@@ -48,12 +50,14 @@ def _expression(text: str) -> str:
     return text
 
 
-def _solves(expression: str, numbers: Counter[int], target: int, use_all: bool) -> bool:
+def _solves(expression: str, nums: Any, target: Any, use_all: bool) -> bool:
+    if not isinstance(nums, (list, tuple)) or not all(isinstance(number, Real) for number in (*nums, target)):
+        raise ValueError(f"nums {nums!r:.40} must be a list of numbers, and target {target!r:.20} a number")
     read = evaluate(expression)
     if read is None:
         return False
     value, used = read
-    return value == target and (Counter(used) == numbers if use_all else Counter(used) <= numbers)
+    return value == target and (Counter(used) == Counter(nums) if use_all else Counter(used) <= Counter(nums))
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:

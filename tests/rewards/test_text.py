@@ -1,5 +1,6 @@
 """Multiple choice, language, the cosine of the length and the numbers game; and that rules take linear time."""
 
+import re
 import time
 
 import pytest
@@ -100,6 +101,14 @@ def test_countdown_uses_every_number_once(completion: str, reward: int) -> None:
 
 def test_countdown_may_leave_numbers_out() -> None:
     assert countdown(["3*8", "3*8*1/1", "3*8"], [[3, 3, 8]] * 3, [24, 24, None], use_all=False) == [1.0, 0.0, None]
+
+
+@pytest.mark.parametrize("nums, target", [(["1", "2"], "3"), ("[1, 2]", 3), (None, 3), ([1, 2], "3")])
+def test_countdown_refuses_numbers_that_are_text(nums: object, target: object) -> None:
+    """No completion solved them, so that all had reward 0."""
+    with pytest.raises(ValueError, match=re.escape(f"nums {nums!r} must be a list of numbers, and target {target!r}")):
+        countdown(["<answer>1 + 2</answer>"], [nums], [target])
+    assert countdown(["1 + 2", "1 + 2", "1 / 2"], [[1, 2]] * 3, [3.0, None, 0.5]) == [1.0, None, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 from importlib.util import find_spec
+from numbers import Number
 from typing import Any
 
 from hybrid_grpo.rewards.maths.grader import is_mathematical, same_answer
@@ -30,7 +31,7 @@ def math_answer(
 
     **What it must equal.** The column holds a bare answer, or a worked solution whose answer follows `####` or is in
     `\boxed{}`. Values are compared by the conventions of docs/rewards/maths.md. None if `answer` is None. Raises
-    ValueError if math-verify is not installed or an answer in the data set is empty.
+    ValueError if math-verify is not installed, or an answer in the data set is empty or neither text nor a number.
     """
     if not _HAS_MATH_VERIFY:
         raise ValueError("math_answer needs math-verify: pip install 'hybrid_grpo[math]'")
@@ -41,6 +42,8 @@ def math_answer(
 
 def _reference(gold: Any) -> str:
     """Return the answer that the data set gives, either by itself or within a worked solution."""
+    if not isinstance(gold, (str, Number)) or isinstance(gold, bool):
+        raise ValueError(f"answer {gold!r:.40} of the data set is neither text nor a number")
     text = str(gold).strip()
     stated = next((found for find in (_marked, _after_last_hashes) if (found := find(text)) is not None), text).strip()
     if not stated:

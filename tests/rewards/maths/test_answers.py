@@ -1,5 +1,6 @@
 """Final answers of mathematical problems, against a table of pairs and by properties."""
 
+import re
 import resource
 import time
 from fractions import Fraction
@@ -124,6 +125,13 @@ def test_does_not_apply_without_an_answer_and_reads_chats() -> None:
     assert math_answer(["#### 0.1", "#### 0.1"], [0.1, 0.2]) == [1.0, 0.0]
     with pytest.raises(ValueError, match="empty"):
         math_answer(["#### 4"], [" "])
+
+
+@pytest.mark.parametrize("gold", [["12"], True, {"value": 12}])
+def test_an_answer_that_is_neither_text_nor_a_number_is_refused(gold: object) -> None:
+    """Every completion was wrong, since none states `['12']` or `True`."""
+    with pytest.raises(ValueError, match=re.escape(f"answer {gold!r} of the data set is neither text nor a number")):
+        math_answer([r"\boxed{12}"], [gold])
 
 
 def test_says_what_to_install_before_it_looks_at_rows(monkeypatch: pytest.MonkeyPatch) -> None:
