@@ -45,7 +45,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = ("grpo", "turns", "run", "features/average/average.py", "data/packing.py", "generation/scheduler.py")
 TESTS = ("grpo", "turns", "run", "model", "data", "generation", "features", "rewards", "config", "commands")
 """Folders of tests; top-level tests are included too, except those of pages and scripts."""
-TOP = ("engine", "policy", "trainer")
+TOP = ("engine", "gpu_start", "policy", "trainer")
 NO_MORE_S = 60.0
 """Seconds, without a fault, of the tests that start no process, for one fault."""
 SLOW_NO_MORE_S = 60.0

@@ -11,6 +11,7 @@ from tiny_models import STATES, VOCABULARY, build, tiny_config
 
 from hybrid_grpo.generation import Drafter, Request, Sampling, generate, stream_key
 from hybrid_grpo.generation import loop as loops
+from hybrid_grpo.generation.drafts import _Times
 from hybrid_grpo.generation.sequence import Sequence
 from hybrid_grpo.generation.state_pool import rows_for
 from hybrid_grpo.model.attention import ATTENTION
@@ -153,6 +154,15 @@ def test_drafts_are_as_long_as_they_pay():
     for _ in range(200):
         drafter.took(4, 6.0, drafts=True)
     assert len(drafter.propose([mine], 16)[0]) == 1, "steps with drafts turn out to take long"
+
+
+def test_a_step_of_a_size_that_has_not_been_seen_takes_what_is_between_its_neighbours():
+    times = _Times()
+    assert times.of(4) == 0.0
+    times.add(2, 1.0)
+    assert (times.of(1), times.of(8)) == (1.0, 4.0), "a smaller one takes no longer, a larger one as many small ones"
+    times.add(16, 8.0)
+    assert (times.of(4), times.of(8)) == (2.0, 4.0)
 
 
 def test_where_nothing_repeats_a_drafter_looks_ever_more_rarely():

@@ -131,6 +131,19 @@ def test_no_page_leaks_or_has_a_stranger_write_to_it(work, page, spare, slots, b
     assert finished == Counter((i, k, n) for i, (_, limits) in enumerate(work) for k, n in enumerate(limits))
 
 
+def test_an_abandoned_schedule_has_given_back_every_page():
+    """In the middle of groups, of which some wait for slots and some have not been read."""
+    decoding = Decoding(scheduler_of(*(group_of(n, 6, [9] * 5) for n in range(4)), slots=3), 20)
+    for _ in range(2):
+        decoding.admit()
+        decoding.step()
+    schedule = decoding.schedule
+    assert schedule.active and schedule.ready and schedule.pending
+    schedule.abandon()
+    assert_every_page_is_accounted_for(schedule)
+    assert not schedule.busy and not held(schedule)
+
+
 def test_with_room_for_all_every_slot_is_used_and_nothing_goes_back():
     groups = [group_of(i, 5, [6] * 4) for i in range(3)]
     decoding = Decoding(scheduler_of(*groups, pages=100, slots=12), 1000).run()

@@ -14,7 +14,7 @@ from hybrid_grpo.model import hub, loading
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.files import check_files
 from hybrid_grpo.model.limits import check_lengths
-from hybrid_grpo.model.loading import load_model, training_attention
+from hybrid_grpo.model.loading import load_model, training_attention, without_dropout
 
 
 def test_dropout_is_off_in_the_text_model_of_one_that_takes_images_too(tmp_path):
@@ -27,6 +27,8 @@ def test_dropout_is_off_in_the_text_model_of_one_that_takes_images_too(tmp_path)
 
     model = load_model(PolicyConfig(model=str(tmp_path), dtype="float32", attn_implementation="eager")).train()
     assert model.config.get_text_config().attention_dropout == 0.0
+    text = config.text_config.to_dict()
+    assert without_dropout(config).text_config.to_dict() == {**text, "attention_dropout": 0.0}, "nothing else changes"
     ids = torch.arange(1, 20)[None]
     with torch.no_grad():
         assert torch.equal(model(ids).logits, model.eval()(ids).logits)
