@@ -14,6 +14,7 @@ from typing import Any
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout
+from hybrid_grpo.data.completion import Message
 from hybrid_grpo.data.prompts import apply_template, prompt_text
 from hybrid_grpo.data.sources import Row, Source, json_rows, read_rows, standard_input
 
@@ -32,9 +33,9 @@ def read_completions(
     """Read each row of a source as a rollout of one group. `path` is as in `data.path`, or `-` for standard input.
 
     A row has a prompt and either a completion in the column `data.completion_column`, or a list of completions in the
-    column of that name plus `s`. A completion is text, or a chat that ends with the assistant's message. All other
-    columns are for the reward functions, including those in a mapping called `columns`, which `generate` and runs
-    write.
+    column of that name plus `s`. A completion is text, or a chat that ends with the assistant's message. `generate` and
+    runs write the text of the last turn, and all turns in `messages`. All other columns are for the reward functions,
+    including those in a mapping called `columns`, which they write too.
 
     Args:
         tokenizer: makes the tokens of completions; without one, completions have no tokens.
@@ -68,8 +69,10 @@ def _group(number: int, row: Row, where: str, config: DataConfig, tokenizer: Any
     column = one if row.get(one) is not None else many
     if row.get(column) is None:
         raise UserError(f"{of_completion}: {where} has neither {one} nor {many}: {did_you_mean(one, row)}")
-    texts = _texts(row[column], f"{column}: {where}")
+    given = _texts_and_chats(row[column], f"{column}: {where}")
     columns = {name: value for name, value in row.items() if name not in (prompt_column, one, many)}
+    if column == one and _is_conversation(columns.get("messages")):
+        given = [(given[0][0], columns.pop("messages"))]
     if isinstance(columns.get("columns"), dict | None):
         columns |= columns.pop("columns", None) or {}
     # Prompts written by `generate` and by runs already start with the recipe's system message.
@@ -77,20 +80,26 @@ def _group(number: int, row: Row, where: str, config: DataConfig, tokenizer: Any
         {"role": "system", "content": config.system_prompt}
     ]
     text = prompt_text(row, where, replace(config, system_prompt=None) if has_system else config)
-    completions = [Completion(_tokens(text, tokenizer), [], "stop", text) for text in texts]
+    completions = [Completion(_tokens(text, tokenizer), [], "stop", text, (), tuple(chat)) for text, chat in given]
     return Rollout([Prompt(number, text, [], columns)], completions, len(completions))
 
 
-def _texts(value: Any, where: str) -> list[str]:
+def _texts_and_chats(value: Any, where: str) -> list[tuple[str, list[Message]]]:
     several = isinstance(value, list) and bool(value) and not isinstance(value[0], dict)
-    texts = []
+    found = []
     for given in value if several else [value]:
         is_chat = isinstance(given, list) and bool(given) and isinstance(given[-1], dict)
         text = given[-1].get("content") if is_chat and given[-1].get("role") == "assistant" else given
         if not isinstance(text, str):
             raise UserError(f"{where} has {given!r:.40}: give text, or a chat that ends with the assistant's message")
-        texts.append(text)
-    return texts
+        found.append((text, given if is_chat else []))
+    return found
+
+
+def _is_conversation(value: Any) -> bool:
+    """Whether a column `messages` holds the turns of a completion, and not a chat that begins with the prompt."""
+    messages = value if isinstance(value, list) else []
+    return [m.get("role") for m in messages[:1] if isinstance(m, dict)] == ["assistant"]
 
 
 def _tokens(text: str, tokenizer: Any) -> list[int]:

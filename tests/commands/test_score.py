@@ -151,6 +151,27 @@ def test_chats(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert row["reward"] == 4.0 and row["extra"] == {"chatty/role": "user"}
 
 
+def test_a_conversation_is_scored_as_in_the_run_that_had_it(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a line of `rollouts/` or `generate`, only the last turn had reached the functions: they gave other rewards
+    than in the run, without a warning. A column `messages` that is not the completion's stays a column."""
+    asked = {"role": "user", "content": "?"}
+    turns = [{"role": "assistant", "content": "a"}, asked, {"role": "assistant", "content": "bcd"}]
+    (there / "turns.py").write_text(
+        "def turns(completions, **columns):\n"
+        "    return [10 * len(completion) + ('messages' in columns) for completion in completions]\n"
+    )
+    rows: list[dict[str, Any]] = [
+        {"completion": "bcd", "messages": turns},
+        {"completion": turns},
+        {"completions": [turns, turns[2:], "bcd"]},
+        {"completion": "bcd", "messages": [asked, *turns]},
+    ]
+    for row, rewards_B in zip(rows, ([30], [30], [30, 10, 10], [11]), strict=True):
+        write("talk.jsonl", [{"prompt": [asked], **row}])
+        assert main(["score", "talk.jsonl", "--rewards", "turns.py:turns"]) == 0
+        assert [line["reward"] for line in lines(capsys.readouterr().out)] == rewards_B
+
+
 def test_a_recipe_s_source_and_system_message_are_not_those_of_the_file(
     there: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
