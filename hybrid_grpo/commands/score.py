@@ -107,6 +107,10 @@ def _score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
             were = [saved["rewards"].get(name, saved["reward"]) for saved in before]
             table.setdefault(name, {}).update(_compared(were, value_B.tolist(), config.eval.threshold))
     console.print(_table(table))
+    absent = dict.fromkeys(name for saved in before for name in saved["rewards"] if name not in scores.by_function)
+    if absent:
+        which = f"the run's weighted sum also has {', '.join(absent)}, which this command did not call"
+        console.print(which, markup=False, soft_wrap=True)
     for name, where in first_failures.items():
         console.print(f"{name}: first failure at {where}", markup=False, soft_wrap=True)
     refuse(

@@ -116,10 +116,10 @@ class Rewards:
     def _check_required(self, reward: Reward, columns: Collection[str], data: str) -> None:
         for name in reward.interface.required:
             if not {name, reward.interface.instead.get(name)} & {*columns, *self.inputs}:
-                raise UserError(
-                    f"rewards: {reward.name} needs {name}, which is neither a column of {data} nor in its kwargs:"
-                    f" {did_you_mean(name, columns)}"
-                )
+                why = f"which is neither a column of {data} nor in its kwargs: {did_you_mean(name, columns)}"
+                if name == ENVIRONMENTS:
+                    why = "which rollout.environment makes and saved rollouts lack: give the argument a default"
+                raise UserError(f"rewards: {reward.name} needs {name}, {why}")
 
     def stream(self, prompts: list[Prompt], num_generations: int, step: int = 0) -> Stream:
         """Score completions of these prompts as they arrive; see `Stream`."""

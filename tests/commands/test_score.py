@@ -235,6 +235,9 @@ def by_letter(completions):
 
 def needs(completions, topic):
     return [0.0]
+
+def plays(completions, environments):
+    return [0.0]
 """
 
 
@@ -279,6 +282,7 @@ def test_the_runs_own_rewards_say_again_what_they_said(run_there: Path, capsys: 
     assert all({"reward": row["reward"], "rewards": row["rewards"]} == row["before"] for row in rows)
     assert any(row["failed"] for row in rows)
     table = summary(err)
+    assert "did not call" not in err, "both sums are of the same rewards"
     assert table["share that agrees"] == ["1.000"] * 3 and table["right before only"] == table["right now only"]
     assert table["mean now"] == table["mean before"] and table["correlation"] == ["1.000"] * 3
     assert int(table["compared"][0]) + int(table["failed"][0]) + int(table["does not apply"][0]) == 48
@@ -294,7 +298,9 @@ def test_other_rewards_for_some_steps(run_there: Path, capsys: pytest.CaptureFix
     assert [row["before"]["reward"] for row in rows] == [row["reward"] for row in saved]
     assert [row["extra"] for row in rows] == [{"late/letters": len(row["completion"])} for row in saved]
     both = [row for row in rows if row["before"]["reward"] is not None]
-    table = summary(capsys.readouterr().err)
+    err = capsys.readouterr().err
+    table = summary(err)
+    assert "also has early, repetition_penalty, which this command did not call" in err
     # The run has no function of this name: its weighted sum is what is compared with.
     assert table["compared"] == [str(len(both))] * 2 and 0 < len(both) < 32
     for label, values in (
@@ -305,6 +311,18 @@ def test_other_rewards_for_some_steps(run_there: Path, capsys: pytest.CaptureFix
     agree = [(row["reward"] >= 0.5) == (row["before"]["reward"] >= 0.5) for row in both]
     assert table["share that agrees"] == [f"{sum(agree) / len(agree):.3f}"] * 2
     assert float(table["correlation"][0]) < 0
+
+
+def test_what_an_environment_gave_is_named_where_sums_are_compared(
+    run_there: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The weighted sum of the run, with its environment's reward, had been compared to one that cannot have it."""
+    (run_there / "played" / "rollouts").mkdir(parents=True)
+    shutil.copy("runs/run/config.yaml", "played")
+    rows = lines(Path("runs/run/rollouts/step_000001.jsonl").read_text())
+    write("played/rollouts/step_000001.jsonl", [{**row, "rewards": {**row["rewards"], "Game": 1.0}} for row in rows])
+    assert main(["score", "played"]) == 0
+    assert "the run's weighted sum also has Game, which this command did not call\n" in capsys.readouterr().err
 
 
 def test_rewards_of_steps_add_up_to_those_of_the_run(run_there: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -324,6 +342,7 @@ def test_rewards_of_steps_add_up_to_those_of_the_run(run_there: Path, capsys: py
     (["train.jsonl", "--rewards=[{function: exact_match}]", "--score.steps=3"], "is not the folder of a run"),
     (["runs/run", "--score.step=2"], "there is no setting score.step: did you mean score.steps?"),
     (["runs/run", "--rewards", "[{function: 'mine.py:needs'}]"], "needs needs topic, which is neither a column"),
+    (["runs/run", "--rewards", "[{function: 'mine.py:plays'}]"], "environments, which rollout.environment makes and"),
     (["torn"], "torn/rollouts/step_000002.jsonl line 16 is not JSON"),
     (["lacking"], "lacking/rollouts/step_000002.jsonl has groups of different sizes, or lacks lines"),
     (["foreign"], "foreign/rollouts/step_000001.jsonl line 1 has no completion as a run writes it"),
