@@ -56,6 +56,7 @@ def settings_from(
         settings = overlay(settings, {name: _section(cls, name, section)})
     if data is not None:
         settings = overlay(settings, {"data": _data(data, "eval_" if command == "evaluate" else "")})
+    settings = {name: _as_settings(section, str(name)) for name, section in settings.items()}
     if rewards is not None:
         settings["rewards"] = _rewards(rewards)
     if command in ("train", "sft", "reward"):
@@ -104,25 +105,53 @@ def _adapters(peft: Any) -> Settings:
 def _data(data: Any, held_out: str) -> Settings:
     """Return the section `data`. A dictionary is the section itself, or the columns of the rows if one is `prompt`.
     `held_out` begins the names of the settings: `eval_` for held-out rows."""
-    kind, path = type(data), f"{held_out}path"
-    if isinstance(data, os.PathLike):
-        return {path: os.fspath(data)}
-    if kind.__name__ == "DatasetDict":
+    if _is_splits(data):
         names, usual = list(data), "test" if held_out else "train"
-        return {path: data[usual if usual in names else names[0]] if names else []}
-    if kind.__module__.partition(".")[0] == "pandas" and kind.__name__ == "DataFrame":
-        return {path: _table("from_pandas", data, preserve_index=False)}
-    if isinstance(data, Mapping):
-        return {path: _table("from_dict", dict(data))} if "prompt" in data else dict(data)
+        return {f"{held_out}path": data[usual if usual in names else names[0]] if names else []}
+    if isinstance(data, Mapping) and "prompt" not in data:
+        return dict(data)
+    rows = _rows(data, "data")
     refuse(
-        isinstance(data, bytes) or not (isinstance(data, str | Sequence) or hasattr(data, "column_names")),
+        isinstance(rows, bytes) or not (isinstance(rows, str | Sequence) or hasattr(rows, "column_names")),
         f"data is {_kind(data)}: give a file, a folder, a hub name, a list of dictionaries, a DataFrame or a"
         " datasets.Dataset",
     )
-    return {path: list(data) if isinstance(data, tuple) else data}
+    return {f"{held_out}path": rows}
 
 
-def _table(made_by: str, data: Any, **options: Any) -> Any:
+def _is_splits(data: Any) -> bool:
+    return type(data).__name__ == "DatasetDict"
+
+
+def _as_settings(value: Any, place: str) -> Any:
+    """Return the value of the setting `place`, or of a section, in which sources are rows that can be read, and a
+    single reward is a list of one."""
+    name = place.rpartition(".")[2]
+    if name in ("path", "eval_path"):
+        return _rows(value, place)
+    if name == "rewards":
+        return [value] if callable(value) or isinstance(value, Mapping) else value
+    if isinstance(value, Mapping):
+        return {key: _as_settings(entry, f"{place}.{key}") for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_as_settings(entry, f"{place}[{number}]") for number, entry in enumerate(value)]
+    return value
+
+
+def _rows(data: Any, place: str) -> Any:
+    """Return the rows of a table or of a dictionary of columns as a `datasets.Dataset`, and other sources as they are.
+    `place` is the setting that has them."""
+    kind = type(data)
+    if isinstance(data, os.PathLike):
+        return os.fspath(data)
+    if kind.__module__.partition(".")[0] == "pandas" and kind.__name__ == "DataFrame":
+        return _table("from_pandas", data, place, preserve_index=False)
+    if isinstance(data, Mapping) and not _is_splits(data):
+        return _table("from_dict", dict(data), place)
+    return list(data) if isinstance(data, tuple) else data
+
+
+def _table(made_by: str, data: Any, place: str, **options: Any) -> Any:
     """Return a `datasets.Dataset`, made by one of its class methods."""
     import datasets
 
@@ -130,7 +159,7 @@ def _table(made_by: str, data: Any, **options: Any) -> Any:
         return getattr(datasets.Dataset, made_by)(data, **options)
     except (ValueError, TypeError, OverflowError) as error:
         why = " ".join(str(error).split())[:200]
-        raise UserError(f"data cannot be read as columns of rows: {why}: give a list of dictionaries") from error
+        raise UserError(f"{place} cannot be read as columns of rows: {why}: give a list of dictionaries") from error
 
 
 def _rewards(rewards: Any) -> list[Any]:

@@ -45,7 +45,8 @@ def _check_duration(text: str) -> str:
 
 
 def _check_source(source: Any) -> Any:
-    if source is None or isinstance(source, (bool, int, float, Mapping)):
+    is_mapping = isinstance(source, Mapping) and not hasattr(source, "column_names")  # a DatasetDict has them
+    if source is None or is_mapping or isinstance(source, (bool, int, float)):
         raise PydanticCustomError("source_type", "no source of rows")
     return source
 
@@ -85,7 +86,7 @@ Name = Annotated[str, AfterValidator(_check_name)]
 Function = Annotated[Text | Callable[..., Any], PlainSerializer(function_text)]
 """`path/to/file.py:name`, `package.module:name` or the name of a built-in; in Python also the function itself."""
 Source = Annotated[Any, AfterValidator(_check_source), PlainSerializer(_source_text)]
-"""File, folder or hub name; in Python also a `datasets.Dataset` or a list of rows."""
+"""File, folder or hub name; in Python also a `datasets.Dataset` or `DatasetDict`, or a list of rows."""
 
 T = TypeVar("T")
 

@@ -13,7 +13,9 @@ import hybrid_grpo as hg
 from hybrid_grpo import engine
 from hybrid_grpo.commands.arguments import settings_from
 from hybrid_grpo.config import EvaluateConfig, TrainConfig
+from hybrid_grpo.config.building import build
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.data.sources import evaluation_source, read_rows, training_source
 
 SMALL = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
 ROWS = [{"prompt": "dcab=", "answer": "abcd"}]
@@ -67,6 +69,9 @@ BAD = [
     ({"data": {"prompt": ["a"], "answer": ["b", "c"]}}, "data cannot be read as columns of rows"),
     ({"data": {"promt": ["a"]}}, "there is no setting data.promt"),
     ({"data": {"path": 5}}, "data.path: expected"),
+    ({"data": {"path": {"prompt": ["a"], "answer": []}}}, "data.path cannot be read as columns of rows"),
+    ({"eval": {"sets": {"x": {"rewards": 5}}}}, "eval.sets.x.rewards: expected a list"),
+    ({"config": {5: 1}}, "there is no setting 5"),
     ({"config": 5}, "config is 5: give a YAML file, a dictionary"),
     ({"config": "nothere.yaml"}, "config nothere.yaml: there is no such file"),
     ({"config": [{"policy": {"lr": 1e-6}}, 3]}, "config is 3: give a YAML file"),
@@ -104,6 +109,25 @@ def test_rows_come_in_many_forms():
     assert list(settings(data=splits)["data"]["path"]) == rows
     assert list(settings(EvaluateConfig, "evaluate", data=splits)["data"]["eval_path"]) == rows[1:]
     assert settings(data={"path": "x.jsonl", "limit": 5})["data"] == {"path": "x.jsonl", "limit": 5}
+
+
+def test_rows_come_in_as_many_forms_within_a_section():
+    """They were converted only as the argument `data`: with `data={"path": table}` a run ended in a traceback."""
+    columns = {"prompt": ["a", "b"], "answer": ["c", "d"]}
+    rows = [{"prompt": "a", "answer": "c"}, {"prompt": "b", "answer": "d"}]
+    splits = datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)})
+    for data in (rows, tuple(rows), columns, pandas.DataFrame(columns)):
+        sets = {"x": {"path": data, "rewards": reward}, "y": {"path": data, "rewards": {"function": reward}}}
+        sections = {"data": {"path": rows, "eval_path": data}, "eval": {"sets": sets}}
+        for given in (settings(**sections), settings(config=sections)):
+            config = build(TrainConfig, given)
+            found = [config.data.eval_path, *(held_out.path for held_out in config.eval.sets.values())]
+            assert [list(path) for path in found] == [rows] * 3
+            assert [[r.function for r in held_out.rewards] for held_out in config.eval.sets.values()] == [[reward]] * 2
+        mixed = build(TrainConfig, settings(data={"mixture": [{"path": data, "name": "q"}]}))
+        assert list(mixed.data.mixture[0].path) == rows
+    config = build(TrainConfig, settings(data={"path": splits, "eval_split": "train"}))
+    assert read_rows(training_source(config.data)) == read_rows(evaluation_source(config.data)) == rows
 
 
 def test_recipes_are_files_and_dictionaries_and_arguments_win(tmp_path):
