@@ -104,6 +104,9 @@ def _located(path: Sequence[int | str], cls: Any) -> _Place:
 
 def _unknown_place(place: _Place, value: Any, cls: Any) -> str:
     name, depth = place.name, place.name.count(".")
+    if place.owner is cls and depth and name.partition(".")[0] in fields_of(cls):
+        nested = f"{name.replace('.', ': {')}: ...{'}' * depth}"
+        return f"{name}: a recipe has settings within their sections, as in {nested}"
     if place.owner is not cls and (depth > 1 or "[" in name):
         return f"there is no setting {name}: {did_you_mean(name.rpartition('.')[2], fields_of(place.owner))}"
     while isinstance(value, Mapping) and value:  # an unknown section, with its first setting

@@ -127,9 +127,13 @@ def test_wrong_types_name_the_setting_and_what_it_takes(user: User, wrong: str, 
         ("rewards: [{function: a, wieght: 2}]", "there is no setting rewards[0].wieght: did you mean weight?"),
         ("log: {xyzzyxyzzyx: 1}", "there is no setting log.xyzzyxyzzyx: known are log.trackers, log.wandb, "),
         ("sft: {batch_size: 3}", "there is no setting sft.batch_size: known are run, policy, "),
+        ("policy.lr: 1.0e-5", "policy.lr: a recipe has settings within their sections, as in policy: {lr: ...}"),
+        ("rollout.num_generations: 4", "rollout.num_generations: a recipe has settings within their sections"),
+        ("eval.sets.x: {path: x}", "eval.sets.x: a recipe has settings within their sections, as in eval: {sets: {x:"),
     ],
 )
 def test_unknown_names_are_answered_with_the_nearest(user: User, unknown: str, hint: str) -> None:
+    """A key with a dot had been answered with its own name: `there is no setting policy.lr: did you mean policy.lr?`"""
     assert user.refused(yaml=unknown).startswith(hint)
 
 
