@@ -130,5 +130,10 @@ def _wrong_value(place: _Place, kind: str, value: Any, context: Mapping[str, Any
     if kind == "dataclass_type":
         of = next(plain for plain in plain_types(hint) if dataclasses.is_dataclass(plain))
         return f"{name} {value!r} must be settings, as in {example(of)}"
+    lists = [plain for plain in plain_types(hint) if get_origin(plain) is list]
+    if lists and len(place.rest) == 1 and isinstance(place.rest[0], int):
+        name, hint = f"{name}[{place.rest[0]}]", get_args(lists[0])[0]
     expected = "a finite number" if kind == "finite_number" else type_name(hint)
-    return f"{name}: expected {expected}, got {'nothing' if value == '' else value}"
+    quotes = ": YAML takes words such as no and on for true or false, unless they are in quotes"
+    is_word = isinstance(value, bool) and "text" in expected
+    return f"{name}: expected {expected}, got {'nothing' if value == '' else value}{quotes if is_word else ''}"

@@ -98,7 +98,7 @@ def test_null_is_a_value_of_optional_settings_only(user: User, setting: str) -> 
         ("engine: {deepspeed: []}", "engine.deepspeed: expected a mapping, got []"),
         ("run: {steps: 1.5}", "run.steps: expected a whole number, got 1.5"),
         ("run: {steps: true}", "run.steps: expected a whole number, got True"),
-        ("run: {name: no}", "run.name: expected text, got False"),
+        ("run: {name: no}", "run.name: expected text, got False: YAML takes words such as no and on for true or"),
         ("data: {limit: none}", "data.limit: expected a whole number or null, got none"),
         ("log: {wandb: off}", "log.wandb: expected auto or online or offline or disabled, got False"),
         ("rollout: {stop_ids: 3}", "rollout.stop_ids: expected a list, got 3"),
@@ -107,10 +107,13 @@ def test_null_is_a_value_of_optional_settings_only(user: User, setting: str) -> 
         ("rewards: [{function: a, weight: two}]", "rewards[0].weight: expected a finite number, got two"),
         ("rewards: [{function: a}, {function: b, weight: .nan}]", "rewards[1].weight: expected a finite number"),
         ("rewards: [{function: null}]", "rewards[0].function: expected text, got None"),
+        ("rewards: [{function: a, sources: [en, no]}]", "rewards[0].sources[1]: expected text, got False: YAML takes"),
+        ("rollout: {stop_ids: [1, x]}", "rollout.stop_ids[1]: expected a whole number, got x"),
         ("rewards: [{function: a, kwargs: 3}]", "rewards[0].kwargs: expected a mapping, got 3"),
     ],
 )
 def test_wrong_types_name_the_setting_and_what_it_takes(user: User, wrong: str, expected: str) -> None:
+    """Of the list `[en, no]`, which YAML reads as en and false, it was said: expected a list, got False."""
     assert user.refused(yaml=wrong).startswith(expected)
 
 
