@@ -252,9 +252,11 @@ def bind(found: Callable[..., Any], config: RewardConfig, entry: str) -> RewardF
     if batch_size != "group" and not (isinstance(batch_size, int) and batch_size >= 1):
         raise UserError(f"{setting} has batch_size {batch_size!r}: set it to group, or to 1 or more")
     is_builtin = isinstance(config.function, str) and config.function in BUILTINS
+    columns = {p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD} - set(CONTEXT) if is_builtin else set()
     for kwarg in config.kwargs:
-        if kwarg in INPUTS:
-            raise UserError(f"{entry}.kwargs {kwarg}: {name} receives {kwarg} from the rollout: leave it out")
+        if kwarg in INPUTS or kwarg in columns:
+            origin = "the rollout" if kwarg in INPUTS else "a column of the data"
+            raise UserError(f"{entry}.kwargs {kwarg}: {name} receives {kwarg} from {origin}: leave it out")
         if kwarg not in named and (is_builtin or not takes_any):
             hint = did_you_mean(kwarg, named - {*INPUTS, *CONTEXT})
             raise UserError(f"{entry}.kwargs {kwarg}: {name} has no such parameter: {hint}")

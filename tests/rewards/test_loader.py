@@ -161,6 +161,10 @@ def test_kwargs_that_the_function_does_not_take(rules: Path) -> None:
         f"{rules}:strict", kwargs={"answers": 1}
     )
     assert "completions from the rollout: leave it out" in refusal(f"{rules}:bonus", kwargs={"completions": []})
+    # It had been tried, and failed: `zip() argument 2 is longer than argument 1`.
+    assert refusal("exact_match", kwargs={"answer": "x"}).endswith(
+        ".kwargs answer: exact_match receives answer from a column of the data: leave it out"
+    )
     # Of a built-in everything else is a mistake, though this one takes columns by any name.
     assert "retrys: remote has no such parameter: did you mean retries?" in refusal(
         "remote", kwargs={"url": "https://127.0.0.1/", "retrys": 1}
