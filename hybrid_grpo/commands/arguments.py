@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.config.errors import UserError, refuse, type_of
 from hybrid_grpo.config.recipes import Settings, overlay, read_recipe
 from hybrid_grpo.config.types import fields_of
 
@@ -243,4 +243,4 @@ def _kind(value: Any) -> str:
         return repr(value[:40])
     if callable(value) and hasattr(value, "__name__"):
         return f"the {'class' if isinstance(value, type) else 'function'} {value.__name__}"
-    return f"a {type(value).__name__}"
+    return type_of(value)

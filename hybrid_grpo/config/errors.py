@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 RESUME_STATUS = 75
 """Exit status of a run that stopped early and continues with `--run.resume auto` (EX_TEMPFAIL)."""
@@ -38,6 +39,12 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     known = list(names)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean {close[0]}?" if close else f"known are {', '.join(known) or 'none'}"
+
+
+def type_of(value: Any) -> str:
+    """Return the type of a value with its article, such as `an int`; `None` for None."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
 
 
 def refuse_indivisible(name: str, value: int, divisor: int, why: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from hybrid_grpo.config.building import used_part
 from hybrid_grpo.config.composition import setting_names
-from hybrid_grpo.config.errors import did_you_mean, refuse
+from hybrid_grpo.config.errors import did_you_mean, refuse, type_of
 from hybrid_grpo.config.recipes import Settings, overlay, read_recipe
 from hybrid_grpo.config.types import fields_of
 from hybrid_grpo.config.user_code import functions_of, import_place
@@ -70,7 +70,7 @@ def own_task(name: str, setting: str = "data.task") -> TaskRecipe:
     if not isinstance(found, TaskRecipe):
         refuse(
             not callable(found),
-            f"{setting} {name} is a {type(found).__name__}: give a TaskRecipe of hybrid_grpo.data.tasks, or a function"
+            f"{setting} {name} is {type_of(found)}: give a TaskRecipe of hybrid_grpo.data.tasks, or a function"
             " that turns a row of the source into a row with a prompt",
         )
         found = TaskRecipe(found)

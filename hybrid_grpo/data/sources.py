@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_grpo.config import DataConfig, MixtureConfig
-from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.config.errors import UserError, refuse, type_of
 from hybrid_grpo.config.held_out import HeldOut
 from hybrid_grpo.data.tasks import Row, make_rows, map_rows
 from hybrid_grpo.model import hub
@@ -55,7 +55,7 @@ class Source:
     def origin(self) -> str:
         """Where the rows come from, as messages show it: the path, the type of the Python object, or the task."""
         if not isinstance(self.path, str):
-            return f"a {type(self.path).__name__}"
+            return type_of(self.path)
         return self.path or f"task {self.task}"
 
     @property
@@ -137,8 +137,7 @@ def _read(source: Source) -> list[Row]:
         rows = list(islice(_split_rows(source, open_source(source)), source.limit))
     refuse(not rows, f"{source.path_setting} {source} is empty: it has no rows")
     for number, row in enumerate(rows):
-        kind = type(row).__name__
-        refuse(not isinstance(row, dict), f"{source.path_setting}: row {number} (from 0) is a {kind}: give dicts")
+        refuse(not isinstance(row, dict), f"{source.path_setting}: row {number} (from 0) is {type_of(row)}: give dicts")
     return rows
 
 
@@ -331,7 +330,7 @@ def json_rows(
                 way_out = f'write text that begins with {{ as {{"{text_column}": ...}}, all in UTF-8'
             raise UserError(f"{where} line {number} is not JSON ({error}): {way_out}") from error
         if not isinstance(row, dict):
-            raise UserError(f"{where} line {number} is a {type(row).__name__}: write one object per line")
+            raise UserError(f"{where} line {number} is {type_of(row)}: write one object per line")
         yield number, row
 
 

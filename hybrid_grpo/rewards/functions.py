@@ -33,7 +33,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from hybrid_grpo.config import RewardConfig, reward_name
-from hybrid_grpo.config.errors import UserError, did_you_mean
+from hybrid_grpo.config.errors import UserError, did_you_mean, type_of
 from hybrid_grpo.config.user_code import describe, functions_of, import_place, refuse_bare_file
 from hybrid_grpo.rewards.rules import completion_texts
 from hybrid_grpo.workers.calls import Call, Failure, Inputs, Interface, Reply, failed
@@ -158,7 +158,7 @@ def _checked_reply(result: Any, call: Call, extra: dict[str, list[Any]]) -> Repl
     rows = len(call.expected)
     result = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(result, list | tuple):
-        return failed(Failure("invalid", f"returned a {type(result).__name__}, expected a list of {rows}"), rows)
+        return failed(Failure("invalid", f"returned {type_of(result)}, expected a list of {rows}"), rows)
     if len(result) != rows:
         return failed(Failure("invalid", f"returned {len(result)} values, expected {rows}"), rows)
     values: list[RewardValue] = []

@@ -124,6 +124,7 @@ def test_a_data_set_saved_in_another_output_format_gives_plain_rows(tmp_path):
     [
         (b'{"prompt": "a"}\n\n{"prompt": \n', "rows.jsonl line 3 is not JSON "),
         (b'{"prompt": "a"}\n["a"]\n', "rows.jsonl line 2 is a list: write one object per line$"),
+        (b'{"prompt": "a"}\n3\n', "rows.jsonl line 2 is an int: write one object per line$"),
         (b'{"prompt": "\xff"}\n', "rows.jsonl line 1 is not JSON "),
         (b"\n\n", r" \[train\] is empty: it has no rows$"),
     ],
@@ -221,6 +222,7 @@ def test_a_source_may_be_an_object(tmp_path):
     for source, message in [
         (Source([]), r"^data.path a list \[train\] is empty: it has no rows$"),
         (Source(["a"]), r"^data.path: row 0 \(from 0\) is a str: give dicts$"),
+        (Source([1]), r"^data.path: row 0 \(from 0\) is an int: give dicts$"),
         (Source(ROWS, "test"), r"^data.split test: there is no such split, data.path a list has train"),
         (Source(ROWS, subset="main"), r"^data.subset main: data.path a list has no subsets: leave it out$"),
     ]:

@@ -246,7 +246,7 @@ def test_a_function_that_reads_rows_is_a_task(own):
         ("gsmk", "data.task gsmk: there is no such task: did you mean gsm8k?"),
         ("no.py:task", "data.task no.py:task: there is no file"),
         ("my_task.py:shoutin", "data.task my_task.py:shoutin: my_task.py has no shoutin: did you mean shouting?"),
-        ("my_task.py:number", "data.task my_task.py:number is a int: give a TaskRecipe"),
+        ("my_task.py:number", "data.task my_task.py:number is an int: give a TaskRecipe"),
         ("broken.py:task", "importing broken.py raised RuntimeError: no luck (broken.py:1)"),
         ("no_such_module:task", "there is no module no_such_module"),
     ],

@@ -221,13 +221,13 @@ def test_a_wrong_number_of_values() -> None:
     assert statuses(scores, "one") == ["scored"] * 3, "row by row it is right"
 
 
-@pytest.mark.parametrize("result, kind", [(1.0, "float"), (None, "NoneType"), ("ab", "str"), ({}, "dict")])
+@pytest.mark.parametrize("result, kind", [(1.0, "a float"), (None, "None"), (1, "an int"), ({}, "a dict")])
 def test_what_is_not_a_list_is_a_failure(capfd, result, kind: str) -> None:
     def odd(completions):
         return result
 
     assert statuses(rewards(odd).score(*rows("a", "b")), "odd") == ["failed"] * 2
-    assert f"odd returned a {kind}, expected a list of 1." in capfd.readouterr().err
+    assert f"odd returned {kind}, expected a list of 1." in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "1.0", [1.0], 1j, 10**400, torch.ones(2), object()])

@@ -34,7 +34,7 @@ FAILED = {
     "returns nan": "returned nan: return a finite number",
     "returns text": "returned '1.0': return a finite number",
     "returns two": "returned 2 values, expected 1",
-    "returns none at all": "returned a NoneType, expected a list of 1",
+    "returns none at all": "returned None, expected a list of 1",
     "returns a huge list": "returned 1000000 values, expected 1",
     "returns huge steps": "ends rising within 1 to 18",
     "exits": "raised SystemExit: 3 (acting_rewards.py:",

@@ -79,8 +79,8 @@ def _completion_ids(
             token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         case _:
             raise UserError(
-                f"data.completion_column {config.completion_column}: row {prompt.id} (from 0) has"
-                f" {type(value).__name__} {str(value)[:40]!r}: give text or a list of one assistant message"
+                f"data.completion_column {config.completion_column}: row {prompt.id} (from 0) has {value!r:.40}:"
+                " give text or a list of one assistant message"
             )
     end = end_of(prompt, config, tokenizer, ends)
     assert end is not None, "read_pairs refuses tokenizers without end-of-sequence"

@@ -134,7 +134,4 @@ def _parts(row: Row, name: str, value: Any, where: str, config: DataConfig) -> t
                 )
                 before = [*(prompt or []), *before]
             return prompt_text({config.prompt_column: before}, where, config), answer
-    raise UserError(
-        f"{name}: {where} has {type(value).__name__} {str(value)[:40]!r}: give text, or chat messages that end with the"
-        " assistant's"
-    )
+    raise UserError(f"{name}: {where} has {value!r:.40}: give text, or chat messages that end with the assistant's")

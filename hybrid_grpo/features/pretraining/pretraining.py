@@ -82,7 +82,7 @@ def read_texts(config: PtxConfig, tokenizer: Any) -> tuple[list[list[int]], str]
     for number, row in enumerate(rows):
         text = row[config.column]
         where = f"ptx.column {config.column}: row {number} (from 0) of {source}"
-        refuse(not isinstance(text, str), f"{where} has {type(text).__name__} {str(text)[:40]!r}: give text")
+        refuse(not isinstance(text, str), f"{where} has {text!r:.40}: give text")
         try:
             token_ids = [*tokenizer(text)["input_ids"], *end]
         except TypeError as error:

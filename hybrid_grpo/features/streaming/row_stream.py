@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.config.errors import UserError, refuse, type_of
 from hybrid_grpo.data.sources import (
     Files,
     Source,
@@ -194,7 +194,7 @@ def open_shards(source: Source) -> list[Shard]:
             opened = opened.to_iterable_dataset(num_shards=max(1, len(opened.cache_files)))
         refuse(
             not isinstance(opened, datasets.IterableDataset),
-            f"{source.path_setting} is a {type(opened).__name__}, which is already in memory: take out streaming",
+            f"{source.path_setting} is {type_of(opened)}, which is already in memory: take out streaming",
         )
         count = opened.num_shards
         return [

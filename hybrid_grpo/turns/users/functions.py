@@ -6,7 +6,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.config.errors import refuse, type_of
 from hybrid_grpo.config.user_code import import_object
 from hybrid_grpo.data.episodes import Observation
 from hybrid_grpo.turns.observations import SHOWS, received, shows_pictures
@@ -44,7 +44,7 @@ class UserFunction(Tool):
         if isinstance(result, str) or self.interface.schema["shows"]:
             return super()._reply(result)
         expected = f"return text, or None to end the conversation; to show pictures, set the attribute {SHOWS}"
-        return failed(Failure("invalid", f"returned a {type(result).__name__}: {expected}"), 1)
+        return failed(Failure("invalid", f"returned {type_of(result)}: {expected}"), 1)
 
 
 def load_user(config: UserEntry, entry: str) -> UserFunction:

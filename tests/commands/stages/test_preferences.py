@@ -75,7 +75,7 @@ def test_margins_are_read_and_over_long_pairs_are_dropped_and_counted(tmp_path):
     [
         ({"answer": "x"}, {}, "reward.chosen_column chosen: .* has no such column: known are rejected, answer"),
         ({"chosen": "x"}, {"prompt_column": "question"}, "data.prompt_column question: .* has no such column"),
-        ({"chosen": None}, {}, r"reward.chosen_column chosen: row 0 .* has NoneType 'None': give text, or chat"),
+        ({"chosen": None}, {}, r"reward.chosen_column chosen: row 0 .* has None: give text, or chat"),
         ({"chosen": [USER("a")]}, {}, "reward.chosen_column chosen: row 0 .* that end with the assistant's$"),
         ({"prompt": "a", "chosen": [ASSISTANT("x")]}, {}, "reward.chosen_column chosen: .* its prompt is not a chat"),
         ({"chosen": [ASSISTANT("x")]}, {}, "reward.chosen_column chosen: .* its prompt is not a chat: give"),

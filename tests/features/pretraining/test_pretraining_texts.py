@@ -28,7 +28,7 @@ def test_long_texts_become_rows_that_follow_each_other() -> None:
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
-        (["a", None], r"ptx.column text: row 1 \(from 0\) of a list \[train\] has NoneType 'None': give text"),
+        (["a", None], r"ptx.column text: row 1 \(from 0\) of a list \[train\] has None: give text"),
         (["", ""], "no text has two tokens"),
     ],
 )
