@@ -31,7 +31,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops import __compatible_ops__
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
-from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
+from deepspeed.runtime.config import DeepSpeedConfig
 from torch import Tensor, nn
 from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
@@ -153,8 +153,9 @@ def check_config(policy: PolicyConfig, engine: EngineConfig) -> None:
     """Raise UserError if DeepSpeed rejects the configuration of the policy."""
     config = policy_config(policy, engine)
     name = str(config["optimizer"].get("type"))
-    if name.lower() not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, name):
-        raise UserError(f"engine.deepspeed.optimizer.type {name} is not an optimizer of DeepSpeed or torch: remove it")
+    if name.lower() not in ("adam", "adamw"):
+        known = "policy.lr, policy.betas and checkpoints are those of Adam and AdamW"
+        raise UserError(f"engine.deepspeed.optimizer.type {name} is not supported ({known}): take it out")
     try:
         DeepSpeedConfig(config)
     except Exception as error:  # whatever its parser of this section raises on a wrong type
@@ -238,7 +239,7 @@ class Engine:
                 )
         except UserError:
             raise
-        except (ValueError, AssertionError) as error:
+        except (ValueError, AssertionError, TypeError) as error:
             raise UserError(f"engine.deepspeed: DeepSpeed refuses the configuration: {error}") from error
         self.stage = self.engine.zero_optimization_stage()
         self.engine.module.train()

@@ -92,9 +92,10 @@ class TrainConfig(ModelRunConfig):
     eval: EvalConfig = field(default_factory=EvalConfig)
     features: FeatureList = field(default_factory=list)
 
-    def without(self, kind: type[FeatureConfig]) -> TrainConfig:
-        """The same configuration with a feature turned off; `kind` is the class of its section."""
-        changes: dict[str, Any] = {kind.section: kind()}
+    def without(self, kind: type[FeatureConfig], **others: Any) -> TrainConfig:
+        """The same configuration with a feature turned off and, at once, `others` of its sections; `kind` is the class
+        of the feature's section."""
+        changes: dict[str, Any] = {kind.section: kind(), **others}
         return replace(self, **changes)
 
     @property

@@ -237,6 +237,8 @@ def _ranks(folder: Path, name: str) -> int:
     """Return the number of ranks that wrote the files `name` in a folder; raises UserError if a file is missing."""
     files = [re.fullmatch(rf"{name}_(\d+)_of_(\d+)\.pt", path.name) for path in folder.glob(f"{name}_*.pt")]
     found = {(int(match[1]), int(match[2])) for match in files if match}
+    if not found and name != _POLICY:
+        raise UserError(f"run.resume: {folder / name}: the checkpoint was made without it: remove its settings")
     count = max((count for _, count in found), default=1)
     for number, ranks in sorted({(number, count) for number in range(count)} ^ found):
         what = "belongs to another save" if (number, ranks) in found else "is missing"

@@ -71,28 +71,25 @@ class RunFolder:
         if self._lock is not None and self._is_new:
             shutil.rmtree(self.path)
 
-    def begin(
-        self,
-        config_yaml: str,
-        facts: Mapping[str, str],
-        lines: Iterable[str],
-        *,
-        is_damaged: bool,
-        abandoned: int | None = None,
-    ) -> None:
+    def begin(self, config_yaml: str, facts: Mapping[str, str], lines: Iterable[str], *, is_damaged: bool) -> None:
         """On rank 0, set damaged files aside, write config.yaml with `facts` at its head, and write `lines` to
-        metrics.jsonl; `is_damaged` says whether the existing metrics.jsonl is damaged. If what came after a step is
-        `abandoned`, set aside the models of later steps, which this run did not train."""
+        metrics.jsonl; `is_damaged` says whether the existing metrics.jsonl is damaged."""
         if rank() != 0:
             return
         with one_line(self.path):
             for damage in set_aside_damaged(self.path, metrics=is_damaged):
                 say(damage)
-            if abandoned is not None:
-                _set_later_models_aside(self.path, abandoned)
             head = "".join(f"# {name}: {masked_text(fact)}\n" for name, fact in {**_provenance(), **facts}.items())
             replace_text(self.path / "config.yaml", head + config_yaml)
             replace_text(self.path / "metrics.jsonl", "".join(lines))
+
+    def abandon_models(self, last: int) -> None:
+        """On rank 0, set aside the models of steps after `last`, to which the run goes back."""
+        for model in sorted(self.path.glob("model*")) if rank() == 0 else ():
+            if (step := exported(model).get("step", 0)) > last:
+                with one_line(self.path):
+                    kept = set_aside(model, "abandoned")
+                say(f"{model}, of the abandoned step {step}, is kept as {kept.name}: remove it if it is not needed")
 
 
 def set_aside_damaged(folder: Path, *, metrics: bool = False) -> list[str]:
@@ -118,13 +115,6 @@ def set_aside_damaged(folder: Path, *, metrics: bool = False) -> list[str]:
             )
             replace_text(alarms, "".join(line.decode() + "\n" for line in whole))
     return found
-
-
-def _set_later_models_aside(folder: Path, last: int) -> None:
-    for model in sorted(folder.glob("model*")):
-        if (step := exported(model).get("step", 0)) > last:
-            kept = set_aside(model, "abandoned")
-            say(f"{model}, of the abandoned step {step}, is kept as {kept.name}: remove it if it is not needed")
 
 
 def _set_aside(path: Path, why: str) -> str:

@@ -23,6 +23,8 @@ FREE = (
 )
 """Settings that may change between a checkpoint and the run that resumes from it: they decide how the run is computed,
 saved and shown. All others decide what is learned from which data; they may change only with run.allow_changes."""
+_LEARNED_BY = tuple(f"engine.deepspeed.{name}" for name in ("optimizer", "communication_data_type", "data_types"))
+"""Sections of DeepSpeed's configuration that decide what is learned."""
 _OF_ROLL_BACKS = ("guard.non_finite", "guard.patience", "guard.lr_factor")
 """Guard settings that affect what is learned if a run may roll back. Alarms that skip or roll back affect it too."""
 _FREE_OF_REWARD = ("timeout_s", "batch_size", "isolation")
@@ -80,7 +82,7 @@ def _is_free(setting: str, config: ModelRunConfig, each: list[dict[str, Any]]) -
     if setting == "run.steps" and config.policy.lr_schedule != "constant":
         # The schedule ends with the last step.
         return False
-    if setting == "engine.deepspeed.optimizer":
+    if setting in _LEARNED_BY:
         return False
     if setting == "rollout.drafts" and any(settings.get(setting) == "epochs" for settings in each):
         # It decides which random numbers there are.

@@ -65,7 +65,9 @@ class TrainingRun:
             self._run_folder.discard()
             raise
         evaluation = self.config.eval if isinstance(self.config, TrainConfig) else None
-        self._best = Best(evaluation, self.folder, self.start.lines, self.start.step if self.start.rewinds else None)
+        self._best = Best(evaluation, self.folder, self.start.lines)
+        if self.start.rewinds:
+            self._best.go_back(self.start.step, self.start.lines)
         # Every rank has looked into the folder before rank 0 changes it.
         barrier()
         code = {name: of for name, of in self.checkpoints.inputs.items() if name.startswith(CODE)}
@@ -257,7 +259,8 @@ class TrainingRun:
         checkpoint = self.checkpoints.roll_back(checkpoint, lr_scale, note)
         self._bind_journal()
         self.saver.step = step
-        self._best.remember(lines_before(self.folder / "metrics.jsonl", step))
+        self._run_folder.abandon_models(step)
+        self._best.go_back(step, lines_before(self.folder / "metrics.jsonl", step))
         self._recall(checkpoint, load_stage(stage, self.checkpoints, checkpoint))
         say(f"ROLLBACK: {note}")
         return step
@@ -321,10 +324,11 @@ class TrainingRun:
         nothing can be refused any more, the run's folder stays as it was."""
         checkpoint = self.start.checkpoint
         state = load_stage(stage, self.checkpoints, checkpoint) if checkpoint is not None else {}
-        abandoned = self.start.step if self.start.rewinds else None
-        self._run_folder.begin(*self._head, self.start.lines, is_damaged=self.start.is_damaged, abandoned=abandoned)
-        if abandoned is not None:
-            self.checkpoints.forget_after(abandoned)
+        if self.start.rewinds:
+            self._run_folder.abandon_models(self.start.step)
+        self._run_folder.begin(*self._head, self.start.lines, is_damaged=self.start.is_damaged)
+        if self.start.rewinds:
+            self.checkpoints.forget_after(self.start.step)
         if checkpoint is not None:
             self._recall(checkpoint, state)
             say(f"resumed {self.folder} after step {self.start.step}")

@@ -242,7 +242,8 @@ LOADED = [
     # DeepSpeed
     ("--engine.deepspeed.zero_optimization.typo=1", "DeepSpeedZeroConfig typo Extra inputs"),
     ("--engine.deepspeed.zero_optimization.reduce_bucket_size=-1", "reduce_bucket_size Input should be greater"),
-    ("--engine.deepspeed.optimizer.type=nope", "engine.deepspeed.optimizer.type nope is not an optimizer of DeepSpeed"),
+    ("--engine.deepspeed.optimizer.type=Muon", "engine.deepspeed.optimizer.type Muon is not supported (policy.lr"),
+    ("--engine.deepspeed.wandb.enabled=true", "engine.deepspeed.wandb.enabled is not supported (log.trackers names"),
     ("--engine.deepspeed.flops_profiler=3", "engine.deepspeed: DeepSpeed refuses the configuration"),
     # Configurations of models
     *[(f"--policy.model={name}", f"policy.model {name}", *says) for name, *says in [

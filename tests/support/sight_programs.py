@@ -76,7 +76,9 @@ def _case(folder: Path, stage: int, lora: int) -> dict[str, Any]:
     again = build(folder, stage, lora)
     newest, _ = checkpoints.newest_whole()
     assert newest is not None
-    state = checkpoints.load(again.policy.engine, newest, [again.shards] if again.shards is not None else [])
+    state = checkpoints.load(again.policy.engine, newest)
+    if again.shards is not None:
+        again.shards.load(newest.folder)
     again.loader.load_state_dict(state["loader"])
     again.policy.load_state_dict(state["policy"])
     again.step(3)

@@ -33,8 +33,8 @@ class CriticMemory(FeatureMemory):
 
     def _own(self, plan: Plan) -> Plan:
         settings = plan.config.of(CriticConfig)
-        config = replace(
-            plan.config.without(CriticConfig),
+        config = plan.config.without(
+            CriticConfig,
             policy=settings.as_policy(plan.config.policy),
             engine=settings.as_engine(plan.config.engine),
             lora=LoraConfig(),

@@ -20,17 +20,12 @@ FOLDER = "model_best"
 
 class Best:
     """The best evaluation of the run in `folder`, by the metric `eval.best`; without that setting nothing is kept.
-    `lines` are the lines of metrics.jsonl up to the step that the run resumes after; evaluations after the step `last`
-    are forgotten. Collective."""
+    `lines` are the lines of metrics.jsonl up to the step that the run resumes after. Collective."""
 
-    def __init__(
-        self, config: EvalConfig | None, folder: Path, lines: Iterable[str] = (), last: int | None = None
-    ) -> None:
+    def __init__(self, config: EvalConfig | None, folder: Path, lines: Iterable[str] = ()) -> None:
         self._metric, self._patience = (config.best, config.patience) if config else (None, None)
         self._model = folder / FOLDER
         facts = all_gather_objects(exported(self._model))[0] if self._metric else {}
-        if last is not None and facts.get("step", 0) > last:
-            facts = {}
         self._step = int(facts["step"]) if self._metric in facts else -1
         self._value = facts.get(self._metric or "", -math.inf)
         self._since = 0
@@ -50,6 +45,12 @@ class Best:
         """Set the number of evaluations after the best one to the number in these lines of metrics.jsonl."""
         later = (line for line in map(json.loads, lines) if line["step"] > self._step >= 0)
         self._since = sum(line.get(self._metric) is not None for line in later)
+
+    def go_back(self, step: int, lines: Iterable[str]) -> None:
+        """Forget an evaluation after a step to which the run goes back; `lines` are those of metrics.jsonl up to it."""
+        if self._step > step:
+            self._step, self._value, self._since = -1, -math.inf, 0
+        self.remember(lines)
 
     def is_beaten(self, values: dict[str, float]) -> bool:
         """Return whether these metrics are better than the best evaluation so far."""

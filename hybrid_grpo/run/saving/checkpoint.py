@@ -187,13 +187,10 @@ class Checkpoints:
             self._remove(old)
         self._clear_drafts()
 
-    def load(self, engine: Engine, checkpoint: Checkpoint, shards: Sequence[Shards] = ()) -> dict[str, Any]:
-        """Restore a checkpoint that `verify` returned, and return this rank's state. Collective."""
+    def load(self, engine: Engine, checkpoint: Checkpoint) -> dict[str, Any]:
+        """Restore the engine from a checkpoint that `verify` returned, and return this rank's state. Collective."""
         folder = checkpoint.folder
-        state = dict(engine.load(folder.parent, folder.name)["hybrid_grpo"])
-        for part in shards:
-            part.load(folder)
-        return state
+        return dict(engine.load(folder.parent, folder.name)["hybrid_grpo"])
 
     def roll_back(self, checkpoint: Checkpoint, lr_scale: float, note: str) -> Checkpoint:
         """Abandon everything after a checkpoint, record the reason and the learning-rate factor from there on in its

@@ -117,12 +117,14 @@ class Saver:
 def load_stage(stage: Stage, checkpoints: Checkpoints, checkpoint: Checkpoint) -> dict[str, Any]:
     """Restore a stage from a checkpoint, including the learning-rate factor if the run went back to it, and return this
     rank's whole state. Raise UserError if the checkpoint lacks a part. Collective."""
-    state = checkpoints.load(stage.policy.engine, checkpoint, stage.all_shards)
+    state = checkpoints.load(stage.policy.engine, checkpoint)
     stage.policy.load_state_dict(state["policy"])
     for name, part in stage.all_parts.items():
         # Settings that were added with run.allow_changes may need parts that the checkpoint lacks.
         refuse(name not in state, f"run.resume: {checkpoint.folder} was made without {name}: remove its settings")
         part.load_state_dict(state[name])
+    for shards in stage.all_shards:
+        shards.load(checkpoint.folder)
     if (lr_scale := checkpoint.manifest.lr_scale) is not None:
         stage.policy.lr_scale = lr_scale
         for model in stage.features.models:

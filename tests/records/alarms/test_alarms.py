@@ -255,7 +255,7 @@ def test_a_resumed_run_knows_its_best_evaluation(tmp_path, capsys):
     ]
     manifest = Manifest("0" * 16, 1, 1, 0, {}, {})
     run.start = Start(Checkpoint(tmp_path, manifest), tuple(json.dumps(of) + "\n" for of in lines))
-    run.checkpoints = SimpleNamespace(load=lambda engine, checkpoint, shards: {"policy": {}, "step": 1})
+    run.checkpoints = SimpleNamespace(load=lambda engine, checkpoint: {"policy": {}, "step": 1})
     stage = Stage()
     stage.policy, stage.parts = SimpleNamespace(engine=None, load_state_dict=lambda state: None), {}
     assert run.restore(stage) == 1

@@ -68,6 +68,11 @@ def test_what_was_best_is_known_when_the_run_goes_on(tmp_path: Path) -> None:
     before = Best(config, tmp_path, lines[:1])
     assert played(before, Weights(), [0.9, 0.6, 0.7, 0.8], first=1) == [False, False, False, True]
     assert kept(tmp_path) == ("1", {"step": 1, METRIC: 0.9})
+    # A run that goes back: an abandoned value, which no model of the run had, was never beaten.
+    before.go_back(3, lines)
+    assert not before.is_beaten({METRIC: 0.75}), "its best one is of step 1"
+    before.go_back(0, lines[:1])
+    assert before.is_beaten({METRIC: 0.1}) and not before.exhausted
     # A run that branches off has the lines of the other, and none of its weights.
     assert not Best(config, tmp_path / "branch", lines).exhausted
     other = Best(EvalConfig(best="eval/other/accuracy"), tmp_path)
