@@ -15,7 +15,7 @@ from hybrid_grpo.config.features import feature_folders, registered
 
 PACKAGE = ROOT / "hybrid_grpo"
 MOST_ENTRIES, MOST_FILE, MOST_FUNCTION = 16, 400, 60
-MOST_LINES, MOST_CORE_LINES = 52_190, 33_460
+MOST_LINES, MOST_CORE_LINES = 52_390, 33_570
 MOST_FILES_OF_A_STEP, MOST_LINES_OF_A_STEP = 22, 6_080
 BESIDE_THE_CORE = (
     *("features/", "commands/", "watch/", "turns/"),
