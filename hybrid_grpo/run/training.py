@@ -68,8 +68,6 @@ class TrainingRun:
         self._best = Best(evaluation, self.folder, self.start.lines)
         if self.start.rewinds:
             self._best.go_back(self.start.step, self.start.lines)
-        # Every rank has looked into the folder before rank 0 changes it.
-        barrier()
         code = {name: of for name, of in self.checkpoints.inputs.items() if name.startswith(CODE)}
         self._head = parsed.yaml, {**facts, **code}
         if self.start.checkpoint is not None and not self.start.forks:
@@ -321,7 +319,7 @@ class TrainingRun:
 
     def restore(self, stage: Stage) -> int:
         """Restore a stage from the checkpoint at which the run starts, if any. Return the number of steps done. Until
-        nothing can be refused any more, the run's folder stays as it was."""
+        nothing can be refused any more, and every rank has loaded the stage, the run's folder stays as it was."""
         checkpoint = self.start.checkpoint
         state = load_stage(stage, self.checkpoints, checkpoint) if checkpoint is not None else {}
         if self.start.rewinds:
