@@ -289,7 +289,7 @@ class Trainer(Stage):
         """Iterate over the optimizer steps on a rollout, each as its weighted micro-batches. Collective."""
         split, limit = partial(self.micro_batches, rollout), self.config.rollout.max_completion_tokens
         settings = self.config.grpo, limit, self.total, self.highest
-        return optimizer_steps(rollout, signals, split, *settings, starts_on_policy=self.config.starts_on_policy)
+        return optimizer_steps(rollout, signals, split, *settings, starts_on_policy=self.config.grpo.starts_on_policy)
 
     def micro_batches(self, rollout: Rollout, rows: Sequence[int], *, gradients: bool = True) -> list[MicroBatch]:
         """Split rows into micro-batches within the token budget, the same number on every rank. Collective."""

@@ -179,6 +179,12 @@ class GrpoConfig:
         return self.ref_every > 0 and self.ref_mix < 1
 
     @property
+    def starts_on_policy(self) -> bool:
+        """Whether the ratio of a rollout's first optimizer step is 1 by construction, since its own log-probabilities
+        serve as `old_logp`; the sampler's do if the user has chosen them."""
+        return self.old_logp != "sampler"
+
+    @property
     def measures_old(self) -> bool:
         """Whether the first optimizer step needs more of the policy that sampled than `old_logp`."""
         return self.tokens == "top_entropy" or self.baseline == "optimal" or self.sampler_normalize

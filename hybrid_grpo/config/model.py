@@ -125,16 +125,14 @@ _UNSUPPORTED = {
     "sequence_parallel_size": "the loss needs whole sequences on a rank",
     "torch_autocast": "generation would not compute in the same type as training: set policy.dtype",
     "checkpoint": "checkpoints are written by hybrid_grpo itself",
-    "wandb.enabled": "log.trackers names what shows the metrics",
-    "tensorboard.enabled": "log.trackers names what shows the metrics",
-    "comet.enabled": "log.trackers names what shows the metrics",
+    **{f"{name}.enabled": "log.trackers names what shows the metrics" for name in ("wandb", "tensorboard", "comet")},
     "compile.deepcompile": "it does not run under the hybrid engine",
     "zero_optimization.zero_quantized_weights": _OTHER_WEIGHTS,
     "zero_optimization.zero_quantized_nontrainable_weights": _OTHER_WEIGHTS,
     "zero_optimization.zero_quantized_gradients": "the gradient would not be that of the loss",
     "zero_optimization.zenflow": "it delays updates, so that rollouts would not come from the newest policy",
 }
-"""DeepSpeed settings that are refused because generation or the loss would go wrong, and why."""
+"""DeepSpeed settings that are refused, and why."""
 OF_SHARDS = ("offload_param", "zero_hpz_partition_size")
 """Sections of zero_optimization that concern sharded weights."""
 _KNOWN = yaml.safe_load(Path(__file__).with_name("deepspeed_sections.yaml").read_text(encoding="utf-8"))

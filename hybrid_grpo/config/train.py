@@ -132,12 +132,6 @@ class TrainConfig(ModelRunConfig):
         auto = auto or (grpo.drift_coef > 0 and grpo.drift == "absolute")
         return auto if grpo.old_logp == "auto" else grpo.old_logp == "policy"
 
-    @property
-    def starts_on_policy(self) -> bool:
-        """Whether the ratio of a rollout's first optimizer step is 1 by construction. It is not if `old_logp` is the
-        sampler's by the user's choice, or of a filtered distribution whose support is not known."""
-        return self.recomputes_old_logp or (self.grpo.old_logp == "auto" and self.rollout.logprobs != "sampling")
-
     def idle_bounds(self, optimizer_steps: int) -> list[str]:
         """Return the bounds of the ratio that were changed without effect, because the ratio is 1: every rollout has a
         single optimizer step, no feature adds completions, `old_logp` is the policy's own, and no completion has tokens
@@ -146,7 +140,7 @@ class TrainConfig(ModelRunConfig):
         bounds = ("epsilon_low", "epsilon_high", "dual_clip", "tau_pos", "tau_neg", "off_policy_mask", "drift_coef")
         changed = [f"grpo.{name}" for name in bounds if getattr(self.grpo, name) != getattr(default, name)]
         others = self.rollout.carry or any(feature.rows_per_group for feature in self.active_features)
-        return changed if optimizer_steps == 1 and self.starts_on_policy and not others else []
+        return changed if optimizer_steps == 1 and self.grpo.starts_on_policy and not others else []
 
     @property
     def reward_names(self) -> list[str]:

@@ -464,4 +464,4 @@ def test_bounds_are_idle_only_where_the_ratio_is_one():
     assert replace(config, rollout=RolloutConfig(logprobs="sampling", top_p=0.9)).idle_bounds(1), "they are recomputed"
     sampler = replace(config.grpo, old_logp="sampler")
     assert not replace(config, grpo=sampler, rollout=RolloutConfig(logprobs="sampling", top_p=0.9)).idle_bounds(1)
-    assert not replace(config, grpo=sampler).starts_on_policy, "what the user has asked for counts from the start"
+    assert not replace(config, grpo=sampler).idle_bounds(1), "what the user has asked for counts from the start"
