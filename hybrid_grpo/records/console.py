@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import sys
 import time
@@ -17,8 +18,6 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
-
-from hybrid_grpo.records.alarms.symptoms import evaluated_sets
 
 WIDTH = 80
 """Columns of a line where the width of the terminal is not known."""
@@ -40,6 +39,8 @@ _NUMBERS = (
 )
 """What a line shows, the most important first. `tokens` are the sampled tokens of a step per second of the whole step;
 `held out` is the accuracy on the first held-out set, in steps that measured it."""
+_ACCURACY = re.compile("eval/[^/]+/accuracy")
+"""The accuracy on a held-out set. Parts of the training data, such as a source, have an `accuracy` too."""
 
 
 def is_plain() -> bool:
@@ -96,7 +97,7 @@ class Progressing:
     def held_out(self, values: Mapping[str, float]) -> float | None:
         """Return the accuracy on the first held-out set; None if it was not measured."""
         # An evaluation before the first step names all sets, in order.
-        self._set = self._set or next((f"{name}/accuracy" for name in evaluated_sets(values)), "")
+        self._set = self._set or next(filter(_ACCURACY.fullmatch, values), "")
         return values.get(self._set)
 
     def left(self, step: int) -> timedelta | None:
@@ -131,7 +132,7 @@ class ConsoleSink:
             return
         begins = f"step {step:{len(str(steps))}d}/{steps}  "
         numbers_text = self._progress.line(step, values, WIDTH - len(begins))
-        evaluated = bool(evaluated_sets(values))
+        evaluated = any(map(_ACCURACY.fullmatch, values))
         if step % max(1, steps // 200) == 0 or evaluated or step == steps:
             with suppress(OSError):  # nobody reads it anymore
                 print(begins + numbers_text, file=self._stream, flush=True)

@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -259,7 +259,6 @@ _SYMPTOMS: dict[str, tuple[Callable[[Symptoms, dict[str, float]], Sign | None], 
 _NEEDED = {"group/all_right_frac", *(name for _, needed in _SYMPTOMS.values() for name in needed)}
 
 
-def evaluated_sets(values: Mapping[str, float]) -> list[str]:
-    """Return the names of the held-out sets that were evaluated in a step, such as `eval/heldout`. Parts of the
-    training data, such as a source, have an `accuracy` too."""
+def evaluated_sets(values: dict[str, float]) -> list[str]:
+    """Return the names of the held-out sets that were evaluated in a step, such as `eval/heldout`."""
     return [name.removesuffix("/accuracy") for name in values if re.fullmatch("eval/[^/]+/accuracy", name)]
