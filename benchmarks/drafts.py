@@ -11,11 +11,6 @@ log-probability.
 again, and `countdown`, attempts to reach a number, in which the same numbers and intermediate results come back. It
 then times the workload `tail` of rollout.py with prompts of each kind: without drafts and with, in turn. `random` are
 the prompts of that workload and an untrained model, where nothing repeats. Lengths of completions are forced.
-
-`epochs` completes the countdown's prompts in five epochs, between which the policy changes by `--kl` nats a token (see
-`changed` in epochs.py). Each is timed without drafts, with those of siblings, and as by `rollout.drafts: epochs`, all
-with the same random streams. With `free rows`, drafts are taken as if a row took no time, as in the tail on a GPU,
-where the steps count, not the seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +21,6 @@ import os
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -42,14 +36,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybrid_grpo.generation import Drafter, Request, Sampling, generate, stream_key
 from hybrid_grpo.generation import loop as loops
-from hybrid_grpo.generation.past import Past
-from hybrid_grpo.generation.sequence import Sequence as Decoded
 from hybrid_grpo.generation.state_pool import rows_for
 from hybrid_grpo.model.attention import ATTENTION
 
 sys.path.append(str(Path(__file__).parents[1] / "tests/support"))
 
-KINDS, EPOCHS = ("copy", "countdown"), 5
+KINDS = ("copy", "countdown")
 DIGITS, PLUS, MINUS, IS, END, FROM = range(64, 74), 74, 75, 76, 77, 78
 
 
@@ -109,7 +101,6 @@ def timed(model: Any, workload: Workload, drafters: Sequence[Drafter | None], re
         Request(ids, keys=[next(keys) for _ in lengths], limits=lengths)
         for ids, lengths in zip(workload.prompts, workload.lengths, strict=True)
     ]
-    shared = [replace(request, shared=request.keys) for request in requests]
     seconds: list[list[float]] = [[] for _ in drafters]
     stats: list[Any] = [None for _ in drafters]
     for repeat in range(repeats + 1):
@@ -117,9 +108,8 @@ def timed(model: Any, workload: Workload, drafters: Sequence[Drafter | None], re
         # In turn from both ends, since the first of a repeat is a little faster, whatever it is.
         for number, drafter in list(enumerate(drafters))[:: 1 if repeat % 2 else -1]:
             start = time.perf_counter()
-            given = shared if isinstance(drafter, LastEpoch) else requests
             groups, stats[number] = generate(
-                model, given, Sampling(workload.limit), max_slots=workload.slots, drafter=drafter
+                model, requests, Sampling(workload.limit), max_slots=workload.slots, drafter=drafter
             )
             seconds[number].append(time.perf_counter() - start)
             found.append(groups)
@@ -131,61 +121,6 @@ def timed(model: Any, workload: Workload, drafters: Sequence[Drafter | None], re
         }
         for times, s in zip(seconds, stats, strict=True)
     ]  # fmt: skip
-
-
-class LastEpoch(Drafter):
-    """Has the same past in every call until the epoch ends."""
-
-    def end(self) -> None:
-        past, self.past = self.past, Past()
-        super().end()
-        self.past, self._latest = past, self.past
-
-    def end_epoch(self) -> None:
-        self.past = self._latest
-
-
-class Free(Drafter):
-    """Believes that a step takes as long with any number of rows, as where it reads weights all the time."""
-
-    def begin(self, groups: list[list[Decoded]]) -> None:
-        super().begin(groups)
-        super().took(1, 1.0, drafts=False)
-        super().took(256, 1.0, drafts=False)
-
-    def took(self, rows: int, seconds: float, *, drafts: bool) -> None:
-        pass
-
-
-class FreeLastEpoch(LastEpoch, Free):
-    pass
-
-
-def epochs(folder: Path, steps: int, repeats: int, target: float) -> list[dict[str, Any]]:
-    from epochs import changed
-
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    if not (folder / "config.json").exists():
-        trained(folder, steps)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    rng, tail, results = random.Random(1), WORKLOADS["tail"](), []
-    tail = replace(tail, prompts=[countdown(rng, len(ids)) for ids in tail.prompts])
-    texts = torch.tensor([countdown(rng, 296) for _ in range(48)])
-    drafters = {"off": None, "siblings": Drafter(), "epochs": LastEpoch()}
-    drafters |= {"siblings, free rows": Free(), "epochs, free rows": FreeLastEpoch()}
-    for epoch in range(EPOCHS):
-        with tempfile.TemporaryDirectory() as place:
-            model.save_pretrained(place)
-            policy = AutoModelForCausalLM.from_pretrained(place, attn_implementation=ATTENTION).eval()
-        found = dict(zip(drafters, timed(policy, tail, list(drafters.values()), repeats), strict=True))
-        for drafter in drafters.values():
-            if isinstance(drafter, LastEpoch):
-                drafter.end_epoch()
-        results.append({"epoch": epoch, **found})
-        print(json.dumps(results[-1]), flush=True)
-        if epoch < EPOCHS - 1:
-            model = changed(model, texts[:, :40], texts[:, 40:], target, seed=epoch)
-    return results
 
 
 def speed(folder: Path, steps: int, repeats: int) -> dict[str, Any]:
@@ -282,8 +217,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path)
     parser.add_argument("--model", type=Path, default=Path("runs/drafts-model"))
-    parser.add_argument("--only", default="equal,speed,epochs")
-    parser.add_argument("--kl", type=float, default=1e-3)
+    parser.add_argument("--only", default="equal,speed")
     parser.add_argument("--rollouts", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--repeats", type=int, default=5)
@@ -291,8 +225,6 @@ def main() -> None:
     results: dict[str, Any] = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     if "speed" in args.only:
         results["speed"] = speed(args.model, args.steps, args.repeats)
-    if "epochs" in args.only:
-        results["epochs"] = epochs(args.model, args.steps, args.repeats, args.kl)
     if "equal" in args.only:
         results["equal"] = equal(args.rollouts)
         every = [of for kinds in results["equal"].values() for of in kinds.values()]

@@ -124,7 +124,7 @@ DIMENSIONS: dict[str, dict[str, Settings]] = {
     },
     "source": {"whole": {}, "stream": {"streaming.enabled": True, "streaming.block": 12}},
     "carry": {"none": {}, "a fifth": {"rollout.carry": 0.2}},
-    "drafts": {"off": {}, **{kind: {"rollout.drafts": kind} for kind in ("siblings", "epochs")}},
+    "drafts": {"off": {}, "siblings": {"rollout.drafts": "siblings"}},
     "sampling": {
         "plain": {},
         "filtered": {"rollout.temperature": 0.8, "rollout.min_p": 0.05},
@@ -189,8 +189,6 @@ REFUSED = [
     ("carry", _ANY, "decoder", "generate()"),
     ("carry", _ANY, "old log-probabilities", "filtered"),
     ("drafts", _ANY, "decoder", "generate()"),
-    ("drafts", "epochs", "carry", _ANY),
-    ("drafts", "epochs", "sampling", "changed"),
     ("sampling", "changed", "old log-probabilities", "with its mask"),
 ]
 """Values that cannot be combined; _ANY stands for all values of a dimension except its first."""

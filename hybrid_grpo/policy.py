@@ -237,8 +237,6 @@ class Policy(TrainedModel):
         from an earlier step: those that are open go on. `enough` is that of `generate`. Ranks enter and leave
         together."""
         requests, sampling = requests_of(prompts, config, seed, step), sampling_of(config, stop_ids)
-        if config.drafts == "epochs":
-            requests = self.drafter.past.with_streams(requests, seed, step, self.engine.device)
         given, goes_on = dict(given or {}), dict[int, Completion]()
         for index, group in (begun or {}).items():
             for key, completion in zip(requests[index].keys, group, strict=True):

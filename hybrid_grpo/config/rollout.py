@@ -125,11 +125,10 @@ class RolloutConfig:
     """Whether a GPU keeps the cache, gathered weights and CUDA graphs from rollout to rollout, so that graphs are
     captured once per run. `auto` keeps them if the memory plan has room for them in training. A CPU keeps none."""
 
-    drafts: Literal["siblings", "epochs", "off"] = "off"
+    drafts: Literal["siblings", "off"] = "off"
     """`siblings`: where few completions are left, sample several tokens of each per forward pass, after a draft of what
     probably comes next: what followed the same tokens before, in the prompt or in a completion of the group. Tokens are
-    those that would be sampled without drafts. `epochs`: also draw a prompt's completions from the same random numbers
-    in four epochs in a row, so that those of the last epoch are good drafts; epochs are then not independent."""
+    those that would be sampled without drafts."""
 
     carry: Share = 0.0
     """Share of prompts_per_step, rounded to at least one prompt, whose groups are not waited for: a step ends when all
@@ -304,21 +303,6 @@ class RolloutConfig:
             bool(self.carry) and self.logprobs == "sampling",
             f"rollout.carry {self.carry:g} compares the policy with older ones by recorded log-probabilities, and those"
             " of rollout.logprobs sampling are of other distributions: set that to mask or softmax",
-        )
-        return self
-
-    @model_validator(mode="after")
-    def _check_drafts(self) -> RolloutConfig:
-        """Refuse settings with which epochs would share random numbers in vain, or completions would change theirs."""
-        refuse(
-            self.drafts == "epochs" and self.repetition_penalty != 1,
-            f"rollout.drafts epochs: with rollout.repetition_penalty {self.repetition_penalty:g} there are no drafts:"
-            " take out one of them",
-        )
-        refuse(
-            self.drafts == "epochs" and bool(self.carry),
-            f"rollout.drafts epochs: rollout.carry {self.carry:g} goes on with completions in another step, where their"
-            " random numbers might be others: set rollout.drafts to siblings, or take out rollout.carry",
         )
         return self
 

@@ -1,27 +1,24 @@
-"""Drafts: tokens that probably come next, so that one forward samples several tokens of a sequence.
+(
+    """Drafts: tokens that probably come next, so that one forward samples several tokens of a sequence.
 
 A sequence's random stream decides its next token once the logits are known. So a draft is compared with what is sampled
 after each of its tokens, and it counts as far as both agree: the tokens are those of decoding one at a time, and only
 the time differs. A draft repeats what followed the same tokens before, in the prompt, in the sequence itself or in
 another completion of its group (compare prompt lookup, and the grouped drafts of Seer, arXiv:2511.14617). How long
 drafts are, and whether there are any, follows from how often they held and how long steps took.
-
-If epochs share random streams, a sequence also repeats what was sampled from its stream in the last epoch (see `Past`),
-above all at the same places. There both draw with the same random numbers, unless an answer between two turns has
-another length.
 """
+    ""
+)
 
 from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from collections import deque
 from dataclasses import dataclass
 from itertools import takewhile
 
 from hybrid_grpo.generation.graphs import size_for, sizes_up_to
-from hybrid_grpo.generation.past import Past
 from hybrid_grpo.generation.sequence import Sequence
 
 _CONTEXT = 3
@@ -57,11 +54,9 @@ class Drafter:
 
     Attributes:
         drafted, held: number of tokens in drafts since `begin`, and of those that were then sampled.
-        past: what was sampled in the last epoch.
     """
 
     def __init__(self) -> None:
-        self.past = Past()
         self._plain, self._drafting = _Times(), _Times()
         self._hits: dict[int, _Hits] = {}
         self.begin([])
@@ -79,7 +74,6 @@ class Drafter:
 
     def end(self) -> None:
         """End a call."""
-        self.past.keep(self._groups)
         self._groups, self._indices = [], {}
         self._unread.clear()
 
@@ -144,9 +138,8 @@ class Drafter:
         """Return the index of a sequence's group."""
         group = self._groups[sequence.request]
         if (index := self._indices.get(sequence.request)) is None:
-            index = self._indices[sequence.request] = _Index({s.sample: self.past.text(s) for s in group})
+            index = self._indices[sequence.request] = _Index()
             index.of(sequence)  # first, so that it is the one whose prompt is taken in
-            self._unread += [(index, _Text(tokens, sequence.prompt)) for tokens in index.past.values() if tokens]
         if index.pauses != self._pauses:
             index.pauses = self._pauses
             self._unread += [(index, index.of(other).text) for other in group]
@@ -172,30 +165,15 @@ class Drafter:
             self._pauses += 1
 
 
-def begun(drafter: Drafter | None, groups: list[list[Sequence]], *, taken: bool) -> Drafter | None:
-    """Begin a call with a drafter, and return it; None if there is none, or drafts are not `taken`."""
-    if drafter is not None and taken:
-        drafter.begin(groups)
-        return drafter
-    if drafter is not None and any(s.shared is not None for group in groups for s in group):
-        warnings.warn(
-            "rollout.drafts epochs: no drafts are taken, since layers of the model carry a state that torch computes"
-            " here, so epochs share random numbers for nothing: take it out",
-            stacklevel=3,
-        )
-    return None
-
-
 class _Index:
     """Where the tokens of a group's texts occurred last.
 
     Attributes:
-        past: by sample, the prompt and what was sampled in the last epoch; empty if that is unknown.
         pauses: the number of pauses after which others of the group were last asked for more tokens.
     """
 
-    def __init__(self, past: dict[int, list[int]]) -> None:
-        self.past, self.pauses = past, -1
+    def __init__(self) -> None:
+        self.pauses = -1
         self._traces: dict[int, _Trace] = {}
         """By sample."""
         self._texts: list[list[int]] = []
@@ -221,7 +199,7 @@ class _Index:
         if not trace.text.is_known or most <= 0:
             return [], 0
         trace.follow()
-        self._find(trace, self.past.get(sequence.sample, []))
+        self._find(trace)
         if trace.source is None:
             return [], 0
         draft = trace.source[trace.at : trace.at + most]
@@ -231,16 +209,11 @@ class _Index:
         # Pictures of the prompt are not sampled.
         return list(takewhile(lambda token: token >= 0, draft)), trace.kind
 
-    def _find(self, trace: _Trace, past: list[int]) -> None:
-        """Let a trace go on with the last epoch if that has the same tokens at the same places, else with what it
-        repeats, or with what followed its last tokens elsewhere."""
-        tokens, end = trace.text.tokens, len(trace.text.tokens)
-        if end < len(past) and past[max(0, end - _CONTEXT) : end] == tokens[-_CONTEXT:]:
-            if trace.source is not past or trace.at != end:
-                trace.take(past, end, aligned=True)
-        elif trace.source is None or trace.at == len(trace.source):
+    def _find(self, trace: _Trace) -> None:
+        """Let a trace continue with what it repeats, or with what followed its last tokens elsewhere."""
+        if trace.source is None or trace.at == len(trace.source):
             trace.source = None
-            if (found := self._after.get(hash(tuple(tokens[-_CONTEXT:])))) is not None:
+            if (found := self._after.get(hash(tuple(trace.text.tokens[-_CONTEXT:])))) is not None:
                 number, at = divmod(found, _MOST_PLACES)
                 trace.take(self._texts[number], at)
 
@@ -281,20 +254,17 @@ class _Trace:
     at: int = 0
     matched: int = 0
     """Number of tokens at the sequence's end that equal those before `at`, as far as they were compared."""
-    aligned: bool = False
-    """Whether `source` is of the last epoch, at the same place."""
     seen: int = 0
     """Number of the sequence's tokens that have been compared with `source`."""
 
     @property
     def kind(self) -> int:
-        """The kind of draft, by which it is counted how many hold: the number of bits of `matched`, below 0 if
-        `aligned`."""
-        return -self.matched.bit_length() if self.aligned else self.matched.bit_length()
+        """The kind of draft, by which it is counted how many hold: the number of bits of `matched`."""
+        return self.matched.bit_length()
 
-    def take(self, source: list[int], at: int, *, aligned: bool = False) -> None:
+    def take(self, source: list[int], at: int) -> None:
         """Repeat `source` from `at` on."""
-        self.source, self.at, self.aligned = source, at, aligned
+        self.source, self.at = source, at
         self.matched, self.seen = _match(self.text.tokens, source, at), len(self.text.tokens)
 
     def follow(self) -> None:
@@ -310,7 +280,7 @@ class _Trace:
 def _first_guess(kind: int) -> float:
     """Return the share of tokens that may hold in drafts of a kind: the longer the match, the likelier its
     continuation."""
-    return abs(kind) / (abs(kind) + 1)
+    return kind / (kind + 1)
 
 
 def _match(tokens: list[int], source: list[int], at: int) -> int:

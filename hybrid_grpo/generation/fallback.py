@@ -43,7 +43,7 @@ class _Batches:
 
     def decode(self, rows: list[Sequence]) -> None:
         """Decode every row to the end of its turn. All rows must have the same number of tokens."""
-        key_n = self._integers(row.stream for row in rows)
+        key_n = self._integers(row.key for row in rows)
 
         def ended(*_: Any, **__: Any) -> Tensor:
             return torch.tensor([row.waits or row.completion is not None for row in rows], device=self.device)

@@ -165,6 +165,5 @@ def complete_rest(
 def _part(request: Request, chosen: list[int], begun: Mapping[int, Completion]) -> Request:
     """Return a request for only the `chosen` completions of another request."""
     limits = request.limits and [request.limits[k] for k in chosen]
-    shared = request.shared and [request.shared[k] for k in chosen]
     keys = [request.keys[k] for k in chosen]
-    return replace(request, keys=keys, shared=shared, limits=limits, begun=[begun.get(key) for key in keys])
+    return replace(request, keys=keys, limits=limits, begun=[begun.get(key) for key in keys])

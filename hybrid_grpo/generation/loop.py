@@ -20,7 +20,7 @@ import torch
 from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.generation.cache import Geometry, PagedCache, cache_for
 from hybrid_grpo.generation.decoder import Decoder
-from hybrid_grpo.generation.drafts import Drafter, begun
+from hybrid_grpo.generation.drafts import Drafter
 from hybrid_grpo.generation.fused_step import fused_step
 from hybrid_grpo.generation.graphs import bytes_of, capture_on
 from hybrid_grpo.generation.paged_attention import PAGE, Prefill
@@ -385,7 +385,9 @@ def generate(
     groups = chain.from_iterable(map(groups_of, sequences))
     schedule = Scheduler(decoder.cache, groups, min(slots, decoder.slots), decoder.ahead)
     callbacks = Callbacks(on_finish, on_step, on_token, decode, turns, enough)
-    drafter = begun(drafter, sequences, taken=drafter is not None and decoder.takes_drafts)
+    drafter = drafter if decoder.takes_drafts else None
+    if drafter is not None:
+        drafter.begin(sequences)
     how = prefill_tokens or decoder.cache.prefill_tokens, sampling, callbacks
     loop = _Loop(model, schedule, decoder, *how, drafter, sight)
     if turns is not None:

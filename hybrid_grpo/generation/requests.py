@@ -28,9 +28,7 @@ class Request:
     prompt: Prompt | None = None
     """The prompt that `prompt_ids` encode, which `Turns` needs."""
     begun: list[Completion | None] | None = None
-    """For each completion, what an earlier call has left open, to be gone on with."""
-    shared: list[int] | None = None
-    """Keys of other random streams to sample from, which requests of several epochs share; see `Past`."""
+    """For each completion, the partial completion of an earlier call to resume, or None."""
 
 
 def sequences_of(requests: Iterable[Request], sampling: Sampling, sight: Sight | None = None) -> list[list[Sequence]]:
@@ -44,12 +42,9 @@ def sequences_of(requests: Iterable[Request], sampling: Sampling, sight: Sight |
         shift = 0 if sight is None else sight.shift(prompt)
         new = partial(Sequence, prompt=len(prompt), most=most, turn_limit=sampling.max_turn_tokens, shift=shift)
         none = [None] * len(request.keys)
-        each = zip(request.keys, request.shared or none, limits, request.begun or none, strict=True)
+        each = zip(request.keys, limits, request.begun or none, strict=True)
         groups.append(
-            [
-                new(index, k, key, list(prompt), shared=shared, limit=limit, begun=begun)
-                for k, (key, shared, limit, begun) in enumerate(each)
-            ]
+            [new(index, k, key, list(prompt), limit=limit, begun=b) for k, (key, limit, b) in enumerate(each)]
         )
     return groups
 

@@ -54,8 +54,7 @@ def sampling_of(config: RolloutConfig, stop_ids: tuple[int, ...], *, greedy: boo
 
 
 def requests_of(prompts: Sequence[Prompt], config: RolloutConfig, seed: int, step: int) -> list[Request]:
-    """Return requests for completions. Their random streams depend neither on ranks nor on the order of prompts. Those
-    of `rollout.drafts: epochs` are not set yet; see `Past`."""
+    """Return requests for completions. Their random streams depend neither on ranks nor on the order of prompts.""" ""
     size = config.num_generations
     return [
         request_of(p, config, [stream_key(seed, p.begun or step, p.epoch, p.id, k) for k in range(size)])

@@ -1,8 +1,7 @@
 """Turns logits into tokens, with penalties, filters, a random stream for every completion, and stop strings.
 
 A completion's randomness is a pure function of its stream key and the number of its tokens. Keys are made from (run
-seed, step, prompt, sample), or without the step if epochs share them (see `Past`), so a rollout is the same for any
-number of ranks or slots and any order of prompts.
+seed, step, prompt, sample), so a rollout is the same for any number of ranks or slots and any order of prompts.
 """
 
 import functools

@@ -71,7 +71,7 @@ class Sequence:
     request: int
     sample: int
     key: int
-    """Names the completion; also the key of its random stream, unless epochs share one."""
+    """Names the completion, and keys its random stream."""
     tokens: list[int]
     """The prompt and the tokens so far. The last one is not in the cache yet: the next step feeds it."""
     prompt: int
@@ -105,8 +105,6 @@ class Sequence:
     """The experts of its tokens when it lost its pages, [tokens, layers, k]."""
     shift: int = 0
     """How far encoded positions behind what was read are ahead of those in the cache; see `Sight.shift`."""
-    shared: int | None = None
-    """Key of the random stream that it shares with other epochs; None if there is none."""
     begun: Completion | None = None
     """The completion with the tokens that an earlier call has sampled; `tokens` is the prompt alone at first."""
 
@@ -123,11 +121,6 @@ class Sequence:
     def _begin_turn(self) -> None:
         self.begin = len(self.tokens)
         self.until = self.begin + min(self.room, self.turn_limit)
-
-    @property
-    def stream(self) -> int:
-        """Key of the random stream that its tokens are drawn from."""
-        return self.key if self.shared is None else self.shared
 
     @property
     def turn(self) -> int:

@@ -84,9 +84,6 @@ def _is_free(setting: str, config: ModelRunConfig, each: list[dict[str, Any]]) -
         return False
     if setting in _LEARNED_BY:
         return False
-    if setting == "rollout.drafts" and any(settings.get(setting) == "epochs" for settings in each):
-        # It decides which random numbers there are.
-        return False
     of_features = [pattern for feature in feature_sections().values() for pattern in feature.free]
     return any(fnmatch(setting, pattern) for pattern in (*FREE, *of_features))
 

@@ -226,8 +226,6 @@ def test_names_in_metrics(user: User, name: str) -> None:
         (["--rollout.carry=0.1", "--rollout.logprobs=sampling"], "rollout.carry 0.1 .*rollout.logprobs sampling"),
         (["--rollout.carry=0.1", "--rollout.decoder=transformers"], "rollout.carry 0.1 .*decoder transformers"),
         (["--rollout.carry=0.1", "--grpo.dynamic_sampling=true"], "rollout.carry 0.1 .*grpo.dynamic_sampling"),
-        (["--rollout.carry=0.1", "--rollout.drafts=epochs"], "rollout.drafts epochs: rollout.carry 0.1"),
-        (["--rollout.repetition_penalty=2", "--rollout.drafts=epochs"], "rollout.drafts epochs.*repetition_penalty 2"),
         (
             ["--rollout.logprobs=mask", "--rollout.top_p=0.9", "--rollout.repetition_penalty=1.1"],
             "rollout.repetition_penalty .*rollout.logprobs mask",

@@ -1,7 +1,6 @@
 """Drafts change how long a rollout takes, and nothing else."""
 
 import random
-from dataclasses import replace
 
 import pytest
 from cuda_graphs import Captures
@@ -84,9 +83,6 @@ def test_penalties_and_states_that_torch_computes_take_no_drafts(monkeypatch):
         groups, stats = generate(model, requests, sampling, drafter=Knowing(plain))
         same(groups, plain, 0)
         assert stats.drafted == 0
-    model = build(tiny_config("qwen3_next"), ATTENTION)
-    with pytest.warns(UserWarning, match="rollout.drafts epochs: no drafts are taken"):
-        generate(model, [replace(r, shared=r.keys) for r in requests], SAMPLINGS[0], drafter=Knowing(plain))
 
 
 @pytest.mark.usefixtures("torch_only")

@@ -67,11 +67,6 @@ class CurriculumConfig(FeatureConfig):
             f"{config.streamer} keeps no success rates, which the settings of curriculum follow: take out one of the"
             " two",
         )
-        refuse(
-            self.follows and config.rollout.drafts == "epochs",
-            "rollout.drafts epochs: the settings of curriculum draw some prompts many times in an epoch, with the same"
-            " random numbers: set rollout.drafts to siblings, or take out the settings of curriculum",
-        )
 
     def training_prompts(self, data: DataConfig, sampler: Any, seed: int, check: Any) -> RatedPrompts:
         """Return the training prompts, which a `Curriculum` draws."""
