@@ -37,7 +37,7 @@ from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_conf
 
 from hybrid_grpo.config import EngineConfig, PolicyConfig
 from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
-from hybrid_grpo.model import fetching, listing, shards, tensor_files  # noqa: F401  # `listing` has an effect
+from hybrid_grpo.model import fetching, shards, tensor_files
 from hybrid_grpo.model.blend import blend
 from hybrid_grpo.model.hardware import refuse_idle_gpus, take_gpu
 from hybrid_grpo.model.kernels.compilation_lock import one_at_a_time

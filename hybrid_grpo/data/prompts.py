@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-import resource
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -32,9 +29,6 @@ if TYPE_CHECKING:
 
 
 _LETTERS_OF_A_TOKEN = 256
-_TEMPLATE_SECONDS = 3.0
-_TEMPLATE_BYTES = 2**30
-"""Limits on CPU time and memory for one prompt; templates normally need milliseconds and kilobytes."""
 _GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 """Tags around the assistant's text, which transformers adds to the syntax of jinja."""
 _TRUSTED = ("system", "developer", "assistant")
@@ -269,7 +263,7 @@ def _tokenized(text: str, encode: Callable[[str], list[int]], where: str, config
 
 def apply_template(tokenizer: Any, chat: list[Message], *, generation: bool = True, **variables: Any) -> str:
     """Render a chat as text with the tokenizer's template; with `generation`, the text ends where the model's turn
-    begins. Raises any error of the template, and TimeoutError or MemoryError above the limits."""
+    begins. Raises any error of the template."""
     if _wants_parts(tokenizer, str(tokenizer.chat_template)):
         chat = [{**m, "content": _part(m["content"])} if isinstance(m.get("content"), str) else m for m in chat]
     return _rendered(tokenizer, chat, generation, **variables)
@@ -277,8 +271,7 @@ def apply_template(tokenizer: Any, chat: list[Message], *, generation: bool = Tr
 
 def _rendered(tokenizer: Any, chat: list[Message], generation: bool, **variables: Any) -> str:
     # The template writes the special tokens itself; transformers adds none.
-    with _at_most(_TEMPLATE_SECONDS, _TEMPLATE_BYTES):
-        text: str = tokenizer.apply_chat_template(chat, add_generation_prompt=generation, tokenize=False, **variables)
+    text: str = tokenizer.apply_chat_template(chat, add_generation_prompt=generation, tokenize=False, **variables)
     return text
 
 
@@ -297,32 +290,6 @@ def _wants_parts(tokenizer: Any, _: str) -> bool:
         return False
 
     return shows(_part("hello")) and not shows("hello")
-
-
-@contextmanager
-def _at_most(seconds: float, more_bytes: int) -> Iterator[None]:
-    """A context that raises TimeoutError after `seconds` of CPU time, and MemoryError if the process grows by more than
-    `more_bytes`. It has no effect outside the main thread."""
-
-    def end(*_: Any) -> None:
-        raise TimeoutError(f"takes more than {seconds:g} s")
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before, (soft, hard) = signal.signal(signal.SIGPROF, end), resource.getrlimit(resource.RLIMIT_DATA)
-    here = int(Path("/proc/self/statm").read_bytes().split()[5]) * resource.getpagesize()
-    limits = (limit for limit in (soft, hard, here + more_bytes) if limit != resource.RLIM_INFINITY)
-    try:
-        resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        yield
-    except MemoryError:
-        raise MemoryError(f"takes more than {more_bytes / 2**30:g} GiB of memory") from None
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def _messages(value: Any, where: str, config: DataConfig) -> list[Message]:
@@ -383,10 +350,6 @@ def _apply_template(chat: list[Message], where: str, config: DataConfig, tokeniz
         )
     try:
         return apply_template(tokenizer, chat, **config.chat_template_kwargs)
-    except (TimeoutError, MemoryError) as error:
-        raise UserError(
-            f"data.chat_template: the tokenizer's template {error} for {where}: correct its loops, or give text prompts"
-        ) from None
     except Exception as error:  # a template is a program of the model's authors
         why = error if isinstance(error, TemplateError) else f"{type(error).__name__} {error}"
         raise UserError(f"data.chat_template: the tokenizer's template refuses {where}: {why}") from error

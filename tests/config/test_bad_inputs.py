@@ -286,8 +286,6 @@ LOADED = [
         ("t_ids", "gives the token id 500, and vocab_size is 29: take"),
     ]],
     *[(f"--policy.model={name} --data.path=chat.jsonl", "data.chat_template: ", says) for name, says in [
-        ("t_loops", "takes more than 3 s for row 0"),
-        ("t_grows", "takes more than 1 GiB of memory for row 0"),
         ("t_syntax", "refuses row 0 (from 0) of chat.jsonl [train]: unexpected"),
         ("t_raises", "refuses row 0 (from 0) of chat.jsonl [train]: no"),
         ("t_divides", "ZeroDivisionError"),

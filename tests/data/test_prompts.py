@@ -1,6 +1,4 @@
 import json
-import resource
-import signal
 
 import pytest
 from char_tokenizer import TEMPLATE, char_tokenizer, ids
@@ -9,7 +7,7 @@ from transformers import AutoTokenizer
 
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.data.prompts import apply_template, read_prompts
+from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.data.sources import evaluation_source
 
 CHAT = [{"role": "user", "content": "Hi?"}]
@@ -245,22 +243,3 @@ def test_variables_that_would_change_nothing_are_refused(data, prompt, given, me
 def test_variables_need_a_template(data):
     with pytest.raises(ValueError, match=r"data.chat_template_kwargs {'a': 1} needs a chat template, .* never: set"):
         data([{"prompt": "a"}], chat_template="never", chat_template_kwargs={"a": 1})
-
-
-@pytest.mark.parametrize("size", [2**31, 2**28])
-def test_a_template_has_a_limit_of_memory_that_ends_with_it(size):
-    """One that doubled a text took 70 s to be refused, and the memory of the machine."""
-
-    class Tokenizer:
-        chat_template = ""
-
-        def apply_chat_template(self, chat, **variables):
-            return f"{len(bytearray(size))}"
-
-    before = resource.getrlimit(resource.RLIMIT_DATA), signal.getsignal(signal.SIGPROF)
-    if size > 2**30:
-        with pytest.raises(MemoryError, match="takes more than 1 GiB of memory"):
-            apply_template(Tokenizer(), CHAT)
-    else:
-        assert apply_template(Tokenizer(), CHAT) == f"{size}"
-    assert (resource.getrlimit(resource.RLIMIT_DATA), signal.getsignal(signal.SIGPROF)) == before
