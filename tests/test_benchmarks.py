@@ -21,7 +21,6 @@ import gpu_profile
 import gpu_results
 import mutation
 import plan
-import ppo
 import rollout
 import step
 import step_worker
@@ -313,23 +312,6 @@ def test_results_of_another_commit_or_machine_are_not_done(tmp_path, monkeypatch
         with monkeypatch.context() as changed:
             changed.setenv(variable, "other")
             assert not gpu_results.Results(tmp_path).has("trl_environment")
-
-
-def test_the_curve_of_a_run_is_read_from_its_metrics(tmp_path):
-    rows = [
-        {"step": 0, "eval/heldout/accuracy": 0.5},
-        {"step": 1, "time/step_s": 2.0, "memory/rss_gb": 0.7, "progress/completions": 8, "time/critic_s": 0.5},
-        {"step": 2, "time/step_s": 1.0, "memory/rss_gb": 0.8, "progress/completions": 16, "time/critic_s": 0.7},
-    ]
-    rows[2] |= {"eval/heldout/accuracy": 0.75, "critic/explained_variance": 0.25}
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert ppo.curve(tmp_path) == {
-        "evaluations": [
-            {"completions": 0, "seconds": 0.0, "accuracy": 0.5},
-            {"completions": 16, "seconds": 3.0, "accuracy": 0.75},
-        ],
-        **{"seconds_per_step": 1.5, "critic_seconds_per_step": 0.6, "memory_gb": 0.8, "explained_variance": 0.25},
-    }
 
 
 def test_what_faults_are_put_into_and_tested_with_is_there():

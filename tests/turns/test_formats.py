@@ -47,8 +47,7 @@ def check(turn):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_nothing_that_a_model_writes_makes_a_reader_raise(name):
-    """A RecursionError, and a TypeError for half of a surrogate pair, ended runs for good. `python
-    benchmarks/tool_formats.py` reads 100,000 turns of each format."""
+    """A RecursionError, and a TypeError for half of a surrogate pair, ended runs for good."""
     kinds = set()
     for text in fuzzed(name, 1000):
         for begun in ("", "<think>\n"):

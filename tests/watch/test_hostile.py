@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import hostile_files
 import httpx
 import pyarrow
 import pyarrow.parquet
@@ -25,10 +26,6 @@ from hybrid_grpo.watch import rollouts, server
 from hybrid_grpo.watch.answers import QUESTIONS, Answers
 from hybrid_grpo.watch.folders import Folders
 from hybrid_grpo.watch.frozen import write_report
-
-sys.path.append(str(ROOT / "benchmarks"))
-
-import hostile_files
 
 DEEP = "[" * 900 + "]" * 900
 VALUES = [
@@ -198,7 +195,7 @@ SELECTED = [
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", SELECTED)
-def test_some_files_of_the_benchmark(tmp_path: Path, name: str) -> None:
+def test_files_that_once_held_up_or_misled_the_page(tmp_path: Path, name: str) -> None:
     """A MiB of directives in a config.yaml kept all threads waiting for 7 s; lines of many values took 26 s and 2 GB;
     links led out of the folder: the page showed the file, and a report overwrote it."""
     folder = hostile_files.write_run(tmp_path / "runs/hostile")
