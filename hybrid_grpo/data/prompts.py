@@ -21,6 +21,7 @@ from hybrid_grpo.data.completion import Message, Prompt
 from hybrid_grpo.data.picture import Picture
 from hybrid_grpo.data.pictures import Album, given_pictures, has_images, placed
 from hybrid_grpo.data.sources import Row, Source, mixture_source, read_rows, training_source
+from hybrid_grpo.data.special_tokens import text_ids
 from hybrid_grpo.model.fingerprints import of_texts
 from hybrid_grpo.model.ranks import all_gather_objects, shared_out, world_size
 
@@ -231,7 +232,7 @@ def read_prompt(
         chat = [m if m["role"] in _TRUSTED else {**m, "content": given.marked(m["content"])} for m in chat]
         token_ids = encode(_apply_template(chat, where, config, tokenizer), encode=given.ids)
     else:
-        token_ids = encode(text, encode=lambda text: tokenizer(text)["input_ids"])
+        token_ids = encode(text, encode=partial(text_ids, tokenizer))
     if not token_ids:
         if tokenizer.bos_token_id is None:
             raise UserError(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_grpo.data.completion import Message
 from hybrid_grpo.data.picture import Picture
+from hybrid_grpo.data.special_tokens import text_ids
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,12 +43,7 @@ def text_tokens(tokenizer: Any, prompt: str | list[Message], answer: str) -> lis
     """Return the tokens of prompt and answer as one text. The tokenizer's special tokens are added unless the text
     already has them. Each message of a chat prompt becomes a line."""
     text = (prompt if isinstance(prompt, str) else "".join(map(_line, prompt))) + answer
-    ids = list(tokenizer(text)["input_ids"])
-    if tokenizer.bos_token and text.startswith(tokenizer.bos_token) and ids[:2] == [tokenizer.bos_token_id] * 2:
-        del ids[0]
-    if tokenizer.eos_token and text.endswith(tokenizer.eos_token) and ids[-2:] == [tokenizer.eos_token_id] * 2:
-        del ids[-1]
-    return ids
+    return text_ids(tokenizer, text, ended=True)
 
 
 def _line(message: Message) -> str:

@@ -99,9 +99,20 @@ def test_the_template_is_applied_where_the_settings_say(data, settings, prompt, 
     assert read.token_ids == token_ids
 
 
-@pytest.mark.parametrize(("prompt", "token_ids"), [("a", ids("<bos>", "a")), (CHAT, None)])
-def test_bos_is_there_once_when_the_tokenizer_adds_it_and_the_template_too(data, tmp_path, prompt, token_ids):
-    char_tokenizer(TEMPLATE, adds_bos=True).save_pretrained(tmp_path / "model")
+@pytest.mark.parametrize("adds_eos", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "token_ids"),
+    [
+        ("a", ids("<bos>", "a")),
+        (CHAT, None),
+        ("<bos><user>Hi?<assistant>", None),
+        ("a<bos>", ids("<bos>", "a", "<bos>")),
+        ("", ids("<bos>")),
+    ],
+)
+def test_bos_is_there_once_and_eos_not_at_all_whoever_adds_them(data, tmp_path, prompt, token_ids, adds_eos):
+    """A prompt that a template had rendered got a second BOS, and some tokenizers ended prompts before completions."""
+    char_tokenizer(TEMPLATE, adds_bos=True, adds_eos=adds_eos).save_pretrained(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     (read,), _ = read_prompts(data([{"prompt": prompt}]), tokenizer)
     assert read.token_ids == (token_ids or ids("<bos>", "<user>", "Hi?", "<assistant>"))

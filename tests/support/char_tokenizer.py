@@ -20,13 +20,14 @@ TEMPLATE = (
 
 
 def char_tokenizer(
-    template: str | None = None, bos: bool = True, eos: bool = True, adds_bos: bool = False
+    template: str | None = None, bos: bool = True, eos: bool = True, adds_bos: bool = False, adds_eos: bool = False
 ) -> PreTrainedTokenizerFast:
-    """With or without a chat template; `adds_bos` puts bos before every text, as Llama's does."""
+    """With or without a chat template; `adds_bos` puts bos before every text, as Llama's does; `adds_eos` eos behind it."""
     backend = Tokenizer(models.WordLevel(dict(IDS), unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    if adds_bos:
-        backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    if adds_bos or adds_eos:
+        single = f"{'<bos> ' * adds_bos}$A{' <eos>' * adds_eos}"
+        backend.post_processor = processors.TemplateProcessing(single, special_tokens=[("<bos>", 1), ("<eos>", 2)])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token="<pad>",

@@ -16,6 +16,7 @@ from hybrid_grpo.data.completions import end_of
 from hybrid_grpo.data.pictures import Album
 from hybrid_grpo.data.prompts import data_line, prompts_of, require_column
 from hybrid_grpo.data.sources import read_rows, training_source
+from hybrid_grpo.data.special_tokens import ended_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,14 +75,10 @@ def _completion_ids(
     value: Any, prompt: Prompt, config: DataConfig, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]
 ) -> list[int]:
     """Return the target tokens of a text or a list of one assistant message, with one token at the end that ends it."""
+    where = f"data.completion_column {config.completion_column}: row {prompt.id} (from 0)"
     match value:
         case str(text) | [{"role": "assistant", "content": str(text)}]:
-            token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        case _:
-            raise UserError(
-                f"data.completion_column {config.completion_column}: row {prompt.id} (from 0) has {value!r:.40}:"
-                " give text or a list of one assistant message"
-            )
-    end = end_of(prompt, config, tokenizer, ends)
-    assert end is not None, "read_pairs refuses tokenizers without end-of-sequence"
-    return token_ids if token_ids and token_ids[-1] in {end, tokenizer.eos_token_id, *ends} else [*token_ids, end]
+            end = end_of(prompt, config, tokenizer, ends)
+            assert end is not None, "read_pairs refuses tokenizers without end-of-sequence"
+            return ended_ids(tokenizer, text, end, {tokenizer.eos_token_id, *ends}, where)
+    raise UserError(f"{where} has {value!r:.40}: give text or a list of one assistant message")

@@ -16,6 +16,7 @@ from hybrid_grpo.data.completion import Completion, Message, Prompt, whole_chara
 from hybrid_grpo.data.completions import end_of, read_completions
 from hybrid_grpo.data.picture import Picture, read_picture
 from hybrid_grpo.data.pictures import Album, given_pictures, sight_of
+from hybrid_grpo.data.special_tokens import ended_ids
 from hybrid_grpo.features.guests.settings import GuestConfig
 from hybrid_grpo.generation import Request, stream_key
 from hybrid_grpo.generation.beside import workspace_beside
@@ -189,7 +190,7 @@ def _completions(group: Rollout, prompt: Prompt, guest: GuestConfig, learner: Le
             " baseline",
         )
         if not are_tokens:
-            token_ids = _tokenized(prompt, text, end != "length", learner)
+            token_ids = _tokenized(prompt, text, end != "length", learner, where)
         refuse(not token_ids, f"{where} is an empty completion, and no token ends one: take it out")
         refuse(
             len(token_ids) > limit,
@@ -223,8 +224,10 @@ def _fits(ids: Any, logp: Any) -> bool:
     )
 
 
-def _tokenized(prompt: Prompt, text: str, ends: bool, learner: Learner) -> list[int]:
-    """Return the tokens of a text, followed by an end token if it `ends`."""
-    ids: list[int] = list(learner.tokenizer(text, add_special_tokens=False)["input_ids"])
+def _tokenized(prompt: Prompt, text: str, ends: bool, learner: Learner, where: str) -> list[int]:
+    """Return the tokens of a text, with one end token at the end if it `ends`."""
+    if not (ends and learner.ends):
+        return list(learner.tokenizer(text, add_special_tokens=False)["input_ids"])
     end = end_of(prompt, learner.config.data, learner.tokenizer, learner.ends)
-    return [*ids, end if end in learner.ends else learner.ends[0]] if ends and learner.ends else ids
+    own = learner.ends[0] if end is None or end not in learner.ends else end
+    return ended_ids(learner.tokenizer, text, own, learner.ends, where)

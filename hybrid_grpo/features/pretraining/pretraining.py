@@ -11,6 +11,7 @@ from hybrid_grpo.data.batch import Numbers
 from hybrid_grpo.data.loader import PromptLoader
 from hybrid_grpo.data.prompts import require_column
 from hybrid_grpo.data.sources import Source, read_rows
+from hybrid_grpo.data.special_tokens import text_ids
 from hybrid_grpo.features.pretraining.settings import PtxConfig
 from hybrid_grpo.model.limits import check_prompt_ids
 from hybrid_grpo.model.loading import load_config
@@ -84,10 +85,11 @@ def read_texts(config: PtxConfig, tokenizer: Any) -> tuple[list[list[int]], str]
         where = f"ptx.column {config.column}: row {number} (from 0) of {source}"
         refuse(not isinstance(text, str), f"{where} has {text!r:.40}: give text")
         try:
-            token_ids = [*tokenizer(text)["input_ids"], *end]
+            token_ids = text_ids(tokenizer, text, ended=True)
         except TypeError as error:
             # Tokenizers raise this for text that is not valid Unicode, with half of a surrogate pair.
             raise UserError(f"{where} cannot be tokenized: {error}") from error
+        token_ids += [] if token_ids[-1:] == end else end
         starts = range(0, len(token_ids), config.max_tokens)
         pieces += (token_ids[start : start + config.max_tokens] for start in starts)
     # A single token at the end of a text has no context in its row.

@@ -27,11 +27,12 @@ def data(tmp_path):
         ("cd", ids("cd", "<eos>")),
         ("", ids("<eos>")),
         ("cd<eos>", ids("cd", "<eos>")),
+        ("cd<eos> <eos> ", ids("cd", "<eos>")),
         ([{"role": "assistant", "content": "cd"}], ids("cd", "<eos>")),
     ],
 )
 def test_a_completion_has_one_eos_at_its_end_and_no_bos(data, completion, completion_ids):
-    (pair,), _ = read_pairs(data(("ab", completion)), char_tokenizer(adds_bos=True), 10)
+    (pair,), _ = read_pairs(data(("ab", completion)), char_tokenizer(adds_bos=True, adds_eos=True), 10)
     assert pair.prompt.token_ids == ids("<bos>", "ab")
     assert pair.completion_ids == completion_ids
 
@@ -44,7 +45,7 @@ CHAT = [{"role": "user", "content": "a"}]
     ("template", "ends", "prompt", "completion", "token_ids"),
     [
         (ENDED, ["<eos>", "<system>"], CHAT, "c", ids("c", "<system>")),
-        (ENDED, ["<eos>", "<system>"], CHAT, "c<system>", ids("c", "<system>")),
+        (ENDED, ["<eos>", "<system>"], CHAT, "c<system> <eos>", ids("c", "<system>")),
         (ENDED, ["<eos>", "<system>"], CHAT, "c<eos>", ids("c", "<eos>")),
         (ENDED, ["<eos>", "<system>"], "a", "c", ids("c", "<eos>")),
         (ENDED, ["<eos>"], CHAT, "c", ids("c", "<eos>")),
@@ -93,6 +94,12 @@ def test_completions_that_are_all_too_long_are_refused(data):
 def test_a_row_that_has_no_completion_is_named(data, bad):
     with pytest.raises(UserError, match=r"^data.completion_column completion: row 1 .* give text or a list of one"):
         read_pairs(data(("a", "x"), ("b", bad)), char_tokenizer(), 10)
+
+
+def test_a_completion_that_goes_on_after_its_end_is_refused(data):
+    """The sampler never goes on there; the rest was trained all the same."""
+    with pytest.raises(UserError, match=r"^data.completion_column completion: row 1 .* after '<eos>', .*: 'd': remove"):
+        read_pairs(data(("a", "x"), ("a", "c<eos> d")), char_tokenizer(), 10)
 
 
 def test_a_missing_column_or_eos_is_refused(data):

@@ -1,0 +1,42 @@
+"""Special tokens at the ends of texts: those that a tokenizer adds, and the one that ends a completion."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import lru_cache
+from typing import Any
+
+from hybrid_grpo.config.errors import refuse
+
+
+def text_ids(tokenizer: Any, text: str, *, ended: bool = False) -> list[int]:
+    """Return the tokens of a text, after those that the tokenizer adds before a text, such as BOS, unless the text
+    begins with them. If it is `ended`, those that the tokenizer adds after a text, such as EOS, follow likewise."""
+    ids: list[int] = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    before, after = _added(tokenizer, len(tokenizer))
+    before = [] if ids[: len(before)] == before else before
+    return [*before, *ids, *(after if ended and ids[-len(after) :] != after else [])]
+
+
+@lru_cache(maxsize=4)
+def _added(tokenizer: Any, _: int) -> tuple[list[int], list[int]]:
+    """Return the tokens that the tokenizer's post-processor adds before and after a text."""
+    bare, whole = (list(tokenizer("a", add_special_tokens=added)["input_ids"]) for added in (False, True))
+    places = range(len(whole) - len(bare) + 1)
+    place = next((place for place in places if whole[place : place + len(bare)] == bare), 0)
+    return whole[:place], whole[place + len(bare) :]
+
+
+def ended_ids(tokenizer: Any, text: str, end: int, ends: Collection[int], where: str) -> list[int]:
+    """Return the tokens of a completion up to the first that ends it, one of `ends`; if it has none, `end` is added.
+    White space and further end tokens after it are left out. Raises UserError, which begins with `where`, if other text
+    follows."""
+    ids: list[int] = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    place = next((place for place, token in enumerate(ids) if token in {end, *ends}), len(ids))
+    more = tokenizer.decode([token for token in ids[place:] if token not in {end, *ends}]).strip()
+    refuse(
+        bool(more),
+        f"{where} has text after {tokenizer.decode(ids[place : place + 1])!r}, which ends a completion: {more!r:.40}:"
+        " remove it, or put all but the last turn into the prompt",
+    )
+    return [*ids[:place], ids[place] if place < len(ids) else end]
