@@ -86,7 +86,8 @@ class AlarmsConfig:
     errors may be chance and is not counted."""
     held_out: AlarmConfig | None = _default("held_out")
     """How far held-out accuracy is below its best while reward/mean has risen, for each held-out set. A fall of up to 2
-    standard errors may be chance and is not counted."""
+    standard errors may be chance and is not counted, but there is a warning, `held_out_flat`, if accuracy is not above
+    that of the first evaluation in two evaluations, although reward/mean has clearly risen."""
     kl: AlarmConfig | None = _default("kl")
     """policy/kl in nats."""
     ratio: AlarmConfig | None = _default("ratio")

@@ -4,14 +4,17 @@ symptoms.py defines the symptoms. Some alarms are also metrics (`health/alarm`, 
 step's metrics.
 """
 
+import math
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 
 from hybrid_grpo.config import AlarmConfig, AlarmsConfig, GuardConfig, ModelRunConfig
 from hybrid_grpo.config.errors import RunStopped, did_you_mean, refuse
 from hybrid_grpo.model.ranks import all_gather_objects, rank
 from hybrid_grpo.records.alarm_records import AlarmRecord
-from hybrid_grpo.records.alarms.symptoms import NON_FINITE, Sign, Symptoms, evaluated_sets
+from hybrid_grpo.records.alarms.symptoms import CHANCE, HELD_OUT_FLAT, NON_FINITE, Sign, Symptoms, evaluated_sets
 from hybrid_grpo.records.json_lines import read_jsonl
 from hybrid_grpo.records.metrics.catalogue import CATALOGUE, find
 
@@ -21,8 +24,12 @@ _CAUSES = {
     "truncated": {"length_runaway"},
     "ratio": {"parity"},
     "held_out": {"reward_hacking"},
+    HELD_OUT_FLAT: {"held_out", "reward_hacking"},
 }
 """By symptom, the other symptoms that can cause it. While a cause is bad, only the cause is counted and reported."""
+
+_STARTS = 5
+"""Number of values of an alarm from which its way to its limit is measured."""
 
 
 class RollBack(Exception):
@@ -53,6 +60,8 @@ class Alarms:
         self._config, self._symptoms = config or AlarmsConfig(), symptoms or Symptoms()
         self._last_step = last_step
         self._limits = {**self._config.named, **self._config.numbers}
+        if "held_out" in self._limits:
+            self._limits[HELD_OUT_FLAT] = AlarmConfig(above=CHANCE, patience=2)
         if guard is not None:
             self._limits[NON_FINITE] = AlarmConfig(above=0.0, patience=guard.patience, action=guard.non_finite)
         for name in self._config.numbers:
@@ -62,6 +71,8 @@ class Alarms:
         """Number of consecutive bad steps, by alarm."""
         self._since: dict[str, int] = {}
         """The step at which the problem began, by alarm."""
+        self._starts: dict[str, list[float]] = defaultdict(list)
+        """The first values of each alarm, from which its way to its limit is measured."""
         self._first_set = ""
         """The held-out set with which training is compared: the first one that was evaluated."""
         self._due: list[AlarmRecord] = []
@@ -101,6 +112,7 @@ class Alarms:
         `notes` is what an alarm says beside its number, by its name."""
         signs = self._signs(values)
         self._add_numbers(values, signs)
+        values |= self._closest(signs)
         bad = self._bad_signs(signs)
         records = [AlarmRecord(step, "roll_back", step, self.note)] if self.note else []
         self._due, self.note = [], ""
@@ -181,15 +193,34 @@ class Alarms:
         bad = {name for name, sign in signs.items() if _is_bad(self._limits[name], sign.value)}
         return {name for name in bad if not _CAUSES.get(name, set()) & bad}
 
+    def _closest(self, signs: dict[str, Sign]) -> dict[str, float]:
+        """Return how far the alarm that is closest to its limit has come from its first values, as a metric."""
+        ways: dict[str, float] = {}
+        for name in self._config.named.keys() & signs.keys() - {"throughput_drop"}:  # times differ from run to run
+            value, first, limit = signs[name].value, self._starts[name], self._limits[name]
+            if not math.isfinite(value):
+                continue
+            if len(first) < _STARTS:
+                first.append(value)
+                continue
+            start = fmean(first)
+            if limit.above is not None and limit.above > start:
+                ways[name] = (value - start) / (limit.above - start)
+            if limit.below is not None and limit.below < start:
+                ways[name] = max(ways.get(name, 0.0), (start - value) / (start - limit.below))
+        closest = max(sorted(ways), key=ways.__getitem__, default="")
+        return {f"health/closest/{closest}": ways[closest]} if closest else {}
+
     def _message(self, name: str, sign: Sign, notes: Mapping[str, str]) -> str:
         limit, count = self._limits[name], self._bad[name]
         if name == NON_FINITE:
             return f"{name}: {sign.words} ({count} {'step' if count == 1 else 'steps'} in a row; guard.non_finite)"
         bound = f"above {limit.above:g}" if limit.above is not None and sign.value > limit.above else ""
         bound = bound or f"below {limit.below:g}"
-        what = "evaluations" if name == "held_out" else "steps"
+        what = "evaluations" if name.startswith("held_out") else "steps"
         many = "" if limit.patience == 1 else f" for {count} {what}"
-        setting = f"alarms.numbers {name}" if name in self._config.numbers else f"alarms.{name}"
+        setting = f"alarms.{name.removesuffix('_flat')}"
+        setting = f"alarms.numbers {name}" if name in self._config.numbers else setting
         note = f": {notes[name]}" if name in notes else ""
         return f"{name}: {sign.words}{note} ({sign.value:.4g}, {bound}{many}; {setting})"
 

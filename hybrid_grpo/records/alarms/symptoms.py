@@ -16,16 +16,18 @@ from hybrid_grpo.config import ModelRunConfig, TrainConfig
 
 NON_FINITE = "non_finite"
 """Name of the alarm that the section `guard` configures."""
+HELD_OUT_FLAT = "held_out_flat"
+"""Name of the warning that belongs to the alarm `held_out`."""
 _FIRST = 10
 """Number of steps at the start of a run with which later steps are compared."""
 _RECENT, _BEFORE, _FEWEST = 60, 20, 5
 """A metric's usual value is its median over the last `_RECENT` steps except the newest `_BEFORE`, so that a problem
 does not shift it at once. Early in a run, it is the median over the first `_FEWEST` steps."""
 _SMOOTH = 10
-"""Number of steps over which `reward_hacking` averages."""
-_CHANCE, _HELD_OUT_CHANCE = 4.0, 2.0
+"""Number of steps over which `reward_hacking` and `held_out_flat` average."""
+CHANCE, _HELD_OUT_CHANCE = 4.0, 2.0
 """Number of standard errors that a fall must exceed to count as more than chance: first for the outcome in training,
-which is tested at every step, then for held-out accuracy."""
+which is tested at every step (a rise of the reward likewise), then for held-out accuracy."""
 _ENTROPY = 5.0
 """Entropy of a completion, in nats, above which identical completions should be rare."""
 _FINITE = re.compile(r"policy/(kl|ratio_max|entropy)|parity/logp_abs_diff_mean|.*/(loss|grad_norm)")
@@ -74,6 +76,8 @@ class Symptoms:
         self._held_out: dict[str, _Best] = {}
         """The best evaluation of each held-out set. If it was made before the first step, its training reward is NaN
         until that step is done, and then the reward of that step."""
+        self._first: dict[str, tuple[int, float]] = {}
+        """The step and the accuracy of the first evaluation of each held-out set."""
         self._rewards_seen: dict[str, int] = {}
         """Number of training rewards before the latest evaluation of each held-out set."""
 
@@ -111,6 +115,7 @@ class Symptoms:
                 self._best = _Best(step, fmean(outcomes), fmean(rewards))
         for stage in evaluated_sets(values):
             accuracy, trained = values[f"{stage}/accuracy"], self._reward_since_evaluation(stage)
+            self._first.setdefault(stage, (step, accuracy))
             self._rewards_seen[stage] = len(self._past["reward/mean"])
             if stage not in self._held_out or accuracy >= self._held_out[stage].value:
                 self._held_out[stage] = _Best(step, accuracy, trained)
@@ -171,11 +176,8 @@ class Symptoms:
         outcomes = [*self._past["outcome"][1 - _SMOOTH :], outcome]
         rewards = [*self._past["reward/mean"][1 - _SMOOTH :], values["reward/mean"]]
         now, reward, fall = fmean(outcomes), fmean(rewards), best.value - fmean(outcomes)
-        differences = [one - other for one, other in itertools.pairwise(outcomes)]
-        # Successive differences have twice the variance of a value, whatever the trend.
-        chance = _CHANCE * math.sqrt(fmean(d * d for d in differences) / 2 / len(outcomes))
         return Sign(
-            fall if reward > best.reward and fall > chance else math.nan,
+            fall if reward > best.reward and fall > CHANCE * _error(outcomes) else math.nan,
             f"{self._outcome} fell from {best.value:.3f} at step {best.step} to {now:.3f} in training, while the reward"
             f" rose from {best.reward:.3f} to {reward:.3f}: other reward functions reward wrong completions",
             best.step + 1,
@@ -184,6 +186,22 @@ class Symptoms:
     def _heldout(self, values: dict[str, float]) -> Sign | None:
         signs = [self._of_set(stage, values) for stage in evaluated_sets(values) if stage in self._held_out]
         return max(signs, key=lambda sign: -math.inf if math.isnan(sign.value) else sign.value, default=None)
+
+    def _flat(self, values: dict[str, float]) -> Sign | None:
+        rewards = [*self._past["reward/mean"], values["reward/mean"]]
+        sets = [stage for stage in evaluated_sets(values) if stage in self._first]
+        if not sets or len(rewards) < 2 * _SMOOTH:
+            return None
+        still = [stage for stage in sets if values[f"{stage}/accuracy"] <= self._first[stage][1] < 1]
+        start, now = fmean(rewards[:_SMOOTH]), fmean(rewards[-_SMOOTH:])
+        error = max(math.sqrt(2) * _error(rewards[-_SMOOTH:]), 1e-9)
+        step, first = self._first[(still or sets)[0]]
+        return Sign(
+            (now - start) / error if still else math.nan,
+            f"held-out accuracy is {values[f'{(still or sets)[0]}/accuracy']:.3f} after {first:.3f} at step {step},"
+            f" while the training reward rose from {start:.3f} to {now:.3f}: a warning that the policy may be learning"
+            " the reward functions instead of the task, though the evaluations do not prove it yet",
+        )
 
     def _of_set(self, stage: str, values: dict[str, float]) -> Sign:
         accuracy, best = values[f"{stage}/accuracy"], self._held_out[stage]
@@ -219,6 +237,12 @@ class Symptoms:
         )
 
 
+def _error(values: list[float]) -> float:
+    """Return the standard error of the mean of successive values, whatever their trend."""
+    differences = (one - other for one, other in itertools.pairwise(values))
+    return math.sqrt(fmean(d * d for d in differences) / 2 / len(values))  # differences have twice a value's variance
+
+
 def _start(values: list[float]) -> float:
     """Return the mean over the first `_FIRST` steps; NaN while there are fewer than `_FEWEST`."""
     return fmean(values[:_FIRST]) if len(values) >= _FEWEST else math.nan
@@ -243,6 +267,7 @@ _SYMPTOMS: dict[str, tuple[Callable[[Symptoms, dict[str, float]], Sign | None], 
     "constant_reward": (Symptoms._constant, ("reward/mean", "reward/max", "reward/min")),
     "reward_hacking": (Symptoms._hacking, ("reward/mean",)),
     "held_out": (Symptoms._heldout, ()),
+    HELD_OUT_FLAT: (Symptoms._flat, ("reward/mean",)),
     "kl": _plain("policy/kl", "the policy is {:.3g} nats per token away from the reference"),
     "ratio": _plain("policy/ratio_max", "a token became {:.4g} times as likely within one step"),
     "parity": _plain(

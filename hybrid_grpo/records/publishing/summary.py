@@ -14,6 +14,7 @@ from hybrid_grpo.records.publishing.redaction import publishable, publishable_te
 
 _FACTS = ("versions", "git commit", "device", "ranks", "batch", "memory", "attention", "data")
 _MOST_ALARMS, _LONGEST = 5, 200
+_CLOSEST = "health/closest/"
 _CURVES = ("reward/mean", "sft/loss", "reward_model/loss", "time/step_s", "memory/peak_gb")
 
 
@@ -41,6 +42,10 @@ def _lines(run: TrainedRun) -> Iterator[str]:
         if values:
             yield f"{name}: {values[0]:.4g} -> {values[-1]:.4g} (median {median(values):.4g} of {len(values)})"
     alarms = read_jsonl(run.folder / ALARMS_FILE)
+    ways = [(way, name, line["step"]) for line in lines for name, way in line.items() if name.startswith(_CLOSEST)]
     yield f"alarms: {len(alarms) or 'none'}"
+    if ways and not alarms:
+        way, name, step = max(ways)
+        yield f"  closest: {name.removeprefix(_CLOSEST)}, {way:.0%} of the way to its limit at step {step}"
     for alarm in alarms[-_MOST_ALARMS:]:
         yield f"  step {alarm['step']}: {publishable_text(str(alarm['message']))}"

@@ -143,7 +143,8 @@ def rise(start: float, end: float, step: int, steps: int = 10) -> float:
     ({"throughput/generated_tokens_per_s": lambda k: 1000.0 if k % 8 else 50.0}, {}),
     ({"reward/style/failed_frac": 0.2, **EQUAL}, {"failing_rewards": 33}),
     ({"eval/heldout/accuracy": 0.4, "reward/mean": lambda k: k / 60}, {"held_out": 31}),
-    ({"eval/heldout/accuracy": 0.4, "eval/heldout/stderr": 0.04, "reward/mean": lambda k: k / 60}, {}),
+    ({"eval/heldout/accuracy": 0.4, "eval/heldout/stderr": 0.04, "reward/mean": lambda k: k / 60},
+     {"held_out_flat": 32}),
 ])  # fmt: skip
 def test_a_symptom_that_begins_at_step_31_raises_its_alarm_and_no_other(changed, raised):
     """What changes from then on; a function of the step holds from the first step on."""
@@ -276,3 +277,43 @@ def test_only_what_is_looked_at_is_remembered(tmp_path):
 def test_a_number_of_ones_own_that_is_no_metric_is_refused():
     with pytest.raises(UserError, match=r"alarms\.numbers policy/kul is not a metric: did you mean policy/kl\?"):
         Alarms(AlarmsConfig(numbers={"policy/kul": AlarmConfig(above=1.0)}))
+
+
+def test_a_reward_that_rises_where_held_out_accuracy_does_not_is_a_warning_before_a_fall_is_proven():
+    """Of 128 prompts 10 were right and then 5, with a reward that rose from 0.2 to 0.9: no alarm had been on."""
+
+    def said(accuracy, reward, **config):
+        watching, found = Alarms(AlarmsConfig(**config)), []
+        for step in range(81):
+            values = {"reward/mean": reward(step) + 0.01 * (-1) ** step}
+            if step % 20 == 0:
+                values |= {
+                    "eval/few/accuracy": accuracy[step // 20],
+                    "eval/few/reward_mean": 0.1,
+                    "eval/few/stderr": 0.024,
+                }
+            found += [(alarm.step, alarm.alarm, alarm.message) for alarm in watching.watch(step, values)]
+        return found
+
+    rises = lambda step: 0.2 + 0.7 * step / 80  # noqa: E731
+    falls = [0.078, 0.07, 0.055, 0.047, 0.039]
+    ((step, name, message),) = said(falls, rises)
+    assert (step, name) == (40, "held_out_flat")
+    assert "held-out accuracy is 0.055 after 0.078 at step 0, while the training reward rose from 0.239 to" in message
+    assert "for 2 evaluations; alarms.held_out)" in message
+    assert not said(falls, lambda step: 0.2), "the reward does not rise"
+    assert not said([0.078, 0.08, 0.07, 0.1, 0.12], rises), "accuracy rises, with one evaluation below the first"
+    assert not said(falls, rises, held_out=None)
+
+
+def test_the_alarm_that_is_closest_to_its_limit_is_named_with_its_way():
+    """Entropy went from 1.8 to 0.06 and nobody was told: the limit is 0.02."""
+    watching, ways = Alarms(), []
+    for step in range(20):
+        values = {"policy/entropy": max(0.06, 1.8 - 0.2 * max(0, step - 4)), "policy/kl": 0.01 * step}
+        values |= {"throughput/generated_tokens_per_s": 100.0 / (step + 1)}
+        watching.watch(step, values)
+        ways.append({name: way for name, way in values.items() if name.startswith("health/closest/")})
+    assert ways[:5] == [{}] * 5
+    assert ways[-1] == {"health/closest/entropy_collapse": pytest.approx((1.8 - 0.06) / (1.8 - 0.02))}
+    assert all(len(way) == 1 for way in ways[5:])

@@ -137,6 +137,11 @@ def test_a_summary_for_an_issue_is_short_and_says_nothing_that_strangers_should_
     ):
         assert line in lines, line
     assert not any(line.startswith("policy.lr:") for line in lines), "it has its default"
+    (run / "alarms.jsonl").unlink()
+    with (run / "metrics.jsonl").open("a") as metrics:
+        print(json.dumps({"step": 6, "health/closest/entropy_collapse": 0.978}), file=metrics)
+    assert main(["report", str(run), "--text"]) == 0
+    assert "alarms: none\n  closest: entropy_collapse, 98% of the way to its limit at step 6" in capsys.readouterr().out
     shutil.rmtree(run / "model")
     (run / "metrics.jsonl").write_text("")
     assert main(["report", "--text", str(run)]) == 0
