@@ -37,8 +37,7 @@ def run(arguments: list[str]) -> None:
     if plan is None:
         raise UserError(f"policy.model {config.policy.model} cannot be planned: its code cannot run without data")
     if rank() == 0:
-        data = [f"data: {inputs.facts['data']}"] if config.streamer else []
-        print("\n".join([f"batch: {batch}", *data, *lines(plan)]), flush=True)
+        print("\n".join([f"batch: {batch}", *lines(plan)]), flush=True)
     warning = shortage(plan)
     if rank() == 0:
         print(f"it may not fit: {warning}" if warning else "it fits")

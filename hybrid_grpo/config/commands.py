@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import field
-from functools import partial
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, model_validator
@@ -14,7 +13,6 @@ from pydantic.dataclasses import dataclass
 from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.evaluation import EvalConfig
-from hybrid_grpo.config.features import FeatureConfig, feature_sections, with_feature_sections
 from hybrid_grpo.config.fields import SECTION, Count, Switch, Text
 from hybrid_grpo.config.model import PolicyConfig
 from hybrid_grpo.config.preferences import PairEvalConfig, RewardLoopConfig
@@ -139,7 +137,6 @@ class EvalOptionsConfig(EvalConfig):
 
 
 @dataclass(frozen=True, config=SECTION)
-@partial(with_feature_sections, method="held_out_source")
 class EvaluateConfig(RecipeReader):
     """Measure a model's accuracy on the held-out sets of a recipe, with intervals. The model is `policy.model` or, with
     `--config RUN/config.yaml`, the one that the run trained, unless `--policy.model` is given. Results go to standard
@@ -172,12 +169,6 @@ class EvaluateConfig(RecipeReader):
     def reward_names(self) -> list[str]:
         """Names of all rewards: first the functions', then the environments'."""
         return names_of_rewards(self.rewards, self.rollout)
-
-    @property
-    def active_features(self) -> list[FeatureConfig]:
-        """The sections of the features that are on and affect how held-out rows are read."""
-        sections = (getattr(self, name) for name in feature_sections("held_out_source"))
-        return [section for section in sections if section.is_on]
 
     @model_validator(mode="after")
     def _check_agreement(self) -> EvaluateConfig:

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 from hybrid_grpo.config.commands import RecipeReader, RewardStageConfig, SftConfig
 from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.evaluation import EvalConfig
-from hybrid_grpo.config.features import FeatureConfig
 from hybrid_grpo.config.model import PolicyConfig
 from hybrid_grpo.config.rewards import RewardConfig, ScoringConfig
 from hybrid_grpo.config.rollout import RolloutConfig
@@ -40,8 +39,6 @@ class EvaluationConfig(SamplingConfig, Protocol):
     def eval(self) -> EvalConfig: ...
     @property
     def reward_names(self) -> list[str]: ...
-    @property
-    def active_features(self) -> list[FeatureConfig]: ...
 
 
 def settings_of(cls: Any, section: str) -> dict[str, Any]:

@@ -28,7 +28,6 @@ REGISTERED: tuple[str, ...] = (
     "teacher:TeacherConfig",
     "pretraining:PtxConfig",
     "guests:GuestsConfig",
-    "streaming:StreamingConfig",
     "curriculum:CurriculumConfig",
     "cleaning:CleanConfig",
     "average:AverageConfig",
@@ -76,8 +75,6 @@ class FeatureConfig:
     """Whether the policy learns even if all rewards are equal, or there are none."""
     sees = True
     """Whether the feature can do with prompts that have pictures."""
-    streams_prompts = False
-    """Whether prompts are read during the run, so that not all of them are known at the start."""
     free = frozenset[str]()
     """Settings that may change when a run resumes: they affect how things are computed, not what is learned."""
 
@@ -140,10 +137,6 @@ class FeatureConfig:
         UserError for prompts that the model cannot read. Collective."""
         return None
 
-    def held_out_source(self, source: Any, data: DataConfig) -> Any:
-        """Return a held-out set's source (a `data.sources.Source`), changed if the feature reads rows differently."""
-        return source
-
     def memory(self, config: TrainConfig) -> Any:
         """Return the feature's share of the memory plan; None if it has none (see `planned`). Imports torch."""
         return self._imported(self.planned)(config) if self.planned else None
@@ -164,14 +157,9 @@ def registered() -> dict[str, type[FeatureConfig]]:
     return {folder: getattr(import_module(f"hybrid_grpo.features.{folder}.settings"), cls) for folder, cls in entries}
 
 
-def feature_sections(method: str | None = None) -> dict[str, type[FeatureConfig]]:
-    """Return the settings classes of the features that take part in training, keyed by section name. `method` limits
-    them to classes that define a method of this name themselves."""
-    return {
-        settings.section: settings
-        for settings in registered().values()
-        if settings.section and (method is None or method in vars(settings))
-    }
+def feature_sections() -> dict[str, type[FeatureConfig]]:
+    """Return the settings classes of the features that take part in training, keyed by section name."""
+    return {settings.section: settings for settings in registered().values() if settings.section}
 
 
 def feature_commands() -> dict[str, tuple[str, str]]:
@@ -188,11 +176,11 @@ def feature_folders() -> list[Path]:
     return [Path(__file__).parent.parent / "features" / folder for folder in registered()]
 
 
-def with_feature_sections(cls: ClassT, method: str | None = None, *, needs_rollouts: bool | None = None) -> ClassT:
-    """Class decorator, applied before `dataclass`: adds a field for every section of `feature_sections`.
-    `needs_rollouts` limits them to features that need rollouts (True) or do not (False)."""
-    for name, settings in feature_sections(method).items():
-        if needs_rollouts in (None, settings.needs_rollouts):
+def with_feature_sections(cls: ClassT, *, needs_rollouts: bool) -> ClassT:
+    """Class decorator, applied before `dataclass`: adds a field for the section of every feature that needs rollouts,
+    or of every one that does not."""
+    for name, settings in feature_sections().items():
+        if settings.needs_rollouts == needs_rollouts:
             cls.__annotations__[name] = settings
             setattr(cls, name, field(default_factory=settings))
     return cls

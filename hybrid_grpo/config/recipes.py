@@ -19,6 +19,9 @@ _DEEPEST, _MOST_VALUES, _MOST_LETTERS, _LONGEST_NUMBER, _MOST_DIRECTIVES = 50, 1
 """Limits of YAML input. Beyond them it is a mistake or a trap: aliases and merges turn a few lines into terabytes."""
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
+GONE = {"streaming.enabled": False, "streaming.block": 10_000}
+"""Settings that earlier versions had, with their defaults, which the files of their runs hold and which are ignored."""
+
 
 class GivenTwice(yaml.MarkedYAMLError):
     """A mapping contains a key twice. YAML would silently keep the last value."""
@@ -141,6 +144,13 @@ def read_recipe(path: Path) -> Settings:
         raise UserError(f"--config {path} cannot be read: {_yaml_problem(error)}") from None
     if not isinstance(settings, dict):
         raise UserError(f"--config {path} holds no settings: write `section:` lines")
+    for name, default in GONE.items():
+        section, _, key = name.partition(".")
+        values = settings.get(section)
+        if isinstance(values, dict) and values.get(key) == default:
+            del values[key]
+            if not values:
+                del settings[section]
     return settings
 
 

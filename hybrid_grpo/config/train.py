@@ -119,11 +119,6 @@ class TrainConfig(ModelRunConfig):
         return next((feature.section for feature in self.active_features if feature.rows_per_group), "")
 
     @property
-    def streamer(self) -> str:
-        """The section of the feature that reads prompts during the run; empty if all prompts are read before."""
-        return next((feature.section for feature in self.active_features if feature.streams_prompts), "")
-
-    @property
     def recomputes_old_logp(self) -> bool:
         """Whether `old_logp`, the denominator of ratios, comes from a training forward pass, not the sampler."""
         grpo = self.grpo
@@ -180,7 +175,6 @@ class TrainConfig(ModelRunConfig):
         carry = self.rollout.carry
         for is_set, what in (
             (self.grpo.dynamic_sampling, "grpo.dynamic_sampling compares all of them before it replaces some"),
-            (bool(self.streamer), f"{self.streamer} could not find their prompts again in a resumed run"),
             (bool(self.giver), f"{self.giver} writes completions for prompts that are begun in the same step"),
         ):
             refuse(

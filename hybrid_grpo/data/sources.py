@@ -48,8 +48,6 @@ class Source:
     """Lines that do not begin with `{` are text for this column. Default: every line is JSON."""
     any_letters: bool = False
     """Whether JSON lines may contain halves of surrogate pairs, which tokenizers refuse."""
-    streaming: bool = False
-    """Read rows from the hub as they are needed, instead of downloading all splits."""
 
     @property
     def origin(self) -> str:
@@ -198,7 +196,7 @@ def open_source(source: Source) -> Mapping[str, Iterable[Row]]:
 
     if path is None:
         hub.silence()
-        return _named(datasets.load_dataset(source.path, source.subset, streaming=source.streaming))
+        return _named(datasets.load_dataset(source.path, source.subset))
     if is_saved:
         try:
             return _named(datasets.load_from_disk(source.path))
@@ -235,10 +233,6 @@ def _split_rows(source: Source, splits: Mapping[str, Iterable[Row]]) -> Iterable
     split = source.split
     if split is None or split in splits or not re.search(r"[\[+]", split):
         return splits[split_name(source, split, list(splits))]
-    refuse(
-        source.streaming,
-        f"{source.split_setting} {split} needs all rows of the split, which is read as it comes: name a whole split",
-    )
     from datasets import ReadInstruction
 
     try:

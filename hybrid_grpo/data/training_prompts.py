@@ -107,7 +107,7 @@ class TrainingPrompts:
     """The prompts to train on."""
 
     prompts: list[Prompt]
-    """All prompts to train on or, if they are streamed, some of the first; the same on every rank."""
+    """All prompts to train on; the same on every rank."""
     fact: str
     """What was read, as one line for the console and the run folder."""
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from hybrid_grpo.config import TrainConfig, reward_name
+from hybrid_grpo.config import PolicyConfig, TrainConfig, reward_name
 from hybrid_grpo.config.composition import EvaluationConfig
 from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.config.features import FeatureConfig
 from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.config.held_out import HeldOut, held_out_sets
 from hybrid_grpo.data.batch import Numbers, Prompt, Rollout
@@ -120,7 +121,7 @@ class RunInputs(EvalInputs):
             eval_set, fact = read_eval_set(held_out, config, sampler, partners, own, training.prompts)
             facts["held out" if held_out.setting == "eval" else f"held out {held_out.name}"] = fact
             eval_sets.append(eval_set)
-        check_pictures(config, sampler)
+        check_pictures(config.policy, sampler, config.active_features)
         check_vision(config.policy, sampler.album)
         weights = {reward_name(reward): reward.weight for reward in config.rewards}
         facts["sampling"] = sampler.fact
@@ -139,7 +140,7 @@ class RunInputs(EvalInputs):
 
     @property
     def prompts(self) -> list[Prompt]:
-        """Training prompts; if the data is a stream, only prompts from its first rows."""
+        """Training prompts."""
         return self.training.prompts
 
     @property
@@ -159,7 +160,7 @@ class RunInputs(EvalInputs):
         return max((held_out.rows for held_out in self.eval_sets), default=0)
 
     def fingerprints(self, config: TrainConfig, more: Mapping[str, Sequence[Any]]) -> Fingerprints:
-        """Return the fingerprints of all inputs; of a stream, only its first rows. `more` has the rows of features."""
+        """Return the fingerprints of all inputs. `more` has the rows of features."""
         default = config.data.eval_path, config.data.eval_split, config.data.eval_limit
         rows: dict[str, Sequence[Any]] = {"training rows": self.prompts}
         for held_out in self.eval_sets:
@@ -186,17 +187,17 @@ def read_eval_inputs(config: EvaluationConfig) -> EvalInputs:
         read_eval_set(of, config, sampler, partners, rewards[of.setting if of.rewards else "rewards"], ())[0]
         for of in sets
     ]
-    check_pictures(config, sampler)
+    check_pictures(config.policy, sampler)
     return EvalInputs(sampler, rewards["rewards"], eval_sets, partners)
 
 
-def check_pictures(config: EvaluationConfig, sampler: Sampler) -> None:
+def check_pictures(policy: PolicyConfig, sampler: Sampler, features: Sequence[FeatureConfig] = ()) -> None:
     """Raise UserError if prompts have pictures, and a setting in force cannot do with them."""
     if not sampler.sees:
         return
-    for feature in config.active_features:
+    for feature in features:
         refuse(not feature.sees, f"{feature.section} reads no pictures, and prompts have some: take one of them out")
-    sampler.check_sight(config.policy)
+    sampler.check_sight(policy)
 
 
 def read_training_prompts(config: TrainConfig, sampler: Sampler, partners: Partners | None) -> TrainingPrompts:
@@ -209,7 +210,7 @@ def read_training_prompts(config: TrainConfig, sampler: Sampler, partners: Partn
     )
     count = len(training.prompts)
     refuse(
-        not config.streamer and count < config.rollout.prompts_per_step,
+        count < config.rollout.prompts_per_step,
         f"rollout.prompts_per_step {config.rollout.prompts_per_step} is more than the {count} prompts of data.path: set"
         f" it to {count} or lower",
     )
@@ -228,8 +229,6 @@ def read_eval_set(
 ) -> tuple[EvalSet, str]:
     """Read a held-out set, scored by `rewards`. Also return a line on what was read and how much is in `trained`."""
     source, rollout = held_out_source(held_out), held_out.rollout
-    for feature in config.active_features:
-        source = feature.held_out_source(source, held_out.data)
     prompts, fact = read_prompts(with_tools(held_out.data, partners), sampler.tokenizer, source, sampler.album)
     if shared := count_equal(trained, prompts):
         fact += f"; {shared} of them {'is' if shared == 1 else 'are'} also among the training prompts: see docs/data.md"

@@ -6,6 +6,7 @@ from typing import Any
 
 from hybrid_grpo.config import ModelRunConfig, to_dict
 from hybrid_grpo.config.features import feature_sections
+from hybrid_grpo.config.recipes import GONE
 from hybrid_grpo.run.fingerprints import REWARDS
 
 FREE = (
@@ -61,7 +62,8 @@ def identity(config: ModelRunConfig, inputs: dict[str, str], rollbacks: int) -> 
 def changes(saved: dict[str, Any], config: ModelRunConfig) -> dict[str, str]:
     """Return the settings that differ from a checkpoint's, by name, as text with both values. A setting that the
     checkpoint lacks counts as having its default value."""
-    before, now = {**settings_of(type(config)()), **saved}, settings_of(config)
+    kept = {name: value for name, value in saved.items() if name not in GONE or value != GONE[name]}
+    before, now = {**settings_of(type(config)()), **kept}, settings_of(config)
     return {
         name: f"{name} {_short(before.get(name))} -> {_short(now.get(name))}"
         for name in {**now, **before}

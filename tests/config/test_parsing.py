@@ -463,3 +463,12 @@ def test_bounds_are_idle_only_where_the_ratio_is_one():
     sampler = replace(config.grpo, old_logp="sampler")
     assert not replace(config, grpo=sampler, rollout=RolloutConfig(logprobs="sampling", top_p=0.9)).idle_bounds(1)
     assert not replace(config, grpo=sampler).idle_bounds(1), "what the user has asked for counts from the start"
+
+
+def test_settings_that_earlier_versions_had_are_ignored_in_the_files_of_their_runs_and_nowhere_else(tmp_path):
+    recipe = tmp_path / "config.yaml"
+    recipe.write_text("streaming: {enabled: false, block: 10000}\nrun: {steps: 3}\n")
+    assert parse(TrainConfig, [f"--config={recipe}"], "train").config.run.steps == 3
+    recipe.write_text("streaming: {enabled: true, block: 10000}\n")
+    with pytest.raises(UserError, match=r"streaming\.enabled"):
+        parse(TrainConfig, [f"--config={recipe}"], "train")

@@ -106,16 +106,6 @@ def test_a_resumed_run_is_the_run_to_the_bit(folder):
 
 
 @pytest.mark.process
-@pytest.mark.ranks
-def test_streamed_rows_are_those_of_a_list_and_their_pictures_reach_the_rank_that_trains_on_them(folder):
-    stream = {"streaming.enabled": "true", "streaming.block": 8, "run.steps": 2, "checkpoint.every": 0}
-    train(folder, "stream", 2, **stream)
-    for ours, listed in zip(steps(folder, "stream"), steps(folder, "of2"), strict=False):
-        for name in ("reward/mean", "policy/loss", "policy/grad_norm"):
-            assert ours[name] == pytest.approx(listed[name], rel=1e-3, abs=1e-6)
-
-
-@pytest.mark.process
 def test_teachers_and_guests_see_what_the_policy_sees(folder):
     """A twin of the policy gives every token its probability, as a teacher and as a guest."""
     rows = list(map(json.loads, (folder / "rows.jsonl").read_text().splitlines()))

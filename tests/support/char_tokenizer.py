@@ -22,7 +22,7 @@ TEMPLATE = (
 def char_tokenizer(
     template: str | None = None, bos: bool = True, eos: bool = True, adds_bos: bool = False, adds_eos: bool = False
 ) -> PreTrainedTokenizerFast:
-    """With or without a chat template; `adds_bos` puts bos before every text, as Llama's does; `adds_eos` eos behind it."""
+    """Returns a tokenizer; `adds_bos` and `adds_eos` put bos before every text, as for Llama, and eos after."""
     backend = Tokenizer(models.WordLevel(dict(IDS), unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     if adds_bos or adds_eos:

@@ -62,11 +62,6 @@ class CurriculumConfig(FeatureConfig):
             "data.shuffle false keeps the order of the source, which curriculum changes: set it to true, or take out"
             " the settings of curriculum",
         )
-        refuse(
-            self.follows and bool(config.streamer),
-            f"{config.streamer} keeps no success rates, which the settings of curriculum follow: take out one of the"
-            " two",
-        )
 
     def training_prompts(self, data: DataConfig, sampler: Any, seed: int, check: Any) -> RatedPrompts:
         """Return the training prompts, which a `Curriculum` draws."""

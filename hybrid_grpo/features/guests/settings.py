@@ -124,8 +124,3 @@ class GuestsConfig(FeatureConfig):
             f"grpo.whole_groups compares a group's completions, and guests.writers {learned} is learned from by itself:"
             " set its weight to baseline, or grpo.whole_groups to false",
         )
-        refuse(
-            bool(config.streamer),
-            f"{config.streamer} reads prompts as the run goes, and guests.writers {names[0]} needs all of them before"
-            " it begins: take out one of the two",
-        )

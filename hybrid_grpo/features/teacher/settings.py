@@ -129,11 +129,6 @@ class TeacherConfig(FeatureConfig):
             " rollout.environment appends what the policy reads: take out one of them",
         )
         refuse(
-            self.is_on and bool(config.streamer),
-            f"teacher is checked with all prompts before the run, which {config.streamer} does not know: take out one"
-            " of the two",
-        )
-        refuse(
             self.is_on and self.into == "advantage" and bool(config.giver),
             f"teacher.into advantage is for tokens that the policy sampled, and {config.giver} brings others: set"
             f" teacher.into to loss, or take out teacher or {config.giver}",
