@@ -17,33 +17,21 @@ from torch.utils import cpp_extension
 
 from hybrid_grpo.config.errors import UserError
 
-_COMPILE_SECONDS = 600
-"""Longer than any kernel takes to compile; the slowest, CPUAdam, took 225 s on two busy cores."""
-_LEAVES_LOCKS = hasattr(cpp_extension, "FileBaton")
-"""Whether this torch locks by the existence of a file. Since 2.15 it locks the file itself, and never removes it."""
-
 
 @contextlib.contextmanager
 def compilation_lock(kernel: str) -> Iterator[None]:
     """A context in which no other hybrid_grpo process compiles this kernel. Raises UserError if compilation fails.
 
-    Before 2.15, torch's own lock is the existence of a file: a killed process leaves it behind, and torch would wait
-    forever. The owner of this lock removes the file that was left behind.
+    torch's own lock is a file too. Up to 2.13 torch waits as long as the file exists, even if its owner was killed.
+    Later versions lock the file itself, and leave it in a folder that older ones share. The owner of this lock
+    therefore removes torch's file, unless a process on this machine has it open.
     """
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", cpp_extension.get_default_build_root()))
-    root.mkdir(parents=True, exist_ok=True)
-    with (root / f"{kernel}.owner").open("a+") as owner:
+    folder = Path(cpp_extension._get_build_directory(kernel, verbose=False))
+    with (folder / "owner").open("a") as owner:
         _wait_while(lambda: not _locked(owner), kernel)
-        owner.seek(0)
-        if _LEAVES_LOCKS:
-            locks = functools.partial(root.glob, f"**/{kernel}/lock")
-            if not owner.read():
-                _wait_while(lambda: any(_age(path) < _COMPILE_SECONDS for path in locks()), kernel)
-            for path in locks():
-                path.unlink(missing_ok=True)
-        owner.write(str(os.getpid()))
-        owner.flush()
-        compiles, start = not any(root.glob(f"**/{kernel}/{kernel}.so")), time.monotonic()
+        _wait_while(lambda: _is_open(folder / "lock"), kernel)
+        (folder / "lock").unlink(missing_ok=True)
+        compiles, start = not (folder / f"{kernel}.so").exists(), time.monotonic()
         if compiles:
             print(f"hybrid-grpo: compiling DeepSpeed's kernel {kernel}, once: about a minute", flush=True)
         try:
@@ -62,8 +50,6 @@ def compilation_lock(kernel: str) -> Iterator[None]:
             raise UserError(
                 f"DeepSpeed's kernels cannot be compiled: {why}: install one (apt install g++) or name it in CXX"
             ) from error
-        finally:
-            owner.truncate(0)
 
 
 def one_at_a_time(compile_and_load: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,12 +74,14 @@ def _locked(file: TextIO) -> bool:
     return True
 
 
-def _age(path: Path) -> float:
-    """Seconds since a file was written; infinite once it is gone."""
-    try:
-        return time.time() - path.stat().st_mtime
-    except FileNotFoundError:
-        return float("inf")
+def _is_open(path: Path) -> bool:
+    """Whether a process of this user on this machine has a file open."""
+    if path.exists():
+        for link in Path("/proc").glob("[0-9]*/fd/*"):
+            with contextlib.suppress(OSError):
+                if os.path.samefile(link, path):
+                    return True
+    return False
 
 
 def _wait_while(busy: Callable[[], bool], kernel: str) -> None:

@@ -46,8 +46,13 @@ def shared_folder(user: int | None) -> Iterator[Path]:
 
 
 def battery(python: str, user: int | None, *without: str, only: str = "") -> list[dict]:
-    with shared_folder(user) as folder:
-        command = [python, "-B", sandbox_programs.__file__, str(folder), *without]
+    with shared_folder(user) as folder, shared_folder(None) as tree:
+        program = Path(sandbox_programs.__file__)
+        if user:  # who may have no way into the folder of this clone, such as one in a home directory of mode 700
+            program = tree / program.relative_to(ROOT)
+            for name in ("hybrid_grpo", "tests/support"):
+                shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+        command = [python, "-B", str(program), str(folder), *without]
         as_user = {"user": user, "group": user, "extra_groups": []} if user else {}
         environment = {"PATH": "/usr/bin:/bin"} | ({"ONLY": only} if only else {})
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200, **as_user)
