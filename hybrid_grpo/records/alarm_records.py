@@ -1,11 +1,15 @@
 """Records the alarms that went off in a file in the run's folder. This module does not import torch."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 ALARMS_FILE = "alarms.jsonl"
-"""Name of the file, which has one JSON object with the fields of `AlarmRecord` per alarm that went off."""
+"""Name of the file, which has one JSON object with the fields of `AlarmRecord` per alarm that went off, and another one
+without a message when its problem is over."""
+_LONGEST_NAME, _LONGEST_MESSAGE = 300, 1000
 
 
 @dataclass(frozen=True)
@@ -19,9 +23,35 @@ class AlarmRecord:
     """The step at which the problem began."""
     message: str
     action: str = "say"
+    until: int | None = None
+    """The last step with the problem; None while the problem lasts."""
 
 
 def write_alarm(folder: Path, record: AlarmRecord) -> None:
     """Append an alarm to `ALARMS_FILE` in a run's folder."""
     with (folder / ALARMS_FILE).open("a", encoding="utf-8") as file:
         print(json.dumps(vars(record), ensure_ascii=False), file=file)
+
+
+def joined(lines: Iterable[Mapping[str, Any]]) -> list[AlarmRecord]:
+    """Return the alarms in lines of `ALARMS_FILE`, each with the end of its problem; skip damaged lines."""
+    found: list[AlarmRecord] = []
+    lasting: dict[str, int] = {}
+    for record in filter(None, map(_record, lines)):
+        if (at := lasting.pop(record.alarm, None)) is not None:
+            found[at] = replace(found[at], until=record.step - 1 if record.message else record.until)
+        if record.message:
+            if record.until is None:
+                lasting[record.alarm] = len(found)
+            found.append(record)
+    return found
+
+
+def _record(line: Mapping[str, Any]) -> AlarmRecord | None:
+    """Earlier versions wrote no end, and the earliest ones only the step and the message."""
+    step, name, message = line["step"], line.get("alarm", ""), line.get("message")
+    since, until = line.get("since", step), line.get("until", step)
+    is_whole = type(since) is int and (until is None or type(until) is int)
+    if not is_whole or not isinstance(name, str) or not isinstance(message, str):
+        return None
+    return AlarmRecord(step, name[:_LONGEST_NAME], since, message[:_LONGEST_MESSAGE], until=until)

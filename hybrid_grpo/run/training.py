@@ -310,8 +310,10 @@ class TrainingRun:
     def watched(self, step: int, stage: Stage) -> dict[str, float]:
         """Return a step's metrics, reduced, with those that are alarms. Print and record the alarms that go off."""
         values = stage.meter.reduce()
-        for alarm in self._alarms.watch(step, values, stage.notes):
-            say(f"ALARM: {alarm.message}")
+        alarms = self._alarms.watch(step, values, stage.notes)
+        for alarm in [*self._alarms.over, *alarms]:
+            if alarm.message:
+                say(f"ALARM: {alarm.message}")
             if rank() == 0:
                 with one_line(self.folder):
                     write_alarm(self.folder, alarm)

@@ -6,7 +6,7 @@ An answer takes a fraction of a second at most for reading; if a file needs more
 import math
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -102,14 +102,16 @@ class Answers:
 
     def charts(self, given: QueryParams) -> Any:
         """Return the charts of runs by section; metrics that are not in charts.yaml come last, one in each chart. A
-        chart is `silent` if nothing but zeros has been measured of its curves."""
+        chart is `folded`, for a reason, if nothing but zeros has been measured of its curves, or if other curves show
+        the same numbers: with one reward function, its mean is the reward."""
         runs = self._runs(given)
         known = list(dict.fromkeys(name for run in runs for name in run.table.names if name != "step"))
         charts = charts_of(known)
         drawn = {curve.name for chart in charts for curve in chart.curves}
         charts += [_lone_chart(name) for name in sorted(known) if name not in drawn]
         heard = {name for run in runs for name in run.heard()}
-        return [_chart(chart, heard.isdisjoint(curve.name for curve in chart.curves)) for chart in charts]
+        shown: list[str] = []
+        return [_chart(chart, _why_folded(chart, heard, shown, runs)) for chart in charts]
 
     def curves(self, given: QueryParams) -> Any:
         """Return the curves of metrics (parameter `name`, repeated), by run and name: their points in a range of an
@@ -305,10 +307,27 @@ def _lone_chart(name: str) -> Chart:
     return Chart("More", title, metric.unit if metric else "", None, (curve,), None, False)
 
 
-def _chart(chart: Chart, silent: bool) -> dict[str, Any]:
+def _why_folded(chart: Chart, heard: Collection[str], shown: list[str], runs: Sequence[WatchedRun]) -> str:
+    """Return why a chart is folded away; empty if it is not, and then add its curves to those that are `shown`."""
+    names = [curve.name for curve in chart.curves]
+    if not any(name in heard for name in names):
+        return "Nothing but 0 so far"
+    rewards = [name for name in shown if name.startswith(("reward/", "eval/"))]
+    again = [
+        any(all(run.table.is_equal(name, other) for run in runs) for other in rewards if other != name)
+        for name in names
+    ]
+    # What a comparison adds is lost if one of its curves is shown by another name.
+    if any(again) if chart.compared else all(again):
+        return "The same numbers as above"
+    shown += names
+    return ""
+
+
+def _chart(chart: Chart, folded: str) -> dict[str, Any]:
     return {
         **asdict(chart),
-        "silent": silent,
+        "folded": folded,
         "band": {"name": chart.band, "meaning": describe(chart.band).meaning} if chart.band else None,
     }
 
@@ -319,9 +338,11 @@ def _alarms(run: WatchedRun) -> list[dict[str, Any]]:
     found = []
     for alarm in run.alarms() if steps.size else ():
         # An alarm is written before the numbers of its step.
-        ends = [min(int(steps.searchsorted(step)), steps.size - 1) for step in (alarm.since, alarm.step)]
+        until = steps[-1] if alarm.until is None else max(alarm.since, alarm.until)
+        ends = [min(int(steps.searchsorted(step)), steps.size - 1) for step in (alarm.since, until)]
         at = {axis: [float(x[end]) for end in ends] for axis, x in places.items()}
-        found.append({"run": run.name, "alarm": alarm.alarm, "message": alarm.message, "at": at})
+        told = {"alarm": alarm.alarm, "message": alarm.message, "on": alarm.until is None}
+        found.append({"run": run.name, **told, "at": at})
     return found
 
 

@@ -76,6 +76,13 @@ class Table:
         """Return the names of which any row has a number other than 0."""
         return frozenset(name for name, known in self._columns.items() if _has_number(known))
 
+    def is_equal(self, name: str, other: str) -> bool:
+        """Return whether two names have the same numbers in all rows, up to rounding."""
+        one, two = (self._columns.get(each, array("f")) for each in (name, other))
+        if len(one) != len(two) or not np.allclose(one[-1:], two[-1:], 1e-5, 1e-9, equal_nan=True):
+            return False
+        return bool(np.allclose(one, two, 1e-5, 1e-9, equal_nan=True))
+
     def column(self, name: str) -> Column:
         """Return the column of a name, [rows]; all NaN for an unknown name."""
         column, known = np.full(self.rows, np.nan), self._columns.get(name, array("d"))

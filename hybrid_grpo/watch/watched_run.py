@@ -16,13 +16,12 @@ import numpy as np
 import yaml
 
 from hybrid_grpo.config.recipes import load_yaml
-from hybrid_grpo.records.alarm_records import ALARMS_FILE, AlarmRecord
+from hybrid_grpo.records.alarm_records import ALARMS_FILE, AlarmRecord, joined
 from hybrid_grpo.records.console_log import CONSOLE_FILE
 from hybrid_grpo.records.files import TRACE_FILE, FilesByStep, rollout_files
 from hybrid_grpo.records.json_lines import last_lines, open_file, parse_step
 from hybrid_grpo.records.lock import state_of
 from hybrid_grpo.records.metrics.catalogue import TIME_METRICS, TOKEN_METRICS, find
-from hybrid_grpo.records.metrics.charts import is_noisy
 from hybrid_grpo.watch.metrics_file import MetricsFile, last_row
 from hybrid_grpo.watch.rollouts import number
 from hybrid_grpo.watch.table import Column, Table
@@ -35,8 +34,6 @@ _TELLING = (
     *("completion/length_mean", "policy/entropy", "throughput/generated_tokens_per_s"),
 )
 """Patterns of the metrics by which runs are compared at a glance."""
-_RECENT = 10
-"""Number of values over which the first and the newest value of a noisy metric are averaged."""
 _MOST_ALARMS = 1000
 _CONFIG_BYTES, _PLAN_BYTES = 2**18, 2**15
 """Limits of config.yaml where a run is looked at, and where it is listed among others."""
@@ -132,7 +129,7 @@ class WatchedRun:
         """Return what the list of runs shows, such as progress and the newest step's age; reads no more than that, and
         only the times of files if not `may_read`."""
         newest = self._of("metrics.jsonl", _newest, may_read) or {"step": None, "step_seconds": None, "reward": None}
-        planned = self._of("config.yaml", _planned, may_read) or {"steps": None, "tags": [], "notes": ""}
+        planned = self._of("config.yaml", _planned, may_read) or {"steps": None, "group": None, "tags": [], "notes": ""}
         written = self._of(NOTES_FILE, lambda path: _text(path, _NOTES_BYTES).strip(), may_read)
         state, changed = state_of(self.folder), self.changed_ms("metrics.jsonl")
         # A run that has ended well says so by its steps.
@@ -152,8 +149,8 @@ class WatchedRun:
         }
 
     def summary(self) -> dict[str, Any]:
-        """Return the metrics by which runs are compared, with the first value (None if it would overlap with the
-        newest), the newest value and, for accuracies and losses, the best value and its step."""
+        """Return the metrics by which runs are compared, with the first value (None if there is only one), the newest
+        value and, for accuracies and losses, the best value and its step."""
         if self._summary[0] != self.version:
             self._summary = self.version, self._summarize()
         return self._summary[1]
@@ -167,15 +164,14 @@ class WatchedRun:
             metric = find(name)
             if not at.size or metric is None:
                 continue
-            width = _RECENT if is_noisy(metric) else 1
             pick = next((pick for end, pick in _BEST.items() if name.endswith(end)), None)
             best = pick(values[at]) if pick else None
             numbers.append(
                 {
                     "name": name,
                     "meaning": metric.meaning,
-                    "first": float(values[at[:width]].mean()) if at.size >= 2 * width else None,
-                    "value": float(values[at[-width:]].mean()),
+                    "first": float(values[at[0]]) if at.size > 1 else None,
+                    "value": float(values[at[-1]]),
                     "best": None if best is None else float(values[at[best]]),
                     "best_step": None if best is None else int(steps[at[best]]),
                 }
@@ -188,16 +184,6 @@ class WatchedRun:
             "hours": float(hours[-1]) if hours.size else 0.0,
             "step_seconds": statistics.median(seconds) if seconds else None,
         }
-
-
-def _alarm(line: bytes) -> AlarmRecord | None:
-    """Return the alarm in a line, or None; earlier versions wrote only the step and the message."""
-    found = parse_step(line) or {"step": None}
-    step, name, message = found["step"], found.get("alarm", ""), found.get("message")
-    since = found.get("since", step)
-    if type(since) is not int or not isinstance(name, str) or not isinstance(message, str):
-        return None
-    return AlarmRecord(step, name[:_LONGEST_NAME], since, message[:_LONGEST_VALUE])
 
 
 def _read_config(path: Path, most: int = _CONFIG_BYTES) -> tuple[str, dict[str, Any]]:
@@ -221,6 +207,7 @@ def _planned(path: Path) -> dict[str, Any]:
     words = [log.get("group"), *(tags if isinstance(tags, list) else ())]
     return {
         "steps": steps if type(steps) is int else None,
+        "group": words[0][:_LONGEST_NAME] if isinstance(words[0], str) else None,
         "tags": [word[:_LONGEST_NAME] for word in words if isinstance(word, str)][:_MOST_TAGS],
         "notes": notes[:_NOTES_BYTES].strip() if isinstance(notes, str) else "",
     }
@@ -234,7 +221,7 @@ def _newest(path: Path) -> dict[str, Any]:
 
 
 def _read_alarms(path: Path) -> list[AlarmRecord]:
-    return [alarm for line in last_lines(path) if (alarm := _alarm(line)) is not None][-_MOST_ALARMS:]
+    return joined(filter(None, map(parse_step, last_lines(path))))[-_MOST_ALARMS:]
 
 
 def _text(path: Path, most: int, *, from_end: bool = False) -> str:

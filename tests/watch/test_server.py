@@ -74,6 +74,17 @@ def test_charts_are_those_of_the_report_and_then_all_other_metrics(folder):
     assert curve["meaning"].startswith("Entropy")
 
 
+def test_a_number_is_drawn_once(make_run):
+    """With one reward function, five charts of the first screen showed the reward or the accuracy."""
+    told = {"reward/mean": 0.5, "reward/f/mean": 0.5, "eval/x/accuracy": 0.25, "eval/x/reward_mean": 0.25}
+    two = {**told, "reward/g/mean": 0.75, "eval/x/reward_mean": 0.125}
+    page = Page(make_run("one", [{"step": 1, **told}]), make_run("two", [{"step": 1, **two}]))
+    page.ask("runs", run=["one", "two"])
+    for run, folded in (("one", 3), (["one", "two"], 0)):
+        charts = [chart for chart in page.ask("charts", run=run) if chart["section"] in ("Results", "Rewards")]
+        assert len(charts) == 5 and sum(chart["folded"] == "The same numbers as above" for chart in charts) == folded
+
+
 def test_curves_of_two_runs_on_an_axis_in_a_range(folder, make_run):
     page = Page(folder, make_run("two", list(lines(5000, rise=2.0))))
     names = ["one", "two"]
@@ -101,7 +112,7 @@ def test_settings_alarms_and_samples(folder, make_run):
     assert (differing["name"], differing["values"]) == ("policy.lr", {"one": "0.1", "two": "0.2"})
     assert settings["texts"]["two"] == "policy: {lr: 0.2}"
     (alarm,) = page.ask("alarms", run=["one", "two"])
-    assert (alarm["run"], alarm["alarm"], alarm["at"]["step"]) == ("two", "parity", [1.0, 2.0])
+    assert (alarm["run"], alarm["alarm"], alarm["at"]["step"], alarm["on"]) == ("two", "parity", [1.0, 2.0], True)
     found = page.ask("samples", run="one", text="FOUR", least="0.5")
     (row,) = found["rows"]
     assert (found["read"], found["next"], found["steps"]) == (2, None, [2, 2])

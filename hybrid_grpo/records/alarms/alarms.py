@@ -79,6 +79,8 @@ class Alarms:
         """Alarms of the newest step that stop the run or roll it back."""
         self.note = ""
         """Why the run was rolled back; reported with the next step."""
+        self.over: list[AlarmRecord] = []
+        """The ends, without messages, of alarms whose problem was over in the newest step."""
 
     @classmethod
     def of(cls, config: ModelRunConfig) -> "Alarms":
@@ -114,20 +116,24 @@ class Alarms:
         self._add_numbers(values, signs)
         values |= self._closest(signs)
         bad = self._bad_signs(signs)
-        records = [AlarmRecord(step, "roll_back", step, self.note)] if self.note else []
-        self._due, self.note = [], ""
+        records = [AlarmRecord(step, "roll_back", step, self.note, until=step)] if self.note else []
+        self._due, self.note, self.over = [], "", []
         for name, sign in signs.items():
-            limit = self._limits[name]
-            self._bad[name] = count = self._bad.get(name, 0) + 1 if name in bad else 0
+            limit, before = self._limits[name], self._bad.get(name, 0)
+            self._bad[name] = count = before + 1 if name in bad else 0
+            if not count and before >= limit.patience:
+                self.over.append(AlarmRecord(step, name, self._since[name], "", limit.action, step - 1))
             if count == 1:
                 self._since[name] = sign.since or step
             at_once = name == NON_FINITE and step == self._last_step and limit.action != "say"
             if count < (1 if at_once else limit.patience):
                 continue
-            record = AlarmRecord(step, name, self._since[name], self._message(name, sign, notes or {}), limit.action)
+            ends = limit.action in ("stop", "roll_back")
+            message, until = self._message(name, sign, notes or {}), step if ends else None
+            record = AlarmRecord(step, name, self._since[name], message, limit.action, until)
             # An alarm is reported once each time it begins.
             records += [record] if count <= limit.patience else []
-            self._due += [record] if limit.action in ("stop", "roll_back") else []
+            self._due += [record] if ends else []
         self._symptoms.remember(step, values)
         return records
 

@@ -14,7 +14,7 @@ import numpy as np
 from hybrid_grpo.records.metrics.charts import Chart, charts_of
 from hybrid_grpo.records.metrics.thinning import Column, Points, present, smooth, thin
 
-_SECTIONS = ("Results", "Completions", "Policy")
+_SECTIONS = ("Results", "Rewards", "Completions", "Policy")
 """Sections of charts.yaml whose charts are drawn."""
 _COLUMNS = 3
 _WIDTH, _HEIGHT = 260, 120

@@ -6,14 +6,14 @@ from pathlib import Path
 from statistics import median
 
 from hybrid_grpo.config import to_dict
-from hybrid_grpo.records.alarm_records import ALARMS_FILE
+from hybrid_grpo.records.alarm_records import ALARMS_FILE, AlarmRecord, joined
 from hybrid_grpo.records.files import flattened
 from hybrid_grpo.records.json_lines import read_jsonl
 from hybrid_grpo.records.publishing.card import ACCURACY, TrainedRun, differing
 from hybrid_grpo.records.publishing.redaction import publishable, publishable_text
 
 _FACTS = ("versions", "git commit", "device", "ranks", "batch", "memory", "attention", "data")
-_MOST_ALARMS, _LONGEST = 5, 200
+_MOST_KINDS, _LONGEST = 5, 200
 _CLOSEST = "health/closest/"
 _CURVES = ("reward/mean", "sft/loss", "reward_model/loss", "time/step_s", "memory/peak_gb")
 
@@ -41,11 +41,15 @@ def _lines(run: TrainedRun) -> Iterator[str]:
         values = [line[name] for line in lines if line.get(name) is not None]
         if values:
             yield f"{name}: {values[0]:.4g} -> {values[-1]:.4g} (median {median(values):.4g} of {len(values)})"
-    alarms = read_jsonl(run.folder / ALARMS_FILE)
+    alarms = joined(read_jsonl(run.folder / ALARMS_FILE))
     ways = [(way, name, line["step"]) for line in lines for name, way in line.items() if name.startswith(_CLOSEST)]
     yield f"alarms: {len(alarms) or 'none'}"
     if ways and not alarms:
         way, name, step = max(ways)
         yield f"  closest: {name.removeprefix(_CLOSEST)}, {way:.0%} of the way to its limit at step {step}"
-    for alarm in alarms[-_MOST_ALARMS:]:
-        yield f"  step {alarm['step']}: {publishable_text(str(alarm['message']))}"
+    kinds: dict[str, list[AlarmRecord]] = {}
+    for alarm in alarms:
+        kinds.setdefault(alarm.alarm or alarm.message, []).append(alarm)
+    for *earlier, newest in list(kinds.values())[-_MOST_KINDS:]:
+        again = f" ({len(earlier) + 1} times, first at step {earlier[0].step})" if earlier else ""
+        yield f"  step {newest.step}: {publishable_text(newest.message)}{again}"

@@ -82,7 +82,7 @@ class TrackedSteps:
             self._unseen.append((step, {**values, **axes}))
 
     def _take_alarm(self, line: bytes) -> None:
-        if (alarm := parse_step(line)) is not None:
+        if (alarm := parse_step(line)) is not None and alarm["message"]:
             self._messages[alarm["step"]].append(alarm["message"])
 
     def _step(self, step: int, values: dict[str, float]) -> TrackedStep:

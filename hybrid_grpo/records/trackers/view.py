@@ -8,7 +8,7 @@ from hybrid_grpo.records.metrics.charts import CHARTS, STEP_PARTS
 from hybrid_grpo.records.trackers.steps import STEP
 
 QUESTIONS = {
-    "Is it learning?": ("Results", "Data"),
+    "Is it learning?": ("Results", "Rewards", "Data"),
     "Is it healthy?": ("Health", "Policy", "Sampler against trainer"),
     "What does it write?": ("Completions",),
     "Where does time go?": ("Speed and memory",),

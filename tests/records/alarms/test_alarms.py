@@ -181,8 +181,12 @@ def test_an_alarm_is_said_once_for_every_time_that_it_begins_and_null_takes_it_o
     section = {"kl": {"above": 1, "patience": 2}, "ratio": None, "numbers": {"completion/length_max": {"below": 2}}}
     watching, kl = alarms(section), [2, 2, 2, 0, 2, 2, 0.5, 2]
     rows = [{"policy/kl": value, "policy/ratio_max": 1e9, "completion/length_max": 1.0} for value in kl]
-    said = [(alarm.step, alarm.since, alarm.alarm) for k, row in enumerate(rows) for alarm in watching.watch(k, row)]
+    said, over = [], []
+    for k, row in enumerate(rows):
+        said += [(alarm.step, alarm.since, alarm.alarm) for alarm in watching.watch(k, row)]
+        over += [(alarm.alarm, alarm.since, alarm.until, alarm.message) for alarm in watching.over]
     assert said == [(1, 0, "kl"), (2, 0, "completion/length_max"), (5, 4, "kl")]
+    assert over == [("kl", 0, 2, ""), ("kl", 4, 5, "")], "problems end, and the page shows until when"
     config = build(TrainConfig, {"alarms": section})
     assert config.alarms.kl == AlarmConfig(above=1.0, patience=2) and build(TrainConfig, to_dict(config)) == config
 

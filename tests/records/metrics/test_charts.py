@@ -10,7 +10,7 @@ def test_charts_show_metrics_of_the_catalogue():
 
 
 def test_rewards_are_compared_where_there_are_several():
-    title = next(chart["title"] for chart in CHARTS["Results"] if chart.get("compared"))
+    title = next(chart["title"] for chart in CHARTS["Rewards"] if chart.get("compared"))
     names = ["reward/mean", "reward/std", "eval/proxy/reward_mean", "eval/true/reward_mean"]
     (chart,) = [chart for chart in charts_of(names) if chart.title == title]
     assert [curve.label for curve in chart.curves] == ["reward", "proxy", "true"]

@@ -121,7 +121,10 @@ def test_a_summary_for_an_issue_is_short_and_says_nothing_that_strangers_should_
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     alarm = {"step": 4, "message": f"completions in /home/me/out.txt are equal, use {TOKEN}"}
-    (run / "alarms.jsonl").write_text(json.dumps(alarm) + "\n")
+    again = {**alarm, "step": 5, "until": 5, "alarm": "duplicates", "message": "duplicates: once more"}
+    ended = {**again, "step": 4, "until": 4, "message": ""}
+    told = [alarm, {**again, "step": 2, "until": None}, ended, again]
+    (run / "alarms.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in told))
     before = files(run)
     assert main(["report", str(run), "--text"]) == 0
     text = capsys.readouterr().out
@@ -130,10 +133,11 @@ def test_a_summary_for_an_issue_is_short_and_says_nothing_that_strangers_should_
     assert len(lines) < 40 and max(map(len, lines)) < 210 and files(run) == before
     for line in (
         *("hybrid-grpo train (GRPO): 5 of 5 steps, finished", "versions: python 3.11.7, torch 2.13.0", "ranks: 2"),
-        *("policy.model: some/base", "grpo.beta: 0.01", "eval.threshold: 0.5", "alarms: 1"),
+        *("policy.model: some/base", "grpo.beta: 0.01", "eval.threshold: 0.5", "alarms: 3"),
         "reward/mean: 0.25 -> 9 (median 0.75 of 4)",
         "eval/heldout/accuracy: 0.125 -> 0.999 (median 0.6875 of 4)",
         "  step 4: completions in out.txt are equal, use ***",
+        "  step 5: duplicates: once more (2 times, first at step 2)",
     ):
         assert line in lines, line
     assert not any(line.startswith("policy.lr:") for line in lines), "it has its default"

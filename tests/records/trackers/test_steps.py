@@ -35,6 +35,7 @@ def test_steps_come_once_as_they_are_written_and_not_before_they_are_whole(folde
 
 
 def test_a_resumed_run_counts_tokens_and_hours_from_its_beginning_but_shows_only_new_steps(folder):
+    write_alarm(folder, AlarmRecord(2, "parity", 1, "", until=1))
     write_alarm(folder, AlarmRecord(3, "parity", 3, "once more"))
     (entry,) = TrackedSteps(folder, 1, histograms_every=1).new()
     assert (entry.step, entry.values["progress/tokens"], entry.values["progress/hours"]) == (2, 36.0, 1.0)
