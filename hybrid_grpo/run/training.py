@@ -311,7 +311,7 @@ class TrainingRun:
         """Return a step's metrics, reduced, with those that are alarms. Print and record the alarms that go off."""
         values = stage.meter.reduce()
         alarms = self._alarms.watch(step, values, stage.notes)
-        for alarm in [*self._alarms.over, *alarms]:
+        for alarm in [*alarms, *self._alarms.over]:
             if alarm.message:
                 say(f"ALARM: {alarm.message}")
             if rank() == 0:

@@ -72,7 +72,8 @@ class Answers:
             return getattr(self, question)(given)
 
     def runs(self, given: QueryParams) -> Any:
-        """Return all runs, and the newest metrics of the runs that are open (parameter `run`, repeated)."""
+        """Return all runs, the newest metrics of the runs that are open (parameter `run`, repeated), and the folders
+        in which runs are looked for."""
         known = self._folders.look()
         opened = [known[name] for name in given.getlist("run") if name in known]
         for run in opened:
@@ -87,7 +88,7 @@ class Answers:
             }
             for run in opened
         ]
-        return {"runs": self._outlines(known.values()), "open": open_now}
+        return {"runs": self._outlines(known.values()), "open": open_now, "folders": self._folders.named}
 
     def _outlines(self, runs: Iterable[WatchedRun]) -> list[dict[str, Any]]:
         """Return what the list shows of all runs; who waits while another question looks at them takes what it saw."""

@@ -33,6 +33,11 @@ class Folders:
         """The runs by name, as of the last `look`."""
         return {run.name: run for run in self._runs.values()}
 
+    @property
+    def named(self) -> list[str]:
+        """The folders that the user named."""
+        return list(map(str, self._named))
+
     def look(self) -> dict[str, WatchedRun]:
         """Look for runs that were added or removed, and return all runs by name."""
         with self._looking:

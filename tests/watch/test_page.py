@@ -242,7 +242,7 @@ def test_runs_are_chosen_compared_and_taken_away(url: str, runs: list[Path], mak
         # Hover on a curve of few values says where they are; zooming leaves the chart where it is.
         tab.goto(f"{url}/#run=slow&run=other")
         watch_page.until(tab, "document.querySelectorAll('.chart canvas').length >= 4")
-        assert "Nothing but 0 so far: Loss" in tab.locator(".silent:visible").first.inner_text()
+        assert "Nothing but 0 so far: Loss" in tab.locator(".folded:visible").first.inner_text()
         chart = tab.locator(".chart", has_text="Held-out accuracy").first
         area = chart.locator(".u-over").bounding_box()
         tab.mouse.move(area["x"] + 0.55 * area["width"], area["y"] + 50)
@@ -270,7 +270,7 @@ def test_runs_are_chosen_compared_and_taken_away(url: str, runs: list[Path], mak
             reward.get_by_text("Save CSV").click()
         table = [line.split(",") for line in given.value.path().read_text().splitlines()]
         assert table[0][:2] == ['"step"', '"slow reward/mean"'] and given.value.suggested_filename == "reward.csv"
-        assert {row[0]: row[1] for row in table[1:]}["40"] == str(40 / 60)
+        assert {row[0]: row[1] for row in table[1:]}["40"] == "0.6666667"
         with tab.expect_download() as given:
             reward.get_by_text("Save SVG").click()
         picture = given.value.path().read_text()
@@ -324,6 +324,65 @@ def test_runs_are_chosen_compared_and_taken_away(url: str, runs: list[Path], mak
         tab.locator("#settings input").fill("twice")
         assert tab.locator(".settings tbody th").all_inner_texts() == ["log.notes"]
         assert complaints == []
+
+
+def test_eight_runs_with_thirty_alarms(url: str, make_run: Any) -> None:
+    """The first chart was 1,010 pixels down the page, below a table and a line for every alarm."""
+    for number in range(8):
+        run = make_run(f"run{number}", numbers(1 + number / 8), f"log: {{group: g{number // 4}}}")
+        for at in range(5 if number > 1 else 0):
+            kind = ("parity", "kl", "ratio")[at % 3]
+            write_alarm(run, AlarmRecord(10 * at, kind, 10 * at, f"{kind}: high"))
+            write_alarm(run, AlarmRecord(10 * at + 6, kind, 10 * at, "", until=10 * at + 5))
+    with heard_page() as (tab, complaints, _):
+        tab.set_viewport_size({"width": 1440, "height": 900})
+        tab.goto(f"{url}/#" + "&".join(f"run=run{number}" for number in range(8)))
+        watch_page.until(tab, "document.querySelectorAll('.chart canvas').length >= 4")
+        box = tab.locator(".chart:visible").first.bounding_box()
+        assert box["y"] + box["height"] <= 450, "it is in the upper half"
+        assert "Alarms (30)" in tab.locator("#alarms").inner_text()
+        tab.locator("#alarms summary").click()
+        watch_page.until(tab, "document.querySelectorAll('#alarms li:has(.line)').length === 3")
+        assert tab.locator("#alarms li").first.locator(".line").count() == 6, "runs without alarms have no lane"
+        assert "12 times in 6 runs" in tab.locator("#alarms li").first.inner_text()
+        assert "step 30 to 35: high" in tab.locator("#alarms li").first.inner_text()
+
+        # Groups as one: two curves with a spread; a baseline, with the others' distance from it.
+        tab.locator("#grouped").check()
+        watch_page.until(tab, "document.querySelector('#overview').innerText.includes('g0 4 runs')")
+        assert tab.locator("#overview tbody tr").count() == 2
+        watch_page.until(
+            tab, "document.querySelector('.chart:not([hidden])').innerText.includes('lowest to the highest')"
+        )
+        tab.locator("#runs li", has_text="run7").hover()
+        tab.locator("#runs li", has_text="run7").locator("button", has_text="pin").click()
+        watch_page.until(tab, "document.querySelector('#overview').innerText.includes('baseline')")
+        mean = [sum(1 + number / 8 for number in four) / 4 for four in (range(4), range(4, 8))]
+        assert f"{mean[1] - mean[0]:.3f}" in tab.locator("#overview tbody tr").nth(1).inner_text()
+
+        # Archived runs are out of the list, also after a reload, until they are restored.
+        tab.locator("#runs li", has_text="run3").hover()
+        tab.locator("#runs li", has_text="run3").locator("button", has_text="archive").click()
+        watch_page.until(tab, "!document.querySelector('#overview').innerText.includes('g0 4 runs')")
+        tab.reload()
+        watch_page.until(tab, "document.querySelector('#archived').innerText === 'Show 1 archived'")
+        assert tab.locator("#runs li:visible").count() == 9 and "run=run3" not in tab.url
+        tab.locator("#archived").click()
+        assert tab.locator("#runs li:visible").count() == 10
+
+        tab.fill("#find-chart", "no such thing")
+        assert tab.locator("#no-chart").inner_text() == "No chart matches “no such thing”."
+        tab.fill("#find-chart", "")
+        assert tab.locator("#no-chart").is_hidden() and complaints == []
+
+
+def test_an_empty_folder_names_a_command(url: str, runs: list[Path]) -> None:
+    for run in runs:
+        (run / "metrics.jsonl").unlink()
+    with heard_page() as (tab, *_):
+        tab.goto(url)
+        watch_page.until(tab, "document.querySelector('#overview').innerText.includes('There is no run here yet')")
+        assert tab.locator("#overview code").inner_text().endswith(f"--run.dir {runs[0].parent}")
 
 
 def test_a_frozen_page_opens_from_its_file(runs: list[Path]) -> None:

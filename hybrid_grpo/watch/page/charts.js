@@ -45,35 +45,36 @@ export async function layOut() {
   visible.clear();
   const before = new Map(plots),
     closed = new Map([...document.querySelectorAll(".section")].map(section => [section.dataset.name, !section.open])),
-    heard = new Set([...document.querySelectorAll(".silent[open]")].map(silent => silent.dataset.name));
+    heard = new Set([...document.querySelectorAll(".folded[open]")].map(folded => folded.dataset.name));
   plots.clear();
   const sections = new Map();
   for (const chart of charts) sections.set(chart.section, [...(sections.get(chart.section) ?? []), chart]);
   const scrolled = scrollY;
   byId("charts").replaceChildren(
     ...[...sections].map(([section, members]) => {
-      const loud = [],
-        quiet = [];
+      const drawn = [],
+        folded = new Map();
       for (const chart of members) {
         // A chart that stays as it was keeps what the reader has opened.
         const key = JSON.stringify(chart),
           plot = before.get(key) ?? new Plot(chart, zoom);
         plots.set(key, plot);
-        (chart.silent ? quiet : loud).push(plot);
+        if (chart.folded) folded.set(chart.folded, [...(folded.get(chart.folded) ?? []), plot]);
+        else drawn.push(plot);
       }
       return el(
         "details",
         { class: "section", "data-name": section, open: !(closed.get(section) ?? section === "More") },
         el("summary", {}, el("h2", {}, section), el("span", { class: "soft" }, String(members.length))),
-        el("div", { class: "charts" }, ...loud.map(plot => plot.card)),
-        quiet.length
-          ? el(
-              "details",
-              { class: "silent", "data-name": section, open: heard.has(section) },
-              el("summary", {}, `Nothing but 0 so far: ${quiet.map(plot => plot.chart.title).join(", ")}`),
-              el("div", { class: "charts" }, ...quiet.map(plot => plot.card)),
-            )
-          : "",
+        el("div", { class: "charts" }, ...drawn.map(plot => plot.card)),
+        ...[...folded].map(([why, quiet]) =>
+          el(
+            "details",
+            { class: "folded", "data-name": section + why, open: heard.has(section + why) },
+            el("summary", {}, `${why}: ${quiet.map(plot => plot.chart.title).join(", ")}`),
+            el("div", { class: "charts" }, ...quiet.map(plot => plot.card)),
+          ),
+        ),
       );
     }),
   );
@@ -132,8 +133,10 @@ export function findCharts() {
     section.hidden = !section.querySelector(".chart:not([hidden])");
     if (wanted) section.open = true;
   }
-  for (const silent of document.querySelectorAll(".silent")) {
-    silent.hidden = !silent.querySelector(".chart:not([hidden])");
-    if (wanted) silent.open = true;
+  for (const folded of document.querySelectorAll(".folded")) {
+    folded.hidden = !folded.querySelector(".chart:not([hidden])");
+    if (wanted) folded.open = true;
   }
+  byId("no-chart").hidden = !plots.size || [...plots.values()].some(plot => !plot.card.hidden);
+  byId("no-chart").textContent = `No chart matches “${state.chart.trim()}”.`;
 }

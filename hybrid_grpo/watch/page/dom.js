@@ -28,7 +28,7 @@ export function tick(value) {
   if (size !== 0 && size < 1e-3) return value.toExponential(1).replace(".0e", "e");
   if (size >= 1e9) return `${+(value / 1e9).toFixed(2)}B`;
   if (size >= 1e6) return `${+(value / 1e6).toFixed(2)}M`;
-  return size >= 1e4 ? `${+(value / 1e3).toFixed(1)}k` : String(+value.toFixed(6));
+  return size >= 1e4 ? `${+(value / 1e3).toFixed(1)}k` : String(+value.toPrecision(4));
 }
 
 export function duration(seconds) {

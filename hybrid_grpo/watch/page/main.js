@@ -4,10 +4,10 @@ import { ask, byId } from "./dom.js";
 import { frozen } from "./frozen.js";
 import { showAlarms, showOverview } from "./overview.js";
 import { showPrompts, startPrompts } from "./prompts.js";
-import { foundRuns, showRuns } from "./runs.js";
+import { foundRuns, showArchived, showRuns } from "./runs.js";
 import { findSamples, showSamples, startSamples } from "./samples.js";
 import { showSettings } from "./settings.js";
-import { recall, remember, state } from "./state.js";
+import { archived, recall, remember, state, teamOf } from "./state.js";
 import { showStep, startStep } from "./step.js";
 
 // More curves than these cannot be told apart.
@@ -16,6 +16,7 @@ const EVERY_MS = 800,
   WHILE_READING_MS = 50;
 let span = [0, 1],
   seen = "",
+  isFirst = true,
   shown = "",
   compared = [],
   timer = 0,
@@ -33,7 +34,7 @@ function show() {
   byId("axis").value = state.axis;
   byId("window").value = state.window;
   if (byId("find-chart").value !== state.chart) byId("find-chart").value = state.chart;
-  showRuns(choose);
+  showRuns(acts);
   if (state.view === "samples") showSamples();
   if (state.view === "settings") showSettings();
   showDetails();
@@ -42,6 +43,12 @@ function show() {
 function showDetails() {
   if (state.view === "prompts") showPrompts();
   if (state.view === "step") showStep();
+}
+
+function view(name) {
+  state.view = name;
+  show();
+  if (name === "curves") drawCharts();
 }
 
 function openSamples(run, query) {
@@ -54,13 +61,14 @@ function openSamples(run, query) {
 async function showNumbers() {
   const open = [...state.open];
   state.alarms = open.length ? await ask("alarms", { run: open }) : [];
-  if (open.join() !== compared.join())
-    state.differing =
-      open.length > 1 ? (await ask("settings", { run: open })).settings.filter(entry => entry.differ) : [];
+  if (open.join() !== compared.join()) state.settings = open.length ? (await ask("settings", { run: open })).settings : [];
   compared = open;
-  showOverview();
-  showAlarms(state.range ?? span, zoom, true);
+  const groups = open.map(run => state.runs.get(run)?.group).filter(Boolean);
+  byId("grouped").parentElement.hidden = groups.length === new Set(groups).size;
+  byId("grouped").checked = state.grouped;
   await layOut();
+  showOverview(() => view("settings"));
+  showAlarms(state.range ?? span, zoom, true);
   await drawCharts();
 }
 
@@ -71,19 +79,31 @@ function zoom(range) {
   drawCharts();
 }
 
-function choose(run, isOpen, only = false) {
-  state.open = only ? [run] : isOpen ? [...state.open, run] : state.open.filter(other => other !== run);
+// The baseline is the first, and it stays while others come and go.
+function choose(runs) {
+  state.open = [...new Set([...(runs.length && state.base ? [state.base] : []), ...runs])].slice(0, MOST_OPEN);
   state.range = null;
+  seen = "";
   show();
   poll();
 }
 
-function chooseAll(runs) {
-  state.open = runs.slice(0, MOST_OPEN);
-  state.range = null;
-  show();
-  poll();
-}
+// What a reader may do with a run of the list.
+const acts = {
+  open: (run, isOpen) => {
+    if (run === state.base) state.base = null;
+    choose(isOpen ? [...state.open, run] : state.open.filter(other => other !== run));
+  },
+  only: run => choose([run]),
+  pin: run => {
+    state.base = state.base === run ? null : run;
+    choose(state.open);
+  },
+  archive: run => {
+    archived.toggle(state.runs.get(run));
+    acts.open(run, false);
+  },
+};
 
 async function poll() {
   clearTimeout(timer);
@@ -97,19 +117,23 @@ async function poll() {
     const answer = await ask("runs", { run: state.open });
     byId("connection").textContent = "";
     state.runs = new Map(answer.runs.map(run => [run.run, run]));
+    state.folders = answer.folders ?? [];
     state.numbers = new Map(answer.open.map(run => [run.run, run]));
     const there = state.open.filter(run => state.runs.has(run));
     if (there.length !== state.open.length) {
       state.open = there;
       remember();
     }
-    if (!state.open.length && !seen && state.runs.size) {
+    if (!there.includes(state.base)) state.base = null;
+    const newest = [...state.runs.values()].filter(run => !archived.has(run));
+    if (!state.open.length && isFirst && newest.length) {
       // The run that was written last.
-      state.open = [[...state.runs.values()].sort((a, b) => (a.age ?? Infinity) - (b.age ?? Infinity))[0].run];
+      state.open = [newest.sort((a, b) => (a.age ?? Infinity) - (b.age ?? Infinity))[0].run];
       wait = 0;
     }
-    showRuns(choose);
-    const now = JSON.stringify([state.open, answer.open.map(run => [run.run, run.version, run.details])]);
+    isFirst = false;
+    showRuns(acts);
+    const now = JSON.stringify([state.open.map(run => [run, teamOf(run)]), answer.open.map(run => [run.run, run.version, run.details])]);
     if (now !== seen && wait) {
       await showNumbers();
       seen = now;
@@ -138,18 +162,14 @@ byId("theme").addEventListener("click", () => {
   const now = THEMES[(THEMES.indexOf(document.documentElement.dataset.theme ?? "") + 1) % THEMES.length];
   if (now) document.documentElement.dataset.theme = now;
   else delete document.documentElement.dataset.theme;
-  rememberTheme(now);
+  rememberChoice("theme", now);
   showTheme();
   redrawCharts();
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawCharts);
 
 for (const button of document.querySelectorAll("[data-view]"))
-  button.addEventListener("click", () => {
-    state.view = button.dataset.view;
-    show();
-    if (state.view === "curves") drawCharts();
-  });
+  button.addEventListener("click", () => view(button.dataset.view));
 byId("axis").addEventListener("change", event => {
   state.axis = event.target.value;
   zoom(null);
@@ -160,10 +180,15 @@ byId("window").addEventListener("change", event => {
   drawCharts();
 });
 byId("reset").addEventListener("click", () => zoom(null));
-byId("find-run").addEventListener("input", () => showRuns(choose));
-byId("sort-runs").addEventListener("change", () => showRuns(choose));
-byId("all-runs").addEventListener("click", () => chooseAll(foundRuns().map(run => run.run)));
-byId("no-runs").addEventListener("click", () => chooseAll([]));
+byId("grouped").addEventListener("change", event => {
+  state.grouped = event.target.checked;
+  choose(state.open);
+});
+byId("find-run").addEventListener("input", () => showRuns(acts));
+byId("sort-runs").addEventListener("change", () => showRuns(acts));
+byId("all-runs").addEventListener("click", () => choose(foundRuns().map(run => run.run)));
+byId("no-runs").addEventListener("click", () => choose([]));
+byId("archived").addEventListener("click", () => showArchived(acts));
 byId("find-chart").addEventListener("input", event => {
   state.chart = event.target.value;
   remember();

@@ -1,6 +1,6 @@
 // The runs at a glance: their newest numbers side by side, and when alarms were on.
 import { byId, duration, el, number, place } from "./dom.js";
-import { runColor, state } from "./state.js";
+import { runColor, state, teamOf, teams } from "./state.js";
 
 const label = name =>
   name === "reward/mean"
@@ -10,76 +10,125 @@ const label = name =>
         .replaceAll(/[/_]/g, " ")
         .replace(" per s", "/s");
 const SETTINGS_SHOWN = 4,
-  LONGEST = 24;
+  LONGEST = 24,
+  // Of more runs or kinds of alarms than these, the charts come first.
+  FEW = 2;
 const dot = run => el("span", { class: "dot", style: { background: `var(${runColor(run)})` } });
+const mean = values => values.reduce((sum, value) => sum + value, 0) / values.length;
+// Of functions, their names say most; of another long value, such as a path, its end.
+function brief(value) {
+  const functions = [...(value ?? "").matchAll(/"function": ?"([^"]+)"/g)].map(found => found[1].split(":").at(-1));
+  const text = functions.join(", ") || value || "–";
+  return text.length > LONGEST && !functions.length ? `…${text.slice(-LONGEST)}` : text;
+}
 
-export function showOverview() {
+// showSettings() leads to all settings.
+export function showOverview(showSettings) {
   const runs = state.open.map(name => state.numbers.get(name)).filter(Boolean);
   const columns = new Map(runs.flatMap(run => run.numbers.map(entry => [entry.name, entry])));
+  const telling = kind => state.settings.filter(entry => entry[kind] && !/^(log|checkpoint)\./.test(entry.name));
   // The most important first.
-  const settings = state.differing.filter(entry => !entry.name.startsWith("log.")).slice(0, SETTINGS_SHOWN);
-  const head = el(
-    "tr",
-    {},
-    el("th", { scope: "col" }, "Run"),
-    ...settings.map(entry =>
-      el("th", { scope: "col", title: `${entry.name} is not the same in all runs shown` }, entry.name),
-    ),
-    ...[...columns.values()].map(entry =>
-      el("th", { scope: "col", title: `${entry.name}: ${entry.meaning}` }, label(entry.name)),
-    ),
-    el("th", { scope: "col", title: "Median of the last 20 steps" }, "step time"),
-    el("th", { scope: "col", title: "Seconds of steps, evaluations and checkpoints" }, "work"),
-  );
-  const rows = runs.map(run => {
-    const of = new Map(run.numbers.map(entry => [entry.name, entry]));
+  const settings = telling("differ").slice(0, SETTINGS_SHOWN);
+  const heads = [
+    ...settings.map(({ name }) => [name, `${name} is not the same in all runs shown`]),
+    ...[...columns.values()].map(({ name, meaning }) => [label(name), `${name}, first → newest value: ${meaning}`]),
+    ["step time", "Median of the last 20 steps"],
+    ["work", "Seconds of steps, evaluations and checkpoints"],
+  ];
+  const head = [["Run"], ...heads].map(([text, title]) => el("th", { scope: "col", title }, text));
+  const valuesOf = (team, name) =>
+    runs.filter(run => teamOf(run.run) === team).flatMap(run => run.numbers.filter(entry => entry.name === name));
+  const base = state.base && [...teams().keys()].find(team => team === teamOf(state.base));
+  const rows = [...teams()].map(([team, names]) => {
+    const members = runs.filter(run => names.includes(run.run)),
+      times = members.map(run => run.step_seconds).filter(Boolean),
+      name = names.length > 1 ? el("span", { class: "soft" }, ` ${names.length} runs`) : "";
     return el(
       "tr",
       {},
-      el("th", { scope: "row" }, dot(run.run), run.run),
-      ...settings.map(entry => setting(entry.values[run.run])),
-      ...[...columns.keys()].map(name => cell(of.get(name))),
-      el("td", {}, run.step_seconds === null ? "–" : duration(run.step_seconds)),
-      el("td", {}, duration(run.hours * 3600)),
+      el("th", { scope: "row" }, dot(names[0]), team, name, team === base && el("span", { class: "soft" }, " baseline")),
+      ...settings.map(({ values }) => {
+        const value = [...new Set(names.map(run => values[run] ?? "–"))].join(", ");
+        return el("td", { title: value }, brief(value));
+      }),
+      ...[...columns.keys()].map(column =>
+        cell(valuesOf(team, column), base && team !== base ? valuesOf(base, column) : []),
+      ),
+      el("td", {}, times.length ? duration(mean(times)) : "–"),
+      el("td", {}, members.length ? duration(mean(members.map(run => run.hours)) * 3600) : "–"),
     );
   });
-  const scrolled = byId("overview").firstChild?.scrollLeft ?? 0;
-  byId("overview").replaceChildren(
+  const box = byId("overview"),
+    scrolled = box.firstChild?.scrollLeft ?? 0,
+    changed = runs.length === 1 ? telling("changed") : [];
+  box.replaceChildren(
     rows.length
       ? el(
           "div",
           { class: "scroll card", tabindex: 0, role: "group", "aria-label": "Newest numbers; scrolls sideways" },
-          el("table", { class: "numbers" }, el("thead", {}, head), el("tbody", {}, ...rows)),
+          el("table", { class: "numbers" }, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...rows)),
         )
-      : el(
-          "p",
-          { class: "empty" },
-          state.runs.size ? "Choose a run on the left." : "There is no run here yet. It appears with its first step.",
-        ),
+      : nothing(),
+    ...(changed.length
+      ? [
+          el(
+            "p",
+            { class: "chips", "aria-label": "Changed settings" },
+            el(
+              "span",
+              {},
+              ...changed.map(({ name, values: { [runs[0].run]: value } }) =>
+                el("span", { class: "chip", title: `${name}: ${value}` }, `${name} `, el("b", {}, brief(value))),
+              ),
+            ),
+            el("button", { type: "button", onclick: showSettings }, `all ${changed.length} changed settings`),
+          ),
+        ]
+      : []),
   );
-  byId("overview").firstChild.scrollLeft = scrolled;
+  box.firstChild.scrollLeft = scrolled;
+  const first = document.querySelector("#charts > .section");
+  if (teams().size > FEW && first) first.after(box);
+  else byId("alarms").before(box);
 }
 
-// Of a long value, such as a path, its end says most.
-const setting = (value = "–") =>
-  el("td", { title: value }, value && value.length > LONGEST ? `…${value.slice(-LONGEST)}` : (value ?? "–"));
-
-function cell(entry) {
-  if (!entry) return el("td", { class: "soft" }, "–");
-  const best =
-    entry.best !== null &&
-    entry.best !== entry.value &&
-    el("small", {}, `best ${number(entry.best)}, step ${entry.best_step.toLocaleString("en-US")}`);
-  const first = entry.first !== null && el("span", { class: "soft" }, `${number(entry.first)} → `);
-  return el("td", {}, first, number(entry.value), best);
+function nothing() {
+  if (state.runs.size) return el("p", { class: "empty" }, "Choose a run on the left.");
+  const command = `hybrid-grpo train --config recipe.yaml --run.dir ${state.folders[0] ?? "runs"}`;
+  return el("p", { class: "empty" }, "There is no run here yet. Start one: ", el("code", {}, command));
 }
 
-// zoom([low, high]) shows a part of the axis.
+// The values of a run, or the mean of a group with the standard deviation between its runs; and how far a baseline is.
+function cell(entries, base) {
+  if (!entries.length) return el("td", { class: "soft" }, "–");
+  const [{ first, best, best_step, value }] = entries,
+    values = entries.map(entry => entry.value),
+    middle = mean(values),
+    spread = Math.sqrt(values.reduce((sum, each) => sum + (each - middle) ** 2, 0) / (values.length - 1)),
+    away = base.length && middle - mean(base.map(entry => entry.value));
+  if (entries.length > 1) return el("td", {}, number(middle), soft(` ± ${number(spread)}`), difference(away, base));
+  const record = best !== null && best !== value && `best ${number(best)} at step ${best_step.toLocaleString("en-US")}`;
+  return el(
+    "td",
+    { title: record },
+    first !== null && soft(`${number(first)} → `),
+    number(value),
+    difference(away, base),
+    record && teams().size <= FEW && el("small", {}, record),
+  );
+}
+
+const soft = text => el("span", { class: "soft" }, text);
+const difference = (away, base) => base.length > 0 && away !== 0 && el("small", {}, `${away < 0 ? "" : "+"}${number(away)}`);
+
+let opened = null;
+
+// zoom([low, high]) shows a part of the axis. A line for each kind of alarm, with a lane for each run that it concerns.
 export function showAlarms(span, zoom, waits = false) {
   const axis = state.axis,
     [low, high] = span,
-    width = high - low || 1;
-  const box = byId("alarms");
+    width = high - low || 1,
+    box = byId("alarms");
   // A mark must not move away under the pointer.
   if (waits && box.matches(":hover")) return;
   const focused = [...box.querySelectorAll("button")].indexOf(document.activeElement);
@@ -87,51 +136,57 @@ export function showAlarms(span, zoom, waits = false) {
     box.replaceChildren(...(state.open.length ? [el("p", { class: "calm" }, "No alarm has been on.")] : []));
     return;
   }
-  const near = at => {
-    const room = Math.max(at[1] - at[0], width / 40);
-    return [Math.max(low, at[0] - room), Math.min(high, at[1] + room)];
+  const near = ([first, last]) => {
+    const room = Math.max(last - first, width / 40);
+    return [Math.max(low, first - room), Math.min(high, last + room)];
   };
-  const words = alarm => {
-    const [first, last] = alarm.at[axis];
-    return first === last ? place(axis, first) : `${place(axis, first)} to ${place(axis, last)}`;
+  const words = ({ at: { [axis]: [first, last] }, on }) =>
+    on || first !== last
+      ? `${place(axis, first)} to ${on ? "now" : place(axis, last)}`.replace(/ to step /, " to ")
+      : place(axis, first);
+  const mark = alarm => {
+    const ends = alarm.at[axis],
+      [from, to] = ends.map(at => Math.min(1, Math.max(0, (at - low) / width))),
+      text = `${alarm.run}, ${words(alarm)}: ${alarm.message}`;
+    return el("button", {
+      type: "button",
+      class: "mark",
+      style: { left: `${100 * from}%`, width: `max(6px, ${100 * (to - from)}%)`, background: laneColor(alarm.run) },
+      title: text,
+      "aria-label": text,
+      onclick: () => zoom(near(ends)),
+    });
   };
-  const tracks = state.open.map(run => {
-    const marks = state.alarms
-      .filter(alarm => alarm.run === run && alarm.at[axis][1] >= low && alarm.at[axis][0] <= high)
-      .map(alarm => {
-        const [first, last] = alarm.at[axis].map(at => Math.min(1, Math.max(0, (at - low) / width)));
-        return el("button", {
-          type: "button",
-          class: "mark",
-          style: { left: `${100 * first}%`, width: `max(6px, ${100 * (last - first)}%)` },
-          title: `${words(alarm)}: ${alarm.message}`,
-          "aria-label": `${run}, ${words(alarm)}: ${alarm.message}`,
-          onclick: () => zoom(near(alarm.at[axis])),
-        });
-      });
-    return el(
-      "div",
-      { class: "timeline" },
-      el("span", { class: "name" }, dot(run), run),
-      el("div", { class: "line" }, ...marks),
-    );
+  const inside = alarm => alarm.at[axis][1] >= low && alarm.at[axis][0] <= high;
+  const kinds = [...Map.groupBy(state.alarms, alarm => alarm.alarm || alarm.message)].map(([kind, found]) => {
+    const newest = found.at(-1),
+      lanes = [...Map.groupBy(found.filter(inside), alarm => alarm.run).values()],
+      inRuns = new Set(found.map(alarm => alarm.run)).size,
+      many = found.length > 1 ? `${found.length} times${inRuns > 1 ? ` in ${inRuns} runs` : ""}` : words(newest);
+    return {
+      pill: el("span", { class: `chip${found.some(alarm => alarm.on) ? " on" : ""}` }, spelled(kind), found.length > 1 && ` ×${found.length}`),
+      line: el(
+        "li",
+        {},
+        el("button", { type: "button", onclick: () => zoom(near(newest.at[axis])) }, el("b", {}, spelled(kind)), soft(many)),
+        el("div", { class: "lanes" }, ...lanes.map(lane => el("div", { class: "line" }, ...lane.map(mark)))),
+        el("span", { class: "says" }, state.open.length > 1 && dot(newest.run), `${words(newest)}: ${said(newest)}`),
+      ),
+    };
   });
-  const list = state.alarms.map(alarm =>
-    el(
-      "li",
-      {},
-      el("button", { type: "button", onclick: () => zoom(near(alarm.at[axis])) }, dot(alarm.run), words(alarm)),
-      el("span", {}, alarm.message),
-    ),
-  );
+  const ringing = state.alarms.filter(alarm => alarm.on).length;
   box.replaceChildren(
     el(
-      "div",
-      { class: "card alarms" },
-      el("h2", {}, `Alarms (${state.alarms.length})`),
-      ...tracks,
-      el("ol", {}, ...list),
+      "details",
+      { class: "card alarms", open: opened ?? (teams().size <= FEW && kinds.length <= FEW) },
+      el("summary", { onclick: event => (opened = !event.currentTarget.parentElement.open) }, el("h2", {}, `Alarms (${state.alarms.length}${ringing ? `, ${ringing} on` : ""})`), ...kinds.map(kind => kind.pill)),
+      el("ol", {}, ...kinds.map(kind => kind.line)),
     ),
   );
   box.querySelectorAll("button")[focused]?.focus();
 }
+
+const spelled = kind => kind.replaceAll("_", " ").slice(0, 2 * LONGEST);
+// The message without the name of its alarm, which stands beside it.
+const said = ({ alarm, message }) => message.replace(`${alarm}: `, "");
+export const laneColor = run => `var(${state.open.length > 1 ? runColor(run) : "--bad"})`;

@@ -1,11 +1,15 @@
 // One chart: curves of several runs on a pair of axes, with hover, zoom and keys. uPlot draws.
 import { css, el, number, place, tick } from "./dom.js";
 import { saveCsv, saveSvg } from "./save.js";
-import { look, remember, state } from "./state.js";
+import { laneColor } from "./overview.js";
+import { look, remember, state, teams } from "./state.js";
+import { together } from "./together.js";
 import { hideTip, showTip } from "./tip.js";
 
 const HEIGHT = 190,
-  TALL = 380;
+  TALL = 380,
+  // The legend has the values of so many runs; the colours of more are in the list of runs.
+  MOST_IN_LEGEND = 4;
 const FONT = '11px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
 // The plot under the pointer; without one, that with the keyboard's focus says its values.
 let pointed = null;
@@ -37,8 +41,8 @@ export class Plot {
     this.u = null;
     this.key = "";
     this.lines = [];
-    // Upper and lower edge of the band around the first curve.
-    this.edges = [];
+    // Around a curve: its colour, and the upper and the lower edge.
+    this.bands = [];
     this.area = el("div", { class: "plot" });
     this.legend = el("div", { class: "legend" });
     this.meaning = el(
@@ -153,11 +157,19 @@ export class Plot {
       .filter(Boolean);
     // Bands of several runs would hide each other.
     const spread = state.open.length === 1 && this.chart.band && answer[state.open[0]]?.curves[this.chart.band.name];
-    this.edges = spread && spread.raw[0].length && this.lines.length ? this.around(this.lines[0], spread) : [];
+    this.bands = spread && spread.raw[0].length && this.lines.length ? [this.around(this.lines[0], spread)] : [];
+    if (state.grouped) {
+      this.lines = [...teams()].flatMap(([team, runs]) =>
+        this.chart.curves.flatMap(curve =>
+          together(team, this.lines.filter(line => line.curve === curve && runs.includes(line.run))),
+        ),
+      );
+      this.bands = this.lines.flatMap(line => (line.spread && !this.chart.compared ? [{ color: line.color, edges: line.spread }] : []));
+    }
     const key = JSON.stringify([
       this.lines.map(line => [line.run, line.curve.name, Boolean(line.smooth), line.color, line.raw[0].length <= 40]),
       state.axis,
-      this.edges.length,
+      this.bands.length,
       this.log.checked,
       this.card.classList.contains("wide"),
     ]);
@@ -173,12 +185,13 @@ export class Plot {
     const part = line.smooth && spread.smooth ? "smooth" : "raw",
       [xs, values] = line[part],
       [places, widths] = spread[part];
-    return [1, -1].map(side => [xs, values.map((value, at) => value + side * widths[nearest(places, xs[at])])]);
+    const edge = side => [xs, values.map((value, at) => value + side * widths[nearest(places, xs[at])])];
+    return { color: line.color, edges: [edge(1), edge(-1)] };
   }
 
   data() {
     const tables = this.lines.flatMap(line => [line.raw, line.smooth].filter(Boolean).map(this.scaling(line)));
-    const all = [...this.edges, ...tables].map(this.log.checked ? positive : table => table);
+    const all = [...this.bands.flatMap(band => band.edges), ...tables].map(this.log.checked ? positive : table => table);
     return tables.length ? uPlot.join(all) : [[], []];
   }
 
@@ -199,11 +212,11 @@ export class Plot {
     const edge = { width: 0, points: { show: false }, spanGaps: true, faint: true };
     const series = [
       {},
-      ...this.edges.map(() => edge),
+      ...this.bands.flatMap(() => [edge, edge]),
       ...this.lines.flatMap(line => {
         const strong = {
           stroke: css(line.color),
-          width: 1.75,
+          width: line.color === "--text" ? 2.5 : 1.75,
           dash: line.dash,
           spanGaps: true,
           points: { show: line.raw[0].length <= 40, size: 5, fill: css(line.color) },
@@ -227,7 +240,7 @@ export class Plot {
         width: this.area.clientWidth,
         height: this.card.classList.contains("wide") ? TALL : HEIGHT,
         series,
-        bands: this.edges.length ? [{ series: [1, 2], fill: `${css(this.lines[0].color)}24` }] : [],
+        bands: this.bands.map(({ color }, at) => ({ series: [2 * at + 1, 2 * at + 2], fill: `${css(color)}24` })),
         legend: { show: false },
         padding: [8, 22, 0, 0],
         scales: {
@@ -242,10 +255,17 @@ export class Plot {
             grid: { show: false },
             size: 26,
             space: 70,
-            values: (u, splits) => splits.map(tick),
+            splits: withEnds,
+            values: (u, splits) => splits.map(at => tick(state.axis === "hours" ? at : Math.round(at))),
             incrs: state.axis === "hours" ? undefined : WHOLE,
           },
-          { ...axis, size: roomFor, space: 34, values: (u, splits) => splits.map(at => (at === null ? "" : tick(at))) },
+          {
+            ...axis,
+            size: roomFor,
+            space: 34,
+            ...(this.log.checked ? {} : { splits: (u, axis, low, high) => withEnds(u, axis, low, high, this.unit) }),
+            values: (u, splits) => splits.map(at => (at === null ? "" : tick(at))),
+          },
         ],
         cursor: {
           y: false,
@@ -284,11 +304,13 @@ export class Plot {
     if (low >= 0 && low < 0.5 * high) low = 0;
     if (this.chart.top) {
       low = Math.min(0, low);
-      high = Math.max(this.chart.top, high);
+      high = high < 1.05 * this.chart.top ? this.chart.top : high;
     }
     if (low === high) [low, high] = low > 0 ? [0, 2 * high] : low < 0 ? [low - 1, high + 1] : [0, 1];
-    const room = 0.04 * (high - low);
-    return [low === 0 ? 0 : low - room, high === this.chart.top ? high : high + room];
+    // Both ends are whole multiples of a round number, and are labelled.
+    this.unit = WHOLE_OR_LESS.find(each => each >= (high - low) / 5) ?? high - low;
+    const { unit } = this;
+    return [unit * Math.floor(low / unit + 1e-9), high === this.chart.top ? high : unit * Math.ceil(high / unit - 1e-9)];
   }
 
   select(u) {
@@ -316,7 +338,7 @@ export class Plot {
         el("th", { scope: "row" }, swatch(line), this.title(line)),
         el("td", {}, number(average ?? value)),
         averaged && el("td", { class: "soft" }, line.smooth ? number(value) : ""),
-        el("td", { class: "soft" }, there === here ? "" : `at ${there}`),
+        el("td", { class: "soft" }, ...(line.spread ? line.spread.toReversed().map(edge => number(edge[1][at])).join(" to ") : there === here ? "" : `at ${there}`)),
       );
     });
     const head = el(
@@ -375,52 +397,67 @@ export class Plot {
   drawAlarms(u) {
     const { ctx, bbox } = u;
     ctx.save();
-    ctx.strokeStyle = css("--bad");
-    ctx.globalAlpha = 0.7;
-    ctx.setLineDash([3, 3]);
-    ctx.lineWidth = devicePixelRatio;
+    const dot = devicePixelRatio,
+      tall = state.open.length > 1 ? 2 * dot : 4 * dot;
     for (const alarm of state.alarms) {
-      const x = Math.round(u.valToPos(alarm.at[state.axis][0], "x", true));
-      if (x < bbox.left || x > bbox.left + bbox.width) continue;
-      ctx.beginPath();
-      ctx.moveTo(x, bbox.top);
-      ctx.lineTo(x, bbox.top + bbox.height);
-      ctx.stroke();
+      const inside = at => Math.min(bbox.left + bbox.width, Math.max(bbox.left, u.valToPos(at, "x", true)));
+      const [from, to] = alarm.at[state.axis].map(inside);
+      if (from === to && (from === bbox.left || from === bbox.left + bbox.width)) continue;
+      const width = Math.max(2 * dot, to - from),
+        lane = state.open.indexOf(alarm.run) % 3;
+      ctx.fillStyle = css(laneColor(alarm.run).slice(4, -1));
+      ctx.globalAlpha = 0.8;
+      // Above the plot, where no curve is.
+      ctx.fillRect(from, bbox.top - (lane + 1) * tall - dot, width, tall);
+      // Of several runs, the washes would hide each other.
+      ctx.globalAlpha = state.open.length > 1 ? 0 : 0.08;
+      ctx.fillRect(from, bbox.top, width, bbox.height);
     }
     ctx.restore();
   }
 
   showLegend() {
-    const many = state.open.length > 1;
-    const shown = many
-      ? this.lines.filter(
-          (line, at) =>
-            this.lines.findIndex(other => other.curve === line.curve) === at && this.chart.curves.length > 1,
-        )
-      : this.lines;
+    const several = state.open.length > 1,
+      many = new Set(this.lines.map(line => line.run)).size > MOST_IN_LEGEND;
+    // Of several runs, a chart with one curve names the runs, and one with more its curves.
+    const byCurve = several && this.chart.curves.length > 1;
+    const entries = Map.groupBy(this.lines, line => (byCurve ? line.curve : line));
     this.legend.replaceChildren(
-      ...shown.map(line => {
-        const last = line.raw[1].at(-1);
-        return el(
-          "span",
-          { title: `${line.curve.name}: ${line.curve.meaning}` },
-          swatch(many ? { ...line, color: "--soft" } : line),
-          line.curve.label,
-          !many && el("b", {}, number(last)),
-        );
-      }),
-      ...(this.edges.length
-        ? [el("span", { title: this.chart.band.meaning }, `band: ± ${this.chart.band.name.split("/").at(-1)}`)]
-        : []),
+      ...[...entries.values()]
+        .filter(() => byCurve || !many)
+        .map(lines =>
+          el(
+            "span",
+            { title: `${lines[0].curve.name}: ${lines[0].curve.meaning}` },
+            swatch(byCurve ? { ...lines[0], color: "--soft" } : lines[0]),
+            byCurve ? lines[0].curve.label : this.title(lines[0]),
+            ...(many ? [] : lines).map(line =>
+              el("b", byCurve ? { style: { color: `var(${line.color})` }, title: line.run } : {}, number(line.raw[1].at(-1))),
+            ),
+          ),
+        ),
+      this.bands.length
+        ? state.grouped
+          ? el("span", {}, "band: from the lowest to the highest run")
+          : el("span", { title: this.chart.band.meaning }, `band: ± ${this.chart.band.name.split("/").at(-1)}`)
+        : "",
     );
     const newest = this.lines.map(line => `${this.title(line)} ${number(line.raw[1].at(-1))}`).join(", ");
     this.card.setAttribute("aria-label", `${this.chart.title}. Newest: ${newest}`);
   }
 }
 
-const WHOLE = [1, 2, 5]
-  .flatMap(base => Array.from({ length: 13 }, (_, power) => base * 10 ** power))
-  .sort((a, b) => a - b);
+const rounds = (from, to) =>
+  Array.from({ length: to - from }, (_, at) => [1, 2, 5].map(base => Number(`${base}e${from + at}`))).flat();
+const WHOLE = rounds(0, 13),
+  WHOLE_OR_LESS = rounds(-12, 13);
+
+// The labelled places of an axis: both ends, and what is not too close to them.
+function withEnds(u, axis, low, high, unit) {
+  const count = Math.ceil((high - low) / unit);
+  const inner = Array.from({ length: count + 1 }, (_, at) => Number(((Math.ceil(low / unit) + at) * unit).toPrecision(12)));
+  return [low, ...inner.filter(at => at - low > 0.6 * unit && high - at > 0.6 * unit), high];
+}
 
 // A logarithmic axis has no place for 0 and less.
 const positive = ([xs, values]) => [xs, values.map(value => (value > 0 ? value : null))];

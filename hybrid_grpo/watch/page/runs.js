@@ -1,6 +1,6 @@
 // The list of runs: which are there, how far they are, and which of them are shown.
 import { byId, duration, el, whole } from "./dom.js";
-import { runColor, state } from "./state.js";
+import { archived, runColor, state } from "./state.js";
 
 const QUIET_S = 60;
 
@@ -42,14 +42,25 @@ export function foundRuns() {
   const by = byId("sort-runs").value || "written",
     words = wanted();
   const order = (a, b) => (by === "run" ? a.run.localeCompare(b.run) : (b[by] ?? -Infinity) - (a[by] ?? -Infinity));
-  return [...state.runs.values()].filter(run => isFound(run, words)).sort((a, b) => order(a, b) || 0);
+  return [...state.runs.values()]
+    .filter(run => isFound(run, words) && (withArchived || !archived.has(run)))
+    .sort((a, b) => order(a, b) || 0);
 }
 
 const items = new Map();
-let ordered = "";
+let ordered = "",
+  withArchived = false;
+
+export function showArchived(acts) {
+  withArchived = !withArchived;
+  showRuns(acts);
+}
 
 // Elements stay and only what they say changes: a click between two answers of the server must not be lost.
-export function showRuns(choose) {
+export function showRuns(acts) {
+  const away = [...state.runs.values()].filter(archived.has).length;
+  byId("archived").hidden = !away;
+  byId("archived").textContent = withArchived ? "Hide archived runs" : `Show ${away} archived`;
   byId("count").textContent = `${state.open.length} of ${state.runs.size}`;
   for (const [name, item] of items)
     if (!state.runs.has(name)) {
@@ -57,7 +68,7 @@ export function showRuns(choose) {
       items.delete(name);
     }
   for (const run of state.runs.values()) {
-    if (!items.has(run.run)) items.set(run.run, makeItem(run, choose));
+    if (!items.has(run.run)) items.set(run.run, makeItem(run, acts));
     update(items.get(run.run), run);
   }
   const found = foundRuns(),
@@ -73,9 +84,9 @@ export function showRuns(choose) {
   for (const [name, item] of items) item.line.hidden = !names.includes(name);
 }
 
-function makeItem(run, choose) {
+function makeItem(run, acts) {
   const item = {
-    box: el("input", { type: "checkbox", onchange: event => choose(run.run, event.target.checked) }),
+    box: el("input", { type: "checkbox", onchange: event => acts.open(run.run, event.target.checked) }),
     live: el("i", { class: "live", title: "being written" }),
     progress: el("span", { class: "soft" }),
     done: el("span"),
@@ -94,12 +105,12 @@ function makeItem(run, choose) {
     item.last,
     item.note,
   );
-  item.only = el(
-    "button",
-    { type: "button", class: "only", "aria-label": `Show only ${run.run}`, onclick: () => choose(run.run, true, true) },
-    "only",
-  );
-  item.line = el("li", {}, item.label, item.only);
+  const act = (name, title) =>
+    el("button", { type: "button", title, "aria-label": `${title}: ${run.run}`, onclick: () => acts[name](run.run) }, name);
+  item.pin = act("pin", "Pin as the baseline that others are compared with");
+  item.archive = act("archive", "Archive in this browser: hide from the list");
+  item.acts = el("span", { class: "acts live-only" }, act("only", "Show only this run"), item.pin, item.archive);
+  item.line = el("li", {}, item.label, item.acts);
   return item;
 }
 
@@ -111,7 +122,10 @@ function update(item, run) {
   item.live.hidden = !isLive(run);
   item.progress.textContent = progress(run);
   item.done.style.width = `${run.steps ? Math.min(100, (100 * (run.step ?? 0)) / run.steps) : 0}%`;
-  item.only.hidden = state.runs.size < 2;
+  item.acts.hidden = state.runs.size < 2;
+  item.pin.classList.toggle("pinned", run.run === state.base);
+  item.pin.textContent = run.run === state.base ? "unpin" : "pin";
+  item.archive.textContent = archived.has(run) ? "restore" : "archive";
   const about = JSON.stringify([run.started, run.tags, run.notes]);
   if (item.shown !== about) {
     item.shown = about;

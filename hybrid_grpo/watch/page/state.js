@@ -5,6 +5,9 @@ const VIEWS = ["curves", "samples", "prompts", "step", "settings"];
 export const state = {
   view: "curves",
   open: [],
+  // The run that the others are compared with, or null; whether the runs of a group (log.group) are one.
+  base: null,
+  grouped: false,
   axis: "step",
   window: "",
   range: null,
@@ -17,11 +20,13 @@ export const state = {
   // What the samples are searched by, by the name of the field, and the step and offset of the one that is open.
   query: {},
   sample: null,
-  // Of the server: all runs by name; of those that are open, the numbers, the alarms, and the settings that differ.
+  // Of the server: all runs by name, and the folders that it looks into; of the runs that are open, the numbers, the
+  // alarms and the settings.
   runs: new Map(),
+  folders: [],
   numbers: new Map(),
   alarms: [],
-  differing: [],
+  settings: [],
 };
 
 export function remember() {
@@ -33,6 +38,8 @@ export function remember() {
   for (const title of state.logs) query.append("log", title);
   for (const title of state.wide) query.append("wide", title);
   for (const [name, value] of Object.entries(state.query)) if (value) query.set(`find.${name}`, value);
+  if (state.base) query.set("base", state.base);
+  if (state.grouped) query.set("grouped", "1");
   if (state.sample) query.set("sample", state.sample.join("~"));
   for (const run of state.open) query.append("run", run);
   try {
@@ -59,13 +66,37 @@ export function recall() {
   const fields = [...query].filter(([name]) => name.startsWith("find."));
   state.query = Object.fromEntries(fields.map(([name, value]) => [name.slice("find.".length), value]));
   state.sample = pair("sample");
+  state.base = query.get("base");
+  state.grouped = query.has("grouped");
   state.open = [...new Set(query.getAll("run"))];
 }
 
-// One run: a colour for each curve. Several: a colour for each run, and dashes for its curves.
+// What is compared: runs, or groups of runs by the name of the group.
+export const teamOf = run => (state.grouped && state.runs.get(run)?.group) || run;
+export const teams = () => Map.groupBy(state.open, teamOf);
+
+// Runs that a reader has put away, by their folders.
+export const archived = {
+  has: run => archived.folders().includes(run.folder),
+  folders: () => JSON.parse(recallChoice("archived") ?? "[]"),
+  toggle: run =>
+    rememberChoice(
+      "archived",
+      JSON.stringify(
+        archived.has(run)
+          ? archived.folders().filter(folder => folder !== run.folder)
+          : [...archived.folders(), run.folder],
+      ),
+    ),
+};
+
+// One run: a colour for each curve. Several: a colour for each run or group, and dashes for its curves.
 export const COLORS = 8;
 export const DASHES = [[], [6, 4], [2, 3], [10, 4, 2, 4]];
-export const runColor = run => `--c${Math.max(0, state.open.indexOf(run)) % COLORS}`;
+export const runColor = run =>
+  state.base && state.open.length > 1 && teamOf(run) === teamOf(state.base)
+    ? "--text"
+    : `--c${Math.max(0, [...teams().keys()].indexOf(teamOf(run))) % COLORS}`;
 export const look = (run, curve) =>
   state.open.length > 1
     ? { color: runColor(run), dash: DASHES[curve % DASHES.length] }

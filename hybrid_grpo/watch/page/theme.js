@@ -1,18 +1,18 @@
 // Before anything is drawn: the colours that were chosen, or those of the system.
 "use strict";
 // A page in a frame of another one, as trackers show a report, may have no storage.
-function recallTheme() {
+function recallChoice(name) {
   try {
-    return localStorage.getItem("theme");
+    return localStorage.getItem(name);
   } catch {
     return null;
   }
 }
-function rememberTheme(name) {
+function rememberChoice(name, value) {
   try {
-    if (name) localStorage.setItem("theme", name);
-    else localStorage.removeItem("theme");
+    if (value) localStorage.setItem(name, value);
+    else localStorage.removeItem(name);
   } catch {}
 }
-const chosen = recallTheme();
+const chosen = recallChoice("theme");
 if (chosen) document.documentElement.dataset.theme = chosen;
