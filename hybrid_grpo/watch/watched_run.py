@@ -35,6 +35,8 @@ _TELLING = (
 )
 """Patterns of the metrics by which runs are compared at a glance."""
 _MOST_ALARMS = 1000
+_CLOSEST = "health/closest/"
+"""Metrics of how far the alarm that is closest to its limit has come."""
 _CONFIG_BYTES, _PLAN_BYTES = 2**18, 2**15
 """Limits of config.yaml where a run is looked at, and where it is listed among others."""
 _LONGEST_NAME, _LONGEST_VALUE, _MOST_TAGS = 300, 1000, 20
@@ -150,7 +152,8 @@ class WatchedRun:
 
     def summary(self) -> dict[str, Any]:
         """Return the metrics by which runs are compared, with the first value (None if there is only one), the newest
-        value and, for accuracies and losses, the best value and its step."""
+        value and, for accuracies and losses, the best value and its step; and the alarm that came closest to its limit,
+        as a share of the way there and a metric."""
         if self._summary[0] != self.version:
             self._summary = self.version, self._summarize()
         return self._summary[1]
@@ -176,11 +179,14 @@ class WatchedRun:
                     "best_step": None if best is None else int(steps[at[best]]),
                 }
             )
+        ways = [(table.column(name), name) for name in table.names if name.startswith(_CLOSEST)]
+        highest = [(float(way.max(initial=0, where=way > 0)), name) for way, name in ways]
         hours = self.axis("hours")
         seconds = [second for second in table.column("time/step_s")[-20:].tolist() if not math.isnan(second)]
         return {
             "run": self.name,
             "numbers": numbers,
+            "closest": max(highest, default=None),
             "hours": float(hours[-1]) if hours.size else 0.0,
             "step_seconds": statistics.median(seconds) if seconds else None,
         }

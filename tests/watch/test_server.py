@@ -66,7 +66,7 @@ def test_charts_are_those_of_the_report_and_then_all_other_metrics(folder):
     page.ask("runs", run="one")
     charts = {chart["title"]: chart for chart in page.ask("charts", run="one")}
     assert list(charts) == ["Reward", "Entropy", "own, number", "time, step s"]
-    assert [chart["section"] for chart in charts.values()] == ["Results", "Policy", "More", "More"]
+    assert [chart["section"] for chart in charts.values()] == ["Results", "Results", "More", "More"]
     assert charts["time, step s"]["unit"] == "s"
     assert (charts["Reward"]["band"], charts["Reward"]["compared"]) == (None, False), "there is no reward/std"
     (curve,) = charts["Entropy"]["curves"]

@@ -78,7 +78,12 @@ def test_runs_are_compared_by_their_newest_and_best_numbers(make_run):
     assert (numbers["reward/mean"]["first"], numbers["reward/mean"]["value"]) == (0.0, 1.0), (
         "as the chart and report --text"
     )
-    assert run.summary()["step_seconds"] == 2.0
+    assert run.summary()["step_seconds"] == 2.0 and run.summary()["closest"] is None
+    ways = [
+        {"step": step, f"health/closest/{'kl' if step < 5 else 'ratio'}": [0.1, 0.9, 0.5][step % 3]}
+        for step in range(9)
+    ]
+    assert opened(make_run("near", ways)).summary()["closest"] == (pytest.approx(0.9), "health/closest/ratio")
 
 
 @pytest.mark.parametrize("config", ["", "- list", "policy: [", "policy: 3\nrun: null\nlog: null"])

@@ -133,7 +133,9 @@ export function showAlarms(span, zoom, waits = false) {
   if (waits && box.matches(":hover")) return;
   const focused = [...box.querySelectorAll("button")].indexOf(document.activeElement);
   if (!state.alarms.length) {
-    box.replaceChildren(...(state.open.length ? [el("p", { class: "calm" }, "No alarm has been on.")] : []));
+    const [[way, name]] = [...[...state.numbers.values()].map(run => run.closest).filter(Boolean), [0]].sort(([a], [b]) => b - a);
+    const closest = name && ` Closest to its limit: ${spelled(name.split("/").at(-1))}, ${Math.floor(100 * way)} % of the way.`;
+    box.replaceChildren(...(state.open.length ? [el("p", { class: "calm" }, "No alarm has been on.", closest)] : []));
     return;
   }
   const near = ([first, last]) => {
