@@ -134,6 +134,4 @@ def _wrong_value(place: _Place, kind: str, value: Any, context: Mapping[str, Any
     if lists and len(place.rest) == 1 and isinstance(place.rest[0], int):
         name, hint = f"{name}[{place.rest[0]}]", get_args(lists[0])[0]
     expected = "a finite number" if kind == "finite_number" else type_name(hint)
-    quotes = ": YAML takes words such as no and on for true or false, unless they are in quotes"
-    is_word = isinstance(value, bool) and "text" in expected
-    return f"{name}: expected {expected}, got {'nothing' if value == '' else value}{quotes if is_word else ''}"
+    return f"{name}: expected {expected}, got {'nothing' if value == '' else value}"

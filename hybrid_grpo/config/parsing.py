@@ -16,7 +16,7 @@ from hybrid_grpo.config.help import help_text
 from hybrid_grpo.config.presets import over
 from hybrid_grpo.config.recipes import GivenTwice, Settings, check_text, overlay, read_recipe, read_value
 from hybrid_grpo.config.tasks import with_task
-from hybrid_grpo.config.types import fields_of, plain_types, takes_mapping
+from hybrid_grpo.config.types import YAML_WORDS, Word, fields_of, plain_types, settled, takes_mapping
 
 AnyConfigT = TypeVar("AnyConfigT", covariant=True)
 
@@ -68,7 +68,7 @@ def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[Conf
 
 
 def _recipe(cls: Any, file: str) -> Settings:
-    recipe = read_recipe(Path(file))
+    recipe = read_recipe(Path(file), cls)
     for section in fields_of(cls).keys() & recipe.keys() - {"rewards", "features"}:
         has_settings = isinstance(recipe[section], dict)
         refuse(not has_settings, f"--config {file}: {section} must have settings below it, or be taken out")
@@ -155,8 +155,8 @@ def _read(hint: Any, text: str) -> Any:
     plain = (int, float, bool, list, dict, tuple)
     others = [kind for kind in kinds if (get_origin(kind) or kind) in plain or dataclasses.is_dataclass(kind)]
     if not others:
-        return text
-    value = read_value(text)
+        return settled(Word(text), hint) if text.lower() in YAML_WORDS else text
+    value = read_value(text, hint)
     of_texts = any(get_origin(kind) is list and str in plain_types(get_args(kind)[0]) for kind in others)
     # One name, or several with commas, instead of a list.
     is_list = of_texts and isinstance(value, str) and value and not any(get_origin(kind) is Literal for kind in kinds)

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.config.types import Word, settled
 
 Settings = dict[str, Any]
 """Settings as nested mappings, keyed by section and name."""
@@ -40,6 +41,16 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
         node.value = list(pairs.values())
 
 
+class _WordLoader(_Loader):
+    """A loader that keeps such words, until the type of a setting says what they are (see config/types.py)."""
+
+    def construct_yaml_bool(self, node: yaml.ScalarNode) -> Word:
+        return Word(node.value)
+
+
+_WordLoader.add_constructor("tag:yaml.org,2002:bool", _WordLoader.construct_yaml_bool)
+
+
 class Dumper(yaml.SafeDumper):
     """A YAML dumper that quotes text that would be read back as a number, such as `1e3`."""
 
@@ -54,7 +65,7 @@ def check_text(text: str, what: str) -> None:
         raise UserError(f"{what} is not UTF-8: {text.encode(errors='backslashreplace').decode():.60}: type it again")
 
 
-def load_yaml(text: str) -> Any:
+def load_yaml(text: str, of: type[_Loader] = _Loader) -> Any:
     """Parse untrusted YAML text in bounded time and memory. Raises ValueError or yaml.YAMLError if the text is not
     YAML, contains a key twice, contains itself, or is nested more deeply or larger than settings are."""
     if len(text) > _MOST_LETTERS:
@@ -69,7 +80,7 @@ def load_yaml(text: str) -> Any:
             raise ValueError("it is nested too deeply: write settings two or three levels deep")
         if count > _MOST_VALUES:
             raise ValueError(f"it holds more than {_MOST_VALUES} values: give data in a file")
-    loader = _Loader(text)
+    loader = of(text)
     try:
         root = loader.get_single_node()
         if root is None:
@@ -115,10 +126,11 @@ def _refuse_twice(keys: Iterable[yaml.ScalarNode]) -> None:
         seen.add(key.value)
 
 
-def read_value(text: str) -> Any:
-    """Parse text as YAML; return the text itself if it is not YAML. Raises GivenTwice if a mapping has a key twice."""
+def read_value(text: str, hint: Any = Any) -> Any:
+    """Parse text as YAML, for a setting of the type `hint`; return the text itself if it is not YAML. Raises GivenTwice
+    if a mapping has a key twice."""
     try:
-        return text if text == "" else load_yaml(text)
+        return text if text == "" else settled(load_yaml(text, _WordLoader), hint)
     except GivenTwice:
         raise
     except (ValueError, yaml.YAMLError):  # ValueError: a date such as 2026-99-01
@@ -134,12 +146,13 @@ def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> Settings:
     return merged
 
 
-def read_recipe(path: Path) -> Settings:
-    """Read the settings in a YAML file. Raises UserError, naming the file and the line, if it cannot be read."""
+def read_recipe(path: Path, hint: Any = Any) -> Settings:
+    """Read the settings in a YAML file, for a configuration of the type `hint`. Raises UserError, naming the file and
+    the line, if it cannot be read."""
     refuse(path.is_dir(), f"--config {path} is a folder: give a YAML file")
     refuse(not path.is_file(), f"--config {path}: there is no such file")
     try:
-        settings = load_yaml(_read_text(path))
+        settings = settled(load_yaml(_read_text(path), _WordLoader), hint)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"--config {path} cannot be read: {_yaml_problem(error)}") from None
     if not isinstance(settings, dict):

@@ -11,6 +11,8 @@ from hybrid_grpo.config.fields import LIMITS
 
 _hints: Any = functools.cache(functools.partial(get_type_hints, include_extras=True))
 """Type hints of a class, cached: they are needed often, and Python would evaluate the annotations anew each time."""
+_ALIKE = {True: ("on", "enabled", "always", "auto"), False: ("off", "disabled", "never", "none")}
+"""Words of settings that mean true or false, the likeliest first."""
 _WORDS = {float: "a finite number", int: "a whole number", str: "text", bool: "true or false", Any: "text"}
 
 
@@ -27,6 +29,42 @@ def plain_types(hint: Any) -> list[Any]:
     if get_origin(hint) in (Union, UnionType):
         return [plain for option in get_args(hint) for plain in plain_types(option)]
     return [hint]
+
+
+YAML_WORDS = {"yes": True, "no": False, "true": True, "false": False, "on": True, "off": False}
+"""Words that YAML reads as true or false."""
+
+
+class Word(str):
+    """One of YAML_WORDS, with its letters as written."""
+
+
+def settled(value: Any, hint: Any) -> Any:
+    """Return what YAML holds for a setting of the type `hint`, with each word as what the setting takes: text, one of
+    its own words, or true or false."""
+    kinds = plain_types(hint)
+    if isinstance(value, dict):
+        fields = next((fields_of(kind) for kind in kinds if dataclasses.is_dataclass(kind)), {})
+        entry = next((get_args(kind)[1] for kind in kinds if get_origin(kind) is dict), Any)
+        return {
+            str(key) if isinstance(key, Word) else key: settled(part, fields.get(key, entry))
+            for key, part in value.items()
+        }
+    if isinstance(value, list):
+        entry = next((get_args(kind)[0] for kind in kinds if get_origin(kind) in (list, tuple)), Any)
+        return [settled(part, entry) for part in value]
+    return _meant(value, kinds) if isinstance(value, Word) else value
+
+
+def _meant(word: Word, kinds: list[Any]) -> Any:
+    meaning = YAML_WORDS[word.lower()]
+    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+    if word.lower() in choices:
+        return word.lower()
+    if bool in kinds or Any in kinds:
+        return meaning
+    alike = next((choice for choice in _ALIKE[meaning] if choice in choices), None)
+    return alike if alike and str not in kinds else str(word)
 
 
 def takes_mapping(hint: Any) -> bool:

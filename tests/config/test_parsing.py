@@ -88,33 +88,50 @@ def test_null_is_a_value_of_optional_settings_only(user: User, setting: str) -> 
     ("wrong", "expected"),
     [
         ("policy: {lr: fast}", "policy.lr: expected a finite number, got fast"),
-        ("policy: {lr: true}", "policy.lr: expected a finite number, got True"),
+        ("policy: {lr: true}", "policy.lr: expected a finite number, got true"),
         ("policy: {lr: ''}", "policy.lr: expected a finite number, got nothing"),
         ("policy: {betas: [0.9]}", "policy.betas: expected [number, number], got [0.9]"),
         ("policy: {dtype: bf16}", "policy.dtype: expected bfloat16 or float32, got bf16"),
         ("engine: {zero_stage: 4}", "engine.zero_stage 4 must be in [0, 3]"),
-        ("engine: {zero_stage: true}", "engine.zero_stage: expected a whole number or null, got True"),
+        ("engine: {zero_stage: true}", "engine.zero_stage: expected a whole number or null, got true"),
         ("engine: {offload_optimizer: 1}", "engine.offload_optimizer: expected true or false, got 1"),
         ("engine: {deepspeed: []}", "engine.deepspeed: expected a mapping, got []"),
         ("run: {steps: 1.5}", "run.steps: expected a whole number, got 1.5"),
-        ("run: {steps: true}", "run.steps: expected a whole number, got True"),
-        ("run: {name: no}", "run.name: expected text, got False: YAML takes words such as no and on for true or"),
+        ("run: {steps: true}", "run.steps: expected a whole number, got true"),
+        ("run: {steps: off}", "run.steps: expected a whole number, got off"),
         ("data: {limit: none}", "data.limit: expected a whole number or null, got none"),
-        ("log: {wandb: off}", "log.wandb: expected auto or online or offline or disabled, got False"),
+        ("rollout: {drafts: yes}", "rollout.drafts: expected siblings or off, got yes"),
         ("rollout: {stop_ids: 3}", "rollout.stop_ids: expected a list, got 3"),
         ("rewards: 3", "rewards: expected a list such as [{function: ...}], got 3"),
         ("rewards: [3]", "rewards[0] 3 must be settings, as in {function: ...}"),
         ("rewards: [{function: a, weight: two}]", "rewards[0].weight: expected a finite number, got two"),
         ("rewards: [{function: a}, {function: b, weight: .nan}]", "rewards[1].weight: expected a finite number"),
         ("rewards: [{function: null}]", "rewards[0].function: expected text, got None"),
-        ("rewards: [{function: a, sources: [en, no]}]", "rewards[0].sources[1]: expected text, got False: YAML takes"),
         ("rollout: {stop_ids: [1, x]}", "rollout.stop_ids[1]: expected a whole number, got x"),
         ("rewards: [{function: a, kwargs: 3}]", "rewards[0].kwargs: expected a mapping, got 3"),
     ],
 )
 def test_wrong_types_name_the_setting_and_what_it_takes(user: User, wrong: str, expected: str) -> None:
-    """Of the list `[en, no]`, which YAML reads as en and false, it was said: expected a list, got False."""
     assert user.refused(yaml=wrong).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("policy.verify=off", "off"), ("policy.verify=On", "on"), ("policy.verify=false", "off"),
+        ("rollout.keep_cache=off", "off"), ("rollout.drafts=no", "off"), ("grpo.balance=off", "off"),
+        ("grpo.balance=true", "auto"), ("log.wandb=false", "disabled"), ("log.wandb=off", "disabled"),
+        ("data.chat_template=yes", "always"), ("grpo.scale_rewards=false", "none"), ("run.name=no", "no"),
+        ("log.tags=[on, true]", ["on", "true"]), ("languages.names=[en, no]", ["en", "no"]), ("log.tokens=off", False),
+        ("data.chat_template_kwargs={on: no, list: [yes]}", {"on": False, "list": [True]}),
+    ],
+)  # fmt: skip
+def test_words_of_a_setting_win_over_yamls_true_and_false(user: User, setting: str, value: object) -> None:
+    """`policy: {verify: off}` was refused, as False, though the help text writes it."""
+    name, text = setting.split("=")
+    section, key = name.split(".")
+    for config in (user.parse(f"--{setting}"), user.parse(yaml=f"{section}: {{{key}: {text}}}")):
+        assert getattr(getattr(config, section), key) == value
 
 
 @pytest.mark.parametrize(
