@@ -315,7 +315,7 @@ def _why_folded(chart: Chart, heard: Collection[str], shown: list[str], runs: Se
         return "Nothing but 0 so far"
     rewards = [name for name in shown if name.startswith(("reward/", "eval/"))]
     again = [
-        any(all(run.table.is_equal(name, other) for run in runs) for other in rewards if other != name)
+        name not in shown and any(all(run.table.is_equal(name, other) for run in runs) for other in rewards)
         for name in names
     ]
     # What a comparison adds is lost if one of its curves is shown by another name.

@@ -49,7 +49,7 @@ def test_the_page_is_in_one_file_that_asks_nobody(make_run):
     assert data["curves"]["axes"]["hours"][-1] == 0.25
     assert data["settings"]["texts"] == {"run": "policy: {lr: 0.1}"}
     numbers = {entry["name"]: entry for entry in data["runs"]["open"][0]["numbers"]}
-    assert numbers["reward/mean"]["first"] == pytest.approx(5.5 / 3) and numbers["sft/loss"]["best"] == 4.0
+    assert numbers["reward/mean"]["first"] == pytest.approx(1 / 3) and numbers["sft/loss"]["best"] == 4.0
     totals = {layer["name"]: layer["total"] for layer in data["times"]["layers"]}
     assert totals == {"generate": 450, "switch": 112.5, "other": 337.5}
     assert data["samples"]["kept"] == [1, 3, 5] and len(data["samples"]["rows"]) == 27
