@@ -2,35 +2,11 @@
 
 import pytest
 import torch
+from refusals import refused
 from user import User
 
 
-@pytest.mark.parametrize(
-    ("section", "setting"),
-    [
-        ("{zero_optimization: {stage: 2}}", "engine.zero_stage"),
-        ("{bf16: {enabled: null}}", "policy.dtype"),
-        ("{fp16: {enabled: true}}", "policy.dtype"),
-        ("{gradient_clipping: 1.0}", "policy.max_grad_norm"),
-        ("{gradient_accumulation_steps: 2}", "policy.micro_batch_tokens"),
-        ("{optimizer: {params: {lr: 1}}}", "policy.lr"),
-        ("{optimizer: {params: {betas: [0, 0]}}}", "policy.betas"),
-        ("{scheduler: {type: WarmupLR}}", "policy.lr_schedule"),
-        ("{hybrid_engine: {enabled: false}}", "generation depends on it"),
-        ("{zero_optimization: 3}", "must be a section"),
-        ("{tensor_parallel: {autotp_size: 2}}", "whole layers"),
-        ("{sequence_parallel_size: 2}", "whole sequences"),
-        ("{torch_autocast: {enabled: true}}", "set policy.dtype"),
-        ("{compile: {deepcompile: true}}", "hybrid engine"),
-        ("{zero_optimization: {zero_quantized_weights: true}}", "not use the weights that are trained"),
-        ("{zero_optimization: {zero_quantized_gradients: true}}", "the gradient"),
-        ("{zero_optimization: {zenflow: {topk_ratio: 0.1}}}", "delays updates"),
-        ("{zero_optimization: {offload_param: {device: nvme}}}", "set it to cpu"),
-        ("{zero_optimization: {offload_optimizer: {device: nvme}}}", "hold what is in memory): set it to cpu"),
-        ("{checkpoint: {load_universal: true}}", "written by hybrid_grpo itself"),
-        ("{zero_optimization: {zero_hpz_partition_size: 2}}", "does not divide the number of ranks, 1"),
-    ],
-)
+@pytest.mark.parametrize("section, setting", refused("deepspeed"))
 def test_deepspeed_keys_that_belong_to_a_setting(user: User, section: str, setting: str) -> None:
     recipe = f"engine: {{deepspeed: {section}}}"
     for message in (user.refused(yaml=recipe), user.refused("--engine.deepspeed", section)):
