@@ -13,6 +13,8 @@ from contextlib import suppress
 from typing import NoReturn
 
 if __name__ == "__main__" or os.path.basename(sys.argv[0]) == "hybrid-grpo":
+    if sys.platform != "linux":
+        sys.exit(f"hybrid-grpo: error: this is {sys.platform}, and hybrid_grpo needs Linux: a container, or WSL 2")
     # Ctrl-C while modules are imported ends the program without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

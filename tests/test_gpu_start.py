@@ -1,5 +1,6 @@
 """From installing to the first captured step on a GPU machine, with CUDA faked: what fails there must fail here."""
 
+import json
 import os
 import subprocess
 import sys
@@ -21,14 +22,13 @@ from hybrid_grpo.model import hardware
 SCRIPTS = ROOT / "training_scripts"
 
 
-def shell(script: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def shell(script: str, folder: Path, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run lines of bash in the repository; programs in `folder` come first on the path."""
     unset = ("DS_ACCELERATOR", "SKIP_SETUP", "TORCH_VERSION", "TORCH_INDEX")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
-    environment |= {"PATH": f"{folder}:{os.environ['PATH']}", **variables}
-    return subprocess.run(
-        ["bash", "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    environment |= {"PATH": f"{folder}:{os.environ['PATH']}", "VIRTUAL_ENV": str(folder), "SETUP_INTO_ACTIVE": "1"}
+    environment |= variables
+    return subprocess.run(["bash", "-c", script], cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
 
 def program(path: Path, lines: str) -> None:
@@ -41,7 +41,7 @@ def test_deepspeed_is_installed_without_looking_for_a_cuda_toolkit(tmp_path):
     """Its setup.py raises MissingCUDAException where torch is built for CUDA and there is no nvcc."""
     log = f'echo "$DS_BUILD_OPS $DS_IGNORE_CUDA_DETECTION $*" >>"{tmp_path}/pip"'
     program(tmp_path / "python", f'case "$*" in *"-m pip "*) {log} ;; *sys.prefix*) echo "{tmp_path}" ;; esac')
-    done = shell(". training_scripts/setup.sh; setup", tmp_path, VIRTUAL_ENV=sys.prefix)
+    done = shell(". training_scripts/setup.sh; setup", tmp_path)
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in (tmp_path / "pip").read_text().splitlines() if "deepspeed" in line]
     assert line.startswith("0 1 ") and "--no-build-isolation" in line
@@ -51,23 +51,86 @@ def test_deepspeed_is_installed_without_looking_for_a_cuda_toolkit(tmp_path):
 def test_what_could_not_be_installed_does_not_count_as_installed(tmp_path):
     """Also where the script that sources setup.sh goes on after errors."""
     program(tmp_path / "python", f'case "$*" in *deepspeed*) exit 3 ;; *sys.prefix*) echo "{tmp_path}" ;; esac')
-    done = shell('. training_scripts/setup.sh; setup dev; echo "status $?"', tmp_path, VIRTUAL_ENV=sys.prefix)
+    done = shell('. training_scripts/setup.sh; setup dev; echo "status $?"', tmp_path)
     assert done.stdout.endswith("status 3\n") and [path.name for path in tmp_path.iterdir()] == ["python"]
 
 
+def offered(folder: Path, name: str, version: str, *others: str) -> None:
+    """Write pip's report that torch would come with others, each a file of 0.5 GB that takes no room on the disk."""
+    packages = [{"metadata": {"name": other, "version": version}} for other in ("torch", *others)]
+    with (folder / "wheel").open("wb") as wheel:
+        wheel.truncate(500_000_000)
+    for package in packages:
+        package["download_info"] = {"url": (folder / "wheel").as_uri()}
+    (folder / name).write_text(json.dumps({"install": packages}))
+
+
 @pytest.mark.process
-def test_a_torch_for_an_older_driver_comes_from_an_index_of_its_own(tmp_path):
-    """With a driver for CUDA 12 no TORCH_VERSION helped: the usual index has builds for CUDA 13."""
+@pytest.mark.parametrize(
+    "usual, of_torch, given, line, index",
+    [
+        ("CUDA", "CPU", {}, "torch 2.13.0+cpu, a CPU build: 2 packages, downloads of 1.0 GB", "cpu"),
+        ("CUDA", "CUDA", {}, "torch 2.13.0, a CUDA build: 4 packages, downloads of 2.0 GB", ""),
+        ("CUDA", "CPU", {"GPU": "1"}, "torch 2.13.0, a CUDA build: 4 packages, downloads of 2.0 GB", ""),
+        ("CPU", "", {}, "torch 2.13.0+cpu, a CPU build: 2 packages, downloads of 1.0 GB", ""),
+        ("", "", {"TORCH_VERSION": "2.14.1"}, "torch 2.14.1", ""),
+        # With a driver for CUDA 12 no TORCH_VERSION helped: the usual index has builds for CUDA 13.
+        ("", "", {"TORCH_INDEX": "https://download.pytorch.org/whl/cu126"}, "torch 2.13.0", "cu126"),
+    ],
+    ids=["CUDA build", "no index of torch", "GPU", "CPU build", "no index", "older driver"],
+)
+def test_where_no_gpu_is_seen_torch_is_a_build_for_the_cpu(tmp_path, usual, of_torch, given, line, index):
+    """2.13.0 was said to be one wherever there is no GPU: elsewhere it came with CUDA's libraries, 6 GB on the disk."""
+    offered(tmp_path, "CUDA", "2.13.0", "nvidia-cublas", "nvidia-cudnn-cu13", "sympy")
+    offered(tmp_path, "CPU", "2.13.0+cpu", "sympy")
     program(
         tmp_path / "python",
-        f'case "$*" in *"-m pip "*) echo "$*" >>"{tmp_path}/pip" ;; *sys.prefix*) echo "{tmp_path}" ;; esac',
+        f"""cd {tmp_path}; case "$*" in
+            *--dry-run*whl/cpu*) cat "{of_torch}" ;;
+            *--dry-run*) cat "{usual}" ;;
+            *"-m pip "*) echo "$*" >>pip ;;
+            *sys.prefix*) echo "$PWD" ;;
+            *downloads.py) exec {sys.executable} "{SCRIPTS}/downloads.py" ;;
+            *"import torch"*) exit 1 ;;
+        esac""",
     )
-    index = "https://download.pytorch.org/whl/cu126"
-    done = shell(". training_scripts/setup.sh; setup", tmp_path, VIRTUAL_ENV=sys.prefix, TORCH_INDEX=index)
+    script = 'set -euo pipefail; . training_scripts/setup.sh; gpu_devices() { [ -n "${GPU:-}" ]; }; setup'
+    done = shell(script, tmp_path, **given)
     assert done.returncode == 0, done.stderr
+    assert f"setup: {line}\n" in done.stdout
+    # An upgrade, since 2.13.0+cu126 is newer for pip than a 2.13.0 that is there.
+    source = f"--upgrade --extra-index-url https://download.pytorch.org/whl/{index} " if index else ""
     told = [line for line in (tmp_path / "pip").read_text().splitlines() if "torch==" in line]
-    # An upgrade, since 2.13.0+cu126 is newer for pip than the 2.13.0 that is there.
-    assert told == [f"-m pip install --quiet --upgrade --extra-index-url {index} torch==2.13.0"]
+    assert told == [f"-m pip install --quiet {source}torch=={given.get('TORCH_VERSION', '2.13.0')}"]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("asked, used", [("", ".venv"), ("1", "conda")])
+def test_an_active_environment_is_left_alone_unless_asked(tmp_path, asked, used):
+    """conda's base, which every shell of its users has active, got torch and DeepSpeed without a word."""
+    for name in (".venv", "conda"):
+        (tmp_path / name / "bin").mkdir(parents=True)
+        told = f'case "$*" in *"-m pip "*) echo "$*" >>"{tmp_path}/{name}/pip" ;; *sys.prefix*) echo "{name}" ;; esac'
+        program(tmp_path / name / "bin/python", told)
+    (tmp_path / ".venv/bin/activate").write_text("VIRTUAL_ENV=$PWD/.venv PATH=$PWD/.venv/bin:$PATH\n")
+    (tmp_path / "setup.py").touch()
+    conda = {"CONDA_PREFIX": str(tmp_path / "conda"), "VIRTUAL_ENV": "", "SETUP_INTO_ACTIVE": asked}
+    script = f"set -euo pipefail; . {SCRIPTS}/setup.sh; setup"
+    done = shell(script, tmp_path / "conda/bin", tmp_path, **conda)
+    assert done.returncode == 0, done.stderr
+    assert [name for name in (".venv", "conda") if (tmp_path / name / "pip").exists()] == [used]
+    instead = "" if asked else f", not the active environment {tmp_path}/conda (SETUP_INTO_ACTIVE=1 would)"
+    assert done.stdout.startswith(f"setup: using {used}{instead}\n")
+
+
+@pytest.mark.process
+def test_other_systems_are_one_line(tmp_path):
+    program(tmp_path / "uname", "echo Darwin")
+    done = shell(". training_scripts/setup.sh; setup", tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1) and "needs Linux" in done.stderr
+    program_start = "import runpy, sys; sys.platform = 'darwin'; runpy.run_module('hybrid_grpo', run_name='__main__')"
+    done = shell(f'{sys.executable} -c "{program_start}" train', tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1) and "error: this is darwin" in done.stderr
 
 
 LAUNCH = 'compgen() { case "$*" in *nvidia*) echo /dev/nvidia0 ;; esac; }; . training_scripts/launch.sh; launch train'

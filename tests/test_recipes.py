@@ -54,6 +54,7 @@ def handed_over(script: str, tmp_path: Path, *arguments: str) -> list[list[str]]
         **os.environ,
         "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "VIRTUAL_ENV": sys.prefix,
+        "SETUP_INTO_ACTIVE": "1",
         "RUNS": str(tmp_path / "runs"),
     }
     subprocess.run(["bash", str(SCRIPTS / script), *arguments], check=True, env=environment, capture_output=True)

@@ -3,7 +3,6 @@
 # Settings on the command line win: --run.steps 50 ...
 set -euo pipefail
 cd "$(dirname "$0")/.."
-. training_scripts/setup.sh
 . training_scripts/launch.sh
 setup
 GPUS=${GPUS:-1} launch train --config training_scripts/gsm8k.yaml \

@@ -3,6 +3,7 @@
 # If ROWS, the rows of a step, is set and GPUS is not, it uses the largest number of GPUs that divides it.
 # For several nodes, put the DeepSpeed launcher's own options into LAUNCHER, e.g. LAUNCHER="--hostfile hosts".
 # `resumes [settings]` succeeds if the settings resume a run, and `set_aside FOLDER...` makes room for new runs.
+. training_scripts/setup.sh
 
 launch() {
     local gpus=0 port default
@@ -12,7 +13,7 @@ launch() {
         return
     fi
     # torch takes seconds to import, so it is asked only where there may be a GPU.
-    if compgen -G "/dev/nvidia*" >/dev/null || [ -e /dev/nvmap ] || [ -e /dev/kfd ] || [ -e /dev/dxg ]; then
+    if gpu_devices; then
         gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
     fi
     if [ "$gpus" -eq 0 ] && [ -z "${DS_ACCELERATOR:-}" ] && [ "${CUDA_VISIBLE_DEVICES-all}" != "" ] &&

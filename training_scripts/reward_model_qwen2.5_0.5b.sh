@@ -3,7 +3,6 @@
 # --policy.gradient_checkpointing true, of 24 GB. Settings on the command line win: --run.steps 50 ...
 set -euo pipefail
 cd "$(dirname "$0")/.."
-. training_scripts/setup.sh
 . training_scripts/launch.sh
 setup
 GPUS=${GPUS:-1} launch reward \

@@ -6,7 +6,6 @@
 # docs/memory.md says which words suit which model on which GPU. Settings on the command line win: --run.steps 50 ...
 set -euo pipefail
 cd "$(dirname "$0")/.."
-. training_scripts/setup.sh
 . training_scripts/launch.sh
 model=${1:?a model, as in: small_gpus.sh Qwen/Qwen2.5-1.5B-Instruct offload}
 shift

@@ -8,7 +8,6 @@
 # where it stopped. SEED (0) seeds everything; RUNS (runs) is where results go.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-. training_scripts/setup.sh
 . training_scripts/launch.sh
 setup
 

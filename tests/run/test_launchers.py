@@ -4,7 +4,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import forks
@@ -136,7 +135,7 @@ def test_the_batch_script_starts_a_task_for_each_rank(tmp_path, started_by, stat
     for name, text in doubles.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VIRTUAL_ENV": sys.prefix}
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SETUP_INTO_ACTIVE": "1"}
     environment |= {"SLURM_JOB_ID": "41", "SLURM_RESTART_COUNT": restarts}
     script = [ROOT / "training_scripts/slurm.sbatch", "train", "--run.name", "mine"]
     done = subprocess.run(["bash", *script], env=environment, capture_output=True, text=True)
