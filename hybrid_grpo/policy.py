@@ -35,6 +35,7 @@ from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, 
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.export import save_model, save_tokenizer
 from hybrid_grpo.model.flops import Cost
+from hybrid_grpo.model.limits import vocabulary_of
 from hybrid_grpo.model.loading import dequantized, load_config, load_model, plain_attention, training_attention
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.lora import Adapters
@@ -176,6 +177,7 @@ class Policy(TrainedModel):
     Attributes:
         sight: sees the pictures; None if there are none.
         journal: keeps finished completions; set by the run.
+        vocabulary: the number of ids, the first of the model's, that it samples and that its softmax is over.
         turns: answers the model's turns in a completion; None if every completion is a single turn.
         replays: whether its experts are those of the sampler in training; None if experts are not recorded.
         experts: the same as a line for the user; None without experts.
@@ -199,10 +201,11 @@ class Policy(TrainedModel):
         album: Album | None = None,
     ) -> None:
         self.workspace, self.drafter = workspace, Drafter()
-        wrap: Callable[[Any], LogprobModel] = LogprobModel
+        self.vocabulary = vocabulary_of(tokenizer, load_config(policy.model))
+        wrap: Callable[[Any], LogprobModel] = functools.partial(LogprobModel, vocabulary=self.vocabulary)
         if policy.vision == "trained":
             self.tower = trained_sight_of(album, policy, lora, seed)
-            wrap = functools.partial(SeeingModel, tower=self.tower.weights)
+            wrap = functools.partial(SeeingModel, vocabulary=self.vocabulary, tower=self.tower.weights)
         super().__init__(
             *(policy, engine, tokenizer, total_steps, lora, seed),
             load=functools.partial(load_model, policy),

@@ -3,6 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from char_tokenizer import char_tokenizer
 from rank_threads import in_ranks
 from tiny_models import build, tiny_config
 
@@ -64,19 +65,12 @@ def test_ignore_eos_leaves_the_limit_only():
         assert sampling_of(RolloutConfig(ignore_eos=True), (4,), greedy=greedy).stop_ids == ()
 
 
-class Letters:
-    """A tokenizer: token 1 is a, 2 is b, ...; 0 is special."""
-
-    def decode(self, token_ids, skip_special_tokens):
-        return "".join(chr(96 + token) for token in token_ids if token or not skip_special_tokens)
-
-
 @pytest.mark.parametrize("decoder", ["paged", "transformers"])
 def test_a_finished_completion_is_handed_on_decoded_and_returned_as_the_same(decoder):
     view = build(tiny_config("qwen2"), ATTENTION if decoder == "paged" else "sdpa")
     policy = Policy.__new__(Policy)
     policy._album = None
-    policy.tokenizer, policy.engine = Letters(), SimpleNamespace(generation=lambda: nullcontext(view))
+    policy.tokenizer, policy.engine = char_tokenizer(), SimpleNamespace(generation=lambda: nullcontext(view))
     policy.workspace, policy.drafter = None, Drafter()
     prompts = [Prompt(i, "", [1 + i], {}) for i in range(2)]
     config, seen = RolloutConfig(num_generations=2, max_completion_tokens=5, decoder=decoder), []
@@ -86,7 +80,7 @@ def test_a_finished_completion_is_handed_on_decoded_and_returned_as_the_same(dec
     requests = [Request(prompt.token_ids, [0]) for prompt in prompts]
     greedy = [group[0] for group in policy.complete(requests, sampling_of(config, (), greedy=True), config)]
     for completion in [*rollout.completions, *greedy]:
-        assert completion.text == "".join(chr(96 + token) for token in completion.token_ids if token)
+        assert completion.text == policy.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
     assert [completion.text for completion in rollout.completions] != [c.text for c in greedy for _ in range(2)]
 
 

@@ -155,7 +155,7 @@ def make_reference(config: TrainConfig, policy: Policy, album: Album | None) -> 
         return None
     if policy.adapters:
         return UnadaptedReference(policy, policy.adapters, album)
-    return Reference(config.policy, config.engine, album)
+    return Reference(config.policy, config.engine, album, policy.vocabulary)
 
 
 def summary(folder: Path, held_out: Sequence[HeldOut], planned_bytes: int | None = None) -> str:

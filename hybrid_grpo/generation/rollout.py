@@ -1,5 +1,6 @@
 """Generation with the settings of `rollout`: makes the `Sampling` and the requests, and calls the chosen decoder."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from hybrid_grpo.generation import (
     stream_key,
 )
 from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.limits import gaps_of, vocabulary_of
 from hybrid_grpo.model.sight import Sight
 
 
@@ -92,6 +94,9 @@ def complete(
     `drafter` has an effect with `rollout.drafts` only; default: one that knows nothing. For the other arguments and the
     result see `generation.generate`."""
     decoder: Callable[..., Any] = fallback.generate
+    never = tuple((token, -math.inf) for token in gaps_of(tokenizer))
+    bias = (*sampling.logit_bias, *never)
+    sampling = replace(sampling, vocabulary=vocabulary_of(tokenizer), logit_bias=bias)
     if config.decoder == "paged":
         memory: dict[str, Any] = {
             "prefill_tokens": config.prefill_tokens,

@@ -48,6 +48,8 @@ class Sampling:
     """(token, amount added to its logit)."""
     stop_strings: tuple[str, ...] = ()
     """A completion ends with the token that completes one of these in its text."""
+    vocabulary: int = sys.maxsize
+    """The softmax is over the ids below this: a model may be padded beyond the tokens of its tokenizer."""
     logprobs: Literal["softmax", "sampling", "mask"] = "softmax"
     """The distribution whose log-probabilities are recorded. `softmax` is over the whole vocabulary at the temperature
     (1 if greedy), as in the training forward; `sampling` is the distribution that the token was drawn from;
@@ -98,6 +100,9 @@ class Sampler:
             seen_nV: bool, True for tokens of the prompt or the completion so far; required for a repetition penalty.
         """
         sampling = self.sampling
+        if sampling.vocabulary < logits_nV.shape[1]:
+            logits_nV = logits_nV[:, : sampling.vocabulary]
+            seen_nV = None if seen_nV is None else seen_nV[:, : sampling.vocabulary]
         if self._is_plain and usable(logits_nV):
             return decoding.sample(logits_nV.contiguous(), key_n, counter_n, sampling.temperature)
         drawn_nV = self._changed(logits_nV.float(), counter_n, seen_nV) if self._changes_logits else logits_nV

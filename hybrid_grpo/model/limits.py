@@ -1,6 +1,7 @@
 """What a model's configuration allows: lengths of sequences, and tokens of its vocabulary."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from hybrid_grpo.config import RolloutConfig
@@ -33,9 +34,26 @@ def check_lengths(
         )
 
 
-def check_token_ids(rollout: RolloutConfig, config: Any) -> None:
-    """Raise UserError if a token id in the settings is not below the model's `vocab_size`."""
-    size = config.get_text_config().vocab_size
+def vocabulary_of(tokenizer: Any, config: Any = None) -> int:
+    """Return the number of ids up to the last that is a token, at most the model's `vocab_size`. A model may be padded
+    beyond its tokenizer, with ids that mean nothing."""
+    size = 1 + max(_ids(tokenizer, len(tokenizer)))
+    return size if config is None else min(size, config.get_text_config().vocab_size)
+
+
+def gaps_of(tokenizer: Any) -> list[int]:
+    """Return the ids before the last token that are not tokens."""
+    ids = _ids(tokenizer, len(tokenizer))
+    return [] if len(ids) > max(ids) else sorted({*range(max(ids))} - ids)
+
+
+@lru_cache(maxsize=4)
+def _ids(tokenizer: Any, _: int) -> frozenset[int]:
+    return frozenset(tokenizer.get_vocab().values())
+
+
+def check_token_ids(rollout: RolloutConfig, size: int) -> None:
+    """Raise UserError if a token id in the settings is not below `size`."""
     for setting, ids in (("stop_ids", rollout.stop_ids), ("logit_bias", map(int, rollout.logit_bias))):
         for token in ids:
             if token >= size:

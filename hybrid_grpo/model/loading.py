@@ -29,6 +29,7 @@ from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.model import hub
 from hybrid_grpo.model.architectures import unsupported
 from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.limits import vocabulary_of
 from hybrid_grpo.model.ranks import all_gather_objects, rank
 from hybrid_grpo.model.routing import recomputed
 from hybrid_grpo.model.towers import causal_lm, has_tower, loader, outside_deepspeed
@@ -381,4 +382,5 @@ def stop_ids(name: str, tokenizer: Any, more: list[int], config: Any, setting: s
                 f"{setting} {name}: its end-of-sequence token {token!r} (eos_token_id) is not an id below vocab_size"
                 f" {vocab_size}: no completion would end: correct its generation_config.json, config.json or tokenizer"
             )
-    return tuple(sorted(ids))
+    # Others of a padded vocabulary are never sampled.
+    return tuple(sorted(token for token in ids if token < vocabulary_of(tokenizer, config)))

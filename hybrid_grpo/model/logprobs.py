@@ -42,16 +42,18 @@ class LogitShape:
 
     scale: float = 1.0
     softcap: float | None = None
+    vocabulary: int | None = None
+    """The softmax is over this many of the head's first columns; None: over all. Padding makes products fast."""
 
     @classmethod
-    def of(cls, config: Any) -> LogitShape:
+    def of(cls, config: Any, vocabulary: int | None = None) -> LogitShape:
         """Read a transformers text configuration: Gemma's soft cap, and the scales of Cohere, Granite and Falcon-H1.
         HyperCLOVA X multiplies by what Granite divides by."""
         scaling = float(getattr(config, "logits_scaling", None) or 1)
         scale = float(getattr(config, "logit_scale", None) or 1.0)
         scale *= scaling if getattr(config, "model_type", "") == "hyperclovax" else 1 / scaling
         scale *= float(getattr(config, "lm_head_multiplier", None) or 1.0)
-        return cls(scale, getattr(config, "final_logit_softcapping", None))
+        return cls(scale, getattr(config, "final_logit_softcapping", None), vocabulary)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the logits of x, which is overwritten."""
@@ -105,8 +107,8 @@ class _TokenLogprobs(torch.autograd.Function):
         needs_weight = ctx.weight.requires_grad
         # Sum over tiles in float32: in bfloat16, small contributions to a large total would be rounded away.
         dhidden_ND = torch.zeros_like(hidden_ND, dtype=torch.float32)
-        # Columns outside all supports keep the gradient 0.
-        new = torch.empty_like if support is None else torch.zeros_like
+        # Columns outside all supports, and beyond the vocabulary, keep the gradient 0.
+        new = torch.empty_like if support is None and shape.vocabulary is None else torch.zeros_like
         dweight_VD = new(weight_VD) if needs_weight else None
         dbias_V = new(bias_V) if needs_weight and bias_V is not None else None
         for columns in column_tiles:
@@ -198,11 +200,11 @@ def token_logprobs(
         tile_bytes, tile_columns: bounds of one tile of logits. Default: `TILE_BYTES` and `TILE_COLUMNS`, or the GPU's.
     """
     kernel = on_gpu_kernel(hidden_ND)
-    width = len(weight_VD if support is None else support.id_U)
+    shape = LogitShape() if shape is None else shape
+    width = (shape.vocabulary or len(weight_VD)) if support is None else len(support.id_U)
     columns = slices(width, tile_columns or (GPU_TILE_COLUMNS if kernel else TILE_COLUMNS))
     row_bytes = (hidden_ND.element_size() if kernel else 4) * max(s.stop - s.start for s in columns)
     rows = slices(len(target_N), max(1, (tile_bytes or (GPU_TILE_BYTES if kernel else TILE_BYTES)) // row_bytes))
-    shape = LogitShape() if shape is None else shape
     target_N = (target_N if support is None else support.target_N).long().contiguous()
     options = shape, temperature, (rows, columns), support
     logp_N, entropy_N = _TokenLogprobs.apply(hidden_ND, weight_VD, bias_V, target_N, *options)
@@ -220,23 +222,26 @@ def squared_probabilities(
     `HeadFunction`, which computes the logits of some rows at a time."""
     square_N = hidden_ND.new_empty(len(hidden_ND), dtype=torch.float32)
     for rows in slices(len(hidden_ND), max(1, TILE_BYTES // (4 * len(weight_VD)))):
-        x = logits_of(hidden_ND[rows], weight_VD, bias_V, slice(None), shape).float() / temperature
+        x = logits_of(hidden_ND[rows], weight_VD, bias_V, slice(shape.vocabulary), shape).float() / temperature
         square_N[rows] = torch.exp((2 * x).logsumexp(1) - 2 * x.logsumexp(1))
     return (square_N,)
 
 
 class LogprobModel(nn.Module):
-    """A causal language model whose forward returns log-probabilities and entropies of given tokens.
+    """A causal language model whose forward returns log-probabilities and entropies of given tokens, over the first
+    `vocabulary` of its ids (default: all).
 
     The output head computes them. Only the forward of this instance's head is replaced, so that an engine's hooks
     around it, which gather its weight under ZeRO-3, still run.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, vocabulary: int | None = None) -> None:
         super().__init__()
         self.model: Any = model
         adopt_states(model)
-        self.shape = LogitShape.of(model.config.get_text_config())
+        config = model.config.get_text_config()
+        padded = vocabulary is not None and vocabulary < config.vocab_size
+        self.shape = LogitShape.of(config, vocabulary if padded else None)
         head = model.get_output_embeddings()
 
         def scored(

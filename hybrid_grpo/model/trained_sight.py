@@ -47,8 +47,8 @@ class SeeingModel(LogprobModel):
     """A causal language model with the weights of its tower. Its forward is that of `LogprobModel` or, for a list of
     gradients, that of `TowerWeights`."""
 
-    def __init__(self, model: Any, tower: TowerWeights) -> None:
-        super().__init__(model)
+    def __init__(self, model: Any, vocabulary: int | None, tower: TowerWeights) -> None:
+        super().__init__(model, vocabulary)
         self.tower = tower
         # Where weights are frozen under adapters, gradients go back to the embeddings on ranks with pictures. They must
         # on all ranks, which gather the weights of the layers on the way together.

@@ -25,11 +25,13 @@ _TOWER = "reference_tower.pt"
 
 class Reference:
     """The reference policy: a frozen copy of the starting weights, or of later ones, sharded over the ranks in host
-    memory (ZeRO-3)."""
+    memory (ZeRO-3). For `vocabulary` see `Policy`."""
 
-    def __init__(self, policy: PolicyConfig, engine: EngineConfig, album: Album | None = None) -> None:
+    def __init__(
+        self, policy: PolicyConfig, engine: EngineConfig, album: Album | None = None, vocabulary: int | None = None
+    ) -> None:
         def read() -> LogprobModel:
-            return LogprobModel(load_model(policy, training_attention(policy)))
+            return LogprobModel(load_model(policy, training_attention(policy)), vocabulary)
 
         self.engine = engines.Frozen(read, policy.dtype, engine.fetching)
         self._sight = _own_sight(album, policy, self.engine.device)

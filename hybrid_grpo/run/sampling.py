@@ -12,7 +12,7 @@ from hybrid_grpo.data.pictures import Album
 from hybrid_grpo.model.architectures import check_architecture
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.files import check_files
-from hybrid_grpo.model.limits import check_lengths, check_prompt_ids, check_token_ids
+from hybrid_grpo.model.limits import check_lengths, check_prompt_ids, check_token_ids, gaps_of, vocabulary_of
 from hybrid_grpo.model.loading import load_config, load_tokenizer, stop_ids, training_attention
 from hybrid_grpo.model.sight import reads_both_ways
 from hybrid_grpo.turns.partners import Partners
@@ -37,6 +37,8 @@ class Sampler:
     """Tokens that end a completion."""
     album: Album | None = None
     """Takes the pictures of prompts; None if the model sees none."""
+    unused: int = 0
+    """Number of ids of the model that are not tokens, and so are never sampled."""
 
     @classmethod
     def read(cls, policy: PolicyConfig, rollout: RolloutConfig, *, needs_weights: bool = True) -> Sampler:
@@ -46,9 +48,11 @@ class Sampler:
         check_architecture(config, rollout.decoder)
         check_files(policy.model, config, pickled=policy.pickled_weights, needed=needs_weights)
         tokenizer = load_tokenizer(policy.model)
-        check_token_ids(rollout, config)
+        size = vocabulary_of(tokenizer, config)
+        check_token_ids(rollout, size)
         ends, album = stop_ids(policy.model, tokenizer, rollout.stop_ids, config), Album.of(policy.model, config)
-        return cls(rollout, config, tokenizer, ends, album)
+        unused = config.get_text_config().vocab_size - size + len(gaps_of(tokenizer))
+        return cls(rollout, config, tokenizer, ends, album, unused)
 
     @property
     def sees(self) -> bool:
@@ -83,6 +87,7 @@ class Sampler:
         return (
             f"{', '.join(settings)}, at most {rollout.max_completion_tokens} tokens,"
             f" ended by {', '.join(ended_by) or 'the limit only'}"
+            + (f"; never one of the model's {self.unused} ids that are no tokens" if self.unused else "")
         )
 
     def check_prompts(

@@ -54,13 +54,13 @@ def verified(policy: Policy) -> str:
     )
     return (
         f"as in transformers' own model (at most {gap:.1g} nats apart); a sentence takes {-float(logp_T.mean()):.2f}"
-        f" nats per token, and guessing {math.log(module.model.config.get_text_config().vocab_size):.2f}"
+        f" nats per token, and guessing {math.log(policy.vocabulary):.2f}"
     )
 
 
 def _ids(policy: Policy) -> list[int]:
     """Return the tokens of a sentence, or tokens across the vocabulary if the tokenizer knows too little of it."""
-    size = policy.engine.engine.module.model.config.get_text_config().vocab_size
+    size = policy.vocabulary
     ids = [token for token in policy.tokenizer(_SENTENCE)["input_ids"] if token < size][:_TOKENS]
     return ids if len(set(ids)) >= _TOKENS // 2 else [number * size // _TOKENS for number in range(_TOKENS)]
 
@@ -77,5 +77,5 @@ def _of_transformers(policy: Policy, ids: list[int]) -> Tensor:
         use_safetensors=None if config.pickled_weights else True,
         **dequantizing(model_config),
     )
-    logits_TV = model.eval()(torch.tensor([ids]), use_cache=False).logits[0, :-1].float()
+    logits_TV = model.eval()(torch.tensor([ids]), use_cache=False).logits[0, :-1, : policy.vocabulary].float()
     return logits_TV.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None]).squeeze(-1)

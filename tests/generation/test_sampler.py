@@ -160,6 +160,18 @@ def test_a_mask_names_the_tokens_that_were_left_and_the_distribution_over_them(o
     assert all(map(partial(torch.allclose, equal_nan=True), plain, chosen[:2])), "nothing else changes"
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.0}, {"top_p": 0.9, "logprobs": "mask"}, {"repetition_penalty": 1.4}]
+)
+def test_ids_beyond_the_vocabulary_of_the_tokenizer_are_as_if_the_model_had_none(options):
+    """They were drawn, and their share was missing from the probabilities of the others."""
+    generator, seen_nV = torch.Generator().manual_seed(4), torch.rand(64, 20) < 0.3
+    logits_nV = torch.randn(64, 20, generator=generator) + 9 * (torch.arange(20) >= 15)
+    given, sampling = (keys(64, 5), torch.zeros(64, dtype=torch.int64)), Sampling(9, **options)
+    found = sample(logits_nV, replace(sampling, vocabulary=15), *given, seen_nV)
+    assert all(map(torch.equal, found, sample(logits_nV[:, :15].contiguous(), sampling, *given, seen_nV[:, :15])))
+
+
 def test_greedy_takes_the_first_of_the_most_probable_tokens():
     logits_nV = torch.tensor([[0.0, 3.0, 1.0], [2.0, 2.0, -1.0]])
     token_n, logp_n = sample(logits_nV, Sampling(1, temperature=GREEDY), keys(2), torch.zeros(2, dtype=torch.int64))

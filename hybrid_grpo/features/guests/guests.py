@@ -17,6 +17,7 @@ from hybrid_grpo.features.guests.writers import GuestFile, GuestModel, Learner
 from hybrid_grpo.generation.rollout import requests_of
 from hybrid_grpo.grpo.advantages import informative
 from hybrid_grpo.grpo.loss import LossStats, policy_loss
+from hybrid_grpo.model.limits import vocabulary_of
 from hybrid_grpo.model.loading import load_config
 from hybrid_grpo.run.feature import Feature
 
@@ -36,7 +37,7 @@ class Guests(Feature):
 
     def __init__(self, config: TrainConfig, plan: BatchPlan, inputs: RunInputs) -> None:
         super().__init__(config, plan, inputs)
-        vocabulary = load_config(config.policy.model).get_text_config().vocab_size
+        vocabulary = vocabulary_of(inputs.tokenizer, load_config(config.policy.model))
         learner = Learner(config, inputs.tokenizer, inputs.prompts, inputs.stop_ids, vocabulary, inputs.sampler.album)
         prompts = plan.prompts_per_rank
         self._guests = [

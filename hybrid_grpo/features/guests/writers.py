@@ -162,7 +162,7 @@ class GuestModel:
         sampling = sampling_of(config.rollout, self._learner.ends)
         given = self._model, self._learner.tokenizer, requests, sampling, config.rollout
         groups, _ = complete(*given, on_step=beat, workspace=self._workspace, sight=self._sight)
-        # Models of one family may have different numbers of embeddings beyond the tokens of the tokenizer.
+        # A tokenizer may have more tokens than the policy has embeddings.
         return [[c for c in group if max(c.token_ids) < self._learner.vocabulary] for group in groups]
 
 

@@ -16,7 +16,7 @@ from hybrid_grpo.features.teacher.settings import TeacherConfig
 from hybrid_grpo.features.teacher.spans import Aligner, Alignment, check_spelling
 from hybrid_grpo.model.architectures import undecodable
 from hybrid_grpo.model.compatibility import check_compatible, check_sight
-from hybrid_grpo.model.limits import check_lengths, check_prompt_ids
+from hybrid_grpo.model.limits import check_lengths, check_prompt_ids, vocabulary_of
 from hybrid_grpo.model.loading import load_config, load_model, load_tokenizer, stop_ids, training_attention
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.sight import Sight
@@ -46,13 +46,13 @@ class TeacherModel:
         self._own = self.settings.as_policy(config.policy, name)
         self.model_config = load_config(self._own.model, self._setting)
         text_config = self.model_config.get_text_config()
-        self.vocabulary = text_config.vocab_size
         self._positions = getattr(text_config, "max_position_embeddings", None) or _LONGEST_PROMPT
         self._tokenizer, self.aligner = inputs.tokenizer, None
         if name is not None and self.settings.other_tokenizer:
             tokenizer = load_tokenizer(name, self._setting)
             if tokenizer.get_vocab() != inputs.tokenizer.get_vocab():
                 self._tokenizer, self.aligner = tokenizer, self._aligned(tokenizer)
+        self.vocabulary = vocabulary_of(self._tokenizer, self.model_config)
         data = replace(config.data, max_prompt_tokens=_LONGEST_PROMPT)
         column = self.settings.prompt_column
         # A prompt's text already has its system message.
@@ -79,7 +79,7 @@ class TeacherModel:
             check_compatible(self._own, self.model_config, policy, tokenizer, setting, or_else)
             if self._inputs.sees:
                 check_sight(self.model_config, load_config(policy.model), f"{setting} {self.name}")
-        own = load_config(policy.model).get_text_config().vocab_size
+        own = vocabulary_of(self._inputs.tokenizer, load_config(policy.model))
         refuse(
             rollout.logprobs == "mask" and self.vocabulary < own,
             f"{setting} {self.name} has {self.vocabulary} tokens and the policy {own}, which rollout.logprobs mask may"
@@ -108,7 +108,7 @@ class TeacherModel:
             fetching["offload_param"] = {"device": "none"}
 
         def read() -> LogprobModel:
-            return LogprobModel(load_model(self._own, training_attention(self._own), self._setting))
+            return LogprobModel(load_model(self._own, training_attention(self._own), self._setting), self.vocabulary)
 
         self.engine = policy.engine if self.name is None else engines.Frozen(read, self._own.dtype, fetching)
         if self.name is not None and self._inputs.sees:

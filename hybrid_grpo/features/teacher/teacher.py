@@ -21,6 +21,7 @@ from hybrid_grpo.features.teacher.divergence import Divergence, NextTokens, head
 from hybrid_grpo.features.teacher.models import TeacherModel
 from hybrid_grpo.features.teacher.settings import TeacherConfig
 from hybrid_grpo.features.teacher.spans import NOT_TEXT, spread
+from hybrid_grpo.model.limits import vocabulary_of
 from hybrid_grpo.model.loading import load_config
 from hybrid_grpo.model.logprobs import HeadFunction
 from hybrid_grpo.model.upload import upload
@@ -44,7 +45,7 @@ class Teacher(Feature):
         self._divergence = Divergence(settings.divergence, settings.jsd_beta)
         self._teachers = [TeacherModel(name, config, inputs) for name in settings.teachers(config.data)]
         # Heads in a model family may differ in size.
-        own = load_config(config.policy.model).get_text_config().vocab_size
+        own = vocabulary_of(inputs.tokenizer, load_config(config.policy.model))
         self._vocabulary = min(own, *(teacher.vocabulary for teacher in self._teachers))
         refuse(
             settings.top_k >= self._vocabulary,

@@ -196,7 +196,9 @@ def test_the_longest_that_a_teacher_reads_is_as_long_as_it_can(monkeypatch: Any,
     """A prompt of 30 tokens, or a text of 40 that the teacher reads in its place, and a completion of 50."""
     config = TrainConfig(rollout=RolloutConfig(max_completion_tokens=50), teacher=TeacherConfig(prompt_column=column))
     prompts = [Prompt(0, "p", [1] * 20, {}), Prompt(1, "q", [1] * 30, {})]
-    inputs: Any = SimpleNamespace(prompts=prompts, tokenizer=None, longest_prompt=30, partners=None, **BLIND)
+    inputs: Any = SimpleNamespace(
+        prompts=prompts, tokenizer=char_tokenizer(), longest_prompt=30, partners=None, **BLIND
+    )
     longer = 10 if column else 0
     monkeypatch.setattr(TeacherModel, "reads", lambda _, prompt: [1] * (len(prompt.token_ids) + longer))
     monkeypatch.setattr(models, "check_prompt_ids", lambda *_: None)
