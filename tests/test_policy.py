@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from char_tokenizer import char_tokenizer
+from char_tokenizer import IDS, char_tokenizer
 from rank_threads import in_ranks
 from tiny_models import build, tiny_config
 
@@ -67,7 +67,9 @@ def test_ignore_eos_leaves_the_limit_only():
 
 @pytest.mark.parametrize("decoder", ["paged", "transformers"])
 def test_a_finished_completion_is_handed_on_decoded_and_returned_as_the_same(decoder):
-    view = build(tiny_config("qwen2"), ATTENTION if decoder == "paged" else "sdpa")
+    """None has a token that the tokenizer lacks, although the model, which is padded, prefers those."""
+    view = build(tiny_config("qwen2", vocab_size=90), ATTENTION if decoder == "paged" else "sdpa")
+    view.lm_head.weight.data[len(IDS) :] *= 20
     policy = Policy.__new__(Policy)
     policy._album = None
     policy.tokenizer, policy.engine = char_tokenizer(), SimpleNamespace(generation=lambda: nullcontext(view))
@@ -79,6 +81,7 @@ def test_a_finished_completion_is_handed_on_decoded_and_returned_as_the_same(dec
     assert all(completion is rollout.completions[2 * i + k] for i, k, completion in seen)
     requests = [Request(prompt.token_ids, [0]) for prompt in prompts]
     greedy = [group[0] for group in policy.complete(requests, sampling_of(config, (), greedy=True), config)]
+    assert max(token for c in [*rollout.completions, *greedy] for token in c.token_ids) < len(IDS)
     for completion in [*rollout.completions, *greedy]:
         assert completion.text == policy.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
     assert [completion.text for completion in rollout.completions] != [c.text for c in greedy for _ in range(2)]
