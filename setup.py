@@ -30,6 +30,7 @@ setup(
         "deepspeed>=0.19.8",
         "transformers>=5.24",  # before, a model with 4-bit experts could not be loaded again from its export
         "datasets>=4.7",
+        "dill>=0.3.8",
         "httpx>=0.28",
         "huggingface-hub>=1.31",
         "jinja2>=3.1.6",  # transformers asks for it where there is a chat template

@@ -48,7 +48,7 @@ def _sick(reward: Callable[..., Rewards]) -> Callable[..., Rewards]:
     """The task's reward until ONSET, then another one."""
 
     def changing(completions: list[str], answer: list[str], trainer_state: Any, **columns: Any) -> Rewards:
-        call = right if trainer_state.global_step < ONSET else reward
+        call = right if trainer_state.global_step + 1 < ONSET else reward
         return call(completions=completions, answer=answer, **columns)
 
     changing.__name__ = "changing"
@@ -90,7 +90,7 @@ def descending(text: str, answer: str) -> float:
 def bonus(completions: list[str], answer: list[str], trainer_state: Any, **_: Any) -> Rewards:
     """A second reward function, which rewards the opposite of the task from ONSET on."""
     wrong = pays_foreign_letters(completions=completions, answer=answer)
-    return [2.0 * value if trainer_state.global_step >= ONSET else 0.0 for value in wrong]
+    return [2.0 * value if trainer_state.global_step + 1 >= ONSET else 0.0 for value in wrong]
 
 
 def pays_train_only(completions: list[str], answer: list[str], split: list[str], **_: Any) -> Rewards:

@@ -39,7 +39,7 @@ spoilt = fault.get("poison") == "reward" and int(os.environ["RANK"]) == fault["r
 
 
 def early_letters(completions, trainer_state, **columns):
-    if spoilt and trainer_state.global_step == fault["step"]:
+    if spoilt and trainer_state.global_step + 1 == fault["step"]:
         return [float("nan")] * len(completions)
     return [sum("a" <= letter <= "m" for letter in text) / max(len(text), 1) for text in completions]
 """

@@ -210,7 +210,7 @@ def short(completions, **columns):
 
 def fails_in_step_2(completions, trainer_state, **columns):
     rewards = short(completions)
-    return [float("nan")] * len(rewards) if trainer_state.global_step == 2 else rewards
+    return [float("nan")] * len(rewards) if trainer_state.global_step == 1 else rewards
 
 
 def pieces(completion_ids, **columns):

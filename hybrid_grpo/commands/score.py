@@ -24,6 +24,7 @@ from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.parsing import leading_argument, parse
 from hybrid_grpo.records.console import make_console
 from hybrid_grpo.records.files import json_lines, reader_may_leave
+from hybrid_grpo.rewards.timeline import Timeline
 
 if TYPE_CHECKING:
     from hybrid_grpo.data.batch import Rollout, Scores
@@ -69,6 +70,7 @@ def _score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
     callers = {reward.name: _RecordingCaller(reward.caller) for reward in loaded}
     loaded = [replace(reward, caller=callers[reward.name]) for reward in loaded]
     rewards = Rewards(loaded, replace(config.scoring, max_wait_s=_FOREVER_S), tokenizer)
+    rewards.timeline = _timeline(source)
     rewards.load_models()
     everything: list[Scores] = []
     before: list[Line] = []
@@ -83,7 +85,7 @@ def _score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
             # Groups that are scored together have the same size.
             for size in sorted({group.num_generations for group in groups}):
                 rollout = reduce(Rollout.joined, (group for group in groups if group.num_generations == size))
-                scores = rewards.score(rollout.row_prompts, rollout.completions, size, step)
+                scores = rewards.score(rollout.row_prompts, rollout.completions, size, max(step - 1, 0))
                 # Only what the summary needs: what functions store may be long.
                 everything.append(Scores(scores.reward_B, scores.by_function, scores.status))
                 lines += _lines(rollout, scores)
@@ -99,6 +101,7 @@ def _score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
             before += saved
     if on_terminal and written > _LINES_ON_TERMINAL:
         console.print(f"{written - _LINES_ON_TERMINAL} more lines are not shown: set score.output, or use a pipe")
+    rewards.unread.report()
     scores = reduce(Scores.joined, everything)
     table = {name: _summary(scores, name, callers[name].calls) for name in rewards.names}
     if before:
@@ -108,15 +111,21 @@ def _score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
             table.setdefault(name, {}).update(_compared(were, value_B.tolist(), config.eval.threshold))
     console.print(_table(table))
     absent = dict.fromkeys(name for saved in before for name in saved["rewards"] if name not in scores.by_function)
-    if absent:
-        which = f"the run's weighted sum also has {', '.join(absent)}, which this command did not call"
-        console.print(which, markup=False, soft_wrap=True)
-    for name, where in first_failures.items():
-        console.print(f"{name}: first failure at {where}", markup=False, soft_wrap=True)
+    notes = [f"the run's weighted sum also has {', '.join(absent)}, which this command did not call"] if absent else []
+    for note in notes + [f"{name}: first failure at {where}" for name, where in first_failures.items()]:
+        console.print(note, markup=False, soft_wrap=True)
     refuse(
         all(value_B.isnan().all() for value_B in scores.by_function.values()),
         "rewards: nothing could be scored: no function gave a number for any completion",
     )
+
+
+def _timeline(source: str) -> Timeline:
+    """Return the length of a run as far as it has saved rollouts, as one epoch; that of a file is one step."""
+    from hybrid_grpo.data.completions import saved_files
+
+    steps = max(saved_files(Path(source)), default=1)
+    return Timeline(steps, steps)
 
 
 def _rows(config: ScoreConfig, source: str, tokenizer: Any) -> Parts:

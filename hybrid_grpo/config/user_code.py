@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import os
 import sys
 import traceback
 import zlib
@@ -16,6 +17,10 @@ from typing import Any
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 
 _LONGEST_MESSAGE = 2_000  # characters: some functions put a whole completion into theirs
+
+
+HIDDEN_VARIABLES = "HYBRID_GRPO_HIDDEN"
+"""Environment variable of worker processes that names the variables hidden from them, separated by commas."""
 
 
 def import_place(place: str, setting: str) -> ModuleType:
@@ -74,12 +79,15 @@ def functions_of(module: ModuleType, kinds: Callable[[Any], bool] = inspect.isfu
 
 
 def describe(error: BaseException, file: str | None) -> str:
-    """Return an error's type and message and, if it passed through `file`, the line there, as one line of text."""
+    """Return an error's type and message and, if it passed through `file`, the line there, as one line of text. It has
+    the way out if the message names an environment variable that is hidden from this process."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     place = f" ({Path(file).name}:{lines[-1]})" if file and lines else ""
     message = " ".join(str(error).split())
     message = message if len(message) <= _LONGEST_MESSAGE else f"{message[:_LONGEST_MESSAGE]}..."
-    return f"{type(error).__name__}: {message}".removesuffix(": ") + place
+    hidden = [name for name in os.environ.get(HIDDEN_VARIABLES, "").split(",") if name and name in message]
+    hint = f" ({hidden[0]} is hidden from this process: list it in scoring.secrets)" if hidden else ""
+    return f"{type(error).__name__}: {message}".removesuffix(": ") + place + hint
 
 
 def _import_file(path: Path) -> ModuleType:

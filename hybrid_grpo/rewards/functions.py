@@ -6,12 +6,8 @@ The convention is TRL's, so that functions written for TRL run unchanged:
 
 Every input is a list with one element per row and is passed by name. A function without **kwargs receives only what its
 signature names. Chat prompts are lists of messages, and so are their completions (usually one assistant message). None
-means that the function does not apply to the row. Of TRL's additional arguments, `trainer_state` has `global_step`, and
-whatever a function passes to `log_extra` and `log_metric` is stored with the completions.
-
-A function in verl's convention is recognized by the argument `solution_str` and called for one row at a time:
-
-    compute_score(data_source, solution_str, ground_truth, extra_info) -> float | {"score": float, ...}
+means that the function does not apply to the row. Whatever a function passes to TRL's `log_extra` and `log_metric` is
+stored with the completions. Functions in verl's conventions are recognized (verl.py).
 
 Process rewards: instead of a number, a function may return a list with one pair for each step of a completion. The
 pairs are either (text, reward), where the texts of the steps follow each other from the beginning of the completion, or
@@ -24,18 +20,22 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 import reprlib
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, cast
+
+import dill
 
 from hybrid_grpo.config import RewardConfig, reward_name
 from hybrid_grpo.config.errors import UserError, did_you_mean, type_of
 from hybrid_grpo.config.user_code import describe, functions_of, import_place, refuse_bare_file
-from hybrid_grpo.rewards.rules import completion_texts
+from hybrid_grpo.rewards import verl
+from hybrid_grpo.rewards.comparisons import comparison
 from hybrid_grpo.workers.calls import Call, Failure, Inputs, Interface, Reply, failed
 from hybrid_grpo.workers.messages import LONGEST_TRACEBACK, finite, stored
 from hybrid_grpo.workers.snapshots import Snapshot, restored
@@ -52,11 +52,17 @@ class Builtin:
     itself and on a whole group at once, if it is fast, cannot hang and judges each row independently of the others."""
     needs: str = ""
     """Package that it imports when it is called; empty if it needs no other than this package does."""
+    reads: str = ""
+    """The form of the answers that it finds in completions, for the message that it has found none."""
 
 
 BUILTINS: dict[str, Builtin] = {
     "exact_match": Builtin("rules", "inline"),
-    "numeric_answer": Builtin("maths.answers", "inline"),
+    "numeric_answer": Builtin(
+        "maths.answers",
+        "inline",
+        reads="a number after #### or in \\boxed{}, or set kwargs last_number to true, which reads the last number",
+    ),
     "format_regex": Builtin("rules"),
     "repetition_penalty": Builtin("rules", "inline"),
     "letters_in_place": Builtin("rules", "inline"),
@@ -65,7 +71,7 @@ BUILTINS: dict[str, Builtin] = {
     "language_penalty": Builtin("text", "inline"),
     "same_language": Builtin("text", needs="py3langid"),
     "countdown": Builtin("countdown", "inline"),
-    "math_answer": Builtin("maths.answers"),
+    "math_answer": Builtin("maths.answers", reads="an answer in \\boxed{}, or after #### or `Answer:`"),
     "reward_model": Builtin("models.reward_model", "thread"),
     "code_tests": Builtin("code.code_tests"),
     "remote": Builtin("remote.client"),
@@ -88,6 +94,7 @@ _CHATS = (
     "The prompts are chats, so `completions` holds lists of messages, as in TRL: the text of one is"
     ' completion[-1]["content"]\n'
 )
+_TEXTS = "The prompts are texts, so `completions` holds texts, as in TRL, not messages with content\n"
 _EXPECTED = f"a finite number (at most {_LARGEST:g} in size)"
 
 TextStep = tuple[str, float]
@@ -137,17 +144,29 @@ class RewardFunction:
             return self._raised(error, call)
 
     def _raised(self, error: BaseException, call: Call) -> Reply:
+        if isinstance(error, verl.AdapterError):
+            return failed(Failure("invalid", str(error)), len(call.expected))
         trace = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
         chats = any(isinstance(completion, list) for completion in call.inputs.get("completions", ()))
-        trace += _CHATS if chats and isinstance(error, AttributeError | TypeError) else ""
+        if chats and isinstance(error, AttributeError | TypeError):
+            trace += _CHATS
+        elif not chats and re.search("string ind|'str' object has no attribute '(get|content)'", str(error)):
+            trace += _TEXTS
         failure = Failure("raised", f"raised {describe(error, self.file)}", trace)
         return failed(failure, len(call.expected), spent=isinstance(error, MemoryError))
+
+
+class TrainerState(SimpleNamespace):
+    """TRL's argument `trainer_state`, with the fields of `Call.state`."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"trainer_state has no {name} here: it has {', '.join(vars(self))}")
 
 
 def _context(call: Call, extra: dict[str, list[Any]]) -> dict[str, Any]:
     """Return TRL's additional arguments; whatever the function logs is added to `extra`."""
     return {
-        "trainer_state": SimpleNamespace(global_step=call.step),
+        "trainer_state": TrainerState(**call.state),
         "log_extra": lambda column, values: extra.update({str(column): list(values)}),
         "log_metric": lambda name, value: extra.update({str(name): [float(value)] * len(call.expected)}),
     }
@@ -215,13 +234,22 @@ class RewardEntry:
     """An entry of `rewards` that worker processes load; implements `workers.calls.Entry`."""
 
     config: RewardConfig
+    pickled: bytes | None = None
+    """The function, by dill and with all that it refers to, if no module defines it."""
 
     @property
     def kwargs(self) -> dict[str, Any]:
         return self.config.kwargs
 
     def load(self, name: str) -> RewardFunction:
-        return load_function(self.config, name)
+        if self.pickled is None:
+            return load_function(self.config, name)
+        try:
+            function = dill.loads(self.pickled)
+        except Exception as error:
+            why = f"cannot be sent to a worker: {describe(error, None)}"
+            raise UserError(f"{name}.function {why}: write it into a file, or set its isolation to none") from error
+        return bind(function, self.config, name)
 
     def checked(self, value: Any, expected: int) -> RewardValue:
         return checked(value, expected)
@@ -239,8 +267,12 @@ def load_function(config: RewardConfig, entry: str) -> RewardFunction:
 def bind(found: Callable[..., Any], config: RewardConfig, entry: str) -> RewardFunction:
     """Combine a callable with the settings of its entry; raises UserError like `load_function`."""
     name, setting = reward_name(config), f"{entry}.function {config.function}"
+    kwargs = dict(config.kwargs)
+    if inspect.isclass(found):
+        found = _instance(found, kwargs, setting)
     plain = inspect.unwrap(found)
-    is_async = any(map(inspect.iscoroutinefunction, (found, plain, type(found).__call__)))
+    source = plain if inspect.isroutine(plain) else type(plain).__call__
+    is_async = any(map(inspect.iscoroutinefunction, (found, source)))
     try:
         parameters = inspect.signature(found).parameters.values()
     except (TypeError, ValueError):
@@ -251,64 +283,51 @@ def bind(found: Callable[..., Any], config: RewardConfig, entry: str) -> RewardF
     batch_size = getattr(found, "batch_size", 1) if config.batch_size == "auto" else config.batch_size
     if batch_size != "group" and not (isinstance(batch_size, int) and batch_size >= 1):
         raise UserError(f"{setting} has batch_size {batch_size!r}: set it to group, or to 1 or more")
-    is_builtin = isinstance(config.function, str) and config.function in BUILTINS
+    builtin = BUILTINS.get(config.function) if isinstance(config.function, str) else None
+    is_builtin = builtin is not None
+    is_sized = is_builtin or config.batch_size != "auto" or hasattr(found, "batch_size")
     columns = {p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD} - set(CONTEXT) if is_builtin else set()
-    for kwarg in config.kwargs:
+    for kwarg in kwargs:
         if kwarg in INPUTS or kwarg in columns:
             origin = "the rollout" if kwarg in INPUTS else "a column of the data"
             raise UserError(f"{entry}.kwargs {kwarg}: {name} receives {kwarg} from {origin}: leave it out")
         if kwarg not in named and (is_builtin or not takes_any):
             hint = did_you_mean(kwarg, named - {*INPUTS, *CONTEXT})
             raise UserError(f"{entry}.kwargs {kwarg}: {name} has no such parameter: {hint}")
-    function: Callable[..., Any] = partial(found, **config.kwargs)
+    function: Callable[..., Any] = partial(found, **kwargs)
     accepted, instead = named, {}
-    if "solution_str" in named:  # verl's convention
-        function, instead = _called_by_row(function, named, takes_any, is_async), {"ground_truth": "reward_model"}
-        needed = (needed - {"solution_str", "data_source", "extra_info"}) | {"ground_truth"}
-        accepted = (named - {"solution_str"}) | {"completions", "reward_model", "ground_truth", "log_extra"}
+    if verl.is_verl(named):
+        function, instead = verl.adapted(function, named, takes_any, is_async), {"ground_truth": "reward_model"}
+        needed = (verl.columns_of(needed) - {"solution_str", "data_source", "extra_info"}) | {"ground_truth"}
+        accepted = verl.columns_of(named) - {"solution_str"}
+        accepted |= {"completions", "reward_model", "ground_truth", "log_extra"}
         accepted |= {"data_source", "extra_info"} if takes_any else set()
         takes_any = False
     settings = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - set(CONTEXT) if is_builtin else set()
     interface = Interface(
-        sorted(needed - config.kwargs.keys() - set(CONTEXT)),
+        sorted(needed - kwargs.keys() - set(CONTEXT)),
         None if takes_any else sorted(accepted),
         is_async,
         batch_size,
         instead,
         sorted(settings),
+        {"compares": None if is_sized else comparison(source), "reads": builtin.reads if builtin else ""},
     )
-    loaded = RewardFunction(name, function, interface, getattr(getattr(plain, "__code__", None), "co_filename", None))
+    loaded = RewardFunction(name, function, interface, getattr(getattr(source, "__code__", None), "co_filename", None))
     if is_builtin:
         _check_builtin(loaded, entry)
     return loaded
 
 
-def _called_by_row(
-    compute_score: Callable[..., Any], names: set[str], takes_any: bool, is_async: bool
-) -> Callable[..., Any]:
-    """Wrap a function in verl's convention, which has the parameters `names`, so that it follows TRL's convention."""
-
-    def function(completions: Any, log_extra: Any, **columns: Any) -> Any:
-        unknown = [None] * len(completions)
-        columns = {"data_source": unknown, "extra_info": unknown, **columns}
-        columns["solution_str"] = completion_texts(completions)
-        if "ground_truth" not in columns:
-            columns["ground_truth"] = [model["ground_truth"] for model in columns["reward_model"]]
-        given = [name for name in columns if name in names or (takes_any and name != "reward_model")]
-        rows = zip(*(columns[name] for name in given), strict=True)
-        results = [compute_score(**dict(zip(given, row, strict=True))) for row in rows]
-        return awaited(results, log_extra) if is_async else finished(results, log_extra)
-
-    async def awaited(results: list[Any], log_extra: Any) -> list[Any]:
-        return finished(await asyncio.gather(*results), log_extra)
-
-    def finished(results: list[Any], log_extra: Any) -> list[Any]:
-        details = [result if isinstance(result, dict) else {"score": result} for result in results]
-        for name in {name: None for detail in details for name in detail if name != "score"}:
-            log_extra(name, [detail.get(name) for detail in details])
-        return [detail["score"] for detail in details]
-
-    return function
+def _instance(found: type, kwargs: dict[str, Any], setting: str) -> Callable[..., Any]:
+    """Make the instance that is called in place of its class, and remove from `kwargs` what its constructor takes."""
+    if not any("__call__" in vars(base) for base in found.__mro__):
+        raise UserError(f"{setting} is a class without __call__: name a function, or a class of callable objects")
+    try:
+        given = {name: kwargs.pop(name) for name in inspect.signature(found).parameters if name in kwargs}
+        return cast(Callable[..., Any], found(**given))
+    except Exception as error:
+        raise UserError(f"{setting} cannot be constructed: {describe(error, None)}: set its kwargs") from error
 
 
 def _check_builtin(function: RewardFunction, entry: str) -> None:

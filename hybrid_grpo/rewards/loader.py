@@ -1,18 +1,24 @@
 """Loads the reward functions that the setting `rewards` lists, and refuses entries that cannot work."""
 
+import io
 import pickle
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
+from typing import Any
 
+import dill
 import torch
 
 from hybrid_grpo.config import RewardConfig, ScoringConfig, reward_name
-from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.config.fields import function_text
+from hybrid_grpo.config.user_code import describe
 from hybrid_grpo.data.batch import Prompt
-from hybrid_grpo.model.ranks import own_cores
+from hybrid_grpo.model.ranks import own_cores, rank
 from hybrid_grpo.rewards.functions import BUILTINS, RewardEntry, load_function
 from hybrid_grpo.rewards.models.reward_model import RewardModel, held
 from hybrid_grpo.workers.calls import Interface
@@ -56,9 +62,14 @@ def load_entries(configs: Mapping[str, RewardConfig], scoring: ScoringConfig | N
         builtin = BUILTINS.get(config.function) if isinstance(config.function, str) else None
         if builtin is not None and builtin.needs and find_spec(builtin.needs) is None:
             raise UserError(f"{entry} {config.function} needs {builtin.needs}: pip install it, or take the entry out")
-    isolated = [entry for entry, config in entries.items() if _isolated(config, entry)]
-    loaded = [(entry, RewardEntry(entries[entry])) for entry in isolated]
+    loaded = [(entry, found) for entry, config in entries.items() if (found := _isolated(config, entry))]
+    isolated = [entry for entry, _ in loaded]
     pool = Pool(loaded, scoring.workers or worker_count(), scoring)
+    if pool.hidden and any(_called(entries[entry]) is None for entry in isolated):
+        _notice(
+            f"reward functions do not see the environment variables {', '.join(pool.hidden)}, which look like secrets:"
+            " list those that they need in scoring.secrets"
+        )
     rewards = []
     for entry, config in entries.items():
         caller: Caller
@@ -77,6 +88,11 @@ def load_entries(configs: Mapping[str, RewardConfig], scoring: ScoringConfig | N
                 interface, caller = replace(interface, batch_size="all"), partial(call_inline, model.reply)
             else:
                 caller = pool.threaded(function, config.timeout_s, _enter_gpu())
+        if compares := interface.schema.get("compares"):
+            _notice(
+                f"{reward_name(config)} gets one completion in each call, but {compares} looks at several: set its"
+                " batch_size to group for all completions of a prompt, or to 1 if it does not compare them"
+            )
         sources = frozenset(config.sources)
         rewards.append(
             Reward(reward_name(config), config.weight, frozenset(config.kwargs), interface, caller, model, sources)
@@ -104,24 +120,54 @@ def _called(config: RewardConfig) -> str | None:
     return BUILTINS[config.function].called if config.function in BUILTINS else None
 
 
-def _isolated(config: RewardConfig, entry: str) -> bool:
-    """Whether the function runs in worker processes."""
-    called = _called(config)
-    if callable(config.function):
-        if config.isolation == "process":
+def _isolated(config: RewardConfig, entry: str) -> RewardEntry | None:
+    """Return what worker processes load; None if this process calls the function, which is reported for one of the
+    user's own."""
+    called, function = _called(config), config.function
+    if called is not None:
+        if config.isolation == "process" and called == "thread" and config.kwargs.get("device") != "cpu":
             raise UserError(
-                f"{entry}.isolation process: {reward_name(config)} cannot be imported by another process: write it"
-                " into a file, or leave isolation out"
+                f"{entry}.isolation process: processes that call {function} cannot share a GPU: set"
+                f" {entry}.kwargs device to cpu, or isolation to none"
             )
-        return False
-    if config.isolation == "auto":
-        return called in (None, "process")
-    if config.isolation == "process" and called == "thread" and config.kwargs.get("device") != "cpu":
-        raise UserError(
-            f"{entry}.isolation process: processes that call {config.function} cannot share a GPU: set"
-            f" {entry}.kwargs device to cpu, or isolation to none"
+        return RewardEntry(config) if "process" in (called, config.isolation) and config.isolation != "none" else None
+    why = f"{entry}.isolation is none"
+    if config.isolation != "none":
+        if not callable(function):
+            return RewardEntry(config)
+        try:
+            return RewardEntry(replace(config, function=function_text(function)), _pickled(function))
+        except Exception as error:
+            why = f"what {reward_name(config)} refers to cannot be sent to another process: {describe(error, None)}"
+        refuse(
+            config.isolation == "process",
+            f"{entry}.isolation process: {why}: write {function_text(function)} into a file",
         )
-    return config.isolation == "process"
+    _notice(
+        f"{reward_name(config)} is called in a thread ({why}), where signals such as signal.alarm, by which math-verify"
+        " limits its time, raise an exception, and nothing ends a call that hangs"
+    )
+    return None
+
+
+class _Pickler(dill.Pickler):
+    """Pickles functions with what they refer to, but no models, which workers would hold once more."""
+
+    def persistent_id(self, value: Any) -> None:
+        if isinstance(value, torch.nn.Module):
+            raise TypeError(f"it holds a model, {type(value).__name__}")
+
+
+def _pickled(function: Callable[..., Any]) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, recurse=True).dump(function)
+    return buffer.getvalue()
+
+
+def _notice(text: str) -> None:
+    """Print a line about a reward function on rank 0."""
+    if rank() == 0:
+        print(f"rewards: {text}", file=sys.stderr, flush=True)
 
 
 def worker_count() -> int:

@@ -9,7 +9,6 @@ and is left out of its group. If too many fail, the run ends.
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections import defaultdict
@@ -28,6 +27,9 @@ from hybrid_grpo.rewards.functions import ENVIRONMENTS, INPUTS, PICTURES, PROMPT
 from hybrid_grpo.rewards.loader import Reward
 from hybrid_grpo.rewards.models.reward_model import RewardModel, Shard
 from hybrid_grpo.rewards.steps import TokenEnds, token_steps
+from hybrid_grpo.rewards.sums import combined
+from hybrid_grpo.rewards.timeline import Timeline
+from hybrid_grpo.rewards.unread import UnreadAnswers
 from hybrid_grpo.workers.calls import Call, Failure, Inputs, Reply, failed
 from hybrid_grpo.workers.pool import busy_seconds
 from hybrid_grpo.workers.snapshots import Snapshot
@@ -56,6 +58,9 @@ class Rewards:
         self.inputs: tuple[str, ...] = (*INPUTS, ENVIRONMENTS) if environments else INPUTS
         self.scoring = scoring or ScoringConfig()
         self.token_ends = None if tokenizer is None else TokenEnds(tokenizer)
+        self.timeline = Timeline()
+        forms = {reward.name: reward.interface.schema.get("reads", "") for reward in self.functions}
+        self.unread = UnreadAnswers({name: form for name, form in forms.items() if form})
         self._reported: set[tuple[str, str]] = set()
 
     @property
@@ -121,9 +126,9 @@ class Rewards:
                     why = "which rollout.environment makes and saved rollouts lack: give the argument a default"
                 raise UserError(f"rewards: {reward.name} needs {name}, {why}")
 
-    def stream(self, prompts: list[Prompt], num_generations: int, step: int = 0) -> Stream:
-        """Score completions of these prompts as they arrive; see `Stream`."""
-        return Stream(self, prompts, num_generations, step)
+    def stream(self, prompts: list[Prompt], num_generations: int, step: int = 1) -> Stream:
+        """Score completions of these prompts as they arrive, in a step of the run, from 1; see `Stream`."""
+        return Stream(self, prompts, num_generations, step - 1)
 
     def refuse_failures(self, scores: Scores, device: torch.device) -> None:
         """Raise RunStopped on every rank if a function failed on too large a share of all ranks' completions.
@@ -142,7 +147,7 @@ class Rewards:
                 )
 
     def score(
-        self, prompts: list[Prompt], completions: list[Completion], num_generations: int = 1, step: int = 0
+        self, prompts: list[Prompt], completions: list[Completion], num_generations: int = 1, done: int = 0
     ) -> Scores:
         """Score completions that are all finished; raises UserError like `check_columns`.
 
@@ -150,19 +155,20 @@ class Rewards:
             prompts: [B], the prompt of each row.
             completions: [B]
             num_generations: rows per group, for functions that score whole groups.
-            step: step of the run.
+            done: steps of the run that are completed.
         """
-        with self.stream(prompts[::num_generations], num_generations, step) as stream:
+        with Stream(self, prompts[::num_generations], num_generations, done) as stream:
             for row, completion in enumerate(completions):
                 stream.add(row // num_generations, row % num_generations, completion)
             return stream.scores()
 
-    def report(self, name: str, failure: Failure) -> None:
-        """Print a failure, unless a failure of the same function and kind has already been printed."""
+    def report(self, name: str, failure: Failure, prompt: Prompt) -> None:
+        """Print a failure on a completion of a prompt, unless one of the same function and kind has been printed."""
         if (name, failure.kind) not in self._reported:
             self._reported.add((name, failure.kind))
             print(
-                f"rewards: {name} {failure.message}. The completion has no reward and counts as failed\n"
+                f"rewards: {name} {failure.message}. The completion of row {prompt.id} (from 0) has no reward and"
+                f" counts as failed\n"
                 f"{failure.traceback}",
                 file=sys.stderr,
                 flush=True,
@@ -179,11 +185,11 @@ class Stream:
     Leaving the block cancels the calls that are still in progress. `prompts` may be empty.
     """
 
-    def __init__(self, rewards: Rewards, prompts: list[Prompt], num_generations: int, step: int) -> None:
+    def __init__(self, rewards: Rewards, prompts: list[Prompt], num_generations: int, done: int) -> None:
         self._rewards = rewards
         self._prompts = prompts
         self._num_generations = num_generations
-        self._step = step
+        self._state = rewards.timeline.state(done)
         first = prompts[0].columns if prompts else {}
         # Functions receive the columns that all prompts have.
         self._columns = [name for name in first if all(name in prompt.columns for prompt in prompts)]
@@ -234,8 +240,9 @@ class Stream:
                 self._start(reward, None)
         until_s = time.perf_counter() + self._rewards.scoring.max_wait_s
         replies = {name: self._reply(name, kept, until_s, gives_up) for name in self._rewards.names}
-        ended = map(self._completions.get, range(len(self._prompts) * size))
+        ended = [self._completions.get(row) for row in range(len(self._prompts) * size)]
         scores = combined(functions, replies, [len(c.token_ids) if c else 0 for c in ended], size)
+        self._rewards.unread.add(scores, (c.text for c in ended if c))
         return scores if chosen is None else scores.groups(chosen, size)
 
     @property
@@ -270,7 +277,7 @@ class Stream:
         accepted = {name: values for name, values in inputs.items() if reward.interface.accepts(name)}
         if EPISODES in (reward.interface.accepted or ()):
             accepted[EPISODES] = [completion.episode for completion in completions]
-        call = Call(accepted, [len(completion.token_ids) for completion in completions], self._step)
+        call = Call(accepted, [len(completion.token_ids) for completion in completions], self._state)
         self._calls[reward.name].append((rows, reward.caller(call)))
 
     def _reply(self, name: str, kept: set[int], until_s: float, gives_up: Callable[[], bool]) -> Reply:
@@ -288,8 +295,9 @@ class Stream:
                 values[row], failures[row] = self._in_tokens(reply.values[index], reply.failures[index], row)
                 for column, stored in reply.extra.items():
                     extra.setdefault(column, [None] * rows)[row] = stored[index]
-        for failure in filter(None, failures):
-            self._rewards.report(name, failure)
+        for row, failure in enumerate(failures):
+            if failure is not None:
+                self._rewards.report(name, failure, self._prompts[row // self._num_generations])
         return Reply(values, failures, extra)
 
     def _in_tokens(self, value: RewardValue, failure: Failure | None, row: int) -> tuple[RewardValue, Failure | None]:
@@ -320,73 +328,3 @@ def _lacks_environment(reward: Reward, completion: Completion) -> bool:
     Functions that score whole groups are called even then, with None in place of that environment."""
     failed = completion.episode is not None and completion.episode.failure is not None
     return failed and ENVIRONMENTS in reward.interface.required and reward.interface.batch_size != "group"
-
-
-def combined(rewards: Sequence[Reward], replies: dict[str, Reply], lengths: list[int], num_generations: int) -> Scores:
-    """Combine the rewards that functions returned into weighted sums.
-
-    A function that does not apply to a row adds nothing to the row's reward, which is 0.0 if no function applies, as in
-    TRL. A row on which a function failed has no reward. If a function scores steps anywhere in a group, then a number
-    that it returns for another row of that group is the reward of a single step, the whole completion.
-
-    Args:
-        replies: by function name; steps are given by their ends in tokens.
-        lengths: [B], number of tokens of each completion.
-        num_generations: G, rows per group.
-    """
-    failed_B = torch.tensor(
-        [any(reply.failures[row] for reply in replies.values()) for row in range(len(lengths))], dtype=torch.bool
-    )
-    by_function: dict[str, torch.Tensor] = {}
-    status: dict[str, torch.Tensor] = {}
-    weighted, whole = [], []
-    steps: list[dict[int, float]] = [{} for _ in lengths]  # by their ends, weighted
-    scores_steps = False
-    for reward in rewards:
-        reply = replies[reward.name]
-        value_B = torch.tensor(list(map(_sum, reply.values)), dtype=torch.float64)
-        by_steps_B = _by_steps(reply.values, num_generations)
-        by_function[reward.name] = value_B
-        status[reward.name] = torch.tensor(list(map(_status, reply.values, reply.failures)), dtype=torch.int8)
-        weighted.append(reward.weight * value_B)
-        whole.append(reward.weight * value_B.masked_fill(by_steps_B, 0.0))
-        scores_steps |= bool(by_steps_B.any())
-        for row, value in enumerate(reply.values):
-            if by_steps_B[row] and value is not None and not failed_B[row]:
-                for end, step in value if isinstance(value, list) else [(lengths[row], value)]:
-                    steps[row][end] = steps[row].get(end, 0.0) + reward.weight * step
-
-    def total(parts: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack(parts).nansum(dim=0).masked_fill(failed_B, math.nan)
-
-    return Scores(
-        total(weighted),
-        by_function,
-        status,
-        [sorted(row.items()) for row in steps] if scores_steps else None,
-        total(whole) if scores_steps else None,
-        {f"{name}/{column}": stored for name, reply in replies.items() for column, stored in reply.extra.items()},
-        {
-            name: [failure.message if failure else None for failure in reply.failures]
-            for name, reply in replies.items()
-            if any(reply.failures)
-        },
-    )
-
-
-def _sum(value: RewardValue) -> float:
-    if value is None:
-        return math.nan
-    return sum(reward for _, reward in value) if isinstance(value, list) else value
-
-
-def _status(value: RewardValue, failure: Failure | None) -> int:
-    if failure is None:
-        return RewardStatus.SCORED if value is not None else RewardStatus.NOT_APPLICABLE
-    return RewardStatus.TIMED_OUT if failure.kind == "timeout" else RewardStatus.FAILED
-
-
-def _by_steps(values: list[RewardValue], num_generations: int) -> torch.Tensor:
-    """Return bool [B]: True for all rows of a group in which the function scored the steps of at least one row."""
-    in_steps = torch.tensor([isinstance(value, list) for value in values], dtype=torch.bool)
-    return in_steps.view(-1, num_generations).any(1).repeat_interleave(num_generations)

@@ -23,9 +23,7 @@ from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.metrics.measurements import measure_lengths
 from hybrid_grpo.records.metrics.statistics import Floats, majority_at_k, pass_at_k, standard_error
 from hybrid_grpo.rewards.scorer import Rewards
-
-_ANSWERS = ("answer", "pred")
-"""Names under which a reward function may store the answer that it extracted; verl's functions use `pred`."""
+from hybrid_grpo.rewards.unread import ANSWERS
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,7 @@ class EvalResults:
     @property
     def answers(self) -> list[Any]:
         """The completions' answers, [B]: what the outcome function stored as `answer` or `pred`, else their text."""
-        for name in _ANSWERS:
+        for name in ANSWERS:
             stored = self.scores.extra.get(f"{self.settings.outcome}/{name}")
             if stored is not None:
                 return stored

@@ -26,6 +26,7 @@ from hybrid_grpo.model.lora import check_lora
 from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.rewards.models.reward_model import RewardModel, Shard
 from hybrid_grpo.rewards.scorer import Rewards
+from hybrid_grpo.rewards.timeline import Timeline
 from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.fingerprints import Fingerprints, held_out_name, of_inputs
 from hybrid_grpo.run.reward_sets import RewardSets
@@ -113,6 +114,9 @@ class RunInputs(EvalInputs):
         partners = partners_of(config, sampler.tokenizer, sampler.stop_ids, sampler.album)
         rewards = reward_sets.ready(sampler.tokenizer, by_turn=config.grpo.combine_rewards == "sum")
         training = read_training_prompts(config, sampler, partners)
+        for of_set in rewards.values():
+            epoch_steps = len(training.prompts) / config.rollout.prompts_per_step
+            of_set.timeline = Timeline(config.run.steps, epoch_steps)
         rewards["rewards"].check_prompts(training.prompts)
         facts = {"data": training.fact}
         eval_sets: list[EvalSet] = []

@@ -36,13 +36,13 @@ class Call:
     inputs: Inputs
     expected: list[Any]
     """One element per row, which is passed to `Entry.checked` together with the row's value."""
-    step: int = 0
-    """Step of the run."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """Facts about the run at the time of the call, in JSON types."""
 
     def rows(self, rows: list[int]) -> Call:
         """Return the same call, restricted to the rows with these indices."""
         inputs = {name: [values[row] for row in rows] for name, values in self.inputs.items()}
-        return Call(inputs, [self.expected[row] for row in rows], self.step)
+        return Call(inputs, [self.expected[row] for row in rows], self.state)
 
 
 @dataclass(frozen=True)

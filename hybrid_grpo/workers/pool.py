@@ -64,6 +64,7 @@ class Pool:
     ) -> None:
         self._fork_server = ForkServer(entries, scoring) if entries else None
         self.interfaces = self._fork_server.interfaces if self._fork_server else []
+        self.hidden = self._fork_server.hidden if self._fork_server else []
         self._loop = asyncio.new_event_loop()
         thread = threading.Thread(target=_serve, args=(self._loop, self._fork_server), name="workers", daemon=True)
         thread.start()

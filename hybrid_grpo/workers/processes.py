@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +20,7 @@ import psutil
 
 from hybrid_grpo.config import ScoringConfig
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.user_code import HIDDEN_VARIABLES
 from hybrid_grpo.workers.calls import Call, Entry, Interface, Reply
 from hybrid_grpo.workers.messages import PendingCall, decode_reply, unframed
 
@@ -48,7 +49,8 @@ class ForkServer:
         self._scoring = scoring
         self._names = ", ".join(name for name, _ in entries)
         self.entries = [entry for _, entry in entries]
-        self._named = set(scoring.secrets).union(*(named_variables(entry.kwargs) for _, entry in entries))
+        named = set(scoring.secrets).union(*(named_variables(entry.kwargs) for _, entry in entries))
+        self.hidden = hidden_variables(os.environ, named)
         self.workers: set[Worker] = set()
         self.interfaces = self._start()
 
@@ -69,7 +71,11 @@ class ForkServer:
                 # Detached from the terminal: Ctrl-C is meant for the rank, which ends its processes itself.
                 start_new_session=True,
                 # There are many workers, so numerical libraries get one thread in each.
-                env={**public_environment(os.environ, self._named), "OMP_NUM_THREADS": "1"},
+                env={
+                    **{name: value for name, value in os.environ.items() if name not in self.hidden},
+                    HIDDEN_VARIABLES: ",".join(self.hidden),
+                    "OMP_NUM_THREADS": "1",
+                },
             )
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         self._printers = [
@@ -307,9 +313,9 @@ class Worker:
         return status
 
 
-def public_environment(environment: Mapping[str, str], named: set[str]) -> dict[str, str]:
-    """Return the environment variables whose names do not look like those of secrets, and those in `named`."""
-    return {name: value for name, value in environment.items() if name in named or not _VARIABLE.search(name)}
+def hidden_variables(names: Iterable[str], named: set[str]) -> list[str]:
+    """Return the environment variables that look like secrets by their names, without those in `named`."""
+    return [name for name in names if name not in named and _VARIABLE.search(name)]
 
 
 def named_variables(kwargs: Mapping[str, Any]) -> set[str]:

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import signal
 import sys
 import time
 from functools import partial
@@ -186,19 +187,36 @@ def test_a_column_may_be_called_as_a_setting_of_a_builtin() -> None:
 
 
 @pytest.mark.process
-def test_a_function_object_is_called_in_a_worker_by_its_name_or_else_in_a_thread() -> None:
-    def of_a_notebook(completions):
-        return [float(os.getpid()) for _ in completions]
+def test_a_function_object_is_called_in_a_worker_by_its_name_or_with_what_it_refers_to(capfd) -> None:
+    """Those of a script or notebook ran in a thread, where math-verify's `signal.alarm` raises: with the usual
+    try/except every reward was 0, and nothing was said."""
+    rank, unread = os.getpid(), (line for line in "ab")
 
-    rewards = isolated(RewardConfig(longer_is_better), RewardConfig(of_a_notebook), RewardConfig(exact_match))
-    assert rewards.names == ["longer_is_better", "of_a_notebook", "exact_match"]
+    def of_a_notebook(completions):
+        try:
+            signal.alarm(60)
+            return [float(os.getpid() != rank) for _ in completions]
+        except ValueError:
+            return [0.0 for _ in completions]
+
+    class Doubles:
+        def __call__(self, completions):
+            return [2.0 * len(c) for c in completions]
+
+    def holds_what_cannot_travel(completions):
+        return [float(os.getpid() == rank) for _ in unread]
+
+    configs = map(RewardConfig, (longer_is_better, of_a_notebook, Doubles, exact_match, holds_what_cannot_travel))
+    rewards = isolated(*configs)
+    assert rewards.names[-1] == "holds_what_cannot_travel"
     assert rewards.functions[0].interface.required == ["completion_ids"]
-    scores = rewards.score(*rows("abc", "b", answer=["abc", "a"]))
-    assert scores.by_function["longer_is_better"].tolist() == [3.0, 1.0]
-    assert scores.by_function["exact_match"].tolist() == [1.0, 0.0]
-    assert scores.by_function["of_a_notebook"].tolist() == [os.getpid()] * 2, "it is called by the rank"
-    with pytest.raises(UserError, match="isolation process: of_a_notebook cannot be imported by another process"):
-        load_rewards([RewardConfig(of_a_notebook, isolation="process")])
+    scores = {name: value.tolist() for name, value in rewards.score(*rows("abc", "b", answer="aa")).by_function.items()}
+    assert [*scores.values()][:4] == [[3.0, 1.0], [1.0, 1.0], [6.0, 2.0], [0.0, 0.0]]
+    notices = [line for line in capfd.readouterr().err.splitlines() if "is called in a thread" in line]
+    assert len(notices) == 1 and "holds_what_cannot_travel" in notices[0] and "signal.alarm" in notices[0]
+    assert "cannot pickle 'generator' object" in notices[0]
+    with pytest.raises(UserError, match="isolation process: what holds_what_cannot_travel refers to cannot be sent"):
+        load_rewards([RewardConfig(holds_what_cannot_travel, isolation="process")])
 
 
 def test_a_function_object_may_raise_be_awaited_or_be_slow() -> None:

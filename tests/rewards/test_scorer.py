@@ -14,7 +14,7 @@ from reward_helpers import inline, rows, statuses
 from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.config.errors import RunStopped, UserError
 from hybrid_grpo.data.batch import Scores
-from hybrid_grpo.rewards.functions import CONTEXT
+from hybrid_grpo.rewards.functions import CONTEXT, load_function
 from hybrid_grpo.rewards.loader import load_rewards
 from hybrid_grpo.rewards.scorer import Rewards
 
@@ -174,7 +174,7 @@ def test_a_function_that_raises_leaves_the_row_at_fault_without_a_reward(capfd, 
     lines = capfd.readouterr().err.splitlines()
     assert re.fullmatch(
         rf"rewards: {name} raised ZeroDivisionError: (float )?division by zero \(test_scorer.py:\d+\). The"
-        " completion has no reward and counts as failed",
+        " completion of row 102 .from 0. has no reward and counts as failed",
         lines[0],
     )
     assert lines[1] == "Traceback (most recent call last):" and "ZeroDivisionError: " in "".join(lines[-2:])
@@ -199,6 +199,42 @@ def test_a_function_of_texts_that_gets_chats_is_told_so_once(capfd) -> None:
     assert errors.count('the text of one is completion[-1]["content"]') == 1
     rewards(last_message).score(*rows("1"))
     assert "TypeError" in (errors := capfd.readouterr().err) and "chats" not in errors
+
+
+def test_answers_that_are_found_in_no_completion_are_reported_once(capfd) -> None:
+    scorer = Rewards(load_rewards([RewardConfig("numeric_answer")]))
+    for texts in (["so it is 4."], ["#### 3"], ["five"], ["six"], ["seven"], ["eight"]):
+        scorer.score(*rows(*texts, answer=["4"]))
+    assert not capfd.readouterr().err, "it has found one"
+    scorer = Rewards(load_rewards([RewardConfig("numeric_answer")]))
+    for _ in range(4):
+        scorer.score(*rows("so it is 4.", "5", answer=["4", None]))
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "numeric_answer found no answer in any of 6 completions, such as 'so it is 4.': let the prompts" in line
+    assert "ask for a number after #### or in \\boxed{}, or set kwargs last_number to true" in line
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ("return [float(len(c)) for c in completions]", None),
+        ("return [0.0] * len(completions)", None),
+        ("assert len(completions) == len(answer)\n    return [max(0.0, 1 - len(c)) for c in completions]", None),
+        (
+            "log_metric('a', sum(completions) / len(completions))\n    return [max(map(len, c)) for c in completions]",
+            None,
+        ),
+        ("letters = set('abc')\n    return [len(letters & set(c)) for c in completions]", None),
+        ("longest = max(len(c) for c in completions)\n    return [len(c) / longest for c in completions]", "max("),
+        ("if len(completions) < 2:\n        return [0.0]\n    return completions", "len(completions) < 2"),
+        ("r = []\n    for c in completions:\n        r.append(len(c))\n    m = np.mean(r)\n    return r", "np.mean(r)"),
+        ("return [float(len(set(completions)))] * 4", "set(completions)"),
+    ],
+)
+def test_functions_that_compare_the_completions_of_a_call_are_known(tmp_path, body: str, found: str | None) -> None:
+    (tmp_path / "f.py").write_text(f"def f(completions, answer=None, log_metric=None):\n    {body}\n")
+    compares = load_function(RewardConfig(f"{tmp_path}/f.py:f"), "f").interface.schema["compares"]
+    assert compares is None if found is None else compares.startswith(found)
 
 
 def test_a_batch_that_fails_though_no_row_of_it_does() -> None:

@@ -1,6 +1,7 @@
 """Reward functions in the forms that TRL's and verl's documentation shows: they are not to be changed to run here."""
 
 import asyncio
+import os
 import re
 
 
@@ -33,7 +34,28 @@ def logs(completions, trainer_state, log_extra=None, log_metric=None, **kwargs):
         log_extra("number", numbers)
     if log_metric:
         log_metric("mean", sum(map(int, numbers)) / len(numbers))
+    state = trainer_state
+    progress = f"{state.global_step}/{state.max_steps}, {state.epoch}/{state.num_train_epochs}"
+    if log_extra:
+        log_extra("progress", [progress] * len(completions))
     return [float(trainer_state.global_step)] * len(completions)
+
+
+def shorter_is_better(completions, **kwargs):
+    contents = [completion[0]["content"] for completion in completions]
+    lengths = [len(content) for content in contents]
+    shortest, longest = min(lengths), max(lengths)
+    if longest == shortest:
+        return [0.0] * len(completions)
+    return [1 - (length - shortest) / (longest - shortest) for length in lengths]
+
+
+class ContainsKey:
+    def __init__(self, variable="OPENAI_API_KEY"):
+        self.variable = variable
+
+    def __call__(self, completions, **kwargs):
+        return [1.0 if os.environ[self.variable] in completion else 0.0 for completion in completions]
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -53,3 +75,18 @@ def compute_score_plainly(solution_str, ground_truth, method="strict", format_sc
 async def compute_score_async(data_source, solution_str, ground_truth, extra_info):
     await asyncio.sleep(0.01)
     return float(solution_str.endswith(ground_truth))
+
+
+def compute_score_batch(data_sources, solution_strs, ground_truths, extra_infos, bonus=0.0):
+    rows = zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)
+    return [
+        {"score": float(solution.endswith(gold)) + bonus, "split": info["split"]} for _, solution, gold, info in rows
+    ]
+
+
+class NaiveRewardManager:
+    def __init__(self, tokenizer, num_examine):
+        self.tokenizer = tokenizer
+
+    def __call__(self, data, return_dict=False):
+        return data.batch["rm_scores"]

@@ -43,7 +43,7 @@ def run(folder: Path, bad: Bad, numbers: dict[str, Any], **sections: dict[str, A
     checkpoints = folder / name / "checkpoints"
 
     def reward(completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
-        step = trainer_state.global_step
+        step = trainer_state.global_step + 1
         is_bad = bad(step, sum(number == step for number, _ in made))
         made.append((step, sorted(path.name for path in checkpoints.glob("step_*"))))
         return [(9.0 if is_bad else 1.0) * len(set(text)) / 8 + 8.0 * is_bad for text in completions]
@@ -62,8 +62,9 @@ def run(folder: Path, bad: Bad, numbers: dict[str, Any], **sections: dict[str, A
     for section, values in sections.items():
         settings[section] = {**settings.get(section, {}), **values}
     stopped = ""
+    here = {"function": reward, "isolation": "none"}
     try:
-        hg.train(model=folder / "model", data=str(folder / "train.jsonl"), rewards=[reward], **settings)
+        hg.train(model=folder / "model", data=str(folder / "train.jsonl"), rewards=[here], **settings)
     except RunStopped as error:
         stopped = str(error)
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]

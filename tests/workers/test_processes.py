@@ -15,7 +15,9 @@ from paths import ROOT, SUPPORT
 from reward_helpers import command_lines, completion, in_time, isolated, rows, statuses
 
 from hybrid_grpo.config import RewardConfig, ScoringConfig
+from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.rewards.functions import RewardEntry
+from hybrid_grpo.rewards.timeline import Timeline
 from hybrid_grpo.workers import forking
 from hybrid_grpo.workers.calls import Call
 from hybrid_grpo.workers.pool import Pool
@@ -100,7 +102,9 @@ def test_a_function_that_stops_its_parent_leaves_no_process() -> None:
 def test_trl_s_functions_run_unchanged() -> None:
     names = ("longer_is_better", "boxed_equals", "only_maths", "slow_length", "logs")
     prompts, completions = rows(r"\boxed{4}", r"\boxed{5}x", ground_truth=["4", "4"], task=["math", "code"])
-    with isolated(*map(foreign, names)).stream(prompts, 1, step=7) as stream:
+    rewards = isolated(*map(foreign, names))
+    rewards.timeline = Timeline(steps=10, epoch_steps=4.0)
+    with rewards.stream(prompts, 1, step=7) as stream:
         for row, one in enumerate(completions):
             stream.add(row, 0, one)
         scores = stream.scores()
@@ -108,9 +112,10 @@ def test_trl_s_functions_run_unchanged() -> None:
     assert scores.by_function["boxed_equals"].tolist() == [1.0, 0.0]
     assert statuses(scores, "only_maths") == ["scored", "not_applicable"]
     assert scores.by_function["slow_length"].tolist() == [9.0, 10.0]
-    assert scores.by_function["logs"].tolist() == [7.0, 7.0]
-    assert scores.extra == {"logs/number": ["4", "5"], "logs/mean": [4.0, 5.0]}
-    assert scores.reward_B.tolist() == [27.0, 27.0]
+    assert scores.by_function["logs"].tolist() == [6.0, 6.0], "TRL counts completed steps"
+    progress = ["6/10, 1.5/3"] * 2
+    assert scores.extra == {"logs/number": ["4", "5"], "logs/mean": [4.0, 5.0], "logs/progress": progress}
+    assert scores.reward_B.tolist() == [26.0, 26.0]
 
 
 def test_trl_s_functions_on_chats_run_unchanged() -> None:
@@ -131,6 +136,7 @@ def test_verl_s_functions_run_unchanged(chat: bool) -> None:
         foreign("compute_score"),
         foreign("compute_score_plainly", kwargs={"method": "flexible", "format_score": -1.0}),
         foreign("compute_score_async"),
+        foreign("compute_score_batch", kwargs={"bonus": 1.0}),
     ).score(prompts, completions)
     assert scores.by_function["compute_score"].nan_to_num(-9).tolist() == [1.0, 0.1, -9.0, 0.0]
     assert statuses(scores, "compute_score")[2] == "failed"
@@ -138,6 +144,37 @@ def test_verl_s_functions_run_unchanged(chat: bool) -> None:
     assert scores.extra["compute_score/split"] == ["train", "train", None, "train"]
     assert scores.by_function["compute_score_plainly"].tolist() == [-1.0, -1.0, 1.0, 1.0]
     assert scores.by_function["compute_score_async"].tolist() == [0.0, 0.0, 1.0, 1.0]
+    assert scores.by_function["compute_score_batch"].tolist() == [1.0, 1.0, 2.0, 2.0]
+    assert scores.extra["compute_score_batch/split"] == ["train"] * 4
+
+
+def test_a_row_that_verl_s_functions_cannot_be_called_with_is_named(capfd) -> None:
+    """It read "compute_score raised TypeError", though it had never been called."""
+    prompts, completions = rows("1", "2", reward_model=[None, {"ground_truth": "2"}], extra_info=[{"split": 1}] * 2)
+    scores = isolated(foreign("compute_score_batch", batch_size=2)).score(prompts, completions)
+    assert statuses(scores, "compute_score_batch") == ["failed", "scored"]
+    message = "compute_score_batch was not called: the row's reward_model is None, which has no ground_truth."
+    assert f"{message} The completion of row 100 (from 0) has no reward" in capfd.readouterr().err
+
+
+def test_what_foreign_functions_cannot_do_here_is_said_at_the_start(capfd, monkeypatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-1")
+    monkeypatch.setenv("MY_TOKEN", "tk-1")
+    keys = [foreign("ContainsKey", name=name, kwargs={"variable": name}) for name in ("OPENAI_API_KEY", "MY_TOKEN")]
+    rewards = isolated(foreign("shorter_is_better"), *keys, secrets=["MY_TOKEN"])
+    start = capfd.readouterr().err
+    assert "do not see the environment variables OPENAI_API_KEY, which" in start and "in scoring.secrets" in start
+    assert (
+        "shorter_is_better gets one completion in each call, but min(lengths) looks at several: set its batch_size"
+        in start
+    )
+    scores = rewards.score(*rows("tk-1 sk-1"))
+    assert statuses(scores, "OPENAI_API_KEY") == ["failed"] and scores.by_function["MY_TOKEN"].tolist() == [1.0]
+    end = capfd.readouterr().err
+    assert "(OPENAI_API_KEY is hidden from this process: list it in scoring.secrets). The completion" in end
+    assert "The prompts are texts, so `completions` holds texts" in end
+    with pytest.raises(UserError, match=r"NaiveRewardManager cannot be constructed: .*tokenizer.*: set its kwargs"):
+        isolated(foreign("NaiveRewardManager"))
 
 
 def test_verl_s_columns_are_asked_for_as_their_own() -> None:

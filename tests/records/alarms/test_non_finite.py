@@ -20,7 +20,7 @@ NAN_REWARDS = """
 import os
 
 def early_letters(completions, trainer_state, **columns):
-    bad = trainer_state.global_step >= 2 and os.environ["RANK"] == "1"
+    bad = trainer_state.global_step >= 1 and os.environ["RANK"] == "1"
     return [float("nan") if bad else sum("a" <= letter <= "m" for letter in text) / 8 for text in completions]
 """
 ACTING_REWARDS = """
@@ -28,7 +28,7 @@ import os
 from pathlib import Path
 
 def by_step(completions, trainer_state, **columns):
-    step, last_rank = trainer_state.global_step, os.environ["RANK"] == "1"
+    step, last_rank = trainer_state.global_step + 1, os.environ["RANK"] == "1"
     fourth, again = Path("fourth"), Path("again")
     if step == 3 and fourth.exists():
         again.touch()

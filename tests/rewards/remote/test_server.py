@@ -64,7 +64,7 @@ class Running:
         path = {"TEST_TOKEN": TOKEN, "CUDA_VISIBLE_DEVICES": ""}
         self.process = subprocess.Popen(command, cwd=folder, env=os.environ | path, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
-        self.line = self.process.stderr.readline()
+        self.line = next((line for line in self.process.stderr if not line.startswith("rewards: ")), "")
         self.url = self.line.split()[-1]
         self.lines: list[str] = []
         threading.Thread(target=self._read, daemon=True).start()
