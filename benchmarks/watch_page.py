@@ -38,7 +38,7 @@ COPIES_OF_VALUES = 50
 PROMPTS = 10_000
 VIEWS = {
     "curves": ".chart .u-over",
-    "samples": ".rows tbody tr",
+    "samples": ".rows .sample",
     "prompts": "#prompts .cells",
     "step": "#step .stage",
     "settings": ".config",
@@ -253,13 +253,15 @@ def check_page(address: str, run: Path, browser: str, numbers: range) -> dict[st
 
 def open_tokens(tab: Any, step: int, number: int = 0) -> None:
     """Open one of a step's completions in the view of the samples, token by token."""
+    if not tab.is_visible("[name=last]"):
+        tab.locator("#samples .filters").click()
     tab.fill("[name=last]", str(step))
     tab.keyboard.press("Enter")
     until(tab, "/^[\\d,]+ found/.test(document.querySelector('#samples [role=status]').innerText)")
     # The state of another completion must not be taken for this one's.
     tab.evaluate("document.querySelector('.detail').replaceChildren()")
-    tab.locator(".rows tbody tr").nth(number).click()
-    until(tab, f"document.querySelectorAll('.rows tbody tr')[{number}].className === 'chosen'")
+    tab.locator(".rows .sample").nth(number).click()
+    until(tab, f"document.querySelectorAll('.rows .sample')[{number}].matches('.chosen')")
     tab.wait_for_selector(".tokens .token")
 
 

@@ -159,6 +159,9 @@ def _samples(folder: Path, step: int, path: Path, reader: TokenReader) -> Iterat
         difference = 0.0 if own is None or others is None else abs(own - others)
         return offset in ends, difference
 
+    groups: dict[str, list[float | None]] = {}
+    for group, reward in rewards.values():
+        groups.setdefault(group, []).append(reward)
     left = _BYTES
     for count, offset in enumerate(sorted(rewards, key=importance, reverse=True)):
         row = read_row(path, offset)
@@ -167,7 +170,8 @@ def _samples(folder: Path, step: int, path: Path, reader: TokenReader) -> Iterat
         number = line_number(path, offset) if count < _WITH_TOKENS else None
         record = None if number is None else reader.read(folder, step, number, row.get("sample"))
         row |= {"pictures": shown(folder, row)}
-        sample = {"row": summarize(row, step, offset), "all": row, "rival": compared.get(offset)}
+        summary = {**summarize(row, step, offset), "rewards": groups[rewards[offset][0]]}
+        sample = {"row": summary, "all": row, "rival": compared.get(offset)}
         found = {**sample, "tokens": _rounded(record)}
         if (size := len(json.dumps(found))) > left:
             found = {**sample, "tokens": None}

@@ -4,6 +4,7 @@ import heapq
 import itertools
 import math
 import time
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,11 +19,15 @@ _STEP_BYTES, _STEP_LINES, _STEP_S = 2**26, 2**17, 1.0
 _LONGEST_GROUP = 100
 SHOWN = 200
 """Maximum number of characters that the list shows of a prompt or completion."""
+_TIMES_LIMIT = 5
+"""A search stops within a step where it has this many times the completions that it was asked for."""
 ORDERS = ("reward", "advantage", "length")
 """Numbers by which completions may be ordered; without one, the newest come first."""
 _MOST_OF_GROUP, _GROUP_BYTES = 256, 2**22
 """Maximum number of completions that are shown of a group, and of bytes of their lines."""
 _OF_GROUP = ("step", "prompt_id", "prompt", "sample", "completion", "messages", "length", "finish", "writer")
+_GROUP_S = 0.2
+"""Seconds beyond those of a search that reading a group to its end may take."""
 _LETTERS = 200
 """Maximum number of characters that the list shows of other text, such as `finish`."""
 
@@ -67,26 +72,36 @@ def search(
     order: tuple[str, bool] | None = None,
 ) -> Found:
     """Search for completions that match, for about `seconds`, beginning at `start` (an earlier `Found.next`) or at the
-    newest step. Return the first `limit`; with `order`, one of `ORDERS` and whether the lowest come first, the first
-    of all that were examined in that order."""
+    newest step. Return whole steps until there are `limit`, or whole groups of a step with many times as many; with
+    `order`, one of `ORDERS` and whether the lowest come first, the first `limit` of all that were examined in that
+    order. Each has the `rewards` of its group, whether these completions match or not."""
     rows: list[dict[str, Any]] = []
     read, left_out, looked, deadline = 0, 0, 0, time.monotonic() + seconds
+    most = math.inf if order else _TIMES_LIMIT * limit
     for step in sorted(files, reverse=True):
         if (start and step > start[0]) or not _within(step, query.first, query.last):
             continue
         begin = start[1] if start and step == start[0] else 0
-        if looked and time.monotonic() > deadline:
+        if looked and (time.monotonic() > deadline or (not order and len(rows) >= limit)):
             return Found(_first(rows, limit, order), read, (step, begin), left_out)
         looked += 1
+        group, rewards = None, list[float | None]()
         for offset, line in _lines(files[step], begin):
-            if (not order and len(rows) >= limit) or (looked > 1 and time.monotonic() > deadline):
+            row = parse(line) if line else None
+            before, group = group, None if row is None else _brief(row.get("group"))
+            is_inside = group is not None and group == before and len(rewards) < _MOST_OF_GROUP
+            is_late = time.monotonic() > deadline + is_inside * _GROUP_S
+            if (len(rows) >= most and not is_inside) or (looked > 1 and is_late):
                 return Found(_first(rows, limit, order), read, (step, offset), left_out)
             looked += 1
             left_out += line is None
-            row = parse(line) if line else None
             read += row is not None
-            if row is not None and _fits(row, query):
-                rows.append(summarize(row, step, offset, query.text))
+            if row is not None:
+                rewards = rewards if is_inside else []
+                rewards.append(number(row.get("reward")))
+                if _fits(row, query):
+                    # The list grows as the group's other completions are read.
+                    rows.append({**summarize(row, step, offset, query.text), "rewards": rewards})
         if order and len(rows) > 2 * limit:
             rows = _first(rows, limit, order)
     return Found(_first(rows, limit, order), read, None, left_out)
@@ -209,10 +224,12 @@ def _fits(row: dict[str, Any], query: Query) -> bool:
 
 
 def summarize(row: dict[str, Any], step: int, offset: int, text: str = "") -> dict[str, Any]:
-    """Return what the list shows of a completion; long texts are cut to the beginning, or to the part around `text`."""
-    numbers = {name: _brief(row.get(name)) for name in ("group", "sample", "reward", "advantage", "length", "finish")}
-    prompt, completion, messages = prompt_text(row.get("prompt")), str(row.get("completion", "")), row.get("messages")
-    turns = 0
+    """Return what the list shows of a completion; long texts are cut to the beginning, or to the part around `text`.
+    `same` is a checksum, equal where completions are."""
+    names = ("group", "sample", "prompt_id", "reward", "advantage", "length", "finish")
+    numbers = {name: _brief(row.get(name)) for name in names}
+    prompt, completion, messages = row.get("prompt"), str(row.get("completion", "")), row.get("messages")
+    turns, checksum = 0, zlib.crc32(as_json([completion, messages]).encode(errors="replace"))
     if isinstance(messages, list) and len(messages) > 1:
         turns = len(messages)
         # What the list shows of a conversation is its end, or the part that was searched for.
@@ -223,9 +240,19 @@ def summarize(row: dict[str, Any], step: int, offset: int, text: str = "") -> di
         "offset": offset,
         **numbers,
         **({"turns": turns} if turns > 1 else {}),
-        "prompt": _around(prompt, text),
+        "same": checksum,
+        "prompt": _around(_question(prompt, text), text),
         "completion": _around(completion, text),
     }
+
+
+def _question(prompt: Any, text: str) -> str:
+    """Return the user's last message; the whole prompt if it has none, or `text` elsewhere."""
+    messages = prompt if isinstance(prompt, list) else []
+    asked = [message for message in messages if isinstance(message, dict) and message.get("role") == "user"][-1:]
+    question, whole = prompt_text(asked), prompt_text(prompt)
+    is_elsewhere = text.casefold() in whole.casefold() and text.casefold() not in question.casefold()
+    return whole if is_elsewhere or not asked else question
 
 
 def _last_words(messages: list[Any]) -> str:

@@ -128,7 +128,7 @@ def test_a_reader_s_way_through_the_page(url: str, runs: list[Path]) -> None:
         tab.fill("[name=text]", "ANSWER is")
         tab.keyboard.press("Enter")
         watch_page.until(tab, "document.querySelector('#samples [role=status]').innerText.startsWith('1 found in 3')")
-        tab.locator(".rows tbody tr").focus()
+        tab.locator(".rows .sample").focus()
         tab.keyboard.press("Enter")
         tab.wait_for_selector(".detail:visible")
         assert "<img src=x onerror=alert(1)> the answer is 42" in tab.locator(".detail").inner_text()
@@ -291,13 +291,13 @@ def test_runs_are_chosen_compared_and_taken_away(url: str, runs: list[Path], mak
         # The answers of two runs to one prompt, what they share and where they part; from the list on by keys.
         tab.goto(f"{url}/#view=samples&find.prompt=7&run=slow&run=fast")
         tab.reload()
-        tab.wait_for_selector(".rows tbody tr")
+        tab.wait_for_selector(".rows .sample")
         assert tab.locator("[name=prompt]").input_value() == "7"
         tab.locator(".rows th[data-name=reward] button").click()
         watch_page.until(
             tab, "document.querySelector('#samples [role=status]').innerText.startsWith('3 with the highest')"
         )
-        tab.locator(".rows tbody tr").first.focus()
+        tab.locator(".rows .sample").first.focus()
         tab.keyboard.press("Enter")
         tab.wait_for_selector(".detail:visible")
         tab.locator(".to-group").click()
@@ -410,7 +410,7 @@ def test_a_frozen_page_opens_from_its_file(runs: list[Path]) -> None:
         frame.locator("#overview", has_text="slow").wait_for()
         frame.locator("#theme").click()
         frame.locator("[data-view=samples]").click()
-        frame.locator(".rows tbody tr").first.wait_for()
+        frame.locator(".rows .sample").first.wait_for()
         assert complaints == []
 
 

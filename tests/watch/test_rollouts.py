@@ -44,9 +44,9 @@ def test_what_fits_is_found_newest_step_first(files, query, found):
         assert (read_row(files[row["step"]], row["offset"]) or {})["completion"] == row["completion"]
 
 
-@pytest.mark.parametrize("limits", [{"limit": 1}, {"seconds": 0.0}])
-def test_a_search_that_is_cut_goes_on_where_it_was(files, limits):
-    """Whether it found enough, or took too long."""
+@pytest.mark.parametrize(("limits", "at_least"), [({"limit": 1}, 2), ({"seconds": 0.0}, 5)])
+def test_a_search_that_is_cut_goes_on_where_it_was(files, limits, at_least):
+    """Whether it found enough, after which a step is read to its end, or took too long."""
     rows, start, turns = [], None, 0
     while True:
         answer = search(files, Query(text="sort"), start, **limits)
@@ -55,7 +55,7 @@ def test_a_search_that_is_cut_goes_on_where_it_was(files, limits):
         if start is None:
             break
     assert [row["completion"] for row in rows] == ["ABCD", "", "abcd", "dcba", "Über x"]
-    assert turns >= 5
+    assert turns >= at_least
 
 
 def test_long_texts_are_shown_around_the_searched_words(tmp_path):
@@ -108,6 +108,32 @@ def test_a_conversation_is_listed_by_its_last_words(tmp_path):
     assert (row["turns"], row["completion"]) == (4, "it is 7")
     (row,) = search({1: path}, Query(text="let me")).rows
     assert "let me look" in row["completion"]
+
+
+def test_groups_are_whole_and_bring_their_rewards_whatever_was_searched(tmp_path):
+    """Of each prompt the list showed the beginning, which is the same system prompt everywhere, and equal completions
+    again and again."""
+    path = tmp_path / "step_000001.jsonl"
+    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+    rows = [
+        {
+            "group": at // 4,
+            "prompt": prompt,
+            "prompt_id": 7,
+            "completion": "4" if at % 4 else "5",
+            "reward": at % 4 and 1.0,
+        }
+        for at in range(40)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (row, *_) = found = search({1: path}, Query(text="5")).rows
+    assert len(found) == 10 and (row["prompt"], row["prompt_id"], row["rewards"]) == ("2 + 2?", 7, [0, 1.0, 1.0, 1.0])
+    (row, *_) = search({1: path}, Query(text="BRIEF")).rows
+    assert row["prompt"] == "Be brief.\n\n2 + 2?"
+    first = search({1: path}, Query(), limit=1)
+    assert (len(first.rows), first.next[0]) == (8, 1), "five times as many are enough, and then the end of the group"
+    assert len({row["same"] for row in first.rows}) == 2
+    assert len(search({1: path}, Query(), first.next, limit=1).rows) == 8
 
 
 def test_a_group_has_all_completions_of_its_prompt(tmp_path):

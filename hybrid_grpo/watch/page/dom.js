@@ -23,6 +23,10 @@ export function number(value) {
   return Number.isInteger(value) ? String(value) : value.toFixed(size >= 100 ? 1 : size >= 10 ? 2 : 3);
 }
 
+// With two digits, where these say something.
+export const rounded = value =>
+  value !== 0 && (Math.abs(value) < 0.005 || Math.abs(value) >= 1000) ? number(value) : value.toFixed(2);
+
 export function tick(value) {
   const size = Math.abs(value);
   if (size !== 0 && size < 1e-3) return value.toExponential(1).replace(".0e", "e");

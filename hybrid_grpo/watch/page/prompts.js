@@ -2,6 +2,7 @@
 import { ask, byId, el, number, whole } from "./dom.js";
 import { frozen } from "./frozen.js";
 import { Heat } from "./heat.js";
+import { offerRuns } from "./runs.js";
 import { state } from "./state.js";
 import { facts } from "./tip.js";
 
@@ -57,8 +58,7 @@ export function startPrompts(openSamples) {
 }
 
 export function showPrompts() {
-  if (state.open.join() !== [...runs.options].map(option => option.value).join())
-    runs.replaceChildren(...state.open.map(name => el("option", { value: name }, name)));
+  offerRuns(runs);
   if (!state.open.includes(run)) {
     run = state.open[0] ?? null;
     part = null;

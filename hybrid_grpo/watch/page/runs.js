@@ -4,6 +4,12 @@ import { archived, runColor, state } from "./state.js";
 
 const QUIET_S = 60;
 
+// The runs that are shown, as options.
+export function offerRuns(select) {
+  if (state.open.join() !== [...select.options].map(option => option.value).join())
+    select.replaceChildren(...state.open.map(name => el("option", { value: name }, name)));
+}
+
 function progress(run) {
   if (run.step === null || run.step === undefined) {
     const before = { running: "loading", ended: "ended before the first step", gone: "killed before the first step" };

@@ -1,15 +1,21 @@
-// Completions of a run: found by what they say and what they were given, and one of them in full.
-import { ask, byId, el, number, whole } from "./dom.js";
+// Completions of a run by prompt: found by what they say and what they were given, and one of them in full.
+import { ask, byId, el, number, rounded, whole } from "./dom.js";
 import { frozen } from "./frozen.js";
 import { groups } from "./group.js";
+import { offerRuns } from "./runs.js";
 import { completion, marked } from "./sample.js";
 import { remember, state } from "./state.js";
 
-const SHOWN = 200;
+const SHOWN = 200,
+  // Prompts on a page, wide and on a phone.
+  ON_A_PAGE = [40, 8];
 // The server orders by these numbers, over all completions; by other columns, what is loaded is ordered here.
 const NUMBERS = ["reward", "advantage", "length"];
 const FIELDS = ["text", "first", "last", "prompt", "least", "most", "finish"];
 let rows = [],
+  // What the page lists: completions that are alike as one, with all their rows.
+  items = [],
+  page = 0,
   next = null,
   read = 0,
   leftOut = 0,
@@ -25,7 +31,7 @@ const bounds = (label, low, high, attributes) =>
     "span",
     { class: "bounds" },
     field(low, label, { type: "number", ...attributes }),
-    field(high, "to", { type: "number", ...attributes }),
+    field(high, "–", { type: "number", "aria-label": `${label} to`, ...attributes }),
   );
 const form = el(
   "form",
@@ -36,12 +42,13 @@ const form = el(
       search();
     },
   },
-  el("label", {}, "Run", el("select", { name: "run", onchange: () => open(form.elements.run.value) })),
-  field("text", "Contains", { type: "search", placeholder: "words of the prompt or completion" }),
-  bounds("Step from", "first", "last", { min: 0 }),
+  el("button", { type: "button", class: "main filters", onclick: () => form.classList.toggle("open") }, "Filters"),
+  el("label", { class: "always" }, "Run", el("select", { name: "run", onchange: () => open(form.elements.run.value) })),
+  field("text", "", { type: "search", placeholder: "Words of prompt or answer", "aria-label": "Contains" }),
+  bounds("Steps", "first", "last", { min: 0 }),
   field("prompt", "Prompt", { type: "number", min: 0, placeholder: "row" }),
-  bounds("Reward from", "least", "most", { step: "any" }),
-  el("label", {}, "Ended by", el("select", { name: "finish" }, el("option", { value: "" }, "anything"))),
+  bounds("Rewards", "least", "most", { step: "any" }),
+  el("select", { name: "finish", "aria-label": "Ended by" }, el("option", { value: "" }, "any end")),
   el("button", { type: "submit", class: "main" }, "Search"),
 );
 const status = el("p", { class: "soft", role: "status" });
@@ -55,7 +62,6 @@ const head = el(
     ["advantage", "Advantage"],
     ["length", "Tokens"],
     ["finish", "Ended by"],
-    ["prompt", "Prompt"],
     ["completion", "Completion"],
   ].map(([name, label]) =>
     el(
@@ -65,7 +71,8 @@ const head = el(
     ),
   ),
 );
-const more = el("button", { type: "button", hidden: true, onclick: () => search(next) }, "Search older steps");
+const turnPage = by => el("button", { type: "button", onclick: () => turnTo(page + by) }, by < 0 ? "Previous" : "Next");
+const pages = [turnPage(-1), el("span", { class: "soft" }), turnPage(1)];
 const detail = el("section", {
   class: "detail card",
   "aria-label": "Completion. j and k show the next and the one before.",
@@ -87,7 +94,7 @@ export function startSamples() {
         "div",
         {},
         el("div", { class: "scroll card" }, el("table", { class: "rows" }, el("thead", {}, head), body)),
-        more,
+        el("div", { class: "pages" }, ...pages),
       ),
       detail,
     ),
@@ -101,8 +108,7 @@ export function startSamples() {
 
 export function showSamples() {
   const select = form.elements.run;
-  if (state.open.join() !== [...select.options].map(option => option.value).join())
-    select.replaceChildren(...state.open.map(name => el("option", { value: name }, name)));
+  offerRuns(select);
   if (!state.open.includes(run)) {
     const { query, sample } = state;
     open(state.open[0] ?? null, query);
@@ -121,7 +127,7 @@ function open(name, query = null) {
   run = name;
   chosen = null;
   detail.hidden = around.hidden = true;
-  form.elements.finish.replaceChildren(el("option", { value: "" }, "anything"));
+  form.elements.finish.replaceChildren(el("option", { value: "" }, "any end"));
   if (query) {
     form.reset();
     form.elements.run.value = name;
@@ -135,7 +141,7 @@ async function search(from = null) {
   const mine = ++turn;
   if (!from) {
     rows = [];
-    read = leftOut = 0;
+    read = leftOut = page = 0;
   }
   if (!run) {
     status.textContent = "Choose a run on the left.";
@@ -195,14 +201,40 @@ function sort(by) {
   else show();
 }
 
-// What has no value comes last. A frozen page has the completions that tell most first.
+// What has no value comes last. A frozen page has the completions that tell most first. By steps, groups whose rewards
+// differ come first: the others teach nothing.
 function compare(a, b) {
   const { by, up } = sorted,
     [one, other] = [a[by] ?? null, b[by] ?? null],
-    place = row => row.rank ?? row.offset;
+    place = row => row.rank ?? (by === "step" && row.group !== null ? row.group : row.offset);
   const first = one === other ? 0 : one === null ? 1 : other === null ? -1 : (one < other ? -1 : 1) * (up ? 1 : -1);
-  return first || b.step - a.step || place(a) - place(b);
+  const mixed = by === "step" && isMixed(b) - isMixed(a);
+  return first || b.step - a.step || mixed || place(a) - place(b) || b.reward - a.reward || a.offset - b.offset;
 }
+
+const isMixed = row => new Set(row.rewards).size > 1;
+const groupOf = row => `${row.step} ${row.group ?? row.offset}`;
+
+// Prompts in the order of the rows, each with its completions; equal ones with equal rewards are one.
+function prompts() {
+  const found = [];
+  for (const row of rows) {
+    if (!found.length || groupOf(found.at(-1)[0][0]) !== groupOf(row)) found.push([]);
+    const alike = found.at(-1).find(([one]) => one.same === row.same && one.reward === row.reward);
+    if (alike) alike.push(row);
+    else found.at(-1).push([row]);
+  }
+  return found;
+}
+
+async function turnTo(number) {
+  if (number * perPage() >= prompts().length) await search(next);
+  page = number;
+  show();
+  form.scrollIntoView({ block: "nearest" });
+}
+
+const perPage = () => ON_A_PAGE[innerWidth > 860 ? 0 : 1];
 
 function show() {
   const { by, up } = sorted,
@@ -210,44 +242,63 @@ function show() {
   rows.sort(compare);
   for (const cell of head.children)
     cell.setAttribute("aria-sort", cell.dataset.name === by ? (up ? "ascending" : "descending") : "none");
-  body.replaceChildren(
-    ...rows.map(row =>
-      el(
-        "tr",
-        {
-          tabindex: 0,
-          class: same(row, chosen) ? "chosen" : "",
-          onclick: () => read_one(row),
-          onkeydown: event => press(event, row),
-        },
-        el("td", {}, String(row.step)),
-        el("td", { class: row.reward === null ? "soft" : "" }, row.reward === null ? "none" : number(row.reward)),
-        el("td", {}, row.advantage === null ? "–" : `${row.advantage > 0 ? "+" : ""}${number(row.advantage)}`),
-        el("td", {}, String(row.length ?? "–")),
-        el("td", {}, row.finish ?? "–"),
-        el("td", { class: "text" }, el("div", {}, ...marked(row.prompt, wanted))),
-        el(
-          "td",
-          { class: "text" },
-          el(
-            "div",
-            {},
-            row.turns ? el("b", { class: "tag" }, `${row.turns} turns`) : "",
-            ...(row.completion ? marked(row.completion, wanted) : [el("span", { class: "soft" }, "(empty)")]),
-          ),
-        ),
-      ),
+  const all = prompts(),
+    [first, last] = [page * perPage(), Math.min(all.length, (page + 1) * perPage())],
+    shown = all.slice(first, last);
+  items = shown.flat();
+  body.replaceChildren(...shown.flatMap(group => [heading(group[0][0], wanted), ...group.map(item => line(item, wanted))]));
+  const [before, where, after] = pages;
+  before.hidden = !page;
+  after.hidden = last >= all.length && !next;
+  where.textContent = all.length ? `Prompts ${first + 1} to ${whole(last)} of ${whole(all.length)}${next ? " and older ones" : ""}` : "";
+}
+
+// A prompt, and the rewards of all completions of its group.
+function heading(row, wanted) {
+  const rewards = Map.groupBy((row.rewards ?? []).toSorted((a, b) => b - a), reward => (reward === null ? "none" : rounded(reward)));
+  const counts = [...rewards].map(([text, { length }]) => (length > 1 ? `${text} ×${length}` : text)),
+    // Of many, the highest and the lowest.
+    told = counts.length > 5 ? [...counts.slice(0, 3), "…", counts.at(-1)] : counts;
+  return el(
+    "tr",
+    { class: "prompt" },
+    el("td", {}, String(row.step)),
+    el(
+      "td",
+      { colspan: 5, class: "text" },
+      el("span", { class: isMixed(row) ? "" : "soft" }, `rewards ${told.join(", ")}`),
+      el("div", {}, ...marked(row.prompt, wanted)),
     ),
   );
-  more.hidden = !next;
+}
+
+function line(item, wanted) {
+  const [row] = item,
+    tags = [item.length > 1 && `×${item.length}`, row.turns && `${row.turns} turns`].filter(Boolean);
+  const text = row.completion ? marked(row.completion, wanted) : [el("span", { class: "soft" }, "(empty)")];
+  return el(
+    "tr",
+    {
+      tabindex: 0,
+      class: `sample${item.some(one => same(one, chosen)) ? " chosen" : ""}`,
+      onclick: () => read_one(row),
+      onkeydown: event => press(event, row),
+    },
+    el("td"),
+    el("td", { class: row.reward === null ? "soft" : "" }, row.reward === null ? "none" : rounded(row.reward)),
+    el("td", {}, row.advantage === null ? "–" : `${row.advantage > 0 ? "+" : ""}${rounded(row.advantage)}`),
+    el("td", {}, String(row.length ?? "–")),
+    el("td", {}, row.finish ?? "–"),
+    el("td", { class: "text" }, el("div", {}, ...tags.map(tag => el("b", { class: "tag" }, tag)), ...text)),
+  );
 }
 
 const same = (a, b) => a && b && a.step === b.step && a.offset === b.offset;
 
 function press(event, row) {
-  const to = { ArrowDown: event.currentTarget.nextElementSibling, ArrowUp: event.currentTarget.previousElementSibling }[
-    event.key
-  ];
+  const lines = [...body.querySelectorAll(".sample")],
+    at = lines.indexOf(event.currentTarget),
+    to = { ArrowDown: lines[at + 1], ArrowUp: lines[at - 1] }[event.key];
   if (event.key === "Enter") {
     event.preventDefault();
     read_one(row, true);
@@ -262,7 +313,8 @@ async function read_one(row, enter = false) {
   chosen = row;
   state.sample = [row.step, row.offset];
   remember();
-  for (const [at, line] of [...body.children].entries()) line.classList.toggle("chosen", same(rows[at], row));
+  for (const [at, line] of body.querySelectorAll(".sample").entries())
+    line.classList.toggle("chosen", items[at].some(one => same(one, row)));
   const of = run,
     place = { run, step: row.step, offset: row.offset };
   const [all, tokens, rival] = await Promise.all(["sample", "tokens", "rival"].map(part => ask(part, place))).catch(
@@ -317,8 +369,8 @@ function closeGroup() {
 function walk(event) {
   const by = { j: 1, k: -1 }[event.key];
   if (!by || event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select")) return;
-  const to = rows[rows.findIndex(row => same(row, chosen)) + by];
-  if (to) read_one(to, true);
+  const to = items[items.findIndex(item => item.some(row => same(row, chosen))) + by];
+  if (to) read_one(to[0], true);
 }
 
 function close() {

@@ -5,6 +5,7 @@ import { box, drawing } from "./drawing.js";
 import { Frame } from "./frame.js";
 import { Heat } from "./heat.js";
 import { Layers } from "./layers.js";
+import { offerRuns } from "./runs.js";
 import { remember, state } from "./state.js";
 import { facts } from "./tip.js";
 import { Waterfall } from "./waterfall.js";
@@ -53,8 +54,7 @@ export function startStep() {
 }
 
 export function showStep() {
-  if (state.open.join() !== [...runs.options].map(option => option.value).join())
-    runs.replaceChildren(...state.open.map(name => el("option", { value: name }, name)));
+  offerRuns(runs);
   if (!state.open.includes(run)) {
     // A step in the page's address is that of the first run.
     if (run) state.step = null;
