@@ -15,7 +15,6 @@ from char_tokenizer import char_tokenizer, ids
 from paths import SUPPORT
 from workshop import Workshop
 
-from hybrid_grpo.commands.replay_step import _changes
 from hybrid_grpo.commands.replays.replay import SEEN, LoggedSkips, LossRecorder, compare, in_saved_order, same
 from hybrid_grpo.commands.replays.saved_rollouts import SavedCompletions, SavedRewards, SavedRollouts
 from hybrid_grpo.config import GrpoConfig, RolloutConfig, build
@@ -247,18 +246,6 @@ def test_completions_of_other_ranks_in_another_order_are_found_and_the_first_tha
 ])  # fmt: skip
 def test_numbers_are_the_same_to_a_millionth(made, logged, is_same):
     assert same(made, logged) == is_same
-
-
-@pytest.mark.parametrize("made, replayed, refused", [
-    ("epochs", "off", True), ("off", "epochs", True), ("siblings", "off", False), ("epochs", "epochs", False),
-])  # fmt: skip
-def test_random_numbers_that_epochs_share_are_not_replayed_as_others(made, replayed, refused):
-    base, config = (build(ReplayConfig, {"rollout": {"drafts": drafts}}) for drafts in (made, replayed))
-    if refused:
-        with pytest.raises(UserError, match=r"rollout\.drafts .* cannot be replayed"):
-            _changes(base, config)
-    else:
-        assert not _changes(base, config)
 
 
 TRAIN = (
