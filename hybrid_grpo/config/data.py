@@ -19,7 +19,7 @@ class MixtureConfig:
     """One source of a mixture."""
 
     path: Source = ""
-    """JSONL or parquet file, folder of a saved dataset, or hub name."""
+    """File, folder or pattern of files, or hub name, as in `data.path`."""
     task: Text | None = None
     """Ready-made source and prompts, as in `data.task`; its rewards are not used."""
     subset: Text | None = None
@@ -46,7 +46,8 @@ class DataConfig:
     """Prompts: where they come from and how they become tokens."""
 
     path: Source = ""
-    """JSONL or parquet file, folder of a saved dataset, or hub name; from Python also a dataset or a list of rows."""
+    """JSONL, JSON, CSV or parquet file, pattern or folder of such files, folder of a saved dataset, or hub name; from
+    Python also a dataset or a list of rows."""
     task: Text | None = None
     """Ready-made source, prompts and rewards: gsm8k, math, multiple_choice, code, countdown, letters, shapes, or your
     own as `path/to/file.py:name`. Every one of its settings can be overridden."""

@@ -1,6 +1,7 @@
 """The types of settings: bounded numbers, non-empty text, and values that may be given as Python objects."""
 
 import inspect
+import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
@@ -48,7 +49,7 @@ def _check_source(source: Any) -> Any:
     is_mapping = isinstance(source, Mapping) and not hasattr(source, "column_names")  # a DatasetDict has them
     if source is None or is_mapping or isinstance(source, (bool, int, float)):
         raise PydanticCustomError("source_type", "no source of rows")
-    return source
+    return os.path.expanduser(source) if isinstance(source, str) else source
 
 
 def _source_text(source: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import os
 import re
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,22 @@ def looks_like_path(name: str) -> bool:
     return (
         os.path.exists(name)
         or not re.fullmatch(r"[\w\-][\w.\-]*(/[\w.\-]+)?", name)
-        or bool(re.search(r"\.(jsonl?|parquet|csv|txt|yaml)$", name))
+        or bool(re.search(r"\.(jsonl?|parquet|[ct]sv|txt|yaml)$", name))
     )
+
+
+def matching_files(pattern: str) -> list[str]:
+    """Return the files that a pattern such as `data/*.jsonl` matches, sorted; none for the name of a file or folder."""
+    is_pattern = re.search(r"[*?\[]", pattern) and not os.path.exists(pattern)
+    return sorted(filter(os.path.isfile, glob(pattern, recursive=True))) if is_pattern else []
 
 
 def check_source(name: str, source: Any) -> None:
     """Refuse a file or folder of rows that is missing or empty. Hub names and Python objects are not checked."""
     if not isinstance(source, str):
         return
-    refuse(not source, f"{name} is not set: give a JSONL or parquet file, a dataset folder or a hub name")
-    if looks_like_path(source):
+    refuse(not source, f"{name} is not set: give a file of rows, a dataset folder or a hub name")
+    if looks_like_path(source) and not matching_files(source):
         refuse(not Path(source).exists(), f"{name} {source}: there is no such file or folder")
         is_special = not Path(source).is_file() and not Path(source).is_dir()
         refuse(is_special, f"{name} {source} is neither a file nor a folder: give a file on disk")

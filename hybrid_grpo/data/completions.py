@@ -16,7 +16,8 @@ from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout
 from hybrid_grpo.data.completion import Message
 from hybrid_grpo.data.prompts import apply_template, prompt_text
-from hybrid_grpo.data.sources import Row, Source, json_rows, read_rows, standard_input
+from hybrid_grpo.data.row_files import json_rows
+from hybrid_grpo.data.sources import Row, Source, read_rows, standard_input
 
 UNKNOWN_TOKEN = -1
 """Stands for a token of a saved rollout that cannot be recovered from the text."""
@@ -55,7 +56,7 @@ def read_completions(
     source = standard_input(stdin, setting, config.limit) if path == "-" else source
     return [
         _group(number, row, f"row {number} (from 0) of {source.origin}", config, tokenizer, setting)
-        for number, row in enumerate(read_rows(source))
+        for number, row in enumerate(read_rows(source, config))
     ]
 
 

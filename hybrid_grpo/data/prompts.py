@@ -20,6 +20,7 @@ from hybrid_grpo.data.chat_text import prompt_text_of
 from hybrid_grpo.data.completion import Message, Prompt
 from hybrid_grpo.data.picture import Picture
 from hybrid_grpo.data.pictures import Album, given_pictures, has_images, placed
+from hybrid_grpo.data.row_shapes import way_out
 from hybrid_grpo.data.sources import Row, Source, mixture_source, read_rows, training_source
 from hybrid_grpo.data.special_tokens import text_ids
 from hybrid_grpo.model.fingerprints import of_texts
@@ -49,7 +50,7 @@ def read_prompts(
     if source is None and config.mixture:
         return _read_mixture(config, tokenizer, album)
     source = source or training_source(config)
-    rows = read_rows(source)
+    rows = read_rows(source, config)
     kept = prompts_of(rows, source, config, tokenizer, album=album, shared=True)
     return kept, data_line(source, rows, kept)
 
@@ -64,7 +65,7 @@ def _read_mixture(
     lines, start = [], 0
     for of_mixture in config.mixture:
         source, name = mixture_source(of_mixture), of_mixture.name
-        rows = read_rows(source)
+        rows = read_rows(source, config)
         kept = prompts_of(rows, source, config, tokenizer, album=album, shared=True)
         lines.append(f"{name} (weight {of_mixture.weight:g}) is {data_line(source, rows, kept)}")
         prompts += [replace(p, id=start + p.id, source=name, columns={"data_source": name, **p.columns}) for p in kept]
@@ -88,7 +89,7 @@ def data_line(source: Source, rows: list[Row], kept: list[Prompt], over_long_com
 def require_column(setting: str, column: str, rows: list[Row], source: Source) -> None:
     """Raise UserError if the rows do not have a column, and suggest one that they have."""
     if column not in rows[0]:
-        raise UserError(f"{setting} {column}: {source} has no such column: {did_you_mean(column, rows[0])}")
+        raise UserError(f"{setting} {column}: {source} has no such column: {way_out(setting, column, rows[0])}")
 
 
 def prompts_of(

@@ -1,13 +1,11 @@
 """Reads rows from a hub dataset, a saved dataset, a folder of files, one file, or a Python object.
 
-Rows are returned as they were written; `prompts` and `pairs` interpret the columns. JSONL is read line by line, not
-through Arrow, so that a column may mix text and messages and errors name the file and line.
+`prompts` and `pairs` interpret the columns of the rows.
 """
 
-import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -17,12 +15,11 @@ from typing import Any
 from hybrid_grpo.config import DataConfig, MixtureConfig
 from hybrid_grpo.config.errors import UserError, refuse, type_of
 from hybrid_grpo.config.held_out import HeldOut
-from hybrid_grpo.data.tasks import Row, make_rows, map_rows
+from hybrid_grpo.config.sources import matching_files
+from hybrid_grpo.data.row_files import arrow_rows, file_rows, json_rows
+from hybrid_grpo.data.row_shapes import shape_reader
+from hybrid_grpo.data.tasks import Row, make_rows, row_reader
 from hybrid_grpo.model import hub
-
-_JSONL = {".jsonl", ".json", ".ndjson"}
-_PARQUET_ROWS = 1000
-"""Number of rows of a parquet file that are decoded at a time."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +27,8 @@ class Source:
     """One split of one dataset, and the names of the settings that chose it."""
 
     path: Any
-    """JSONL or parquet file, folder of such files, folder of a saved dataset, or hub name. In Python also a list of
-    dicts, a `datasets.Dataset`, or a dict of datasets by split."""
+    """JSONL, JSON, CSV or parquet file, pattern of such files or folder of them, folder of a saved dataset, or hub
+    name. In Python also a list of dicts, a `datasets.Dataset`, or a dict of datasets by split."""
     split: str | None = "train"
     """Name of a split, a slice such as `train[:90%]`, or None for the only split."""
     subset: str | None = None
@@ -107,18 +104,27 @@ def standard_input(lines: Iterable[bytes], setting: str, limit: int | None, text
     return Source("standard input", None, limit=limit, path_setting=setting, lines=lines, text_column=text_column)
 
 
-def read_rows(source: Source) -> list[Row]:
+def read_rows(source: Source, config: DataConfig | None = None) -> list[Row]:
     """Return all rows of the source, in order. All rows have the same columns, with None for missing values.
 
-    A task makes the rows or converts the rows of the source. Raises UserError if the source cannot be reached or read,
-    has no such split or no rows, or the task cannot convert a row.
+    A task makes the rows or converts the rows of the source. Without one, rows of other projects are converted into
+    ones with the columns that `config` names (see `shape_reader`). Raises UserError if the source cannot be reached or
+    read, has no such split or no rows, or a row cannot be converted.
     """
     rows = source_rows(source)
-    return rows if source.task is None else _same_columns(map_rows(source.task, rows, str(source)))
+    read = reader_of(source, config, rows)
+    return _same_columns([read(number, row) for number, row in enumerate(rows)])
+
+
+def reader_of(source: Source, config: DataConfig | None, rows: list[Row]) -> Callable[[int, Row], Row]:
+    """Return the function that converts a row, given its number; see `read_rows`."""
+    if source.task is not None:
+        return row_reader(source.task, str(source))
+    return (lambda _, row: row) if config is None else shape_reader(config, rows[0], str(source))
 
 
 def source_rows(source: Source) -> list[Row]:
-    """Return all rows of the source as they are before its task converts them; see `read_rows`."""
+    """Return all rows of the source as they are before they are converted; see `read_rows`."""
     if source.task is None or source.path != "":
         return _same_columns(_read(source))
     refuse(source.subset is not None, f"data.subset {source.subset}: data.task {source.task} has none: leave it out")
@@ -166,14 +172,9 @@ def datasets_errors() -> tuple[type[Exception], ...]:
     return () if exceptions is None else (exceptions.DatasetsError,)
 
 
-class Files:
-    """The rows of JSONL and parquet files. The files are read again on every iteration."""
-
-    def __init__(self, paths: list[Path], source: Source) -> None:
-        self.paths, self._source = paths, source
-
-    def __iter__(self) -> Iterator[Row]:
-        return (row for path in self.paths for row, _ in file_rows(path, self._source))
+def _rows_of(paths: Sequence[str | Path], source: Source) -> Iterator[Row]:
+    files = (file_rows(Path(path), source.path_setting, any_letters=source.any_letters) for path in paths)
+    return chain.from_iterable(files)
 
 
 def open_source(source: Source) -> Mapping[str, Iterable[Row]]:
@@ -183,7 +184,8 @@ def open_source(source: Source) -> Mapping[str, Iterable[Row]]:
         rows = json_rows(source.lines, f"{source.path_setting} {source.path}", source.text_column)
         return {"train": (row for _, row in rows)}
     is_saved = path is not None and any((path / file).is_file() for file in ("state.json", "dataset_dict.json"))
-    has_subsets = isinstance(source.path, str) and not is_saved and (path is None or not path.is_file())
+    matches = matching_files(source.path) if isinstance(source.path, str) else []
+    has_subsets = isinstance(source.path, str) and not (is_saved or matches) and (path is None or not path.is_file())
     refuse(
         source.subset is not None and not has_subsets,
         f"data.subset {source.subset}: {source.path_setting} {source.origin} has no subsets: leave it out",
@@ -191,7 +193,9 @@ def open_source(source: Source) -> Mapping[str, Iterable[Row]]:
     if not isinstance(source.path, str):
         return _named(source.path)
     if path is not None and path.is_file():
-        return {"train": Files([path], source)}
+        return {"train": _rows_of([path], source)}
+    if matches:
+        return {"train": _rows_of(matches, source)}
     import datasets
 
     if path is None:
@@ -206,26 +210,14 @@ def open_source(source: Source) -> Mapping[str, Iterable[Row]]:
                 f"{source.path_setting} {source.path} is empty, or has a split without rows: save it without that split"
             ) from error
     files = datasets.load_dataset_builder(source.path, source.subset).config.data_files
-    return {str(name): Files([Path(file) for file in paths], source) for name, paths in files.items()}
+    return {str(name): _rows_of(paths, source) for name, paths in files.items()}
 
 
 def _named(loaded: Any) -> Mapping[str, Iterable[Row]]:
     # A dataset keeps the output format with which it was saved; rows must be plain Python.
     plain = loaded.with_format(None) if hasattr(loaded, "with_format") else loaded
     splits = plain if isinstance(plain, Mapping) else {"train": plain}
-    return {name: _undecoded(rows) for name, rows in splits.items()}
-
-
-def _undecoded(rows: Any) -> Any:
-    """Return a dataset that gives pictures as the bytes or the path of a file."""
-    from datasets import Image, List
-
-    for name, kind in (getattr(rows, "features", None) or {}).items():
-        if isinstance(kind, Image):
-            rows = rows.cast_column(name, Image(decode=False))
-        elif isinstance(kind, List) and isinstance(kind.feature, Image):
-            rows = rows.cast_column(name, List(Image(decode=False)))
-    return rows
+    return {name: arrow_rows(rows) if hasattr(rows, "features") else rows for name, rows in splits.items()}
 
 
 def _split_rows(source: Source, splits: Mapping[str, Iterable[Row]]) -> Iterable[Row]:
@@ -261,71 +253,6 @@ def split_name(source: Source, split: str | None, names: list[str]) -> str:
         held_out = "leave it out" if source.path_setting == "data.eval_path" else "give held-out rows in data.eval_path"
         way_out = f"{held_out}, or {way_out}"
     raise UserError(f"{source.split_setting} {source.split}: there is no such split, {there_are}: {way_out}")
-
-
-def file_rows(path: Path, source: Source, at: Any = None) -> Iterator[tuple[Row, Any]]:
-    """Yield the rows of a file, starting at the position `at` (None: the start), each with the position after it."""
-    if path.suffix in _JSONL:
-        offset, number = at or (0, 0)
-        with path.open("rb") as file:
-            file.seek(offset)
-            rows = json_rows(file, f"{source.path_setting} {path}", any_letters=source.any_letters, lines_before=number)
-            for number, row in rows:
-                yield row, (file.tell(), number)
-    elif path.suffix == ".parquet":
-        yield from _parquet_rows(path, at or 0)
-    else:
-        raise UserError(f"{source.path_setting} {path} is neither JSONL nor parquet: convert it to one of them")
-
-
-def _parquet_rows(path: Path, start: int) -> Iterator[tuple[Row, int]]:
-    """Yield the rows starting at number `start`, each with the number of the next row."""
-    import datasets
-    import pyarrow
-    from pyarrow.parquet import ParquetFile
-
-    with ParquetFile(path) as file:
-        count = 0
-        for group in range(file.num_row_groups):
-            length = file.metadata.row_group(group).num_rows
-            if count + length <= start:
-                count += length
-                continue
-            for batch in file.iter_batches(_PARQUET_ROWS, [group]):
-                # Dataset decodes the column types that `datasets` adds to Arrow, such as mixed JSON.
-                for row in _undecoded(datasets.Dataset(pyarrow.Table.from_batches([batch]))):
-                    count += 1
-                    if count > start:
-                        yield row, count
-
-
-def json_rows(
-    lines: Iterable[bytes],
-    where: str,
-    text_column: str | None = None,
-    *,
-    any_letters: bool = False,
-    lines_before: int = 0,
-) -> Iterator[tuple[int, Row]]:
-    """Yield the number of each non-blank line, counted from `lines_before` + 1, and its JSON object. For the other
-    arguments see `Source`. Raises UserError, which names `where` and the number, if a line is not an object."""
-    for number, line in enumerate(lines, start=lines_before + 1):
-        if not line.strip():
-            continue
-        try:
-            text = line.decode("utf-8-sig")
-            is_json = text_column is None or text.startswith("{")
-            row = json.loads(text) if is_json else {text_column: text.rstrip("\r\n")}
-            if not any_letters and ("\\ud" in text or "\\uD" in text):
-                json.dumps(row, ensure_ascii=False).encode()  # raises for one half of a surrogate pair
-        except (ValueError, RecursionError) as error:
-            way_out = "write one object per line"
-            if text_column is not None:
-                way_out = f'write text that begins with {{ as {{"{text_column}": ...}}, all in UTF-8'
-            raise UserError(f"{where} line {number} is not JSON ({error}): {way_out}") from error
-        if not isinstance(row, dict):
-            raise UserError(f"{where} line {number} is {type_of(row)}: write one object per line")
-        yield number, row
 
 
 def one_line(error: Exception) -> str:

@@ -142,9 +142,9 @@ def test_what_is_not_data_is_refused(tmp_path):
     (tmp_path / "rows.parquet").write_bytes(b"not parquet")
     with pytest.raises(UserError, match=r"^data.eval_path .*rows.parquet cannot be read: .*Parquet"):
         read_rows(Source(str(tmp_path / "rows.parquet"), path_setting="data.eval_path"))
-    (tmp_path / "rows.csv").write_text("prompt\na\n")
-    with pytest.raises(UserError, match=r"rows.csv is neither JSONL nor parquet"):
-        read_rows(Source(str(tmp_path / "rows.csv")))
+    (tmp_path / "rows.dat").write_text("prompt\na\n")
+    with pytest.raises(UserError, match=r"rows.dat is neither JSONL, a JSON array, CSV nor parquet"):
+        read_rows(Source(str(tmp_path / "rows.dat")))
     (tmp_path / "nothing").mkdir()
     with pytest.raises(UserError, match=r"nothing \(data.subset not set\) cannot be read: .*any data files"):
         read_rows(Source(str(tmp_path / "nothing")))

@@ -55,7 +55,7 @@ def read_pairs(
         f"data.completion_column and data.prompt_column are both {config.prompt_column}: change one",
     )
     source = training_source(config)
-    rows = read_rows(source)
+    rows = read_rows(source, config)
     require_column("data.completion_column", config.completion_column, rows, source)
     pairs = [
         Pair(prompt, _completion_ids(rows[prompt.id][config.completion_column], prompt, config, tokenizer, ends))

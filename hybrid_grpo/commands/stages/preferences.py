@@ -48,7 +48,7 @@ def read_preferences(
     (with `over_long: refuse`, if any pair is).
     """
     source = source or training_source(config)
-    rows = read_rows(source)
+    rows = read_rows(source, config)
     for name in ("chosen_column", "rejected_column"):
         require_column(f"reward.{name}", getattr(reward, name), rows, source)
     if config.prompt_column != DataConfig().prompt_column:

@@ -5,6 +5,6 @@ The user's settings override the settings of the task. This package imports neit
 
 from hybrid_grpo.config.tasks import Row, TaskRecipe
 from hybrid_grpo.data.tasks.columns import column, text
-from hybrid_grpo.data.tasks.registry import TASKS, load_task, make_rows, map_rows, row_reader
+from hybrid_grpo.data.tasks.registry import TASKS, load_task, make_rows, row_reader
 
-__all__ = ["TASKS", "Row", "TaskRecipe", "column", "load_task", "make_rows", "map_rows", "row_reader", "text"]
+__all__ = ["TASKS", "Row", "TaskRecipe", "column", "load_task", "make_rows", "row_reader", "text"]

@@ -1,6 +1,6 @@
 """Finds the functions that convert and make the rows of a task."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import islice
 
 from hybrid_grpo.config.errors import UserError, refuse
@@ -36,15 +36,9 @@ def make_rows(name: str, split: str | None, limit: int | None, split_setting: st
     return list(islice(made(split != "train"), limit))
 
 
-def map_rows(name: str, rows: Iterable[Row], source: str) -> list[Row]:
-    """Return the rows of a source, converted by a task; columns that the task does not set are kept. Raises UserError,
-    naming the row, if the task cannot convert it."""
-    read = row_reader(name, source)
-    return [read(number, row) for number, row in enumerate(rows)]
-
-
 def row_reader(name: str, source: str) -> Callable[[int, Row], Row]:
-    """Return a function that converts a row, given the row's number in the source; see `map_rows`."""
+    """Return a function by which a task converts a row, given its number in the source; columns that the task does not
+    set are kept. It raises UserError, naming the row, if the task cannot convert it."""
     task = load_task(name)
     file = getattr(getattr(task.row, "__code__", None), "co_filename", None)  # not every callable has code
 

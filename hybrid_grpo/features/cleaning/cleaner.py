@@ -13,8 +13,7 @@ from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.data.overlap import normalized, plain_text
 from hybrid_grpo.data.prompts import prompt_text, read_prompt, require_column
-from hybrid_grpo.data.sources import Row, evaluation_source, read_rows, source_rows, training_source
-from hybrid_grpo.data.tasks import row_reader
+from hybrid_grpo.data.sources import Row, Source, evaluation_source, read_rows, reader_of, source_rows, training_source
 from hybrid_grpo.data.words import language, words
 from hybrid_grpo.features.cleaning.duplicates import NearTexts, Sketches
 from hybrid_grpo.features.cleaning.faults import answer_fault, encoding_fault
@@ -84,7 +83,7 @@ def clean(data: DataConfig, config: CleanConfig, tokenizer: Any = None) -> tuple
     """
     source = replace(training_source(data), any_letters=True)
     rows = source_rows(source)
-    readable, unreadable = _read(rows, str(source), data, tokenizer)
+    readable, unreadable = _read(rows, source, data, tokenizer)
     cleaner = _Cleaner(readable, data, config, counts_tokens=tokenizer is not None)
     found = {"unreadable": unreadable}
     dropped = {finding.row for finding in unreadable if config.unreadable == "drop"}
@@ -111,8 +110,8 @@ def _refusal(found: list[Finding], source: str) -> str:
     )
 
 
-def _read(rows: list[Row], source: str, data: DataConfig, tokenizer: Any) -> tuple[list[_Readable], list[Finding]]:
-    read = row_reader(data.task, source) if data.task is not None else lambda _, row: row
+def _read(rows: list[Row], source: Source, data: DataConfig, tokenizer: Any) -> tuple[list[_Readable], list[Finding]]:
+    read = reader_of(source, data, rows)
     readable, unreadable = [], []
     for number, raw in enumerate(rows):
         text = ""
@@ -171,7 +170,7 @@ class _Cleaner:
         source = evaluation_source(self._data)
         if source is None:
             return []
-        rows = read_rows(source)
+        rows = read_rows(source, self._data)
         require_column("data.prompt_column", self._data.prompt_column, rows, source)
         return [
             plain_text(prompt_text(row, f"row {number} (from 0) of {source}", self._data))

@@ -23,7 +23,7 @@ class PtxConfig(FeatureConfig):
     coef: NotNegative = 0.0
     """Weight of the loss (gamma), which is a mean over the tokens of the rows. If it is 0, the loss is not computed."""
     path: Source = ""
-    """JSONL or parquet file, folder of a saved dataset, or hub name."""
+    """File, folder or pattern of files, or hub name, as in `data.path`."""
     subset: Text | None = None
     """Configuration name of a hub dataset."""
     split: Text = "train"
