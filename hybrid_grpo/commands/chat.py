@@ -78,6 +78,7 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
 
     from hybrid_grpo.commands.dialogue.chat_history import ChatHistory
     from hybrid_grpo.commands.dialogue.text_stream import TextStream
+    from hybrid_grpo.data.completions import unended_turn
     from hybrid_grpo.data.pictures import sight_of
     from hybrid_grpo.generation import Request, stream_key
     from hybrid_grpo.generation.rollout import attention_of, complete, sampling_of
@@ -106,7 +107,9 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
     # A mistake in the template or the system prompt is reported before the weights are read.
     if history.templated:
         history.prompt_ids("hello")
-    _announce(config, sampler.fact)
+    warns = history.templated and not rollout.ignore_eos
+    warning = unended_turn(tokenizer, sampler.stop_ids, rollout.stop_strings) if warns else ""
+    _announce(config, f"{sampler.fact}\n{warning}".strip())
     model = load_model(config.policy, attention_of(rollout.decoder))
     if adapter is not None:
         model = with_adapter(model, adapter, "chat.adapter")

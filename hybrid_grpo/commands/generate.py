@@ -81,7 +81,8 @@ def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[di
         prompts = partners.opened(prompts, step=0)
     if rank == 0:
         sampling = f"{count} of each prompt, run.seed {config.run.seed}, {sampler.fact}"
-        print(f"data: {data}\nsampling: {sampling}", file=sys.stderr, flush=True)
+        said = [f"data: {data}", f"sampling: {sampling}", sampler.warning(prompts, config.data)]
+        print("\n".join(filter(None, said)), file=sys.stderr, flush=True)
 
     # Completions that are printed on the terminal show the progress themselves.
     console = make_console(stderr=True)

@@ -19,6 +19,8 @@ from hybrid_grpo.data.prompts import apply_template, prompt_text
 from hybrid_grpo.data.row_files import json_rows
 from hybrid_grpo.data.sources import Row, Source, read_rows, standard_input
 
+_MARK = "qzx7k"
+"""An answer in a chat, by which what follows it is found."""
 UNKNOWN_TOKEN = -1
 """Stands for a token of a saved rollout that cannot be recovered from the text."""
 _FIELDS = {
@@ -110,11 +112,32 @@ def _tokens(text: str, tokenizer: Any) -> list[int]:
 def end_of(prompt: Prompt, config: DataConfig, tokenizer: Any, ends: Collection[int]) -> int | None:
     """Return the token that ends a completion whose text others wrote. In a chat it is the token that the chat template
     writes after an answer, if it is one of `ends`, the tokens that end completions; otherwise end-of-sequence."""
-    template = config.chat_template
-    if isinstance(prompt.text, list) or template == "always" or (prompt.pictures and template == "auto"):
+    if is_chat(prompt, config):
         return _end_of_turn(tokenizer, str(tokenizer.chat_template), frozenset(ends))
     end: int | None = tokenizer.eos_token_id
     return end
+
+
+def is_chat(prompt: Prompt, config: DataConfig) -> bool:
+    """Whether the chat template wrote a prompt."""
+    template = config.chat_template
+    return isinstance(prompt.text, list) or template == "always" or (bool(prompt.pictures) and template == "auto")
+
+
+def unended_turn(tokenizer: Any, ends: Collection[int], stop_strings: Collection[str]) -> str:
+    """Return a warning if the chat template ends an answer with something that ends no completion, so that completions
+    run into the next turn; an empty string if it does not."""
+    chat, after = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}], ""
+    with suppress(Exception):  # what a template refuses is reported where a prompt is read
+        after = apply_template(tokenizer, chat, generation=False).rpartition(_MARK)[2].strip()
+    ids = _tokens(after, tokenizer)
+    token = next((token for token in ids if token in tokenizer.added_tokens_decoder), None)
+    shown = after if token is None else tokenizer.decode(ids, skip_special_tokens=True)
+    if not after or not set(ids).isdisjoint(ends) or any(string in shown for string in stop_strings):
+        return ""
+    end = repr(after.splitlines()[0] if token is None else tokenizer.convert_ids_to_tokens(token))
+    setting = f"rollout.stop_strings [{end}]" if token is None else f"rollout.stop_ids [{token}]"
+    return f"WARNING: the chat template ends an answer with {end}, which ends no completion: set {setting}"
 
 
 @lru_cache(maxsize=4)

@@ -129,6 +129,8 @@ class RunInputs(EvalInputs):
         check_vision(config.policy, sampler.album)
         weights = {reward_name(reward): reward.weight for reward in config.rewards}
         facts["sampling"] = sampler.fact
+        if warning := sampler.warning(training.prompts, config.data):
+            facts["turns"] = warning
         facts["rewards"] = ", ".join(f"{weights.get(name, 1.0):g} {name}" for name in config.reward_names)
         if partners is not None and partners.tool_names:
             facts["tools"] = ", ".join(partners.tool_names)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid_grpo.config import PolicyConfig, RolloutConfig
+from hybrid_grpo.config import DataConfig, PolicyConfig, RolloutConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import Prompt
+from hybrid_grpo.data.completions import is_chat, unended_turn
 from hybrid_grpo.data.pictures import Album
 from hybrid_grpo.model.architectures import check_architecture
 from hybrid_grpo.model.attention import ATTENTION
@@ -89,6 +90,12 @@ class Sampler:
             f" ended by {', '.join(ended_by) or 'the limit only'}"
             + (f"; never one of the model's {self.unused} ids that are no tokens" if self.unused else "")
         )
+
+    def warning(self, prompts: list[Prompt], config: DataConfig) -> str:
+        """Return a warning if prompts are chats in which the end of a turn ends no completion; see `unended_turn`."""
+        if self.rollout.ignore_eos or not any(is_chat(prompt, config) for prompt in prompts):
+            return ""
+        return unended_turn(self.tokenizer, self.stop_ids, self.rollout.stop_strings)
 
     def check_prompts(
         self, prompts: list[Prompt], partners: Partners | None, rollout: RolloutConfig | None = None

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from char_tokenizer import char_tokenizer, ids
+from char_tokenizer import TEMPLATE, char_tokenizer, ids
 
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
-from hybrid_grpo.data.completions import read_completions, read_step
+from hybrid_grpo.data.completions import read_completions, read_step, unended_turn
 from hybrid_grpo.records.sinks import rollout_lines
 
 NAN = math.nan
@@ -54,3 +55,21 @@ def test_a_saved_step_is_the_step_that_was(tmp_path):
     assert [row["reward"] for row in saved] == [0.1, None, 1 / 3, 2]
     assert [row["rewards"] for row in saved] == [{"f": 0.1}, {"f": None}, {"f": None}, {"f": 2}]
     assert read_step(tmp_path / "s.jsonl")[0].lengths == [3, 3, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("after", "ends", "strings", "warning"),
+    [
+        ("<system> ", ["<eos>"], ["m"], r"ends an answer with '<system>', .*: set rollout.stop_ids \[4\]$"),
+        ("<system> ", ["<eos>", "<system>"], [], None),
+        ("<system><eos>", ["<eos>"], [], None),
+        ("END ", ["<eos>"], [], r"ends an answer with 'END', .*: set rollout.stop_strings \['END'\]$"),
+        ("END ", ["<eos>"], ["END"], None),
+        (" ", ["<eos>"], [], None),
+    ],
+)
+def test_an_end_of_turn_that_ends_nothing_is_warned_of(after, ends, strings, warning):
+    """Completions ran into the next turn, and the end of the first was not in their text, since it is special."""
+    template = TEMPLATE.replace("{{ message.content }}", "{{ message.content }}" + after)
+    found = unended_turn(char_tokenizer(template), ids(*ends), strings)
+    assert re.search(warning, found) if warning else not found
