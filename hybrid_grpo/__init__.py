@@ -4,6 +4,7 @@ The functions `train`, `sft`, `reward`, `evaluate`, `generate` and `publish` run
 They are imported on first use, so that importing a subpackage imports nothing else.
 """
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,6 +12,12 @@ if TYPE_CHECKING:
     from hybrid_grpo.config.errors import UserError
 
 __version__ = "0.1.0"
+logging.getLogger("DeepSpeed").addFilter(
+    # Every process would warn of the first, and every rank of the second: inference kernels, which are not used.
+    lambda record: (
+        not record.getMessage().startswith(("Setting accelerator to CPU", "No compatible DeepSpeed inference"))
+    )
+)
 __all__ = ["FinishedRun", "UserError", "evaluate", "generate", "publish", "reward", "sft", "train"]
 
 

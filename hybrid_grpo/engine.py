@@ -28,7 +28,6 @@ from typing import Any
 import deepspeed.runtime.hybrid_engine
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.ops import __compatible_ops__
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -74,8 +73,6 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
     deepspeed.runtime.hybrid_engine.replace_policies = []
     # The workspace of those kernels: creating it would compile them, which takes minutes and needs nvcc.
     deepspeed.runtime.hybrid_engine.WorkspaceOp = lambda: None
-    # Every rank would warn that there are no inference kernels.
-    deepspeed.utils.logger.addFilter(lambda record: "No compatible DeepSpeed inference" not in record.getMessage())
     store = None if "RANK" in os.environ else form_group_of_one()
     # This environment's ninja, activated or not: another version would compile everything again.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
@@ -90,9 +87,12 @@ def start(timeout_minutes: float = 30.0) -> torch.device:
         check_shared_memory()
     else:
         take_gpu(accelerator)
-    if on_cpu and __compatible_ops__.get(ShareMemCommBuilder.NAME):
+    # DeepSpeed asks whether this kernel can be compiled by trying all of its kernels, of which others need libaio.
+    kernel = ShareMemCommBuilder()
+    deepspeed.ops.__compatible_ops__ = {kernel.NAME: on_cpu and kernel.is_compatible(verbose=False)}
+    if deepspeed.ops.__compatible_ops__[kernel.NAME]:
         # DeepSpeed would compile it while the ranks meet.
-        ShareMemCommBuilder().load(verbose=False)
+        kernel.load(verbose=False)
     # DeepSpeed prints what it has built, and standard output is for results.
     with meeting(), contextlib.redirect_stdout(io.StringIO()):
         backend, timeout = accelerator.communication_backend_name(), timedelta(minutes=timeout_minutes)

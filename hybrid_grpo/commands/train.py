@@ -58,7 +58,7 @@ def _train(parsed: Parsed[TrainConfig], plan: BatchPlan, doing: Doing) -> Path:
     doing("reading the data")
     inputs = read_inputs(config)
     features = make_features(config, plan, inputs)
-    doing("planning the memory of a step, without computing it")
+    doing("estimating the memory that a step needs")
     memory = planned_memory(config, plan, inputs, device)
     warning = shortage(memory) if memory else None
     estimated = str(memory) if memory else "not estimated: the model's code cannot run without data"

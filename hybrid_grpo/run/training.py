@@ -162,7 +162,10 @@ class TrainingRun:
         stage.trace.begin(step)
         try:
             is_first = step == self.start.step + 1
-            with profiler.step(step, stage.meter), Doing(f"making step {step}") if is_first else nullcontext():
+            with (
+                profiler.step(step, stage.meter),
+                Doing(f"step {step}: sampling, scoring and training") if is_first else nullcontext(),
+            ):
                 stage.step(step)
         except RunInterrupted:
             stage.progress.enter("saving")

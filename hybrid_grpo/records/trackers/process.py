@@ -19,7 +19,7 @@ from hybrid_grpo.config.secrets import masked
 from hybrid_grpo.records.files import json_safe
 from hybrid_grpo.records.trackers import follower
 from hybrid_grpo.records.trackers.follower import FAILED, LIMIT_SECONDS
-from hybrid_grpo.records.trackers.wandb import resolve_wandb_mode
+from hybrid_grpo.records.trackers.wandb import resolve_wandb_mode, wandb_host
 
 _NICENESS = "10"
 
@@ -32,6 +32,13 @@ def chosen_trackers(config: LogConfig) -> list[str]:
 
 def start_trackers(config: LogConfig, folder: Path, settings: dict[str, Any], done: int) -> list[TrackerProcess]:
     started = []
+    if "wandb" in config.trackers and resolve_wandb_mode(config.wandb) == "online":
+        with suppress(OSError):
+            print(
+                f"wandb: settings, metrics, prompts and completions go to {wandb_host()}; --log.wandb offline keeps"
+                " them in the run's folder",
+                flush=True,
+            )
     for name in chosen_trackers(config):
         try:
             started.append(TrackerProcess(name, folder, config, settings, done))

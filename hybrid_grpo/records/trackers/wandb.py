@@ -27,11 +27,14 @@ def resolve_wandb_mode(mode: Literal["auto"] | WandbMode) -> WandbMode:
     return "online" if os.environ.get("WANDB_API_KEY") or _logged_in() else "offline"
 
 
+def wandb_host() -> str:
+    return os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].strip("/")
+
+
 def _logged_in() -> bool:
     """Return whether `wandb login` has stored a key in the netrc file."""
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].strip("/")
     try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(wandb_host()) is not None
     except (OSError, netrc.NetrcParseError):
         return False
 

@@ -13,6 +13,7 @@ from hybrid_grpo.config.run import CheckpointConfig
 from hybrid_grpo.model.hardware import host_free_bytes
 from hybrid_grpo.model.ranks import local_ranks
 from hybrid_grpo.policy import TrainedModel
+from hybrid_grpo.run.folder import say
 from hybrid_grpo.run.parts import SavedModel
 from hybrid_grpo.run.stage import Stage
 
@@ -21,9 +22,9 @@ _STATE_BYTES = 12
 
 
 def check_space(folder: Path, config: CheckpointConfig, stage: Stage, models: int = 1) -> int:
-    """Check the disk space, and return the bytes of a checkpoint over all ranks. Raise UserError if the disk lacks room
-    for the kept checkpoints, one more being written, and the exported models (`models` of the run and those of
-    features). Rollouts and metrics are small by comparison, and not counted."""
+    """Check the disk space, print what the run will take of it, and return the bytes of a checkpoint over all ranks.
+    Raise UserError if the disk lacks room for the kept checkpoints, one more being written, and the exported models
+    (`models` of the run and those of features). Rollouts and metrics are small by comparison, and not counted."""
     sizes = _sizes(stage.policy)
     model = sum(size * p.element_size() for p, size in sizes)
     trained = _trained(stage.policy)
@@ -36,13 +37,16 @@ def check_space(folder: Path, config: CheckpointConfig, stage: Stage, models: in
     # A resumed run replaces the checkpoints that it has already written.
     here = sum(path.stat().st_size for path in (folder / "checkpoints").rglob("*") if path.is_file())
     needed, free = count * checkpoint + models * model, shutil.disk_usage(folder).free + here
+    parts = (
+        f"{count} checkpoints of {checkpoint / 1e9:.3g} GB (checkpoint.keep {config.keep}, and one while it is written)"
+        f" and {'the model' if models == 1 else f'{models} models'} of {model / 1e9:.3g} GB"
+    )
     refuse(
         free < needed,
-        f"run.dir: the disk of {folder} has {free / 1e9:.3g} GB free, and the run needs {needed / 1e9:.3g}:"
-        f" {count} checkpoints of {checkpoint / 1e9:.3g} GB (checkpoint.keep {config.keep}, and one while it is"
-        f" written) and {'the model' if models == 1 else f'{models} models'} of {model / 1e9:.3g} GB: make room,"
-        " lower checkpoint.keep, or use another run.dir",
+        f"run.dir: the disk of {folder} has {free / 1e9:.3g} GB free, and the run needs {needed / 1e9:.3g}: {parts}:"
+        " make room, lower checkpoint.keep, or use another run.dir",
     )
+    say(f"disk: at most {needed / 1e9:.3g} of {free / 1e9:.3g} GB: {parts}")
     return checkpoint
 
 

@@ -7,6 +7,7 @@ import wandb_file
 from run_folder import write_lines
 
 from hybrid_grpo.config import LogConfig
+from hybrid_grpo.records.trackers import process
 from hybrid_grpo.records.trackers.process import TrackerProcess, chosen_trackers
 from hybrid_grpo.records.trackers.wandb import resolve_wandb_mode, run_id
 
@@ -29,9 +30,13 @@ def test_wandb_is_online_only_with_an_account(no_account, monkeypatch, tmp_path)
     assert resolve_wandb_mode("offline") == "offline", "a setting outranks the environment"
 
 
-def test_wandb_key_in_the_environment_is_an_account(no_account, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    assert resolve_wandb_mode("auto") == "online"
+def test_a_key_in_the_environment_is_an_account_and_the_start_says_where_texts_go(no_account, monkeypatch, capsys):
+    monkeypatch.setattr(process, "TrackerProcess", lambda *_: None)
+    for key, told in (("", ""), ("x" * 40, "prompts and completions go to api.wandb.ai; --log.wandb offline keeps")):
+        monkeypatch.setenv("WANDB_API_KEY", key)
+        assert process.start_trackers(LogConfig(), None, {}, -1) == [None]
+        out = capsys.readouterr().out
+        assert told in out and bool(out) == bool(told)
 
 
 def test_disabled_wandb_starts_no_process(no_account):

@@ -53,7 +53,7 @@ def trained(module):
         (CheckpointConfig(every=0, every_minutes=0), None, 0, 4_800),
     ],
 )
-def test_what_is_kept_must_fit(tmp_path, monkeypatch, config, shards, copies, needed):
+def test_what_is_kept_must_fit_and_is_printed(tmp_path, monkeypatch, capsys, config, shards, copies, needed):
     module = torch.nn.ParameterList([torch.zeros(10, 100), torch.zeros(200)])
     module[1].requires_grad_(False)
     stage = stage_of(module, shards, [Copy(None, None, None)] * copies)
@@ -63,6 +63,7 @@ def test_what_is_kept_must_fit(tmp_path, monkeypatch, config, shards, copies, ne
     free = needed - 500
     monkeypatch.setattr(space.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     space.check_space(tmp_path, config, stage)
+    assert capsys.readouterr().out.startswith(f"disk: at most {needed / 1e9:.3g} of {needed / 1e9:.3g} GB: ")
     free -= 1
     with pytest.raises(UserError, match="make room, lower checkpoint") as error:
         space.check_space(tmp_path, config, stage)
