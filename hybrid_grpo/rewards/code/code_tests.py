@@ -35,7 +35,6 @@ def code_tests(
     fence: Literal["required", "optional"] = "required",
     timeout_s: float = 10.0,
     memory_mb: int = 512,
-    disk_mb: int = 16,
     tolerance: float = 0.0,
     require: Collection[str] = tuple(PROTECTIONS),
 ) -> list[float | None]:
@@ -52,13 +51,13 @@ def code_tests(
         ValueError: a setting is invalid or cannot be met on this machine, or the data set's tests are invalid.
         RuntimeError: the sandbox has failed.
     """
-    _check(score, fence, timeout_s, memory_mb, disk_mb, tolerance)
+    _check(score, fence, timeout_s, memory_mb, tolerance)
     if not completions:
         with Sandbox() as sandbox:
             sandbox.require(require)
         return []
     sandbox = own_sandbox(require)
-    limits = Limits(timeout_s, memory_mb, disk_mb=disk_mb)
+    limits = Limits(timeout_s, memory_mb)
     rewards: list[float | None] = []
     for row, text in enumerate(completion_texts(completions)):
         if tests[row] is None:
@@ -130,13 +129,12 @@ class _Pairs:
             yield run is not None and run.status == 0 and run.end == "exited" and _same(run.stdout, expected, tolerance)
 
 
-def _check(score: str, fence: str, timeout_s: float, memory_mb: int, disk_mb: int, tolerance: float) -> None:
+def _check(score: str, fence: str, timeout_s: float, memory_mb: int, tolerance: float) -> None:
     for problem, wrong in (
         (f"score {score!r} must be share or all", score not in ("share", "all")),
         (f"fence {fence!r} must be required or optional", fence not in ("required", "optional")),
         (f"timeout_s {timeout_s} must be above 0", not 0 < timeout_s < math.inf),
         (f"memory_mb {memory_mb} must be 64 or more", memory_mb < 64),
-        (f"disk_mb {disk_mb} must be 0 or more", disk_mb < 0),
         (f"tolerance {tolerance} must be 0 or more", not 0 <= tolerance < math.inf),
     ):
         if wrong:

@@ -3,8 +3,8 @@
 The Linux kernel offers these protections to unprivileged processes (docs/rewards/code.md says what they promise):
 
     seccomp      forbids system calls that start a process, open a connection, send a signal or trace
-    landlock     limits the folders that can be read, and the one that can be written to (man 7 landlock)
-    rlimits      limit CPU time, address space, open files and the size of a file (man 2 setrlimit)
+    landlock     limits the folders that can be read, and lets nothing be written to (man 7 landlock)
+    rlimits      limit CPU time, address space, open files and the size of the output (man 2 setrlimit)
     user         if the caller is root: changes to another user, or gives up root's capabilities (man 7 capabilities)
 
 `Containment` finds out which of them work on this machine, applies these, and raises an error if one has stopped
@@ -30,12 +30,15 @@ from pathlib import Path
 
 PROTECTIONS = {
     "reads": "of the files of this machine, only the libraries of Python and the system can be read",
-    "writes": "nothing can be written outside of the program's own folder",
+    "writes": "no file can be written",
     "network": "no socket can be opened",
     "processes": "no process or thread can be started, and no other process can be signaled or inspected",
     "privileges": "the program has none of root's privileges",
 }
 """The protections that can be required, and what each of them promises."""
+
+_OUTPUT_BYTES = 16 << 20
+"""Size that standard output, or standard error, may reach; writing more fails."""
 
 
 @dataclass(frozen=True)
@@ -48,39 +51,32 @@ class Limits:
     """MiB of address space, including Python itself."""
     output_kb: int = 1024
     """KiB of standard output, and of standard error, that are returned; the rest is dropped."""
-    disk_mb: int = 16
-    """MiB of all files in the program's folder. With 0, the program has no folder and cannot write at all."""
-    files: int = 200
-    """Maximum number of files and folders in the program's folder."""
 
 
 class Containment:
     """The protections that this kernel offers to this user, applied to processes that are forked from this process.
 
     Args:
-        folder: the only place where programs may write.
         without: protections to leave out in tests: `seccomp`, `landlock`, `user`.
     """
 
-    def __init__(self, folder: str, without: Iterable[str] = ()) -> None:
+    def __init__(self, without: Iterable[str] = ()) -> None:
+        version = -1 if "landlock" in without else _syscall(_LANDLOCK_CREATE, None, 0, 1, check=False)
+        landlock = version > 0 and _works(lambda: _syscall(_LANDLOCK_RESTRICT, _file_rules(version), 0))
+        self._landlock = f"landlock {version}" if landlock else ""
+        self._rules = _file_rules(version) if landlock else None
         has_filters = "seccomp" not in without and platform.machine() in _ARCHITECTURES
-        self._filters = {writing: _filter(writing) for writing in (True, False) if has_filters}
-        self.seccomp = has_filters and _works(lambda: _install(self._filters[True]))
+        self._filter = _filter(opens_to_write=landlock) if has_filters else b""
+        self.seccomp = has_filters and _works(lambda: _install(self._filter))
         if not self.seccomp:
             # Processes that a program leaves behind become children of this process, which can then kill them.
             _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        version = -1 if "landlock" in without else _syscall(_LANDLOCK_CREATE, None, 0, 1, check=False)
-        landlock = version > 0 and _works(lambda: _syscall(_LANDLOCK_RESTRICT, _file_rules(version, None), 0))
-        self._landlock = f"landlock {version}" if landlock else ""
-        self._rules = {w: _file_rules(version, folder if w else None) for w in (True, False) if landlock}
         self._user = None
         """Id of the user that programs run as; None if they run as the caller, without privileges."""
         if os.getuid() == 0 and "user" not in without:
             # Unique, so that two programs cannot reach each other. The second is for containers with only 65536 ids.
             users = (0x7A000000 + os.getpid() % 0x1000000, 64000 + os.getpid() % 1000)
             self._user = next((uid for uid in users if _works(partial(_read_as, uid))), None)
-        if self._user:
-            os.chown(folder, self._user, self._user)
 
     @property
     def protections(self) -> dict[str, str]:
@@ -89,32 +85,24 @@ class Containment:
         found = {
             "reads": self._landlock,
             # Landlock does not cover the mode, owner and times of files; seccomp does.
-            "writes": seccomp and (self._landlock or "seccomp, which leaves no writable folder"),
+            "writes": seccomp,
             "network": seccomp,
             "processes": seccomp,
             "privileges": f"user {self._user}" if self._user else "no capabilities",
         }
         return {name: how for name, how in found.items() if how}
 
-    @property
-    def writable(self) -> bool:
-        """Whether a program can be confined to writing to its folder."""
-        return bool(self._rules) or not self.seccomp
-
-    def enter(self, limits: Limits, *, writing: bool) -> None:
-        """Contain this process irrevocably; `writing` allows it to write to the folder.
-
-        Raises OSError if the kernel refuses a protection that has worked before.
-        """
+    def enter(self, limits: Limits) -> None:
+        """Contain this process irrevocably. Raises OSError if the kernel refuses a protection that worked before."""
         _limit(limits)
         _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-        if self._rules:
-            _syscall(_LANDLOCK_RESTRICT, self._rules[writing], 0)
+        if self._rules is not None:
+            _syscall(_LANDLOCK_RESTRICT, self._rules, 0)
         _become(self._user)
         # After `_become`, which resets it.
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if self.seccomp:
-            _install(self._filters[writing])
+            _install(self._filter)
 
 
 def _limit(limits: Limits) -> None:
@@ -123,7 +111,7 @@ def _limit(limits: Limits) -> None:
         ("AS", memory),
         ("STACK", min(memory // 2, 64 << 20)),
         ("CPU", math.ceil(limits.timeout_s) + 1),
-        ("FSIZE", max(limits.output_kb << 10, limits.disk_mb << 20)),
+        ("FSIZE", max(limits.output_kb << 10, _OUTPUT_BYTES)),
         ("NOFILE", 64),
         ("CORE", 0),
         ("MEMLOCK", 0),
@@ -160,11 +148,9 @@ def _libraries() -> list[str]:
 # ---- landlock
 
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
-_EXECUTE, _WRITE, _READ, _LIST, _TRUNCATE, _DEVICE_CALLS = 1, 2, 4, 8, 1 << 14, 1 << 15
+_WRITE, _READ, _LIST = 2, 4, 8
 _RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
 """Bit mask of all rights to files, by Landlock version."""
-_SPECIAL_FILES = 1 << 6 | 1 << 9 | 1 << 11
-"""Rights to make devices and sockets."""
 
 _READABLE = (
     *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache"),
@@ -172,8 +158,8 @@ _READABLE = (
 )
 
 
-def _file_rules(version: int, folder: str | None) -> int:
-    """Return a file descriptor of Landlock rules that allow reading libraries and, if given, writing to `folder`."""
+def _file_rules(version: int) -> int:
+    """Return a file descriptor of Landlock rules that allow reading libraries, and writing to /dev/null alone."""
     rights = _RIGHTS[min(version, 5)]
     # TCP (from version 4), and signals and abstract sockets to processes outside (from 6): seccomp forbids more.
     attributes = struct.pack("QQQ", rights, 3, 3)[: 24 if version >= 6 else 16 if version >= 4 else 8]
@@ -181,8 +167,6 @@ def _file_rules(version: int, folder: str | None) -> int:
     for path in (*_READABLE, *_libraries()):
         _allow(rules, path, _READ | _LIST)
     _allow(rules, "/dev/null", _READ | _WRITE)
-    if folder is not None:
-        _allow(rules, folder, rights & ~(_EXECUTE | _DEVICE_CALLS | _SPECIAL_FILES))
     # Above the descriptors that a program is given.
     high = fcntl.fcntl(rules, fcntl.F_DUPFD_CLOEXEC, 64)
     os.close(rules)
@@ -195,8 +179,7 @@ def _allow(rules: int, path: str, rights: int) -> None:
     except FileNotFoundError:
         return
     try:
-        of_files = _READ | _WRITE | _TRUNCATE
-        rights &= -1 if stat.S_ISDIR(os.fstat(place).st_mode) else of_files
+        rights &= -1 if stat.S_ISDIR(os.fstat(place).st_mode) else _READ | _WRITE
         _syscall(_LANDLOCK_ADD, rules, 1, struct.pack("=Qi", rights, place), 0)
     finally:
         os.close(place)
@@ -227,9 +210,9 @@ def _system_calls() -> dict[str, dict[str, int]]:
     }
 
 
-def _conditions(writing: bool) -> dict[str, list[tuple[int, int, Sequence[int]]]]:
+def _conditions(opens_to_write: bool) -> dict[str, list[tuple[int, int, Sequence[int]]]]:
     """Return the conditions of each conditional system call: (index of a 32-bit argument, mask, allowed values)."""
-    if writing:
+    if opens_to_write:  # landlock decides what
         # Opening for reading with O_TRUNC writes, which landlock before version 3 does not notice.
         flags = os.O_ACCMODE | os.O_TRUNC
         opening: list[tuple[int, int, Sequence[int]]] = [(2, flags, (0, 1, 2, os.O_TRUNC | 1, os.O_TRUNC | 2))]
@@ -247,14 +230,14 @@ def _conditions(writing: bool) -> dict[str, list[tuple[int, int, Sequence[int]]]
     }
 
 
-def _filter(writing: bool) -> bytes:
+def _filter(*, opens_to_write: bool) -> bytes:
     """Return the part of the seccomp filter that allows the system calls of system_calls.ini, except signals."""
     calls = _system_calls()
     steps = [_step(_LOAD, 0, 0, 4), _step(_EQUAL, 1, 0, _ARCHITECTURES[platform.machine()][0])]
     steps += [_step(_RETURN, 0, 0, _REFUSE), _step(_LOAD, 0, 0, 0)]
-    for number in (calls["always"] | (calls["writing"] if writing else {})).values():
+    for number in calls["always"].values():
         steps += [_step(_EQUAL, 0, 1, number), _step(_RETURN, 0, 0, _ALLOW)]
-    for name, conditions in _conditions(writing).items():
+    for name, conditions in _conditions(opens_to_write).items():
         steps += _block(calls["conditional"][name], conditions)
     return b"".join(steps)
 

@@ -43,7 +43,7 @@ _DEFAULT_LIMITS = Limits()
 @dataclass(frozen=True)
 class ProgramResult:
     end: str
-    """`exited`, `timeout`, `disk` (its folder was full), or the name of the signal that ended it."""
+    """`exited`, `timeout`, or the name of the signal that ended it."""
     status: int
     """Exit status, negative for a signal."""
     stdout: str

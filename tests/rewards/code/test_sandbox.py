@@ -25,8 +25,7 @@ pytestmark = pytest.mark.process
 NOBODY = 54321
 SYSTEM_PYTHON = shutil.which("python3", path="/usr/bin")
 ENDS = {
-    "fork bomb": {"timeout", "exited"}, "memory": {"exited", "timeout"}, "deleted files": {"disk"},
-    "mapped files": {"disk"}, "many files": {"disk"}, "deep folders": {"disk"},
+    "fork bomb": {"timeout", "exited"}, "memory": {"exited", "timeout"},
     "loop": {"timeout"}, "sleep": {"timeout"}, "deaf": {"timeout"},
     "daemon": {"timeout"}, "stop": {"timeout"}, "recursion": {"timeout", "exited", "SIGSEGV"},
     "recursion in C": {"timeout", "exited", "SIGSEGV"}, "big number": {"timeout", "exited"}, "regex": {"timeout"},
@@ -82,8 +81,7 @@ def test_contained(outcome: dict[str, dict], program: str) -> None:
     assert result["bystander"] and result["intact"]
     assert result["wall_s"] < TIMEOUT_S + 20
     assert result["end"] in ENDS.get(program, {"exited"}), result
-    # Whatever it did, the next one finds an empty folder.
-    assert result["next"] == "[]\n"
+    assert result["next"] == "fine\n", "whatever it did, the next one runs"
 
 
 def test_the_protections_are_in_force(outcome: dict[str, dict]) -> None:
@@ -124,25 +122,13 @@ def test_programs_run_as_they_do_elsewhere() -> None:
         assert sandbox.run("print('é \\ud800 \U0001f389')").stdout == "é \\ud800 \U0001f389\n"
         assert "ZeroDivisionError" in sandbox.run("if __name__ == '__main__': 1 / 0").stderr
         assert "SyntaxError" in sandbox.run("def").stderr
-        assert sandbox.run("open('a', 'w').write('b'); print(open('a').read())").stdout == "b\n"
-        of_temporary = (
-            "import mmap, tempfile, time\nfile = tempfile.TemporaryFile()\nfile.write(b'ab' * 4096)\nfile.flush()\n"
-            "mapped = mmap.mmap(file.fileno(), 0)\nfile.close()\ntime.sleep(0.05)\nprint(mapped[:2])"
-        )
-        assert sandbox.run(of_temporary).stdout == "b'ab'\n"
+        assert sandbox.run("import os; print('a', file=open(os.devnull, 'w'))").status == 0
         assert sandbox.run("import asyncio\nasync def f(): print(1)\nasyncio.run(f())").stdout == "1\n"
         assert len(sandbox.run("print('x' * 9999)", limits=Limits(output_kb=1)).stdout) == 1024
         # The same program, the same output: hashes and random numbers too.
         source = "import random; print(hash('a'), random.random(), list({'a', 'b', 'c'}))"
         with Sandbox() as other:
             assert len({box.run(source).stdout for box in (sandbox, sandbox, other)}) == 1
-
-
-def test_what_a_program_leaves_in_its_folder_does_not_end_the_template() -> None:
-    """Names that the cleaner once gave to folders: it met them and ended, and every program after this one failed."""
-    with Sandbox() as sandbox:
-        assert sandbox.run("import os; os.makedirs('.0.0/a'); os.makedirs('a/.0.0')").end == "exited"
-        assert sandbox.run("import os; print(os.listdir())").stdout == "[]\n" and sandbox.usable
 
 
 def test_a_program_ends_with_whoever_started_it() -> None:
@@ -166,18 +152,12 @@ def test_a_program_ends_with_whoever_started_it() -> None:
 def test_a_killed_template_takes_the_program_along_and_is_reported() -> None:
     with Sandbox([f"starter-{os.getpid()}"]) as sandbox:
         template = sandbox._process.pid
-        folder = Path(sandbox.run("import os; print(os.getcwd())").stdout.strip())
         killer = subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -9 {template}"])
         with pytest.raises(RuntimeError, match="the sandbox has ended"):
             sandbox.run("while True: pass", limits=Limits(timeout_s=60.0))
         killer.wait()
         assert not sandbox.usable
         assert in_time(lambda: _marked() == [])
-    with Sandbox() as sandbox:  # removes what the other has left
-        place = Path(sandbox.run("import os; print(os.getcwd())").stdout.strip())
-        with Sandbox() as beside:
-            assert beside.run("print(1)").stdout == "1\n" and place.is_dir()
-    assert not place.exists() and str(folder) != str(place) and not folder.exists()
 
 
 def _marked() -> list[str]:
