@@ -4,15 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from tiny_models import ARCHITECTURES, MORE_ATTENTION, VOCABULARY, WINDOW, build, pair, tiny_config
+from tiny_models import ARCHITECTURES, MORE_ATTENTION, VOCABULARY, WINDOW, pair
 
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation import GREEDY, Request, Sampling, decoder, generate, stream_key
 from hybrid_grpo.generation import loop as loops
 from hybrid_grpo.generation.cache import PREFILL_TOKENS
-from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.kernels import build as kernels
 
 PROMPT_LENGTHS = [1, 2, 7, 19, 4, 1, 12, 9, 3, 16]
@@ -143,15 +140,6 @@ def sampled(view):
     assert {c.finish for group in groups for c in group} == {"stop", "length"}
     assert len({tuple(c.token_ids) for group in groups for c in group}) > 20
     return requests, sampling, groups
-
-
-@pytest.mark.parametrize("max_slots", [1, 2, 5, 23, 1000])
-@pytest.mark.parametrize("prefill_tokens", [1, 20, 10000])
-def test_completions_do_not_depend_on_slots_and_prefills(view, sampled, max_slots, prefill_tokens):
-    requests, sampling, groups = sampled
-    again, stats = generate(view, requests, sampling, max_slots=max_slots, prefill_tokens=prefill_tokens)
-    assert_alike(again, groups)
-    assert stats.prefills == len(requests)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -392,73 +380,6 @@ def test_weights_keep_no_graph_and_get_no_gradient(view):
     groups, _ = generate(view, requests_of(random_prompts([4]), 1), Sampling(2))
     assert isinstance(groups[0][0].logp[0], float)
     assert all(parameter.grad is None for parameter in view.parameters())
-
-
-MINIATURE = build(tiny_config("llama", hidden=8, layers=1, num_attention_heads=2, num_key_value_heads=1), ATTENTION)
-prompt_lists = st.lists(
-    st.tuples(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=9), st.integers(1, 4)), max_size=6
-)
-
-
-@given(
-    prompts=prompt_lists,
-    sampling=st.builds(
-        Sampling,
-        max_tokens=st.integers(1, 7),
-        stop_ids=st.lists(st.integers(0, VOCABULARY - 1), max_size=25).map(tuple),
-        temperature=st.sampled_from([GREEDY, 0.8, 1.5]),
-        top_k=st.sampled_from([0, 30]),
-        top_p=st.sampled_from([1.0, 0.9]),
-        min_p=st.sampled_from([0.0, 0.05]),
-        min_tokens=st.integers(0, 3),
-        repetition_penalty=st.sampled_from([1.0, 1.3]),
-        logit_bias=st.sampled_from([(), ((3, 2.0), (5, -1.0))]),
-        logprobs=st.sampled_from(["softmax", "sampling", "mask"]),
-    ),
-    max_slots=st.integers(1, 9),
-    prefill_tokens=st.integers(1, 30),
-    page=st.sampled_from([1, 2, 5, 32]),
-    spare_pages=st.integers(0, 12),
-    lag=st.integers(0, 3),
-    limits=st.lists(st.integers(1, 7), min_size=24, max_size=24),
-)
-def test_no_completion_is_lost_doubled_or_changed(
-    prompts, sampling, max_slots, prefill_tokens, page, spare_pages, lag, limits
-):
-    """Whatever the layout and however little memory: `generate` itself asserts that every page came back."""
-    requests = [
-        Request(prompt, [stream_key(row, k) for k in range(samples)], limits[4 * row : 4 * row + samples])
-        for row, (prompt, samples) in enumerate(prompts)
-    ]
-    token_bytes = 2 * 1 * 4 * 4
-    needs = [-(-(len(r.prompt_ids) + limit) // page) + 3 for r in requests for limit in r.limits]
-    cache_gb = (max(needs, default=1) + spare_pages) * page * token_bytes * 1.0001 / 2**30
-    finished = Counter()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loops, "PAGE", page)
-        patch.setattr(decoder.Decoder, "lag", lag)
-        groups, stats = generate(
-            MINIATURE,
-            requests,
-            sampling,
-            max_slots=max_slots,
-            prefill_tokens=prefill_tokens,
-            cache_gb=cache_gb,
-            on_finish=lambda row, k, _: finished.update([(row, k)]),
-        )
-    assert [len(group) for group in groups] == [samples for _, samples in prompts]
-    assert finished == Counter((row, k) for row, (_, samples) in enumerate(prompts) for k in range(samples))
-    alone = [
-        [
-            generate(MINIATURE, [replace(request, keys=[key], limits=[limit])], sampling)[0][0][0]
-            for key, limit in zip(request.keys, request.limits, strict=True)
-        ]
-        for request in requests
-    ]
-    assert_alike(groups, alone)
-    if not lag:
-        assert stats.rows == sum(len(c.token_ids) for group in groups for c in group)
-    assert stats.prefills >= len(requests)
 
 
 def test_a_text_that_is_cut_ends_with_a_whole_character(view):

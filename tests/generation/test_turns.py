@@ -85,21 +85,29 @@ def test_logp_of_every_turn_is_that_of_a_forward_over_all_that_was_read(architec
             assert completion.text == str(last)
 
 
+TOKENS = st.integers(0, VOCABULARY - 1)
+
+
 @given(
-    prompts=st.lists(
-        st.tuples(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=9), st.integers(1, 4)), max_size=6
-    ),
+    prompts=st.lists(st.tuples(st.lists(TOKENS, min_size=1, max_size=9), st.integers(1, 4)), max_size=6),
     sampling=st.builds(
         Sampling,
         max_tokens=st.integers(1, 12),
-        stop_ids=st.lists(st.integers(0, VOCABULARY - 1), max_size=40).map(tuple),
+        stop_ids=st.lists(TOKENS, max_size=40).map(tuple),
         max_turn_tokens=st.integers(1, 12),
-        temperature=st.sampled_from([GREEDY, 1.5]),
+        temperature=st.sampled_from([GREEDY, 0.8, 1.5]),
+        top_k=st.sampled_from([0, 30]),
+        top_p=st.sampled_from([1.0, 0.9]),
+        min_p=st.sampled_from([0.0, 0.05]),
+        min_tokens=st.integers(0, 3),
         repetition_penalty=st.sampled_from([1.0, 1.3]),
+        logit_bias=st.sampled_from([(), ((3, 2.0), (5, -1.0))]),
+        logprobs=st.sampled_from(["softmax", "sampling", "mask"]),
     ),
-    turns=st.integers(1, 5),
+    turns=st.integers(0, 5),
     delays=st.sampled_from([(0,), (0, 1, 5), (2, 30)]),
     room=st.integers(1, 30),
+    limits=st.lists(st.integers(1, 12), min_size=24, max_size=24),
     max_slots=st.integers(1, 9),
     prefill_tokens=st.integers(1, 30),
     page=st.sampled_from([1, 2, 5, 32]),
@@ -107,42 +115,51 @@ def test_logp_of_every_turn_is_that_of_a_forward_over_all_that_was_read(architec
     lag=st.integers(0, 3),
 )
 def test_no_completion_is_lost_doubled_or_changed(
-    prompts, sampling, turns, delays, room, max_slots, prefill_tokens, page, spare_pages, lag
+    prompts, sampling, turns, delays, room, limits, max_slots, prefill_tokens, page, spare_pages, lag
 ):
-    """`generate` itself asserts that every page came back."""
+    """Whatever the layout, however little memory, with and without turns: each is what it is alone. `generate` itself
+    asserts that every page came back."""
     requests = [
-        Request(prompt, [stream_key(row, k) for k in range(samples)], most=len(prompt) + room)
+        Request(prompt, [stream_key(row, k) for k in range(samples)], limits[4 * row :][:samples])
         for row, (prompt, samples) in enumerate(prompts)
     ]
-    needs = [-(-request.most // page) + 3 for request in requests]
+    if turns:
+        requests = [replace(request, limits=None, most=len(request.prompt_ids) + room) for request in requests]
+    else:
+        sampling = replace(sampling, max_turn_tokens=Sampling.max_turn_tokens)
+    needs = [-(-(len(r.prompt_ids) + (room if turns else max(r.limits))) // page) + 3 for r in requests]
     cache_gb = (max(needs, default=1) + spare_pages) * page * 2 * 1 * 4 * 4 * 1.0001 / 2**30
+    layout = {"max_slots": max_slots, "prefill_tokens": prefill_tokens, "cache_gb": cache_gb}
     finished = Counter()
     with pytest.MonkeyPatch.context() as patch:
+        # In pages of the same size: others round differently, and a draw on the edge gives another token.
         patch.setattr(loops, "PAGE", page)
-        patch.setattr(decoder.Decoder, "lag", lag)
-        groups, stats = generate(
-            MINIATURE,
-            requests,
-            sampling,
-            max_slots=max_slots,
-            prefill_tokens=prefill_tokens,
-            cache_gb=cache_gb,
-            on_finish=lambda row, k, _: finished.update([(row, k)]),
-            turns=Scripted(turns, delays),
-        )
+
+        def generated(requests, delays, **layout):
+            spoken = {"turns": Scripted(turns, delays)} if turns else {}
+            return generate(MINIATURE, requests, sampling, **spoken, **layout)
+
+        with pytest.MonkeyPatch.context() as lagging:
+            lagging.setattr(decoder.Decoder, "lag", lag)
+            note = lambda row, k, _: finished.update([(row, k)])  # noqa: E731
+            groups, stats = generated(requests, delays, on_finish=note, **layout)
+        alone = [
+            generated([replace(request, keys=[key], limits=request.limits and [request.limits[k]])], (0,))[0][0][0]
+            for request in requests
+            for k, key in enumerate(request.keys)
+        ]
     assert finished == Counter((row, k) for row, (_, samples) in enumerate(prompts) for k in range(samples))
-    for request, group in zip(requests, groups, strict=True):
-        assert all(len(request.prompt_ids) + len(c.read_ids) <= request.most for c in group)
-        assert all(len(c.token_ids) <= sampling.max_tokens and c.turns <= turns for c in group)
-        assert all(len(turn) <= sampling.max_turn_tokens for c in group for turn in turns_of(c))
-        for key, completion in zip(request.keys, group, strict=True):
-            with pytest.MonkeyPatch.context() as patch:
-                # In pages of the same size: others round differently, and a draw on the edge gives another token.
-                patch.setattr(loops, "PAGE", page)
-                alone, _ = generate(MINIATURE, [replace(request, keys=[key])], sampling, turns=Scripted(turns))
-            alike([completion], alone[0])
+    every = [completion for group in groups for completion in group]
+    alike(every, alone)
+    assert [completion.support for completion in every] == [completion.support for completion in alone]
+    if turns:
+        for request, group in zip(requests, groups, strict=True):
+            assert all(len(request.prompt_ids) + len(c.read_ids) <= request.most for c in group)
+        assert all(len(c.token_ids) <= sampling.max_tokens and c.turns <= turns for c in every)
+        assert all(len(turn) <= sampling.max_turn_tokens for c in every for turn in turns_of(c))
     if not lag:
-        assert stats.rows == sum(len(c.token_ids) for group in groups for c in group)
+        assert stats.rows == sum(len(c.token_ids) for c in every)
+    assert stats.prefills >= len(requests)
 
 
 @pytest.mark.parametrize(("turn_limit", "most"), [(3, 1000), (1000, 25), (5, 21)])
