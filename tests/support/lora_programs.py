@@ -6,56 +6,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rank_programs import main
+from rank_programs import made, main
 
-from hybrid_grpo import engine as engines
-from hybrid_grpo.config import (
-    DataConfig,
-    EngineConfig,
-    GrpoConfig,
-    LoraConfig,
-    PolicyConfig,
-    RewardConfig,
-    RolloutConfig,
-    TrainConfig,
-)
-from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.data.batch import MicroBatch, Rollout
 from hybrid_grpo.model.ranks import all_reduce, world_size
-from hybrid_grpo.policy import Policy
-from hybrid_grpo.run.inputs import RunInputs
-from hybrid_grpo.run.reference import UnadaptedReference
 from hybrid_grpo.run.saving.checkpoint import Checkpoints
 from hybrid_grpo.trainer import Trainer
 
-LORA = LoraConfig(rank=4, alpha=8)
+LORA = {"rank": 4, "alpha": 8}
 
 
-def build(folder: Path, stage: int, *, lora: LoraConfig = LORA, gradient_checkpointing: bool = False) -> Trainer:
+def build(folder: Path, stage: int, *, lora: dict[str, Any] = LORA, gradient_checkpointing: bool = False) -> Trainer:
     """A trainer of adapters on the quickstart's tiny model and task, held close to the model without them."""
-    config = TrainConfig(
-        policy=PolicyConfig(
-            model=str(folder / "model"),
-            dtype="float32",
-            lr=1e-2,
-            micro_batch_tokens=160,
-            gradient_checkpointing=gradient_checkpointing,
-        ),
+    return made(
+        folder,
+        run={"seed": 1},
+        policy={"lr": 1e-2, "micro_batch_tokens": 160, "gradient_checkpointing": gradient_checkpointing},
         lora=lora,
-        engine=EngineConfig(zero_stage=stage),  # type: ignore[arg-type]
-        data=DataConfig(
-            path=str(folder / "train.jsonl"), limit=200, eval_path=str(folder / "heldout.jsonl"), eval_limit=24
-        ),
-        rollout=RolloutConfig(prompts_per_step=8, num_generations=4, max_completion_tokens=12, max_slots=16),
-        grpo=GrpoConfig(beta=0.1 if lora.rank else 0.0),
-        rewards=[RewardConfig("exact_match"), RewardConfig("letters_in_place")],
+        engine={"zero_stage": stage},
+        data={"limit": 200, "eval_path": str(folder / "heldout.jsonl"), "eval_limit": 24},
+        rollout={"prompts_per_step": 8, "num_generations": 4, "max_completion_tokens": 12, "max_slots": 16},
+        grpo={"beta": 0.1 if lora else 0.0},
     )
-    device = engines.start()
-    plan = check_train(config, world_size())
-    task = RunInputs.read(config)
-    policy = Policy(config.policy, config.engine, task.tokenizer, total_steps=100, lora=config.lora, seed=1)
-    reference = UnadaptedReference(policy, policy.adapters) if policy.adapters else None
-    return Trainer(config, plan, policy, reference, task, device)
 
 
 def adapted(folder: Path) -> dict[str, Any]:
@@ -89,7 +61,7 @@ def adapted(folder: Path) -> dict[str, Any]:
     seen["base"] = _base_is_untouched(trainer)
 
     batches = trainer.micro_batches(rollout, range(len(rollout.completions)))
-    base = build(folder.parent, stage, lora=LoraConfig())
+    base = build(folder.parent, stage, lora={})
     shape = (len(rollout.completions), max(len(c.token_ids) for c in rollout.completions))
     assert trainer.reference is not None
     ref_logp_BT = trainer.reference.logprobs(batches, shape, 1.0)

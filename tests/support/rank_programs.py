@@ -17,6 +17,7 @@ import torch.distributed as dist
 from reward_helpers import in_time
 
 from hybrid_grpo import engine as engines
+from hybrid_grpo.commands.train import make_trainer
 from hybrid_grpo.config import (
     BatchPlan,
     DataConfig,
@@ -29,12 +30,14 @@ from hybrid_grpo.config import (
     RolloutConfig,
     TrainConfig,
 )
+from hybrid_grpo.config import build as build_config
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.config.errors import RunStopped
 from hybrid_grpo.config.evaluation import EvalSetConfig
 from hybrid_grpo.generation import Workspace
 from hybrid_grpo.model.ranks import barrier, rank, world_size
 from hybrid_grpo.policy import Policy
+from hybrid_grpo.run.feature import make_features
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.run.reference import Reference
 from hybrid_grpo.trainer import Trainer
@@ -89,6 +92,21 @@ def counted(calls: Counter[str], name: str, function: Any) -> Any:
 
 
 SAMPLED = EvalSetConfig(limit=7, num_generations=4, temperature=1.0, outcome="letters_in_place", threshold=0.25)
+
+
+def made(folder: Path, *, features: bool = True, **sections: Any) -> Trainer:
+    """A trainer as `train` makes it, of the settings in these sections, on the quickstart's tiny model and task."""
+    usual: dict[str, Any] = {
+        "policy": {"model": str(folder / "model"), "dtype": "float32", "lr": 1e-3},
+        "data": {"path": str(folder / "train.jsonl")},
+        "rewards": ["exact_match", "letters_in_place"],
+        "log": {"wandb": "disabled"},
+    }
+    given = {name: {**usual.get(name, {}), **s} if isinstance(s, dict) else s for name, s in sections.items()}
+    config = build_config(TrainConfig, {**usual, **given})
+    device = engines.start()
+    plan, inputs = check_train(config, world_size()), RunInputs.read(config)
+    return make_trainer(config, plan, inputs, make_features(config, plan, inputs) if features else [], device, None)
 
 
 def build(

@@ -8,30 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rank_programs import main
+from rank_programs import made, main
 
-from hybrid_grpo import engine as engines
-from hybrid_grpo.config import (
-    DataConfig,
-    EngineConfig,
-    GrpoConfig,
-    LogConfig,
-    LoraConfig,
-    PolicyConfig,
-    RewardConfig,
-    RolloutConfig,
-    TrainConfig,
-)
-from hybrid_grpo.config.checks import check_train
-from hybrid_grpo.model.ranks import barrier, rank, world_size
-from hybrid_grpo.policy import Policy
-from hybrid_grpo.run.feature import load_features, make_features
-from hybrid_grpo.run.inputs import RunInputs
-from hybrid_grpo.run.reference import Reference, UnadaptedReference
+from hybrid_grpo.model.ranks import barrier, rank
 from hybrid_grpo.trainer import Trainer
 
 METRICS = ("policy/loss", "policy/grad_norm", "policy/entropy", "policy/kl", "policy/kl_coef", "reward/mean")
-LORA = LoraConfig(rank=2, alpha=4)
+LORA = {"rank": 2, "alpha": 4}
 AS_IF_LARGE = {
     "zero_optimization": {
         "offload_param": {"device": "cpu"},
@@ -51,41 +34,23 @@ def build(
     *,
     offload: bool = False,
     dtype: str = "float32",
-    lora: LoraConfig | None = None,
+    lora: dict[str, Any] | None = None,
     deepspeed: dict[str, Any] | None = None,
     **sections: Any,
 ) -> Trainer:
     """A run on the quickstart's tiny model and task, with weight decay; `sections` are those of its features."""
-    grpo = GrpoConfig(beta=0.1, kl_target=0.01, ref_every=0 if lora else 1, ref_mix=1.0 if lora else 0.5)
-    lora = lora or LoraConfig()
-    config = TrainConfig(
-        policy=PolicyConfig(
-            model=str(folder / "model"),
-            dtype=dtype,  # type: ignore[arg-type]
-            lr=1e-3,
-            weight_decay=0.1,
-        ),
-        lora=lora,
-        engine=EngineConfig(zero_stage=stage, offload_optimizer=offload, deepspeed=deepspeed or {}),
-        data=DataConfig(path=str(folder / "train.jsonl"), limit=40),
-        rollout=RolloutConfig(prompts_per_step=6, num_generations=4, max_completion_tokens=8),
-        grpo=grpo,
-        rewards=[RewardConfig("exact_match"), RewardConfig("letters_in_place")],
-        log=LogConfig(wandb="disabled"),
+    moving = {} if lora else {"ref_every": 1, "ref_mix": 0.5}
+    return made(
+        folder,
+        run={"seed": 1},
+        policy={"dtype": dtype, "weight_decay": 0.1},
+        lora=lora or {},
+        engine={"zero_stage": stage, "offload_optimizer": offload, "deepspeed": deepspeed or {}},
+        data={"limit": 40},
+        rollout={"prompts_per_step": 6, "num_generations": 4, "max_completion_tokens": 8},
+        grpo={"beta": 0.1, "kl_target": 0.01, **moving},
         **sections,
     )
-    device = engines.start()
-    plan = check_train(config, world_size())
-    inputs = RunInputs.read(config)
-    policy = Policy(config.policy, config.engine, inputs.tokenizer, total_steps=100, lora=lora, seed=1)
-    reference: Reference
-    if policy.adapters is not None:
-        reference = UnadaptedReference(policy, policy.adapters)
-    else:
-        reference = Reference(config.policy, config.engine)
-    features = make_features(config, plan, inputs)
-    load_features(features, policy)
-    return Trainer(config, plan, policy, reference, inputs, device, features)
 
 
 def save(folder: Path, tag: str, **settings: Any) -> dict[str, Any]:

@@ -7,24 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rank_programs import main
+from rank_programs import made, main
 from safetensors.torch import load_file
 
-from hybrid_grpo import engine as engines
-from hybrid_grpo.commands.train import make_trainer
-from hybrid_grpo.config import (
-    DataConfig,
-    EngineConfig,
-    GrpoConfig,
-    LoraConfig,
-    PolicyConfig,
-    RewardConfig,
-    RolloutConfig,
-    TrainConfig,
-)
-from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.model.ranks import world_size
-from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.run.saving.checkpoint import Checkpoints
 from hybrid_grpo.trainer import Trainer
 
@@ -35,18 +21,18 @@ MEASURED = ("policy/loss", "policy/grad_norm", "policy/kl", "reward/mean", "pari
 
 def build(folder: Path, stage: int, lora: int) -> Trainer:
     """A trainer of a model that sees, with the rows of `folder`. Its reference follows it if there are no adapters."""
-    config = TrainConfig(
-        policy=PolicyConfig(model=str(folder / "model"), dtype="float32", lr=1e-2, vision="trained"),
-        lora=LoraConfig(rank=lora),
-        engine=EngineConfig(zero_stage=stage),  # type: ignore[arg-type]
-        data=DataConfig(path=str(folder / "rows.jsonl"), shuffle=False),
-        rollout=RolloutConfig(prompts_per_step=4, num_generations=4, max_completion_tokens=6),
-        grpo=GrpoConfig(beta=0.1, num_minibatches=2, ref_every=0 if lora else 1, ref_mix=1.0 if lora else 0.5),
-        rewards=[RewardConfig(f"{folder / 'kinds.py'}:kinds")],
+    moving = {} if lora else {"ref_every": 1, "ref_mix": 0.5}
+    return made(
+        folder,
+        features=False,
+        policy={"lr": 1e-2, "vision": "trained"},
+        lora={"rank": lora},
+        engine={"zero_stage": stage},
+        data={"path": str(folder / "rows.jsonl"), "shuffle": False},
+        rollout={"prompts_per_step": 4, "num_generations": 4, "max_completion_tokens": 6},
+        grpo={"beta": 0.1, "num_minibatches": 2, **moving},
+        rewards=[f"{folder / 'kinds.py'}:kinds"],
     )
-    device = engines.start()
-    plan = check_train(config, world_size())
-    return make_trainer(config, plan, RunInputs.read(config), [], device, None)
 
 
 def trained(folder: Path) -> list[dict[str, Any]]:

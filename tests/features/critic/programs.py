@@ -6,27 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rank_programs import main, restore, save
+from rank_programs import made, main, restore, save
 
 import hybrid_grpo as hg
-from hybrid_grpo import engine as engines
-from hybrid_grpo.config import (
-    DataConfig,
-    EngineConfig,
-    GrpoConfig,
-    PolicyConfig,
-    RewardConfig,
-    RolloutConfig,
-    RunConfig,
-    TrainConfig,
-)
-from hybrid_grpo.config.checks import check_train
-from hybrid_grpo.features.critic.settings import CriticConfig
-from hybrid_grpo.model.ranks import world_size
-from hybrid_grpo.policy import Policy
-from hybrid_grpo.run.feature import make_features
-from hybrid_grpo.run.inputs import RunInputs
-from hybrid_grpo.run.reference import Reference
 from hybrid_grpo.trainer import Trainer
 
 METRICS = (
@@ -38,30 +20,19 @@ METRICS = (
 def build(folder: Path, *, critic_stage: int) -> Trainer:
     """A run on the quickstart's tiny model and task, of one completion a prompt, with a KL in the reward and four
     optimizer steps a rollout. In the first step only the critic learns."""
-    config = TrainConfig(
-        run=RunConfig(steps=10),
-        policy=PolicyConfig(model=str(folder / "model"), dtype="float32", lr=1e-3, micro_batch_tokens=160),
-        engine=EngineConfig(zero_stage=3, adam="torch"),
-        data=DataConfig(path=str(folder / "train.jsonl"), limit=100),
-        rollout=RolloutConfig(prompts_per_step=24, num_generations=1, max_completion_tokens=8),
-        grpo=GrpoConfig(
-            **{"beta": 0.1, "kl_in": "reward", "kl_estimator": "k1"},  # type: ignore[arg-type]
-            num_minibatches=2,
-            num_iterations=2,
-        ),
-        critic=CriticConfig(
-            enabled=True, zero_stage=critic_stage, lr=1e-3, warmup_steps=1, lam=0.9, gamma=0.99, clip=0.01
-        ),
-        rewards=[RewardConfig("exact_match"), RewardConfig("letters_in_place")],
+    return made(
+        folder,
+        run={"steps": 10},
+        policy={"micro_batch_tokens": 160},
+        engine={"zero_stage": 3, "adam": "torch"},
+        data={"limit": 100},
+        rollout={"prompts_per_step": 24, "num_generations": 1, "max_completion_tokens": 8},
+        grpo={"beta": 0.1, "kl_in": "reward", "kl_estimator": "k1", "num_minibatches": 2, "num_iterations": 2},
+        critic={
+            **{"enabled": True, "zero_stage": critic_stage, "lr": 1e-3, "warmup_steps": 1},
+            **{"lam": 0.9, "gamma": 0.99, "clip": 0.01},
+        },
     )
-    device = engines.start()
-    plan = check_train(config, world_size())
-    inputs = RunInputs.read(config)
-    policy = Policy(config.policy, config.engine, inputs.tokenizer, total_steps=100)
-    reference, features = Reference(config.policy, config.engine), make_features(config, plan, inputs)
-    for feature in features:
-        feature.load(policy)
-    return Trainer(config, plan, policy, reference, inputs, device, features)
 
 
 def steps(trainer: Trainer, numbers: range) -> list[dict[str, Any]]:

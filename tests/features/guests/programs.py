@@ -6,56 +6,39 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rank_programs import main, restore, save
+from rank_programs import made, main, restore, save
 
 import hybrid_grpo as hg
-from hybrid_grpo import engine as engines
 from hybrid_grpo.commands.replay_step import run as replay_step
-from hybrid_grpo.config import (
-    BatchPlan,
-    DataConfig,
-    EngineConfig,
-    GrpoConfig,
-    PolicyConfig,
-    RewardConfig,
-    RolloutConfig,
-    RunConfig,
-    TrainConfig,
-)
-from hybrid_grpo.config.checks import batch_plan, check_train
-from hybrid_grpo.features.guests.settings import GuestConfig, GuestsConfig
-from hybrid_grpo.model.ranks import world_size
+from hybrid_grpo.config import BatchPlan, TrainConfig
+from hybrid_grpo.config.checks import batch_plan
+from hybrid_grpo.features.guests.settings import GuestsConfig
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.feature import Feature, Features, make_features
 from hybrid_grpo.run.inputs import RunInputs
-from hybrid_grpo.run.reference import Reference
 from hybrid_grpo.trainer import Trainer
 
 
 def build(folder: Path) -> Trainer:
     """A run on the quickstart's tiny model and task. A model has written one of the five completions of a group, and a
     file two others, of every second prompt. There is a KL, a correction of the sampler, and two optimizer steps."""
-    guests = [
-        GuestConfig("large", "importance", model=str(folder / "large")),
-        GuestConfig("seeds", "baseline", path=str(folder / "answers.jsonl")),
-        GuestConfig("answers", "imitation", path=str(folder / "answers.jsonl")),
-    ]
-    config = TrainConfig(
-        run=RunConfig(steps=10),
-        policy=PolicyConfig(model=str(folder / "model"), dtype="float32", lr=1e-3, micro_batch_tokens=160),
-        engine=EngineConfig(zero_stage=3, adam="torch"),
-        data=DataConfig(path=str(folder / "train.jsonl"), limit=100),
-        rollout=RolloutConfig(**{"prompts_per_step": 8, "num_generations": 5, "max_completion_tokens": 12}),
-        grpo=GrpoConfig(beta=0.1, sampler_correction="truncate", num_minibatches=2),
-        rewards=[RewardConfig("exact_match"), RewardConfig("letters_in_place")],
-        **{"guests": GuestsConfig(guests)},
+    answers = {"path": str(folder / "answers.jsonl")}
+    return made(
+        folder,
+        run={"steps": 10},
+        policy={"micro_batch_tokens": 160},
+        engine={"zero_stage": 3, "adam": "torch"},
+        data={"limit": 100},
+        rollout={"prompts_per_step": 8, "num_generations": 5, "max_completion_tokens": 12},
+        grpo={"beta": 0.1, "sampler_correction": "truncate", "num_minibatches": 2},
+        guests={
+            "writers": [
+                {"name": "large", "weight": "importance", "model": str(folder / "large")},
+                {"name": "seeds", "weight": "baseline", **answers},
+                {"name": "answers", "weight": "imitation", **answers},
+            ]
+        },
     )
-    device = engines.start()
-    plan = check_train(config, world_size())
-    inputs = RunInputs.read(config)
-    policy = Policy(config.policy, config.engine, inputs.tokenizer, total_steps=100)
-    features = guests_of(config, plan, inputs, policy)
-    return Trainer(config, plan, policy, Reference(config.policy, config.engine), inputs, device, features)
 
 
 def guests_of(config: TrainConfig, plan: BatchPlan, inputs: RunInputs, policy: Policy) -> list[Feature]:

@@ -7,29 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rank_programs import main
+from rank_programs import made, main
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hybrid_grpo import engine as engines
-from hybrid_grpo.config import (
-    DataConfig,
-    EngineConfig,
-    GrpoConfig,
-    PolicyConfig,
-    RewardConfig,
-    RolloutConfig,
-    TrainConfig,
-)
-from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.engine import StepResult
 from hybrid_grpo.features.pretraining.pretraining import PretrainingLoss
-from hybrid_grpo.features.pretraining.settings import PtxConfig
 from hybrid_grpo.grpo.minibatches import Signals
-from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.feature import Features
-from hybrid_grpo.run.inputs import RunInputs
-from hybrid_grpo.trainer import Trainer
 
 COEF = 0.3
 TEXTS = ["dcab", "zyxwvutsrqponm", "abc:abc", "hello", "q", "mnbvcxylkjhgf"]
@@ -40,20 +25,18 @@ def gradients(folder: Path) -> dict[str, Any]:
     transformers and autograd."""
     texts = folder / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    config = TrainConfig(
-        policy=PolicyConfig(model=str(folder / "model"), dtype="float32", micro_batch_tokens=40),
-        engine=EngineConfig(zero_stage=0, adam="torch"),
-        data=DataConfig(path=[{"prompt": text, "answer": ""} for text in TEXTS]),
-        ptx=PtxConfig(coef=COEF, path=str(texts), rows_per_step=5, max_tokens=6),
-        rollout=RolloutConfig(prompts_per_step=4, num_generations=4, max_completion_tokens=8),
-        grpo=GrpoConfig(num_minibatches=2),
-        rewards=[RewardConfig("exact_match")],
+    trainer = made(
+        folder,
+        policy={"lr": 1e-6, "micro_batch_tokens": 40},
+        engine={"zero_stage": 0, "adam": "torch"},
+        data={"path": [{"prompt": text, "answer": ""} for text in TEXTS]},
+        ptx={"coef": COEF, "path": str(texts), "rows_per_step": 5, "max_tokens": 6},
+        rollout={"prompts_per_step": 4, "num_generations": 4, "max_completion_tokens": 8},
+        grpo={"num_minibatches": 2},
+        rewards=["exact_match"],
     )
-    device = engines.start()
-    plan, inputs = check_train(config, 1), RunInputs.read(config)
-    policy = Policy(config.policy, config.engine, inputs.tokenizer, total_steps=10)
-    pretraining = PretrainingLoss(config, plan, inputs)
-    trainer = Trainer(config, plan, policy, None, inputs, device, [pretraining])
+    policy, (pretraining,) = trainer.policy, trainer.features
+    assert isinstance(pretraining, PretrainingLoss)
     rollout = trainer.sample(trainer.draw_prompts(), 1)
     shape = (len(rollout.completions), max(rollout.lengths))
     advantages_BT = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -77,7 +60,7 @@ def gradients(folder: Path) -> dict[str, Any]:
     trainer.features = Features([], trainer.meter)
     trainer.improve(rollout, signals)
     both, alone = found[:2], found[2:]
-    expected = [_by_transformers(config.policy.model, batch) for batch in batches]
+    expected = [_by_transformers(trainer.config.policy.model, batch) for batch in batches]
     of_ptx = [gradient for _, gradient in expected]
     error = max(
         float((both[k][name] - (alone[k][name] + COEF * of_ptx[k][name])).abs().max())

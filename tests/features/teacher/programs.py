@@ -7,28 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rank_programs import main
+from rank_programs import made, main
 
 import hybrid_grpo as hg
-from hybrid_grpo import engine as engines
-from hybrid_grpo.config import (
-    DataConfig,
-    EngineConfig,
-    GrpoConfig,
-    PolicyConfig,
-    RewardConfig,
-    RolloutConfig,
-    RunConfig,
-    TrainConfig,
-)
-from hybrid_grpo.config.checks import check_train
-from hybrid_grpo.config.data import MixtureConfig
-from hybrid_grpo.features.teacher.settings import TeacherConfig
 from hybrid_grpo.model.ranks import world_size
-from hybrid_grpo.policy import Policy
-from hybrid_grpo.run.feature import load_features, make_features
-from hybrid_grpo.run.inputs import RunInputs
-from hybrid_grpo.trainer import Trainer
 
 BYTES: dict[str, Any] = {"other_tokenizer": True, "clamp": 5.0}
 METRICS = (
@@ -39,24 +21,17 @@ METRICS = (
 
 def steps(folder: Path, stage: int, generations: int, sections: Any = None, **teacher: Any) -> list[dict[str, Any]]:
     """Metrics of two steps with two optimizer steps each, in small micro-batches, and the tokens that were sampled."""
-    sections = {"data": DataConfig(path=str(folder / "train.jsonl"), limit=100)} | (sections or {})
-    config = TrainConfig(
-        run=RunConfig(steps=10),
-        policy=PolicyConfig(model=str(folder / "model"), dtype="float32", lr=1e-3, micro_batch_tokens=100),
-        engine=EngineConfig(zero_stage=stage, adam="torch"),
-        rollout=RolloutConfig(prompts_per_step=12, num_generations=generations, max_completion_tokens=8),
-        grpo=GrpoConfig(num_minibatches=2),
-        teacher=TeacherConfig(**teacher),
-        rewards=[RewardConfig("letters_in_place")],
-        **sections,
+    trainer = made(
+        folder,
+        run={"steps": 10},
+        policy={"micro_batch_tokens": 100},
+        engine={"zero_stage": stage, "adam": "torch"},
+        rollout={"prompts_per_step": 12, "num_generations": generations, "max_completion_tokens": 8},
+        grpo={"num_minibatches": 2},
+        teacher=teacher,
+        rewards=["letters_in_place"],
+        **{"data": {"limit": 100}, **(sections or {})},
     )
-    device = engines.start()
-    plan = check_train(config, world_size())
-    inputs = RunInputs.read(config)
-    features = make_features(config, plan, inputs)
-    policy = Policy(config.policy, config.engine, inputs.tokenizer, total_steps=100)
-    load_features(features, policy)
-    trainer = Trainer(config, plan, policy, None, inputs, device, features)
     seen = []
     for step in (1, 2):
         trainer.step(step)
@@ -74,12 +49,12 @@ def all_ways(folder: Path) -> dict[str, Any]:
     stage, offload, other = 3 if world_size() > 1 else 0, world_size() > 1, str(folder / "other")
     answers = {"name": "answers", "weight": "distill", "path": str(folder / "answers.jsonl")}
     of_loss = {"into": "loss", "top_k": 4, "coef": 0.5, "divergence": "jsd", "clamp": 2.0}
-    mixture = [MixtureConfig(str(folder / f"{name}.jsonl"), limit=60) for name in ("train", "heldout")]
+    mixture = [{"path": str(folder / f"{name}.jsonl"), "limit": 60} for name in ("train", "heldout")]
     by_source = {"train": other, "heldout": str(folder / "bytes")}
     return {
         "loss": steps(folder, stage, 2, {"guests": {"writers": [answers]}}, model=other, offload=offload, **of_loss),
         "advantage": steps(folder, stage, 1, prompt_column="answer"),
-        "sources": steps(folder, stage, 2, {"data": DataConfig(mixture=mixture)}, by_source=by_source, **BYTES),
+        "sources": steps(folder, stage, 2, {"data": {"path": "", "mixture": mixture}}, by_source=by_source, **BYTES),
     }
 
 
