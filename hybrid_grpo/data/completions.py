@@ -14,8 +14,9 @@ from typing import Any
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout
+from hybrid_grpo.data.chat_template import apply_template
 from hybrid_grpo.data.completion import Message
-from hybrid_grpo.data.prompts import apply_template, prompt_text
+from hybrid_grpo.data.prompts import prompt_text
 from hybrid_grpo.data.row_files import json_rows
 from hybrid_grpo.data.sources import Row, Source, read_rows, standard_input
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
+from hybrid_grpo.data.chat_template import apply_template
 from hybrid_grpo.data.chat_text import prompt_text_of
 from hybrid_grpo.data.completion import Message, Prompt
 from hybrid_grpo.data.picture import Picture
@@ -79,11 +79,18 @@ def data_line(source: Source, rows: list[Row], kept: list[Prompt], over_long_com
     lengths = [len(prompt.token_ids) for prompt in kept]
     dropped = {"prompt": len(rows) - len(kept) - over_long_completions, "completion": over_long_completions}
     why = "".join(f", {count} dropped for an over-long {what}" for what, count in dropped.items() if count)
+    begun = sum(begins_answer(prompt) for prompt in kept)
+    why += f", {begun} with the beginning of an answer, which is continued" if begun else ""
     return (
         f"{source}: {len(kept)} of {len(rows)} rows kept{why};"
         f" prompts of {min(lengths)} to {max(lengths)} tokens (mean {sum(lengths) / len(lengths):.1f});"
         f" columns {', '.join(rows[0])}"
     )
+
+
+def begins_answer(prompt: Prompt) -> bool:
+    """Whether a prompt ends with a message of the assistant, which the completion continues."""
+    return isinstance(prompt.text, list) and prompt.text[-1]["role"] == "assistant"
 
 
 def require_column(setting: str, column: str, rows: list[Row], source: Source) -> None:
@@ -263,45 +270,17 @@ def _tokenized(text: str, encode: Callable[[str], list[int]], where: str, config
     return token_ids
 
 
-def apply_template(tokenizer: Any, chat: list[Message], *, generation: bool = True, **variables: Any) -> str:
-    """Render a chat as text with the tokenizer's template; with `generation`, the text ends where the model's turn
-    begins. Raises any error of the template."""
-    if _wants_parts(tokenizer, str(tokenizer.chat_template)):
-        chat = [{**m, "content": _part(m["content"])} if isinstance(m.get("content"), str) else m for m in chat]
-    return _rendered(tokenizer, chat, generation, **variables)
-
-
-def _rendered(tokenizer: Any, chat: list[Message], generation: bool, **variables: Any) -> str:
-    # The template writes the special tokens itself; transformers adds none.
-    text: str = tokenizer.apply_chat_template(chat, add_generation_prompt=generation, tokenize=False, **variables)
-    return text
-
-
-def _part(text: str) -> list[dict[str, str]]:
-    return [{"type": "text", "text": text}]
-
-
-@lru_cache(maxsize=4)
-def _wants_parts(tokenizer: Any, _: str) -> bool:
-    """Whether a template leaves out a message that is text and not a list of parts, as those of Idefics 3 and SmolVLM
-    do."""
-
-    def shows(content: Any) -> bool:
-        with suppress(Exception):  # it is reported where the template is applied
-            return "hello" in _rendered(tokenizer, [{"role": "user", "content": content}], generation=False)
-        return False
-
-    return shows(_part("hello")) and not shows("hello")
-
-
 def _messages(value: Any, where: str, config: DataConfig) -> list[Message]:
     column = f"data.prompt_column {config.prompt_column}"
     shown = f"{column}: {where} has {value!r:.40}"
     refuse(not isinstance(value, list), f"{shown}: give text or a list of chat messages")
     is_chat = bool(value) and all(map(_is_message, value))
     refuse(not is_chat, f"{shown}: give messages {{role: ..., content: ...}}, at least one")
-    by_assistant = value[-1]["role"] == "assistant"
-    refuse(by_assistant, f"{column}: {where} ends with a message of the assistant: a prompt ends with the user's")
+    last = value[-1]
+    refuse(
+        last["role"] == "assistant" and (not last.get("content") or bool(last.get("tool_calls"))),
+        f"{column}: {where} ends with a message of the assistant without text to continue: end it with the user's",
+    )
     refuse(
         config.chat_template == "never",
         f"data.chat_template never: {where} has chat messages, which need a template: set it to auto, or choose a"
@@ -353,5 +332,7 @@ def _apply_template(chat: list[Message], where: str, config: DataConfig, tokeniz
     try:
         return apply_template(tokenizer, chat, **config.chat_template_kwargs)
     except Exception as error:  # a template is a program of the model's authors
-        why = error if isinstance(error, TemplateError) else f"{type(error).__name__} {error}"
+        why = error if isinstance(error, TemplateError | ValueError) else f"{type(error).__name__} {error}"
+        if "continue_final_message" in str(error):
+            why = "it does not write the assistant's last message, which is continued, as it is: end with the user's"
         raise UserError(f"data.chat_template: the tokenizer's template refuses {where}: {why}") from error

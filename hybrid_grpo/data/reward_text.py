@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from hybrid_grpo.data.chat_template import formed, joined
 from hybrid_grpo.data.completion import Message
 from hybrid_grpo.data.picture import Picture
 from hybrid_grpo.data.special_tokens import text_ids
@@ -21,11 +22,15 @@ TOKEN_KINDS = {"token_type_ids", "mm_token_type_ids"}
 def chat_tokens(tokenizer: Any, prompt: str | list[Message], answer: str) -> list[int]:
     """Return the tokens of prompt and answer as a chat, including the special tokens of the chat template. A text
     prompt becomes a user message, and the answer an assistant message."""
-    return list(tokenizer.apply_chat_template(_chat(prompt, answer), tokenize=True, return_dict=False))
+    return list(
+        tokenizer.apply_chat_template(formed(tokenizer, _chat(prompt, answer)), tokenize=True, return_dict=False)
+    )
 
 
 def _chat(prompt: str | list[Message], answer: str) -> list[Message]:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if messages[-1]["role"] == "assistant":
+        messages, answer = messages[:-1], f"{messages[-1]['content']}{answer}"
     return [*messages, {"role": "assistant", "content": answer}]
 
 
@@ -47,6 +52,5 @@ def text_tokens(tokenizer: Any, prompt: str | list[Message], answer: str) -> lis
 
 
 def _line(message: Message) -> str:
-    if not isinstance(message["content"], str):
-        raise ValueError(f"a message has content {message['content']!r:.40}, which is not a text: set template to chat")
-    return str(message["content"]) + "\n"
+    content = message["content"]
+    return (joined(content) if isinstance(content, list) else str(content)) + "\n"

@@ -20,6 +20,7 @@ from hybrid_grpo.data.batch import Numbers, Rollout
 from hybrid_grpo.data.completion import Completion, Message, Prompt
 from hybrid_grpo.data.picture import Picture
 from hybrid_grpo.data.pictures import Album, bared, has_images
+from hybrid_grpo.data.prompts import begins_answer
 from hybrid_grpo.generation import Request, stream_key
 from hybrid_grpo.turns.calls import Turn
 from hybrid_grpo.turns.environments.environments import Environments
@@ -101,7 +102,13 @@ class Partners:
             self.user.load(device, longest)
 
     def check(self, prompts: list[Prompt]) -> None:
-        """Raise UserError if a row lacks what its environment or the user needs."""
+        """Raise UserError if a row lacks what its environment or the user needs, or begins an answer."""
+        begun = next(filter(begins_answer, prompts), None)
+        if begun is not None:
+            raise UserError(
+                f"data.prompt_column: row {begun.id} (from 0) ends with a message of the assistant, which is continued"
+                " only in completions of one turn: end it with the user's, or take out tools, environment and user"
+            )
         if self.user is not None:
             self.user.check_columns(prompts[0].columns)
         if self.environments is not None:

@@ -77,8 +77,17 @@ def _completion_ids(
     """Return the target tokens of a text or a list of one assistant message, with one token at the end that ends it."""
     where = f"data.completion_column {config.completion_column}: row {prompt.id} (from 0)"
     match value:
-        case str(text) | [{"role": "assistant", "content": str(text)}]:
+        case str(text) | [{"role": "assistant", "content": str(text)}] if not _thoughts(value):
             end = end_of(prompt, config, tokenizer, ends)
             assert end is not None, "read_pairs refuses tokenizers without end-of-sequence"
             return ended_ids(tokenizer, text, end, {tokenizer.eos_token_id, *ends}, where)
-    raise UserError(f"{where} has {value!r:.40}: give text or a list of one assistant message")
+        case [{"role": "assistant", "content": [{"type": "text", "text": str(text)}]} as message]:
+            return _completion_ids([{**message, "content": text}], prompt, config, tokenizer, ends)
+    also = f" without {_thoughts(value)}, which belongs into its text" if _thoughts(value) else ""
+    raise UserError(f"{where} has {value!r:.40}: give text or a list of one assistant message{also}")
+
+
+def _thoughts(value: Any) -> str:
+    """Return the keys of an answer whose values are not part of its text."""
+    message = value[0] if isinstance(value, list) and value and isinstance(value[0], dict) else {}
+    return " and ".join(name for name in ("tool_calls", "reasoning_content", "thinking") if message.get(name))

@@ -4,6 +4,7 @@ import functools
 import json
 from typing import Any
 
+from hybrid_grpo.data.chat_template import apply_template
 from hybrid_grpo.rewards.rules import Completions, PromptText, completion_texts
 
 
@@ -46,7 +47,7 @@ def _rendered(chat: list[dict[str, Any]], tokenizer: str | None) -> tuple[str, s
     """Return a chat as text, and the text that stands between it and the completion."""
     if tokenizer is None:
         return "\n".join(str(message["content"]) for message in chat), "\n"
-    return _tokenizer(tokenizer).apply_chat_template(chat, add_generation_prompt=True, tokenize=False), ""
+    return apply_template(_tokenizer(tokenizer), chat), ""
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.config.user_code import describe
 from hybrid_grpo.data.batch import Numbers, Rollout
+from hybrid_grpo.data.chat_template import apply_template
 from hybrid_grpo.data.chat_text import ChatText
 from hybrid_grpo.data.completion import Completion, Message, Prompt
 from hybrid_grpo.data.episodes import Observation
@@ -237,8 +238,7 @@ class ModelUser(User):
 
     def _ids(self, chat: list[Message]) -> list[int]:
         marked = [{**message, "content": self._text.marked(message["content"])} for message in chat]
-        text = self._tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True)
-        return self._text.ids(text)
+        return self._text.ids(apply_template(self._tokenizer, marked))
 
 
 def exchanged(messages: list[Message]) -> list[Message]:
