@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import bad_inputs
@@ -23,7 +24,7 @@ import forks
 import pytest
 import yaml
 from bad_inputs import Ended
-from refusals import refused
+from refusals import TWO, refusal, refused
 from workshop import Workshop
 
 from hybrid_grpo import __main__ as program
@@ -32,13 +33,13 @@ from hybrid_grpo.config import TrainConfig
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def of_features(kind: str) -> Iterator[tuple[str, ...]]:
-    """The lines of features' own files, but for those about two features of which one was taken out."""
+def of_features(kind: str) -> Iterator[tuple[Any, ...]]:
+    """The lines of features' own files, but for those about two features of which one was removed."""
     sections = {section.name for section in fields(TrainConfig)}
     for file in sorted(Path(__file__).parents[1].glob("features/*/bad_inputs.yaml")):
-        for line, *says in yaml.safe_load(file.read_text()).get(kind, ()):
-            if sections.issuperset(re.findall(r"--(\w+)\.", line)):
-                yield line, *says
+        for given, *says in yaml.safe_load(file.read_text()).get(kind, ()):
+            if sections.issuperset(re.findall(r"--(\w+)\.", given) if isinstance(given, str) else given):
+                yield given, *says
 
 
 SETTINGS = [
@@ -49,6 +50,11 @@ SETTINGS = [
 ]
 LOADED, FOUND_BY_LOADING = [*refused("loaded"), *of_features("loaded")], refused("found_by_loading")
 """The head of a run is written before its weights are read."""
+
+
+@pytest.mark.parametrize("sections, says", of_features("sections"))
+def test_sections_that_mean_nothing(sections, says):
+    assert refusal(**{"rewards": TWO, **sections}).startswith(says)
 
 
 def split(line: str) -> tuple[list[str], dict[str, str]]:

@@ -10,7 +10,6 @@ from char_tokenizer import char_tokenizer, ids
 from launching import make_task
 
 from hybrid_grpo.config import BatchPlan, DataConfig, RewardConfig, RunConfig, TrainConfig, build
-from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import configure, parse
 from hybrid_grpo.data.batch import Completion, Prompt
@@ -216,36 +215,6 @@ def test_sources_of_tasks_are_those_of_their_recipes():
         parse(TrainConfig, ["--data.mixture", "[{task: gsm8k}, {path: x}]"], "train").config.data.chat_template
         == "auto"
     )
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--data.task=letters"], "data.task and data.mixture are both set: move task into a source of the mixture"),
-        (["--data.path=x"], "data.path and data.mixture are both set"),
-        (["--data.eval_split=test"], "data.eval_split test is a split of data.path, and .* set data.eval_path"),
-        (["--data.mixture=[{path: x}, {path: y/x.jsonl}]"], "data.mixture: two sources are named x: set another name"),
-        (["--data.mixture=[{weight: 1}]"], "data.mixture: a source has neither a name, nor a path or task"),
-        (["--data.mixture=[{path: x, weight: 0}]"], r"data.mixture\[0\].weight 0 must be greater than 0"),
-        (
-            ["--data.mixture=[{path: x, wieght: 1}]"],
-            r"there is no setting data.mixture\[0\].wieght: did you mean weight",
-        ),
-        (
-            ["--rewards=[{function: exact_match, sources: [c]}]"],
-            "rewards: exact_match is for source c, which data.mixture",
-        ),
-        (["--data.mixture=[{path: nothing.jsonl}]"], "data.mixture nothing: path nothing.jsonl: there is no such file"),
-    ],
-)
-def test_a_mixture_that_cannot_work_is_refused(given, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text("{}")
-    sound = ["--policy.model=model", "--data.mixture=[{path: a.jsonl}]", "--rewards=exact_match"]
-    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')
-    with pytest.raises(UserError, match=f"^{message}"):
-        check_train(parse(TrainConfig, [*sound, *given], "train").config, 1)
 
 
 @pytest.mark.process

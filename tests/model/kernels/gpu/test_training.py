@@ -123,36 +123,3 @@ def with_partner(x, r):
     """The sizes of what a rotation adds up: an element, and the one it is rotated with."""
     x = x.double().abs()
     return torch.cat([x[..., :r] + x[..., :r].roll(r // 2, -1), x[..., r:]], -1)
-
-
-def test_gradients_are_those_of_finite_differences():
-    """The definitions in float64, along one direction; the gradients are those of the kernels in float32."""
-    generator = torch.Generator().manual_seed(0)
-    x, residual, gate, up = (random(generator, torch.float32, 2, 6) for _ in range(4))
-    weight, q, k = (random(generator, torch.float32, *shape) for shape in ((6,), (1, 2, 3, 8), (1, 1, 3, 8)))
-    cos, sin = random(generator, torch.float32, 1, 3, 4), random(generator, torch.float32, 1, 3, 4)
-
-    def summed(x, residual, weight):
-        return x + residual, rms_norm(x + residual, weight, GEMMA)
-
-    for kernel, definition, inputs in (
-        (lambda *given: AddNorm.apply(*given, GEMMA), summed, (x, residual, weight)),
-        (lambda *given: (SiluTimes.apply(*given),), lambda g, u: (g * torch.sigmoid(g) * u,), (gate, up)),
-        (
-            lambda q, k: Rotate.apply(q, k, cos, sin),
-            lambda q, k: [rotated(x, cos.double(), sin.double()) for x in (q, k)],
-            (q, k),
-        ),
-    ):
-        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-        out = kernel(*leaves)
-        along = [random(generator, torch.float64, *tensor.shape) for tensor in inputs]
-        weights = [random(generator, torch.float64, *tensor.shape) for tensor in out]
-        found = torch.autograd.grad(out, leaves, [w.float() for w in weights])
-
-        def value(step, definition=definition, inputs=inputs, along=along, weights=weights):
-            moved = [tensor.double() + step * a for tensor, a in zip(inputs, along, strict=True)]
-            return sum(float((w * part).sum()) for w, part in zip(weights, definition(*moved), strict=True))
-
-        slope = sum(float((gradient.double() * a).sum()) for gradient, a in zip(found, along, strict=True))
-        assert slope == pytest.approx((value(1e-5) - value(-1e-5)) / 2e-5, rel=1e-5)
