@@ -22,6 +22,7 @@ from hybrid_grpo import __version__
 from hybrid_grpo.config.errors import RESUME_STATUS, RunInterrupted, UserError, refuse
 from hybrid_grpo.config.features import feature_commands
 from hybrid_grpo.run.launchers import adopt_rank
+from hybrid_grpo.run.stopping.status import own_status
 from hybrid_grpo.run.stopping.watcher import watched
 
 COMMANDS = {
@@ -77,7 +78,9 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         rank = os.environ.get("RANK", "0")
         where = "" if rank == "0" else f" [rank {rank}]"
-        print(f"hybrid-grpo{where}: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        line = f"error: {' '.join(str(error).split())}"
+        if own_status().is_first_to_say(line, _GRACE_SECONDS):
+            print(f"hybrid-grpo{where}: {line}", file=sys.stderr, flush=True)
         if os.environ.get("WORLD_SIZE", "1") != "1":
             # The launcher kills the other ranks as soon as one has ended: give slower ones time to print their error.
             time.sleep(_GRACE_SECONDS)

@@ -11,6 +11,7 @@ import os
 import signal
 import tempfile
 import time
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ class RankStatus(ctypes.Structure):
     grace_s: float  # time allowed for stopping
     stall_s: float  # time without a sign of life that counts as a stall; 0: never
     stalled: float  # when this rank's watcher noticed a stall
+    said: int  # checksum of the error that the rank has printed
     behind: int  # how likely it is that others wait for this rank: 0 (it waits itself) to 4
 
 
@@ -86,6 +88,24 @@ class SharedStatus:
         """Ask this rank to stop. The first request is remembered."""
         if not self.mine.asked:
             self.mine.cause, self.mine.asked = cause, time.monotonic()
+
+    def is_first_to_say(self, error: str, patience_s: float) -> bool:
+        """Return whether this rank should print an error, because no other rank of this machine has printed the same.
+
+        A rank waits for the ranks before it, and longer the later it is, unless another error has been printed.
+        """
+        checksum, deadline = (
+            zlib.crc32(error.encode()) or 1,
+            time.monotonic() + patience_s * self.rank / (self.rank + 1),
+        )
+        while True:
+            said = {entry.said for entry in self.entries if entry.tick > self.mine.started}
+            if checksum in said:
+                return False
+            if any(said) or time.monotonic() >= deadline:
+                self.mine.said = checksum
+                return True
+            time.sleep(0.05)
 
     def listen(self, stops: Iterable[signal.Signals], patience: int = 1) -> None:
         """Make the signals `stops` ask this process to stop. A second SIGINT ends it at once; with a `patience` of 2,

@@ -18,6 +18,17 @@ def test_the_board_is_of_the_ranks_that_the_environment_describes(monkeypatch, r
     assert (len(shared.entries), shared.rank) == (ranks, int(rank) if ranks > 1 else 0)
 
 
+def test_an_error_of_several_ranks_is_printed_by_one_and_an_error_of_rank_1_by_rank_1():
+    first, second = SharedStatus(0, 2), SharedStatus(1, 2)
+    second.entries, second.mine = first.entries, first.entries[1]
+    for entry in first.entries:
+        entry.tick = 1.0
+    assert second.is_first_to_say("rank 1's own", patience_s=0.1)
+    second.mine.said = 0
+    assert first.is_first_to_say("everybody's", patience_s=60) and not second.is_first_to_say("everybody's", 60)
+    assert second.is_first_to_say("rank 1's own", patience_s=60), "at once, before the launcher ends it"
+
+
 @pytest.mark.parametrize("depth", [0, 20])
 @pytest.mark.parametrize("file, blames", [("lib/torch/distributed/c10d.py", True), ("lib/torch/nn/linear.py", False)])
 def test_an_exchange_that_fails_is_blamed_on_the_rank_that_is_dead(monkeypatch, capsys, depth, file, blames):
