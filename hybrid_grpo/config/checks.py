@@ -226,10 +226,6 @@ def _check_training(config: ModelRunConfig, world_size: int) -> None:
             not _is_installed(package) and not (package == "wandb" and config.log.wandb == "disabled"),
             f"log.trackers {package}: the package is not installed: pip install {package}, or take it out",
         )
-    refuse(
-        config.log.wandb_view and not _is_installed("wandb_workspaces"),
-        "log.wandb_view needs wandb-workspaces, which is not installed: pip install wandb-workspaces",
-    )
     _check_run_folder(config.run.dir)
     config.engine.check(world_size)
     check_data(config.data)

@@ -100,8 +100,6 @@ class LogConfig:
     """Project on wandb and trackio, experiment on MLflow."""
     wandb_entity: Text | None = None
     """Team or user on wandb. Default: the default of the account."""
-    wandb_view: Switch = False
-    """Save a view on wandb when the run begins: report.html's charts, grouped by question. Needs wandb-workspaces."""
     group: Text | None = None
     """Name shared by runs that belong together, such as the seeds of one setting. Default: none."""
     tags: list[Text] = field(default_factory=list)
@@ -128,11 +126,6 @@ class LogConfig:
     def _check(self) -> LogConfig:
         unknown = next((name for name in self.trackers if name not in TRACKERS), "")
         refuse(unknown != "", f"log.trackers {unknown} is not a tracker: {did_you_mean(unknown, TRACKERS)}")
-        refuse(
-            self.wandb_view and ("wandb" not in self.trackers or self.wandb in ("offline", "disabled")),
-            f"log.wandb_view needs wandb online, and log.trackers is {self.trackers} with log.wandb {self.wandb}:"
-            " take it out, or set log.wandb to online",
-        )
         refuse(
             len(set(self.profiled)) < len(self.profiled),
             f"log.profile {self.profile} names a step twice: take one out",

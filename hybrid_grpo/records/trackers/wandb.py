@@ -11,7 +11,6 @@ from hybrid_grpo.config import LogConfig
 from hybrid_grpo.records.files import json_safe
 from hybrid_grpo.records.metrics.catalogue import find
 from hybrid_grpo.records.trackers.steps import AXES, STEP, TrackedStep, as_row
-from hybrid_grpo.records.trackers.view import save_view
 
 WandbMode = Literal["online", "offline", "disabled"]
 
@@ -81,15 +80,6 @@ class WandbTracker:
             self._run.define_metric(axis, hidden=True)
         offline = f"offline, upload with: wandb sync {folder}/wandb/latest-run"
         self.greeting = f"wandb: {self._run.url if mode == 'online' else offline}"
-        if config.wandb_view and not resumes:  # a resumed run has its view already
-            self.greeting += self._saved_view() if mode == "online" else "; no view is saved offline"
-
-    def _saved_view(self) -> str:
-        try:
-            run = self._run
-            return f"; view: {save_view(run.entity, run.project, run.name, run.id)}"
-        except Exception as error:
-            return f"; no view was saved: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
     def write(self, step: TrackedStep) -> None:
         """Log a step as one row; its curves can be drawn over each of AXES."""
