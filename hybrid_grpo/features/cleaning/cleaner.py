@@ -34,6 +34,8 @@ class Finding:
     """The fault, in words that continue "row 3"."""
     text: str
     """The prompt; empty if there is none."""
+    is_short: bool = False
+    """Whether the prompt is like another but too short to be dropped for it."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,8 @@ class _Readable:
     """Length of the prompt, in tokens or words."""
 
 
-_Faults = Iterator[tuple[_Readable, str]]
-"""The faulty rows, and what is wrong with each."""
+_Faults = Iterator[tuple[_Readable, str] | tuple[_Readable, str, bool]]
+"""The faulty rows, what is wrong with each, and `Finding.is_short`."""
 
 
 def clean(data: DataConfig, config: CleanConfig, tokenizer: Any = None) -> tuple[list[Row], Report]:
@@ -90,11 +92,12 @@ def clean(data: DataConfig, config: CleanConfig, tokenizer: Any = None) -> tuple
     for kind, check in cleaner.checks().items():
         action = getattr(config, kind)
         faults = check([row for row in readable if row.number not in dropped])
-        found[kind] = [Finding(row.number, why, row.text) for row, why in faults]
-        if action == "refuse" and found[kind]:
-            raise UserError(_refusal(found[kind], str(source)))
+        found[kind] = [Finding(row.number, why, row.text, *short) for row, why, *short in faults]
+        sure = [finding for finding in found[kind] if not finding.is_short]
+        if action == "refuse" and sure:
+            raise UserError(_refusal(sure, str(source)))
         if action == "drop":
-            dropped |= {finding.row for finding in found[kind]}
+            dropped |= {finding.row for finding in sure}
     kept = [number for number in range(len(rows)) if number not in dropped]
     lengths = np.array([row.length for row in readable])
     quantiles = {name: int(np.quantile(lengths, share, method="nearest")) for name, share in _QUANTILES.items()}
@@ -229,7 +232,8 @@ class _Cleaner:
             if nearest is None:
                 near.add(number)
             else:
-                yield row, f"is like row {seen[nearest[0]].number} (similarity {nearest[1]:.2f})"
+                why = f"is like row {seen[nearest[0]].number} (similarity {nearest[1]:.2f})"
+                yield row, why, near.is_short(number)
 
     def _overlaps(self, rows: list[_Readable]) -> _Faults:
         index = OverlapIndex(self._held_out, [row.text for row in rows], self._config.overlap_words)
@@ -244,5 +248,6 @@ class _Cleaner:
         for row in rows:
             if found := index.find(row.text):
                 yield row, f"{found[1]} held-out row {found[0]}"
-            elif near and (nearest := near.nearest(self._numbers[normalized(row.text)])):
-                yield row, f"is like held-out row {first[nearest[0]]} (similarity {nearest[1]:.2f})"
+            elif near and (nearest := near.nearest(number := self._numbers[normalized(row.text)])):
+                why = f"is like held-out row {first[nearest[0]]} (similarity {nearest[1]:.2f})"
+                yield row, why, near.is_short(number)

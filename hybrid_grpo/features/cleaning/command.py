@@ -105,6 +105,8 @@ def _print(report: Report, options: CleanConfig, console: Console) -> None:
     dropped = "dropped" if options.output else "would be dropped"
     for kind, findings in report.found.items():
         action = dropped if getattr(options, kind) == "drop" else "kept"
+        if (short := sum(one.is_short for one in findings)) and action == dropped:
+            action = f"{dropped}, but for {short} short ones"
         table.add_row(kind, f"{len(findings):,}", f"{len(findings) / report.rows:.2%}", action if findings else "")
     table.add_row("kept", f"{len(report.kept):,}", f"{len(report.kept) / report.rows:.2%}")
     lengths = ", ".join(f"{name} {length:,}" for name, length in report.lengths.items())

@@ -20,6 +20,8 @@ _SURE = 0.98
 _MARGIN = 0.125
 """Four standard errors of a similarity estimated from sketches; a standard error is at most 0.5 / sqrt(256)."""
 _SEED = 1
+_FEWEST = 15
+"""Shingles of a prompt of eight words that others do not share: with fewer, a changed number can make another task."""
 _PAIR = 2**31
 _COMMON_SHARE = 0.2
 
@@ -67,6 +69,10 @@ class NearTexts:
         """Add a text. A text without shingles is never found."""
         if len(self._sketches.shingles_N[number]):
             self._index.insert(number, self._sketches.sketch_N[number])
+
+    def is_short(self, number: int) -> bool:
+        """Whether a text has too few shingles for a similarity to show that it asks the same as another."""
+        return len(self._sketches.shingles_N[number]) < _FEWEST
 
     def nearest(self, number: int) -> tuple[int, float] | None:
         """Return the number and the similarity of the most similar text that was added; None if none is similar."""

@@ -47,7 +47,8 @@ class CleanConfig(FeatureConfig):
     duplicates: Action = "drop"
     """Prompts equal to the prompt of an earlier row, ignoring case and white space."""
     near_duplicates: Action = "drop"
-    """Prompts nearly equal to the prompt of an earlier row; see `similarity`."""
+    """Prompts nearly equal to the prompt of an earlier row; see `similarity`. Those with fewer than about eight words
+    that other prompts do not share are reported and kept: one number may make another task of them."""
     similarity: PositiveShare = 0.5
     """Minimum similarity of near duplicates: the number of words and pairs of consecutive words that both prompts have,
     divided by the number that at least one has. Words and pairs in more than a fifth of the prompts, such as

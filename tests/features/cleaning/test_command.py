@@ -78,6 +78,17 @@ def test_faults_of_every_kind_are_told_and_left_out(there: Path, capsys: pytest.
     assert all(found["count"] == 0 for found in read("report.json")[0]["found"].values())
 
 
+def test_short_prompts_that_are_alike_are_reported_and_kept(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 75 sums, 43 were dropped as near duplicates, of each other or of held-out sums."""
+    sums = [{"prompt": f"What is {n % 9 + 1} + {n // 9 + 1}?", "answer": "1"} for n in range(75)]
+    write("sums.jsonl", sums)
+    write("held_out.jsonl", [{"prompt": "What is 9 + 9 + 1?"}])
+    assert main(["data", "--data.path=sums.jsonl", "--data.eval_path=held_out.jsonl", "--clean.output=kept.jsonl"]) == 0
+    told = capsys.readouterr().out
+    short = [int(n) for n in re.findall(r"(?:near_duplicates|overlap) .* but for (\d+) short ones", told)]
+    assert len(short) == 2 and short[0] > 40 and read("kept.jsonl") == sums
+
+
 def test_a_kind_is_looked_for_dropped_or_neither_as_it_is_set(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--data.path", "rows.jsonl", "--clean.output", "-", "--clean.answers", "report", "--clean.encoding", "off"]
     assert main(["data", *given, "--clean.near_duplicates=off", "--clean.unreadable=report", "--clean.examples=1"]) == 0
