@@ -48,6 +48,8 @@ _GRACE_SECONDS = 3.0
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return the exit status: 0, 2 after a user error, RESUME_STATUS after an interruption."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:2], "--help", *arguments[2:]]
     commands = {name: (f"hybrid_grpo.commands.{name.replace('-', '_')}", what) for name, what in COMMANDS.items()}
     commands |= feature_commands()
     if not arguments or arguments[0] in ("-h", "--help"):

@@ -48,7 +48,7 @@ class _Stopped(Exception):
 
 def run(arguments: list[str]) -> None:
     """Parse the arguments, load the model and chat until the input ends, or until the output's reader closes it."""
-    name, options = leading_argument(arguments, f"hybrid-grpo {COMMAND} [--chat.system TEXT] [options]")
+    name, options = leading_argument(arguments, f"{COMMAND} [--chat.system TEXT] [options]")
     config = parse(ChatConfig, [*_defaults(name, options), *options], COMMAND).config
     check_chat(config, int(os.environ.get("WORLD_SIZE", "1")))
     with reader_may_leave():

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from hybrid_grpo.commands.run_argument import split_run
+from hybrid_grpo.commands.run_argument import is_run
 from hybrid_grpo.config import EvaluateConfig
 from hybrid_grpo.config.checks import check_eval
 from hybrid_grpo.config.errors import refuse
-from hybrid_grpo.config.parsing import parse
+from hybrid_grpo.config.parsing import leading_argument, parse
 from hybrid_grpo.records.console import make_console
 from hybrid_grpo.records.files import json_lines
 
@@ -46,7 +46,11 @@ class Measured:
 def run(arguments: list[str]) -> None:
     """Measure the model. Prints a table on standard error, and one JSON object on standard output: the model, its
     numbers and their intervals; with `eval.against` also those of the other model, and the differences."""
-    name, options = split_run(arguments, COMMAND)
+    name, options = leading_argument(arguments, f"{COMMAND} [options]", optional=True)
+    is_other = bool(name) and not is_run(name)
+    refuse(
+        is_other, f"{name} is not the folder of a run, which has a config.yaml: usage: hybrid-grpo {COMMAND} [options]"
+    )
     recipe = ["--config", f"{name}/config.yaml"] if name else []
     config = parse(EvaluateConfig, with_trained_models([*recipe, *options]), COMMAND).config
     check_eval(config)

@@ -6,6 +6,8 @@ it finishes, so lines are in the order of finishing; `id` (the number of the pro
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -15,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import Progress
 
-from hybrid_grpo.commands.run_argument import options_of_run, split_run
+from hybrid_grpo.commands.run_argument import is_run, options_of_run
 from hybrid_grpo.config import GenerateConfig
 from hybrid_grpo.config.checks import check_generate
-from hybrid_grpo.config.parsing import parse
+from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.config.parsing import leading_argument, parse
 from hybrid_grpo.records.console import make_console
 from hybrid_grpo.records.files import json_lines, reader_may_leave
 
@@ -27,32 +30,43 @@ if TYPE_CHECKING:
 
     from hybrid_grpo.data.batch import Completion, Prompt
 
-COMMAND = "generate [RUN]"
+COMMAND = "generate [MODEL [PROMPT]]"
 
 
 def run(arguments: list[str]) -> None:
     """Parse the arguments, load the model and complete prompts; end quietly if the reader of the output closes it."""
-    config = parse(GenerateConfig, _options(arguments), COMMAND).config
+    options, prompt = _options(arguments)
+    config = parse(GenerateConfig, options, COMMAND).config
+    refuse(prompt is not None and not config.reads_stdin, "a prompt and a data set are given: take out one of them")
     path = Path(config.generate.output)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         path = path.with_name(f"{path.stem}.{os.environ.get('RANK', '0')}{path.suffix}")
     with reader_may_leave():
-        generate(config, json_lines(str(path), "generate.output"))
+        generate(config, json_lines(str(path), "generate.output"), prompt)
 
 
-def _options(arguments: list[str]) -> list[str]:
-    """Return the options; a run that comes first stands for its settings and its model, but not for its prompts."""
-    name, options = split_run(arguments, COMMAND)
-    if not name:
-        return options
+def _options(arguments: list[str]) -> tuple[list[str], str | None]:
+    """Return the options, and the prompt if one follows the model. A run that comes first stands for its settings and
+    its model, but not for its prompts."""
+    prompt = None
+    if len(arguments) > 1 and not any(argument.startswith("-") for argument in arguments[:2]):
+        prompt, arguments = arguments[1], arguments[:1] + arguments[2:]
+    name, options = leading_argument(arguments, f"{COMMAND} [options]", optional=True)
+    if not is_run(name):
+        return ["--policy.model", name, *options] if name else options, prompt
     given = any(option.partition("=")[0] in ("--data.path", "--data.task") for option in options)
     prompts = [] if given else ["--data.path", "", "--data.task", "null"]
-    return [*options_of_run(name), *prompts, *options]
+    return [*options_of_run(name), *prompts, *options], prompt
 
 
-def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[dict[str, Any]], None]]) -> None:
-    """Complete this rank's share of the prompts. `output` is entered once the prompts have been read; the function that
-    it yields is called with every completion as soon as it is finished. Raises UserError."""
+def generate(
+    config: GenerateConfig,
+    output: AbstractContextManager[Callable[[dict[str, Any]], None]],
+    prompt: str | None = None,
+) -> None:
+    """Complete this rank's share of the prompts, or `prompt` in place of standard input. `output` is entered once the
+    prompts have been read; the function that it yields is called with every completion as soon as it is finished.
+    Raises UserError."""
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     check_generate(config, ranks)
 
@@ -70,9 +84,10 @@ def generate(config: GenerateConfig, output: AbstractContextManager[Callable[[di
     tokenizer, ends = sampler.tokenizer, sampler.stop_ids
     source = training_source(config.data)
     if config.reads_stdin:
-        if sys.stdin.isatty():
+        if prompt is None and sys.stdin.isatty():
             print("one prompt per line, until the end of the input (Ctrl-D)", file=sys.stderr, flush=True)
-        source = standard_input(sys.stdin.buffer, "data.path", config.data.limit, config.data.prompt_column)
+        line = None if prompt is None else io.BytesIO(json.dumps({config.data.prompt_column: prompt}).encode())
+        source = standard_input(line or sys.stdin.buffer, "data.path", config.data.limit, config.data.prompt_column)
     partners = partners_of(config, tokenizer, ends, sampler.album)
     prompts, data = read_prompts(with_tools(config.data, partners), tokenizer, source, sampler.album)
     sampler.check_prompts(prompts, partners)

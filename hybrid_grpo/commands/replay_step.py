@@ -51,10 +51,10 @@ def run(arguments: list[str]) -> None:
     asked = next((argument for argument in arguments if argument in ("-h", "--help")), "")
     if asked:
         parse(ReplayConfig, arguments[arguments.index(asked) :], COMMAND)
-    usage = f"hybrid-grpo {COMMAND} [options]; STEP is the number of a step, from 1"
+    usage = f"{COMMAND} [options]; STEP is the number of a step, from 1"
     source, options = leading_argument(arguments[:1] + arguments[2:], usage)
     number = "".join(arguments[1:2])
-    refuse(not number.isdecimal() or int(number) < 1, f"usage: {usage}")
+    refuse(not number.isdecimal() or int(number) < 1, f"usage: hybrid-grpo {usage}")
     folder = Path(source)
     for name in ("config.yaml", "metrics.jsonl"):
         refuse(not (folder / name).is_file(), f"{folder} is not the folder of a run: it has no {name}")
@@ -205,11 +205,12 @@ def _arrive(
     if checkpoint is not None:
         load_stage(trainer, checkpoints, checkpoint)
     _say(f"step {step} of {folder}, from {f'the checkpoint of step {first - 1}' if checkpoint else 'its beginning'}")
+    if first < step:
+        _say(f"steps {first} to {step - 1}, which come before it, are repeated")
     strayed: int | None = None
     for k in range(first, step):
         trainer.step(k)
         values = trainer.meter.reduce()
-        _say(f"repeated step {k}, which comes before it")
         if strayed is None and not all(same(values.get(name), logged.get(k, {}).get(name)) for name in _DECIDE):
             strayed = k
             _say(f"WARNING: step {k} does not have the loss or gradient norm of the run: later steps differ too")

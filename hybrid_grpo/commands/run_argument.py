@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.config.errors import refuse
 
 
 def is_run(name: str) -> bool:
@@ -16,16 +16,3 @@ def options_of_run(name: str) -> list[str]:
     trained = (folder / "model" / "config.json").is_file()
     refuse(not trained, f"{name}: the run has no trained model yet: give a model, or a run that is finished")
     return ["--config", f"{folder}/config.yaml", "--policy.model", f"{folder}/model"]
-
-
-def split_run(arguments: list[str], command: str) -> tuple[str, list[str]]:
-    """Return the run that the arguments begin with, empty if they begin with an option, and the options. Raises
-    UserError if the first argument is neither."""
-    if not arguments or arguments[0].startswith("-"):
-        return "", arguments
-    name, *options = arguments
-    if not is_run(name):
-        raise UserError(
-            f"{name} is not the folder of a run, which has a config.yaml: usage: hybrid-grpo {command} [RUN] [options]"
-        )
-    return name, options

@@ -47,7 +47,7 @@ the rewards that the run's own functions gave each completion."""
 
 def run(arguments: list[str]) -> None:
     """Parse the arguments and score the completions; end quietly if the reader of the output closes it."""
-    source, options = leading_argument(arguments, f"hybrid-grpo {COMMAND} [--rewards '[{{function: ...}}]'] [options]")
+    source, options = leading_argument(arguments, f"{COMMAND} [--rewards '[{{function: ...}}]'] [options]")
     folder = Path(source)
     is_run = bool(source) and ((folder / "config.yaml").is_file() or (folder / "rollouts").is_dir())
     defaults = ["--config", f"{folder}/config.yaml"] if is_run else []

@@ -64,11 +64,16 @@ class BatchPlan:
 
     def __str__(self) -> str:
         given = f" ({self.given_rows} given)" if self.given_rows else ""
+        ranks, prompts = _counted(self.world_size, "rank"), _counted(self.prompts_per_rank, "prompt")
+        passes, parts = _counted(self.num_iterations, "iteration"), _counted(self.num_minibatches, "minibatch")
         return (
-            f"{self.world_size} ranks x {self.prompts_per_rank} prompts x {self.num_generations} completions{given}"
-            f" = {self.rows} rows a rollout; {self.num_iterations} iterations x {self.num_minibatches} minibatches"
-            f" = {self.optimizer_steps} optimizer steps of {self.rows // self.num_minibatches} rows"
+            f"{ranks} x {prompts} x {self.num_generations} completions{given} = {self.rows} rows a rollout; {passes} x"
+            f" {parts} = {_counted(self.optimizer_steps, 'optimizer step')} of {self.rows // self.num_minibatches} rows"
         )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
 def batch_plan(config: TrainConfig, world_size: int) -> BatchPlan:

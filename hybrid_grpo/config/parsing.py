@@ -15,6 +15,7 @@ from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.help import help_text
 from hybrid_grpo.config.presets import over
 from hybrid_grpo.config.recipes import GivenTwice, Settings, check_text, overlay, read_recipe, read_value
+from hybrid_grpo.config.sources import looks_like_path
 from hybrid_grpo.config.tasks import with_task
 from hybrid_grpo.config.types import YAML_WORDS, Word, fields_of, plain_types, settled, takes_mapping
 
@@ -43,14 +44,12 @@ def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[Conf
             sys.exit(0)
         refuse(not argument.startswith("--"), f"{argument} is not an option: give settings as --section.name value")
         name, equals, text = argument[2:].partition("=")
-        if name == "print_config":
+        if name in ("print_config", "print-config"):
             print_config = True
             continue
         hint = None if name == "config" else _setting_type(cls, name)
         if not equals:
-            refuse(not rest or rest[0].startswith("--"), f"{name}: expected one argument")
-            text = rest.pop(0)
-            check_text(text, name)
+            text = _value(name, hint, rest)
         if name == "config":
             given = _laid(given, _recipe(cls, text))
             continue
@@ -65,6 +64,20 @@ def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[Conf
         _print(parsed.yaml)
         sys.exit(0)
     return parsed
+
+
+def _value(name: str, hint: Any, rest: list[str]) -> str:
+    """Remove the value of an option from the arguments that follow it, and return it. Several arguments are the entries
+    of a list, or one that the shell has split; a switch without a value is turned on."""
+    kinds = plain_types(hint)
+    following = next((number for number, text in enumerate(rest) if text.startswith("--")), len(rest))
+    if not following and bool in kinds:
+        return "true"
+    refuse(not following, f"{name}: expected one argument")
+    given = rest[: following if any(get_origin(kind) is list for kind in kinds) else 1]
+    del rest[: len(given)]
+    check_text("".join(given), name)
+    return " ".join(given) if len(given) == 1 or given[0].startswith("[") else f"[{', '.join(given)}]"
 
 
 def _recipe(cls: Any, file: str) -> Settings:
@@ -94,14 +107,17 @@ def configure(cls: type[ConfigT], given: Settings) -> Parsed[ConfigT]:
     return Parsed(config, dump(config))
 
 
-def leading_argument(arguments: list[str], usage: str) -> tuple[str, list[str]]:
-    """Return the first argument, which is empty if help is requested, and the options after it. Raises UserError if the
-    first argument is missing, or if another one follows it."""
+def leading_argument(arguments: list[str], usage: str, *, optional: bool = False) -> tuple[str, list[str]]:
+    """Return the first argument, which is empty if help is requested instead, and the options after it. Raises
+    UserError if another one follows it, if it is a path at which there is nothing, or if it is missing and not
+    `optional`."""
     first, *options = arguments or [""]
-    if first in ("-h", "--help"):
+    absent = not first or (first.startswith("-") and first != "-")
+    if first in ("-h", "--help") or (absent and optional):
         return "", arguments
-    is_option = first.startswith("-") and first != "-"
-    refuse(not first or is_option or (bool(options) and not options[0].startswith("-")), f"usage: {usage}")
+    refuse(absent or (bool(options) and not options[0].startswith("-")), f"usage: hybrid-grpo {usage}")
+    missing = first != "-" and looks_like_path(first) and not os.path.exists(first)
+    refuse(missing, f"{first}: there is no such file or folder: usage: hybrid-grpo {usage}")
     return first, options
 
 
@@ -160,4 +176,6 @@ def _read(hint: Any, text: str) -> Any:
     of_texts = any(get_origin(kind) is list and str in plain_types(get_args(kind)[0]) for kind in others)
     # One name, or several with commas, instead of a list.
     is_list = of_texts and isinstance(value, str) and value and not any(get_origin(kind) is Literal for kind in kinds)
-    return [part.strip() for part in value.split(",")] if is_list else value
+    if not is_list:
+        return value
+    return [] if value == "none" else [part.strip() for part in value.split(",")]

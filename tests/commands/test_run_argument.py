@@ -3,7 +3,7 @@
 import pytest
 
 from hybrid_grpo.commands import chat, generate
-from hybrid_grpo.commands.run_argument import split_run
+from hybrid_grpo.commands import eval as evaluation
 from hybrid_grpo.config import (
     ChatConfig,
     EvaluateConfig,
@@ -41,19 +41,18 @@ def test_the_settings_of_any_run_are_a_recipe_for_every_command(run, cls):
 
 
 def test_a_run_stands_for_its_settings_and_its_trained_model(run):
-    options = generate._options([str(run), "--rollout.temperature=0.5"])
+    options, _ = generate._options([str(run), "--rollout.temperature=0.5"])
     config = parse(GenerateConfig, options, "generate").config
     assert config.policy.model == f"{run}/model" and config.reads_stdin, "its prompts come from the user"
-    named = generate._options([str(run), "--data.path", "mine.jsonl"])
+    named, _ = generate._options([str(run), "--data.path", "mine.jsonl"])
     assert parse(GenerateConfig, named, "generate").config.data.path == "mine.jsonl"
     config = parse(ChatConfig, chat._defaults(str(run), []), "chat").config
     assert config.policy.model == f"{run}/model"
 
 
 def test_what_is_no_run_is_refused(tmp_path):
-    assert split_run(["--config", "x"], "eval") == ("", ["--config", "x"])
-    with pytest.raises(UserError, match=r"words\.jsonl is not the folder of a run, .* usage: hybrid-grpo eval"):
-        split_run(["words.jsonl"], "eval [RUN]")
+    with pytest.raises(UserError, match=r"^words is not the folder of a run, .* usage: hybrid-grpo eval \[RUN\] \[opt"):
+        evaluation.run(["words"])
     (tmp_path / "config.yaml").touch()
     with pytest.raises(UserError, match="the run has no trained model yet"):
         generate._options([str(tmp_path)])

@@ -341,12 +341,18 @@ def test_a_mistake_does_not_cost_an_import_of_torch(user: User) -> None:
         ("--log.trackers=tensorboard", ["tensorboard"]),
         ("--log.trackers=wandb, tensorboard", ["wandb", "tensorboard"]),
         ("--log.trackers=[]", []),
+        ("--log.trackers none", []),
+        ("--log.trackers wandb tensorboard", ["wandb", "tensorboard"]),
+        ("--rollout.stop_ids 5 7", [5, 7]),
+        ("--log.wandb_view --log.tags a", True),
         ("--lora.target_modules=all-linear", "all-linear"),
     ],
 )
-def test_one_name_is_enough_for_a_list_of_names(option, value):
-    section, name = option[2:].partition("=")[0].split(".")
-    config = parse(TrainConfig, ["--lora.rank=4", option, "--rewards=exact_match"], "train").config
+def test_lists_need_no_brackets_and_switches_no_value(option, value):
+    words = option.split() if "=" not in option else [option]
+    section, name = words[0][2:].partition("=")[0].split(".")
+    config = parse(TrainConfig, ["--lora.rank=4", *words, "--rewards", "exact_match", "f.py:f"], "train").config
+    assert [reward.function for reward in config.rewards] == ["exact_match", "f.py:f"]
     assert getattr(getattr(config, section), name) == value
 
 

@@ -18,13 +18,15 @@ from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.fields import SECTION
 from hybrid_grpo.config.model import PolicyConfig
-from hybrid_grpo.config.parsing import parse
+from hybrid_grpo.config.parsing import leading_argument, parse
 from hybrid_grpo.features.cleaning.settings import CleanConfig
 from hybrid_grpo.records.console import make_console
 from hybrid_grpo.records.files import json_lines, reader_may_leave
 
 if TYPE_CHECKING:
     from hybrid_grpo.features.cleaning.cleaner import Report
+
+COMMAND = "data [FILE]"
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -47,7 +49,8 @@ class CheckDataConfig(RecipeReader):
 
 def run(arguments: list[str]) -> None:
     """Parse the arguments, check the rows and write the result; end quietly if the reader of the output closes it."""
-    config = parse(CheckDataConfig, arguments, "data").config
+    name, others = leading_argument(arguments, f"{COMMAND} [options]", optional=True)
+    config = parse(CheckDataConfig, ["--data.path", name, *others] if name else others, COMMAND).config
     _check_place(config)
 
     from hybrid_grpo.features.cleaning.cleaner import clean
