@@ -116,6 +116,14 @@ class TrainedRun:
         return dict(re.findall(r"^# ([\w ]+): (.+)$", publishable_text(text), re.MULTILINE))
 
     @property
+    def is_chat(self) -> bool:
+        """Whether the model reads its prompts through a chat template."""
+        config = self.model / "tokenizer_config.json"
+        inside = config.exists() and '"chat_template"' in config.read_text(encoding="utf-8")
+        has_template = inside or (self.model / "chat_template.jinja").exists()
+        return has_template and self.settings.get("data", {}).get("chat_template") != "never"
+
+    @property
     def step(self) -> int:
         return int(exported(self.model)["step"])
 
@@ -215,6 +223,8 @@ def write_card(path: Path, run: TrainedRun, evaluation: Evaluation, name: str, l
         steps=run.settings.get("run", {}).get("steps"),
         starts=[_spelled(model, run.is_local(model)) for model in run.ancestors],
         is_reward_model=is_reward_model,
+        is_chat=run.is_chat,
+        system=run.settings.get("data", {}).get("system_prompt"),
         has_adapter=(run.model / "adapter").is_dir(),
         numbers=evaluation.table() if evaluation.numbers else [],
         measured=evaluation.how,

@@ -138,7 +138,8 @@ def _into_folder(run: TrainedRun, evaluation: Evaluation, options: PublishOption
     _check_target(target)
     place = target.resolve()
     with one_line(target, ""), _folder_beside(place) as beside:
-        _fill(beside / "draft", run, evaluation, options, shutil.copy2)
+        # Not the modes of the run's files, which only their owner may read.
+        _fill(beside / "draft", run, evaluation, options, shutil.copyfile)
         sync_tree(beside / "draft")
         # Checked again, since copying a large model takes minutes.
         _check_target(target)

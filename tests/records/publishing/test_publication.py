@@ -16,7 +16,7 @@ import httpx
 import huggingface_hub
 import pytest
 import yaml
-from char_tokenizer import char_tokenizer
+from char_tokenizer import TEMPLATE, char_tokenizer
 from huggingface_hub import ModelCard
 from tiny_models import build as build_model
 from tiny_models import tiny_config
@@ -190,6 +190,30 @@ def test_the_card_says_what_the_run_measured(run: Path) -> None:
     assert "- data: train.jsonl [train]: 12 of 12 rows kept" in card.text
 
 
+@pytest.mark.parametrize(
+    "use, template, prompt",
+    [
+        ("auto", None, "aprompt"),
+        ("auto", TEMPLATE, "<bos><system>be,brief<user>amessage<assistant>"),
+        ("never", TEMPLATE, "aprompt"),
+    ],
+)
+def test_the_card_shows_how_the_model_is_prompted(
+    run: Path, capsys: pytest.CaptureFixture[str], use: str, template: str | None, prompt: str
+) -> None:
+    """A chat model's card handed it a text without its template, as one that nobody had trained it on."""
+    tokenizer = char_tokenizer(template)
+    tokenizer.save_pretrained(run / "model")
+    data = {"chat_template": use, "system_prompt": "be, brief" if prompt[0] == "<" else None}
+    train = {**TRAIN, "data": {**TRAIN["data"], **data}}
+    (run / "config.yaml").write_text(HEAD + dump(build(TrainConfig, train)))
+    hg.publish(run, folder="out")
+    (code,) = re.findall(r"```python\n(.*?)```", Path("out/README.md").read_text(), re.DOTALL)
+    shown: dict[str, Any] = {}
+    exec(code.replace("max_new_tokens=256", "max_new_tokens=2"), shown)
+    assert tokenizer.decode(shown["inputs"]["input_ids"][0]).replace(" ", "") == prompt and capsys.readouterr().out
+
+
 def test_the_published_model_loads(run: Path) -> None:
     hg.publish(run, folder="out")
     ours, theirs = (AutoModelForCausalLM.from_pretrained(folder) for folder in (run / "model", "out"))
@@ -198,6 +222,7 @@ def test_the_published_model_loads(run: Path) -> None:
         AutoTokenizer.from_pretrained("out")("ab")["input_ids"]
         == AutoTokenizer.from_pretrained(run / "model")("ab")["input_ids"]
     )
+    assert {path.stat().st_mode & 0o777 for path in Path("out").rglob("*") if path.is_file()} == {0o644}
     assert set(files(Path("out"))) == {
         *(set(files(run / "model")) - {"run.json"}),
         *("README.md", "config.yaml", "curves.svg", "publication.json"),
