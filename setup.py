@@ -60,7 +60,6 @@ setup(
         "pictures": ["num2words>=0.5.8", "pillow>=10.1"],
         "search": ["bm25s>=0.3"],
         # The last versions whose environments are made by load_environment.
-        "verifiers": ["verifiers>=0.3.1,<0.4"],
         "dev": [
             "bm25s>=0.3",
             "ftfy>=6.3",

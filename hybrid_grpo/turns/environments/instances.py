@@ -32,14 +32,6 @@ from hybrid_grpo.config.user_code import describe, import_object, import_place
 from hybrid_grpo.data.episodes import Observation
 from hybrid_grpo.rewards.functions import finite_reward
 from hybrid_grpo.turns.environments import openenv
-from hybrid_grpo.turns.environments.verifiers import (
-    PACKAGE,
-    VerifiersRollout,
-    installed,
-    is_foreign,
-    quietly,
-    rollouts_of,
-)
 from hybrid_grpo.turns.observations import Unreadable, digest, observed, received, sent, shows_pictures
 from hybrid_grpo.turns.tools.functions import WrongArguments, check_arguments, described
 from hybrid_grpo.workers.calls import Call, Failure, Interface, Reply, failed, raised
@@ -212,7 +204,7 @@ class EnvironmentProcess:
     def _end(self) -> dict[str, Any]:
         gives_reward = callable(getattr(self._instance, "get_reward", None))
         reward = self._waited(self._instance.get_reward()) if gives_reward else None
-        is_own = not isinstance(self._instance, VerifiersRollout | openenv.OpenenvRollout)
+        is_own = not isinstance(self._instance, openenv.OpenenvRollout)
         state = state_of(self._instance if is_own else self._instance.carried(), self._place)
         return {"reward": _reward(reward, "get_reward"), "state": state}
 
@@ -270,20 +262,13 @@ def _stepped(result: Any) -> tuple[Any, Any, bool]:
 def load_environment(config: EnvironmentEntry, entry: str) -> EnvironmentProcess:
     """Find the class of an entry and its methods; `entry` names the entry in messages. Raises UserError if there is
     no such class, or if it is not an environment."""
-    place, _, name = config.factory.rpartition(":")
-    setting = f"{entry} {config.factory}"
-    factory: Any
-    if place == PACKAGE:
-        factory = installed(import_place(place, setting), name, setting)
-    else:
-        factory = import_object(config.factory, setting)
+    place, setting = config.factory.rpartition(":")[0], f"{entry} {config.factory}"
+    factory: Any = import_object(config.factory, setting)
     kind: Any = factory
     made, foreign = None, None
     if not inspect.isclass(factory):
         made = _made(factory, setting)
         kind = type(made)
-        if is_foreign(made):
-            factory, kind = rollouts_of(made, setting), VerifiersRollout
     if openenv.is_foreign(kind):
         foreign = openenv.adapted(factory, made, setting)
         factory = foreign.factory
@@ -330,6 +315,6 @@ def _takes_turns(step: Callable[..., Any]) -> bool:
 
 def _made(factory: Callable[[], Any], setting: str) -> Any:
     try:
-        return quietly(factory)
+        return factory()
     except Exception as error:
         raise UserError(f"{setting}: making an environment raised {describe(error, None)}") from error
