@@ -313,13 +313,13 @@ def test_an_earlier_publication_is_replaced_whole_or_stays(run: Path, monkeypatc
     def full(source: Path, target: Path) -> None:
         if source.name == "model.safetensors":
             raise OSError(28, "No space left on device", target)
-        shutil.copyfile(source, target)
+        target.write_bytes(source.read_bytes())
 
     with (
         monkeypatch.context() as patch,
         pytest.raises(hg.UserError, match=r"deep/out cannot be written: .*No space left"),
     ):
-        patch.setattr(shutil, "copy2", full)
+        patch.setattr(shutil, "copyfile", full)
         hg.publish(run, folder="deep/out")
     assert files(Path("deep/out")) == first and [path.name for path in Path("deep").iterdir()] == ["out"]
     hg.publish(run, folder="deep/out")
@@ -343,7 +343,7 @@ def test_a_folder_that_cannot_be_replaced_is_refused_before_the_model_is_copied(
         folder.mkdir()
     monkeypatch.chdir(here)
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == volume)
-    monkeypatch.setattr(shutil, "copy2", lambda *_: pytest.fail("copied"))
+    monkeypatch.setattr(shutil, "copyfile", lambda *_: pytest.fail("copied"))
     with pytest.raises(hg.UserError, match=r"is a mount point or the current folder, .* give a folder inside it"):
         hg.publish(run, folder=given)
     assert not any(here.iterdir()) and not any(volume.iterdir())
