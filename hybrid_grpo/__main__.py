@@ -30,6 +30,7 @@ COMMANDS = {
     "sft": "supervised fine-tuning on prompt and completion pairs",
     "reward": "training of a reward model on pairs of a better and a worse answer",
     "eval": "accuracy on held-out sets, with intervals; two models compared",
+    "port": "our recipe from one of TRL, verl, OpenRLHF, ms-swift, Unsloth or LLaMA-Factory",
     "plan": "memory and time of a training run, without loading weights",
     "report": "write the report.html of a run again",
     "watch": "a page in the browser that shows runs, also while they train",

@@ -11,14 +11,19 @@ from hybrid_grpo.config.commands import RecipeReader
 from hybrid_grpo.config.composition import is_unused, setting_names
 from hybrid_grpo.config.errors import UserError, did_you_mean
 from hybrid_grpo.config.fields import LIMITS
-from hybrid_grpo.config.foreign_names import foreign_name
+from hybrid_grpo.config.foreign_names import foreign_answers, foreign_name, value_here
 from hybrid_grpo.config.train import TrainConfig
 from hybrid_grpo.config.types import bounds, example, fields_of, plain_types, type_name
 
 
 def complaint(error: ValidationError, cls: Any) -> str:
-    """Return a line that describes the first of pydantic's errors; `cls` is the class of the configuration."""
-    first = error.errors(include_url=False)[0]
+    """Return a line that describes the first of pydantic's errors, or all settings that do not exist. `cls` is the
+    class of the configuration."""
+    errors = error.errors(include_url=False)
+    unknown = [name for each in errors for name in _unknown_names(_located(each["loc"], cls), each["input"], cls)]
+    if len(unknown) > 1:
+        return unknown_settings(unknown, cls)
+    first = errors[0]
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, UserError):
         return str(cause)
@@ -30,6 +35,16 @@ def complaint(error: ValidationError, cls: Any) -> str:
     return _wrong_value(place, first["type"], first["input"], first.get("ctx", {}))
 
 
+def unknown_settings(names: Sequence[str], cls: Any) -> str:
+    """Return the message for settings that the command does not have."""
+    if len(names) == 1:
+        return unknown_setting(names[0], cls)
+    answers, left = foreign_answers(names, setting_names(cls))
+    port = ["`hybrid-grpo port FILE` writes such a recipe in the names used here"] if len(answers) > 2 else []
+    others = [unknown_setting(name, cls).removeprefix("there is no setting ") for name in left]
+    return f"{len(names)} settings do not exist: {'; '.join([*answers, *others, *port])}"
+
+
 def unknown_setting(name: str, cls: Any) -> str:
     """Return the message for a setting that the command does not have. The message suggests, in this order: our name
     for another framework's setting, the same name in another section, or a similar name in this section."""
@@ -37,7 +52,7 @@ def unknown_setting(name: str, cls: Any) -> str:
         return f"{name} is a setting of training, which {cls.command} does not use: take it out"
     section, _, last = name.rpartition(".")
     names = setting_names(cls)
-    foreign = foreign_name(name, names)
+    foreign = foreign_name(name, names, whole=True)
     if foreign is not None:
         return f"there is no setting {name}: {foreign}"
     same = [known for known in names if known.rpartition(".")[2] == last]
@@ -45,16 +60,16 @@ def unknown_setting(name: str, cls: Any) -> str:
     same = [f"{alike[0]}.{last}"] if alike else same
     if same:
         return f"there is no setting {name}: did you mean {' or '.join(same)}?"
-    unused = foreign_name(name, setting_names(TrainConfig))
-    if unused is not None:
-        return f"there is no setting {name}: {unused}, which this command does not use"
+    foreign, unused = foreign_name(name, names), foreign_name(name, setting_names(TrainConfig))
+    if foreign or unused:
+        return f"there is no setting {name}: {foreign or f'{unused}, which this command does not use'}"
     # Without the section, whose name would make any two of its settings alike.
     near = {known.rpartition(".")[2]: known for known in names if known.startswith(f"{section}.")}
     close = get_close_matches(last, near, n=1, cutoff=0.5)
     if near:
         meant = f"did you mean {near[close[0]]}?" if close else f"known are {', '.join(near.values())}"
         return f"there is no setting {name}: {meant}"
-    return f"there is no setting {name}: {did_you_mean(name, fields_of(cls))}"
+    return f"there is no setting {name}: {did_you_mean(name, fields_of(cls), likeness=0.7)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +117,16 @@ def _located(path: Sequence[int | str], cls: Any) -> _Place:
     return _Place(name, hint, owner, rest)
 
 
+def _unknown_names(place: _Place, value: Any, cls: Any) -> list[str]:
+    """Return the names of the settings at a place that do not exist: of an unknown section, all."""
+    if place.hint is not None or (place.owner is not cls and ("[" in place.name or place.name.count(".") > 1)):
+        return []
+    if isinstance(value, Mapping) and value and not foreign_name(place.name, setting_names(cls), whole=True):
+        parts = ((dataclasses.replace(place, name=f"{place.name}.{key}"), part) for key, part in value.items())
+        return [name for part, inner in parts for name in _unknown_names(part, inner, cls)]
+    return [place.name]
+
+
 def _unknown_place(place: _Place, value: Any, cls: Any) -> str:
     name, depth = place.name, place.name.count(".")
     if place.owner is cls and depth and name.partition(".")[0] in fields_of(cls):
@@ -109,10 +134,7 @@ def _unknown_place(place: _Place, value: Any, cls: Any) -> str:
         return f"{name}: a recipe has settings within their sections, as in {nested}"
     if place.owner is not cls and (depth > 1 or "[" in name):
         return f"there is no setting {name}: {did_you_mean(name.rpartition('.')[2], fields_of(place.owner))}"
-    while isinstance(value, Mapping) and value:  # an unknown section, with its first setting
-        key, value = next(iter(value.items()))
-        name = f"{name}.{key}"
-    return unknown_setting(name, cls)
+    return unknown_settings(_unknown_names(place, value, cls), cls)
 
 
 def _wrong_value(place: _Place, kind: str, value: Any, context: Mapping[str, Any]) -> str:
@@ -134,4 +156,7 @@ def _wrong_value(place: _Place, kind: str, value: Any, context: Mapping[str, Any
     if lists and len(place.rest) == 1 and isinstance(place.rest[0], int):
         name, hint = f"{name}[{place.rest[0]}]", get_args(lists[0])[0]
     expected = "a finite number" if kind == "finite_number" else type_name(hint)
-    return f"{name}: expected {expected}, got {'nothing' if value == '' else value}"
+    here = value_here(value, name) if isinstance(value, str | bool) else value
+    meant = next(iter(" ".join(map(str, pair)) for pair in here.items()), "") if isinstance(here, dict) else here
+    means = "" if meant in (value, "", []) else f": write {meant}"
+    return f"{name}: expected {expected}, got {'nothing' if value == '' else value}{means}"

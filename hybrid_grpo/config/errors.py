@@ -34,10 +34,10 @@ def refuse(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
-def did_you_mean(name: str, names: Iterable[str]) -> str:
+def did_you_mean(name: str, names: Iterable[str], likeness: float = 0.5) -> str:
     """Return `did you mean X?` if a known name is similar to `name`, otherwise a list of the known names."""
     known = list(names)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=likeness)
     return f"did you mean {close[0]}?" if close else f"known are {', '.join(known) or 'none'}"
 
 

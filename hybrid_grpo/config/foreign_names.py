@@ -1,8 +1,9 @@
-"""Names of settings in other frameworks, so that users of those frameworks are shown the names used here."""
+"""Names and values of settings in other frameworks, so that users of those are shown what is used here."""
 
 import functools
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -21,16 +22,60 @@ def foreign_names() -> dict[str, dict[str, str]]:
     return found
 
 
-def foreign_name(name: str, known: Collection[str]) -> str | None:
+@functools.cache
+def conversions() -> dict[str, Any]:
+    """Return the values, formulas and defaults of foreign_values.yaml."""
+    found: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "foreign_values.yaml").read_text(encoding="utf-8"))
+    return found
+
+
+def name_here(name: str, framework: str) -> str | None:
+    """Return what a framework's name is here, or else another's; None if it is unknown."""
+    tables = [foreign_names()[framework], *foreign_names().values()]
+    spelled = (name, name.rpartition(".")[2])
+    return next((table[part] for part in spelled for table in tables if part in table), None)
+
+
+def value_here(value: Any, *names: str) -> Any:
+    """Return what a value of theirs is here: another value, or a mapping of settings; unchanged if it is no other. Of
+    `names`, by which it is looked up, the first with a table holds."""
+    tables = conversions()["values"]
+    table: dict[str, Any] = next((tables[name] for name in names if name in tables), {})
+    if isinstance(value, list):
+        parts = [value_here(part, *names) for part in value]
+        return [part for part in parts if part != {}]
+    return table.get(str(value).lower(), table.get("*", value))
+
+
+def foreign_name(name: str, known: Collection[str], whole: bool = False) -> str | None:
     """Return a message such as `TRL's num_generations is rollout.num_generations`. None if no framework has the name,
-    or if our setting is not among the command's settings, `known`."""
-    for spelled in dict.fromkeys([name, name.rpartition(".")[2]]):
-        for framework, names in foreign_names().items():
-            ours = names.get(spelled)
-            if ours is None:
-                continue
-            if ours.startswith("nothing"):
-                return f"{framework}'s {spelled} has {ours}"
-            if "`" in ours or ours.split(" ")[0] in known:
-                return f"{framework}'s {spelled} is {ours}"
-    return None
+    or if our setting is not among the command's settings, `known`. `whole`: not by the last part of the name."""
+    return next(iter(foreign_answers([name], known, whole)[0]), None)
+
+
+def foreign_answers(names: Collection[str], known: Collection[str], whole: bool = False) -> tuple[list[str], list[str]]:
+    """Return such messages for several names, together where the answer is the same, and the names without an answer.
+    A name of several frameworks is taken for one of the framework that has most of the names."""
+    tables = sorted(foreign_names().items(), key=lambda table: -sum(name in table[1] for name in names))
+    found: dict[tuple[str, str], list[str]] = {}
+    left = []
+    for name in names:
+        spellings = dict.fromkeys([name.replace("-", "_"), name if whole else name.rpartition(".")[2]])
+        options = ((of, part, table[part]) for part in spellings for of, table in tables if part in table)
+        is_ours = (option for option in options if _is_known(option[2], known))
+        framework, spelled, ours = next(is_ours, ("", name, ""))
+        if framework:
+            found.setdefault((framework, ours), []).append(spelled)
+        else:
+            left.append(name)
+    answers, last = [], ""
+    for (framework, ours), theirs in found.items():
+        one, whose = len(theirs) == 1, "" if framework == last else f"{framework}'s "
+        verb = ("has" if one else "have") if ours.startswith("nothing") else "is" if one else "are"
+        answers.append(f"{whose}{', '.join(theirs)} {verb} {ours}")
+        last = framework
+    return answers, left
+
+
+def _is_known(ours: str, known: Collection[str]) -> bool:
+    return ours.startswith("nothing") or "`" in ours or ours.split(" ")[0] in known

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
 from hybrid_grpo.config.building import ConfigT, build, dump, refuse_unused, used_part
 from hybrid_grpo.config.commands import RecipeReader
-from hybrid_grpo.config.complaints import unknown_setting
+from hybrid_grpo.config.complaints import unknown_settings
 from hybrid_grpo.config.composition import settings_of
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.help import help_text
@@ -35,6 +36,7 @@ def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[Conf
     arguments, and SystemExit after `--help` and `--print_config`."""
     given: Settings = {}
     typed: set[str] = set()
+    unknown: list[str] = []
     print_config, rest = False, list(arguments)
     while rest:
         argument = rest.pop(0)
@@ -42,12 +44,19 @@ def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[Conf
         if argument in ("-h", "--help"):
             _print(help_text(cls, command, rest[0] if rest and not rest[0].startswith("-") else None) + "\n")
             sys.exit(0)
+        if re.match(r"\+{0,2}[a-z]\w*(\.\w+)*=", argument):  # Hydra's form
+            argument = f"--{argument.lstrip('+')}"
         refuse(not argument.startswith("--"), f"{argument} is not an option: give settings as --section.name value")
         name, equals, text = argument[2:].partition("=")
         if name in ("print_config", "print-config"):
             print_config = True
             continue
         hint = None if name == "config" else _setting_type(cls, name)
+        if hint is None and name != "config":
+            unknown.append(name)
+            while not equals and rest and not rest[0].startswith("--"):
+                rest.pop(0)
+            continue
         if not equals:
             text = _value(name, hint, rest)
         if name == "config":
@@ -59,6 +68,8 @@ def parse(cls: type[ConfigT], arguments: list[str], command: str) -> Parsed[Conf
             typed.add(name)
         except GivenTwice as error:
             raise UserError(f"{name} {text}: {error.problem}") from None
+    if unknown:
+        raise UserError(unknown_settings(unknown, cls))
     parsed = configure(cls, given)
     if print_config:
         _print(parsed.yaml)
@@ -122,16 +133,15 @@ def leading_argument(arguments: list[str], usage: str, *, optional: bool = False
 
 
 def _setting_type(cls: Any, name: str) -> Any:
-    """Return the type of a setting, of a whole section, or of an entry of a setting that is a mapping."""
+    """Return the type of a setting, of a whole section, or of an entry of a setting that is a mapping; None if there is
+    no such setting."""
     section, *path = name.split(".")
     hint = fields_of(cls).get(section)
     if path and dataclasses.is_dataclass(hint):
         hint = settings_of(cls, section).get(path.pop(0))
         if path and takes_mapping(hint):
             return Any
-    if hint is None or path:
-        raise UserError(unknown_setting(name, cls))
-    return hint
+    return None if path else hint
 
 
 def _laid(given: Settings, above: Settings, typed: Collection[str] = ()) -> Settings:

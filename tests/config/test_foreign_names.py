@@ -7,15 +7,26 @@ from paths import ROOT
 
 from hybrid_grpo.config import EvaluateConfig, TrainConfig
 from hybrid_grpo.config.building import build
+from hybrid_grpo.config.commands import RewardStageConfig, SftConfig
 from hybrid_grpo.config.composition import setting_names
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.config.foreign_names import foreign_name, foreign_names
+from hybrid_grpo.config.foreign_names import conversions, foreign_name, foreign_names
 from hybrid_grpo.config.parsing import parse
 from hybrid_grpo.config.types import fields_of
 from hybrid_grpo.records.metrics.catalogue import CATALOGUE
 
 PAGE = (ROOT / "docs/coming-from.md").read_text()
 NAMES = setting_names(TrainConfig)
+ALL_NAMES = {*NAMES, *setting_names(SftConfig), *setting_names(RewardStageConfig)}
+WITH = {
+    "grpo.kl_estimator": ["--grpo.beta", "0.1", "--grpo.kl_in", "reward"],
+    "grpo.kl_in": ["--grpo.beta", "0.1"],
+    "grpo.ref_every": ["--grpo.beta", "0.1"],
+    "grpo.ref_mix": ["--grpo.beta", "0.1", "--grpo.ref_every", "1"],
+    "lora.target_modules": ["--lora.rank", "8"],
+    "rollout.num_generations": ["--critic.enabled", "true"],
+}
+"""What a setting needs beside it."""
 
 
 def test_every_name_leads_to_a_setting_that_exists_and_is_not_one_of_ours():
@@ -26,18 +37,41 @@ def test_every_name_leads_to_a_setting_that_exists_and_is_not_one_of_ours():
             assert known, f"{framework}: {theirs} is said to be {ours}"
 
 
+def test_values_formulas_and_defaults_are_of_names_that_exist():
+    theirs = {name for names in foreign_names().values() for name in names} | {"alpha_by_rank"}
+    tables = conversions()
+    for name, values in tables["values"].items():
+        assert name in NAMES or name in theirs, name
+        for value, became in values.items():
+            settings = became if isinstance(became, dict) else {name: became} if name in NAMES else {}
+            assert settings.keys() <= set(NAMES), (name, value)
+            for setting, part in settings.items():
+                parse(TrainConfig, [f"--{setting}", str(part), *WITH.get(setting, [])], "train")
+    for ours, formulas in tables["formulas"].items():
+        assert ours == "processes" or ours in ALL_NAMES
+        used = {name for text in formulas for name in re.findall(r"[A-Za-z_][\w.]*", text)}
+        assert used <= theirs | {"processes", "rows", "steps", "prompts_per_step", "batch_size"}
+    assert all(names.keys() <= theirs for names in tables["defaults"].values())
+    assert tables["defaults"].keys() == foreign_names().keys() - {"DeepSpeed-Chat", "An older recipe"}
+
+
 def test_the_page_has_the_same_settings_and_metrics_that_exist():
     frameworks = [name for name in foreign_names() if name != "An older recipe"]
     for framework, section in zip(frameworks, PAGE.split("\n## From ")[1:], strict=True):
         assert section.startswith(framework)
-        settings, _, metrics = section.partition("| metric there")
-        rows = dict(re.findall(r"^\| `(\S+)` \| (.+) \|$", settings, re.M))
-        rows = {theirs: ours if " " in ours else ours.strip("`") for theirs, ours in rows.items()}
-        assert foreign_names()[framework].items() <= rows.items()
+        settings, _, metrics = section.partition("|metric there")
+        found = re.findall(r"^\|(`.+`)\|(.+)\|$", settings, re.M)
+        rows = {
+            name: ours if " " in ours else ours.strip("`")
+            for names, ours in found
+            for name in re.findall(r"`([^`]+)`", names)
+        }
+        here = {name: ours for name, ours in foreign_names()[framework].items() if not ours.startswith("nothing")}
+        assert here.items() <= rows.items()
         # What a feature that was taken out has left on the page is of no section.
-        others = rows.keys() - foreign_names()[framework].keys()
+        others = rows.keys() - here.keys()
         assert not any(rows[theirs].split(".")[0] in fields_of(TrainConfig) for theirs in others)
-        assert set(re.findall(r"\| `([^`]+)` \|$", metrics, re.M)) <= {metric.name for metric in CATALOGUE}
+        assert set(re.findall(r"\|`([^`]+)`\|$", metrics, re.M)) <= {metric.name for metric in CATALOGUE}
 
 
 @pytest.mark.parametrize(
@@ -82,4 +116,4 @@ def test_a_name_is_answered_with_the_right_one_or_none(name, train, evaluate):
 
 def test_a_command_without_the_setting_does_not_suggest_it():
     assert foreign_name("num_generations", ["policy.lr"]) is None
-    assert foreign_name("grpo.temperature", NAMES) is None
+    assert foreign_name("grpo.temperature", NAMES, whole=True) is None

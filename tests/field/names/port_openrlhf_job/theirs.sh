@@ -1,0 +1,31 @@
+ray job submit --address="http://127.0.0.1:8265" \
+   --runtime-env-json='{"working_dir": "/openrlhf"}' \
+   -- python3 -m openrlhf.cli.train_ppo_ray \
+   --actor_num_nodes 2 \
+   --actor_num_gpus_per_node 8 \
+   --init_kl_coef 1e-6 \
+   --use_kl_loss \
+   --use_kl_estimator_k3 \
+   --advantage_estimator group_norm \
+   --pretrain OpenRLHF/Llama-3-8b-sft-mixture \
+   --reward_pretrain OpenRLHF/Llama-3-8b-rm-700k \
+   --ckpt_path /openrlhf/ckpt \
+   --micro_train_batch_size 8 \
+   --train_batch_size 128 \
+   --rollout_batch_size 1024 \
+   --n_samples_per_prompt 2 \
+   --max_epochs 1 \
+   --prompt_max_len 1024 \
+   --max_samples 100000 \
+   --generate_max_len 1024 \
+   --zero_stage 3 \
+   --bf16 \
+   --actor_learning_rate 5e-7 \
+   --critic_learning_rate 9e-6 \
+   --prompt_data OpenRLHF/prompt-collection-v0.1 \
+   --input_key context_messages \
+   --apply_chat_template \
+   --normalize_reward \
+   --adam_offload \
+   --gradient_checkpointing \
+   --use_wandb 0123secret
