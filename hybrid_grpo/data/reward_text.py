@@ -22,9 +22,8 @@ TOKEN_KINDS = {"token_type_ids", "mm_token_type_ids"}
 def chat_tokens(tokenizer: Any, prompt: str | list[Message], answer: str) -> list[int]:
     """Return the tokens of prompt and answer as a chat, including the special tokens of the chat template. A text
     prompt becomes a user message, and the answer an assistant message."""
-    return list(
-        tokenizer.apply_chat_template(formed(tokenizer, _chat(prompt, answer)), tokenize=True, return_dict=False)
-    )
+    chat = formed(tokenizer, _chat(prompt, answer))
+    return list(tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False))
 
 
 def _chat(prompt: str | list[Message], answer: str) -> list[Message]:

@@ -5,9 +5,11 @@ and each row gets a number, or None if the function does not apply. In a signatu
 (`kwargs` of the configuration) are keyword-only; an invalid one raises ValueError before any row is scored.
 """
 
+import math
 import operator
 import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from fractions import Fraction
 from itertools import accumulate, pairwise, zip_longest
 from typing import Any, TypeVar
 
@@ -19,6 +21,7 @@ LogExtra = Callable[[str, list[Any]], None]
 """Stores a list with one element per completion under a name. Majority votes in evaluations use the name `answer`."""
 
 T = TypeVar("T")
+_DIGITS = re.compile(r"[-+]?(?:[0-9]{1,100}(?:\.[0-9]{0,100})?|\.[0-9]{1,100})")
 
 
 def completion_texts(completions: Completions) -> list[str]:
@@ -26,28 +29,51 @@ def completion_texts(completions: Completions) -> list[str]:
     return [c if isinstance(c, str) else str(c[-1]["content"]) for c in completions]
 
 
+def gold_answers(answer: Any, read: Callable[[Any], T]) -> list[T] | None:
+    """Return the right answers of a row, each read by `read`: those of a list, any of which is right, or the only one;
+    None if there is none. Raises ValueError as `read` does, and for an empty list."""
+    if isinstance(answer, list | tuple) and not answer:
+        raise ValueError("answer [] of the data set lists no right answer: give one, or null where there is none")
+    return None if answer is None else list(map(read, answer if isinstance(answer, list | tuple) else [answer]))
+
+
 def compared(
     stated: Sequence[T | None],
-    references: Sequence[T | None],
+    references: Sequence[Sequence[T] | None],
     log_extra: LogExtra | None = None,
     same: Callable[[T, T], bool] = operator.eq,
 ) -> list[float | None]:
-    """Return for each row 1.0 if the stated answer equals the reference, else 0.0; None if there is no reference."""
+    """Return for each row 1.0 if the stated answer equals one of the references, else 0.0; None if there are none."""
     if log_extra is not None:
         log_extra("answer", [None if answer is None else str(answer) for answer in stated])
     return [
-        None if reference is None else float(answer is not None and same(answer, reference))
-        for answer, reference in zip(stated, references, strict=True)
+        None if right is None else float(answer is not None and any(same(answer, one) for one in right))
+        for answer, right in zip(stated, references, strict=True)
     ]
 
 
 def exact_match(completions: Completions, answer: list[Any]) -> list[float | None]:
     """1.0 if the completion equals the column `answer`, both stripped of outer white space, else 0.0.
 
-    None if `answer` is None. An answer that is not text is converted by `str`.
+    A number equals the same number in other digits: 42.0 is 42. Any answer of a list is right. None if `answer` is
+    None. Raises ValueError for other values.
     """
     texts = [text.strip() for text in completion_texts(completions)]
-    return compared(texts, [None if gold is None else str(gold).strip() for gold in answer])
+    return compared(texts, [gold_answers(gold, _text_or_number) for gold in answer], same=_equal)
+
+
+def _text_or_number(gold: Any) -> Any:
+    if isinstance(gold, str):
+        return gold.strip()
+    if isinstance(gold, bool) or not isinstance(gold, int | float) or not math.isfinite(gold):
+        raise ValueError(f"answer {gold!r:.40} of the data set is neither text nor a number: write it as text")
+    return Fraction(str(gold))
+
+
+def _equal(text: Any, gold: Any) -> bool:
+    if isinstance(gold, Fraction):
+        return _DIGITS.fullmatch(text) is not None and Fraction(text) == gold
+    return bool(text == gold)
 
 
 def letters_in_place(
@@ -55,23 +81,35 @@ def letters_in_place(
 ) -> list[float | list[tuple[str, float]] | None]:
     """Share of positions at which the completion and the column `answer`, both stripped, have the same character.
 
-    The positions are those of the longer text, so longer completions gain nothing. None if `answer` is None.
+    The positions are those of the longer text, so longer completions gain nothing. Of a list, the answer with the
+    highest share counts. None if `answer` is None. Raises ValueError for an answer that is neither text nor a number.
     With `steps`, every character is a step whose reward is the change that it makes to the share; the sum is the same.
     """
     rewards: list[float | list[tuple[str, float]] | None] = []
     for text, gold in zip(completion_texts(completions), answer, strict=True):
-        letters, answer_letters = text.strip(), str(gold).strip()
-        right = accumulate(a == b for a, b in zip_longest(letters, answer_letters[: len(letters)]))
-        shares = [count / max(written, len(answer_letters)) for written, count in enumerate(right, 1)]
-        if gold is None:
-            rewards.append(None)
-        elif not letters or not steps:
-            rewards.append(shares[-1] if shares else float(not answer_letters))
+        letters = text.strip()
+        options = [_shares(letters, one) for one in gold_answers(gold, _letters) or ()]
+        shares = max(options, key=lambda shares: shares[-1], default=None)
+        if shares is None or not letters or not steps:
+            rewards.append(None if shares is None else shares[-1])
         else:
             space = text[: len(text) - len(text.lstrip())]
-            changes = [after - before for before, after in pairwise([0.0, *shares])]
+            changes = [after - before for before, after in pairwise(shares)]
             rewards.append([(space, 0.0)] * bool(space) + list(zip(letters, changes, strict=True)))
     return rewards
+
+
+def _letters(gold: Any) -> str:
+    _text_or_number(gold)
+    return str(gold).strip()
+
+
+def _shares(letters: str, gold: str) -> list[float]:
+    """Return the share of letters in place before each letter, and after the last."""
+    if not letters:
+        return [float(not gold)]
+    right = accumulate(a == b for a, b in zip_longest(letters, gold[: len(letters)]))
+    return [0.0, *(count / max(written, len(gold)) for written, count in enumerate(right, 1))]
 
 
 def format_regex(completions: Completions, *, pattern: str) -> list[float | None]:

@@ -6,13 +6,14 @@ Patterns take time linear in the length of the text: every repetition is bounded
 import re
 import string
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import regex  # type: ignore[import-untyped]
 
 from hybrid_grpo.data.words import language as detected
 from hybrid_grpo.data.words import language_code, last_asked
-from hybrid_grpo.rewards.rules import Completions, LogExtra, compared, completion_texts
+from hybrid_grpo.rewards.rules import Completions, LogExtra, compared, completion_texts, gold_answers
 
 _LETTERS = string.ascii_uppercase
 
@@ -59,12 +60,12 @@ def multiple_choice(
     begins a line, as in `B. `. Of several choices the last one counts; `B or C` chooses nothing. The column `choices`
     has the texts of each row's choices. It limits the letters, and a completion that is one of these texts chooses it.
 
-    `answer` is a letter, the zero-based index of a choice, or the text of one of `choices`; any other value raises
-    ValueError. If `answer` is None, so is the reward.
+    `answer` is a letter, the zero-based index of a choice, or the text of one of `choices`, or a list of right ones;
+    any other value raises ValueError. If `answer` is None, so is the reward.
     """
     texts = completion_texts(completions)
     rows = [None] * len(texts) if choices is None else choices
-    golds = [None if gold is None else choice_letter(gold, row) for gold, row in zip(answer, rows, strict=True)]
+    golds = [gold_answers(gold, partial(choice_letter, choices=row)) for gold, row in zip(answer, rows, strict=True)]
     chosen = [chosen_letter(text, row) for text, row in zip(texts, rows, strict=True)]
     return compared(chosen, golds, log_extra)
 

@@ -75,6 +75,26 @@ def test_exact_match() -> None:
     assert exact_match(chats("abc", "Abc", "x"), ["abc", "abc", None]) == [1.0, 0.0, None]
 
 
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("42", 42.0, 1), ("42.0", 42, 1), ("42", "42.0", 0), ("41", 42.0, 0), ("x", 42, 0), ("0.1", 0.1, 1),
+        ("b", ["a", "b "], 1), ("42", ["x", 42.0], 1), ("c", ["a", "b"], 0), ("1_0", 10, 0),
+    ],
+)  # fmt: skip
+def test_a_gold_answer_of_another_type(completion, answer, reward):
+    """A list or 42.0 was compared as Python writes it, so that every completion was wrong."""
+    assert exact_match([completion], [answer]) == [reward]
+
+
+def test_a_gold_answer_that_is_none_is_refused():
+    for gold in (True, math.nan, {"value": 3}, [], [None], [["a"]]):
+        for rule in (exact_match, letters_in_place, numeric_answer):
+            with pytest.raises(ValueError, match=r"answer|list"):
+                rule(["a"], [gold])
+    assert numeric_answer(["#### 3"], [["2", 3.0]]) == [1.0] and letters_in_place(["ab"], [["xb", "a"]]) == [0.5]
+
+
 def test_format_regex_matches_the_whole_over_lines() -> None:
     pattern = r"<think>.*?</think>\s*<answer>.*?</answer>"
     good = "<think>a\nb</think>\n<answer>c</answer>"

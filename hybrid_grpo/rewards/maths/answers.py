@@ -4,6 +4,7 @@ r"""The built-in rewards `math_answer` and `numeric_answer`: they find a complet
 0.5, 1/2 and \frac{1}{2} are the same number, 0.333 is not 1/3, and 2+3, \sqrt{4} and 1e3 are not numbers.
 """
 
+import math
 import re
 from collections.abc import Callable
 from fractions import Fraction
@@ -13,7 +14,7 @@ from typing import Any
 
 from hybrid_grpo.rewards.maths.grader import is_mathematical, same_answer
 from hybrid_grpo.rewards.maths.notation import LONGEST, bare, clean
-from hybrid_grpo.rewards.rules import Completions, LogExtra, compared, completion_texts
+from hybrid_grpo.rewards.rules import Completions, LogExtra, compared, completion_texts, gold_answers
 
 _HAS_MATH_VERIFY = find_spec("math_verify") is not None
 
@@ -29,13 +30,14 @@ def math_answer(
     or "Answer:"; failing that, it is whatever follows the last `####`. With `boxed_only`, only a box counts. If the
     last box is not closed, there is no answer. A number that merely occurs in the text is not an answer.
 
-    **What it must equal.** The column holds a bare answer, or a worked solution whose answer follows `####` or is in
-    `\boxed{}`. Values are compared by the conventions of docs/rewards/maths.md. None if `answer` is None. Raises
-    ValueError if math-verify is not installed, or an answer in the data set is empty or neither text nor a number.
+    **What it must equal.** The column holds a bare answer, a worked solution whose answer follows `####` or is in
+    `\boxed{}`, or a list of these, any of which is right. Values are compared by the conventions of
+    docs/rewards/maths.md. None if `answer` is None. Raises ValueError if math-verify is not installed, or an answer in
+    the data set is empty or neither text nor a number.
     """
     if not _HAS_MATH_VERIFY:
         raise ValueError("math_answer needs math-verify: pip install 'hybrid_grpo[math]'")
-    references = [None if gold is None else _reference(gold) for gold in answer]
+    references = [gold_answers(gold, _reference) for gold in answer]
     stated = [stated_answer(text, boxed_only) for text in completion_texts(completions)]
     return compared(stated, references, log_extra, same_answer)
 
@@ -66,10 +68,10 @@ def numeric_answer(
     The number follows `####` (GSM8K, arXiv:2110.14168) or is in `\boxed{}`. With `last_number`, the last number in a
     completion counts if none is marked. `parse_number` lists the notations that are understood; comparison is exact.
 
-    `answer` is a number, a number as text, or a worked solution that marks a number in the same way. The result is
-    None if `answer` is None. Raises ValueError if `answer` gives no number.
+    `answer` is a number, a number as text, or a worked solution that marks a number in the same way, or a list of
+    these, any of which is right. The result is None if `answer` is None. Raises ValueError if `answer` gives no number.
     """
-    references = [None if gold is None else _reference_number(gold) for gold in answer]
+    references = [gold_answers(gold, _reference_number) for gold in answer]
     return compared([stated_number(text, last_number) for text in completion_texts(completions)], references, log_extra)
 
 
@@ -81,13 +83,15 @@ def stated_number(text: str, last_number: bool = False) -> Fraction | None:
 
 
 def _reference_number(gold: Any) -> Fraction:
-    if not isinstance(gold, str):
+    number = None
+    if isinstance(gold, str):
+        number = parse_number(gold)
+        number = stated_number(gold) if number is None else number
+    elif isinstance(gold, int | float) and not isinstance(gold, bool) and math.isfinite(gold):
         # str gives the shortest decimal of a float: 0.1 in the data is the number 0.1, not its binary neighbour.
-        return Fraction(str(gold))
-    number = parse_number(gold)
-    number = stated_number(gold) if number is None else number
+        number = Fraction(str(gold))
     if number is None:
-        raise ValueError(f"answer {gold!r} is not a number and gives none after #### or in \\boxed{{}}")
+        raise ValueError(f"answer {gold!r:.40} is not a number and gives none after #### or in \\boxed{{}}")
     return number
 
 
