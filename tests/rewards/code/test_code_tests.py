@@ -3,8 +3,7 @@
 import json
 
 import pytest
-from cheating_programs import CHEATS as CHEATING
-from cheating_programs import WAYS
+from cheating_programs import CHEATS, WAYS
 from reward_helpers import isolated, rows
 
 from hybrid_grpo.config import RewardConfig
@@ -47,63 +46,6 @@ def test_share_and_all(program: str, expected: float) -> None:
     assert reward(program, timeout_s=2.0, score="all") == float(expected == 1.0)
 
 
-CHEATS = {
-    "exit": "import sys\nsys.exit(0)",
-    "exit at once": "import os\nos._exit(0)",
-    "exit when called": "import os\ndef square(x): os._exit(0)",
-    "exit at the end": "import atexit, os\natexit.register(os._exit, 0)\ndef square(x): raise SystemExit(0)",
-    "equal to all": "class A:\n    __eq__ = __ne__ = __lt__ = lambda *a: True\ndef square(x): return A()",
-    "a number equal to all": "class A(int):\n    __eq__ = lambda *a: True\n    __hash__ = int.__hash__\n"
-    "def square(x): return A(7)",
-    "builtins": "import builtins\nbuiltins.AssertionError = None\nbuiltins.__build_class__ = None\n"
-    "builtins.abs = builtins.len = lambda *a: 0\ndef square(x): return 7",
-    "exceptions": "import sys\nsys.excepthook = lambda *a: None\ndef square(x): return 7",
-    "trace": "import sys\nsys.settrace(lambda *a: None)\nsys.setprofile(lambda *a: None)\ndef square(x): return 7",
-    "frames": "import sys\ndef square(x):\n    frame = sys._getframe()\n    while frame:\n"
-    "        for value in list(frame.f_globals.values()) + list(frame.f_locals.values()):\n"
-    "            if 'assert square' in repr(value): return eval(repr(value).split('== ')[1].split('\"')[0])\n"
-    "        frame = frame.f_back\n    return 7",
-    "own file": "def square(x):\n    text = open(__file__).read()\n    return 7",
-    "success": "print('1111')\nprint('PASSED 4 passed', flush=True)\ndef square(x): return 7",
-    "every file": "import os\nfor number in range(64):\n    try: os.write(number, b'1111')\n    except OSError: pass\n"
-    "def square(x): return 7",
-    "replies": "import os, pickle, struct\n"
-    "message = pickle.dumps(('value', ({'square': 4, 'sorted': 4, '__builtins__': {}}, None)))\n"
-    "for _ in range(9):\n    try: os.write(4, struct.pack('>i', len(message)) + message)\n    except OSError: pass",
-    "code in a reply": "class A:\n    def __reduce__(self):\n        return (print, ('gone',))\n"
-    "import os, pickle, struct\nmessage = pickle.dumps(('value', A()))\n"
-    "os.write(4, struct.pack('>i', len(message)) + message)\ndef square(x): return 7",
-    "the channel": "import sys\njudging = sys.modules['hybrid_grpo.rewards.code.judge']\n"
-    "call = judge.Channel._call\njudging.Remote.__eq__ = lambda *a: True\n"
-    "def first(*a):\n    judge.Channel._call = lambda *a: ('yes', None)\n    return call(*a)\n"
-    "judge.Channel._call = first\ndef square(x): return first",
-    # The first reply has the program's names, and changes the argument, the list of names that were asked for.
-    "other names": "import sys\nChannel = sys.modules['hybrid_grpo.rewards.code.judge'].Channel\n"
-    "call, names = Channel._call, ['square', 'sorted', 'abs']\ndef first(*a):\n    Channel._call = call\n"
-    "    return {'square': square, 'sorted': lambda v: [4], 'abs': lambda v: 0}, ((names,), {})\n"
-    "Channel._call = first\ndef square(x): return 7",
-    # What `==` means to the judge, changed by a message: Counter.__eq__ = int, and a Counter as the value.
-    "a class changed by a reply": "import os, struct\n"
-    "name = lambda text: b'X' + struct.pack('<I', len(text)) + text\n"
-    "message = b'\\x80\\x04ccollections\\nCounter\\nq\\x00N}' + name(b'__eq__') + b'cbuiltins\\nint\\ns\\x86b0'\n"
-    "message += name(b'value') + b'h\\x00)RN\\x86\\x86.'\n"
-    "def square(x): os.write(4, struct.pack('>i', len(message)) + message)",
-    "imports": "import sys, types\nsys.modules['math'] = types.SimpleNamespace(isclose=lambda *a: True)\n"
-    "math = sys.modules['math']\ndef square(x): return 7",
-}
-
-
-@pytest.mark.parametrize("cheat", CHEATS)
-def test_cheats_gain_nothing(cheat: str) -> None:
-    assert reward(CHEATS[cheat], timeout_s=2.0) == 0.0
-    close = [
-        "assert abs(square(3) - 9) < 1e-6",
-        "assert math.isclose(square(2), 4)",
-        "assert sorted([square(2)]) == [4]",
-    ]
-    assert reward(CHEATS[cheat], close, timeout_s=2.0) == 0.0
-
-
 def test_no_way_to_compare_values_is_open_to_a_program_that_does_not_know_them() -> None:
     """Plain data used to keep attributes that a program had given it: an OrderedDict with an `issubset` of its own was
     handed the expected value. A StopIteration ended the loop of `map`, and no value was compared."""
@@ -111,7 +53,7 @@ def test_no_way_to_compare_values_is_open_to_a_program_that_does_not_know_them()
     equals = "assert f(2).equals(4)"
     for way in WAYS:
         assert any(reward(program, way) == 1.0 for program in honest) or way == equals, way
-    for name, program in CHEATING.items():
+    for name, program in CHEATS.items():
         assert reward(program, "\n".join(WAYS), timeout_s=5.0) == 0.0, name
 
 
