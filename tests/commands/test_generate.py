@@ -16,6 +16,7 @@ import pytest
 import torch
 from launching import make_task
 from paths import ROOT
+from refusals import refused
 
 from hybrid_grpo.__main__ import main
 from hybrid_grpo.config import GenerateConfig
@@ -226,39 +227,7 @@ def test_a_reader_who_has_had_enough_ends_it_quietly() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "stdin", "says"),
-    [
-        (["--policy.model=no/such/model"], "a=", "policy.model no/such/model: there is no such folder"),
-        (["--data.path=no.jsonl"], "", "data.path no.jsonl: there is no such file or folder"),
-        ([], "", "data.path standard input is empty: it has no rows"),
-        ([], "\n \n", "data.path standard input is empty: it has no rows"),
-        ([], '{"prompt": ""}', "row 0 (from 0) of standard input is an empty prompt"),
-        ([], '{"promt": "a="}', "standard input has no such column: did you mean promt?"),
-        ([], 'a=\n{"prompt": 1', "data.path standard input line 2 is not JSON (Expecting"),
-        ([], b"a=\n\n\xe4=\n", "data.path standard input line 3 is not JSON ('utf-8' codec"),
-        (["--data.max_prompt_tokens=3"], "a=\nabcd=\n", "the prompt of row 1 (from 0) of standard input has 5 tokens"),
-        (
-            ["--data.over_long=drop", "--data.max_prompt_tokens=3"],
-            "abcd=",
-            "all 1 prompts of standard input are longer",
-        ),
-        (
-            ["--rollout.max_completion_tokens=62"],
-            "ab=",
-            "completion is 65 tokens: limit data.max_prompt_tokens + rollout.max_completion_tokens to 64",
-        ),
-        (["--rollout.stop_ids=[99]"], "a=", "rollout.stop_ids 99 is not a token of policy.model"),
-        (["--rollout.logit_bias={99: 1.0}"], "a=", "rollout.logit_bias 99 is not a token of policy.model"),
-        (["--generate.output=model"], "a=", "generate.output model is a folder"),
-        (["--generate.output=no/out.jsonl"], "a=", "generate.output no/out.jsonl: there is no folder no"),
-        ([*DATA, "--generate.output=./words.jsonl"], "", "generate.output words.jsonl would replace the prompts"),
-        (
-            ["--rollout.temperature=0", "--rollout.num_generations=2"],
-            "a=",
-            "rollout.num_generations 2: at temperature 0 all",
-        ),
-        (["--rollout.num_generations=0"], "a=", "rollout.num_generations 0 must be 1 or greater"),
-        (["--generate.file=x"], "a=", "there is no setting generate.file"),
-    ],
+    [*refused("generate"), ([], b"a=\n\n\xe4=\n", "data.path standard input line 3 is not JSON ('utf-8' codec")],
 )
 def test_a_mistake_gives_one_line_and_status_2(
     terminal: Terminal, arguments: list[str], stdin: str | bytes, says: str

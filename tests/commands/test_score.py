@@ -17,6 +17,7 @@ import pytest
 import yaml
 from char_tokenizer import char_tokenizer
 from launching import make_task
+from refusals import refused
 
 from hybrid_grpo.__main__ import main
 from hybrid_grpo.config import ScoreConfig
@@ -332,25 +333,7 @@ def test_rewards_of_steps_add_up_to_those_of_the_run(run_there: Path, capsys: py
         assert early is None or row["rewards"]["by_letter"] == pytest.approx(early)
 
 
-@pytest.mark.parametrize("options, says", [
-    (["--score.steps=3"], "usage: hybrid-grpo score FILE_OR_RUN"),
-    (["runs/run", "more"], "usage: hybrid-grpo score FILE_OR_RUN"),
-    (["empty"], "empty has no rollouts: they are written by a training run with log.rollouts_every above 0"),
-    (["runs/run", "--score.steps=two"], "score.steps 'two' is not a range of steps"),
-    (["runs/run", "--score.steps=7-9"], "score.steps 7-9 has no rollouts: the run has those of steps 1 to 3"),
-    (["runs/run", "--score.output=a/b"], "score.output a/b: there is no folder a"),
-    (["train.jsonl", "--rewards=[{function: exact_match}]", "--score.steps=3"], "is not the folder of a run"),
-    (["runs/run", "--score.step=2"], "there is no setting score.step: did you mean score.steps?"),
-    (["runs/run", "--rewards", "[{function: 'mine.py:needs'}]"], "needs needs topic, which is neither a column"),
-    (["runs/run", "--rewards", "[{function: 'mine.py:plays'}]"], "environments, which rollout.environment makes and"),
-    (["torn"], "torn/rollouts/step_000002.jsonl line 16 is not JSON"),
-    (["lacking"], "lacking/rollouts/step_000002.jsonl has groups of different sizes, or lacks lines"),
-    (["foreign"], "foreign/rollouts/step_000001.jsonl line 1 has no completion as a run writes it"),
-    (["mistyped"], "mistyped/rollouts/step_000001.jsonl line 1 has no length as a run writes it"),
-    (["texts"], "texts/rollouts/step_000001.jsonl line 1 has no rewards as a run writes it"),
-    (["runs/run", "--score.output=runs/run/rollouts/step_000002.jsonl"], "would replace a file of the run"),
-    (["runs/run", "--score.threshold=1"], "there is no setting score.threshold: did you mean eval.threshold?"),
-])  # fmt: skip
+@pytest.mark.parametrize("options, says", refused("score"))
 def test_mistakes_with_a_run(
     run_there: Path, capsys: pytest.CaptureFixture[str], options: list[str], says: str
 ) -> None:

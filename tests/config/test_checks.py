@@ -71,25 +71,6 @@ def test_the_batch_equation() -> None:
     assert "= 6 optimizer steps of 128 rows" in str(plan)
 
 
-@pytest.mark.parametrize(
-    ("setting", "path", "complaint"),
-    [
-        ("policy.model", "nope/nope/nope", "there is no such folder"),
-        ("policy.model", "{folder}", "has no config.json"),
-        ("policy.model", "{folder}/train.jsonl", "is a file"),
-        ("data.path", "{folder}/nope.jsonl", "there is no such file or folder"),
-        ("data.path", "nope.jsonl", "there is no such file or folder"),
-        ("data.path", "{folder}/empty.jsonl", "is empty"),
-        ("data.eval_path", "{folder}/nope", "there is no such file or folder"),
-    ],
-)
-def test_paths_that_lead_nowhere(user: User, setting: str, path: str, complaint: str) -> None:
-    (user.folder / "empty.jsonl").touch()
-    path = path.format(folder=user.folder)
-    message = user.refused(f"--{setting}={path}")
-    assert message.startswith(f"{setting} {path}") and complaint in message
-
-
 def test_what_is_not_given_is_named() -> None:
     with pytest.raises(UserError, match=r"^policy\.model is not set"):
         check_train(parse(TrainConfig, [], "train").config, 1)

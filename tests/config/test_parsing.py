@@ -202,23 +202,6 @@ def test_stop_strings_hold_text(user: User) -> None:
     assert "rollout.stop_strings has an empty text" in user.refused("--rollout.stop_strings", '["a", ""]')
 
 
-@pytest.mark.parametrize(
-    ("fields", "complaint"),
-    [
-        ("timeout_s: 0", "rewards[0].timeout_s 0 must be greater than 0"),
-        ("timeout_s: -1.5", "rewards[0].timeout_s -1.5 must be greater than 0"),
-        ("batch_size: 0", "rewards[0].batch_size 0 must be 1 or greater or auto or group"),
-        ("batch_size: groups", "rewards[0].batch_size"),
-        ("batch_size: 1.5", "rewards[0].batch_size"),
-        ("isolation: thread", "rewards[0].isolation"),
-        ("weight: .nan", "rewards[0].weight: expected a finite number, got nan"),
-    ],
-)
-def test_settings_of_a_reward_that_cannot_be(user: User, fields: str, complaint: str) -> None:
-    message = user.refused("--rewards", f"[{{function: exact_match, {fields}}}]")
-    assert message.startswith(complaint)
-
-
 def test_rewards_that_are_no_yaml_are_not_taken_for_a_name(user: User) -> None:
     text = "[{function: exact_match"
     assert user.refused("--rewards", text).startswith(f"rewards {text} cannot be read as YAML: close every bracket")

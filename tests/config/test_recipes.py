@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from refusals import refused
 from user import User
 
 from hybrid_grpo.config.recipes import read_recipe, read_value
@@ -31,23 +32,7 @@ def test_a_date_that_is_none_is_text(user: User) -> None:
     assert user.refused("--policy.lr=2026-99-01") == "policy.lr: expected a finite number, got 2026-99-01"
 
 
-@pytest.mark.parametrize(
-    ("recipe", "complaint"),
-    [
-        ("", "holds no settings"),
-        ("# nothing\n", "holds no settings"),
-        ("- a\n", "holds no settings"),
-        ("policy:\n", "recipe.yaml: policy must have settings below it"),
-        ("run: {seed: 1}\npolicy: 3\n", "recipe.yaml: policy must have settings below it"),
-        ("policy: {lr: 1\n", "cannot be read: line 2"),
-        ("policy: {model: {{MODEL}}}\n", "cannot be read: line 1: found unhashable key"),
-        ("policy:\n\tlr: 1\n", "cannot be read: line 2"),
-        ("policy: {lr: 1}\npolicy: {seed: 2}\n", "line 2: policy is given twice"),
-        ("policy:\n  lr: 1\n  lr: 2\n", "line 3: lr is given twice"),
-        ("rewards:\n- {function: a, weight: 1, weight: 2}\n", "line 2: weight is given twice"),
-        ("policy:\n  ? [lr]\n  : 1\n", "cannot be read: line 2: found unhashable key"),
-    ],
-)
+@pytest.mark.parametrize("recipe, complaint", refused("yaml"))
 def test_yaml_that_would_let_a_mistake_pass(user: User, recipe: str, complaint: str) -> None:
     message = user.refused(yaml=recipe)
     assert message.startswith("--config ") and "recipe.yaml" in message and complaint in message
