@@ -6,8 +6,6 @@ from collections.abc import Collection
 from functools import lru_cache
 from typing import Any
 
-from hybrid_grpo.config.errors import refuse
-
 
 def text_ids(tokenizer: Any, text: str, *, ended: bool = False) -> list[int]:
     """Return the tokens of a text, after those that the tokenizer adds before a text, such as BOS, unless the text
@@ -27,16 +25,12 @@ def _added(tokenizer: Any, _: int) -> tuple[list[int], list[int]]:
     return whole[:place], whole[place + len(bare) :]
 
 
-def ended_ids(tokenizer: Any, text: str, end: int, ends: Collection[int], where: str) -> list[int]:
-    """Return the tokens of a completion up to the first that ends it, one of `ends`; if it has none, `end` is added.
-    White space and further end tokens after it are left out. Raises UserError, which begins with `where`, if other text
-    follows."""
+def ended_ids(tokenizer: Any, text: str, end: int, ends: Collection[int]) -> list[int]:
+    """Return the tokens of a completion up to the token that ends it, one of `ends`; `end` is added if there is none.
+    White space and further end tokens after it are left out. End tokens that text follows end turns within it."""
     ids: list[int] = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    place = next((place for place, token in enumerate(ids) if token in {end, *ends}), len(ids))
-    more = tokenizer.decode([token for token in ids[place:] if token not in {end, *ends}]).strip()
-    refuse(
-        bool(more),
-        f"{where} has text after {tokenizer.decode(ids[place : place + 1])!r}, which ends a completion: {more!r:.40}:"
-        " remove it, or put all but the last turn into the prompt",
-    )
-    return [*ids[:place], ids[place] if place < len(ids) else end]
+    place = len(ids)
+    while place and (ids[place - 1] in {end, *ends} or not tokenizer.decode(ids[place - 1 : place]).strip()):
+        place -= 1
+    last = next((at for at in range(place, len(ids)) if ids[at] in {end, *ends}), None)
+    return [*ids, end] if last is None else ids[: last + 1]

@@ -80,7 +80,7 @@ def _completion_ids(
         case str(text) | [{"role": "assistant", "content": str(text)}] if not _thoughts(value):
             end = end_of(prompt, config, tokenizer, ends)
             assert end is not None, "read_pairs refuses tokenizers without end-of-sequence"
-            return ended_ids(tokenizer, text, end, {tokenizer.eos_token_id, *ends}, where)
+            return ended_ids(tokenizer, text, end, {tokenizer.eos_token_id, *ends})
         case [{"role": "assistant", "content": [{"type": "text", "text": str(text)}]} as message]:
             return _completion_ids([{**message, "content": text}], prompt, config, tokenizer, ends)
     also = f" without {_thoughts(value)}, which belongs into its text" if _thoughts(value) else ""

@@ -190,7 +190,7 @@ def _completions(group: Rollout, prompt: Prompt, guest: GuestConfig, learner: Le
             " baseline",
         )
         if not are_tokens:
-            token_ids = _tokenized(prompt, text, end != "length", learner, where)
+            token_ids = _tokenized(prompt, text, end != "length", learner)
         refuse(not token_ids, f"{where} is an empty completion, and no token ends one: take it out")
         refuse(
             len(token_ids) > limit,
@@ -224,10 +224,10 @@ def _fits(ids: Any, logp: Any) -> bool:
     )
 
 
-def _tokenized(prompt: Prompt, text: str, ends: bool, learner: Learner, where: str) -> list[int]:
+def _tokenized(prompt: Prompt, text: str, ends: bool, learner: Learner) -> list[int]:
     """Return the tokens of a text, with one end token at the end if it `ends`."""
     if not (ends and learner.ends):
         return list(learner.tokenizer(text, add_special_tokens=False)["input_ids"])
     end = end_of(prompt, learner.config.data, learner.tokenizer, learner.ends)
     own = learner.ends[0] if end is None or end not in learner.ends else end
-    return ended_ids(learner.tokenizer, text, own, learner.ends, where)
+    return ended_ids(learner.tokenizer, text, own, learner.ends)

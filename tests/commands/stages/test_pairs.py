@@ -96,12 +96,6 @@ def test_a_row_that_has_no_completion_is_named(data, bad):
         read_pairs(data(("a", "x"), ("b", bad)), char_tokenizer(), 10)
 
 
-def test_a_completion_that_goes_on_after_its_end_is_refused(data):
-    """The sampler never goes on there; the rest was trained all the same."""
-    with pytest.raises(UserError, match=r"^data.completion_column completion: row 1 .* after '<eos>', .*: 'd': remove"):
-        read_pairs(data(("a", "x"), ("a", "c<eos> d")), char_tokenizer(), 10)
-
-
 def test_a_missing_column_or_eos_is_refused(data):
     with pytest.raises(
         UserError, match=r"^data.completion_column answer: .* has no such column: known are prompt, completion$"
