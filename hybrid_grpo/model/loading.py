@@ -360,6 +360,17 @@ def draw_normal(parameter: Any, std: float, seed: int) -> None:
     held.copy_(whole[first : first + len(held)])
 
 
+def own_sampling(name: str) -> dict[str, float]:
+    """Return the sampling that a model's generation_config.json asks for, by the names of `rollout`."""
+    try:
+        own = GenerationConfig.from_pretrained(name).to_dict()
+    except (OSError, ValueError, TypeError):  # none, or one that `stop_ids` reports
+        return {}
+    if own.get("do_sample") is False:
+        return {"temperature": 0.0}
+    return {n: own[n] for n in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty") if own.get(n)}
+
+
 def stop_ids(name: str, tokenizer: Any, more: list[int], config: Any, setting: str = "policy.model") -> tuple[int, ...]:
     """Return all tokens that end a completion: the tokenizer's EOS, the stop tokens of the model's generation config,
     and `more`. Raises UserError if one is not a token of the model."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -91,6 +92,20 @@ def test_what_was_said_is_the_beginning_of_the_next_prompt(talk: Talk) -> None:
     assert "[cut at rollout.max_completion_tokens 6]" in talk.err and "run.seed 0, temperature 1," in talk.err
 
 
+@pytest.mark.parametrize(
+    ("own", "options", "sampling"),
+    [
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20}, [], "temperature 0.6, top_p 1, top_k 20"),
+        ({"temperature": 0.6, "top_p": 0.9}, ["--rollout.temperature=0"], "temperature 0, top_p 0.9, top_k 0"),
+        ({"do_sample": False}, [], "temperature 0, top_p 1, top_k 0"),
+    ],
+)
+def test_a_model_is_sampled_as_it_asks(talk: Talk, own: Any, options: list[str], sampling: str) -> None:
+    shutil.copytree("plain", "own", dirs_exist_ok=True)
+    Path("own/generation_config.json").write_text(json.dumps(own))
+    assert talk("own", *options, lines=["ab"]) and f"sampling: run.seed 0, {sampling}, " in talk.err
+
+
 def test_without_a_template_the_model_continues_the_text(talk: Talk, tmp_path: Path) -> None:
     saved = tmp_path / "said.jsonl"
     talk("plain", "--rollout.temperature=0", lines=["ab", "cd", f"/save {saved}", "/quit", "e"])
@@ -120,7 +135,7 @@ def test_the_oldest_turns_make_room(talk: Talk) -> None:
         (["plain", "--rollout.max_completion_tokens=64"], [], "policy.model has 64 positions: set it to 32 or lower"),
         (["templated", "--data.chat_template_kwargs={thinking: true}"], [], "reads no such variable"),
         (["plain", "--chat.adapter=plain"], [], "chat.adapter plain is not an adapter: adapter_config.json: there is"),
-        (["nowhere/"], [], "policy.model nowhere/"),
+        (["nowhere/"], [], "nowhere/: there is no such file or folder"),
     ],
 )
 def test_what_cannot_be_is_told_in_one_line(talk: Talk, arguments: list[str], lines: list[str], message: str) -> None:
