@@ -18,10 +18,9 @@ def looks_like_path(name: str) -> bool:
     )
 
 
-def matching_files(pattern: str) -> list[str]:
-    """Return the files that a pattern such as `data/*.jsonl` matches, sorted; none for the name of a file or folder."""
-    is_pattern = re.search(r"[*?\[]", pattern) and not os.path.exists(pattern)
-    return sorted(filter(os.path.isfile, glob(pattern, recursive=True))) if is_pattern else []
+def matching_files(name: str) -> list[str]:
+    """Return the file of this name or, of a pattern such as `data/*.jsonl`, the files, sorted; none for a folder."""
+    return sorted(filter(os.path.isfile, [name] if os.path.exists(name) else glob(name, recursive=True)))
 
 
 def check_source(name: str, source: Any) -> None:
@@ -29,11 +28,11 @@ def check_source(name: str, source: Any) -> None:
     if not isinstance(source, str):
         return
     refuse(not source, f"{name} is not set: give a file of rows, a dataset folder or a hub name")
-    if looks_like_path(source) and not matching_files(source):
+    files = matching_files(source)
+    if looks_like_path(source) and not files:
         refuse(not Path(source).exists(), f"{name} {source}: there is no such file or folder")
-        is_special = not Path(source).is_file() and not Path(source).is_dir()
-        refuse(is_special, f"{name} {source} is neither a file nor a folder: give a file on disk")
-        refuse(Path(source).is_file() and Path(source).stat().st_size == 0, f"{name} {source} is empty")
+        refuse(not Path(source).is_dir(), f"{name} {source} is neither a file nor a folder: give a file on disk")
+    refuse(any(os.path.getsize(file) == 0 for file in files), f"{name} {source} is empty")
 
 
 def check_model_folder(setting: str, model: str) -> None:

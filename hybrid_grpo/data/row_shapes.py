@@ -9,11 +9,11 @@ the settings to choose.
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from hybrid_grpo.config import DataConfig
-from hybrid_grpo.config.errors import UserError, did_you_mean
+from hybrid_grpo.config.errors import did_you_mean
 from hybrid_grpo.data.tasks import Row
 
 _CHATS = ("messages", "conversations", "conversation")
@@ -40,30 +40,24 @@ def way_out(setting: str, column: str, row: Row) -> str:
     return f"known are {', '.join(row)}: set {setting} {usual}{', or data.task gsm8k' if is_gsm8k else ''}"
 
 
-def shape_reader(config: DataConfig, first: Row, source: str) -> Callable[[int, Row], Row]:
-    """Return a function that converts a row, given its number; `first` has the columns of all rows. Columns that are
-    not set are kept. The function raises UserError, naming the row, if the row is not as its columns promise."""
+def shape_of(config: DataConfig, columns: Collection[str]) -> Callable[[Row], Row]:
+    """Return a function that converts a row of a source with these columns: it returns the columns that change. It
+    raises ValueError, which goes on from the row's name, if the row is not as its columns promise."""
     prompt, completion = config.prompt_column, config.completion_column
-    is_absent = prompt == DataConfig.prompt_column and prompt not in first
-    chats = [name for name in _CHATS if name in first and (is_absent or name == prompt)]
-    is_alpaca = is_absent and {"instruction", "output"} <= {*first}
-    column = chats[0] if chats else prompt
+    is_absent = prompt == DataConfig.prompt_column and prompt not in columns
+    column = next((name for name in _CHATS if name in columns and (is_absent or name == prompt)), None)
 
     def converted(row: Row) -> Row:
-        if is_alpaca and not chats:
+        if column is None and is_absent and {"instruction", "output"} <= {*row}:
             return {prompt: _instruction(row), completion: row["output"]}
-        made = {name: _as_chat(row[name], config) for name in (column, completion) if name in row}
-        if not chats or completion in first or not isinstance(made[column], list):
-            return {**made, prompt: made[column]} if column in made else made
-        return dict(zip((prompt, completion), _split(made[column], row.get("system")), strict=True))
+        made = {name: _as_chat(row[name], config) for name in (prompt, completion) if name in row}
+        if column is not None:
+            made[prompt] = _as_chat(row[column], config)
+        if column is None or completion in row or not isinstance(made[prompt], list):
+            return made
+        return dict(zip((prompt, completion), _split(made[prompt], row.get("system")), strict=True))
 
-    def read(number: int, row: Row) -> Row:
-        try:
-            return {**row, **converted(row)}
-        except ValueError as error:
-            raise UserError(f"data.prompt_column {column}: row {number} (from 0) of {source} {error}") from error
-
-    return read
+    return converted
 
 
 def _split(chat: list[Any], system: Any) -> tuple[list[Any], list[Any] | None]:

@@ -5,8 +5,7 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -17,8 +16,8 @@ from hybrid_grpo.config.errors import UserError, refuse, type_of
 from hybrid_grpo.config.held_out import HeldOut
 from hybrid_grpo.config.sources import matching_files
 from hybrid_grpo.data.row_files import arrow_rows, file_rows, json_rows
-from hybrid_grpo.data.row_shapes import shape_reader
-from hybrid_grpo.data.tasks import Row, make_rows, row_reader
+from hybrid_grpo.data.row_shapes import shape_of
+from hybrid_grpo.data.tasks import Row, load_task, make_rows, row_reader
 from hybrid_grpo.model import hub
 
 
@@ -54,14 +53,21 @@ class Source:
         return self.path or f"task {self.task}"
 
     @property
-    def file(self) -> Path | None:
-        """The local file or folder; None if the source is neither."""
-        return Path(self.path) if isinstance(self.path, str) and Path(self.path).exists() else None
+    def files(self) -> list[str]:
+        """The local files that the path names, by itself or as a pattern; none if it names something else."""
+        return matching_files(self.path) if isinstance(self.path, str) else []
 
     @property
     def folder(self) -> Path | None:
         """The local folder that paths in rows are relative to; None if there is none."""
-        return None if self.file is None else self.file if self.file.is_dir() else self.file.parent
+        if self.files:
+            return Path(self.files[0]).parent
+        return Path(self.path) if isinstance(self.path, str) and Path(self.path).exists() else None
+
+    def rows_of(self, files: Iterable[str]) -> Iterator[Row]:
+        """Yield the rows of files, one file after the other."""
+        for file in files:
+            yield from file_rows(Path(file), self.path_setting, any_letters=self.any_letters)
 
     def __str__(self) -> str:
         name = self.origin if self.subset is None else f"{self.origin} ({self.subset})"
@@ -108,7 +114,7 @@ def read_rows(source: Source, config: DataConfig | None = None) -> list[Row]:
     """Return all rows of the source, in order. All rows have the same columns, with None for missing values.
 
     A task makes the rows or converts the rows of the source. Without one, rows of other projects are converted into
-    ones with the columns that `config` names (see `shape_reader`). Raises UserError if the source cannot be reached or
+    ones with the columns that `config` names (see `shape_of`). Raises UserError if the source cannot be reached or
     read, has no such split or no rows, or a row cannot be converted.
     """
     rows = source_rows(source)
@@ -119,8 +125,10 @@ def read_rows(source: Source, config: DataConfig | None = None) -> list[Row]:
 def reader_of(source: Source, config: DataConfig | None, rows: list[Row]) -> Callable[[int, Row], Row]:
     """Return the function that converts a row, given its number; see `read_rows`."""
     if source.task is not None:
-        return row_reader(source.task, str(source))
-    return (lambda _, row: row) if config is None else shape_reader(config, rows[0], str(source))
+        return row_reader(load_task(source.task).row, f"data.task {source.task}", str(source))
+    if config is None:
+        return lambda _, row: row
+    return row_reader(shape_of(config, rows[0]), f"data.prompt_column {config.prompt_column}", str(source))
 
 
 def source_rows(source: Source) -> list[Row]:
@@ -137,19 +145,8 @@ def _same_columns(rows: list[Row]) -> list[Row]:
 
 
 def _read(source: Source) -> list[Row]:
-    with readable(source):
-        rows = list(islice(_split_rows(source, open_source(source)), source.limit))
-    refuse(not rows, f"{source.path_setting} {source} is empty: it has no rows")
-    for number, row in enumerate(rows):
-        refuse(not isinstance(row, dict), f"{source.path_setting}: row {number} (from 0) is {type_of(row)}: give dicts")
-    return rows
-
-
-@contextmanager
-def readable(source: Source) -> Iterator[None]:
-    """A context for reading a source, which raises UserError if the source cannot be reached or read."""
     try:
-        yield
+        rows = list(islice(_split_rows(source, open_source(source)), source.limit))
     except UserError:
         raise
     except ConnectionError as error:
@@ -161,9 +158,13 @@ def readable(source: Source) -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, (OSError, ValueError, RuntimeError, *datasets_errors())):
             raise
-        takes_subset = source.path_setting == "data.path" and not (source.file and source.file.is_file())
+        takes_subset = source.path_setting == "data.path" and not source.files
         subset = f" (data.subset {source.subset or 'not set'})" if takes_subset else ""
         raise UserError(f"{source.path_setting} {source.origin}{subset} cannot be read: {one_line(error)}") from error
+    refuse(not rows, f"{source.path_setting} {source} is empty: it has no rows")
+    for number, row in enumerate(rows):
+        refuse(not isinstance(row, dict), f"{source.path_setting}: row {number} (from 0) is {type_of(row)}: give dicts")
+    return rows
 
 
 def datasets_errors() -> tuple[type[Exception], ...]:
@@ -172,33 +173,24 @@ def datasets_errors() -> tuple[type[Exception], ...]:
     return () if exceptions is None else (exceptions.DatasetsError,)
 
 
-def _rows_of(paths: Sequence[str | Path], source: Source) -> Iterator[Row]:
-    files = (file_rows(Path(path), source.path_setting, any_letters=source.any_letters) for path in paths)
-    return chain.from_iterable(files)
-
-
 def open_source(source: Source) -> Mapping[str, Iterable[Row]]:
     """Return the rows of each split, by name. A source without splits gets one split, `train`, as in `datasets`."""
-    path = source.file
     if source.lines is not None:
         rows = json_rows(source.lines, f"{source.path_setting} {source.path}", source.text_column)
         return {"train": (row for _, row in rows)}
+    path = Path(source.path) if isinstance(source.path, str) else None
     is_saved = path is not None and any((path / file).is_file() for file in ("state.json", "dataset_dict.json"))
-    matches = matching_files(source.path) if isinstance(source.path, str) else []
-    has_subsets = isinstance(source.path, str) and not (is_saved or matches) and (path is None or not path.is_file())
     refuse(
-        source.subset is not None and not has_subsets,
+        source.subset is not None and (path is None or is_saved or bool(source.files)),
         f"data.subset {source.subset}: {source.path_setting} {source.origin} has no subsets: leave it out",
     )
-    if not isinstance(source.path, str):
+    if path is None:
         return _named(source.path)
-    if path is not None and path.is_file():
-        return {"train": _rows_of([path], source)}
-    if matches:
-        return {"train": _rows_of(matches, source)}
+    if source.files:
+        return {"train": source.rows_of(source.files)}
     import datasets
 
-    if path is None:
+    if not path.exists():
         hub.silence()
         return _named(datasets.load_dataset(source.path, source.subset))
     if is_saved:
@@ -210,7 +202,7 @@ def open_source(source: Source) -> Mapping[str, Iterable[Row]]:
                 f"{source.path_setting} {source.path} is empty, or has a split without rows: save it without that split"
             ) from error
     files = datasets.load_dataset_builder(source.path, source.subset).config.data_files
-    return {str(name): _rows_of(paths, source) for name, paths in files.items()}
+    return {str(name): source.rows_of(paths) for name, paths in files.items()}
 
 
 def _named(loaded: Any) -> Mapping[str, Iterable[Row]]:

@@ -36,16 +36,15 @@ def make_rows(name: str, split: str | None, limit: int | None, split_setting: st
     return list(islice(made(split != "train"), limit))
 
 
-def row_reader(name: str, source: str) -> Callable[[int, Row], Row]:
-    """Return a function by which a task converts a row, given its number in the source; columns that the task does not
-    set are kept. It raises UserError, naming the row, if the task cannot convert it."""
-    task = load_task(name)
-    file = getattr(getattr(task.row, "__code__", None), "co_filename", None)  # not every callable has code
+def row_reader(convert: Callable[[Row], Row], setting: str, source: str) -> Callable[[int, Row], Row]:
+    """Return a function that converts a row, given its number in the source; columns that `convert` does not set are
+    kept. It raises UserError, which begins with `setting` and names the row, if the row cannot be converted."""
+    file = getattr(getattr(convert, "__code__", None), "co_filename", None)  # not every callable has code
 
     def read(number: int, row: Row) -> Row:
-        where = f"data.task {name}: row {number} (from 0) of {source}"
+        where = f"{setting}: row {number} (from 0) of {source}"
         try:
-            made = task.row(row)
+            made = convert(row)
         except ValueError as error:
             raise UserError(f"{where} {error}") from error
         except Exception as error:
