@@ -1,6 +1,7 @@
 """The trained models of a run: the policy, which samples and scores, and the scorer, which outputs one number per
 token."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from torch.profiler import record_function
 
 from hybrid_grpo import engine as engines
 from hybrid_grpo.config import EngineConfig, LoraConfig, PolicyConfig, RolloutConfig
+from hybrid_grpo.config.adapters import base_of, is_adapter
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout
 from hybrid_grpo.data.measuring import measured
 from hybrid_grpo.data.packing import Places, Supports, pack, pack_pairs, pad, pad_pairs, token_budget
@@ -61,6 +63,11 @@ def learning_rate(config: PolicyConfig, step: int, total: int) -> float:
     return config.lr * shape[config.lr_schedule]
 
 
+def _without_adapter(policy: PolicyConfig, lora: LoraConfig | None) -> PolicyConfig:
+    """Return the policy with the base of its adapter as its model, if training goes on with the adapter."""
+    return dataclasses.replace(policy, model=base_of(policy.model)) if lora is not None and lora.rank else policy
+
+
 class TrainedModel:
     """A transformers model inside one DeepSpeed engine: its optimizer steps, their counts, and its export.
 
@@ -101,9 +108,11 @@ class TrainedModel:
         self.packs = attention == ATTENTION
         with engines.sharded_loading(self.deepspeed_config):
             model = load(attention)
-        self._original = Original(model, policy.model, self.tower) if lacks_towers(model) else None
+        self._original = Original(model, base_of(policy.model), self.tower) if lacks_towers(model) else None
         view = meta_copy(model, view_attention or plain_attention(model.config, policy.attn_implementation))
         self.adapters = Adapters(model, lora, seed) if lora is not None and lora.rank else None
+        if self.adapters and is_adapter(policy.model):
+            self.adapters.read(policy.model)
         self.cost = Cost.of(model)
         by_layer = self.adapters.by_layer if self.adapters else None
         self.engine = engines.Engine(wrap(model), model, view, self.deepspeed_config, by_layer, keep_view=keep_view)
@@ -208,7 +217,7 @@ class Policy(TrainedModel):
             wrap = functools.partial(SeeingModel, vocabulary=self.vocabulary, tower=self.tower.weights)
         super().__init__(
             *(policy, engine, tokenizer, total_steps, lora, seed),
-            load=functools.partial(load_model, policy),
+            load=functools.partial(load_model, _without_adapter(policy, lora)),
             wrap=wrap,
             view_attention=attention_of(decoder),
             keep_view=workspace is not None,
@@ -360,7 +369,8 @@ class Scorer(TrainedModel):
         setting: str = "policy.model",
     ) -> None:
         self._padding = padding
-        load = functools.partial(load_scalar_model, policy, seed=seed, head_std=head_std, setting=setting)
+        given = _without_adapter(policy, lora)
+        load = functools.partial(load_scalar_model, given, seed=seed, head_std=head_std, setting=setting)
         super().__init__(policy, engine, tokenizer, total_steps, lora, seed, load=load, wrap=ScalarModel)
 
     def pair_batches(self, pairs: Sequence[tuple[list[int], list[int]]], *, gradients: bool = True) -> list[MicroBatch]:

@@ -49,11 +49,12 @@ class _Stopped(Exception):
 def run(arguments: list[str]) -> None:
     """Parse the arguments, load the model and chat until the input ends, or until the output's reader closes it."""
     name, options = leading_argument(arguments, f"{COMMAND} [--chat.system TEXT] [options]")
-    given = [*_defaults(name, options), *options]
+    defaults = options_of_run(name) if is_run(name) else ["--policy.model", name] if name else []
+    given = [*defaults, *options]
     config = parse(ChatConfig, given, COMMAND).config
     check_chat(config, int(os.environ.get("WORLD_SIZE", "1")))
     if not is_run(name):
-        from hybrid_grpo.model.loading import own_sampling
+        from hybrid_grpo.model.limits import own_sampling
 
         own = [f"--rollout.{setting}={value}" for setting, value in own_sampling(str(config.policy.model)).items()]
         config = parse(ChatConfig, [*own, *given], COMMAND).config
@@ -62,20 +63,6 @@ def run(arguments: list[str]) -> None:
         # From here on Ctrl-C is for the conversation.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         terminal.talk()
-
-
-def _defaults(name: str, options: list[str]) -> list[str]:
-    """Return the settings that follow from MODEL, which `options` may override; none if help is requested instead."""
-    if is_run(name):
-        return options_of_run(name)
-    if not (name and (Path(name) / "adapter_config.json").is_file()):
-        return ["--policy.model", name] if name else []
-    from hybrid_grpo.model.lora import read_adapter
-
-    base = read_adapter(name, "chat.adapter").get("base_model_name_or_path")
-    given = any(option.partition("=")[0] == "--policy.model" for option in options)
-    refuse(not (base or given), f"{name}: the adapter does not name its base model: give it as --policy.model")
-    return ["--chat.adapter", name, *([] if given else ["--policy.model", str(base)])]
 
 
 def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
@@ -90,14 +77,11 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
     from hybrid_grpo.generation.rollout import attention_of, complete, sampling_of
     from hybrid_grpo.model.limits import check_prompt_ids
     from hybrid_grpo.model.loading import load_model
-    from hybrid_grpo.model.lora import read_adapter, with_adapter
     from hybrid_grpo.run.sampling import Sampler
 
-    rollout, adapter = config.rollout, config.chat.adapter
+    rollout = config.rollout
     sampler = Sampler.read(config.policy, rollout)
     tokenizer = sampler.tokenizer
-    if adapter is not None:
-        read_adapter(adapter, "chat.adapter")
     text_config = sampler.model_config.get_text_config(decoder=True)
     positions = getattr(text_config, "max_position_embeddings", None) or sys.maxsize
     has = f"policy.model has {positions} positions"
@@ -117,8 +101,6 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
     warning = unended_turn(tokenizer, sampler.stop_ids, rollout.stop_strings) if warns else ""
     _announce(config, f"{sampler.fact}\n{warning}".strip())
     model = load_model(config.policy, attention_of(rollout.decoder))
-    if adapter is not None:
-        model = with_adapter(model, adapter, "chat.adapter")
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     decode, sampling = partial(tokenizer.decode, skip_special_tokens=True), sampling_of(rollout, sampler.stop_ids)
     sight = cache(partial(sight_of, sampler.album, config.policy, next(model.parameters()).device))
@@ -145,8 +127,7 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
 
 def _announce(config: ChatConfig, sampling: str) -> None:
     """Say on standard error what answers."""
-    adapter = "" if config.chat.adapter is None else f", adapter {config.chat.adapter}"
-    print(f"model: {config.policy.model}{adapter}", file=sys.stderr)
+    print(f"model: {config.policy.model}", file=sys.stderr)
     print(f"sampling: run.seed {config.run.seed}, {sampling}", file=sys.stderr)
 
 

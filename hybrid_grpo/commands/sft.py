@@ -32,8 +32,8 @@ def _sft(parsed: Parsed[SftConfig], doing: Doing) -> Path:
     from hybrid_grpo.data.pictures import Album, check_vision
     from hybrid_grpo.generation.description import describe
     from hybrid_grpo.model.files import check_files
-    from hybrid_grpo.model.limits import check_lengths, check_prompt_ids
-    from hybrid_grpo.model.loading import load_config, load_tokenizer, stop_ids, weights_fact
+    from hybrid_grpo.model.limits import check_lengths, check_prompt_ids, stop_ids
+    from hybrid_grpo.model.loading import load_config, load_tokenizer, weights_fact
     from hybrid_grpo.model.lora import check_lora
     from hybrid_grpo.policy import Policy
     from hybrid_grpo.run.feature import load_features, make_features

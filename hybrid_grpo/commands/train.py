@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
+from hybrid_grpo.config.adapters import is_adapter
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.config.held_out import HeldOut, held_out_sets
 from hybrid_grpo.config.parsing import Parsed, parse
@@ -153,7 +154,7 @@ def make_reference(config: TrainConfig, policy: Policy, album: Album | None) -> 
 
     if not config.grpo.beta:
         return None
-    if policy.adapters:
+    if policy.adapters and not is_adapter(config.policy.model):
         return UnadaptedReference(policy, policy.adapters, album)
     return Reference(config.policy, config.engine, album, policy.vocabulary)
 

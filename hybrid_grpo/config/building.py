@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from hybrid_grpo.config.adapters import continued, is_adapter
 from hybrid_grpo.config.commands import RecipeReader
 from hybrid_grpo.config.complaints import complaint, unknown_setting
 from hybrid_grpo.config.composition import is_unused, setting_names, training_with
@@ -24,7 +25,7 @@ ConfigT = TypeVar("ConfigT")
 
 def build(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
     """Build a configuration from mappings, as in `{"policy": {"lr": 1e-6}, "rewards": [f]}`. Raises UserError."""
-    default = cls()
+    default: Any = cls()
     settings = {
         # A section may have other defaults in one command than in another.
         name: {**vars(getattr(default, name)), **(with_preset(section) if name == "grpo" else section)}
@@ -32,6 +33,9 @@ def build(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
         else section
         for name, section in zip(map(str, values), values.values(), strict=True)
     }
+    policy = values.get("policy")
+    if hasattr(default, "lora") and isinstance(policy, Mapping) and is_adapter(model := str(policy.get("model"))):
+        settings["lora"] = continued(model, values.get("lora") or {})
     try:
         return _adapter(cls).validate_python(settings)  # type: ignore[arg-type]  # classes hash
     except ValidationError as error:

@@ -178,11 +178,6 @@ def check_chat(config: ChatConfig, world_size: int) -> None:
     """Raise UserError if a chat cannot work on this machine with this number of ranks."""
     _check_policy(config.policy)
     refuse(world_size > 1, f"chat runs in one process, but there are {world_size} ranks: start it without a launcher")
-    adapter = config.chat.adapter
-    refuse(
-        adapter is not None and find_spec("peft") is None,
-        f"chat.adapter {adapter} needs peft, which is not installed: pip install 'hybrid_grpo[lora]'",
-    )
 
 
 def check_score(config: ScoreConfig, source: str, *, is_run: bool) -> None:

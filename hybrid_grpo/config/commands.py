@@ -237,19 +237,17 @@ class GenerateConfig(RecipeReader):
 
 @dataclass(frozen=True, config=SECTION)
 class ChatOptionsConfig:
-    """The system prompt and the adapter for the conversation."""
+    """The system prompt for the conversation."""
 
     system: str | None = None
     """System prompt, for models with a chat template. Default: `data.system_prompt`."""
-    adapter: Text | None = None
-    """Folder of an adapter in peft's format, merged into `policy.model`. Default: none."""
 
 
 @dataclass(frozen=True, config=SECTION)
 class ChatConfig(RecipeReader):
     """Talk to a model in the terminal: each line is a message, whose answer is shown while it is sampled. MODEL is the
-    folder or hub name of a model, the folder of a run, or the folder of an adapter (for the base model that it names,
-    or for `policy.model`). For a run, the settings default to the run's own. Lines may come from a pipe."""
+    folder or hub name of a model, or the folder of an adapter or of a run, whose settings are then the defaults. Lines
+    may come from a pipe."""
 
     run: RunConfig = field(default_factory=RunConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)

@@ -6,6 +6,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
+from hybrid_grpo.config.adapters import is_adapter
 from hybrid_grpo.config.errors import refuse
 
 
@@ -41,6 +42,6 @@ def check_model_folder(setting: str, model: str) -> None:
         refuse(Path(model).is_file(), f"{setting} {model} is a file: give the folder of a model or a hub name")
         refuse(not Path(model).is_dir(), f"{setting} {model}: there is no such folder")
         refuse(
-            not (Path(model) / "config.json").is_file(),
+            not ((Path(model) / "config.json").is_file() or is_adapter(model)),
             f"{setting} {model} is not a model folder: it has no config.json",
         )

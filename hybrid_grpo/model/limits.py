@@ -1,11 +1,16 @@
-"""What a model's configuration allows: lengths of sequences, and tokens of its vocabulary."""
+"""What a model's files allow: lengths of sequences, tokens of its vocabulary, and tokens that end completions."""
 
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
+from transformers import GenerationConfig
+
 from hybrid_grpo.config import RolloutConfig
+from hybrid_grpo.config.adapters import base_of
 from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.model.loading import first_line
 
 
 def check_lengths(
@@ -69,3 +74,40 @@ def check_prompt_ids(longest: Sequence[list[int]], config: Any) -> None:
             f"policy.model {config.name_or_path}: its tokenizer gives the token id {highest}, and vocab_size is {size}:"
             " take the tokenizer that belongs to the model"
         )
+
+
+def own_sampling(name: str) -> dict[str, float]:
+    """Return the sampling that a model's generation_config.json asks for, by the names of `rollout`."""
+    try:
+        own = GenerationConfig.from_pretrained(base_of(name)).to_dict()
+    except (OSError, ValueError, TypeError):  # none, or one that `stop_ids` reports
+        return {}
+    if own.get("do_sample") is False:
+        return {"temperature": 0.0}
+    return {n: own[n] for n in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty") if own.get(n)}
+
+
+def stop_ids(name: str, tokenizer: Any, more: list[int], config: Any, setting: str = "policy.model") -> tuple[int, ...]:
+    """Return all tokens that end a completion: the tokenizer's EOS, the stop tokens of the model's generation config,
+    and `more`. Raises UserError if one is not a token of the model."""
+    ids, name = {*more, tokenizer.eos_token_id}, base_of(name, setting)
+    generation = Path(name) / "generation_config.json"
+    if generation.is_file() or not Path(name).exists():
+        try:
+            declared = GenerationConfig.from_pretrained(name).eos_token_id
+            ids.update(declared if isinstance(declared, list) else [declared])
+        except (OSError, ValueError, TypeError) as error:
+            # Models on the hub may have no generation config.
+            if generation.is_file():
+                raise UserError(f"{setting} {name}: generation_config.json: {first_line(error)}") from error
+    ids.discard(None)
+    vocab_size = config.get_text_config().vocab_size
+    own = getattr(config.get_text_config(), "eos_token_id", None)
+    for token in [*ids, *(own if isinstance(own, list) else [] if own is None else [own])]:
+        if not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise UserError(
+                f"{setting} {name}: its end-of-sequence token {token!r} (eos_token_id) is not an id below vocab_size"
+                f" {vocab_size}: no completion would end: correct its generation_config.json, config.json or tokenizer"
+            )
+    # Others of a padded vocabulary are never sampled.
+    return tuple(sorted(token for token in ids if token < vocabulary_of(tokenizer, config)))

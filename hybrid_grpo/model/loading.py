@@ -6,6 +6,7 @@ Inside `engine.sharded_loading` the weights are loaded into shards; this module 
 import re
 from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, cast
@@ -17,7 +18,6 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoTokenizer,
-    GenerationConfig,
     Mxfp4Config,
     PretrainedConfig,
 )
@@ -25,11 +25,12 @@ from transformers import logging as transformers_logging
 from transformers.integrations import deepspeed as integration
 
 from hybrid_grpo.config import PolicyConfig
+from hybrid_grpo.config.adapters import base_of, is_adapter
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.model import hub
+from hybrid_grpo.model.adapter_files import changes
 from hybrid_grpo.model.architectures import unsupported
 from hybrid_grpo.model.attention import ATTENTION
-from hybrid_grpo.model.limits import vocabulary_of
 from hybrid_grpo.model.ranks import all_gather_objects, rank
 from hybrid_grpo.model.routing import recomputed
 from hybrid_grpo.model.towers import causal_lm, has_tower, loader, outside_deepspeed
@@ -48,6 +49,8 @@ Start = Callable[[Any], None]
 
 def load_tokenizer(name: str, setting: str = "policy.model") -> Any:
     """Load the tokenizer of a model folder or hub name; raises UserError if this fails."""
+    if is_adapter(name) and not (Path(name) / "tokenizer_config.json").is_file():
+        name = base_of(name, setting)
     _refuse_absent(name, setting)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -64,6 +67,7 @@ def load_tokenizer(name: str, setting: str = "policy.model") -> Any:
 def load_config(name: str, setting: str = "policy.model") -> Any:
     """Load the unchanged configuration of a model folder or hub name. Raises UserError if there is none, or
     transformers does not know the architecture. `setting` begins error messages, here and in the other functions."""
+    name = base_of(name, setting)
     _refuse_absent(name, setting)
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
@@ -122,7 +126,10 @@ def dequantized(config: Any) -> Any:
 
 
 def weights_fact(policy: PolicyConfig) -> dict[str, str]:
-    """Return a line about weights that are not trained as the files hold them, by its name; empty if all are."""
+    """Return lines about weights that are not trained as the files hold them, by their names; empty if all are."""
+    if (base := base_of(policy.model)) != policy.model:
+        said = f"{policy.model}, trained further or, with lora.rank 0, merged into its base {base}"
+        return {"adapter": said, **weights_fact(replace(policy, model=base))}
     config = load_config(policy.model)
     if has_tower(config):
         kept = "from the starting model, which must stay where it is"
@@ -233,6 +240,7 @@ def load_weights(
     options |= dequantizing(config)
     # Wrong shapes are reported below, by name.
     safe = {"ignore_mismatched_sizes": True, "trust_remote_code": False, "weights_only": True}
+    adapter, name = name, base_of(name, setting)
     options |= {"output_loading_info": True, **safe}
     try:
         model, loaded = auto.from_pretrained(name, config=config, **options)
@@ -261,6 +269,7 @@ def load_weights(
             f"{setting} {name} {what.format(len(names))} that its config.json asks for, {_first(names)} among them:"
             f" {way_out}",
         )
+    add_adapter(model, adapter, setting)
     _refuse_broken_weights(model, f"{setting} {name}")
     _refuse_changes(model, f"{setting} {name}")
     return model
@@ -350,48 +359,22 @@ def _held(parameter: Any) -> Tensor:
     return shard[: max(0, parameter.ds_numel - rank() * shard.numel())]
 
 
+def _put(parameter: Any, put: Callable[[Tensor, Tensor], Any], whole: Tensor) -> None:
+    """Call `put` with the part of a weight that this rank holds, and the same part of a tensor of its size, flat."""
+    held = _held(parameter).view(-1)
+    first = rank() * parameter.ds_tensor.numel() if hasattr(parameter, "ds_tensor") else 0
+    put(held, whole.view(-1)[first : first + len(held)])
+
+
 @torch.no_grad()
 def draw_normal(parameter: Any, std: float, seed: int) -> None:
     """Fill a weight from a normal distribution with this standard deviation, the same for any number of ranks."""
     count = getattr(parameter, "ds_numel", parameter.numel())
-    whole = torch.empty(count).normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
-    held = _held(parameter).view(-1)
-    first = rank() * parameter.ds_tensor.numel() if hasattr(parameter, "ds_tensor") else 0
-    held.copy_(whole[first : first + len(held)])
+    _put(parameter, Tensor.copy_, torch.empty(count).normal_(0.0, std, generator=torch.Generator().manual_seed(seed)))
 
 
-def own_sampling(name: str) -> dict[str, float]:
-    """Return the sampling that a model's generation_config.json asks for, by the names of `rollout`."""
-    try:
-        own = GenerationConfig.from_pretrained(name).to_dict()
-    except (OSError, ValueError, TypeError):  # none, or one that `stop_ids` reports
-        return {}
-    if own.get("do_sample") is False:
-        return {"temperature": 0.0}
-    return {n: own[n] for n in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty") if own.get(n)}
-
-
-def stop_ids(name: str, tokenizer: Any, more: list[int], config: Any, setting: str = "policy.model") -> tuple[int, ...]:
-    """Return all tokens that end a completion: the tokenizer's EOS, the stop tokens of the model's generation config,
-    and `more`. Raises UserError if one is not a token of the model."""
-    ids = {*more, tokenizer.eos_token_id}
-    generation = Path(name) / "generation_config.json"
-    if generation.is_file() or not Path(name).exists():
-        try:
-            declared = GenerationConfig.from_pretrained(name).eos_token_id
-            ids.update(declared if isinstance(declared, list) else [declared])
-        except (OSError, ValueError, TypeError) as error:
-            # Models on the hub may have no generation config.
-            if generation.is_file():
-                raise UserError(f"{setting} {name}: generation_config.json: {first_line(error)}") from error
-    ids.discard(None)
-    vocab_size = config.get_text_config().vocab_size
-    own = getattr(config.get_text_config(), "eos_token_id", None)
-    for token in [*ids, *(own if isinstance(own, list) else [] if own is None else [own])]:
-        if not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise UserError(
-                f"{setting} {name}: its end-of-sequence token {token!r} (eos_token_id) is not an id below vocab_size"
-                f" {vocab_size}: no completion would end: correct its generation_config.json, config.json or tokenizer"
-            )
-    # Others of a padded vocabulary are never sampled.
-    return tuple(sorted(token for token in ids if token < vocabulary_of(tokenizer, config)))
+@torch.no_grad()
+def add_adapter(model: Any, name: str, setting: str = "policy.model") -> None:
+    """Add an adapter to the weights of its base, rounded once, if the name of the model is that of an adapter."""
+    for weight, added in changes(model, name, setting) if is_adapter(name) else ():
+        _put(weight, Tensor.add_, added)

@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hybrid_grpo.config import LoraConfig
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
-from hybrid_grpo.model.loading import first_line
+from hybrid_grpo.model.adapter_files import matrices
 from hybrid_grpo.model.towers import lacks_towers, loader, tower_class
 
 _NAME = "default"
@@ -116,6 +113,20 @@ class Adapters:
         """The trained matrices, A and B of every layer, and the head of a classifier."""
         return [*(p for adapter in self.by_layer.values() for p in (adapter.down, adapter.up)), *self._head.values()]
 
+    def read(self, folder: str) -> None:
+        """Take the matrices of an adapter, before they are sharded. Raises UserError if it has others."""
+        found = matrices(folder, "policy.model")
+        own = {path: (adapter.down.shape, adapter.up.shape) for path, adapter in self.by_layer.items()}
+        refuse(
+            {path: (down.shape, up.shape) for path, (down, up) in found.items()} != own,
+            f"policy.model {folder} does not have a pair of matrices for each layer that lora.target_modules names: set"
+            " lora.rank to 0 to merge it and train all weights",
+        )
+        with torch.no_grad():
+            for path, (down, up) in found.items():
+                self.by_layer[path].down.copy_(down)
+                self.by_layer[path].up.copy_(up)
+
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
         """A context in which the adapters add exactly 0. Their forwards still run: ZeRO-3 prefetches in the order of
@@ -151,40 +162,6 @@ class Adapters:
             # The layers of towers may have the same names.
             config.target_modules = set(by_layer)
         config.save_pretrained(str(folder))
-
-
-def read_adapter(folder: str, setting: str) -> dict[str, Any]:
-    """Read the configuration of a causal language model's adapter in peft's format. If the folder has none, raises
-    UserError with a message that begins with `setting`."""
-    path = Path(folder) / "adapter_config.json"
-    try:
-        config = json.loads(path.read_bytes())
-        kind = config.get("task_type")
-    except (OSError, ValueError, AttributeError) as error:
-        why = "there is no such file" if isinstance(error, FileNotFoundError) else first_line(error)
-        raise UserError(f"{setting} {folder} is not an adapter: {path.name}: {why}") from None
-    if kind not in ("CAUSAL_LM", None):
-        raise UserError(f"{setting} {folder} is an adapter for {kind}: give one of a causal language model")
-    return dict(config)
-
-
-def with_adapter(model: Any, folder: str, setting: str) -> Any:
-    """Return the model with an adapter in peft's format merged into its weights. If the adapter does not belong to the
-    model, raises UserError with a message that begins with `setting`."""
-    import peft
-
-    read_adapter(folder, setting)
-    try:
-        with warnings.catch_warnings():
-            # peft would initialise at random what the files lack.
-            warnings.filterwarnings("error", message=".*missing adapter keys")
-            return peft.PeftModel.from_pretrained(model, folder).merge_and_unload()
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError, UserWarning) as error:
-        name = model.config.name_or_path
-        raise UserError(
-            f"{setting} {folder} cannot be put on {name}: {first_line(error)}: give the model that it was trained on as"
-            " policy.model"
-        ) from error
 
 
 def check_lora(lora: LoraConfig, config: Any, tower: bool = False) -> None:

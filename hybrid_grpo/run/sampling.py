@@ -13,8 +13,8 @@ from hybrid_grpo.data.pictures import Album
 from hybrid_grpo.model.architectures import check_architecture
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.files import check_files
-from hybrid_grpo.model.limits import check_lengths, check_prompt_ids, check_token_ids, gaps_of, vocabulary_of
-from hybrid_grpo.model.loading import load_config, load_tokenizer, stop_ids, training_attention
+from hybrid_grpo.model.limits import check_lengths, check_prompt_ids, check_token_ids, gaps_of, stop_ids, vocabulary_of
+from hybrid_grpo.model.loading import load_config, load_tokenizer, training_attention
 from hybrid_grpo.model.sight import reads_both_ways
 from hybrid_grpo.turns.partners import Partners
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from hybrid_grpo.config.adapters import base_of
 from hybrid_grpo.config.errors import refuse
-from hybrid_grpo.model.loading import dequantizing, load_config
+from hybrid_grpo.model.loading import add_adapter, dequantizing, load_config
 from hybrid_grpo.model.ranks import from_first_rank, rank
 from hybrid_grpo.model.towers import has_tower
 from hybrid_grpo.policy import Policy
@@ -70,12 +71,13 @@ def _of_transformers(policy: Policy, ids: list[int]) -> Tensor:
     config, model_config = policy.config, load_config(policy.config.model)
     auto: Any = AutoModelForImageTextToText if has_tower(model_config) else AutoModelForCausalLM
     model = auto.from_pretrained(
-        config.model,
+        base_of(config.model),
         dtype=getattr(torch, config.dtype),
         attn_implementation="eager",
         trust_remote_code=False,
         use_safetensors=None if config.pickled_weights else True,
         **dequantizing(model_config),
     )
+    add_adapter(model, config.model)
     logits_TV = model.eval()(torch.tensor([ids]), use_cache=False).logits[0, :-1, : policy.vocabulary].float()
     return logits_TV.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None]).squeeze(-1)

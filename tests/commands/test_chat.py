@@ -134,7 +134,6 @@ def test_the_oldest_turns_make_room(talk: Talk) -> None:
         (["plain", "--chat.system=x"], [], "(chat.system) needs a chat template"),
         (["plain", "--rollout.max_completion_tokens=64"], [], "policy.model has 64 positions: set it to 32 or lower"),
         (["templated", "--data.chat_template_kwargs={thinking: true}"], [], "reads no such variable"),
-        (["plain", "--chat.adapter=plain"], [], "chat.adapter plain is not an adapter: adapter_config.json: there is"),
         (["nowhere/"], [], "nowhere/: there is no such file or folder"),
     ],
 )
@@ -172,9 +171,8 @@ def test_an_adapter_is_put_on_its_base_model(talk: Talk, folder: Path) -> None:
     lines = ["abcd", "efgh"]
     greedy = ["--rollout.temperature=0", "--data.chat_template=never"]
     adapter = talk("adapter", *greedy, lines=lines)
-    assert "model: plain, adapter adapter\n" in talk.err
+    assert "model: adapter\n" in talk.err
     assert adapter == talk("run/model", *greedy, lines=lines) != talk("plain", *greedy, lines=lines)
-    assert adapter == talk("adapter", "--policy.model=templated", *greedy, lines=lines)
 
     # A run: its own settings are the defaults.
     (folder / "run" / "config.yaml").write_text("data: {system_prompt: kind}\nsft: {batch_size: 8}\n")

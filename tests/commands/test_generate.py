@@ -42,7 +42,8 @@ import sys
 from hybrid_grpo import engine
 from hybrid_grpo.config import DataConfig, EngineConfig, PolicyConfig, RolloutConfig
 from hybrid_grpo.data.prompts import read_prompts
-from hybrid_grpo.model.loading import load_config, load_tokenizer, stop_ids
+from hybrid_grpo.model.limits import stop_ids
+from hybrid_grpo.model.loading import load_config, load_tokenizer
 from hybrid_grpo.policy import Policy
 
 engine.start()

@@ -61,7 +61,7 @@ def started(folder: Path) -> str:
 
 def compared(config: PolicyConfig, model: Any) -> str:
     policy = Policy.__new__(Policy)
-    policy.config, policy.packs = config, True
+    policy.config, policy.packs, policy.vocabulary = config, True, model.config.vocab_size
     policy.tokenizer = lambda sentence: {"input_ids": SENTENCE.tolist()}
     policy.engine = LogprobModel(model)
     policy.engine.device, policy.engine.engine = torch.device("cpu"), SimpleNamespace(module=LogprobModel(model))

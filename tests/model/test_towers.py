@@ -18,8 +18,8 @@ from whole_models import OTHER_FILES, make_whole, tensors
 from hybrid_grpo.config import LoraConfig, PolicyConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.model.files import check_files
-from hybrid_grpo.model.loading import load_config, load_model, parameters_of, weights_fact
-from hybrid_grpo.model.lora import Adapters, with_adapter
+from hybrid_grpo.model.loading import add_adapter, load_config, load_model, parameters_of, weights_fact
+from hybrid_grpo.model.lora import Adapters
 from hybrid_grpo.model.original import Original
 from hybrid_grpo.model.towers import has_tower, loader
 
@@ -127,7 +127,7 @@ def test_an_adapter_fits_the_whole_model_and_leaves_the_tower_alone(tmp_path):
     ids = torch.tensor([[3, 14, 15, 9, 26]])
     expected = model(input_ids=ids).logits
     torch.testing.assert_close(adapted(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
-    merged = with_adapter(original_of(tmp_path / "start")[0], str(tmp_path / "adapter"), "chat.adapter")
+    add_adapter(merged := original_of(tmp_path / "start")[0], str(tmp_path / "adapter"))
     torch.testing.assert_close(merged(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import json
 import shutil
 import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from byte_tokenizers import byte_level
+from safetensors.torch import save_file
 from tiny_models import build, tiny_config
 from tokenizers.processors import Sequence, TemplateProcessing
 from tool_tokenizers import QWEN, THINKERS
@@ -46,9 +49,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "base": {"template": _PLAIN, "eos": "<eos>"},
     "text": {"template": None, "eos": "<eos>"},
     "padded": {"template": _PLAIN, "padding": 64},
+    "adapter": {"template": _PLAIN},
 }
 """By name: `template`; `bos` puts <s> before every text, `adds_eos` the end token after it; `eos` is the end token, by
-default <|im_end|>, which `base` does not stop at; `padding` is the number of rows of the head without a token."""
+default <|im_end|>, which `base` does not stop at; `padding` is the number of rows of the head without a token.
+`adapter` is one of `chatml`."""
 _SPECIAL = ["<|im_start|>", "<|im_end|>", "<s>", "</s>", "[INST]", "[/INST]"]
 
 
@@ -79,6 +84,15 @@ def _folder() -> Path:
 def model_folder(name: str) -> Path:
     """The folder of a model with random weights."""
     folder, tokenizer = _folder() / name, load_tokenizer(name)
+    if name == "adapter":
+        folder.mkdir()
+        config = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "target_modules": ["q_proj"]}
+        config |= {"base_model_name_or_path": str(model_folder("chatml"))}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        layer = "base_model.model.model.layers.0.self_attn.q_proj"
+        given = {f"{layer}.lora_A.weight": torch.randn(2, 16), f"{layer}.lora_B.weight": torch.randn(16, 2)}
+        save_file(given, folder / "adapter_model.safetensors")
+        return folder
     size = len(tokenizer) + MODELS[name].get("padding", 0)
     config = tiny_config("qwen2", 16, 1, vocab_size=size, eos_token_id=tokenizer.eos_token_id)
     build(config).save_pretrained(folder)

@@ -25,8 +25,8 @@ from hybrid_grpo.model.architectures import check_architecture
 from hybrid_grpo.model.compatibility import check_sight
 from hybrid_grpo.model.files import check_files
 from hybrid_grpo.model.hardware import device_bytes
-from hybrid_grpo.model.limits import check_lengths
-from hybrid_grpo.model.loading import load_config, load_model, load_tokenizer, stop_ids
+from hybrid_grpo.model.limits import check_lengths, stop_ids
+from hybrid_grpo.model.loading import load_config, load_model, load_tokenizer
 
 _SMALLEST_LOGP, _LARGEST_LOGP = -1e9, 1e-3
 """Bounds in nats. Log-probabilities computed in half precision may be above 0 because of rounding."""

@@ -16,8 +16,8 @@ from hybrid_grpo.features.teacher.settings import TeacherConfig
 from hybrid_grpo.features.teacher.spans import Aligner, Alignment, check_spelling
 from hybrid_grpo.model.architectures import undecodable
 from hybrid_grpo.model.compatibility import check_compatible, check_sight
-from hybrid_grpo.model.limits import check_lengths, check_prompt_ids, vocabulary_of
-from hybrid_grpo.model.loading import load_config, load_model, load_tokenizer, stop_ids, training_attention
+from hybrid_grpo.model.limits import check_lengths, check_prompt_ids, stop_ids, vocabulary_of
+from hybrid_grpo.model.loading import load_config, load_model, load_tokenizer, training_attention
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.sight import Sight
 from hybrid_grpo.policy import Policy

@@ -28,7 +28,8 @@ from hybrid_grpo.generation.rollout import attention_of, complete
 from hybrid_grpo.model.architectures import check_architecture
 from hybrid_grpo.model.files import check_files
 from hybrid_grpo.model.hardware import device_bytes
-from hybrid_grpo.model.loading import load_config, load_model, load_tokenizer, stop_ids
+from hybrid_grpo.model.limits import stop_ids
+from hybrid_grpo.model.loading import load_config, load_model, load_tokenizer
 from hybrid_grpo.rewards.loader import worker_count
 from hybrid_grpo.turns.calls import Turn
 from hybrid_grpo.turns.template import user_message
