@@ -31,7 +31,6 @@ REGISTERED: tuple[str, ...] = (
     "curriculum:CurriculumConfig",
     "cleaning:CleanConfig",
     "average:AverageConfig",
-    "languages:LanguagesConfig",
 )
 """Folder and settings class of each feature, in the order in which features are called."""
 FeatureList = Annotated[

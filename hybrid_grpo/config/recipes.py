@@ -20,7 +20,10 @@ _DEEPEST, _MOST_VALUES, _MOST_LETTERS, _LONGEST_NUMBER, _MOST_DIRECTIVES = 50, 1
 """Limits of YAML input. Beyond them it is a mistake or a trap: aliases and merges turn a few lines into terabytes."""
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
-GONE = {"streaming.enabled": False, "streaming.block": 10_000, "log.wandb_view": False}
+GONE: dict[str, Any] = {
+    **{"streaming.enabled": False, "streaming.block": 10_000, "log.wandb_view": False},
+    **{"languages.names": [], "languages.column": None},
+}
 """Settings that earlier versions had, with their defaults, which the files of their runs hold and which are ignored."""
 
 

@@ -91,7 +91,7 @@ def test_null_is_a_value_of_optional_settings_only(user: User, setting: str) -> 
         ("rollout.keep_cache=off", "off"), ("rollout.drafts=no", "off"), ("grpo.balance=off", "off"),
         ("grpo.balance=true", "auto"), ("log.wandb=false", "disabled"), ("log.wandb=off", "disabled"),
         ("data.chat_template=yes", "always"), ("grpo.scale_rewards=false", "none"), ("run.name=no", "no"),
-        ("log.tags=[on, true]", ["on", "true"]), ("languages.names=[en, no]", ["en", "no"]), ("log.tokens=off", False),
+        ("log.tags=[on, true]", ["on", "true"]), ("rollout.stop_strings=[no]", ["no"]), ("log.tokens=off", False),
         ("data.chat_template_kwargs={on: no, list: [yes]}", {"on": False, "list": [True]}),
     ],
 )  # fmt: skip
@@ -327,7 +327,7 @@ def test_a_mistake_does_not_cost_an_import_of_torch(user: User) -> None:
         ("--log.trackers none", []),
         ("--log.trackers wandb tensorboard", ["wandb", "tensorboard"]),
         ("--rollout.stop_ids 5 7", [5, 7]),
-        ("--log.wandb_view --log.tags a", True),
+        ("--log.tokens --log.tags a", True),
         ("--lora.target_modules=all-linear", "all-linear"),
     ],
 )

@@ -1,1 +1,0 @@
-"""Rewards, accuracy and lengths by the language of the prompt."""
