@@ -329,7 +329,7 @@ def picture(folder: Path, runs: list[Path], browser: str) -> None:
                     area = tab.locator(".chart .u-over").nth(3).bounding_box()
                     tab.mouse.move(area["x"] + 0.25 * area["width"], area["y"] + 60)
                 elif view == "prompts":
-                    area = tab.locator("#prompts .picture").bounding_box()
+                    area = tab.locator("#prompts .heat").bounding_box()
                     tab.mouse.move(area["x"] + 0.4 * area["width"], area["y"] + 0.3 * area["height"])
                 tab.wait_for_timeout(500)
                 tab.screenshot(path=folder / f"{name}.png")

@@ -34,24 +34,19 @@ def write_alarm(folder: Path, record: AlarmRecord) -> None:
 
 
 def joined(lines: Iterable[Mapping[str, Any]]) -> list[AlarmRecord]:
-    """Return the alarms in lines of `ALARMS_FILE`, each with the end of its problem; skip damaged lines."""
+    """Return the alarms in lines of `ALARMS_FILE`, each with the end of its problem. Skip damaged lines; earlier
+    versions wrote no ends, and the earliest only the step and the message."""
     found: list[AlarmRecord] = []
     lasting: dict[str, int] = {}
-    for record in filter(None, map(_record, lines)):
-        if (at := lasting.pop(record.alarm, None)) is not None:
-            found[at] = replace(found[at], until=record.step - 1 if record.message else record.until)
-        if record.message:
-            if record.until is None:
-                lasting[record.alarm] = len(found)
-            found.append(record)
+    for line in lines:
+        step, name, message = line["step"], line.get("alarm", ""), line.get("message")
+        since, until = line.get("since", step), line.get("until", step)
+        if type(since) is not int or not isinstance(until, int | None) or not isinstance(name, str):
+            continue
+        if (at := lasting.pop(name, None)) is not None:
+            found[at] = replace(found[at], until=step - 1)
+        if message and isinstance(message, str):
+            if until is None:
+                lasting[name] = len(found)
+            found.append(AlarmRecord(step, name[:_LONGEST_NAME], since, message[:_LONGEST_MESSAGE], until=until))
     return found
-
-
-def _record(line: Mapping[str, Any]) -> AlarmRecord | None:
-    """Earlier versions wrote no end, and the earliest ones only the step and the message."""
-    step, name, message = line["step"], line.get("alarm", ""), line.get("message")
-    since, until = line.get("since", step), line.get("until", step)
-    is_whole = type(since) is int and (until is None or type(until) is int)
-    if not is_whole or not isinstance(name, str) or not isinstance(message, str):
-        return None
-    return AlarmRecord(step, name[:_LONGEST_NAME], since, message[:_LONGEST_MESSAGE], until=until)

@@ -110,7 +110,7 @@ class Answers:
         charts = charts_of(known)
         drawn = {curve.name for chart in charts for curve in chart.curves}
         charts += [_lone_chart(name) for name in sorted(known) if name not in drawn]
-        heard = {name for run in runs for name in run.heard()}
+        heard = frozenset(name for run in runs for name in run.table.heard())
         shown: list[str] = []
         return [_chart(chart, _why_folded(chart, heard, shown, runs)) for chart in charts]
 
@@ -308,18 +308,16 @@ def _lone_chart(name: str) -> Chart:
     return Chart("More", title, metric.unit if metric else "", None, (curve,), None, False)
 
 
-def _why_folded(chart: Chart, heard: Collection[str], shown: list[str], runs: Sequence[WatchedRun]) -> str:
-    """Return why a chart is folded away; empty if it is not, and then add its curves to those that are `shown`."""
+def _why_folded(chart: Chart, heard: frozenset[str], shown: list[str], runs: Sequence[WatchedRun]) -> str:
+    """Return why a chart is folded away; if it is not, return "" and add its curves to those that are `shown`."""
     names = [curve.name for curve in chart.curves]
-    if not any(name in heard for name in names):
-        return "Nothing but 0 so far"
     rewards = [name for name in shown if name.startswith(("reward/", "eval/"))]
-    again = [
-        name not in shown and any(all(run.table.is_equal(name, other) for run in runs) for other in rewards)
-        for name in names
-    ]
+    again = (any(all(run.table.is_equal(name, other) for run in runs) for other in rewards) for name in names)
+    repeats = [name not in shown and is_shown for name, is_shown in zip(names, again, strict=True)]
+    if heard.isdisjoint(names):
+        return "Nothing but 0 so far"
     # What a comparison adds is lost if one of its curves is shown by another name.
-    if any(again) if chart.compared else all(again):
+    if (any if chart.compared else all)(repeats):
         return "The same numbers as above"
     shown += names
     return ""
@@ -339,11 +337,11 @@ def _alarms(run: WatchedRun) -> list[dict[str, Any]]:
     found = []
     for alarm in run.alarms() if steps.size else ():
         # An alarm is written before the numbers of its step.
-        until = steps[-1] if alarm.until is None else max(alarm.since, alarm.until)
+        until = steps[-1] if alarm.until is None else alarm.until
         ends = [min(int(steps.searchsorted(step)), steps.size - 1) for step in (alarm.since, until)]
         at = {axis: [float(x[end]) for end in ends] for axis, x in places.items()}
-        told = {"alarm": alarm.alarm, "message": alarm.message, "on": alarm.until is None}
-        found.append({"run": run.name, **told, "at": at})
+        is_on = alarm.until is None
+        found.append({"run": run.name, "alarm": alarm.alarm, "message": alarm.message, "on": is_on, "at": at})
     return found
 
 

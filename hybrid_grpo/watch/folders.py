@@ -23,7 +23,7 @@ class Folders:
         for folder in named:
             if not folder.is_dir():
                 raise UserError(f"{folder} is not a folder: give the folder of a run, or one that holds some")
-        self._named = [folder.resolve() for folder in named]
+        self.named = [str(folder.resolve()) for folder in named]
         self._runs: dict[Path, WatchedRun] = {}
         self._looking = threading.Lock()
         self.look()
@@ -33,15 +33,10 @@ class Folders:
         """The runs by name, as of the last `look`."""
         return {run.name: run for run in self._runs.values()}
 
-    @property
-    def named(self) -> list[str]:
-        """The folders that the user named."""
-        return list(map(str, self._named))
-
     def look(self) -> dict[str, WatchedRun]:
         """Look for runs that were added or removed, and return all runs by name."""
         with self._looking:
-            found = dict.fromkeys(_runs_in(self._named))
+            found = dict.fromkeys(_runs_in(self.named))
             runs = {folder: run for folder, run in self._runs.items() if folder in found}
             names = {run.name for run in runs.values()}
             for folder in found:
@@ -53,12 +48,12 @@ class Folders:
         return self.runs
 
 
-def _runs_in(named: Sequence[Path]) -> list[Path]:
+def _runs_in(named: Sequence[str]) -> list[Path]:
     """Return the folders of runs in and below the named ones, those of upper levels first. A folder that several paths
     lead to is found once."""
     found: list[Path] = []
     seen: set[tuple[int, int]] = set()
-    level = list(map(str, named))  # making a Path takes longer than asking whether it is there
+    level = list(named)  # making a Path takes longer than asking whether it is there
     for depth in range(_DEPTH + 1):
         below: list[str] = []
         for folder in level:

@@ -19,15 +19,11 @@ _STEP_BYTES, _STEP_LINES, _STEP_S = 2**26, 2**17, 1.0
 _LONGEST_GROUP = 100
 SHOWN = 200
 """Maximum number of characters that the list shows of a prompt or completion."""
-_TIMES_LIMIT = 5
-"""A search stops within a step where it has this many times the completions that it was asked for."""
 ORDERS = ("reward", "advantage", "length")
 """Numbers by which completions may be ordered; without one, the newest come first."""
 _MOST_OF_GROUP, _GROUP_BYTES = 256, 2**22
 """Maximum number of completions that are shown of a group, and of bytes of their lines."""
 _OF_GROUP = ("step", "prompt_id", "prompt", "sample", "completion", "messages", "length", "finish", "writer")
-_GROUP_S = 0.2
-"""Seconds beyond those of a search that reading a group to its end may take."""
 _LETTERS = 200
 """Maximum number of characters that the list shows of other text, such as `finish`."""
 
@@ -72,12 +68,12 @@ def search(
     order: tuple[str, bool] | None = None,
 ) -> Found:
     """Search for completions that match, for about `seconds`, beginning at `start` (an earlier `Found.next`) or at the
-    newest step. Return whole steps until there are `limit`, or whole groups of a step with many times as many; with
-    `order`, one of `ORDERS` and whether the lowest come first, the first `limit` of all that were examined in that
-    order. Each has the `rewards` of its group, whether these completions match or not."""
+    newest step. Return whole steps until there are `limit`, or whole groups of a step that has far more; with `order`,
+    one of `ORDERS` and whether the lowest come first, the first `limit` of all that were examined in that order. Each
+    has the `rewards` of its group, whether these completions match or not."""
     rows: list[dict[str, Any]] = []
     read, left_out, looked, deadline = 0, 0, 0, time.monotonic() + seconds
-    most = math.inf if order else _TIMES_LIMIT * limit
+    most = math.inf if order else 5 * limit
     for step in sorted(files, reverse=True):
         if (start and step > start[0]) or not _within(step, query.first, query.last):
             continue
@@ -85,22 +81,22 @@ def search(
         if looked and (time.monotonic() > deadline or (not order and len(rows) >= limit)):
             return Found(_first(rows, limit, order), read, (step, begin), left_out)
         looked += 1
-        group, rewards = None, list[float | None]()
+        group: Any = None
+        rewards: list[float | None] = []
         for offset, line in _lines(files[step], begin):
             row = parse(line) if line else None
-            before, group = group, None if row is None else _brief(row.get("group"))
+            before, group = group, row and _brief(row.get("group"))
             is_inside = group is not None and group == before and len(rewards) < _MOST_OF_GROUP
-            is_late = time.monotonic() > deadline + is_inside * _GROUP_S
-            if (len(rows) >= most and not is_inside) or (looked > 1 and is_late):
+            if (len(rows) >= most and not is_inside) or (looked > 1 and time.monotonic() > deadline):
                 return Found(_first(rows, limit, order), read, (step, offset), left_out)
             looked += 1
             left_out += line is None
             read += row is not None
             if row is not None:
+                # The list grows as the group's other completions are read.
                 rewards = rewards if is_inside else []
                 rewards.append(number(row.get("reward")))
                 if _fits(row, query):
-                    # The list grows as the group's other completions are read.
                     rows.append({**summarize(row, step, offset, query.text), "rewards": rewards})
         if order and len(rows) > 2 * limit:
             rows = _first(rows, limit, order)

@@ -24,22 +24,16 @@ _SECONDS = 0.3
 """The search for a step gives up after this time; usually it takes milliseconds."""
 
 
-class TraceFile:
+class TraceFile(GrowingFile):
     """Gathers `rewards` and `histograms` of a details.jsonl; nothing is read before `read` is called."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lines = GrowingFile(path, self._take, self._begin)
-        self._begin()
+        super().__init__(path, self._take, self._forget)
+        self._forget()
 
-    def _begin(self) -> None:
+    def _forget(self) -> None:
         self.rewards, self.histograms = PromptRewards(), Histograms()
         self._useful = self._useless = 0
-
-    @property
-    def share_read(self) -> float:
-        """Share of the file that has been read."""
-        return self._lines.share_read
 
     @property
     def is_worth_time(self) -> bool:
@@ -48,8 +42,8 @@ class TraceFile:
 
     def read(self, seconds: float) -> None:
         """Read what was added, for about `seconds` at most."""
-        self._lines.check()
-        self._lines.read(seconds)
+        self.check()
+        super().read(seconds)
 
     def _take(self, line: bytes) -> None:
         # Most of the line comes after this, and is not needed here.

@@ -65,7 +65,6 @@ class WatchedRun:
         self.version = next(_VERSIONS)
         """Changes whenever the metrics have changed."""
         self._summary: tuple[int, dict[str, Any]] = (-1, {})
-        self._heard: tuple[int, frozenset[str]] = (-1, frozenset())
 
     def refresh(self, seconds: float) -> None:
         """Read the metrics written since the last call, for about `seconds` at most."""
@@ -116,12 +115,6 @@ class WatchedRun:
         """Return the last lines that the run has printed; empty if none were kept. See `outline`."""
         text = self._of(CONSOLE_FILE, lambda path: _text(path, _CONSOLE_BYTES, from_end=True), may_read) or ""
         return [line for line in text.split("\n") if line.strip()]
-
-    def heard(self) -> frozenset[str]:
-        """Return the metrics that have a value other than 0."""
-        if self._heard[0] != self.version:
-            self._heard = self.version, self.table.heard()
-        return self._heard[1]
 
     def alarms(self) -> list[AlarmRecord]:
         """Return the alarms that have gone off, with the run's own messages."""

@@ -119,7 +119,8 @@ def test_a_reader_s_way_through_the_page(url: str, runs: list[Path]) -> None:
 
         # A new step appears by itself.
         with (runs[0] / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": 61, "reward/mean": 77.0, "policy/entropy": 0.1}) + "\n")
+            solved = {"group/all_right_frac": 0.25, "group/all_wrong_frac": 0.25}
+            file.write(json.dumps({"step": 61, "reward/mean": 77.0, "policy/entropy": 0.1, **solved}) + "\n")
         watch_page.until(tab, "document.body.innerText.includes('step 61')")
         watch_page.until(tab, "[...document.querySelectorAll('.chart')].some(e => e.ariaLabel.includes('slow 77'))")
 
@@ -151,8 +152,11 @@ def test_a_reader_s_way_through_the_page(url: str, runs: list[Path]) -> None:
         tab.keyboard.press("Home")
         watch_page.until(tab, "document.querySelector('#step [role=status]').innerText.startsWith('Step 1 of 1 to 60')")
         tab.locator("[data-view=prompts]").click()
+        watch_page.until(tab, "document.querySelector('#prompts .chart').ariaLabel.includes('partly 50 %')")
+        assert tab.locator("#prompts .chart:visible").count() == 1, "a map of prompts that were drawn once says nothing"
+        tab.locator("#prompts select").nth(1).select_option("mean")
         tab.wait_for_selector("#prompts .cells")
-        tab.locator("#prompts .chart").focus()
+        tab.locator("#prompts .chart").nth(1).focus()
         tab.keyboard.press("ArrowDown")
         assert "mean reward" in tab.locator(".tip").inner_text()
         tab.keyboard.press("Enter")

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 
 from hybrid_grpo.config import to_dict
-from hybrid_grpo.records.alarm_records import ALARMS_FILE, AlarmRecord, joined
+from hybrid_grpo.records.alarm_records import ALARMS_FILE, joined
 from hybrid_grpo.records.files import flattened
 from hybrid_grpo.records.json_lines import read_jsonl
 from hybrid_grpo.records.publishing.card import ACCURACY, TrainedRun, differing
@@ -47,9 +47,8 @@ def _lines(run: TrainedRun) -> Iterator[str]:
     if ways and not alarms:
         way, name, step = max(ways)
         yield f"  closest: {name.removeprefix(_CLOSEST)}, {way:.0%} of the way to its limit at step {step}"
-    kinds: dict[str, list[AlarmRecord]] = {}
-    for alarm in alarms:
-        kinds.setdefault(alarm.alarm or alarm.message, []).append(alarm)
-    for *earlier, newest in list(kinds.values())[-_MOST_KINDS:]:
-        again = f" ({len(earlier) + 1} times, first at step {earlier[0].step})" if earlier else ""
-        yield f"  step {newest.step}: {publishable_text(newest.message)}{again}"
+    newest = {alarm.alarm or alarm.message: alarm for alarm in alarms}
+    for kind, alarm in list(newest.items())[-_MOST_KINDS:]:
+        times = sum(kind in (other.alarm, other.message) for other in alarms)
+        again = f" ({times} times)" if times > 1 else ""
+        yield f"  step {alarm.step}: {publishable_text(alarm.message)}{again}"

@@ -129,13 +129,9 @@ export function findCharts() {
     ];
     plot.card.hidden = !words.some(word => word.toLowerCase().includes(wanted));
   }
-  for (const section of document.querySelectorAll(".section")) {
-    section.hidden = !section.querySelector(".chart:not([hidden])");
-    if (wanted) section.open = true;
-  }
-  for (const folded of document.querySelectorAll(".folded")) {
-    folded.hidden = !folded.querySelector(".chart:not([hidden])");
-    if (wanted) folded.open = true;
+  for (const part of document.querySelectorAll(".section, .folded")) {
+    part.hidden = !part.querySelector(".chart:not([hidden])");
+    if (wanted) part.open = true;
   }
   byId("no-chart").hidden = !plots.size || [...plots.values()].some(plot => !plot.card.hidden);
   byId("no-chart").textContent = `No chart matches “${state.chart.trim()}”.`;

@@ -24,8 +24,10 @@ export function number(value) {
 }
 
 // With two digits, where these say something.
-export const rounded = value =>
-  value !== 0 && (Math.abs(value) < 0.005 || Math.abs(value) >= 1000) ? number(value) : value.toFixed(2);
+export function rounded(value) {
+  if (value === null) return "none";
+  return value !== 0 && (Math.abs(value) < 0.005 || Math.abs(value) >= 1000) ? number(value) : value.toFixed(2);
+}
 
 export function tick(value) {
   const size = Math.abs(value);

@@ -20,7 +20,7 @@ function curves({ run, name, axis, window }) {
   const parts = curve => Object.entries(curve).filter(([part]) => part === "raw" || window !== "1");
   const found = name.map(one => [
     one,
-    Object.fromEntries(parts(all[one]).map(([part, [place, values]]) => [part, [known(place), values]])),
+    Object.fromEntries(parts(all[one] ?? {}).map(([part, [place, values]]) => [part, [known(place), values]])),
   ]);
   return { [run]: { curves: Object.fromEntries(found), from: axes[axis][0], to: axes[axis].at(-1) } };
 }

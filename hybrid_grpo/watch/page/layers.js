@@ -1,22 +1,17 @@
-// Where the time of the steps went: the parts of a step, one on top of the other, from the first step to the last.
+// Parts of the steps, one on top of the other, from the first step to the last, such as those of their time.
 import { duration, el, number, seconds, whole } from "./dom.js";
 import { drawing, outline } from "./drawing.js";
 import { Frame } from "./frame.js";
-import { partColor } from "./state.js";
 import { facts } from "./tip.js";
 
 const label = part => part.replaceAll("_", " ");
 
 export class Layers {
-  // open(step) shows a step.
-  constructor(open) {
-    this.open = open;
-    this.frame = new Frame({
-      title: "Where the time of the steps went",
-      unit: "s per step",
-      tall: 170,
-      hint: "The arrow keys read steps, enter opens one.",
-    });
+  // open(first, last) shows steps; color, amount, whole: how a part is drawn by its name, how its size in a step is
+  // written, and that in all steps.
+  constructor({ title, unit, tall = 170, color, amount = seconds, whole = duration }, open) {
+    Object.assign(this, { open, color, amount, inAll: whole });
+    this.frame = new Frame({ title, unit, tall, hint: "The arrow keys read steps, enter opens them." });
     this.card = this.frame.card;
     this.card.classList.add("wide");
   }
@@ -27,7 +22,7 @@ export class Layers {
       total = layers.reduce((sum, layer) => sum + layer.total, 0),
       heights = steps.map((_, at) => layers.reduce((sum, layer) => sum + layer.values[at], 0)),
       top = Math.max(...heights),
-      color = at => partColor(layers[at].name);
+      color = at => this.color(layers[at].name);
     // Each column is as wide as the others, and as high all over.
     const x = steps.flatMap((_, at) => [at / count, (at + 1) / count]);
     const floor = steps.map(() => 0),
@@ -42,8 +37,8 @@ export class Layers {
     };
     const share = layer => `${number((100 * layer.total) / total)} %`;
     this.frame.labels(
-      [0, Math.floor(count / 2), count - 1].map(at => `step ${whole(steps[at][0])}`),
-      [seconds(top), "0"],
+      [steps[0][0], steps[Math.floor(count / 2)][0], steps[count - 1][1]].map(step => `step ${whole(step)}`),
+      [this.amount(top), "0"],
     );
     this.frame.show({
       words: layers.map(layer => `${label(layer.name)} ${share(layer)}`).join(", ") + ".",
@@ -54,10 +49,10 @@ export class Layers {
       under: left => Math.min(count - 1, Math.max(0, Math.floor(left * count))),
       say: at =>
         facts(span(at), [
-          ...layers.map(layer => [label(layer.name), seconds(layer.values[at])]),
-          ["together", seconds(heights[at])],
+          ...layers.map(layer => [label(layer.name), this.amount(layer.values[at])]),
+          ["together", this.amount(heights[at])],
         ]),
-      pick: at => this.open(steps[at][1]),
+      pick: at => this.open(...steps[at]),
     });
     this.frame.legend.replaceChildren(
       ...layers.map((layer, at) =>
@@ -67,7 +62,7 @@ export class Layers {
           el("i", { class: "key", style: { background: color(at) } }),
           `${label(layer.name)} `,
           el("b", {}, share(layer)),
-          ` ${duration(layer.total)}`,
+          ` ${this.inAll(layer.total)}`,
         ),
       ),
     );

@@ -4,10 +4,10 @@ import { ask, byId } from "./dom.js";
 import { frozen } from "./frozen.js";
 import { showAlarms, showOverview } from "./overview.js";
 import { showPrompts, startPrompts } from "./prompts.js";
-import { foundRuns, showArchived, showRuns } from "./runs.js";
+import { foundRuns, showRuns } from "./runs.js";
 import { findSamples, showSamples, startSamples } from "./samples.js";
 import { showSettings } from "./settings.js";
-import { archived, recall, remember, state, teamOf } from "./state.js";
+import { archive, archived, recall, remember, state, teamOf } from "./state.js";
 import { showStep, startStep } from "./step.js";
 
 // More curves than these cannot be told apart.
@@ -61,11 +61,11 @@ function openSamples(run, query) {
 async function showNumbers() {
   const open = [...state.open];
   state.alarms = open.length ? await ask("alarms", { run: open }) : [];
-  if (open.join() !== compared.join()) state.settings = open.length ? (await ask("settings", { run: open })).settings : [];
+  if (open.join() !== compared.join()) ({ settings: state.settings } = await ask("settings", { run: open }));
   compared = open;
   const groups = open.map(run => state.runs.get(run)?.group).filter(Boolean);
   byId("grouped").parentElement.hidden = groups.length === new Set(groups).size;
-  byId("grouped").checked = state.grouped;
+  byId("grouped").checked = state.grouped !== "";
   await layOut();
   showOverview(() => view("settings"));
   showAlarms(state.range ?? span, zoom, true);
@@ -91,16 +91,16 @@ function choose(runs) {
 // What a reader may do with a run of the list.
 const acts = {
   open: (run, isOpen) => {
-    if (run === state.base) state.base = null;
+    if (run === state.base) state.base = "";
     choose(isOpen ? [...state.open, run] : state.open.filter(other => other !== run));
   },
   only: run => choose([run]),
   pin: run => {
-    state.base = state.base === run ? null : run;
+    state.base = state.base === run ? "" : run;
     choose(state.open);
   },
   archive: run => {
-    archived.toggle(state.runs.get(run));
+    archive(state.runs.get(run));
     acts.open(run, false);
   },
 };
@@ -124,8 +124,8 @@ async function poll() {
       state.open = there;
       remember();
     }
-    if (!there.includes(state.base)) state.base = null;
-    const newest = [...state.runs.values()].filter(run => !archived.has(run));
+    if (!there.includes(state.base)) state.base = "";
+    const newest = [...state.runs.values()].filter(run => !archived.has(run.folder));
     if (!state.open.length && isFirst && newest.length) {
       // The run that was written last.
       state.open = [newest.sort((a, b) => (a.age ?? Infinity) - (b.age ?? Infinity))[0].run];
@@ -133,7 +133,8 @@ async function poll() {
     }
     isFirst = false;
     showRuns(acts);
-    const now = JSON.stringify([state.open.map(run => [run, teamOf(run)]), answer.open.map(run => [run.run, run.version, run.details])]);
+    const news = answer.open.map(run => [run.run, teamOf(run.run), run.version, run.details]),
+      now = JSON.stringify([state.open, news]);
     if (now !== seen && wait) {
       await showNumbers();
       seen = now;
@@ -170,25 +171,20 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawChar
 
 for (const button of document.querySelectorAll("[data-view]"))
   button.addEventListener("click", () => view(button.dataset.view));
-byId("axis").addEventListener("change", event => {
-  state.axis = event.target.value;
-  zoom(null);
-});
-byId("window").addEventListener("change", event => {
-  state.window = event.target.value;
-  show();
-  drawCharts();
-});
+for (const name of ["axis", "window"])
+  byId(name).addEventListener("change", event => {
+    state[name] = event.target.value;
+    zoom(name === "axis" ? null : state.range);
+  });
 byId("reset").addEventListener("click", () => zoom(null));
 byId("grouped").addEventListener("change", event => {
-  state.grouped = event.target.checked;
+  state.grouped = event.target.checked ? "1" : "";
   choose(state.open);
 });
 byId("find-run").addEventListener("input", () => showRuns(acts));
 byId("sort-runs").addEventListener("change", () => showRuns(acts));
 byId("all-runs").addEventListener("click", () => choose(foundRuns().map(run => run.run)));
 byId("no-runs").addEventListener("click", () => choose([]));
-byId("archived").addEventListener("click", () => showArchived(acts));
 byId("find-chart").addEventListener("input", event => {
   state.chart = event.target.value;
   remember();

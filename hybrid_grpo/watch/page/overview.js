@@ -2,13 +2,8 @@
 import { byId, duration, el, number, place } from "./dom.js";
 import { runColor, state, teamOf, teams } from "./state.js";
 
-const label = name =>
-  name === "reward/mean"
-    ? "reward"
-    : name
-        .replace(/^(eval|completion|policy|throughput)\//, "")
-        .replaceAll(/[/_]/g, " ")
-        .replace(" per s", "/s");
+const STAGES = /^(eval|completion|policy|throughput)\/|(?<=^reward)\/mean$/;
+const label = name => name.replace(STAGES, "").replaceAll(/[/_]/g, " ").replace(" per s", "/s");
 const SETTINGS_SHOWN = 4,
   LONGEST = 24,
   // Of more runs or kinds of alarms than these, the charts come first.
@@ -26,66 +21,48 @@ function brief(value) {
 export function showOverview(showSettings) {
   const runs = state.open.map(name => state.numbers.get(name)).filter(Boolean);
   const columns = new Map(runs.flatMap(run => run.numbers.map(entry => [entry.name, entry])));
-  const telling = kind => state.settings.filter(entry => entry[kind] && !/^(log|checkpoint)\./.test(entry.name));
   // The most important first.
-  const settings = telling("differ").slice(0, SETTINGS_SHOWN);
+  const telling = kind => state.settings.filter(entry => entry[kind] && !/^(log|checkpoint)\./.test(entry.name)),
+    settings = telling("differ").slice(0, SETTINGS_SHOWN),
+    changed = runs.length === 1 ? telling("changed") : [];
   const heads = [
+    ["Run"],
     ...settings.map(({ name }) => [name, `${name} is not the same in all runs shown`]),
     ...[...columns.values()].map(({ name, meaning }) => [label(name), `${name}, first → newest value: ${meaning}`]),
     ["step time", "Median of the last 20 steps"],
     ["work", "Seconds of steps, evaluations and checkpoints"],
   ];
-  const head = [["Run"], ...heads].map(([text, title]) => el("th", { scope: "col", title }, text));
-  const valuesOf = (team, name) =>
-    runs.filter(run => teamOf(run.run) === team).flatMap(run => run.numbers.filter(entry => entry.name === name));
-  const base = state.base && [...teams().keys()].find(team => team === teamOf(state.base));
+  const base = state.base && state.open.length > 1 && teamOf(state.base);
   const rows = [...teams()].map(([team, names]) => {
     const members = runs.filter(run => names.includes(run.run)),
       times = members.map(run => run.step_seconds).filter(Boolean),
-      name = names.length > 1 ? el("span", { class: "soft" }, ` ${names.length} runs`) : "";
+      note = `${names.length > 1 ? ` ${names.length} runs` : ""}${team === base ? " baseline" : ""}`;
+    const of = (column, name) =>
+      runs.filter(run => teamOf(run.run) === name).flatMap(run => run.numbers.filter(entry => entry.name === column));
     return el(
       "tr",
       {},
-      el("th", { scope: "row" }, dot(names[0]), team, name, team === base && el("span", { class: "soft" }, " baseline")),
+      el("th", { scope: "row" }, dot(names[0]), team, soft(note)),
       ...settings.map(({ values }) => {
         const value = [...new Set(names.map(run => values[run] ?? "–"))].join(", ");
         return el("td", { title: value }, brief(value));
       }),
-      ...[...columns.keys()].map(column =>
-        cell(valuesOf(team, column), base && team !== base ? valuesOf(base, column) : []),
-      ),
+      ...[...columns.keys()].map(name => cell(of(name, team), base && team !== base ? of(name, base) : [])),
       el("td", {}, times.length ? duration(mean(times)) : "–"),
       el("td", {}, members.length ? duration(mean(members.map(run => run.hours)) * 3600) : "–"),
     );
   });
   const box = byId("overview"),
     scrolled = box.firstChild?.scrollLeft ?? 0,
-    changed = runs.length === 1 ? telling("changed") : [];
-  box.replaceChildren(
-    rows.length
-      ? el(
-          "div",
-          { class: "scroll card", tabindex: 0, role: "group", "aria-label": "Newest numbers; scrolls sideways" },
-          el("table", { class: "numbers" }, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...rows)),
-        )
-      : nothing(),
-    ...(changed.length
-      ? [
-          el(
-            "p",
-            { class: "chips", "aria-label": "Changed settings" },
-            el(
-              "span",
-              {},
-              ...changed.map(({ name, values: { [runs[0].run]: value } }) =>
-                el("span", { class: "chip", title: `${name}: ${value}` }, `${name} `, el("b", {}, brief(value))),
-              ),
-            ),
-            el("button", { type: "button", onclick: showSettings }, `all ${changed.length} changed settings`),
-          ),
-        ]
-      : []),
+    head = heads.map(([text, title]) => el("th", { scope: "col", title }, text)),
+    table = el("table", { class: "numbers" }, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...rows)),
+    named = { class: "scroll card", tabindex: 0, role: "group", "aria-label": "Newest numbers; scrolls sideways" };
+  const chips = changed.map(({ name, values: { [runs[0].run]: value } }) =>
+    el("span", { class: "chip", title: `${name}: ${value}` }, `${name} `, el("b", {}, brief(value))),
   );
+  const all = el("button", { type: "button", onclick: showSettings }, `all ${changed.length} changed settings`);
+  box.replaceChildren(rows.length ? el("div", named, table) : nothing());
+  if (changed.length) box.append(el("p", { class: "chips" }, el("span", {}, ...chips), all));
   box.firstChild.scrollLeft = scrolled;
   const first = document.querySelector("#charts > .section");
   if (teams().size > FEW && first) first.after(box);
@@ -98,29 +75,23 @@ function nothing() {
   return el("p", { class: "empty" }, "There is no run here yet. Start one: ", el("code", {}, command));
 }
 
-// The values of a run, or the mean of a group with the standard deviation between its runs; and how far a baseline is.
+// The values of a run, or a group's mean and the standard deviation between its runs; and how far the baseline is.
 function cell(entries, base) {
   if (!entries.length) return el("td", { class: "soft" }, "–");
   const [{ first, best, best_step, value }] = entries,
     values = entries.map(entry => entry.value),
     middle = mean(values),
     spread = Math.sqrt(values.reduce((sum, each) => sum + (each - middle) ** 2, 0) / (values.length - 1)),
-    away = base.length && middle - mean(base.map(entry => entry.value));
-  if (entries.length > 1) return el("td", {}, number(middle), soft(` ± ${number(spread)}`), difference(away, base));
-  const record = best !== null && best !== value && `best ${number(best)} at step ${best_step.toLocaleString("en-US")}`;
-  return el(
-    "td",
-    { title: record },
-    first !== null && soft(`${number(first)} → `),
-    number(value),
-    difference(away, base),
-    record && teams().size <= FEW && el("small", {}, record),
-  );
+    away = base.length ? middle - mean(base.map(entry => entry.value)) : 0,
+    difference = away !== 0 && el("small", {}, `${away < 0 ? "" : "+"}${number(away)}`);
+  if (entries.length > 1) return el("td", {}, number(middle), soft(` ± ${number(spread)}`), difference);
+  const record = best !== null && best !== value && `best ${number(best)} at step ${best_step.toLocaleString("en-US")}`,
+    before = first !== null && soft(`${number(first)} → `);
+  const small = record && teams().size <= FEW && el("small", {}, record);
+  return el("td", { title: record }, before, number(value), difference, small);
 }
 
 const soft = text => el("span", { class: "soft" }, text);
-const difference = (away, base) => base.length > 0 && away !== 0 && el("small", {}, `${away < 0 ? "" : "+"}${number(away)}`);
-
 let opened = null;
 
 // zoom([low, high]) shows a part of the axis. A line for each kind of alarm, with a lane for each run that it concerns.
@@ -133,9 +104,11 @@ export function showAlarms(span, zoom, waits = false) {
   if (waits && box.matches(":hover")) return;
   const focused = [...box.querySelectorAll("button")].indexOf(document.activeElement);
   if (!state.alarms.length) {
-    const [[way, name]] = [...[...state.numbers.values()].map(run => run.closest).filter(Boolean), [0]].sort(([a], [b]) => b - a);
-    const closest = name && ` Closest to its limit: ${spelled(name.split("/").at(-1))}, ${Math.floor(100 * way)} % of the way.`;
-    box.replaceChildren(...(state.open.length ? [el("p", { class: "calm" }, "No alarm has been on.", closest)] : []));
+    const ways = [...state.numbers.values()].map(run => run.closest).filter(Boolean),
+      [way, name] = ways.sort(([a], [b]) => b - a)[0] ?? [0, ""],
+      alarm = spelled(name.split("/").at(-1)),
+      closest = name && ` Closest to its limit: ${alarm}, ${Math.floor(100 * way)} % of the way.`;
+    box.replaceChildren(state.open.length ? el("p", { class: "calm" }, "No alarm has been on.", closest) : "");
     return;
   }
   const near = ([first, last]) => {
@@ -165,30 +138,31 @@ export function showAlarms(span, zoom, waits = false) {
       lanes = [...Map.groupBy(found.filter(inside), alarm => alarm.run).values()],
       inRuns = new Set(found.map(alarm => alarm.run)).size,
       many = found.length > 1 ? `${found.length} times${inRuns > 1 ? ` in ${inRuns} runs` : ""}` : words(newest);
+    const count = found.length > 1 && ` ×${found.length}`,
+      show = { type: "button", onclick: () => zoom(near(newest.at[axis])) },
+      tracks = lanes.map(lane => el("div", { class: "line" }, ...lane.map(mark))),
+      // Without the name of the alarm, which stands beside it.
+      message = `${words(newest)}: ${newest.message.replace(`${newest.alarm}: `, "")}`;
     return {
-      pill: el("span", { class: `chip${found.some(alarm => alarm.on) ? " on" : ""}` }, spelled(kind), found.length > 1 && ` ×${found.length}`),
+      pill: el("span", { class: `chip${found.some(alarm => alarm.on) ? " on" : ""}` }, spelled(kind), count),
       line: el(
         "li",
         {},
-        el("button", { type: "button", onclick: () => zoom(near(newest.at[axis])) }, el("b", {}, spelled(kind)), soft(many)),
-        el("div", { class: "lanes" }, ...lanes.map(lane => el("div", { class: "line" }, ...lane.map(mark)))),
-        el("span", { class: "says" }, state.open.length > 1 && dot(newest.run), `${words(newest)}: ${said(newest)}`),
+        el("button", show, el("b", {}, spelled(kind)), soft(many)),
+        el("div", {}, ...tracks),
+        el("span", { class: "says" }, state.open.length > 1 && dot(newest.run), message),
       ),
     };
   });
-  const ringing = state.alarms.filter(alarm => alarm.on).length;
-  box.replaceChildren(
-    el(
-      "details",
-      { class: "card alarms", open: opened ?? (teams().size <= FEW && kinds.length <= FEW) },
-      el("summary", { onclick: event => (opened = !event.currentTarget.parentElement.open) }, el("h2", {}, `Alarms (${state.alarms.length}${ringing ? `, ${ringing} on` : ""})`), ...kinds.map(kind => kind.pill)),
-      el("ol", {}, ...kinds.map(kind => kind.line)),
-    ),
-  );
+  const ringing = state.alarms.filter(alarm => alarm.on).length,
+    title = el("h2", {}, `Alarms (${state.alarms.length}${ringing ? `, ${ringing} on` : ""})`),
+    open = opened ?? (teams().size <= FEW && kinds.length <= FEW),
+    toggle = event => (opened = !event.currentTarget.parentElement.open);
+  const summary = el("summary", { onclick: toggle }, title, ...kinds.map(kind => kind.pill)),
+    lines = el("ol", {}, ...kinds.map(kind => kind.line));
+  box.replaceChildren(el("details", { class: "card alarms", open }, summary, lines));
   box.querySelectorAll("button")[focused]?.focus();
 }
 
 const spelled = kind => kind.replaceAll("_", " ").slice(0, 2 * LONGEST);
-// The message without the name of its alarm, which stands beside it.
-const said = ({ alarm, message }) => message.replace(`${alarm}: `, "");
 export const laneColor = run => `var(${state.open.length > 1 ? runColor(run) : "--bad"})`;

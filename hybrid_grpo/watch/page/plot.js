@@ -51,19 +51,6 @@ export class Plot {
       ...chart.curves.map(curve => el("p", {}, el("b", {}, curve.label), ` ${curve.meaning}`)),
       chart.band && el("p", {}, el("b", {}, "band"), ` ${chart.band.meaning}`),
     );
-    const what = el(
-      "button",
-      {
-        type: "button",
-        "aria-expanded": "false",
-        "aria-label": `What ${chart.title} means`,
-        onclick: () => {
-          this.meaning.hidden = !this.meaning.hidden;
-          what.setAttribute("aria-expanded", String(!this.meaning.hidden));
-        },
-      },
-      "?",
-    );
     this.larger = el(
       "button",
       {
@@ -82,19 +69,8 @@ export class Plot {
       el("button", { type: "button", onclick: () => saveSvg(this) }, "Save SVG"),
       el("button", { type: "button", onclick: () => saveCsv(this) }, "Save CSV"),
     );
-    const more = el(
-      "button",
-      {
-        type: "button",
-        "aria-expanded": "false",
-        "aria-label": `Scale and files of ${chart.title}`,
-        onclick: () => {
-          this.tools.hidden = !this.tools.hidden;
-          more.setAttribute("aria-expanded", String(!this.tools.hidden));
-        },
-      },
-      "⋯",
-    );
+    const what = opening("?", `What ${chart.title} means`, this.meaning),
+      more = opening("⋯", `Scale and files of ${chart.title}`, this.tools);
     this.card = el(
       "article",
       {
@@ -114,18 +90,19 @@ export class Plot {
   }
 
   enlarge(wide) {
-    if (wide) state.wide.add(this.chart.title);
-    else state.wide.delete(this.chart.title);
-    remember();
-    this.take();
-    this.remake();
+    this.keep(state.wide, wide);
     // It may have moved to a row of its own.
     this.card.scrollIntoView({ block: "nearest" });
   }
 
   makeLog(isLog) {
-    if (isLog) state.logs.add(this.chart.title);
-    else state.logs.delete(this.chart.title);
+    this.keep(state.logs, isLog);
+  }
+
+  // Keeps in the address whether this chart is one of `titles`.
+  keep(titles, isOne) {
+    if (isOne) titles.add(this.chart.title);
+    else titles.delete(this.chart.title);
     remember();
     this.take();
     this.remake();
@@ -164,7 +141,8 @@ export class Plot {
           together(team, this.lines.filter(line => line.curve === curve && runs.includes(line.run))),
         ),
       );
-      this.bands = this.lines.flatMap(line => (line.spread && !this.chart.compared ? [{ color: line.color, edges: line.spread }] : []));
+      const spread = this.lines.filter(line => line.spread && !this.chart.compared);
+      this.bands = spread.map(line => ({ color: line.color, edges: line.spread }));
     }
     const key = JSON.stringify([
       this.lines.map(line => [line.run, line.curve.name, Boolean(line.smooth), line.color, line.raw[0].length <= 40]),
@@ -191,7 +169,8 @@ export class Plot {
 
   data() {
     const tables = this.lines.flatMap(line => [line.raw, line.smooth].filter(Boolean).map(this.scaling(line)));
-    const all = [...this.bands.flatMap(band => band.edges), ...tables].map(this.log.checked ? positive : table => table);
+    const edges = this.bands.flatMap(band => band.edges),
+      all = [...edges, ...tables].map(this.log.checked ? positive : table => table);
     return tables.length ? uPlot.join(all) : [[], []];
   }
 
@@ -308,9 +287,9 @@ export class Plot {
     }
     if (low === high) [low, high] = low > 0 ? [0, 2 * high] : low < 0 ? [low - 1, high + 1] : [0, 1];
     // Both ends are whole multiples of a round number, and are labelled.
-    this.unit = WHOLE_OR_LESS.find(each => each >= (high - low) / 5) ?? high - low;
-    const { unit } = this;
-    return [unit * Math.floor(low / unit + 1e-9), high === this.chart.top ? high : unit * Math.ceil(high / unit - 1e-9)];
+    const unit = (this.unit = WHOLE_OR_LESS.find(each => each >= (high - low) / 5) ?? high - low),
+      upper = high === this.chart.top ? high : unit * Math.ceil(high / unit - 1e-9);
+    return [unit * Math.floor(low / unit + 1e-9), upper];
   }
 
   select(u) {
@@ -331,14 +310,15 @@ export class Plot {
       const at = nearest(line.raw[0], x),
         value = line.raw[1][at],
         average = line.smooth?.[1][nearest(line.smooth[0], x)],
-        there = place(state.axis, line.raw[0][at]);
+        there = place(state.axis, line.raw[0][at]),
+        [highest, lowest] = (line.spread ?? []).map(([, values]) => number(values[at]));
       return el(
         "tr",
         {},
         el("th", { scope: "row" }, swatch(line), this.title(line)),
         el("td", {}, number(average ?? value)),
         averaged && el("td", { class: "soft" }, line.smooth ? number(value) : ""),
-        el("td", { class: "soft" }, ...(line.spread ? line.spread.toReversed().map(edge => number(edge[1][at])).join(" to ") : there === here ? "" : `at ${there}`)),
+        el("td", { class: "soft" }, line.spread ? `${lowest} to ${highest}` : there === here ? "" : `at ${there}`),
       );
     });
     const head = el(
@@ -431,8 +411,8 @@ export class Plot {
             { title: `${lines[0].curve.name}: ${lines[0].curve.meaning}` },
             swatch(byCurve ? { ...lines[0], color: "--soft" } : lines[0]),
             byCurve ? lines[0].curve.label : this.title(lines[0]),
-            ...(many ? [] : lines).map(line =>
-              el("b", byCurve ? { style: { color: `var(${line.color})` }, title: line.run } : {}, number(line.raw[1].at(-1))),
+            ...(many ? [] : lines).map(({ color, run, raw }) =>
+              el("b", byCurve ? { style: { color: `var(${color})` }, title: run } : {}, number(raw[1].at(-1))),
             ),
           ),
         ),
@@ -447,6 +427,16 @@ export class Plot {
   }
 }
 
+// A button that shows and hides a panel.
+function opening(sign, label, panel) {
+  const button = el("button", { type: "button", "aria-expanded": "false", "aria-label": label }, sign);
+  button.addEventListener("click", () => {
+    panel.hidden = !panel.hidden;
+    button.setAttribute("aria-expanded", String(!panel.hidden));
+  });
+  return button;
+}
+
 const rounds = (from, to) =>
   Array.from({ length: to - from }, (_, at) => [1, 2, 5].map(base => Number(`${base}e${from + at}`))).flat();
 const WHOLE = rounds(0, 13),
@@ -454,8 +444,9 @@ const WHOLE = rounds(0, 13),
 
 // The labelled places of an axis: both ends, and what is not too close to them.
 function withEnds(u, axis, low, high, unit) {
-  const count = Math.ceil((high - low) / unit);
-  const inner = Array.from({ length: count + 1 }, (_, at) => Number(((Math.ceil(low / unit) + at) * unit).toPrecision(12)));
+  const first = Math.ceil(low / unit),
+    count = Math.floor(high / unit) - first + 1,
+    inner = Array.from({ length: count }, (_, at) => Number(((first + at) * unit).toPrecision(12)));
   return [low, ...inner.filter(at => at - low > 0.6 * unit && high - at > 0.6 * unit), high];
 }
 

@@ -49,7 +49,7 @@ export function foundRuns() {
     words = wanted();
   const order = (a, b) => (by === "run" ? a.run.localeCompare(b.run) : (b[by] ?? -Infinity) - (a[by] ?? -Infinity));
   return [...state.runs.values()]
-    .filter(run => isFound(run, words) && (withArchived || !archived.has(run)))
+    .filter(run => isFound(run, words) && (withArchived || !archived.has(run.folder)))
     .sort((a, b) => order(a, b) || 0);
 }
 
@@ -57,16 +57,16 @@ const items = new Map();
 let ordered = "",
   withArchived = false;
 
-export function showArchived(acts) {
-  withArchived = !withArchived;
-  showRuns(acts);
-}
-
 // Elements stay and only what they say changes: a click between two answers of the server must not be lost.
 export function showRuns(acts) {
-  const away = [...state.runs.values()].filter(archived.has).length;
-  byId("archived").hidden = !away;
-  byId("archived").textContent = withArchived ? "Hide archived runs" : `Show ${away} archived`;
+  const away = [...state.runs.values()].filter(run => archived.has(run.folder)).length,
+    button = byId("archived");
+  button.hidden = !away;
+  button.textContent = withArchived ? "Hide archived runs" : `Show ${away} archived`;
+  button.onclick = () => {
+    withArchived = !withArchived;
+    showRuns(acts);
+  };
   byId("count").textContent = `${state.open.length} of ${state.runs.size}`;
   for (const [name, item] of items)
     if (!state.runs.has(name)) {
@@ -111,11 +111,13 @@ function makeItem(run, acts) {
     item.last,
     item.note,
   );
-  const act = (name, title) =>
-    el("button", { type: "button", title, "aria-label": `${title}: ${run.run}`, onclick: () => acts[name](run.run) }, name);
+  const act = (name, title) => {
+    const about = { type: "button", title, "aria-label": `${title}: ${run.run}` };
+    return el("button", { ...about, onclick: () => acts[name](run.run) }, name);
+  };
   item.pin = act("pin", "Pin as the baseline that others are compared with");
   item.archive = act("archive", "Archive in this browser: hide from the list");
-  item.acts = el("span", { class: "acts live-only" }, act("only", "Show only this run"), item.pin, item.archive);
+  item.acts = el("span", { class: "acts live-only" }, act("only", "Show only this run"), item.archive, item.pin);
   item.line = el("li", {}, item.label, item.acts);
   return item;
 }
@@ -131,7 +133,7 @@ function update(item, run) {
   item.acts.hidden = state.runs.size < 2;
   item.pin.classList.toggle("pinned", run.run === state.base);
   item.pin.textContent = run.run === state.base ? "unpin" : "pin";
-  item.archive.textContent = archived.has(run) ? "restore" : "archive";
+  item.archive.textContent = archived.has(run.folder) ? "restore" : "archive";
   const about = JSON.stringify([run.started, run.tags, run.notes]);
   if (item.shown !== about) {
     item.shown = about;

@@ -53,17 +53,11 @@ const form = el(
 );
 const status = el("p", { class: "soft", role: "status" });
 const body = el("tbody");
+const HEADS = { step: "Step", reward: "Reward", advantage: "Advantage", length: "Tokens", finish: "Ended by" };
 const head = el(
   "tr",
   {},
-  ...[
-    ["step", "Step"],
-    ["reward", "Reward"],
-    ["advantage", "Advantage"],
-    ["length", "Tokens"],
-    ["finish", "Ended by"],
-    ["completion", "Completion"],
-  ].map(([name, label]) =>
+  ...Object.entries({ ...HEADS, completion: "Completion" }).map(([name, label]) =>
     el(
       "th",
       { scope: "col", "data-name": name, "aria-sort": "none" },
@@ -246,17 +240,20 @@ function show() {
     [first, last] = [page * perPage(), Math.min(all.length, (page + 1) * perPage())],
     shown = all.slice(first, last);
   items = shown.flat();
-  body.replaceChildren(...shown.flatMap(group => [heading(group[0][0], wanted), ...group.map(item => line(item, wanted))]));
+  const linesOf = group => [heading(group[0][0], wanted), ...group.map(item => line(item, wanted))];
+  body.replaceChildren(...shown.flatMap(linesOf));
   const [before, where, after] = pages;
   before.hidden = !page;
   after.hidden = last >= all.length && !next;
-  where.textContent = all.length ? `Prompts ${first + 1} to ${whole(last)} of ${whole(all.length)}${next ? " and older ones" : ""}` : "";
+  const ends = `Prompts ${first + 1} to ${last} of ${whole(all.length)}${next ? " and older ones" : ""}`;
+  where.textContent = all.length ? ends : "";
 }
 
 // A prompt, and the rewards of all completions of its group.
 function heading(row, wanted) {
-  const rewards = Map.groupBy((row.rewards ?? []).toSorted((a, b) => b - a), reward => (reward === null ? "none" : rounded(reward)));
-  const counts = [...rewards].map(([text, { length }]) => (length > 1 ? `${text} ×${length}` : text)),
+  const ordered = (row.rewards ?? []).toSorted((a, b) => b - a),
+    rewards = Map.groupBy(ordered, rounded),
+    counts = [...rewards].map(([text, { length }]) => (length > 1 ? `${text} ×${length}` : text)),
     // Of many, the highest and the lowest.
     told = counts.length > 5 ? [...counts.slice(0, 3), "…", counts.at(-1)] : counts;
   return el(
@@ -285,8 +282,8 @@ function line(item, wanted) {
       onkeydown: event => press(event, row),
     },
     el("td"),
-    el("td", { class: row.reward === null ? "soft" : "" }, row.reward === null ? "none" : rounded(row.reward)),
-    el("td", {}, row.advantage === null ? "–" : `${row.advantage > 0 ? "+" : ""}${rounded(row.advantage)}`),
+    el("td", { class: row.reward === null ? "soft" : "" }, rounded(row.reward)),
+    el("td", {}, `${row.advantage > 0 ? "+" : ""}${rounded(row.advantage)}`),
     el("td", {}, String(row.length ?? "–")),
     el("td", {}, row.finish ?? "–"),
     el("td", { class: "text" }, el("div", {}, ...tags.map(tag => el("b", { class: "tag" }, tag)), ...text)),

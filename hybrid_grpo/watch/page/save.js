@@ -42,6 +42,7 @@ export function saveSvg(plot) {
 // The chart as it is on the page, with its title, its axes and its legend.
 export function svgOf(plot) {
   const [wide, tall] = SIZE,
+    { title, unit } = plot.chart,
     isLog = plot.log.checked,
     scale = value => (isLog ? Math.log10(value) : value);
   const { min: left, max: right } = plot.u.scales.x,
@@ -83,24 +84,14 @@ export function svgOf(plot) {
   return [
     `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 ${Math.max(wide, Math.ceil(at))} ${tall}" font-family="sans-serif" font-size="11" fill="#333">`,
     `<rect width="100%" height="100%" fill="#fff"/>`,
-    text(
-      EDGE.left,
-      20,
-      `${plot.chart.title}${plot.chart.unit ? `, ${plot.chart.unit}` : ""}`,
-      'font-size="14" font-weight="600"',
-    ),
+    text(EDGE.left, 20, [title, unit].filter(Boolean).join(", "), 'font-size="14" font-weight="600"'),
     ...ticks(1).map(
       value =>
         line(EDGE.left, y(value), wide - EDGE.right, y(value)) +
         text(EDGE.left - 8, y(value) + 4, tick(value), 'text-anchor="end"'),
     ),
     ...ticks(0).map(value => text(x(value), tall - EDGE.bottom + 16, tick(value), 'text-anchor="middle"')),
-    text(
-      wide - EDGE.right,
-      tall - EDGE.bottom + 30,
-      state.axis === "hours" ? "hours" : state.axis === "step" ? "step" : "tokens",
-      'text-anchor="end" fill="#777"',
-    ),
+    text(wide - EDGE.right, tall - EDGE.bottom + 30, state.axis, 'text-anchor="end" fill="#777"'),
     ...drawn,
     ...legend,
     `<desc>${escaped(`${state.open.join(", ")}: ${place(state.axis, left)} to ${place(state.axis, right)}`)}</desc>`,

@@ -1,13 +1,15 @@
 // What is shown. It stands in the page's address, so that a reload, a bookmark or a link shows the same.
 
+// What the address has in so many words.
+const WORDS = ["window", "chart", "base", "grouped"];
 const VIEWS = ["curves", "samples", "prompts", "step", "settings"];
 
 export const state = {
   view: "curves",
   open: [],
-  // The run that the others are compared with, or null; whether the runs of a group (log.group) are one.
-  base: null,
-  grouped: false,
+  // The run that the others are compared with; whether the runs of a group (log.group) are one.
+  base: "",
+  grouped: "",
   axis: "step",
   window: "",
   range: null,
@@ -31,15 +33,12 @@ export const state = {
 
 export function remember() {
   const query = new URLSearchParams({ view: state.view, axis: state.axis });
-  if (state.window) query.set("window", state.window);
+  for (const name of WORDS) if (state[name]) query.set(name, state[name]);
   if (state.range) query.set("range", state.range.join("~"));
   if (state.step !== null) query.set("step", state.step);
-  if (state.chart) query.set("chart", state.chart);
   for (const title of state.logs) query.append("log", title);
   for (const title of state.wide) query.append("wide", title);
   for (const [name, value] of Object.entries(state.query)) if (value) query.set(`find.${name}`, value);
-  if (state.base) query.set("base", state.base);
-  if (state.grouped) query.set("grouped", "1");
   if (state.sample) query.set("sample", state.sample.join("~"));
   for (const run of state.open) query.append("run", run);
   try {
@@ -57,17 +56,14 @@ export function recall() {
   };
   state.view = VIEWS.includes(query.get("view")) ? query.get("view") : "curves";
   state.axis = ["step", "tokens", "hours"].includes(query.get("axis")) ? query.get("axis") : "step";
-  state.window = query.get("window") ?? "";
+  for (const name of WORDS) state[name] = query.get(name) ?? "";
   state.range = pair("range");
   state.step = query.has("step") && Number.isInteger(Number(query.get("step"))) ? Number(query.get("step")) : null;
-  state.chart = query.get("chart") ?? "";
   state.logs = new Set(query.getAll("log"));
   state.wide = new Set(query.getAll("wide"));
   const fields = [...query].filter(([name]) => name.startsWith("find."));
   state.query = Object.fromEntries(fields.map(([name, value]) => [name.slice("find.".length), value]));
   state.sample = pair("sample");
-  state.base = query.get("base");
-  state.grouped = query.has("grouped");
   state.open = [...new Set(query.getAll("run"))];
 }
 
@@ -76,19 +72,11 @@ export const teamOf = run => (state.grouped && state.runs.get(run)?.group) || ru
 export const teams = () => Map.groupBy(state.open, teamOf);
 
 // Runs that a reader has put away, by their folders.
-export const archived = {
-  has: run => archived.folders().includes(run.folder),
-  folders: () => JSON.parse(recallChoice("archived") ?? "[]"),
-  toggle: run =>
-    rememberChoice(
-      "archived",
-      JSON.stringify(
-        archived.has(run)
-          ? archived.folders().filter(folder => folder !== run.folder)
-          : [...archived.folders(), run.folder],
-      ),
-    ),
-};
+export const archived = new Set(JSON.parse(recallChoice("archived") ?? "[]"));
+export function archive({ folder }) {
+  if (!archived.delete(folder)) archived.add(folder);
+  rememberChoice("archived", JSON.stringify([...archived]));
+}
 
 // One run: a colour for each curve. Several: a colour for each run or group, and dashes for its curves.
 export const COLORS = 8;

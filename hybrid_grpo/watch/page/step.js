@@ -6,7 +6,7 @@ import { Frame } from "./frame.js";
 import { Heat } from "./heat.js";
 import { Layers } from "./layers.js";
 import { offerRuns } from "./runs.js";
-import { remember, state } from "./state.js";
+import { partColor, remember, state } from "./state.js";
 import { facts } from "./tip.js";
 import { Waterfall } from "./waterfall.js";
 
@@ -31,7 +31,8 @@ const newest = el(
   "Newest",
 );
 const status = el("p", { class: "soft", role: "status" });
-const layers = new Layers(step => go(step));
+const time = { title: "Where the time of the steps went", unit: "s per step", color: partColor };
+const layers = new Layers(time, (first, last) => go(last));
 const waterfall = new Waterfall(),
   decoder = new Decoder();
 const rest = el("div", { class: "charts pairs" });

@@ -137,7 +137,7 @@ def test_a_summary_for_an_issue_is_short_and_says_nothing_that_strangers_should_
         "reward/mean: 0.25 -> 9 (median 0.75 of 4)",
         "eval/heldout/accuracy: 0.125 -> 0.999 (median 0.6875 of 4)",
         "  step 4: completions in out.txt are equal, use ***",
-        "  step 5: duplicates: once more (2 times, first at step 2)",
+        "  step 5: duplicates: once more (2 times)",
     ):
         assert line in lines, line
     assert not any(line.startswith("policy.lr:") for line in lines), "it has its default"
