@@ -298,12 +298,6 @@ def spoils(prompts: list[Any], completions: list[str], answer: list[Any]) -> lis
     return [float(len(answer[0]["x"]))]
 
 
-def writes_pid(completions: list[str], folder: str) -> list[float]:
-    """Makes a file named by the process id, then hangs."""
-    (Path(folder) / str(os.getpid())).touch()
-    return _hangs()
-
-
 def messages_said(completions):
     """How much is said in a conversation, by everybody."""
     return [sum(len(str(message["content"])) for message in chat) / 100 for chat in completions]

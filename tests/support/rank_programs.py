@@ -10,6 +10,7 @@ import os
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,57 +19,24 @@ from reward_helpers import in_time
 
 from hybrid_grpo import engine as engines
 from hybrid_grpo.commands.train import make_trainer
-from hybrid_grpo.config import (
-    BatchPlan,
-    DataConfig,
-    EngineConfig,
-    EvalConfig,
-    GrpoConfig,
-    LogConfig,
-    PolicyConfig,
-    RewardConfig,
-    RolloutConfig,
-    TrainConfig,
-)
+from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.config import build as build_config
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.config.errors import RunStopped
-from hybrid_grpo.config.evaluation import EvalSetConfig
 from hybrid_grpo.generation import Workspace
 from hybrid_grpo.model.ranks import barrier, rank, world_size
-from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.feature import make_features
 from hybrid_grpo.run.inputs import RunInputs
-from hybrid_grpo.run.reference import Reference
 from hybrid_grpo.trainer import Trainer
 
 UNPACKED, EXPERTS = "mamba", "qwen3_moe"
 """Folders, where a test made them."""
 COLLECTIVES = (
-    "all_reduce",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "reduce_scatter_single",
-    "broadcast",
-    "barrier",
-    "reduce",
-    "gather",
-    "scatter",
-    "all_to_all",
-    "all_to_all_single",
-    "send",
-    "recv",
-    "all_gather_object",
-    "broadcast_object_list",
-    "gather_object",
-    "_all_gather_base",
-    "_reduce_scatter_base",
-    "all_gather_coalesced",
-    "all_reduce_coalesced",
-)
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "reduce_scatter",
+    "reduce_scatter_tensor", "reduce_scatter_single", "broadcast", "barrier", "reduce", "gather", "scatter",
+    "all_to_all", "all_to_all_single", "send", "recv", "all_gather_object", "broadcast_object_list",
+    "gather_object", "_all_gather_base", "_reduce_scatter_base", "all_gather_coalesced", "all_reduce_coalesced",
+)  # fmt: skip
 
 
 def count_collectives() -> Counter[str]:
@@ -91,10 +59,10 @@ def counted(calls: Counter[str], name: str, function: Any) -> Any:
     return call
 
 
-SAMPLED = EvalSetConfig(limit=7, num_generations=4, temperature=1.0, outcome="letters_in_place", threshold=0.25)
+SAMPLED = {"limit": 7, "num_generations": 4, "temperature": 1.0, "outcome": "letters_in_place", "threshold": 0.25}
 
 
-def made(folder: Path, *, features: bool = True, **sections: Any) -> Trainer:
+def made(folder: Path, *, features: bool = True, workspace: Workspace | None = None, **sections: Any) -> Trainer:
     """A trainer as `train` makes it, of the settings in these sections, on the quickstart's tiny model and task."""
     usual: dict[str, Any] = {
         "policy": {"model": str(folder / "model"), "dtype": "float32", "lr": 1e-3},
@@ -106,7 +74,8 @@ def made(folder: Path, *, features: bool = True, **sections: Any) -> Trainer:
     config = build_config(TrainConfig, {**usual, **given})
     device = engines.start()
     plan, inputs = check_train(config, world_size()), RunInputs.read(config)
-    return make_trainer(config, plan, inputs, make_features(config, plan, inputs) if features else [], device, None)
+    memory: Any = SimpleNamespace(workspace=lambda: workspace)
+    return make_trainer(config, plan, inputs, make_features(config, plan, inputs) if features else [], device, memory)
 
 
 def build(
@@ -116,56 +85,28 @@ def build(
     beta: float = 0.0,
     num_minibatches: int = 1,
     num_iterations: int = 1,
-    dtype: str = "float32",
-    gradient_checkpointing: bool = False,
     offload: bool = False,
     prompts_per_step: int = 8,
     model: str = "model",
-    decoder: str = "paged",
     deepspeed: dict[str, Any] | None = None,
     workspace: Workspace | None = None,
     rollout: dict[str, Any] | None = None,
-    **more: Any,
+    **policy: Any,
 ) -> Trainer:
     """A trainer on the quickstart's task and tiny model, or another in the same folder; `deepspeed` is of the
-    configuration's section `engine`, `rollout` of that section, `more` of `policy`."""
-    config = TrainConfig(
-        policy=PolicyConfig(
-            model=str(folder / model),
-            dtype=dtype,  # type: ignore[arg-type]
-            lr=1e-3,
-            micro_batch_tokens=160,
-            gradient_checkpointing=gradient_checkpointing,
-            **more,
-        ),
-        engine=EngineConfig(zero_stage=stage, offload_optimizer=offload, deepspeed=deepspeed or {}),
-        data=DataConfig(
-            path=str(folder / "train.jsonl"), limit=200, eval_path=str(folder / "heldout.jsonl"), eval_limit=24
-        ),
-        rollout=RolloutConfig(
-            prompts_per_step=prompts_per_step,
-            num_generations=4,
-            max_completion_tokens=12,
-            max_slots=16,
-            decoder=decoder,  # type: ignore[arg-type]
-            **(rollout or {}),
-        ),
-        grpo=GrpoConfig(beta=beta, num_minibatches=num_minibatches, num_iterations=num_iterations),
-        rewards=[RewardConfig("exact_match"), RewardConfig("letters_in_place")],
-        eval=EvalConfig(sets={"sampled": SAMPLED}),
-        log=LogConfig(wandb="disabled"),
-    )
-    device = engines.start()
-    plan: BatchPlan = check_train(config, world_size())
-    task = RunInputs.read(config)
-    policy = Policy(
-        *(config.policy, config.engine, task.tokenizer),
-        total_steps=100,
-        decoder=config.rollout.decoder,
+    configuration's section `engine`, `rollout` and `policy` are of these sections."""
+    sizes = {"prompts_per_step": prompts_per_step, "num_generations": 4, "max_completion_tokens": 12, "max_slots": 16}
+    return made(
+        folder,
+        features=False,
         workspace=workspace,
+        policy={"model": str(folder / model), "micro_batch_tokens": 160, **policy},
+        engine={"zero_stage": stage, "offload_optimizer": offload, "deepspeed": deepspeed or {}},
+        data={"limit": 200, "eval_path": str(folder / "heldout.jsonl"), "eval_limit": 24},
+        rollout={**sizes, **(rollout or {})},
+        grpo={"beta": beta, "num_minibatches": num_minibatches, "num_iterations": num_iterations},
+        eval={"sets": {"sampled": SAMPLED}},
     )
-    reference = Reference(config.policy, config.engine) if beta else None
-    return Trainer(config, plan, policy, reference, task, device)
 
 
 def steps(folder: Path, stage: int, beta: float, num_minibatches: int = 1) -> dict[str, Any]:
@@ -269,7 +210,7 @@ def attentions(folder: Path) -> dict[str, Any]:
 
 def unpacked(folder: Path) -> dict[str, Any]:
     """Steps of a model that cannot be packed, on generate()."""
-    trainer = build(folder, model=UNPACKED, decoder="transformers", stage=2)
+    trainer = build(folder, model=UNPACKED, rollout={"decoder": "transformers"}, stage=2)
     metrics = []
     for step in (1, 2):
         trainer.step(step)
