@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from hybrid_grpo.data.batch import Completion, Prompt
+    from hybrid_grpo.data.sources import Source
 
 COMMAND = "generate [MODEL [PROMPT]]"
 
@@ -73,7 +74,6 @@ def generate(
     from hybrid_grpo.data.loader import rank_share
     from hybrid_grpo.data.pictures import sight_of
     from hybrid_grpo.data.prompts import read_prompts
-    from hybrid_grpo.data.sources import standard_input, training_source
     from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
     from hybrid_grpo.model.loading import load_model
     from hybrid_grpo.run.sampling import Sampler
@@ -82,22 +82,16 @@ def generate(
     rollout, count = config.rollout, config.rollout.num_generations
     sampler = Sampler.read(config.policy, rollout)
     tokenizer, ends = sampler.tokenizer, sampler.stop_ids
-    source = training_source(config.data)
-    if config.reads_stdin:
-        if prompt is None and sys.stdin.isatty():
-            print("one prompt per line, until the end of the input (Ctrl-D)", file=sys.stderr, flush=True)
-        line = None if prompt is None else io.BytesIO(json.dumps({config.data.prompt_column: prompt}).encode())
-        source = standard_input(line or sys.stdin.buffer, "data.path", config.data.limit, config.data.prompt_column)
     partners = partners_of(config, tokenizer, ends, sampler.album)
-    prompts, data = read_prompts(with_tools(config.data, partners), tokenizer, source, sampler.album)
+    prompts, data = read_prompts(with_tools(config.data, partners), tokenizer, _source(config, prompt), sampler.album)
     sampler.check_prompts(prompts, partners)
     prompts = rank_share(prompts, rank, ranks)
     if partners is not None:
         prompts = partners.opened(prompts, step=0)
     if rank == 0:
         sampling = f"{count} of each prompt, run.seed {config.run.seed}, {sampler.fact}"
-        said = [f"data: {data}", f"sampling: {sampling}", sampler.warning(prompts, config.data)]
-        print("\n".join(filter(None, said)), file=sys.stderr, flush=True)
+        warning = sampler.warning(prompts, config.data)
+        print(f"data: {data}\nsampling: {sampling}\n{warning}".strip(), file=sys.stderr, flush=True)
 
     # Completions that are printed on the terminal show the progress themselves.
     console = make_console(stderr=True)
@@ -122,6 +116,18 @@ def generate(
 
             drawn = sampling_of(rollout, ends)
             complete(model, tokenizer, requests, drawn, rollout, on_finish, turns=partners, sight=sight)
+
+
+def _source(config: GenerateConfig, prompt: str | None) -> Source:
+    """Return the prompts' source, which is standard input if the settings name none, or a single prompt."""
+    from hybrid_grpo.data.sources import standard_input, training_source
+
+    if not config.reads_stdin:
+        return training_source(config.data)
+    if prompt is None and sys.stdin.isatty():
+        print("one prompt per line, until the end of the input (Ctrl-D)", file=sys.stderr, flush=True)
+    line = None if prompt is None else io.BytesIO(json.dumps({config.data.prompt_column: prompt}).encode())
+    return standard_input(line or sys.stdin.buffer, "data.path", config.data.limit, config.data.prompt_column)
 
 
 def _device() -> torch.device:
