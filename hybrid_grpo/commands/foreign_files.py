@@ -21,6 +21,7 @@ _MARKS = {
     "Unsloth": r"\bimport unsloth|\bfrom unsloth",
     "LLaMA-Factory": r"llamafactory|\bfinetuning_type\b",
     "ms-swift": r"\bswift (rlhf|sft)|\brlhf_type\b",
+    "DeepSpeed-Chat": r"\bactor_model_name_or_path\b",
 }
 """What the files of a framework contain; those without a mark are TRL's."""
 _STAGE = r"(?:\bswift|\btrl|\bstage:|--stage) +(?:sft|reward|rm)\b|\b(?:SFT|Reward)Config\("
@@ -29,8 +30,8 @@ _OPERATORS: Mapping[type, Any] = {
     for kind, name in ((ast.Add, "add"), (ast.Sub, "sub"), (ast.Mult, "mul"), (ast.Div, "truediv"))
 }
 _NO_VALUE = (KeyError, TypeError, IndexError, ZeroDivisionError, SyntaxError)
-_CALLS = re.compile(r"(GRPO|SFT|Reward|Lora)Config|GRPOTrainer|.*get_peft_model|.*Model\w*\.from_pretrained")
-_LAST = re.compile(r".*\.py|-.*|python3?|&&?|;|\|\|?|\d?>.*|\+{0,2}[\w.]+=.*")
+_CALLS = re.compile(r"(.*\.)?((GRPO|SFT|Reward|Lora)Config|GRPOTrainer|get_peft_model|\w*Model\w*\.from_pretrained)")
+_LAST = re.compile(r".*\.py|-(?!\d).*|python3?|&&?|;|\|\|?|\d?>.*|\+{0,2}[\w.]+=.*")
 """What ends the values of an option on a command line."""
 _SUM = re.compile(r"\$\(\((.*?)\)\)")
 
@@ -69,6 +70,8 @@ def evaluate(code: ast.expr, names: Mapping[str, Any]) -> Any:
             return [evaluate(part, names) for part in code.elts]
         case ast.BinOp() if type(code.op) in _OPERATORS:
             return _OPERATORS[type(code.op)](evaluate(code.left, names), evaluate(code.right, names))
+        case ast.UnaryOp(op=ast.USub()):
+            return -evaluate(code.operand, names)
         case ast.Subscript():
             return evaluate(code.value, names)[evaluate(code.slice, names)]
     raise KeyError(ast.unparse(code))
@@ -129,12 +132,12 @@ def _of_python(text: str) -> dict[str, Any]:
         called = ast.unparse(call.func)
         places = [_value(part, variables) for part in call.args]
         arguments = {part.arg: _value(part.value, variables) for part in call.keywords if part.arg}
-        if called == "load_dataset":
+        if called.endswith("load_dataset") and "dataset_name" not in names:
             names |= dict(zip(("dataset_name", "dataset_config"), places, strict=False))
             names |= {"dataset_train_split": arguments["split"]} if "split" in arguments else {}
         elif _CALLS.fullmatch(called):
             names |= {"model_name_or_path": places[0]} if called.endswith("from_pretrained") and places else {}
-            objects = called == "GRPOTrainer"
+            objects = called.endswith("GRPOTrainer")
             names |= {k: v for k, v in arguments.items() if not objects or k == "reward_funcs" or type(v) is str}
     return names
 

@@ -43,13 +43,11 @@ def port(path: Path, gpus: int = 0) -> str:
     framework, command, names = read_foreign(path)
     cls = _CLASSES[command]
     seen = len(str(names.pop("CUDA_VISIBLE_DEVICES", "")).strip(",").split(","))
-    given = {**conversions()["defaults"][framework], **names}
+    given = {**conversions()["defaults"].get(framework, {}), **names}
     found = (formula(text, given) for text in conversions()["formulas"]["processes"])
     gpus = gpus or next((number for number in found if type(number) is int), seen)
     settings, left = _converted(framework, given, cls)
-    path_here, mark, rows = str(settings.get("data.path", "")).partition("#")  # ms-swift's form
-    if mark and rows.isdecimal():
-        settings |= {"data.path": path_here, "data.limit": int(rows)}
+    settings |= _sources(settings.pop("data.path", []))
     _compute(settings, left, {**given, "rows": settings.get("data.limit"), "processes": gpus}, cls)
     if command == "train":
         settings["rewards"] = _rewards(names)
@@ -77,9 +75,12 @@ def _converted(framework: str, given: Settings, cls: Any) -> tuple[Settings, dic
         became = value_here(value, name, ours)
         if isinstance(became, dict) and not isinstance(value, dict):
             several |= {key: part for key, part in became.items() if key in known}
-        elif isinstance(value, Code) or words or ours not in known:
-            computed = isinstance(value, Code) and ours in known
-            left[name] = f"{ours}, which the script computes" if computed else here
+        elif words or ours not in known:
+            left[name] = here
+        elif ours == "data.eval_path" and isinstance(value, list) and len(value) > 1:
+            left[name] = "eval.sets (several, by name)"
+        elif isinstance(value, Code):
+            left[name] = f"{ours}, which the script computes"
         else:
             settings[ours] = _fitting(became, _kinds(ours, cls))
     return {**settings, **several}, left
@@ -113,11 +114,22 @@ def _compute(settings: Settings, left: dict[str, str], names: Settings, cls: Any
             left.update({name: f"{left[name]} = {text}" for name in used if "=" not in left[name]})
 
 
+def _sources(path: Any) -> Settings:
+    """Return the settings of the data, of which there may be several. ms-swift writes the number of rows after `#`."""
+    parts = [str(part).strip().partition("#") for part in (path if isinstance(path, list) else str(path).split(","))]
+    sources = [{"path": name, **({"limit": int(rows)} if rows.isdecimal() else {})} for name, _, rows in parts]
+    one = {f"data.{key}": value for source in sources for key, value in source.items()}
+    return one if len(sources) < 2 else {"data.mixture": sources}
+
+
 def _rewards(names: Settings) -> list[Any]:
     """Return the entries of `rewards`. Functions that the framework has by name are expected in rewards.py."""
     functions, weights = (names.get(name) or [] for name in _REWARDS[:2])
     functions = functions if isinstance(functions, list) else [functions]
-    entries: list[Any] = [{"function": f"rewards.py:{name}"} for name in functions]
+    entries: list[Any] = [
+        {"function": "reward_model", "kwargs": {"model": name}} if "/" in name else {"function": f"rewards.py:{name}"}
+        for name in functions
+    ]
     for entry, weight in zip(entries, weights if isinstance(weights, list) else [weights], strict=False):
         entry["weight"] = float(weight)
     url, model = names.get("remote_rm_url"), next((names[key] for key in _REWARD_MODELS if names.get(key)), None)

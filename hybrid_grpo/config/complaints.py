@@ -41,35 +41,38 @@ def unknown_settings(names: Sequence[str], cls: Any) -> str:
         return unknown_setting(names[0], cls)
     answers, left = foreign_answers(names, setting_names(cls))
     port = ["`hybrid-grpo port FILE` writes such a recipe in the names used here"] if len(answers) > 2 else []
-    others = [unknown_setting(name, cls).removeprefix("there is no setting ") for name in left]
+    others = [f"{name}: {_suggestion(name, cls)}" for name in left]
     return f"{len(names)} settings do not exist: {'; '.join([*answers, *others, *port])}"
 
 
 def unknown_setting(name: str, cls: Any) -> str:
-    """Return the message for a setting that the command does not have. The message suggests, in this order: our name
-    for another framework's setting, the same name in another section, or a similar name in this section."""
+    """Return the message for a setting that the command does not have."""
     if issubclass(cls, RecipeReader) and is_unused(cls, name):
         return f"{name} is a setting of training, which {cls.command} does not use: take it out"
+    return f"there is no setting {name}: {_suggestion(name, cls)}"
+
+
+def _suggestion(name: str, cls: Any) -> str:
+    """Suggest, in this order: our name for another framework's setting, the same name in another section, our name for
+    the last part, or a similar name in this section."""
     section, _, last = name.rpartition(".")
     names = setting_names(cls)
-    foreign = foreign_name(name, names, whole=True)
-    if foreign is not None:
-        return f"there is no setting {name}: {foreign}"
     same = [known for known in names if known.rpartition(".")[2] == last]
     alike = get_close_matches(section, [known.rpartition(".")[0] for known in same], n=1)
     same = [f"{alike[0]}.{last}"] if alike else same
-    if same:
-        return f"there is no setting {name}: did you mean {' or '.join(same)}?"
-    foreign, unused = foreign_name(name, names), foreign_name(name, setting_names(TrainConfig))
-    if foreign or unused:
-        return f"there is no setting {name}: {foreign or f'{unused}, which this command does not use'}"
+    here = f"did you mean {' or '.join(same)}?" if same else foreign_name(name, names)
+    found = foreign_name(name, names, whole=True) or here
+    if found is not None:
+        return found
+    unused = foreign_name(name, setting_names(TrainConfig))
+    if unused is not None:
+        return f"{unused}, which this command does not use"
     # Without the section, whose name would make any two of its settings alike.
     near = {known.rpartition(".")[2]: known for known in names if known.startswith(f"{section}.")}
     close = get_close_matches(last, near, n=1, cutoff=0.5)
     if near:
-        meant = f"did you mean {near[close[0]]}?" if close else f"known are {', '.join(near.values())}"
-        return f"there is no setting {name}: {meant}"
-    return f"there is no setting {name}: {did_you_mean(name, fields_of(cls), likeness=0.7)}"
+        return f"did you mean {near[close[0]]}?" if close else f"known are {', '.join(near.values())}"
+    return did_you_mean(name, fields_of(cls), likeness=0.7)
 
 
 @dataclasses.dataclass(frozen=True)
