@@ -1,8 +1,8 @@
 """Write a task with pictures to a folder: a tiny Qwen3-VL model with its processor, and questions about drawings.
 
-The task is the ready-made `shapes`, drawn small. The warmed-up model sees some of what is drawn, and says so half of
-the time: GRPO teaches it to look, and to answer. The tower of the model is random, and stays so: what it makes of a
-cell of a drawing is another for every colour and kind of shape, and the text model learns to read it.
+The questions are about small drawings (pictures_shapes.py). The warmed-up model sees some of what is drawn, and says
+so half of the time: GRPO teaches it to look, and to answer. The tower of the model is random, and stays so: what it
+makes of a cell of a drawing is another for every colour and kind of shape, and the text model learns to read it.
 """
 
 import json
@@ -11,11 +11,10 @@ from pathlib import Path
 
 import torch
 from lookup_task import read_arguments
+from pictures_shapes import CELLS, COLOURS, KINDS, QUESTIONS, SIDE, ask, draw_scene, shapes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration, logging
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-from hybrid_grpo.data.tasks.shapes import CELLS, COLOURS, KINDS, QUESTIONS, SIDE, ask, draw_scene, shapes
 
 ROWS = {"sft": 4_096, "train": 4_096, "heldout": 512}
 SURE, UNSURE = 0.5, "unsure"

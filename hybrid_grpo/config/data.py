@@ -49,7 +49,7 @@ class DataConfig:
     """JSONL, JSON, CSV or parquet file, pattern or folder of such files, folder of a saved dataset, or hub name; from
     Python also a dataset or a list of rows."""
     task: Text | None = None
-    """Ready-made source, prompts and rewards: gsm8k, math, multiple_choice, code, countdown, letters, shapes, or your
+    """Ready-made source, prompts and rewards: gsm8k, math, multiple_choice, code, countdown, letters, or your
     own as `path/to/file.py:name`. Every one of its settings can be overridden."""
     subset: Text | None = None
     """Configuration name of a hub dataset."""

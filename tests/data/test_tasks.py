@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import forks
-import numpy as np
 import pytest
 import yaml
 from char_tokenizer import IDS, TEMPLATE, char_tokenizer
@@ -18,10 +17,9 @@ from hybrid_grpo.config.checks import check_generate, check_sft, check_train
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import parse
 from hybrid_grpo.data.batch import Prompt
-from hybrid_grpo.data.picture import read_picture
 from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.data.sources import evaluation_source, read_rows, training_source
-from hybrid_grpo.data.tasks import TASKS, shapes
+from hybrid_grpo.data.tasks import TASKS
 from hybrid_grpo.rewards.loader import load_rewards
 from hybrid_grpo.rewards.scorer import Rewards
 
@@ -71,8 +69,6 @@ RIGHT_AND_WRONG = {
     ),
     "countdown": ({"nums": [3, 3, 8, 8], "target": 24}, "<answer>8/(3-8/3)</answer>", "<answer>8*3</answer>"),
     "letters": ({"word": "dcab"}, "abcd", "dabc"),
-    "shapes": ({"scene": {"shapes": {"b2": "red circle"}, "dots": ["a1"]}, "question": "place"}, "b2", "a1"),
-    "shapes bars": ({"scene": {"bars": {"red": 1, "blue": 3}}, "question": "highest"}, "blue", "red"),
 }
 
 
@@ -133,24 +129,6 @@ def test_made_rows_are_the_same_every_time_and_split_cleanly(name):
     columns = [Prompt(i, row["prompt"], [], row) for i, row in enumerate(train)]
     scores = Rewards(load_rewards(rewards)).score(columns, [completion(row["completion"]) for row in train])
     assert scores.reward_B.tolist() == [float(len(rewards))] * 300
-
-
-def test_drawings_show_what_is_asked_and_none_is_in_both_splits():
-    data = DataConfig(task="shapes", limit=300, eval_split="test", eval_limit=100)
-    train, held_out = read_rows(training_source(data)), read_rows(evaluation_source(data))
-    assert train[:9] == read_rows(training_source(replace(data, limit=9)))
-    assert not {repr(row["scene"]) for row in train} & {repr(row["scene"]) for row in held_out}
-    assert {row["question"] for row in train} == set(shapes.QUESTIONS)
-    for row in train[:40]:
-        seen = np.asarray(read_picture(row["images"][0], None, "row").open())
-        side = seen.shape[0] // shapes.SIDE
-        middles = {
-            name: seen[side // 2 + i // 3 * side, side // 2 + i % 3 * side] for i, name in enumerate(shapes.CELLS)
-        }
-        drawn = {name for name, colour in middles.items() if tuple(colour) in shapes.COLOURS.values()}
-        assert "bars" in row["scene"] or drawn == set(row["scene"]["shapes"])
-        if row["question"] == "colour":
-            assert tuple(middles[drawn.pop()]) == shapes.COLOURS[row["answer"]]
 
 
 def test_a_task_is_resolved_and_what_the_user_says_wins(tmp_path):

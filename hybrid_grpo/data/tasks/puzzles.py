@@ -9,7 +9,6 @@ from functools import partial
 
 from hybrid_grpo.config.tasks import Row
 from hybrid_grpo.data.tasks.columns import column, text
-from hybrid_grpo.data.tasks.shapes import draw_row
 
 _HELD_OUT_SHARE = 8
 """One in this number of puzzles is held out."""
@@ -85,5 +84,4 @@ def countdown(row: Row) -> Row:
 
 make_letters = partial(_distinct, _draw_word)
 make_countdown = partial(_distinct, _draw_numbers)
-make_shapes = partial(_distinct, draw_row)
 """Functions that yield endless rows of the tasks; the argument says whether the rows are held out."""

@@ -6,12 +6,12 @@ from itertools import islice
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.tasks import Row, TaskRecipe, own_task, ready_made_settings
 from hybrid_grpo.config.user_code import describe
-from hybrid_grpo.data.tasks import datasets, puzzles, shapes
+from hybrid_grpo.data.tasks import datasets, puzzles
 
-_MADE = {"countdown": puzzles.make_countdown, "letters": puzzles.make_letters, "shapes": puzzles.make_shapes}
+_MADE = {"countdown": puzzles.make_countdown, "letters": puzzles.make_letters}
 _READERS = (
     *(datasets.gsm8k, datasets.math, datasets.multiple_choice, datasets.code),
-    *(puzzles.countdown, puzzles.letters, shapes.shapes),
+    *(puzzles.countdown, puzzles.letters),
 )
 TASKS = {f.__name__: TaskRecipe(f, ready_made_settings(f.__name__), _MADE.get(f.__name__)) for f in _READERS}
 """The built-in tasks by name in `data.task`. The function that converts a row and the YAML file have the same name."""

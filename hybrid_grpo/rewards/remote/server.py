@@ -1,7 +1,7 @@
 """The HTTP server of `serve-reward`: receives and returns JSON at one path, and knows nothing about rewards.
 
-Starlette does the routing, uvicorn handles HTTP/1.1, and this module adds deadlines for slow clients. All connections
-share one event loop, so that slow clients take up no threads.
+Starlette does the routing and uvicorn handles HTTP/1.1. All connections share one event loop, so that slow clients take
+up no threads; put a reverse proxy before a server that strangers can reach.
 """
 
 import asyncio
@@ -25,7 +25,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hybrid_grpo.config import ServeOptionsConfig
 from hybrid_grpo.rewards.remote.access import is_loopback
@@ -35,8 +34,6 @@ _LONGEST_HEAD = 16 * 2**10
 """Maximum size, in bytes, of the request line and headers."""
 _GRACE_S = 10
 """Seconds that requests in progress may still take once the server has been asked to end."""
-_GOODBYE_S = 1.0
-"""Seconds for idle clients to close their side of the connection when the server ends; TLS waits for that."""
 
 
 def application(
@@ -76,7 +73,7 @@ def serve(
     """
     settings = uvicorn.Config(
         app,
-        http=_Connection,
+        http="h11",
         ws="none",
         lifespan="off",
         log_config=None,
@@ -178,44 +175,3 @@ async def _refusal(request: Request, error: Exception) -> Response:
 
 async def _nobody(request: Request, error: Exception) -> Response:
     return Response()  # the client has gone
-
-
-class _Connection(H11Protocol):
-    """A connection that is closed unless the head of a request arrives, or an answer is read, within a deadline.
-
-    Clients gain no time by sending or reading a few bytes now and then.
-    """
-
-    _deadline: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        if len(self.connections) > _MOST_CONNECTIONS:
-            transport.abort()
-        self._wait()
-
-    def handle_events(self) -> None:
-        super().handle_events()
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._stop_waiting()
-
-    def on_response_complete(self) -> None:
-        self._stop_waiting()
-        self._wait()
-        super().on_response_complete()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
-        super().connection_lost(exc)
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        if self.transport.is_closing():
-            self.loop.call_later(_GOODBYE_S, self.transport.abort)
-
-    def _wait(self) -> None:
-        self._deadline = self.loop.call_later(self.timeout_keep_alive, self.transport.abort)
-
-    def _stop_waiting(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()

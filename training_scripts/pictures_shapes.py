@@ -1,10 +1,9 @@
-"""A task for models that see: questions about a drawing of shapes, or of bars."""
+"""Questions about a drawing of shapes, or of bars, for models that see."""
 
 import random
 import string
 import struct
 import zlib
-from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any
 
@@ -50,12 +49,6 @@ def ask(scene: dict[str, Any]) -> list[Row]:
     one = len(scene.get("shapes", ())) == 1
     names = ("highest",) if "bars" in scene else ("colour", "kind", "place") if one else ("count",)
     return [{"scene": scene, "question": name} for name in names]
-
-
-def draw_row(source: random.Random) -> tuple[Hashable, Row]:
-    """Return a random question, and a key that two of the same drawing share."""
-    scene = draw_scene(source)
-    return repr(scene), source.choice(ask(scene))
 
 
 def shapes(row: Row) -> Row:
