@@ -162,6 +162,19 @@ def test_a_finished_run_is_set_aside_and_not_overwritten(tmp_path):
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("recipe", ["quickstart", "pictures"])
+def test_a_run_of_another_name_moves_no_other_and_starts_from_the_warm_up(tmp_path, recipe):
+    """It moved the default run, its task and its warm-up aside, and made them again."""
+    names = [recipe, f"{recipe}-sft", f"{recipe}-task", "x"]
+    for name in names:
+        (tmp_path / "runs" / name / "model").mkdir(parents=True)
+    (call,) = handed_over(f"{recipe}.sh", tmp_path, "--run.name", "x")
+    assert "train" in call and call[-2:] == ["--run.name", "x"]
+    *others, aside = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert others == names[:3] and aside.startswith("x.")
+
+
+@pytest.mark.process
 def test_a_quickstart_that_is_resumed_stays_where_it_is(tmp_path):
     """Its run was set aside, and begun over."""
     for name in ("quickstart-task/train.jsonl", "quickstart-sft/model/config.json", "quickstart/metrics.jsonl"):

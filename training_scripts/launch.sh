@@ -2,7 +2,8 @@
 # (CUDA_VISIBLE_DEVICES), else on all of them; without a GPU on two CPU ranks.
 # If ROWS, the rows of a step, is set and GPUS is not, it uses the largest number of GPUs that divides it.
 # For several nodes, put the DeepSpeed launcher's own options into LAUNCHER, e.g. LAUNCHER="--hostfile hosts".
-# `resumes [settings]` succeeds if the settings resume a run, and `set_aside FOLDER...` makes room for new runs.
+# `resumes [settings]` succeeds if the settings resume a run; `set_aside FOLDER...` and `begin RUN [settings]` make room
+# for new runs.
 . training_scripts/setup.sh
 
 launch() {
@@ -95,8 +96,34 @@ for process in () if ranks else [*local, launcher]:
     process.terminate()' "$launcher" "$1" 2>/dev/null || true
 }
 
+setting() { # NAME DEFAULT [settings]: the value of a setting
+    local name=--$1 value=$2
+    shift 2
+    while [ $# -gt 0 ]; do
+        case "$1" in
+        "$name="*) value=${1#*=} ;;
+        "$name") value=${2:-} ;;
+        esac
+        shift
+    done
+    echo "$value"
+}
+
 resumes() {
-    [[ " $* " =~ \ --run\.resume[=\ ]([^\ ]+) ]] && [ "${BASH_REMATCH[1]}" != never ]
+    [ "$(setting run.resume never "$@")" != never ]
+}
+
+begin() { # RUN [settings]: set $runs, where results go, and make room for a run and its warm-up unless it resumes
+    local recipe=$1 name
+    shift
+    runs=$(setting run.dir "${RUNS:-runs}" "$@") name=$(setting run.name "$recipe" "$@")
+    if resumes "$@"; then return; fi
+    # A run of another name starts from the warm-up that is there.
+    if [ "$name" = "$recipe" ] && [[ " $*" != *" --policy.model"* ]]; then
+        set_aside "$runs/$recipe-task" "$runs/$recipe-sft" "$runs/$recipe"
+    else
+        set_aside "$runs/$name"
+    fi
 }
 
 set_aside() { # keep existing folders under another name; nothing is moved if a run in one of them is under way

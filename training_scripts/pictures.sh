@@ -11,9 +11,9 @@ cd "$(dirname "$0")/.."
 . training_scripts/launch.sh
 setup pictures
 
-runs=${RUNS:-runs} seed=${SEED:-0}
+seed=${SEED:-0}
 export ROWS=64 # per step, in the recipes below
-resumes "$@" || set_aside "$runs/pictures-task" "$runs/pictures-sft" "$runs/pictures"
+begin pictures "$@"
 if [ ! -e "$runs/pictures-sft/model" ]; then
     echo "pictures: a tiny model that sees, and its task"
     python training_scripts/pictures_task.py "$runs/pictures-task" --seed "$seed"

@@ -6,23 +6,23 @@
 #   bash training_scripts/quickstart.sh --policy.model PATH --data.path FILE --rewards '[{function: exact_match}]' ...
 #       the same GRPO command on your own model and data; `hybrid-grpo train --help` lists every setting.
 #
-# With --run.resume auto either continues where it stopped. SEED (0) seeds everything; RUNS (runs) is where results go.
+# With --run.resume auto either continues where it stopped. With --run.name another run starts from the warm-up that is
+# there, and all others stay. SEED (0) seeds everything; RUNS (runs) is where results go.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . training_scripts/launch.sh
 setup
 
-runs=${RUNS:-runs} seed=${SEED:-0}
+seed=${SEED:-0}
+begin quickstart "$@"
 case " $* " in
 *" --policy.model"*)
-    resumes "$@" || set_aside "$runs/quickstart"
     launch train --run.dir "$runs" --run.name quickstart --run.seed "$seed" "$@"
     exit
     ;;
 esac
 
 export ROWS=64 # per step, in the recipes below
-resumes "$@" || set_aside "$runs/quickstart-task" "$runs/quickstart-sft" "$runs/quickstart"
 if [ ! -e "$runs/quickstart-sft/model" ]; then
     echo "quickstart: a tiny model and its task"
     python training_scripts/quickstart_task.py "$runs/quickstart-task" --seed "$seed"

@@ -180,7 +180,7 @@ def summary(folder: Path, held_out: Sequence[HeldOut], planned_bytes: int | None
         "model": str(folder / "model"),
         **{path.name: str(path) for path in sorted(folder.glob("model_*")) if path.name != "model_best"},
         "best model": _best(folder / "model_best"),
-        "checkpoints": f"hybrid-grpo clean {folder} removes them",
+        "checkpoints": f"hybrid-grpo clean {folder} removes them" * any(folder.glob("checkpoints/step_*")),
         "report": _existing(folder / "report.html"),
         "metrics": str(folder / "metrics.jsonl"),
     }
