@@ -44,6 +44,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -56,6 +57,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import forks
 import yaml
 from field_models import load_tokenizer, model_folder
+from field_variations import variations
 from paths import ROOT
 
 from hybrid_grpo.__main__ import main as hybrid_grpo
@@ -186,6 +188,22 @@ def results(chosen: list[str]) -> Iterator[tuple[str, str]]:
             yield name, wrong(load(name), CASES / name)
 
 
+def varied() -> Iterator[tuple[str, str]]:
+    """The same for the variations of rows."""
+
+    def read(path: Any, model: str) -> list[str] | str:
+        try:
+            found = read_texts({"path": path}, model, pairs=True)
+        except UserError as error:
+            return str(error)
+        except Exception:
+            return traceback.format_exc()
+        return [row["text"] + row["completions"] for row in found]
+
+    with tempfile.TemporaryDirectory() as folder:
+        yield from ((f"variations/{name}", why) for name, why in variations(Path(folder), read))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("cases", nargs="*", help="sections or cases, by default all")
@@ -193,7 +211,7 @@ def main() -> None:
     options = parser.parse_args()
     begin, found = time.monotonic(), Counter[str]()
     failures: dict[str, str] = {}
-    for name, why in results(options.cases):
+    for name, why in chain(results(options.cases), () if options.cases else varied()):
         found[name.partition("/")[0]] += 1
         if why:
             failures[name] = " ".join(why.split())[:300]

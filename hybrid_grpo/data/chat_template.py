@@ -33,15 +33,26 @@ def _rendered(tokenizer: Any, chat: list[Message], **variables: Any) -> str:
 
 def formed(tokenizer: Any, chat: list[Message]) -> list[Message]:
     """Return a chat whose contents have the form that the tokenizer's template reads. Raises ValueError if the template
-    reads only text, and a content has other parts."""
-    form = _form(tokenizer, str(tokenizer.chat_template))
-    return [{**m, "content": _in_form(m["content"], form)} if "content" in m else m for m in chat]
+    leaves out a part of a content."""
+    template = str(tokenizer.chat_template)
+    form = _form(tokenizer, template)
+
+    def in_form(content: Any) -> Any:
+        if form == "parts" and isinstance(content, str):
+            return _part(content)
+        if form == "text" and isinstance(content, list):
+            return joined(content)
+        return [_known(part, template) for part in content] if isinstance(content, list) else content
+
+    return [
+        {**message, "content": in_form(message["content"])} if "content" in message else message for message in chat
+    ]
 
 
-def _in_form(content: Any, form: str) -> Any:
-    if form == "parts" and isinstance(content, str):
-        return _part(content)
-    return joined(content) if form == "text" and isinstance(content, list) else content
+def _known(part: Any, template: str) -> Any:
+    if isinstance(part, dict) and (part.get("type") in ("text", "image") or str(part.get("type")) in template):
+        return part
+    return _part(joined([part]))[0]
 
 
 def joined(parts: list[Any]) -> str:
@@ -49,7 +60,7 @@ def joined(parts: list[Any]) -> str:
     for part in parts:
         if not isinstance(part, str) and (part.get("type") not in _TEXT_PARTS or not isinstance(part.get("text"), str)):
             raise ValueError(
-                f"a content has a part of type {part.get('type')}, where only text is read: give text, or take a model"
+                f"a content has a part of type {part.get('type')}, which it does not read: give text, or take a model"
                 " whose template reads such parts"
             )
     return "".join(part if isinstance(part, str) else part["text"] for part in parts)
