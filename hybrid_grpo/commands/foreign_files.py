@@ -12,19 +12,10 @@ from typing import Any
 import yaml
 
 from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.config.foreign_names import conversions
 from hybrid_grpo.config.recipes import load_yaml, read_value
 from hybrid_grpo.records.files import flattened
 
-_MARKS = {
-    "OpenRLHF": r"openrlhf",
-    "verl": r"actor_rollout_ref|\bverl\.",
-    "Unsloth": r"\bimport unsloth|\bfrom unsloth",
-    "LLaMA-Factory": r"llamafactory|\bfinetuning_type\b",
-    "ms-swift": r"\bswift (rlhf|sft)|\brlhf_type\b",
-    "DeepSpeed-Chat": r"\bactor_model_name_or_path\b",
-}
-"""What the files of a framework contain; those without a mark are TRL's."""
-_STAGE = r"(?:\bswift|\btrl|\bstage:|--stage) +(?:sft|reward|rm)\b|\b(?:SFT|Reward)Config\("
 _OPERATORS: Mapping[type, Any] = {
     kind: getattr(operator, name)
     for kind, name in ((ast.Add, "add"), (ast.Sub, "sub"), (ast.Mult, "mul"), (ast.Div, "truediv"))
@@ -53,8 +44,8 @@ def read_foreign(path: Path) -> tuple[str, str, dict[str, Any]]:
     except (OSError, ValueError, SyntaxError, KeyError, TypeError, yaml.YAMLError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     refuse(not names, f"{path} has no settings: give a YAML file, a shell script with the command, or a Python script")
-    framework = next((name for name, mark in _MARKS.items() if re.search(mark, text)), "TRL")
-    stage = re.search(_STAGE, text)
+    framework = next((name for name, mark in conversions()["marks"].items() if re.search(mark, text)), "TRL")
+    stage = re.search(conversions()["stage"], text)
     command = "train" if not stage else "sft" if "sft" in stage[0].lower() else "reward"
     return framework, command, {name.replace("-", "_"): value for name, value in names.items()}
 

@@ -4,33 +4,20 @@ import dataclasses
 import re
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from hybrid_grpo.config.commands import EvaluateConfig, PlanConfig, SftConfig
+import yaml
+
+from hybrid_grpo.config.commands import PlanConfig, SftConfig
 from hybrid_grpo.config.composition import setting_names, settings_of
 from hybrid_grpo.config.errors import UserError, did_you_mean
 from hybrid_grpo.config.rewards import RewardConfig
 from hybrid_grpo.config.train import TrainConfig
 from hybrid_grpo.config.types import bounds, fields_of, type_name
 
-_USUAL = """
-    policy.model data.path data.task rewards run.name run.steps run.seed run.resume policy.lr policy.dtype
-    rollout.prompts_per_step rollout.num_generations rollout.max_completion_tokens rollout.temperature grpo.loss_type
-    grpo.beta engine.zero_stage eval.every checkpoint.every_minutes log.wandb
-"""
-"""Settings that most people change first."""
-_USUAL_OF = {
-    EvaluateConfig: """
-        policy.model data.eval_path data.task rewards eval.sets eval.num_generations eval.temperature
-        rollout.max_completion_tokens policy.dtype run.seed
-    """,
-    PlanConfig: """
-        policy.model policy.dtype policy.micro_batch_tokens policy.gradient_checkpointing data.path
-        data.max_prompt_tokens rollout.prompts_per_step rollout.num_generations rollout.max_completion_tokens
-        engine.zero_stage engine.offload_optimizer lora.rank grpo.beta
-    """,
-}
-"""The same for commands that do not train."""
+_USUAL: dict[str, str] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+"""Settings that most people change first, by configuration."""
 _WITHOUT_EFFECT = {PlanConfig: {"run", "checkpoint", "log", "guard", "alarms"}}
 """Sections that a command takes, as part of a recipe, without using them."""
 _OPTIONS = {
@@ -51,7 +38,7 @@ def _overview(cls: Any, command: str) -> Iterator[str]:
     of_runs = {*setting_names(TrainConfig), *(() if cls is SftConfig else setting_names(SftConfig))}
     names = [name for name in setting_names(cls) if name not in of_runs]
     own = {f"--{name}": _brief(cls, name) for name in names}
-    shown = _USUAL_OF.get(cls, _USUAL).split()
+    shown = _USUAL.get(cls.__name__, _USUAL["TrainConfig"]).split()
     usual = {f"--{name}": _brief(cls, name) for name in shown if name in setting_names(cls)}
     for title, lines in (("options", _OPTIONS | own), ("settings to know first", usual)):
         if lines:

@@ -103,40 +103,10 @@ class LoraConfig:
         return self
 
 
-_OWNED = {
-    "zero_optimization.stage": "set by engine.zero_stage",
-    "bf16.enabled": "set by policy.dtype",
-    "fp16.enabled": "set by policy.dtype",
-    "gradient_clipping": "set by policy.max_grad_norm",
-    "gradient_accumulation_steps": "derived from policy.micro_batch_tokens",
-    "train_batch_size": "derived from the batch settings",
-    "train_micro_batch_size_per_gpu": "derived from policy.micro_batch_tokens",
-    "managed_gradient_accumulation": "derived from policy.micro_batch_tokens",
-    "hybrid_engine.enabled": "always on, since generation depends on it",
-    "optimizer.params.lr": "set by policy.lr",
-    "optimizer.params.betas": "set by policy.betas",
-    "optimizer.params.weight_decay": "set by policy.weight_decay",
-    "scheduler": "set by policy.lr_schedule",
-}
-"""DeepSpeed settings that hybrid_grpo derives from its own settings, and how."""
-_OTHER_WEIGHTS = "generation would not use the weights that are trained"
-_UNSUPPORTED = {
-    "tensor_parallel": "generation and the loss need whole layers on a rank",
-    "sequence_parallel_size": "the loss needs whole sequences on a rank",
-    "torch_autocast": "generation would not compute in the same type as training: set policy.dtype",
-    "checkpoint": "checkpoints are written by hybrid_grpo itself",
-    **{f"{name}.enabled": "log.trackers names what shows the metrics" for name in ("wandb", "tensorboard", "comet")},
-    "compile.deepcompile": "it does not run under the hybrid engine",
-    "zero_optimization.zero_quantized_weights": _OTHER_WEIGHTS,
-    "zero_optimization.zero_quantized_nontrainable_weights": _OTHER_WEIGHTS,
-    "zero_optimization.zero_quantized_gradients": "the gradient would not be that of the loss",
-    "zero_optimization.zenflow": "it delays updates, so that rollouts would not come from the newest policy",
-}
-"""DeepSpeed settings that are refused, and why."""
 OF_SHARDS = ("offload_param", "zero_hpz_partition_size")
 """Sections of zero_optimization that concern sharded weights."""
-_KNOWN = yaml.safe_load(Path(__file__).with_name("deepspeed_sections.yaml").read_text(encoding="utf-8"))
-"""Sections of DeepSpeed's configuration; DeepSpeed ignores all others."""
+_DEEPSPEED = yaml.safe_load(Path(__file__).with_name("deepspeed_settings.yaml").read_text(encoding="utf-8"))
+"""Which settings DeepSpeed has, and which of them are derived or refused here."""
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -174,9 +144,9 @@ class EngineConfig:
             self.offload_optimizer and self.zero_stage == 0,
             "engine.offload_optimizer needs engine.zero_stage 1 or higher: set engine.zero_stage to 1, 2 or 3",
         )
-        for owned, origin in _OWNED.items():
+        for owned, origin in _DEEPSPEED["owned"].items():
             refuse(bool(self._given(owned)), f"engine.deepspeed.{owned} is {origin}: take it out of engine.deepspeed")
-        for name, why in _UNSUPPORTED.items():
+        for name, why in _DEEPSPEED["unsupported"].items():
             refuse(any(self._given(name)), f"engine.deepspeed.{name} is not supported ({why}): take it out")
         for name, why in (
             ("offload_param", "generation gathers weights from memory"),
@@ -196,10 +166,11 @@ class EngineConfig:
 
     def check(self, world_size: int) -> None:
         """Raise UserError for settings that DeepSpeed does not have, or that do not fit the number of ranks."""
+        known = _DEEPSPEED["sections"]
         for name in self.deepspeed:
             refuse(
-                name not in _KNOWN,
-                f"engine.deepspeed.{name} is not a setting of DeepSpeed: {did_you_mean(name, _KNOWN)}",
+                name not in known,
+                f"engine.deepspeed.{name} is not a setting of DeepSpeed: {did_you_mean(name, known)}",
             )
         name = "zero_optimization.zero_hpz_partition_size"
         for size in self._given(name):
