@@ -75,6 +75,7 @@ BUILTINS: dict[str, Builtin] = {
     "reward_model": Builtin("models.reward_model", "thread"),
     "code_tests": Builtin("code.code_tests"),
     "remote": Builtin("remote.client"),
+    "judge": Builtin("remote.judge"),
 }
 """The built-in reward functions, which a configuration names without a path."""
 
@@ -280,7 +281,9 @@ def bind(found: Callable[..., Any], config: RewardConfig, entry: str) -> RewardF
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     needed = {p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    batch_size = getattr(found, "batch_size", 1) if config.batch_size == "auto" else config.batch_size
+    declared = getattr(found, "batch_size", 1)
+    declared = declared(**kwargs) if callable(declared) else declared
+    batch_size = declared if config.batch_size == "auto" else config.batch_size
     if batch_size != "group" and not (isinstance(batch_size, int) and batch_size >= 1):
         raise UserError(f"{setting} has batch_size {batch_size!r}: set it to group, or to 1 or more")
     builtin = BUILTINS.get(config.function) if isinstance(config.function, str) else None

@@ -78,6 +78,9 @@ def measure_rewards(scores: Scores, group_size: int) -> Numbers:
             ("timeout", status_B == RewardStatus.TIMED_OUT),
         ):
             numbers[f"reward/{name}/{what}_frac"] = counts_B.double().mean(), len(status_B)
+        costs = [cost for cost in scores.extra.get(f"{name}/tokens", ()) if isinstance(cost, int | float)]
+        if costs:
+            numbers[f"reward/{name}/tokens"] = sum(costs), 1
     return numbers
 
 

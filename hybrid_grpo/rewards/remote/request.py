@@ -31,10 +31,10 @@ def request_body(
     columns = {**columns, "completions": texts}
     if format == "full":
         return _json({"prompts": prompts, **_chosen(columns, sent), "completions": texts})
-    rendered = [(p, "") if isinstance(p, str) else _rendered(p, tokenizer) for p in prompts]
+    pairs = [(p, "") if isinstance(p, str) else rendered(p, tokenizer) for p in prompts]
     payload = {
-        "query": [prompt + between + text for (prompt, between), text in zip(rendered, texts, strict=True)],
-        "prompts": [prompt for prompt, _ in rendered],
+        "query": [prompt + between + text for (prompt, between), text in zip(pairs, texts, strict=True)],
+        "prompts": [prompt for prompt, _ in pairs],
         "labels": [""] * len(texts) if label_column is None else _chosen(columns, [label_column])[label_column],
     }
     for name, column in _chosen(columns, sent or []).items():
@@ -43,7 +43,7 @@ def request_body(
     return _json(payload)
 
 
-def _rendered(chat: list[dict[str, Any]], tokenizer: str | None) -> tuple[str, str]:
+def rendered(chat: list[dict[str, Any]], tokenizer: str | None) -> tuple[str, str]:
     """Return a chat as text, and the text that stands between it and the completion."""
     if tokenizer is None:
         return "\n".join(str(message["content"]) for message in chat), "\n"

@@ -181,7 +181,7 @@ def test_retry_after_is_kept_and_capped(monkeypatch):
         def __getattr__(self, name: str) -> Any:
             return sleep if name == "sleep" else getattr(asyncio, name)
 
-    monkeypatch.setattr("hybrid_grpo.rewards.remote.client.asyncio", Asyncio())
+    monkeypatch.setattr("hybrid_grpo.rewards.remote.connection.asyncio", Asyncio())
     asks = ["7", "86400", "-1", "soon", "9" * 30]
     replies = [answer("", "503 Service Unavailable", Retry_After=value) for value in asks]
     with Service(*replies, lengths) as service:
