@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
+from types import CodeType, FunctionType
 from typing import Any
 
 import dill
@@ -159,9 +160,22 @@ class _Pickler(dill.Pickler):
 
 
 def _pickled(function: Callable[..., Any]) -> bytes:
-    buffer = io.BytesIO()
-    _Pickler(buffer, recurse=True).dump(function)
+    buffer, theirs = io.BytesIO(), dill.detect.globalvars
+    dill.detect.globalvars = _globals  # dill's own never ends where functions call each other, as in math-verify
+    try:
+        _Pickler(buffer, recurse=True).dump(function)
+    finally:
+        dill.detect.globalvars = theirs
     return buffer.getvalue()
+
+
+def _globals(function: FunctionType, recurse: bool, builtin: bool) -> dict[str, Any]:
+    """Return the global variables that a function itself refers to, as dill asks for them."""
+    names, codes = set[str](), [function.__code__]
+    for code in codes:
+        names.update(code.co_names)
+        codes.extend(constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return {name: value for name, value in function.__globals__.items() if name in names}
 
 
 def _notice(text: str) -> None:

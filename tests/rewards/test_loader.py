@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import signal
 import sys
 import time
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 from foreign_rewards import longer_is_better
+from math_verify import parse, verify
 from reward_helpers import command_lines, in_time, isolated, rows, statuses
 
 from hybrid_grpo.config import RewardConfig, ScoringConfig
@@ -193,11 +193,13 @@ def test_a_function_object_is_called_in_a_worker_by_its_name_or_with_what_it_ref
     rank, unread = os.getpid(), (line for line in "ab")
 
     def of_a_notebook(completions):
+        return [rightness(completion) if os.getpid() != rank else 0.0 for completion in completions]
+
+    def rightness(text):
         try:
-            signal.alarm(60)
-            return [float(os.getpid() != rank) for _ in completions]
+            return float(verify(parse("$4$"), parse("$2+2$"))) if text else rightness("x")
         except ValueError:
-            return [0.0 for _ in completions]
+            return 0.0
 
     class Doubles:
         def __call__(self, completions):
