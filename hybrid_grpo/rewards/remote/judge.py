@@ -73,42 +73,41 @@ async def judge(
         raise ValueError(f"reference_column {reference_column} is not in the data, which has {', '.join(row_columns)}")
     references = row_columns[reference_column] if reference_column else [None] * len(prompts)
     tasks = [_task(rubric, prompt, gold) for prompt, gold in zip(prompts, references, strict=True)]
-    # By task and answer: equal answers are judged, and paid for, once.
-    rows: dict[str, dict[str, list[int]]] = {}
-    for row, (task, text) in enumerate(zip(tasks, completion_texts(completions), strict=True)):
-        rows.setdefault(task, {}).setdefault(text, []).append(row)
-    asked = [
-        (task, answers)
-        for task, of_task in rows.items()
-        # Judges prefer some places.
-        for answers in ([random.sample(list(of_task), len(of_task))] if relative else [[text] for text in of_task])
-    ]
+    asked = _questions(tasks, completion_texts(completions), relative)
     common = {"model": model, "temperature": 0, **(options or {})}
-    bodies = [json.dumps({**common, "messages": _messages(task, answers)}).encode() for task, answers in asked]
+    bodies = [json.dumps({**common, "messages": _messages(task, list(rows))}).encode() for task, rows in asked]
     requests = (
-        client(settings).request(body, partial(_read, count=len(answers)))
-        for body, (_, answers) in zip(bodies, asked, strict=True)
+        client(settings).request(body, partial(_read, count=len(rows)))
+        for body, (_, rows) in zip(bodies, asked, strict=True)
     )
     verdicts = await asyncio.gather(*requests, return_exceptions=True)
-    values: list[float | None] = [math.nan] * len(prompts)
-    stored: dict[str, list[Any]] = {"reasons": [None] * len(prompts), "tokens": [None] * len(prompts)}
-    for (task, answers), verdict in zip(asked, verdicts, strict=True):
-        if isinstance(verdict, BaseException):
-            if all(isinstance(other, BaseException) for other in verdicts):
-                raise verdict
-            continue
-        scores, reasons, tokens = verdict
-        judged = [(row, score) for text, score in zip(answers, scores, strict=True) for row in rows[task][text]]
-        for row, score in judged:
-            values[row], stored["reasons"][row] = score / _BEST, reasons
-            stored["tokens"][row] = tokens / len(judged)
-    for name, column in stored.items():
-        if log_extra is not None:
-            log_extra(name, column)
-    return values
+    judged: dict[int, tuple[float, str, float]] = {}
+    for (_, rows), verdict in zip(asked, verdicts, strict=True):
+        if not isinstance(verdict, BaseException):
+            scores, reasons, tokens = verdict
+            share = tokens / sum(map(len, rows.values()))
+            for score, of_answer in zip(scores, rows.values(), strict=True):
+                judged |= dict.fromkeys(of_answer, (score / _BEST, reasons, share))
+        elif all(isinstance(other, BaseException) for other in verdicts):
+            raise verdict
+    if log_extra is not None:
+        for place, name in ((1, "reasons"), (2, "tokens")):
+            log_extra(name, [judged[row][place] if row in judged else None for row in range(len(prompts))])
+    return [judged[row][0] if row in judged else math.nan for row in range(len(prompts))]
 
 
 judge.batch_size = lambda relative=False, **_: "group" if relative else 1  # type: ignore[attr-defined]
+
+
+def _questions(tasks: list[str], texts: list[str], relative: bool) -> list[tuple[str, dict[str, list[int]]]]:
+    """Return what is asked in each request: a task, and the rows of each answer. Equal answers are judged once; those
+    that are compared come in a random order, since judges prefer some places."""
+    rows: dict[str, dict[str, list[int]]] = {}
+    for row, (task, text) in enumerate(zip(tasks, texts, strict=True)):
+        rows.setdefault(task, {}).setdefault(text, []).append(row)
+    if relative:
+        return [(task, dict(random.sample(list(answers.items()), len(answers)))) for task, answers in rows.items()]
+    return [(task, {text: of_answer}) for task, answers in rows.items() for text, of_answer in answers.items()]
 
 
 def _task(rubric: str, prompt: PromptText, reference: Any) -> str:
