@@ -67,12 +67,13 @@ def test_ignore_eos_leaves_the_limit_only():
 
 @pytest.mark.parametrize("decoder", ["paged", "transformers"])
 def test_a_finished_completion_is_handed_on_decoded_and_returned_as_the_same(decoder):
-    """None has a token that the tokenizer lacks, although the model, which is padded, prefers those."""
+    """None has an id that is no token, between others or beyond them, although the model prefers those."""
     view = build(tiny_config("qwen2", vocab_size=90), ATTENTION if decoder == "paged" else "sdpa")
-    view.lm_head.weight.data[len(IDS) :] *= 20
+    view.lm_head.weight.data[[IDS["b"], *range(len(IDS), 90)]] *= 20
     policy = Policy.__new__(Policy)
     policy._album = None
     policy.tokenizer, policy.engine = char_tokenizer(), SimpleNamespace(generation=lambda: nullcontext(view))
+    policy.tokenizer.get_vocab = lambda: {token: at for token, at in IDS.items() if token != "b"}
     policy.workspace, policy.drafter = None, Drafter()
     prompts = [Prompt(i, "", [1 + i], {}) for i in range(2)]
     config, seen = RolloutConfig(num_generations=2, max_completion_tokens=5, decoder=decoder), []
@@ -81,7 +82,7 @@ def test_a_finished_completion_is_handed_on_decoded_and_returned_as_the_same(dec
     assert all(completion is rollout.completions[2 * i + k] for i, k, completion in seen)
     requests = [Request(prompt.token_ids, [0]) for prompt in prompts]
     greedy = [group[0] for group in policy.complete(requests, sampling_of(config, (), greedy=True), config)]
-    assert max(token for c in [*rollout.completions, *greedy] for token in c.token_ids) < len(IDS)
+    assert {t for c in [*rollout.completions, *greedy] for t in c.token_ids} <= {*range(len(IDS))} - {IDS["b"]}
     for completion in [*rollout.completions, *greedy]:
         assert completion.text == policy.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
     assert [completion.text for completion in rollout.completions] != [c.text for c in greedy for _ in range(2)]

@@ -27,10 +27,12 @@ def _added(tokenizer: Any, _: int) -> tuple[list[int], list[int]]:
 
 def ended_ids(tokenizer: Any, text: str, end: int, ends: Collection[int]) -> list[int]:
     """Return the tokens of a completion up to the token that ends it, one of `ends`; `end` is added if there is none.
-    White space and further end tokens after it are left out. End tokens that text follows end turns within it."""
+    White space and special tokens after it are left out. End tokens that text follows end turns within it."""
     ids: list[int] = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    place = len(ids)
-    while place and (ids[place - 1] in {end, *ends} or not tokenizer.decode(ids[place - 1 : place]).strip()):
+    place, known = len(ids), {end, *ends}
+    while place and (
+        ids[place - 1] in known or not tokenizer.decode(ids[place - 1 : place], skip_special_tokens=True).strip()
+    ):
         place -= 1
-    last = next((at for at in range(place, len(ids)) if ids[at] in {end, *ends}), None)
+    last = next((at for at in range(place, len(ids)) if ids[at] in known), None)
     return [*ids, end] if last is None else ids[: last + 1]
