@@ -80,14 +80,11 @@ class Answers:
             run.refresh(_READ_S / len(opened))
         open_now = [
             {
-                **run.summary(),
-                "version": run.version,
-                "details": run.changed_ms(TRACE_FILE),
-                "read": run.numbers.share_read,
-                "damaged": run.numbers.damaged,
+                **run.summary(), "version": run.version, "details": run.changed_ms(TRACE_FILE),
+                "read": run.numbers.share_read, "damaged": run.numbers.damaged,
             }
             for run in opened
-        ]
+        ]  # fmt: skip
         return {"runs": self._outlines(known.values()), "open": open_now, "folders": self._folders.named}
 
     def _outlines(self, runs: Iterable[WatchedRun]) -> list[dict[str, Any]]:
@@ -138,11 +135,8 @@ class Answers:
                 bounds = (-math.inf if low is None else low, math.inf if high is None else high)
                 thinned = {part: thin(clip(points_of, *bounds), points) for part, points_of in parts.items()}
                 curves[name] = {part: [axis.tolist() for axis in points_of] for part, points_of in thinned.items()}
-            answer[run.name] = {
-                "curves": curves,
-                "from": float(x[0]) if x.size else 0,
-                "to": float(x[-1]) if x.size else 0,
-            }
+            first, last = (float(x[0]), float(x[-1])) if x.size else (0, 0)
+            answer[run.name] = {"curves": curves, "from": first, "to": last}
         return answer
 
     def alarms(self, given: QueryParams) -> Any:

@@ -162,27 +162,19 @@ class WatchedRun:
                 continue
             pick = next((pick for end, pick in _BEST.items() if name.endswith(end)), None)
             best = pick(values[at]) if pick else None
-            numbers.append(
-                {
-                    "name": name,
-                    "meaning": metric.meaning,
-                    "first": float(values[at[0]]) if at.size > 1 else None,
-                    "value": float(values[at[-1]]),
-                    "best": None if best is None else float(values[at[best]]),
-                    "best_step": None if best is None else int(steps[at[best]]),
-                }
-            )
+            ends = {"first": float(values[at[0]]) if at.size > 1 else None, "value": float(values[at[-1]])}
+            record = (None, None) if best is None else (float(values[at[best]]), int(steps[at[best]]))
+            best_of = dict(zip(("best", "best_step"), record, strict=True))
+            numbers.append({"name": name, "meaning": metric.meaning, **ends, **best_of})
         ways = [(table.column(name), name) for name in table.names if name.startswith(_CLOSEST)]
         highest = [(float(way.max(initial=0, where=way > 0)), name) for way, name in ways]
         hours = self.axis("hours")
         seconds = [second for second in table.column("time/step_s")[-20:].tolist() if not math.isnan(second)]
         return {
-            "run": self.name,
-            "numbers": numbers,
-            "closest": max(highest, default=None),
+            "run": self.name, "numbers": numbers, "closest": max(highest, default=None),
             "hours": float(hours[-1]) if hours.size else 0.0,
             "step_seconds": statistics.median(seconds) if seconds else None,
-        }
+        }  # fmt: skip
 
 
 def _read_config(path: Path, most: int = _CONFIG_BYTES) -> tuple[str, dict[str, Any]]:

@@ -88,7 +88,8 @@ def test_a_number_is_drawn_once(make_run):
 def test_curves_of_two_runs_on_an_axis_in_a_range(folder, make_run):
     page = Page(folder, make_run("two", list(lines(5000, rise=2.0))))
     names = ["one", "two"]
-    page.ask("runs", run=names)
+    while any(run["read"] < 1 for run in page.ask("runs", run=names)["open"]):
+        pass
     answer = page.ask("curves", run=names, name=["reward/mean", "policy/entropy"], axis="hours", low=10, high=20)
     for run, rise in (("one", 1), ("two", 2)):
         x, y = answer[run]["curves"]["reward/mean"]["raw"]

@@ -17,10 +17,11 @@ export const byId = id => document.getElementById(id);
 
 export function number(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
-  const size = Math.abs(value);
+  // What is smaller is left of rounding.
+  const size = Math.abs(value) < 1e-12 ? 0 : Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2).replace("e+", "e");
   if (size >= 1000) return Math.round(value).toLocaleString("en-US");
-  return Number.isInteger(value) ? String(value) : value.toFixed(size >= 100 ? 1 : size >= 10 ? 2 : 3);
+  return Number.isInteger(size) ? String(Math.round(value)) : value.toFixed(size >= 100 ? 1 : size >= 10 ? 2 : 3);
 }
 
 // With two digits, where these say something.

@@ -150,7 +150,7 @@ export function showAlarms(span, zoom, waits = false) {
         {},
         el("button", show, el("b", {}, spelled(kind)), soft(many)),
         el("div", {}, ...tracks),
-        el("span", { class: "says" }, state.open.length > 1 && dot(newest.run), message),
+        el("span", {}, state.open.length > 1 && dot(newest.run), message),
       ),
     };
   });

@@ -377,18 +377,17 @@ export class Plot {
   drawAlarms(u) {
     const { ctx, bbox } = u;
     ctx.save();
-    const dot = devicePixelRatio,
-      tall = state.open.length > 1 ? 2 * dot : 4 * dot;
+    const dot = devicePixelRatio;
     for (const alarm of state.alarms) {
       const inside = at => Math.min(bbox.left + bbox.width, Math.max(bbox.left, u.valToPos(at, "x", true)));
       const [from, to] = alarm.at[state.axis].map(inside);
       if (from === to && (from === bbox.left || from === bbox.left + bbox.width)) continue;
       const width = Math.max(2 * dot, to - from),
-        lane = state.open.indexOf(alarm.run) % 3;
+        top = bbox.top - ((state.open.indexOf(alarm.run) % 3) + 1.5) * 2 * dot;
       ctx.fillStyle = css(laneColor(alarm.run).slice(4, -1));
       ctx.globalAlpha = 0.8;
       // Above the plot, where no curve is.
-      ctx.fillRect(from, bbox.top - (lane + 1) * tall - dot, width, tall);
+      ctx.fillRect(from, top, width, 2 * dot);
       // Of several runs, the washes would hide each other.
       ctx.globalAlpha = state.open.length > 1 ? 0 : 0.08;
       ctx.fillRect(from, bbox.top, width, bbox.height);

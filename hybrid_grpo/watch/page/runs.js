@@ -60,13 +60,9 @@ let ordered = "",
 // Elements stay and only what they say changes: a click between two answers of the server must not be lost.
 export function showRuns(acts) {
   const away = [...state.runs.values()].filter(run => archived.has(run.folder)).length,
-    button = byId("archived");
-  button.hidden = !away;
-  button.textContent = withArchived ? "Hide archived runs" : `Show ${away} archived`;
-  button.onclick = () => {
-    withArchived = !withArchived;
-    showRuns(acts);
-  };
+    textContent = withArchived ? "Hide archived runs" : `Show ${away} archived`,
+    onclick = () => showRuns(acts, (withArchived = !withArchived));
+  Object.assign(byId("archived"), { hidden: !away, textContent, onclick });
   byId("count").textContent = `${state.open.length} of ${state.runs.size}`;
   for (const [name, item] of items)
     if (!state.runs.has(name)) {

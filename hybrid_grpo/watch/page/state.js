@@ -1,6 +1,5 @@
 // What is shown. It stands in the page's address, so that a reload, a bookmark or a link shows the same.
 
-// What the address has in so many words.
 const WORDS = ["window", "chart", "base", "grouped"];
 const VIEWS = ["curves", "samples", "prompts", "step", "settings"];
 
