@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.evaluation import EvalConfig
-from hybrid_grpo.config.fields import SECTION, Count, Switch, Text
+from hybrid_grpo.config.fields import SECTION, Count, Place, Switch, Text
 from hybrid_grpo.config.model import PolicyConfig
 from hybrid_grpo.config.preferences import PairEvalConfig, RewardLoopConfig
 from hybrid_grpo.config.publishing import PublishOptionsConfig
@@ -131,7 +131,7 @@ class EvalOptionsConfig(EvalConfig):
 
     against: Text | None = None
     """Model, or folder of a run, to compare with. It completes the same prompts, and a paired test compares the two."""
-    output: Text | None = None
+    output: Place | None = None
     """File of JSON lines; an existing file is replaced. Each prompt of each set gets a line with its completions, their
     rewards, and which of them are right. Default: none."""
 
@@ -180,7 +180,7 @@ class EvaluateConfig(RecipeReader):
 class OutputConfig:
     """Where completions are written."""
 
-    output: Text = "-"
+    output: Place = "-"
     """File of JSON lines, which is replaced; `-` is standard output. Several ranks write one each: out.0.jsonl, ..."""
     token_logp: Switch = False
     """Also write each completion's tokens and their log-probabilities, as `token_ids` and `token_logp`. A run needs
@@ -295,7 +295,7 @@ class PlanConfig(TrainConfig):
 class ScoreOptionsConfig:
     """Where rewards are written, and which of a run's steps are scored."""
 
-    output: Text = "-"
+    output: Place = "-"
     """File of JSON lines, which is replaced; `-` is standard output, of which a terminal shows 20 lines."""
     steps: str | None = None
     """Steps of a run to score, as in `100-200`, `100-`, `-200` or `100`. Default: all that were saved."""

@@ -80,6 +80,9 @@ LIMITS = (LARGEST_WHOLE, 1e9, 1e6)
 """Technical upper bounds, which the help text of a setting does not mention."""
 Switch = Annotated[bool, Strict()]
 Text = Annotated[str, MinLen(1)]
+HOME = AfterValidator(os.path.expanduser)
+Place = Annotated[Text, HOME]
+"""Path of a file or folder, in which ~ is the user's home folder, or a name on the hub."""
 Duration = Annotated[Text, BeforeValidator(lambda v: str(v) if type(v) is int else v), AfterValidator(_check_duration)]
 """A duration as text; see `duration_seconds`."""
 Name = Annotated[str, AfterValidator(_check_name)]

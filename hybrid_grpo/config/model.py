@@ -12,7 +12,7 @@ from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.errors import did_you_mean, refuse
-from hybrid_grpo.config.fields import SECTION, Count, NotNegative, Number, Positive, Switch, Text, Whole
+from hybrid_grpo.config.fields import HOME, SECTION, Count, NotNegative, Number, Positive, Switch, Text, Whole
 
 _Decay = Annotated[Number, Ge(0), Lt(1)]
 
@@ -21,7 +21,7 @@ _Decay = Annotated[Number, Ge(0), Lt(1)]
 class PolicyConfig:
     """The model that is trained and its optimizer."""
 
-    model: str = ""
+    model: Annotated[str, HOME] = ""
     """Folder or hub name of the initial model and its tokenizer."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Data type of the weights in forward and backward passes. The optimizer always keeps float32 weights."""

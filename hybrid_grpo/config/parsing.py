@@ -92,7 +92,7 @@ def _value(name: str, hint: Any, rest: list[str]) -> str:
 
 
 def _recipe(cls: Any, file: str) -> Settings:
-    recipe = read_recipe(Path(file), cls)
+    recipe = read_recipe(Path(file).expanduser(), cls)
     for section in fields_of(cls).keys() & recipe.keys() - {"rewards", "features"}:
         has_settings = isinstance(recipe[section], dict)
         refuse(not has_settings, f"--config {file}: {section} must have settings below it, or be taken out")

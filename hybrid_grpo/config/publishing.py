@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic.dataclasses import dataclass
 
-from hybrid_grpo.config.fields import SECTION, Name, Switch, Text
+from hybrid_grpo.config.fields import SECTION, Name, Place, Switch, Text
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -14,7 +14,7 @@ class PublishOptionsConfig:
     hub: Text | None = None
     """Repository on the Hugging Face hub, as `you/name`. It is created if necessary; one that holds anything but an
     earlier publication is refused. Log in first with `hf auth login`, or set HF_TOKEN."""
-    folder: Text | None = None
+    folder: Place | None = None
     """Folder to write to instead of a repository, if the hub is not available. An earlier publication in it is
     replaced, and anything else refused."""
     private: Switch = True

@@ -19,6 +19,7 @@ from hybrid_grpo.config.fields import (
     Name,
     NotNegative,
     Number,
+    Place,
     Positive,
     PositiveShare,
     Seconds,
@@ -173,7 +174,7 @@ class RolloutConfig:
     """Function that plays the user, as `path/to/file.py:name`. After each turn of the model without tool calls, it is
     called with the `messages` so far and the columns that it has arguments for. It returns what the user says, or None
     to end the conversation. See docs/users.md."""
-    user_model: Text | None = None
+    user_model: Place | None = None
     """Folder or hub name of a model that plays the user. Every rank holds all of it, in addition to the policy."""
     user_prompt: Text | None = None
     """System prompt of `user_model`: the user's role and goal. `{name}` is replaced by that column of the row."""

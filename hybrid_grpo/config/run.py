@@ -9,17 +9,7 @@ from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.errors import did_you_mean, refuse
-from hybrid_grpo.config.fields import (
-    SECTION,
-    Count,
-    Duration,
-    Name,
-    NotNegative,
-    Positive,
-    Switch,
-    Text,
-    Whole,
-)
+from hybrid_grpo.config.fields import SECTION, Count, Duration, Name, NotNegative, Place, Positive, Switch, Text, Whole
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -28,7 +18,7 @@ class RunConfig:
 
     name: Name = "run"
     """Name of the run; its folder is DIR/NAME."""
-    dir: Text = "runs"
+    dir: Place = "runs"
     """Folder that holds the runs."""
     seed: Whole = 0
     """Seed of the data order and of every sampled token."""

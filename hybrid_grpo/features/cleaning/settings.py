@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.features import FeatureConfig
-from hybrid_grpo.config.fields import SECTION, Count, PositiveShare, Text
+from hybrid_grpo.config.fields import SECTION, Count, Place, PositiveShare, Text
 
 Action = Literal["off", "report", "drop"]
 
@@ -18,7 +18,7 @@ class CleanConfig(FeatureConfig):
     """Checks on the rows, and what happens to rows that fail them. `off` skips the check, `report` counts and shows the
     rows, and `drop` also leaves them out of the output."""
 
-    output: Text | None = None
+    output: Place | None = None
     """File of JSON lines for the rows that are kept, which are not changed. An existing file is replaced, and `-` is
     standard output. Default: only the report."""
     report: Text | None = None

@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.features import FeatureConfig
-from hybrid_grpo.config.fields import SECTION, NotNegative, Positive, PositiveShare, Share, Switch, Text, Whole
+from hybrid_grpo.config.fields import SECTION, NotNegative, Place, Positive, PositiveShare, Share, Switch, Whole
 from hybrid_grpo.config.grpo import GrpoConfig
 from hybrid_grpo.config.model import OF_SHARDS, EngineConfig, PolicyConfig
 
@@ -32,7 +32,7 @@ class CriticConfig(FeatureConfig):
 
     enabled: Switch = False
     """Train a critic. All other settings of this section require this one."""
-    model: Text | None = None
+    model: Place | None = None
     """Folder or hub name of the initial model: a reward model, or a causal language model, whose value head starts at
     0. It must have the policy's tokenizer. Default: policy.model."""
     lr: Positive = 1e-5

@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.features import FeatureConfig
-from hybrid_grpo.config.fields import SECTION, Count, Name, Text
+from hybrid_grpo.config.fields import SECTION, Count, Name, Place
 
 if TYPE_CHECKING:
     from hybrid_grpo.config.train import TrainConfig
@@ -27,10 +27,10 @@ class GuestConfig:
     recorded log-probabilities serve as `old_logp`. `imitation`: the same, as if the policy had sampled them in this
     step, so that text is enough. `baseline`: they only count in the mean and standard deviation of their group.
     `distill`: the same, and a teacher in the loss learns from them (the off-policy data of GKD)."""
-    path: Text | None = None
+    path: Place | None = None
     """File of completions: rows with a prompt from the data and a `completion` or a list of `completions`. Weight
     importance also needs `token_ids` and their log-probabilities, `token_logp`, as `generate` writes them."""
-    model: Text | None = None
+    model: Place | None = None
     """Folder or hub name of a model that completes the prompts in every step, instead of a file. Every rank holds the
     whole model. It must have the policy's tokenizer."""
     per_group: Count = 1

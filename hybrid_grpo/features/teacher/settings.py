@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.features import FeatureConfig
-from hybrid_grpo.config.fields import SECTION, Positive, Switch, Text, Whole
+from hybrid_grpo.config.fields import SECTION, Place, Positive, Switch, Text, Whole
 from hybrid_grpo.config.model import PolicyConfig
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class TeacherConfig(FeatureConfig):
     In addition to earning rewards, the policy learns to agree with the teacher. There is a teacher if `model`,
     `by_source` or `prompt_column` is set."""
 
-    model: Text | None = None
+    model: Place | None = None
     """Folder or hub name of the teacher, a causal language model with the policy's tokenizer. Default: if prompt_column
     is set, the policy itself as it is at the beginning of each step."""
     by_source: dict[Text, Text] = field(default_factory=dict)
