@@ -5,8 +5,7 @@ from pathlib import Path
 
 from hybrid_grpo.config.errors import UserError, refuse
 
-_USAGE = "usage: hybrid-grpo clean RUN [RUN ...]"
-_HELP = f"""{_USAGE}
+_HELP = """usage: hybrid-grpo clean RUN [RUN ...]
 
 Remove the checkpoints of finished runs, with the states of their optimizers. The trained models, metrics and rollouts
 stay. A cleaned run can be neither resumed for more steps nor replayed."""
@@ -14,12 +13,11 @@ stay. A cleaned run can be neither resumed for more steps nor replayed."""
 
 def run(arguments: list[str]) -> None:
     """Remove the checkpoints of the runs whose folders are the arguments, and print how much room that makes."""
-    if arguments in (["-h"], ["--help"]):
+    if not arguments or arguments[0].startswith("-"):
         print(_HELP)
-        return
-    refuse(not arguments or any(name.startswith("-") for name in arguments), _USAGE)
-    for name in arguments:
-        print(f"{name}: removed {clean(Path(name)) / 1e9:.3g} GB of checkpoints", flush=True)
+    else:
+        for name in arguments:
+            print(f"{name}: removed {clean(Path(name)) / 1e9:.3g} GB of checkpoints", flush=True)
 
 
 def clean(folder: Path) -> int:
@@ -30,10 +28,9 @@ def clean(folder: Path) -> int:
     refuse(not (folder / "config.yaml").is_file(), f"{folder} is not the folder of a run: it has no config.yaml")
     lock = FolderLock(folder)
     try:
-        checkpoints = sorted((folder / "checkpoints").glob("step_*"))
-        step = exported(folder / "model").get("step", -1)
-        if later := [path.name for path in checkpoints if int(path.name.removeprefix("step_")) > step]:
-            raise UserError(f"{folder}: {later[-1]} is newer than the model: finish the run first")
+        checkpoints, step = sorted((folder / "checkpoints").glob("step_*")), exported(folder / "model").get("step", -1)
+        if checkpoints and int(checkpoints[-1].name.removeprefix("step_")) > step:
+            raise UserError(f"{folder}: {checkpoints[-1].name} is newer than the model: finish the run first")
         size = sum(file.stat().st_size for path in checkpoints for file in path.rglob("*"))
         for path in checkpoints:
             shutil.rmtree(path)

@@ -118,9 +118,8 @@ class TrainedRun:
     @property
     def is_chat(self) -> bool:
         """Whether the model reads its prompts through a chat template."""
-        config = self.model / "tokenizer_config.json"
-        inside = config.exists() and '"chat_template"' in config.read_text(encoding="utf-8")
-        has_template = inside or (self.model / "chat_template.jinja").exists()
+        files = [self.model / name for name in ("chat_template.jinja", "tokenizer_config.json")]
+        has_template = any("chat_template" in path.name + path.read_text("utf-8") for path in files if path.exists())
         return has_template and self.settings.get("data", {}).get("chat_template") != "never"
 
     @property

@@ -33,17 +33,14 @@ def chosen_trackers(config: LogConfig) -> list[str]:
 def start_trackers(config: LogConfig, folder: Path, settings: dict[str, Any], done: int) -> list[TrackerProcess]:
     started = []
     if "wandb" in config.trackers and resolve_wandb_mode(config.wandb) == "online":
-        with suppress(OSError):
-            print(
-                f"wandb: settings, metrics, prompts and completions go to {wandb_host()}; --log.wandb offline keeps"
-                " them in the run's folder",
-                flush=True,
-            )
+        shown = f"wandb: settings, metrics, prompts and completions go to {wandb_host()}"
+        _say(f"{shown}; --log.wandb offline keeps them in the run's folder", sys.stdout)
     for name in chosen_trackers(config):
         try:
             started.append(TrackerProcess(name, folder, config, settings, done))
         except OSError as error:
-            _warn(f"{name} is off for the rest of this run: no process can be started: {error.strerror}")
+            why = f"no process can be started: {error.strerror}"
+            _say(f"WARNING: {name} is off for the rest of this run: {why}", sys.stderr)
     return started
 
 
@@ -99,8 +96,7 @@ class TrackerProcess:
         # This process prints it: only it knows of the live line that is on the terminal.
         for pipe, stream in ((self._output, sys.stdout), (self._errors, sys.stderr)):
             if said := pipe.read():
-                with suppress(OSError):
-                    print(said.decode(errors="replace"), end="", file=stream, flush=True)
+                _say(said.decode(errors="replace").removesuffix("\n"), stream)
         if status not in (None, 0, FAILED) and not self._warned:
             self._warned = True
             self._warn(f"is off for the rest of this run: its process ended with status {status}")
@@ -144,9 +140,9 @@ class TrackerProcess:
         self._process.wait()
 
     def _warn(self, message: str) -> None:
-        _warn(f"{self._name} {message}")
+        _say(f"WARNING: {self._name} {message}", sys.stderr)
 
 
-def _warn(message: str) -> None:
+def _say(message: str, stream: Any) -> None:
     with suppress(OSError):
-        print(f"WARNING: {message}", file=sys.stderr, flush=True)
+        print(message, file=stream, flush=True)

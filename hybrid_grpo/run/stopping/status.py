@@ -90,10 +90,8 @@ class SharedStatus:
             self.mine.cause, self.mine.asked = cause, time.monotonic()
 
     def is_first_to_say(self, error: str, patience_s: float) -> bool:
-        """Return whether this rank should print an error, because no other rank of this machine has printed the same.
-
-        A rank waits for the ranks before it, and longer the later it is, unless another error has been printed.
-        """
+        """Return whether this rank should print an error: no other rank of this machine has printed the same. A later
+        rank waits longer for the earlier ones, unless a different error has been printed."""
         checksum, deadline = (
             zlib.crc32(error.encode()) or 1,
             time.monotonic() + patience_s * self.rank / (self.rank + 1),
