@@ -3,8 +3,9 @@
 import pytest
 
 from hybrid_grpo.__main__ import main
-from hybrid_grpo.commands import chat, generate
 from hybrid_grpo.commands import eval as evaluation
+from hybrid_grpo.commands import generate
+from hybrid_grpo.commands.run_argument import options_of_run
 from hybrid_grpo.config import (
     ChatConfig,
     EvaluateConfig,
@@ -47,7 +48,7 @@ def test_a_run_stands_for_its_settings_and_its_trained_model(run):
     assert config.policy.model == f"{run}/model" and config.reads_stdin, "its prompts come from the user"
     named, _ = generate._options([str(run), "--data.path", "mine.jsonl"])
     assert parse(GenerateConfig, named, "generate").config.data.path == "mine.jsonl"
-    config = parse(ChatConfig, chat._defaults(str(run), []), "chat").config
+    config = parse(ChatConfig, options_of_run(str(run)), "chat").config
     assert config.policy.model == f"{run}/model"
 
 
