@@ -80,16 +80,7 @@ async def judge(
         client(settings).request(body, partial(_read, count=len(rows)))
         for body, (_, rows) in zip(bodies, asked, strict=True)
     )
-    verdicts = await asyncio.gather(*requests, return_exceptions=True)
-    judged: dict[int, tuple[float, str, float]] = {}
-    for (_, rows), verdict in zip(asked, verdicts, strict=True):
-        if not isinstance(verdict, BaseException):
-            scores, reasons, tokens = verdict
-            share = tokens / sum(map(len, rows.values()))
-            for score, of_answer in zip(scores, rows.values(), strict=True):
-                judged |= dict.fromkeys(of_answer, (score / _BEST, reasons, share))
-        elif all(isinstance(other, BaseException) for other in verdicts):
-            raise verdict
+    judged = _by_row(asked, await asyncio.gather(*requests, return_exceptions=True))
     if log_extra is not None:
         for place, name in ((1, "reasons"), (2, "tokens")):
             log_extra(name, [judged[row][place] if row in judged else None for row in range(len(prompts))])
@@ -99,9 +90,30 @@ async def judge(
 judge.batch_size = lambda relative=False, **_: "group" if relative else 1  # type: ignore[attr-defined]
 
 
-def _questions(tasks: list[str], texts: list[str], relative: bool) -> list[tuple[str, dict[str, list[int]]]]:
-    """Return what is asked in each request: a task, and the rows of each answer. Equal answers are judged once; those
-    that are compared come in a random order, since judges prefer some places."""
+Question = tuple[str, dict[str, list[int]]]
+"""What is asked in one request: a task, and the rows that have each answer."""
+Verdict = tuple[list[float], str, float]
+"""The scores of the answers to a question, the judge's reasons, and the tokens that it read and wrote."""
+
+
+def _by_row(asked: list[Question], verdicts: list[Verdict | BaseException]) -> dict[int, tuple[float, str, float]]:
+    """Return reward, reasons and tokens of each row that was judged; raise the first failure if none was."""
+    judged: dict[int, tuple[float, str, float]] = {}
+    for (_, rows), verdict in zip(asked, verdicts, strict=True):
+        if not isinstance(verdict, BaseException):
+            scores, reasons, tokens = verdict
+            share = tokens / sum(map(len, rows.values()))
+            for score, of_answer in zip(scores, rows.values(), strict=True):
+                judged |= dict.fromkeys(of_answer, (score / _BEST, reasons, share))
+    failures = (verdict for verdict in verdicts if isinstance(verdict, BaseException))
+    if not judged:
+        raise next(failures)
+    return judged
+
+
+def _questions(tasks: list[str], texts: list[str], relative: bool) -> list[Question]:
+    """Return what is asked. Equal answers are judged once; those that are compared come in a random order, since judges
+    prefer some places."""
     rows: dict[str, dict[str, list[int]]] = {}
     for row, (task, text) in enumerate(zip(tasks, texts, strict=True)):
         rows.setdefault(task, {}).setdefault(text, []).append(row)
@@ -123,8 +135,7 @@ def _messages(task: str, answers: list[str]) -> list[dict[str, str]]:
     return [{"role": "user", "content": task + shown + _FORM.format(how=how, count=len(answers))}]
 
 
-def _read(text: str, count: int) -> tuple[list[float], str, float]:
-    """Return the scores of a judge's answer, the answer itself, and the tokens that it cost."""
+def _read(text: str, count: int) -> Verdict:
     try:
         answer = json.loads(text)
         content = str(answer["choices"][0]["message"]["content"]).rpartition("</think>")[2].strip()
