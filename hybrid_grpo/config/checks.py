@@ -201,15 +201,11 @@ def check_score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
 
 
 def check_publish(options: PublishOptionsConfig) -> None:
-    """Raise UserError unless exactly one target is set, or if the target is a folder that begins with ~."""
+    """Raise UserError unless exactly one target is set."""
     refuse(
         (options.hub is None) == (options.folder is None),
         "publish.hub and publish.folder are "
         + ("both set: take out one" if options.hub else "not set: give one of them"),
-    )
-    refuse(
-        options.folder is not None and options.folder.startswith("~"),
-        f"publish.folder {options.folder}: only shells expand ~: write the full path",
     )
 
 

@@ -24,7 +24,7 @@ class RunConfig:
     """Seed of the data order and of every sampled token."""
     steps: Count = 100
     """Steps to train: rollouts for `train`, optimizer steps for `sft` and `reward`."""
-    resume: Text = "never"
+    resume: Place = "never"
     """Checkpoint to continue from. `auto` means the newest complete one of this run, or a new run if the folder is
     empty. The folder of a checkpoint, of this run or another, continues from that one."""
     allow_changes: Switch = False
@@ -36,13 +36,6 @@ class RunConfig:
     twice the time that the last checkpoint took or, before the first one, plus 10 s for each GB that a rank writes."""
     stall_minutes: NotNegative = 30.0
     """If no rank makes progress for this long, the run ends and reports which rank is behind; 0 waits forever."""
-
-    @model_validator(mode="after")
-    def _check(self) -> RunConfig:
-        for name in ("dir", "resume"):
-            path = getattr(self, name)
-            refuse(path.startswith("~"), f"run.{name} {path}: only shells expand ~: write the full path")
-        return self
 
 
 @dataclass(frozen=True, config=SECTION)

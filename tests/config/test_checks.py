@@ -18,7 +18,6 @@ from hybrid_grpo.config.parsing import parse
 def test_run_dir_must_be_able_to_hold_a_folder(user: User) -> None:
     assert "is a file" in user.refused(f"--run.dir={user.folder / 'train.jsonl'}")
     assert "is a file" in user.refused(f"--run.dir={user.folder / 'train.jsonl' / 'deeper'}")
-    assert user.refused("--run.dir=~/runs").startswith("run.dir ~/runs")
     user.train(f"--run.dir={user.folder / 'new' / 'deeper'}")
 
 
