@@ -1,6 +1,6 @@
 """Try what strangers bring: other people's rows, tokens, rewards, names and commands.
 
-    python benchmarks/field.py                     every case of tests/field/, and the variations of rows
+    python benchmarks/field.py                     every case of tests/field/, and variations of rows and tokens
     python benchmarks/field.py rows tokens/eos     only these sections or cases, without the variations
     python benchmarks/field.py --json [FILE]       counts into a file, by default benchmarks/results/field.json
 
@@ -57,6 +57,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import forks
 import yaml
 from field_models import load_tokenizer, model_folder
+from field_tokens import token_variations
 from field_variations import variations
 from paths import ROOT
 
@@ -189,7 +190,7 @@ def results(chosen: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def varied() -> Iterator[tuple[str, str]]:
-    """The same for the variations of rows."""
+    """The same for the variations of rows and of special tokens."""
 
     def read(path: Any, model: str) -> list[str] | str:
         try:
@@ -202,6 +203,7 @@ def varied() -> Iterator[tuple[str, str]]:
 
     with tempfile.TemporaryDirectory() as folder:
         yield from ((f"variations/{name}", why) for name, why in variations(Path(folder), read))
+        yield from ((f"token_variations/{name}", why) for name, why in token_variations(Path(folder)))
 
 
 def main() -> None:
