@@ -67,8 +67,9 @@ class BatchPlan:
         ranks, prompts = _counted(self.world_size, "rank"), _counted(self.prompts_per_rank, "prompt")
         passes, parts = _counted(self.num_iterations, "iteration"), _counted(self.num_minibatches, "minibatch")
         return (
-            f"{ranks} x {prompts} x {self.num_generations} completions{given} = {self.rows} rows a rollout; {passes} x"
-            f" {parts} = {_counted(self.optimizer_steps, 'optimizer step')} of {self.rows // self.num_minibatches} rows"
+            f"{ranks} x {prompts} x {self.num_generations} completions{given} = {self.rows} completions a step;"
+            f" {passes} x {parts} = {_counted(self.optimizer_steps, 'update')} of"
+            f" {self.rows // self.num_minibatches} completions"
         )
 
 

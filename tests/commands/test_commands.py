@@ -252,7 +252,7 @@ def test_the_stored_config_is_a_recipe(workshop: Workshop, runs: Runs) -> None:
     assert done.status == 0
     assert yaml.safe_load(done.out) == yaml.safe_load(stored.read_text())
     head = stored.read_text()
-    assert "# batch: 1 rank x 4 prompts x 4 completions = 16 rows a rollout" in head and "# versions: " in head
+    assert "# batch: 1 rank x 4 prompts x 4 completions = 16 completions a step" in head and "# versions: " in head
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -66,8 +66,8 @@ def test_the_batch_equation() -> None:
     config = dataclasses.replace(config, grpo=dataclasses.replace(config.grpo, num_minibatches=2, num_iterations=3))
     plan = batch_plan(config, world_size=4)
     assert (plan.prompts_per_rank, plan.rows // plan.num_minibatches) == (8, 128)
-    assert str(plan).startswith("4 ranks x 8 prompts x 8 completions = 256 rows a rollout; 3 iterations x 2 ")
-    assert "= 6 optimizer steps of 128 rows" in str(plan)
+    assert str(plan).startswith("4 ranks x 8 prompts x 8 completions = 256 completions a step; 3 iterations x 2 ")
+    assert "= 6 updates of 128 completions" in str(plan)
 
 
 def test_what_is_not_given_is_named() -> None:
