@@ -24,6 +24,7 @@ from transformers import AutoConfig
 from hybrid_grpo.config import EngineConfig, PolicyConfig, RolloutConfig, TrainConfig
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.model.hardware import of_table
+from hybrid_grpo.model.shapes import SHAPES
 from hybrid_grpo.run.memory.dry_run import Footprint, Sizes, measure
 from hybrid_grpo.run.memory.plan import Plan
 
@@ -69,21 +70,17 @@ class Shape:
         )
 
 
-MODELS = {
-    "Qwen2.5-0.5B": Shape("qwen2", 0.49, 896, 4864, 24, 14, 2, 151_936, tied=True, head_dim=64),
-    "Qwen2.5-1.5B": Shape("qwen2", 1.54, 1536, 8960, 28, 12, 2, 151_936, tied=True),
-    "Qwen2.5-3B": Shape("qwen2", 3.09, 2048, 11_008, 36, 16, 2, 151_936, tied=True),
-    "Qwen2.5-7B": Shape("qwen2", 7.61, 3584, 18_944, 28, 28, 4, 152_064, tied=False),
-    "Qwen2.5-14B": Shape("qwen2", 14.7, 5120, 13_824, 48, 40, 8, 152_064, tied=False),
-    "Qwen2.5-32B": Shape("qwen2", 32.5, 5120, 27_648, 64, 40, 8, 152_064, tied=False),
-    "Qwen3-0.6B": Shape("qwen3", 0.6, 1024, 3072, 28, 16, 8, 151_936, tied=True),
-    "Qwen3-1.7B": Shape("qwen3", 1.7, 2048, 6144, 28, 16, 8, 151_936, tied=True),
-    "Qwen3-4B": Shape("qwen3", 4.0, 2560, 9728, 36, 32, 8, 151_936, tied=True),
-    "Qwen3-8B": Shape("qwen3", 8.2, 4096, 12_288, 36, 32, 8, 151_936, tied=False),
-    "Qwen3-14B": Shape("qwen3", 14.8, 5120, 17_408, 40, 40, 8, 151_936, tied=False),
-    "Qwen3-32B": Shape("qwen3", 32.8, 5120, 25_600, 64, 64, 8, 151_936, tied=False),
-    "Llama-3-8B": Shape("llama", 8.03, 4096, 14_336, 32, 32, 8, 128_256, tied=False),
-}
+def _shape(name: str) -> Shape:
+    given = SHAPES[name]
+    head_dim = given.get("head_dim", given["hidden_size"] // given["num_attention_heads"])
+    names = "model_type billions hidden_size intermediate_size num_hidden_layers num_attention_heads"
+    values = (given[key] for key in f"{names} num_key_value_heads vocab_size tie_word_embeddings".split())
+    return Shape(*values, head_dim=head_dim)
+
+
+_SIZES = {"Qwen2.5": "0.5B 1.5B 3B 7B 14B 32B", "Qwen3": "0.6B 1.7B 4B 8B 14B 32B"}
+MODELS = {f"{family}-{size}": _shape(f"{family}-{size}") for family, sizes in _SIZES.items() for size in sizes.split()}
+MODELS["Llama-3-8B"] = _shape("Meta-Llama-3-8B")
 
 
 def recipe(offload: bool) -> TrainConfig:

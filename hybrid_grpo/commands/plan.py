@@ -7,25 +7,51 @@ from typing import TYPE_CHECKING
 
 from hybrid_grpo.commands.train import read_inputs
 from hybrid_grpo.config import PlanConfig
-from hybrid_grpo.config.checks import check_train
+from hybrid_grpo.config.checks import check_shapes, check_train
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.config.parsing import parse
+from hybrid_grpo.config.parsing import leading_argument, parse
 
 if TYPE_CHECKING:
     from hybrid_grpo.run.memory.plan import Plan
 
 
+COMMAND = "plan [MODEL]"
+_SHORT = {"--gpus": "--plan.world_size", "--gpu": "--plan.gpu"}
+
+
 def run(arguments: list[str]) -> None:
-    """Parse, read the data, and print the plan; a run that clearly does not fit is refused as `train` refuses it."""
-    config = parse(PlanConfig, arguments, "plan").config
-    batch = check_train(config, config.plan.world_size or int(os.environ.get("WORLD_SIZE", "1")))
+    """Parse the arguments and print the plan, the verdict first; end with status 2 if the run clearly does not fit.
+    Without data, the plan follows from the model's configuration and the settings alone."""
+    name, options = leading_argument(arguments, f"{COMMAND} [--gpus N] [--gpu NAME] [options]", optional=True)
+    options = [_SHORT.get((part := option.partition("="))[0], part[0]) + part[1] + part[2] for option in options]
+    config = parse(PlanConfig, ["--policy.model", name, *options] if name else options, COMMAND).config
+    ranks = config.plan.world_size or int(os.environ.get("WORLD_SIZE", "1"))
+    data = config.data
+    plan = (_of_recipe if data.path or data.task or data.mixture else _of_shapes)(config, ranks)
+
+    from hybrid_grpo.model.ranks import rank
+    from hybrid_grpo.run.memory.shortage import shortage
+
+    status, verdict = 0, "it fits"
+    try:
+        if warning := shortage(plan):
+            verdict = f"it may not fit: {warning}"
+    except UserError as error:
+        status, verdict = 2, str(error)
+    if rank() == 0:
+        print("\n".join([verdict, f"batch: {plan.batch}", *lines(plan)]), flush=True)
+    if status:
+        raise SystemExit(status)
+
+
+def _of_recipe(config: PlanConfig, ranks: int) -> Plan:
+    """Return the plan of a run whose inputs can be read: data, tokenizer and rewards. Raises UserError."""
+    batch = check_train(config, ranks)
 
     from hybrid_grpo import engine
     from hybrid_grpo.model.hardware import of_device, of_table
-    from hybrid_grpo.model.ranks import rank
     from hybrid_grpo.run.feature import make_features
     from hybrid_grpo.run.memory.plan import estimate
-    from hybrid_grpo.run.memory.shortage import shortage
 
     device = engine.start()
     inputs = read_inputs(config)
@@ -33,14 +59,32 @@ def run(arguments: list[str]) -> None:
     hardware = of_table(config.plan.gpu) if config.plan.gpu else of_device(device, config.policy.dtype)
     held_out = inputs.held_out_rows, inputs.held_out_longest
     given = inputs.longest_prompt, hardware, inputs.reward_models, *held_out
-    plan = estimate(config, batch, *given, album=inputs.sampler.album)
+    return _made(estimate(config, batch, *given, album=inputs.sampler.album), config)
+
+
+def _of_shapes(config: PlanConfig, ranks: int) -> Plan:
+    """Return the plan of a run with prompts of data.max_prompt_tokens, for which only the model's configuration is
+    read. Raises UserError."""
+    batch = check_shapes(config, ranks)
+
+    from hybrid_grpo import engine
+    from hybrid_grpo.model.hardware import of_device, of_table
+    from hybrid_grpo.model.loading import load_config
+    from hybrid_grpo.model.lora import check_lora
+    from hybrid_grpo.model.shapes import known_config
+    from hybrid_grpo.run.memory.plan import estimate
+
+    name = config.policy.model
+    model_config = known_config(name) or load_config(name)
+    check_lora(config.lora, model_config)
+    hardware = of_table(config.plan.gpu) if config.plan.gpu else of_device(engine.start(), config.policy.dtype)
+    return _made(estimate(config, batch, config.data.max_prompt_tokens, hardware, model_config=model_config), config)
+
+
+def _made(plan: Plan | None, config: PlanConfig) -> Plan:
     if plan is None:
         raise UserError(f"policy.model {config.policy.model} cannot be planned: its code cannot run without data")
-    if rank() == 0:
-        print("\n".join([f"batch: {batch}", *lines(plan)]), flush=True)
-    warning = shortage(plan)
-    if rank() == 0:
-        print(f"it may not fit: {warning}" if warning else "it fits")
+    return plan
 
 
 def lines(plan: Plan) -> list[str]:
@@ -79,7 +123,8 @@ def lines(plan: Plan) -> list[str]:
         *kept,
         *([f"host memory: {host} = {gib(plan.host.bytes)} GiB a rank"] if host else []),
         *([saving] if copy else []),
-        f"tokens: at most {sampled:,} sampled and {trained:,} trained a step",
+        f"tokens: {plan.prompt:,} a prompt, {plan.longest - plan.prompt:,} a completion; at most {sampled:,} sampled"
+        f" and {trained:,} trained a step",
         f"time: roughly {duration(sum(seconds.values()))} a step at full speed and full length ({times})",
     ]
 

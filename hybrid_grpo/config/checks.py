@@ -106,6 +106,13 @@ def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
     return batch_plan(config, world_size)
 
 
+def check_shapes(config: TrainConfig, world_size: int) -> BatchPlan:
+    """Return the batch equation of a run that is planned without its data. Raises UserError if it cannot work."""
+    _check_policy(config.policy)
+    config.engine.check(world_size)
+    return batch_plan(config, world_size)
+
+
 def _check_features(config: Any, world_size: int) -> None:
     for feature in config.active_features:
         feature.check_place(config, world_size)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -82,12 +83,14 @@ def estimate(
     held_out: int = 0,
     held_out_longest: int = 0,
     album: Album | None = None,
+    model_config: Any = None,
 ) -> Plan | None:
     """Return the memory plan of a run, whose prompts have the pictures of an `album`; None if the model cannot run
-    without data. Raise UserError if it has no configuration, or lacks the attention or adapters in the settings."""
+    without data. `model_config` is by default that of `policy.model`. Raise UserError if it has no configuration, or
+    lacks the attention or adapters in the settings."""
     features = [share for feature in config.active_features if (share := feature.memory(config)) is not None]
     heads = [feature.head for feature in features]
-    model_config = load_config(config.policy.model)
+    model_config = model_config or load_config(config.policy.model)
 
     def measured(config: TrainConfig, batch: BatchPlan) -> Sizes:
         return measure(config, model_config, batch, prompt, heads, on_gpu=hardware.on_gpu)

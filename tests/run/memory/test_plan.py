@@ -13,6 +13,7 @@ from memory_plans import CPU, GPU, SIZES, N, micro_batch, parts, recipe
 from tiny_models import tiny_config
 from transformers import Qwen2Config
 
+from hybrid_grpo.commands import plan as command
 from hybrid_grpo.commands.plan import lines, step_seconds
 from hybrid_grpo.config import (
     BatchPlan,
@@ -307,7 +308,7 @@ def test_memory_is_not_kept_on_request_where_nothing_can_be_planned(monkeypatch)
         plans.estimate(config, batch_plan(config, 1), 512, GPU)
 
 
-def test_a_run_that_clearly_does_not_fit_is_refused_by_name():
+def test_a_run_that_clearly_does_not_fit_is_refused_by_name(monkeypatch, capsys):
     config = recipe(rollout=RolloutConfig(keep_cache="off"))
     batch = batch_plan(config, 1)
 
@@ -324,6 +325,11 @@ def test_a_run_that_clearly_does_not_fit_is_refused_by_name():
     assert str(error.value).endswith("it fits with engine.offload_optimizer true")
     with pytest.raises(UserError, match=r"are usable .*; ways out: engine.offload_optimizer true, more ranks"):
         on(need / 12)
+    small = Plan(config, SIZES, batch, 512, replace(GPU, device_bytes=int(need / 12)))
+    monkeypatch.setattr(command, "_of_shapes", lambda *_: small)
+    with pytest.raises(SystemExit, match="2"):
+        command.run(["owner/model"])
+    assert capsys.readouterr().out.startswith("the run does not fit: reduction"), "the verdict is first"
 
 
 def sizes_of(config: TrainConfig, batch: BatchPlan, billions: float) -> Sizes:
