@@ -21,8 +21,9 @@ function brief(value) {
 export function showOverview(showSettings) {
   const runs = state.open.map(name => state.numbers.get(name)).filter(Boolean);
   const columns = new Map(runs.flatMap(run => run.numbers.map(entry => [entry.name, entry])));
-  // The most important first.
-  const telling = kind => state.settings.filter(entry => entry[kind] && !/^(log|checkpoint)\./.test(entry.name)),
+  // The most important first; without those that another version does not have.
+  const isTelling = ({ name, values }) => !/^(log|checkpoint)\./.test(name) && runs.every(({ run }) => values[run]),
+    telling = kind => state.settings.filter(entry => entry[kind] && isTelling(entry)),
     settings = telling("differ").slice(0, SETTINGS_SHOWN),
     changed = runs.length === 1 ? telling("changed") : [];
   const heads = [

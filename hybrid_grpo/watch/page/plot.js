@@ -386,7 +386,6 @@ export class Plot {
         top = bbox.top - ((state.open.indexOf(alarm.run) % 3) + 1.5) * 2 * dot;
       ctx.fillStyle = css(laneColor(alarm.run).slice(4, -1));
       ctx.globalAlpha = 0.8;
-      // Above the plot, where no curve is.
       ctx.fillRect(from, top, width, 2 * dot);
       // Of several runs, the washes would hide each other.
       ctx.globalAlpha = state.open.length > 1 ? 0 : 0.08;
