@@ -34,11 +34,12 @@ _NUMBERS = (
     ("left", "left {}"),
     ("policy/kl", "kl {:.4f}"),
     ("policy/entropy", "entropy {:.2f}"),
-    ("tokens", "{:,.0f} tok/s"),
+    ("throughput/generated_tokens_per_s", "{:,.0f} tok/s sampling"),
+    ("throughput/trained_tokens_per_s", "{:,.0f} tok/s training"),
     ("policy/grad_norm", "grad {:.2f}"),
 )
-"""What a line shows, the most important first. `tokens` are the sampled tokens of a step per second of the whole step;
-`held out` is the accuracy on the first held-out set, in steps that measured it."""
+"""What a line shows, the most important first. `held out` is the accuracy on the first held-out set, in steps that
+measured it."""
 _ACCURACY = re.compile("eval/[^/]+/accuracy")
 """The accuracy on a held-out set. Parts of the training data, such as a source, have an `accuracy` too."""
 
@@ -89,9 +90,6 @@ class Progressing:
     def _number(self, name: str, step: int, values: Mapping[str, float]) -> Any:
         if name == "held out":
             return self.held_out(values)
-        if name == "tokens":
-            tokens, seconds = (values.get(key, math.nan) for key in ("completion/sampled_tokens", "time/step_s"))
-            return tokens / seconds if seconds > 0 and tokens > 0 else None
         return self.left(step) if name == "left" else values.get(name)
 
     def held_out(self, values: Mapping[str, float]) -> float | None:

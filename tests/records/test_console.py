@@ -58,14 +58,15 @@ def test_lines_fit_into_80_columns_and_name_every_number():
     for line in lines:
         assert len(line) <= 80 and "\x1b" not in line
         numbers = re.split(r" {2,}", re.sub(r"^step +\d+/100000 +", "", line))
-        assert all(re.fullmatch(r"[a-z ]+ [-\d.:]+|[\d.,]+ [a-z/]+", part) for part in numbers), numbers
+        assert all(re.fullmatch(r"[a-z ]+ [-\d.:]+|[\d.,]+ [a-z/ ]+", part) for part in numbers), numbers
     assert "reward -12.346  held out 0.500" in lines[0] and "1.50 s/step" in lines[0]
 
 
-def test_the_rate_is_that_of_the_whole_step():
+def test_a_rate_is_the_metric_that_the_page_shows():
+    """The console had the tokens of a step per second of the whole step under the same unit: 249 beside 867."""
     rates = {name: value for name, value in EVERYTHING.items() if not name.startswith("policy/")}
     [line] = written(1, (1, rates))
-    assert "2,000 tok/s" in line and "6,114" not in line
+    assert "6,114 tok/s sampling" in line
 
 
 def test_console_prints_about_200_lines_of_a_long_run():
