@@ -106,10 +106,6 @@ DIMENSIONS: dict[str, dict[str, Settings]] = {
         "learned": {"guests.writers": [{"name": "file", "path": "guests.jsonl", "weight": "importance"}]},
         "compared": {"guests.writers": [{"name": "large", "model": "other", "weight": "baseline"}]},
     },
-    "texts": {
-        "none": {},
-        "ptx": {"ptx.coef": 0.1, "ptx.path": "texts.jsonl", "ptx.rows_per_step": 6, "ptx.max_tokens": 24},
-    },
     "turns": {
         "one": {},
         "tool": {**_TOOLS, **_TURNS},
@@ -287,7 +283,6 @@ def make_task(folder: Path) -> None:
     tables = {
         "rows": [{"prompt": asked(text), "hint": asked(text + word(4))} for text in prompts],
         "heldout": [{"prompt": asked(word(12))} for _ in range(4)],
-        "texts": [{"text": word(40)} for _ in range(20)],
         "guests": [
             {
                 **{"prompt": asked(text), "completion": (said := word(6))},

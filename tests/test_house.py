@@ -28,7 +28,7 @@ LONG_FUNCTIONS = {
     "model/kernels/gpu/attention.py:_attend",
     "model/kernels/gpu/sampling.py:_sample",
 }
-FEATURES = re.compile("critic|teacher|guest|ptx|curriculum", re.IGNORECASE)
+FEATURES = re.compile("critic|teacher|guest|curriculum", re.IGNORECASE)
 REGISTRATION = "config/features.py"
 
 

@@ -89,7 +89,7 @@ def test_a_finished_completion_is_handed_on_decoded_and_returned_as_the_same(dec
 
 
 def test_supervised_tokens_count_alike_whatever_rank_has_them():
-    """The gradient of a supervised step and of the pretraining loss is that of the mean over all tokens of all ranks:
+    """The gradient of a supervised step is that of the mean over all tokens of all ranks:
     a rank of few tokens does not weigh them more. Ranks add their gradients up."""
     prompts = [[1, 2], [3], [4, 5, 6], [7], [8, 9]]
     completions = [[10, 11, 12, 13, 14], [15], [16, 17], [18, 19, 20, 21, 22, 23], [24]]

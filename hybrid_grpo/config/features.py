@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 REGISTERED: tuple[str, ...] = (
     "critic:CriticConfig",
     "teacher:TeacherConfig",
-    "pretraining:PtxConfig",
     "guests:GuestsConfig",
     "curriculum:CurriculumConfig",
     "cleaning:CleanConfig",

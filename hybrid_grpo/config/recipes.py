@@ -22,7 +22,8 @@ _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 GONE: dict[str, Any] = {
     **{"streaming.enabled": False, "streaming.block": 10_000, "log.wandb_view": False},
-    **{"languages.names": [], "languages.column": None},
+    **{"languages.names": [], "languages.column": None, "ptx.coef": 0.0, "ptx.path": "", "ptx.subset": None},
+    **{"ptx.split": "train", "ptx.column": "text", "ptx.limit": None, "ptx.rows_per_step": 32, "ptx.max_tokens": 512},
 }
 """Settings that earlier versions had, with their defaults, which the files of their runs hold and which are ignored."""
 

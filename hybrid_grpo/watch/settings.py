@@ -18,7 +18,7 @@ _ORDER = (
     r"rewards|scoring\..*|reward\..*",
     r"data\.(path|task|mixture)",
     r"rollout\.(temperature|top_\w|min_p|max_\w+_tokens)",
-    r"lora\.rank|(critic|teacher|ptx|guests|curriculum)\..*",
+    r"lora\.rank|(critic|teacher|guests|curriculum)\..*",
     r"grpo\..*",
     r"policy\..*|lora\..*|rollout\..*|data\..*",
     r"run\.(seed|steps)",

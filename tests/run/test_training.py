@@ -73,9 +73,9 @@ def test_checkpoints_follow_the_clock_and_the_number_of_steps(tmp_path, clock, c
 
 def test_a_checkpoint_without_what_later_settings_need_is_refused(tmp_path):
     run, stage = make(tmp_path)
-    stage.policy.load_state_dict, stage.parts = lambda state: None, {"ptx": object()}
+    stage.policy.load_state_dict, stage.parts = lambda state: None, {"average": object()}
     run.checkpoints.load = lambda *_: {"policy": {}, "loader": {}}
-    with pytest.raises(UserError, match="step_000003 was made without ptx: remove its settings"):
+    with pytest.raises(UserError, match="step_000003 was made without average: remove its settings"):
         savers.load_stage(stage, run.checkpoints, SimpleNamespace(folder="checkpoints/step_000003", manifest=None))
 
 

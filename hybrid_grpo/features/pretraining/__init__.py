@@ -1,1 +1,0 @@
-"""Next-token prediction on texts, learned in addition to rewards (PPO-ptx, InstructGPT, arXiv:2203.02155)."""
