@@ -18,6 +18,7 @@ from hybrid_grpo.commands.train import make_reference, make_trainer, planned_mem
 from hybrid_grpo.config import ReplayConfig
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.config.kept_code import with_kept_code
 from hybrid_grpo.config.parsing import leading_argument, parse
 from hybrid_grpo.config.recipes import read_recipe
 from hybrid_grpo.records.files import json_safe, replace_text
@@ -238,7 +239,7 @@ def _nearest(checkpoints: Checkpoints, base: ReplayConfig, step: int) -> Checkpo
             f"step {step} was made before the run began from {begun}: take a step after {checkpoint.manifest.step}",
         )
     if checkpoint is not None:
-        others = changes(checkpoint.manifest.settings, base).items()
+        others = changes(with_kept_code(checkpoint.manifest.settings, checkpoints.folder.parent), base).items()
         if changed := [text for name, text in others if not is_free(name, base, checkpoint.manifest.settings)]:
             _say(f"WARNING: the run's settings have changed since that checkpoint: {', '.join(changed)}")
     return checkpoint

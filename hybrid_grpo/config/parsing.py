@@ -14,6 +14,7 @@ from hybrid_grpo.config.complaints import unknown_settings
 from hybrid_grpo.config.composition import settings_of
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.help import help_text
+from hybrid_grpo.config.kept_code import with_kept_code
 from hybrid_grpo.config.presets import over
 from hybrid_grpo.config.recipes import GivenTwice, Settings, check_text, overlay, read_recipe, read_value
 from hybrid_grpo.config.sources import looks_like_path
@@ -92,7 +93,10 @@ def _value(name: str, hint: Any, rest: list[str]) -> str:
 
 
 def _recipe(cls: Any, file: str) -> Settings:
-    recipe = read_recipe(Path(file).expanduser(), cls)
+    path = Path(file).expanduser()
+    recipe = read_recipe(path, cls)
+    if issubclass(cls, RecipeReader) or "replay" in fields_of(cls):  # commands on runs; `train` reads the files anew
+        recipe = with_kept_code(recipe, path.parent)
     for section in fields_of(cls).keys() & recipe.keys() - {"rewards", "features"}:
         has_settings = isinstance(recipe[section], dict)
         refuse(not has_settings, f"--config {file}: {section} must have settings below it, or be taken out")

@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.kept_code import keep_code
+from hybrid_grpo.config.recipes import load_yaml
 from hybrid_grpo.config.secrets import masked_text
 from hybrid_grpo.model.ranks import from_first_rank, rank, world_size
 from hybrid_grpo.records.alarm_records import ALARMS_FILE
@@ -81,6 +83,7 @@ class RunFolder:
                 say(damage)
             head = "".join(f"# {name}: {masked_text(fact)}\n" for name, fact in {**_provenance(), **facts}.items())
             replace_text(self.path / "config.yaml", head + config_yaml)
+            keep_code(load_yaml(config_yaml), self.path)
             replace_text(self.path / "metrics.jsonl", "".join(lines))
 
     def abandon_models(self, last: int) -> None:

@@ -1,6 +1,7 @@
 """A run as the first argument: of `train`, `sft` and `reward`, to every command that reads recipes."""
 
 import pytest
+import yaml
 
 from hybrid_grpo.__main__ import main
 from hybrid_grpo.commands import eval as evaluation
@@ -10,13 +11,16 @@ from hybrid_grpo.config import (
     ChatConfig,
     EvaluateConfig,
     GenerateConfig,
+    ReplayConfig,
     RewardStageConfig,
     ScoreConfig,
     SftConfig,
     TrainConfig,
 )
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.kept_code import keep_code
 from hybrid_grpo.config.parsing import configure, parse
+from hybrid_grpo.config.user_code import import_object
 
 STAGES = {
     "train": (TrainConfig, {"rewards": ["exact_match"], "eval": {"every": 5}, "data": {"eval_path": "h.jsonl"}}),
@@ -40,6 +44,27 @@ def run(request, tmp_path):
 def test_the_settings_of_any_run_are_a_recipe_for_every_command(run, cls):
     config = parse(cls, ["--config", str(run / "config.yaml")], "command").config
     assert config.policy.model == "start"
+
+
+def test_a_run_keeps_the_files_of_its_rewards(tmp_path, monkeypatch):
+    """`score RUN` failed in another folder, and scored with what rewards.py had become since."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/beside.py").write_text("VALUE = 0.5\n")
+    (tmp_path / "mine/rewards.py").write_text(
+        "import json\nfrom beside import VALUE\n\n\ndef f(_):\n    return VALUE\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    given = configure(TrainConfig, {"rewards": ["mine/rewards.py:f", "exact_match"]})
+    run = tmp_path / "runs/run"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(given.yaml)
+    keep_code(yaml.safe_load(given.yaml), run)
+    (tmp_path / "mine").rename(tmp_path / "moved")
+    monkeypatch.chdir("/")
+    for cls in (ScoreConfig, EvaluateConfig, ReplayConfig):
+        kept, other = parse(cls, ["--config", str(run / "config.yaml")], "command").config.rewards
+        assert import_object(kept.function, "rewards")([]) == 0.5 and other.function == "exact_match"
+    assert parse(TrainConfig, ["--config", str(run / "config.yaml")], "train").config.rewards == given.config.rewards
 
 
 def test_a_run_stands_for_its_settings_and_its_trained_model(run):
