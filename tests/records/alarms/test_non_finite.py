@@ -186,7 +186,7 @@ def test_alarms_skip_an_update_go_back_and_stop_on_all_ranks(workshop: Workshop)
     done = workshop.run(*options("alarmed", "acting_rewards.py:by_step"), *settings, ranks=2)
     assert done.status == 2, done.err[-3000:]
     told = [line.partition("error: ")[2] for line in done.err.splitlines() if line.startswith("hybrid-grpo")]
-    assert len(told) == 2 and len(set(told)) == 1 and told[0].startswith("alarm reward/min: reward/min is -9 "), told
+    assert len(told) == 1 and told[0].startswith("alarm reward/min: reward/min is -9 "), told
     assert "no model was exported, and the newest checkpoint is from step 6: " in told[0]
     folder = workshop.folder / "runs/alarmed"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
