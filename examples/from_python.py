@@ -16,8 +16,8 @@ MODEL = "runs/quickstart-task/model"
 
 
 def vowels(completions: list[str], **columns: object) -> list[float]:
-    """The share of vowels among eight letters."""
-    return [sum(letter in "aeiou" for letter in text) / 8 for text in completions]
+    """The share of the five vowels that a completion has, each counted once."""
+    return [len(set(text) & set("aeiou")) / 5 for text in completions]
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
         model=MODEL,
         data=rows,
         rewards=[vowels],
-        run={"name": "from_python", "steps": 20},
+        run={"steps": 60},
         policy={"dtype": "float32", "lr": 3e-3},
         rollout={"prompts_per_step": 16, "max_completion_tokens": 8},
         log={"wandb": "disabled"},
