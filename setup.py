@@ -16,7 +16,7 @@ setup(
         "hybrid_grpo.config": ["*.yaml"],
         "hybrid_grpo.data.tasks": ["*.yaml"],
         "hybrid_grpo.features": ["*/*.yaml"],
-        "hybrid_grpo.model": ["*.yaml"],
+        "hybrid_grpo.commands": ["*.yaml"],
         "hybrid_grpo.model.kernels": ["*.c", "*.h"],
         "hybrid_grpo.rewards.code": ["*.ini"],
         "hybrid_grpo.rewards.maths": ["*.yaml"],

@@ -13,10 +13,10 @@ from gpu_bench import Bench, Found, first_line
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from hybrid_grpo.commands.description import describe
 from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.generation import Sampling
 from hybrid_grpo.generation.cache import Geometry, PagedCache
-from hybrid_grpo.generation.description import describe
 from hybrid_grpo.generation.fused_step import fused_step
 from hybrid_grpo.generation.paged_attention import PAGE, DecodeStep, Rows, decode_step, has_kernel
 from hybrid_grpo.generation.sampler import Sampler

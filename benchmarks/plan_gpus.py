@@ -21,10 +21,10 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from hybrid_grpo.commands.shapes import SHAPES
 from hybrid_grpo.config import EngineConfig, PolicyConfig, RolloutConfig, TrainConfig
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.model.hardware import of_table
-from hybrid_grpo.model.shapes import SHAPES
 from hybrid_grpo.run.memory.dry_run import Footprint, Sizes, measure
 from hybrid_grpo.run.memory.plan import Plan
 

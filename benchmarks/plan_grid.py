@@ -28,12 +28,12 @@ from typing import Any
 
 from plan_gpus import MODELS, PROMPT, RANKS, Shape, recipe, sizes_of
 
+from hybrid_grpo.commands.memory.search import sufficient, with_settings
 from hybrid_grpo.config import BatchPlan, LoraConfig, TrainConfig
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.model.hardware import GPUS, of_table
 from hybrid_grpo.run.memory.dry_run import Sizes
 from hybrid_grpo.run.memory.plan import Plan
-from hybrid_grpo.run.memory.search import sufficient, with_settings
 
 MARGIN = 0.03
 HOSTED = {"zero_optimization": {"offload_param": {"device": "cpu"}}}

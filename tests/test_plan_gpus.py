@@ -10,11 +10,11 @@ import torch
 from paths import ROOT
 from transformers import AutoModelForCausalLM
 
+from hybrid_grpo.commands.memory.shortage import shortage
+from hybrid_grpo.commands.shapes import SHAPES, known_config
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.checks import batch_plan, check_train
-from hybrid_grpo.model.shapes import SHAPES, known_config
 from hybrid_grpo.run.memory.dry_run import Footprint, Sizes, largest_micro_batch
-from hybrid_grpo.run.memory.shortage import shortage
 
 sys.path.append(str(ROOT / "benchmarks"))
 

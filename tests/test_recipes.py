@@ -13,16 +13,10 @@ import yaml
 from paths import ROOT
 from warm_python import programs
 
-from hybrid_grpo.config import (
-    GenerateConfig,
-    GrpoConfig,
-    RewardConfig,
-    RewardStageConfig,
-    SftConfig,
-    TrainConfig,
-    build,
-)
-from hybrid_grpo.config.checks import batch_plan, check_generate, check_reward, check_sft, check_train
+from hybrid_grpo.commands.checks import check_generate
+from hybrid_grpo.commands.configs import GenerateConfig
+from hybrid_grpo.config import GrpoConfig, RewardConfig, RewardStageConfig, SftConfig, TrainConfig, build
+from hybrid_grpo.config.checks import batch_plan, check_reward, check_sft, check_train
 from hybrid_grpo.config.held_out import held_out_sets
 from hybrid_grpo.config.parsing import parse
 from hybrid_grpo.config.presets import presets

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_grpo.commands.arguments import in_words_of_python, save_model, settings_from
+from hybrid_grpo.commands.configs import EvaluateConfig, GenerateConfig, PublishConfig
 from hybrid_grpo.commands.finished_run import FinishedRun
-from hybrid_grpo.config import EvaluateConfig, GenerateConfig, PublishConfig, RewardStageConfig, SftConfig, TrainConfig
+from hybrid_grpo.config import RewardStageConfig, SftConfig, TrainConfig
 from hybrid_grpo.config.building import refuse_unused
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.parsing import ConfigT, Parsed, configure

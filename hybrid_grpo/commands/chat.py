@@ -16,9 +16,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybrid_grpo.commands.checks import check_chat
+from hybrid_grpo.commands.configs import ChatConfig
 from hybrid_grpo.commands.run_argument import is_run, options_of_run
-from hybrid_grpo.config import ChatConfig
-from hybrid_grpo.config.checks import check_chat
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.parsing import leading_argument, parse
 from hybrid_grpo.records.files import reader_may_leave

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from hybrid_grpo.commands.checks import check_eval
+from hybrid_grpo.commands.configs import EvaluateConfig
 from hybrid_grpo.commands.run_argument import is_run
-from hybrid_grpo.config import EvaluateConfig
-from hybrid_grpo.config.checks import check_eval
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.parsing import leading_argument, parse
 from hybrid_grpo.records.console import make_console

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import Progress
 
+from hybrid_grpo.commands.checks import check_generate
+from hybrid_grpo.commands.configs import GenerateConfig
 from hybrid_grpo.commands.run_argument import is_run, options_of_run
-from hybrid_grpo.config import GenerateConfig
-from hybrid_grpo.config.checks import check_generate
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.parsing import leading_argument, parse
 from hybrid_grpo.records.console import make_console

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from hybrid_grpo.commands.configs import PlanConfig
 from hybrid_grpo.commands.train import read_inputs
-from hybrid_grpo.config import PlanConfig
 from hybrid_grpo.config.checks import check_shapes, check_train
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import leading_argument, parse
@@ -29,8 +29,8 @@ def run(arguments: list[str]) -> None:
     data = config.data
     plan = (_of_recipe if data.path or data.task or data.mixture else _of_shapes)(config, ranks)
 
+    from hybrid_grpo.commands.memory.shortage import shortage
     from hybrid_grpo.model.ranks import rank
-    from hybrid_grpo.run.memory.shortage import shortage
 
     status, verdict = 0, "it fits"
     try:
@@ -68,10 +68,10 @@ def _of_shapes(config: PlanConfig, ranks: int) -> Plan:
     batch = check_shapes(config, ranks)
 
     from hybrid_grpo import engine
+    from hybrid_grpo.commands.shapes import known_config
     from hybrid_grpo.model.hardware import of_device, of_table
     from hybrid_grpo.model.loading import load_config
     from hybrid_grpo.model.lora import check_lora
-    from hybrid_grpo.model.shapes import known_config
     from hybrid_grpo.run.memory.plan import estimate
 
     name = config.policy.model

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hybrid_grpo.config import PublishConfig, PublishOptionsConfig
-from hybrid_grpo.config.checks import check_publish
+from hybrid_grpo.commands.checks import check_publish
+from hybrid_grpo.commands.configs import PublishConfig
 from hybrid_grpo.config.parsing import leading_argument, parse
+from hybrid_grpo.records.publishing.options import PublishOptionsConfig
 
 COMMAND = "publish RUN"
 

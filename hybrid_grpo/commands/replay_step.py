@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybrid_grpo.commands.configs import ReplayConfig
 from hybrid_grpo.commands.train import make_reference, make_trainer, planned_memory, read_inputs
-from hybrid_grpo.config import ReplayConfig
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.kept_code import with_kept_code

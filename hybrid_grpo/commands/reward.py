@@ -19,10 +19,10 @@ def reward(parsed: Parsed[RewardStageConfig]) -> Path:
     check_reward(config, int(os.environ.get("WORLD_SIZE", "1")))
 
     from hybrid_grpo import engine
+    from hybrid_grpo.commands.description import describe
     from hybrid_grpo.commands.stages.preferences import Preference, read_preferences
     from hybrid_grpo.commands.stages.reward import RewardTrainer
     from hybrid_grpo.data.sources import evaluation_source
-    from hybrid_grpo.generation.description import describe
     from hybrid_grpo.model.files import check_files
     from hybrid_grpo.model.limits import check_lengths, check_prompt_ids
     from hybrid_grpo.model.loading import load_tokenizer, weights_fact

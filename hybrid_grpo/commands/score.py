@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from rich.progress import track
 from rich.table import Table
 
-from hybrid_grpo.config import ScoreConfig
-from hybrid_grpo.config.checks import check_score
+from hybrid_grpo.commands.checks import check_score
+from hybrid_grpo.commands.configs import ScoreConfig
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.parsing import leading_argument, parse
 from hybrid_grpo.records.console import make_console

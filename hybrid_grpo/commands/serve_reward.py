@@ -4,11 +4,12 @@ import ssl
 import sys
 from pathlib import Path
 
-from hybrid_grpo.config import ServeOptionsConfig, ServeRewardConfig
+from hybrid_grpo.commands.configs import ServeRewardConfig
 from hybrid_grpo.config.checks import check_rewards
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.parsing import parse
 from hybrid_grpo.rewards.remote.access import bearer_token, is_loopback
+from hybrid_grpo.rewards.remote.options import ServeOptionsConfig
 
 PATH = "/get_reward"
 """The path to which OpenRLHF sends its requests."""

@@ -27,10 +27,11 @@ def _sft(parsed: Parsed[SftConfig], doing: Doing) -> Path:
     config = parsed.config
 
     from hybrid_grpo import engine
+    from hybrid_grpo.commands.description import describe
     from hybrid_grpo.commands.stages.pairs import read_pairs
     from hybrid_grpo.commands.stages.sft import SftTrainer
+    from hybrid_grpo.commands.verification import verified
     from hybrid_grpo.data.pictures import Album, check_vision
-    from hybrid_grpo.generation.description import describe
     from hybrid_grpo.model.files import check_files
     from hybrid_grpo.model.limits import check_lengths, check_prompt_ids, stop_ids
     from hybrid_grpo.model.loading import load_config, load_tokenizer, weights_fact
@@ -40,7 +41,6 @@ def _sft(parsed: Parsed[SftConfig], doing: Doing) -> Path:
     from hybrid_grpo.run.fingerprints import of_inputs
     from hybrid_grpo.run.folder import say
     from hybrid_grpo.run.training import TrainingRun
-    from hybrid_grpo.run.verification import verified
     from hybrid_grpo.watch.frozen import write_report
 
     device = engine.start(config.engine.timeout_minutes)

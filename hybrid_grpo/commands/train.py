@@ -46,13 +46,13 @@ def _train(parsed: Parsed[TrainConfig], plan: BatchPlan, doing: Doing) -> Path:
     config = parsed.config
 
     from hybrid_grpo import engine
-    from hybrid_grpo.generation.description import describe
+    from hybrid_grpo.commands.description import describe
+    from hybrid_grpo.commands.memory.shortage import shortage
+    from hybrid_grpo.commands.verification import verified
     from hybrid_grpo.model.loading import weights_fact
     from hybrid_grpo.run.feature import make_features
     from hybrid_grpo.run.folder import say
-    from hybrid_grpo.run.memory.shortage import shortage
     from hybrid_grpo.run.training import TrainingRun
-    from hybrid_grpo.run.verification import verified
     from hybrid_grpo.watch.frozen import write_report
 
     device = engine.start(config.engine.timeout_minutes)

@@ -6,7 +6,7 @@ import socket
 import sys
 from pathlib import Path
 
-from hybrid_grpo.config import WatchConfig
+from hybrid_grpo.commands.configs import WatchConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import parse
 

@@ -6,27 +6,18 @@ of one line, which names the settings and the way out.
 """
 
 import os
-import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from hybrid_grpo.config.commands import (
-    ChatConfig,
-    EvaluateConfig,
-    GenerateConfig,
-    RewardStageConfig,
-    ScoreConfig,
-    SftConfig,
-)
+from hybrid_grpo.config.commands import RewardStageConfig, SftConfig
 from hybrid_grpo.config.composition import EvaluationConfig
 from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.errors import UserError, refuse, refuse_indivisible
 from hybrid_grpo.config.held_out import HeldOut, check_best, held_out_sets
 from hybrid_grpo.config.model import PolicyConfig
-from hybrid_grpo.config.publishing import PublishOptionsConfig
 from hybrid_grpo.config.rewards import RewardConfig
 from hybrid_grpo.config.sources import check_model_folder, check_source
 from hybrid_grpo.config.train import ModelRunConfig, TrainConfig
@@ -102,13 +93,13 @@ def check_train(config: TrainConfig, world_size: int) -> BatchPlan:
     """Return the batch equation of a training run. Raises UserError if the run cannot work on this machine."""
     _check_features(config, world_size)
     _check_training(config, world_size)
-    check_best(config, _check_held_out(config))
+    check_best(config, check_held_out(config))
     return batch_plan(config, world_size)
 
 
 def check_shapes(config: TrainConfig, world_size: int) -> BatchPlan:
     """Return the batch equation of a run that is planned without its data. Raises UserError if it cannot work."""
-    _check_policy(config.policy)
+    check_policy(config.policy)
     config.engine.check(world_size)
     return batch_plan(config, world_size)
 
@@ -123,25 +114,7 @@ def _check_features(config: Any, world_size: int) -> None:
                 check_model_folder(setting, name)
 
 
-def check_eval(config: EvaluateConfig) -> None:
-    """Raise UserError if an evaluation cannot work on this machine."""
-    _check_policy(config.policy)
-    sets = _check_held_out(config)
-    refuse(
-        not sets,
-        "data.eval_path and data.eval_split are not set, and eval.sets is empty: name the prompts to evaluate on",
-    )
-    data = config.data
-    if data.eval_path is not None:
-        check_source("data.eval_path", data.eval_path)
-    elif data.eval_split is not None and (data.path != "" or data.task is None):
-        check_source("data.path", data.path)
-    for held_out in sets if config.eval.output is not None else ():
-        path = data.eval_path if held_out.rows is None else held_out.rows.path
-        check_output("eval.output", str(config.eval.output), f"the prompts of {held_out.name}", path)
-
-
-def _check_held_out(config: EvaluationConfig) -> list[HeldOut]:
+def check_held_out(config: EvaluationConfig) -> list[HeldOut]:
     """Return the held-out sets. Raises UserError if there are no rewards, or if the rows of a set do not exist."""
     if not config.rollout.environment:
         check_rewards(config.rewards)
@@ -170,56 +143,9 @@ def check_reward(config: RewardStageConfig, world_size: int) -> None:
     refuse_indivisible("reward.batch_size", config.reward.batch_size, world_size, "ranks")
 
 
-def check_generate(config: GenerateConfig, world_size: int) -> None:
-    """Raise UserError if completions cannot be generated on this machine with this number of ranks."""
-    _check_policy(config.policy)
-    output = config.generate.output
-    if config.reads_stdin:
-        refuse(world_size > 1, f"data.path is standard input, which {world_size} ranks cannot share: give a source")
-    elif config.data.path != "":
-        check_source("data.path", config.data.path)
-    refuse(output == "-" and world_size > 1, f"generate.output - cannot be shared by {world_size} ranks: name a file")
-    check_output("generate.output", output, "the prompts of data.path", config.data.path)
-
-
-def check_chat(config: ChatConfig, world_size: int) -> None:
-    """Raise UserError if a chat cannot work on this machine with this number of ranks."""
-    _check_policy(config.policy)
-    refuse(world_size > 1, f"chat runs in one process, but there are {world_size} ranks: start it without a launcher")
-
-
-def check_score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
-    """Refuse scoring that would fail. `source` is a file of completions or, if `is_run`, the folder of a run."""
-    check_rewards(config.rewards)
-    score = config.score
-    refuse(
-        score.steps is not None and not re.fullmatch(r"\d+|\d+-\d*|-\d+", score.steps),
-        f"score.steps {score.steps!r} is not a range of steps: give one as in 100-200, 100-, -200 or 100",
-    )
-    check_output("score.output", score.output, "the completions that are scored", source)
-    output = Path(score.output)
-    refuse(
-        is_run and output.exists() and Path(source).resolve() in output.resolve().parents,
-        f"score.output {output} would replace a file of the run: give another",
-    )
-    if not is_run:
-        refuse(score.steps is not None, f"score.steps {score.steps}: {source} is not the folder of a run: take it out")
-        if source != "-":
-            check_source("SOURCE", source)
-
-
-def check_publish(options: PublishOptionsConfig) -> None:
-    """Raise UserError unless exactly one target is set."""
-    refuse(
-        (options.hub is None) == (options.folder is None),
-        "publish.hub and publish.folder are "
-        + ("both set: take out one" if options.hub else "not set: give one of them"),
-    )
-
-
 def _check_training(config: ModelRunConfig, world_size: int) -> None:
     """Raise UserError if what all training stages need is missing: model, packages, run folder, data or checkpoint."""
-    _check_policy(config.policy)
+    check_policy(config.policy)
     rank = config.lora.rank
     refuse(
         rank > 0 and find_spec("peft") is None,
@@ -241,7 +167,7 @@ def _check_training(config: ModelRunConfig, world_size: int) -> None:
     )
 
 
-def _check_policy(policy: PolicyConfig) -> None:
+def check_policy(policy: PolicyConfig) -> None:
     refuse(not policy.model, "policy.model is not set: give a model folder or a hub name")
     check_model_folder("policy.model", policy.model)
 

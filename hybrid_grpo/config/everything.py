@@ -5,27 +5,14 @@
 from hybrid_grpo.config.alarms import AlarmConfig, AlarmsConfig
 from hybrid_grpo.config.building import build, dump, to_dict
 from hybrid_grpo.config.checks import BatchPlan
-from hybrid_grpo.config.commands import (
-    ChatConfig,
-    EvaluateConfig,
-    GenerateConfig,
-    PlanConfig,
-    PublishConfig,
-    ReplayConfig,
-    RewardStageConfig,
-    ScoreConfig,
-    ServeRewardConfig,
-    SftConfig,
-    WatchConfig,
-)
+from hybrid_grpo.config.commands import RewardStageConfig, SftConfig
 from hybrid_grpo.config.data import DataConfig, MixtureConfig
 from hybrid_grpo.config.evaluation import EvalConfig
 from hybrid_grpo.config.grpo import GrpoConfig
 from hybrid_grpo.config.guard import GuardConfig
 from hybrid_grpo.config.model import EngineConfig, LoraConfig, PolicyConfig
 from hybrid_grpo.config.preferences import RewardLoopConfig
-from hybrid_grpo.config.publishing import PublishOptionsConfig
-from hybrid_grpo.config.rewards import RewardConfig, ScoringConfig, ServeOptionsConfig, reward_name
+from hybrid_grpo.config.rewards import RewardConfig, ScoringConfig, reward_name
 from hybrid_grpo.config.rollout import RolloutConfig, environment_rewards
 from hybrid_grpo.config.run import LogConfig, RunConfig
 from hybrid_grpo.config.train import ModelRunConfig, TrainConfig

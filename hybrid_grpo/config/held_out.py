@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pydantic.dataclasses import dataclass as settings
+
 from hybrid_grpo.config.building import build
-from hybrid_grpo.config.commands import ServeRewardConfig
+from hybrid_grpo.config.commands import RecipeReader
 from hybrid_grpo.config.composition import EvaluationConfig
 from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.evaluation import EvalSetConfig
-from hybrid_grpo.config.rewards import RewardConfig, reward_name
+from hybrid_grpo.config.fields import SECTION
+from hybrid_grpo.config.rewards import RewardConfig, RewardList, reward_name
 from hybrid_grpo.config.rollout import RolloutConfig
 from hybrid_grpo.config.tasks import task_settings
 
@@ -164,8 +167,15 @@ def _reading(data: DataConfig, given: EvalSetConfig, of_task: Mapping[str, Any],
     return replace(data, **changed)
 
 
+@settings(frozen=True, config=SECTION)
+class _Rewards(RecipeReader):
+    """The rewards of a held-out set alone."""
+
+    rewards: RewardList = field(default_factory=list)
+
+
 def _rewards(entries: Any) -> list[RewardConfig]:
-    return build(ServeRewardConfig, {"rewards": entries}).rewards
+    return build(_Rewards, {"rewards": entries}).rewards
 
 
 def _run_outcome(config: EvaluationConfig) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from hybrid_grpo.config.commands import PlanConfig, SftConfig
+from hybrid_grpo.config.commands import SftConfig
 from hybrid_grpo.config.composition import setting_names, settings_of
 from hybrid_grpo.config.errors import UserError, did_you_mean
 from hybrid_grpo.config.rewards import RewardConfig
@@ -18,8 +18,6 @@ from hybrid_grpo.config.types import bounds, fields_of, type_name
 
 _USUAL: dict[str, str] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 """Settings that most people change first, by configuration."""
-_WITHOUT_EFFECT = {PlanConfig: {"run", "checkpoint", "log", "guard", "alarms"}}
-"""Sections that a command takes, as part of a recipe, without using them."""
 _OPTIONS = {
     "--config FILE": "YAML file of settings; later files and options override earlier ones",
     "--print_config": "print all settings as YAML, and exit",
@@ -46,7 +44,7 @@ def _overview(cls: Any, command: str) -> Iterator[str]:
             yield from (f"  {name:33} {text}" for name, text in lines.items())
             yield ""
     yield "sections, each shown in full by --help SECTION:"
-    sections = [name for name in fields_of(cls) if name not in _WITHOUT_EFFECT.get(cls, ())]
+    sections = [name for name in fields_of(cls) if name not in getattr(cls, "without_effect", ())]
     yield from (f"  {name:12} {_first_sentence(_meaning(cls, name))}" for name in sections)
 
 

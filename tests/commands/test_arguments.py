@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import hybrid_grpo as hg
 from hybrid_grpo import engine
 from hybrid_grpo.commands.arguments import settings_from
-from hybrid_grpo.config import EvaluateConfig, TrainConfig
+from hybrid_grpo.commands.configs import EvaluateConfig
+from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.config.building import build
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.sources import evaluation_source, read_rows, training_source

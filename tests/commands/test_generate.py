@@ -19,8 +19,8 @@ from paths import ROOT
 from refusals import refused
 
 from hybrid_grpo.__main__ import main
-from hybrid_grpo.config import GenerateConfig
-from hybrid_grpo.config.checks import check_generate
+from hybrid_grpo.commands.checks import check_generate
+from hybrid_grpo.commands.configs import GenerateConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import parse
 

@@ -20,7 +20,7 @@ from launching import make_task
 from refusals import refused
 
 from hybrid_grpo.__main__ import main
-from hybrid_grpo.config import ScoreConfig
+from hybrid_grpo.commands.configs import ScoreConfig
 from hybrid_grpo.config.parsing import parse
 
 pytestmark = pytest.mark.process

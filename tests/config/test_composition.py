@@ -5,17 +5,8 @@ from typing import Any
 import pytest
 from user import User
 
-from hybrid_grpo.config import (
-    ChatConfig,
-    EvaluateConfig,
-    GenerateConfig,
-    ScoreConfig,
-    ServeRewardConfig,
-    SftConfig,
-    TrainConfig,
-    build,
-    dump,
-)
+from hybrid_grpo.commands.configs import ChatConfig, EvaluateConfig, GenerateConfig, ScoreConfig, ServeRewardConfig
+from hybrid_grpo.config import SftConfig, TrainConfig, build, dump
 from hybrid_grpo.config.building import refuse_unused
 from hybrid_grpo.config.composition import is_unused, setting_names
 from hybrid_grpo.config.errors import UserError

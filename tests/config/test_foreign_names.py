@@ -5,7 +5,8 @@ import re
 import pytest
 from paths import ROOT
 
-from hybrid_grpo.config import EvaluateConfig, TrainConfig
+from hybrid_grpo.commands.configs import EvaluateConfig
+from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.config.building import build
 from hybrid_grpo.config.commands import RewardStageConfig, SftConfig
 from hybrid_grpo.config.composition import setting_names

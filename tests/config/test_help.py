@@ -8,18 +8,16 @@ import pytest
 from paths import ROOT
 from user import User
 
-from hybrid_grpo.config import (
+from hybrid_grpo.commands.configs import (
     ChatConfig,
     EvaluateConfig,
     GenerateConfig,
     PlanConfig,
     PublishConfig,
-    RewardStageConfig,
     ServeRewardConfig,
-    SftConfig,
-    TrainConfig,
     WatchConfig,
 )
+from hybrid_grpo.config import RewardStageConfig, SftConfig, TrainConfig
 from hybrid_grpo.config.commands import RecipeReader
 from hybrid_grpo.config.composition import settings_of
 from hybrid_grpo.config.errors import UserError
@@ -113,7 +111,8 @@ def documented_fields() -> dict[str, dict[str, str]]:
     """What stands below every field of every section in the source; a field without it is an error."""
     found: dict[str, dict[str, str]] = {}
     package = ROOT / "hybrid_grpo"
-    sources = [*package.glob("config/*.py"), *package.glob("features/*/settings.py")]
+    sources = [*package.glob("config/*.py"), *package.glob("features/*/settings.py"), *package.glob("**/options.py")]
+    sources.append(package / "commands/configs.py")
     for section in (node for source in sources for node in ast.parse(source.read_text()).body):
         if isinstance(section, ast.ClassDef) and section.name.endswith("Config"):
             for field, below in zip(section.body, [*section.body[1:], None], strict=True):

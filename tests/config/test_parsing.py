@@ -15,10 +15,9 @@ from user import User
 
 from hybrid_grpo import __version__
 from hybrid_grpo.__main__ import main
+from hybrid_grpo.commands.configs import GenerateConfig, PlanConfig
 from hybrid_grpo.config import (
-    GenerateConfig,
     GrpoConfig,
-    PlanConfig,
     RewardConfig,
     RewardStageConfig,
     RolloutConfig,

@@ -11,9 +11,11 @@ from char_tokenizer import IDS, TEMPLATE, char_tokenizer
 from reward_helpers import completion
 from tiny_models import build, tiny_config
 
+from hybrid_grpo.commands.checks import check_generate
+from hybrid_grpo.commands.configs import GenerateConfig
 from hybrid_grpo.commands.stages.pairs import read_pairs
-from hybrid_grpo.config import DataConfig, GenerateConfig, RewardConfig, SftConfig, TrainConfig
-from hybrid_grpo.config.checks import check_generate, check_sft, check_train
+from hybrid_grpo.config import DataConfig, RewardConfig, SftConfig, TrainConfig
+from hybrid_grpo.config.checks import check_sft, check_train
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import parse
 from hybrid_grpo.data.batch import Prompt

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from hybrid_grpo.generation import description
+from hybrid_grpo.commands import description
 from hybrid_grpo.generation import paged_attention as decoding
 from hybrid_grpo.model import attention as training
 from hybrid_grpo.model.attention import with_sinks

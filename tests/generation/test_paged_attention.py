@@ -13,10 +13,10 @@ from host_waits import HostWaits
 from paths import ROOT
 from tiny_models import ARCHITECTURES, MORE_ATTENTION, STATES, VOCABULARY, build, tiny_config
 
+from hybrid_grpo.commands.description import describe
 from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.data.packing import pack
 from hybrid_grpo.generation import Request, Sampling, generate, stream_key
-from hybrid_grpo.generation.description import describe
 from hybrid_grpo.generation.paged_attention import has_kernel
 from hybrid_grpo.model import attention
 from hybrid_grpo.model.attention import ATTENTION, Options

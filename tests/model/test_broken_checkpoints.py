@@ -15,6 +15,7 @@ from tiny_models import build, tiny_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from hybrid_grpo.commands.verification import verified
 from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.model.attention import ATTENTION
@@ -22,7 +23,6 @@ from hybrid_grpo.model.files import check_files
 from hybrid_grpo.model.loading import load_config, load_model
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.policy import Policy
-from hybrid_grpo.run.verification import verified
 
 Weights = dict[str, Tensor]
 Q, BIAS = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.q_proj.bias"
@@ -230,7 +230,7 @@ def test_a_load_that_changes_the_model_is_refused(spoil, message, folder, monkey
 
 
 def test_a_large_model_is_compared_on_request_only(folder, monkeypatch):
-    monkeypatch.setattr("hybrid_grpo.run.verification._LARGEST", 1000)
+    monkeypatch.setattr("hybrid_grpo.commands.verification._LARGEST", 1000)
     config = PolicyConfig(model=str(folder), dtype="float32")
     model = load_model(config, ATTENTION)
     assert compared(config, model).endswith("B parameters; policy.verify on does)")

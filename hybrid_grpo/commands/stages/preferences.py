@@ -14,8 +14,8 @@ from hybrid_grpo.config import DataConfig, RewardLoopConfig
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.data.completion import Message
 from hybrid_grpo.data.prompts import prompt_text, require_column
-from hybrid_grpo.data.reward_text import chat_tokens, text_tokens
 from hybrid_grpo.data.sources import Row, Source, read_rows, training_source
+from hybrid_grpo.rewards.models.reward_text import chat_tokens, text_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,13 +16,13 @@ import huggingface_hub
 from huggingface_hub.errors import HTTPError
 
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
-from hybrid_grpo.config.publishing import PublishOptionsConfig
 from hybrid_grpo.model.ranks import rank
 from hybrid_grpo.records.exports import FACTS, exported
 from hybrid_grpo.records.files import replace_folder, sync_tree
 from hybrid_grpo.records.lock import FolderLock
 from hybrid_grpo.records.publishing.card import Evaluation, TrainedRun, write_card
 from hybrid_grpo.records.publishing.curves import draw_curves
+from hybrid_grpo.records.publishing.options import PublishOptionsConfig
 from hybrid_grpo.records.publishing.redaction import publishable
 from hybrid_grpo.records.write_failures import one_line
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from hybrid_grpo.config.fields import Count, Switch, Text, checked_settings
 from hybrid_grpo.config.user_code import describe
 from hybrid_grpo.data.picture import Picture
-from hybrid_grpo.data.reward_text import TOKEN_KINDS, chat_tokens, seen_chat, text_tokens
+from hybrid_grpo.rewards.models.reward_text import TOKEN_KINDS, chat_tokens, seen_chat, text_tokens
 from hybrid_grpo.rewards.rules import Completions, LogExtra, PromptText, completion_texts
 from hybrid_grpo.workers.calls import Call, Failure, Reply
 

@@ -26,8 +26,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from hybrid_grpo.config import ServeOptionsConfig
 from hybrid_grpo.rewards.remote.access import is_loopback
+from hybrid_grpo.rewards.remote.options import ServeOptionsConfig
 
 _MOST_CONNECTIONS = 1024
 _LONGEST_HEAD = 16 * 2**10

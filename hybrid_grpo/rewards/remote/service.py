@@ -20,9 +20,9 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 
-from hybrid_grpo.config import ServeOptionsConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Scores
+from hybrid_grpo.rewards.remote.options import ServeOptionsConfig
 
 _MOST_ROWS = 10_000
 

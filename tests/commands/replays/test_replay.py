@@ -15,10 +15,10 @@ from char_tokenizer import char_tokenizer, ids
 from paths import SUPPORT
 from workshop import Workshop
 
+from hybrid_grpo.commands.configs import ReplayConfig
 from hybrid_grpo.commands.replays.replay import SEEN, LoggedSkips, LossRecorder, compare, in_saved_order, same
 from hybrid_grpo.commands.replays.saved_rollouts import SavedCompletions, SavedRewards, SavedRollouts
 from hybrid_grpo.config import GrpoConfig, RolloutConfig, build
-from hybrid_grpo.config.commands import ReplayConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, RewardStatus, Rollout, Scores, TrainBatch
 from hybrid_grpo.generation.rollout import requests_of
@@ -170,7 +170,7 @@ def test_saved_completions_take_the_place_of_sampling(tmp_path, support):
 def test_saved_rewards_are_those_that_the_functions_gave(tmp_path, steps):
     rollout, scores, saved = make_saved(tmp_path / "rollouts", steps)
     functions = Rewards(
-        [SimpleNamespace(name="named", interface=SimpleNamespace(required=("environments",), instead={}))]
+        [SimpleNamespace(name="named", interface=SimpleNamespace(required=("environments",), instead={}, schema={}))]
     )
     functions.inputs = (*functions.inputs, "environments")
     rewards = SavedRewards(functions, saved)

@@ -20,8 +20,9 @@ import pytest
 from reward_helpers import in_time
 from warm_python import programs
 
+from hybrid_grpo.commands.configs import ServeRewardConfig
 from hybrid_grpo.commands.serve_reward import _check_place
-from hybrid_grpo.config import RewardConfig, ServeRewardConfig, build
+from hybrid_grpo.config import RewardConfig, build
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.rewards.loader import load_rewards

@@ -14,6 +14,8 @@ from tiny_models import tiny_config
 from transformers import Qwen2Config
 
 from hybrid_grpo.commands import plan as command
+from hybrid_grpo.commands.configs import PlanOptionsConfig
+from hybrid_grpo.commands.memory.shortage import shortage
 from hybrid_grpo.commands.plan import lines, step_seconds
 from hybrid_grpo.config import (
     BatchPlan,
@@ -25,7 +27,6 @@ from hybrid_grpo.config import (
     TrainConfig,
 )
 from hybrid_grpo.config.checks import batch_plan
-from hybrid_grpo.config.commands import PlanOptionsConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import parse
 from hybrid_grpo.config.run import CheckpointConfig
@@ -38,7 +39,6 @@ from hybrid_grpo.model.logprobs import TILE_COLUMNS, LogprobModel
 from hybrid_grpo.run.memory import plan as plans
 from hybrid_grpo.run.memory.dry_run import DryRun, Footprint, NeedsData, Sizes, largest_micro_batch, measure
 from hybrid_grpo.run.memory.plan import NCCL_BYTES, Plan
-from hybrid_grpo.run.memory.shortage import shortage
 
 
 def test_states_of_qwen2_0_5b_by_stage():

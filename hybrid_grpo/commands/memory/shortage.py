@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
+from hybrid_grpo.commands.memory.search import changed, changes, sufficient
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.run.memory.parts import Phase, gib
 from hybrid_grpo.run.memory.plan import Plan
-from hybrid_grpo.run.memory.search import changed, changes, sufficient
 
 REFUSED_ABOVE = 1.15
 """A run that needs more than this many times the usable memory is refused; from 1 to this factor, there is a
