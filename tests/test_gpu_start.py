@@ -203,26 +203,17 @@ def test_the_same_without_the_launcher(monkeypatch):
 
 
 @pytest.fixture
-def gpus(monkeypatch, tmp_path):
-    """Starts a rank where so many GPUs are visible; returns the GPU it takes, its threads and its allocator. Linux
-    lists the cores near a GPU in `nodes`, if the test has set it."""
+def gpus(monkeypatch):
+    """Starts a rank where so many GPUs are visible; returns the GPU it takes, its threads and its allocator."""
     names = ("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
     for name in (*names, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "LOCAL_RANK", "RANK"):
         monkeypatch.setenv(name, "")  # so that what a start sets is taken back
     cores = {"own": set(range(64)), "launcher": set(range(64))}
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores["own" if pid == 0 else "launcher"])
-    monkeypatch.setattr(os, "sched_setaffinity", lambda _, chosen: cores.update(own=set(chosen)))
-    monkeypatch.setattr(hardware, "_PCI_DEVICES", tmp_path)
-    address = {"pci_domain_id": 0, "pci_device_id": 0}
-    device = lambda gpu: SimpleNamespace(**address, pci_bus_id=26 + gpu)  # noqa: E731
-    monkeypatch.setattr(torch.cuda, "get_device_properties", device)
     threads = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
 
-    def start(count, own=64, nodes=(), **environment):
-        for gpu, listed in enumerate(nodes):
-            (tmp_path / f"0000:{26 + gpu:02x}:00.0").mkdir(exist_ok=True)
-            (tmp_path / f"0000:{26 + gpu:02x}:00.0/local_cpulist").write_text(f"{listed}\n")
+    def start(count, own=64, **environment):
         for name in (*names, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
             monkeypatch.delenv(name, raising=False)
         for name, value in {"LOCAL_RANK": "0", **environment}.items():
@@ -232,7 +223,6 @@ def gpus(monkeypatch, tmp_path):
         threads.clear()
         hardware.take_gpu(SimpleNamespace(device_count=lambda: count, set_device=taken.append))
         assert os.environ["LOCAL_RANK"] == str(taken[0])
-        start.cores = cores["own"]
         return taken[0], threads[0] if threads else None, os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
 
     return start
@@ -255,27 +245,6 @@ def test_a_rank_takes_its_share_of_the_cores(gpus):
     assert gpus(8, LOCAL_WORLD_SIZE="8", own=12)[1] == 12, "bound by whoever started it, as by srun"
     assert gpus(8, LOCAL_SIZE="8", OMP_NUM_THREADS="3")[1] is None
     assert gpus(1)[1] == 64
-
-
-def test_a_rank_is_bound_to_cores_near_its_gpu(gpus):
-    """Two sockets of 16 cores, with hyperthreads 32 further on, and two GPUs on each."""
-    nodes = ["0-15,32-47"] * 2 + ["16-31,48-63"] * 2
-    seen = []
-    for rank in range(4):
-        assert gpus(4, nodes=nodes, LOCAL_RANK=str(rank), LOCAL_SIZE="4")[1] == 16
-        seen.append(gpus.cores)
-    assert set().union(*seen) == set(range(64)) and sum(map(len, seen)) == 64, "each core is one rank's"
-    for rank, cores in enumerate(seen):
-        assert {core % 32 // 16 for core in cores} == {rank // 2}
-        assert {core % 32 for core in cores if core < 32} == {core % 32 for core in cores}, "hyperthreads are together"
-    # Cores of the other socket would be idle; two ranks of one socket share its cores.
-    for count, local in ((1, "0"), (2, "1")):
-        assert gpus(4, nodes=nodes, LOCAL_RANK=local, LOCAL_SIZE=str(count))[1] == 64 // count
-        assert gpus.cores == set(range(64))
-    # Without a list, in a virtual machine.
-    gpus(4, nodes=[""] * 4, LOCAL_RANK="1", LOCAL_SIZE="4")
-    assert gpus.cores == set(range(64))
-    assert gpus(4, nodes=nodes, own=8, LOCAL_RANK="1", LOCAL_SIZE="4")[1] == 8, "bound by whoever started it"
 
 
 def test_every_way_of_launching_sets_the_allocator(gpus):

@@ -69,8 +69,7 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
     """Load the model; return an empty conversation and the function that samples answers. Raises UserError."""
     import torch
 
-    from hybrid_grpo.commands.dialogue.chat_history import ChatHistory
-    from hybrid_grpo.commands.dialogue.text_stream import TextStream
+    from hybrid_grpo.commands.dialogue.chat_history import ChatHistory, TextStream
     from hybrid_grpo.data.completions import unended_turn
     from hybrid_grpo.data.pictures import sight_of
     from hybrid_grpo.generation import Request, stream_key

@@ -10,7 +10,7 @@ from pydantic import ValidationInfo, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.errors import refuse
-from hybrid_grpo.config.fields import SECTION, Count, Number
+from hybrid_grpo.config.fields import SECTION, Count, Number, PositiveShare
 
 SKIPPABLE = ("length_runaway", "truncated", "dead_groups", "constant_reward", "failing_rewards")
 """Alarms whose metrics are known before the policy learns from a step, so that they can have the action `skip`."""
@@ -134,3 +134,21 @@ class AlarmsConfig:
         """The alarms that are on, by symptom."""
         found = {name: getattr(self, name) for name in _DEFAULTS}
         return {name: alarm for name, alarm in found.items() if alarm is not None}
+
+
+@dataclass(frozen=True, config=SECTION)
+class GuardConfig:
+    """What happens when training diverges, and how a run goes back to a checkpoint. All ranks act alike."""
+
+    non_finite: Literal["say", "stop", "roll_back"] = "stop"
+    """What the alarm `non_finite` does if loss, gradient, ratio, entropy, KL or parity is NaN or infinite for
+    `patience` consecutive steps, or in the last step: `stop` ends the run without exporting a model; `say` reports it
+    once; `roll_back` goes back to a checkpoint (see lr_factor)."""
+    patience: Count = 3
+    """Consecutive steps with NaN or infinite values after which the alarm goes off. During these steps, updates with
+    NaN or infinite gradients are skipped, and no checkpoint is written, so that no earlier one is replaced."""
+    lr_factor: PositiveShare = 0.5
+    """After a `roll_back`, by this alarm or another, the run continues from the newest checkpoint before the bad steps,
+    with the learning rate multiplied by this."""
+    max_rollbacks: Count = 3
+    """Maximum number of rollbacks. The run stops instead of rolling back once more."""

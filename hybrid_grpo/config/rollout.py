@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, PlainSerializer, model_validator
+from pydantic import BeforeValidator, PlainSerializer, model_serializer, model_validator
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.errors import refuse
@@ -29,7 +29,7 @@ from hybrid_grpo.config.fields import (
     Whole,
     function_text,
 )
-from hybrid_grpo.config.tools import ToolConfig
+from hybrid_grpo.config.secrets import refuse_masked
 
 
 def _text_keys(value: Any) -> Any:
@@ -76,6 +76,34 @@ ToolFormat = Literal[
     "pythonic",
 ]
 """Names of the formats in turns/formats/."""
+
+
+@dataclass(frozen=True, config=SECTION)
+class ToolConfig:
+    """A tool that the model can call."""
+
+    function: Function
+    """`calculator` or another built-in, `path/to/file.py:function`, or `package.module:function`; in Python also the
+    function itself."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments that are the same in every call; the model does not see them. An argument that has the name of a secret
+    is written as *** wherever settings are written."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, entry: Any) -> Any:
+        is_function = isinstance(entry, str | Callable) and not isinstance(entry, cls)
+        return {"function": entry.strip() if isinstance(entry, str) else entry} if is_function else entry
+
+    @model_validator(mode="after")
+    def _check(self) -> ToolConfig:
+        refuse_masked("rollout.tools", self.kwargs)
+        return self
+
+    @model_serializer
+    def _write(self) -> str | dict[str, Any]:
+        name = function_text(self.function)
+        return {"function": name, "kwargs": self.kwargs} if self.kwargs else name
 
 
 @dataclass(frozen=True, config=SECTION)

@@ -9,14 +9,13 @@ from typing import Any, TypeVar
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from hybrid_grpo.config.alarms import AlarmsConfig
+from hybrid_grpo.config.alarms import AlarmsConfig, GuardConfig
 from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.evaluation import EvalConfig
 from hybrid_grpo.config.features import FeatureConfig, FeatureList, feature_sections, with_feature_sections
 from hybrid_grpo.config.fields import SECTION
 from hybrid_grpo.config.grpo import GrpoConfig
-from hybrid_grpo.config.guard import GuardConfig
 from hybrid_grpo.config.model import EngineConfig, LoraConfig, PolicyConfig
 from hybrid_grpo.config.rewards import RewardConfig, RewardList, ScoringConfig, reward_name
 from hybrid_grpo.config.rollout import RolloutConfig, environment_rewards

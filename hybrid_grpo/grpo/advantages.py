@@ -7,7 +7,7 @@ digit, and that difference, divided by a standard deviation that is also roundin
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,6 @@ from hybrid_grpo.grpo.baselines import (
     group_scale,
     on_one_rank,
 )
-from hybrid_grpo.grpo.length import overlong_penalty
 
 _LENGTH = "length/penalty"
 """Name of the length penalty among the reward functions; no function can have it, since names contain no slash."""
@@ -332,3 +331,14 @@ def group_stats(
 def _groups(value_B: Tensor, num_generations: int) -> Tensor:
     assert num_generations >= 2 and value_B.numel() % num_generations == 0
     return value_B.to(torch.float64).view(-1, num_generations)
+
+
+def overlong_penalty(lengths: Sequence[int], max_completion_tokens: int, buffer: int, factor: float) -> list[float]:
+    """Return what to add to each completion's reward for its length in tokens: 0 up to `max_completion_tokens - buffer`
+    tokens, falling linearly to `-factor` at `max_completion_tokens`. With `buffer` 0 it is 0 for all completions."""
+    return [factor * linear_penalty(length - max_completion_tokens + buffer, buffer) for length in lengths]
+
+
+def linear_penalty(excess: int, span: int) -> float:
+    """Return 0 up to an `excess` of 0, falling linearly to -1 at `span`, and -1 beyond; always 0 if `span` is 0."""
+    return min(0.0, max(-1.0, -excess / span)) if span else 0.0

@@ -18,7 +18,6 @@ _CGROUPS = (
     (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
 )
 """Files with the memory limit and use of this container, under cgroups version 2 and 1."""
-_PCI_DEVICES = Path("/sys/bus/pci/devices")
 CUDA_CONTEXT_BYTES = 550 << 20
 """CUDA's context and workspaces: what `nvidia-smi` shows for a process on top of torch's memory. An estimate."""
 
@@ -71,7 +70,7 @@ _CALLED = {
 
 
 def take_gpu(accelerator: Any) -> None:
-    """Select this rank's GPU before CUDA starts in the process; set CUDA's allocator, cores and number of host threads.
+    """Select this rank's GPU before CUDA starts in the process; set CUDA's allocator and the number of host threads.
 
     `accelerator` is DeepSpeed's. Raises UserError if torch sees too few GPUs.
     """
@@ -91,31 +90,10 @@ def take_gpu(accelerator: Any) -> None:
     accelerator.set_device(local)
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
     if "OMP_NUM_THREADS" not in os.environ or by_torchrun:
-        if count >= local_ranks() > 1 and os.sched_getaffinity(0) == os.sched_getaffinity(os.getppid()):
-            _bind([_cores_near(gpu) for gpu in range(local_ranks())], local)
         threads = own_cores()
         # Adam's kernel has its own OpenMP, which reads the variable.
         os.environ["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)
-
-
-def _cores_near(gpu: int) -> set[int]:
-    """Return the cores of a GPU's NUMA node that this process may use; none if Linux does not list them."""
-    found: Any = torch.cuda.get_device_properties(gpu)
-    address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-    file = _PCI_DEVICES / address / "local_cpulist"
-    spans = [span.partition("-") for span in file.read_text().strip().split(",") if span] if file.is_file() else []
-    listed = {core for first, _, last in spans for core in range(int(first), int(last or first) + 1)}
-    return listed & os.sched_getaffinity(0)
-
-
-def _bind(near: list[set[int]], local: int) -> None:
-    """Bind this process to its share of the cores near its GPU, given those near the GPU of every rank of the machine.
-    Memory of an offloaded optimizer is then on the GPU's side. Without effect if some cores are near no rank's GPU."""
-    if set().union(*near) == os.sched_getaffinity(0):
-        sharing = [rank for rank, cores in enumerate(near) if cores == near[local]]
-        # Hyperthreads of a core are numbered half of all cores apart, so that a stride keeps them together.
-        os.sched_setaffinity(0, sorted(near[local])[sharing.index(local) :: len(sharing)])
 
 
 def refuse_idle_gpus() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hybrid_grpo.config import PolicyConfig, TrainConfig, reward_name
+from hybrid_grpo.config import PolicyConfig, TrainConfig, environment_rewards, reward_name
 from hybrid_grpo.config.composition import EvaluationConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.features import FeatureConfig
@@ -24,15 +24,42 @@ from hybrid_grpo.data.training_prompts import TrainingPrompts
 from hybrid_grpo.grpo.objective import Objective, load_objective
 from hybrid_grpo.model.lora import check_lora
 from hybrid_grpo.records.metrics.meter import Meter
+from hybrid_grpo.rewards.loader import Reward, load_entries
 from hybrid_grpo.rewards.models.reward_model import RewardModel, Shard
 from hybrid_grpo.rewards.scorer import Rewards
 from hybrid_grpo.rewards.timeline import Timeline
 from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.fingerprints import Fingerprints, held_out_name, of_inputs
-from hybrid_grpo.run.reward_sets import RewardSets
 from hybrid_grpo.run.sampling import Sampler
 from hybrid_grpo.turns.partners import Partners, partners_of, with_tools
+from hybrid_grpo.turns.rewards import rewards_of
 from hybrid_grpo.turns.tools.tools import tool_names
+
+
+class RewardSets:
+    """All reward functions, in one pool of processes. The constructor imports them, and raises UserError on failure."""
+
+    def __init__(self, config: EvaluationConfig, sets: Sequence[HeldOut]) -> None:
+        settings = {"rewards": config.rewards, **{held.setting: held.rewards for held in sets if held.rewards}}
+        entries = {
+            (setting, f"{setting if setting == 'rewards' else f'{setting}.rewards'}[{index}]"): reward
+            for setting, rewards in settings.items()
+            for index, reward in enumerate(rewards)
+        }
+        loaded = load_entries({entry: reward for (_, entry), reward in entries.items()}, config.scoring)
+        self._config = config
+        self._functions: dict[str, list[Reward]] = {setting: [] for setting in settings}
+        for (setting, _), reward in zip(entries, loaded, strict=True):
+            self._functions[setting].append(reward)
+
+    def ready(self, tokenizer: Any, *, by_turn: bool = True) -> dict[str, Rewards]:
+        """Give the functions the tokenizer, and return them by the setting that names them (`rewards`: the run's)."""
+        config = self._config
+        of_environments = rewards_of(list(environment_rewards(config.rollout).values()), by_turn=by_turn)
+        return {
+            setting: Rewards(functions, config.scoring, tokenizer, of_environments)
+            for setting, functions in self._functions.items()
+        }
 
 
 @dataclass(frozen=True)

@@ -12,20 +12,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 
 from hybrid_grpo.records.files import TRACE_FILE, json_safe
 from hybrid_grpo.records.metrics.catalogue import describe, find
-from hybrid_grpo.records.metrics.charts import Chart, Curve, charts_of, is_noisy
+from hybrid_grpo.records.metrics.charts import STEP_PARTS, Chart, Curve, charts_of, is_noisy
 from hybrid_grpo.records.metrics.thinning import clip, present, smooth, thin
 from hybrid_grpo.records.thumbnails import shown
 from hybrid_grpo.watch.folders import Folders
-from hybrid_grpo.watch.layers import time_layers
 from hybrid_grpo.watch.prompt_rewards import ORDERS
 from hybrid_grpo.watch.rollouts import ORDERS as SAMPLE_ORDERS
 from hybrid_grpo.watch.rollouts import Query, group_of, line_number, read_rewards, read_row, rivals, search
 from hybrid_grpo.watch.settings import compared
+from hybrid_grpo.watch.table import Table
 from hybrid_grpo.watch.tokens import TokenReader
 from hybrid_grpo.watch.trace_file import first_step, read_step
 from hybrid_grpo.watch.watched_run import AXES, WatchedRun
@@ -357,3 +358,30 @@ def _whole(given: QueryParams, name: str) -> int | None:
     if value is not None and abs(value) > 2**53:
         raise HTTPException(400, f"{name} {value:g} is too large")
     return None if value is None else int(value)
+
+
+def time_layers(table: Table, columns: int) -> dict[str, Any] | None:
+    """Return at most `columns` columns, given by their first and last steps (`steps`), and for each part of a step its
+    mean seconds in each column (`values`) and its seconds in all steps (`total`). The part `other` is what no timer
+    covers; parts that took no time are left out. Return None if no step was timed."""
+    whole = table.column("time/step_s")
+    timed = np.flatnonzero(whole > 0)
+    if not timed.size:
+        return None
+    steps = table.column("step")[timed].astype(int)
+    parts = {part: np.nan_to_num(table.column(f"time/{part}_s")[timed]) for part in STEP_PARTS}
+    parts["other"] = np.maximum(0.0, whole[timed] - sum(parts.values()))
+    starts = np.unique(np.arange(columns) * timed.size // columns)
+    sizes = np.diff(starts, append=timed.size)
+    layers = [
+        {
+            "name": part,
+            "meaning": "What no timer covers." if part == "other" else describe(f"time/{part}_s").meaning,
+            "values": [float(f"{value:.4g}") for value in np.add.reduceat(seconds, starts) / sizes],
+            "total": float(seconds.sum()),
+        }
+        for part, seconds in parts.items()
+        if seconds.any()
+    ]
+    ends = zip(steps[starts].tolist(), steps[starts + sizes - 1].tolist(), strict=True)
+    return {"steps": [list(pair) for pair in ends], "layers": layers}

@@ -1,6 +1,6 @@
 """The penalty for long completions."""
 
-from hybrid_grpo.grpo.length import overlong_penalty
+from hybrid_grpo.grpo.advantages import overlong_penalty
 
 
 def test_overlong_penalty_is_equation_13_of_dapo() -> None:

@@ -200,7 +200,9 @@ def _decoding(
             for i, p in enumerate(prompts)
         ]
         given = Sampling(LIMIT, temperature=temperature, max_turn_tokens=TURN if turns else sys.maxsize), config
-        groups, _ = complete(view.module, _NoText(), requests, *given, sight=sight, turns=turns)
+        groups, _ = complete(
+            view.module, _NoText(policy.config.get_text_config().vocab_size), requests, *given, sight=sight, turns=turns
+        )
         for prompt, group in zip(prompts, groups, strict=True):
             if temperature == GREEDY:
                 options = {"max_new_tokens": LIMIT, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -218,6 +220,17 @@ def _decoding(
 
 
 class _NoText:
+    """A tokenizer in which every id is a token without text."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def get_vocab(self) -> dict[str, int]:
+        return {str(token): token for token in range(self._size)}
+
     def decode(self, *_: Any, **__: Any) -> str:
         return ""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError, refuse
-from hybrid_grpo.data.completion import Message
+from hybrid_grpo.data.completion import Message, whole_characters
 from hybrid_grpo.data.pictures import Album
 from hybrid_grpo.data.prompts import check_template_kwargs, read_prompt
 
@@ -102,3 +103,38 @@ class ChatHistory:
         for said, answer in turns:
             chat += [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
         return [*chat, {"role": "user", "content": message}]
+
+
+class TextStream:
+    """Turns `tokens`, which are added one by one, into text, by means of `decode`."""
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self.tokens: list[int] = []
+        # Tokens from `_start` on are decoded together, since some tokenizers drop a space at the start of a text; the
+        # text of those before `_given` has been returned.
+        self._start = self._given = 0
+
+    def add(self, token: int) -> str:
+        """Add a token, and return the characters that it completes."""
+        self.tokens.append(token)
+        text = self._text()
+        if not text or text != whole_characters(text):
+            return ""
+        self._start, self._given = self._given, len(self.tokens)
+        return text
+
+    def rest(self) -> str:
+        """Return the text that `add` has not returned, without a last character that is still incomplete."""
+        text = whole_characters(self._text())
+        self._start = self._given = len(self.tokens)
+        return text
+
+    @property
+    def text(self) -> str:
+        """The text of all tokens, without a last character that is incomplete."""
+        return whole_characters(self._decode(self.tokens))
+
+    def _text(self) -> str:
+        before = self._decode(self.tokens[self._start : self._given])
+        return self._decode(self.tokens[self._start :])[len(before) :]
