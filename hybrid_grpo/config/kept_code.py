@@ -1,10 +1,10 @@
 """Copies of the user's files that a run keeps: commands on the run work in any folder, and after the files changed."""
 
+import ast
 import re
 import shutil
 import zlib
 from collections.abc import Callable, Mapping
-from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +17,36 @@ def keep_code(settings: Any, folder: Path) -> None:
 
     def keep(file: str) -> str:
         source, copy = Path(file).expanduser().resolve(), _copy_of(file, folder)
-        finder = ModuleFinder([str(source.parent)])
-        try:
-            finder.run_script(str(source))
-        except (OSError, SyntaxError, UnicodeError):
-            return file
-        found = (getattr(module, "__file__", None) for module in finder.modules.values())
-        for imported in {source, *map(Path, filter(None, found))}:
-            target = copy.parent / imported.relative_to(source.parent)
-            if imported.resolve() != target.resolve():
+        for module in _with_imports(source):
+            target = copy.parent / module.relative_to(source.parent)
+            if module != target.resolve():
                 target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(imported, target)
+                shutil.copyfile(module, target)
         return file
 
     _with_files(settings, keep)
+
+
+def _with_imports(source: Path) -> set[Path]:
+    """Return a file and the modules and packages beside it that it imports, also through each other."""
+    found: set[Path] = set()
+    rest = [source]
+    while rest:
+        file = rest.pop()
+        if file in found or not file.is_file():
+            continue
+        found.add(file)
+        try:
+            nodes = list(ast.walk(ast.parse(file.read_bytes())))
+        except (OSError, SyntaxError, ValueError):
+            continue
+        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+        for name in {name.partition(".")[0] for name in names} - {"", "hybrid_grpo"}:
+            package = source.parent / name
+            rest += [source.parent / f"{name}.py"]
+            rest += package.rglob("*.py") if (package / "__init__.py").is_file() else ()
+    return found
 
 
 def with_kept_code(settings: Any, folder: Path) -> Any:

@@ -38,8 +38,7 @@ from hybrid_grpo.generation.sequence import (
     Turns,
 )
 from hybrid_grpo.generation.state_drafts import states_take_drafts
-from hybrid_grpo.generation.stats import Stats
-from hybrid_grpo.generation.timeline import Timeline
+from hybrid_grpo.generation.timeline import Stats, Timeline
 from hybrid_grpo.generation.workspace import Workspace
 from hybrid_grpo.model.kernels.decoding import adopt
 from hybrid_grpo.model.layers import adopt_layers

@@ -5,6 +5,7 @@ It reads the host's own lists, so nothing waits for a GPU.
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from hybrid_grpo.generation.scheduler import Scheduler
 
@@ -59,3 +60,30 @@ class Timeline:
                 del values[1::2]
             self._apart = 2 * (now - self.at[0]) / (POINTS - 1)
         self._next = self.at[-1] + self._apart
+
+
+@dataclass
+class Stats:
+    """Statistics of a call of `generate`."""
+
+    steps: int = 0
+    """Forward passes of the decode loop."""
+    rows: int = 0
+    """Total rows of these passes: one for each sampled token, and for each token of a draft that did not hold."""
+    context: int = 0
+    """Cache entries that these rows attended to."""
+    prefills: int = 0
+    """Number of prompts read; a preempted sequence that is read again is counted again."""
+    answers: int = 0
+    """Number of answers between turns that were added to an existing cache."""
+    preempted: int = 0
+    """Number of sequences that lost their pages while they were being decoded or waiting."""
+    drafted: int = 0
+    """Number of rows for tokens of drafts; see `Drafter`."""
+    held: int = 0
+    """Number of these tokens that were then sampled."""
+    peak_cache_bytes: int = 0
+    captures: int = 0
+    """Number of forwards captured as CUDA graphs."""
+    timeline: Timeline | None = None
+    """None with the fallback, and if nothing was decoded."""

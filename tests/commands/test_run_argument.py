@@ -40,7 +40,7 @@ def test_the_settings_of_any_run_are_a_recipe_for_every_command(run, cls):
 
 def test_a_run_keeps_the_files_of_its_rewards(tmp_path, monkeypatch):
     """`score RUN` failed in another folder, and scored with what rewards.py had become since."""
-    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/json").mkdir(parents=True)  # a folder of data, which is no module, though it is called like one
     (tmp_path / "mine/beside.py").write_text("VALUE = 0.5\n")
     (tmp_path / "mine/rewards.py").write_text(
         "import json\nfrom beside import VALUE\n\n\ndef f(_):\n    return VALUE\n"
