@@ -29,11 +29,8 @@ _Gpu = Literal["rtx3090", "rtx4090", "rtx5090", "a10g", "l40s", "a100-40gb", "a1
 def _gpu_name(name: Any) -> Any:
     """Return the name that this package gives to a GPU, however it is written; unchanged if there is none."""
     letters = re.sub(r"nvidia|geforce|tesla|pcie|sxm\d?|[^a-z0-9]", "", name.lower()) if isinstance(name, str) else ""
-    return next((known for known in get_args(_Gpu) if letters.removeprefix("rtx").startswith(_short(known))), name)
-
-
-def _short(known: str) -> str:
-    return known.replace("-", "").removeprefix("rtx")
+    short = {known.replace("-", "").removeprefix("rtx"): known for known in get_args(_Gpu)}
+    return next((short[known] for known in short if letters.removeprefix("rtx").startswith(known)), name)
 
 
 _SEED = frozenset({"seed"})

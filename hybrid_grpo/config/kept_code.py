@@ -29,8 +29,7 @@ def keep_code(settings: Any, folder: Path) -> None:
 
 def _with_imports(source: Path) -> set[Path]:
     """Return a file and the modules and packages beside it that it imports, also through each other."""
-    found: set[Path] = set()
-    rest = [source]
+    found, rest = set[Path](), [source]
     while rest:
         file = rest.pop()
         if file in found or not file.is_file():
@@ -44,8 +43,8 @@ def _with_imports(source: Path) -> set[Path]:
         names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
         for name in {name.partition(".")[0] for name in names} - {"", "hybrid_grpo"}:
             package = source.parent / name
-            rest += [source.parent / f"{name}.py"]
-            rest += package.rglob("*.py") if (package / "__init__.py").is_file() else ()
+            modules = package.rglob("*.py") if (package / "__init__.py").is_file() else ()
+            rest += [package.with_suffix(".py"), *modules]
     return found
 
 

@@ -366,11 +366,13 @@ def test_a_resumed_run_repeats_the_whole_one(runs: Runs) -> None:
 def test_a_run_whose_rewards_fail_stops_with_a_checkpoint_and_goes_on_when_they_are_mended(runs: Runs) -> None:
     assert runs.stopped.status == 2
     told, *_, last = runs.stopped.err.splitlines()
-    assert told.startswith("rewards: early_letters raised OSError: no service (my_rewards.py:14). The completion has")
+    assert told.startswith(
+        "rewards: early_letters raised OSError: no service (my_rewards.py:14). The completion of row"
+    )
     assert last == (
         "hybrid-grpo: error: rewards: early_letters failed on 16 of 16 completions, more than scoring.max_failed_frac"
         " 0.5: the first failures are printed above; fix the function and continue with --run.resume auto; the run is"
-        " saved as it was after step 2"
+        " saved as it was after step 3"
     )
     whole, mended = rows_of(runs.whole[0]), rows_of(runs.mended)
     assert list(mended) == list(whole)

@@ -31,7 +31,7 @@ def raises(completions, **columns):
     return [0.0] * len(completions)
 
 def early_letters_unless_broken(completions, trainer_state):
-    if trainer_state.global_step == 2 and os.path.exists("broken"):
+    if trainer_state.global_step == 3 and os.path.exists("broken"):
         raise OSError("no service")
     return early_letters(completions)
 """

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,9 +23,8 @@ from hybrid_grpo.config.errors import UserError
 def compilation_lock(kernel: str) -> Iterator[None]:
     """A context in which no other hybrid_grpo process compiles this kernel. Raises UserError if compilation fails.
 
-    torch's own lock is a file too. Up to 2.13 torch waits as long as the file exists, even if its owner was killed.
-    Later versions lock the file itself, and leave it in a folder that older ones share. The owner of this lock
-    therefore removes torch's file, unless a process on this machine has it open.
+    torch's own lock is a file too: up to 2.13 it waits as long as that exists, later versions lock it and leave it. So
+    the owner of this lock removes torch's file, unless a process on this machine has it open.
     """
     folder = Path(cpp_extension._get_build_directory(kernel, verbose=False))
     with (folder / "owner").open("a") as owner:
@@ -33,11 +33,11 @@ def compilation_lock(kernel: str) -> Iterator[None]:
         (folder / "lock").unlink(missing_ok=True)
         compiles, start = not (folder / f"{kernel}.so").exists(), time.monotonic()
         if compiles:
-            print(f"hybrid-grpo: compiling DeepSpeed's kernel {kernel}, once: about a minute", flush=True)
+            _say(f"compiling DeepSpeed's kernel {kernel}, once: about a minute")
         try:
             yield
             if compiles:
-                print(f"hybrid-grpo: compiled {kernel} in {time.monotonic() - start:.0f} s", flush=True)
+                _say(f"compiled {kernel} in {time.monotonic() - start:.0f} s")
         except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
             asked = isinstance(error, subprocess.CalledProcessError)  # the compiler, for its version
             if not asked and not re.search("Error building extension|ninja", str(error), re.IGNORECASE):
@@ -84,11 +84,15 @@ def _is_open(path: Path) -> bool:
     return False
 
 
+def _say(text: str) -> None:
+    print(f"hybrid-grpo: {text}", file=sys.stderr, flush=True)  # standard output is for results
+
+
 def _wait_while(busy: Callable[[], bool], kernel: str) -> None:
     """Wait while another process compiles a kernel; print a line after five seconds."""
     start, printed = time.monotonic(), False
     while busy():
         if not printed and time.monotonic() - start > 5:
-            print(f"hybrid-grpo: another process is compiling DeepSpeed's kernel {kernel}: waiting", flush=True)
+            _say(f"another process is compiling DeepSpeed's kernel {kernel}: waiting")
             printed = True
         time.sleep(0.1)

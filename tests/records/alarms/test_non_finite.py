@@ -135,9 +135,8 @@ def test_nan_on_one_rank_stops_all_ranks(workshop: Workshop, what, says):
     done = forks.run(script, what, *options(what, rewards), *settings, world=2, cwd=workshop.folder)
     assert done.status == 2, done.err[-3000:]
     # On a busy machine a rank also says that it waits for the others.
-    told = [line for line in done.err.splitlines() if line.startswith("hybrid-grpo") and "error: " in line]
-    assert len(told) == 2 and all(says in line for line in told), done.err[-3000:]
-    assert len({line.partition("error: ")[2] for line in told}) == 1
+    (told,) = [line for line in done.err.splitlines() if line.startswith("hybrid-grpo") and "error: " in line]
+    assert says in told, done.err[-3000:]
     folder = workshop.folder / "runs" / what
     assert max(path.name for path in folder.glob("checkpoints/step_*")) == "step_000001"
     assert not (folder / "model").exists()
