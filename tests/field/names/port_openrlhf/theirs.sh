@@ -18,8 +18,8 @@ python3 -m openrlhf.cli.train_ppo_ray \
    --dynamic_filtering_reward_range 0 1 \
    --eps_clip_low_high 0.2 0.27 \
    --pretrain OpenRLHF/Llama-3-8b-sft-mixture \
-   --remote_rm_url /work/reward_func.py \
-   --save_path /work/final \
+   --remote_rm_url /openrlhf/reward_func.py \
+   --save_path /openrlhf/final \
    --save_steps 20 \
    --save_hf_ckpt \
    --micro_train_batch_size 8 \
