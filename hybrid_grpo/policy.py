@@ -327,11 +327,10 @@ class Policy(TrainedModel):
         prompt_ids: Sequence[list[int]],
         completion_ids: Sequence[list[int]],
         beat: Callable[[], None],
-        weight: float = 1.0,
     ) -> Iterator[tuple[Tensor, int]]:
-        """Add the gradient of `weight` times the mean cross-entropy of the completion tokens of all ranks, one
-        micro-batch at a time, calling `beat` before each. For every micro-batch with rows, yield its mean cross-entropy
-        in nats and its number of tokens. Collective."""
+        """Add the gradient of the mean cross-entropy of the completion tokens of all ranks, one micro-batch at a time,
+        calling `beat` before each. For every micro-batch with rows, yield its mean cross-entropy in nats and its number
+        of tokens. Collective."""
         tokens = sum(map(len, completion_ids))
         total_tokens = int(all_reduce(torch.tensor(tokens, device=self.engine.device)))
         for micro in self.micro_batches(prompt_ids, completion_ids):
@@ -339,7 +338,7 @@ class Policy(TrainedModel):
             logp_bT, _ = self.forward(micro, temperature=1.0)
             # A filler has no rows: its token counts for nothing.
             loss = -logp_bT.sum() / total_tokens if micro.rows else 0.0 * logp_bT.sum()
-            self.engine.backward(weight * loss)
+            self.engine.backward(loss)
             if micro.rows:
                 count = len(micro.target_N)
                 yield -logp_bT.detach().sum() / count, count
