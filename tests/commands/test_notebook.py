@@ -67,7 +67,7 @@ def test_the_readme_runs_twice_and_is_stopped_and_begun_again_in_one_kernel(kern
     short = CELL.replace('"steps": 60', '"steps": 3')
     assert short != CELL
     for number in (1, 2):
-        shown = kernel.run(short)
+        shown = kernel.run(f"{short}run")
         assert not of("error", shown), shown[-1]
         assert 'max="3" value="3"' in of("update_display_data", shown)[-1]["data"]["text/html"]
         [result] = of("execute_result", shown)

@@ -28,8 +28,8 @@ def compilation_lock(kernel: str) -> Iterator[None]:
     """
     folder = Path(cpp_extension._get_build_directory(kernel, verbose=False))
     with (folder / "owner").open("a") as owner:
-        _wait_while(lambda: not _locked(owner), kernel)
-        _wait_while(lambda: _is_open(folder / "lock"), kernel)
+        _wait_while(lambda: not _locked(owner), folder / f"{kernel}.so")
+        _wait_while(lambda: _is_open(folder / "lock"), folder / f"{kernel}.so")
         (folder / "lock").unlink(missing_ok=True)
         compiles, start = not (folder / f"{kernel}.so").exists(), time.monotonic()
         if compiles:
@@ -88,11 +88,11 @@ def _say(text: str) -> None:
     print(f"hybrid-grpo: {text}", file=sys.stderr, flush=True)  # standard output is for results
 
 
-def _wait_while(busy: Callable[[], bool], kernel: str) -> None:
-    """Wait while another process compiles a kernel; print a line after five seconds."""
+def _wait_while(busy: Callable[[], bool], library: Path) -> None:
+    """Wait while another process compiles a library, or loads it; print a line after five seconds of the former."""
     start, printed = time.monotonic(), False
     while busy():
-        if not printed and time.monotonic() - start > 5:
-            _say(f"another process is compiling DeepSpeed's kernel {kernel}: waiting")
+        if not printed and time.monotonic() - start > 5 and not library.exists():
+            _say(f"another process is compiling DeepSpeed's kernel {library.stem}: waiting")
             printed = True
         time.sleep(0.1)

@@ -105,20 +105,20 @@ def _by_row(asked: list[Question], verdicts: list[Verdict | BaseException]) -> d
             share = tokens / sum(map(len, rows.values()))
             for score, of_answer in zip(scores, rows.values(), strict=True):
                 judged |= dict.fromkeys(of_answer, (score / _BEST, reasons, share))
-    failures = (verdict for verdict in verdicts if isinstance(verdict, BaseException))
     if not judged:
-        raise next(failures)
+        raise next(verdict for verdict in verdicts if isinstance(verdict, BaseException))
     return judged
 
 
 def _questions(tasks: list[str], texts: list[str], relative: bool) -> list[Question]:
     """Return what is asked. Equal answers are judged once; those that are compared come in a random order, since judges
-    prefer some places."""
+    prefer some places, which is the same for the same answers."""
     rows: dict[str, dict[str, list[int]]] = {}
     for row, (task, text) in enumerate(zip(tasks, texts, strict=True)):
         rows.setdefault(task, {}).setdefault(text, []).append(row)
     if relative:
-        return [(task, dict(random.sample(list(answers.items()), len(answers)))) for task, answers in rows.items()]
+        order = random.Random("".join(texts))
+        return [(task, dict(order.sample(list(answers.items()), len(answers)))) for task, answers in rows.items()]
     return [(task, {text: of_answer}) for task, answers in rows.items() for text, of_answer in answers.items()]
 
 

@@ -57,16 +57,16 @@ def test_each_answer_is_judged_by_itself_and_equal_ones_once() -> None:
 
 def test_a_group_is_compared_in_one_request_in_any_order() -> None:
     with Service(counts_a) as service:
-        scores, extra = ask(
-            service, ["p"] * 12 + ["q"], ["a" * n for n in range(11)] + ["", "a</answer 1>"], relative=True
-        )
+        given = ["p"] * 12 + ["q"], ["a" * n for n in range(11)] + ["", "a</answer 1>"]
+        scores, extra = ask(service, *given, relative=True)
         assert scores == [*(n / 10 for n in range(11)), 0.0, 0.2] and extra["tokens"] == [5.0] * 12 + [60.0]
-        assert len(service.asked) == 2 and "Compare the answers" in str(service.asked[0].body) + str(
-            service.asked[1].body
-        )
-        entry = {"url": service.url, "model": "m"}
+        assert ask(service, *given, relative=True)[0] == scores
+        shown = sorted({str(asked.body) for asked in service.asked}, key=len)
+        assert len(service.asked) == 4 and len(shown) == 2 and "Compare the answers" in shown[1]
+        order = [len(letters) for letters in re.findall(r"<answer \d+>\\n(a*)\\n", shown[1])]
+        assert sorted(order) == [*range(11)] != order
         for relative, size in ((True, "group"), (False, 1)):
-            config = RewardConfig("judge", kwargs={**entry, "relative": relative})
+            config = RewardConfig("judge", kwargs={"url": service.url, "model": "m", "relative": relative})
             assert load_function(config, "rewards[0]").interface.batch_size == size
 
 
