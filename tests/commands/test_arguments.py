@@ -5,7 +5,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from launching import make_task
+from char_tokenizer import char_tokenizer
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -157,7 +157,9 @@ def test_names_are_listed_for_completion():
 
 
 def test_a_model_object_is_saved_with_its_tokenizer_once_the_settings_are_right(tmp_path, monkeypatch):
-    monkeypatch.chdir(make_task(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    LlamaForCausalLM(SMALL).save_pretrained("model")
+    char_tokenizer().save_pretrained("model")
     model = AutoModelForCausalLM.from_pretrained("model")
     monkeypatch.setattr(engine, "start", lambda *_: pytest.fail("the run has begun"))
     with pytest.raises(UserError, match=r"policy\.lr"):
