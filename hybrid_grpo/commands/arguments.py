@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 from hybrid_grpo.config.errors import UserError, refuse, type_of
 from hybrid_grpo.config.recipes import Settings, overlay, read_recipe
+from hybrid_grpo.config.run import unused_name
 from hybrid_grpo.config.types import fields_of
 
 _AS_PYTHON = (
@@ -59,10 +59,9 @@ def settings_from(
     settings = {name: _as_settings(section, str(name)) for name, section in settings.items()}
     if rewards is not None:
         settings["rewards"] = _rewards(rewards)
-    if command in ("train", "sft", "reward"):
-        settings = _named(settings, command)
     if model is not None:
-        settings = overlay(settings, {"policy": {"model": _model(model, settings.get("run"))}})
+        run = settings.get("run", {}) if command in ("train", "sft", "reward") else None
+        settings = overlay(settings, {"policy": {"model": _model(model, run)}})
     return settings
 
 
@@ -173,23 +172,6 @@ def _rewards(rewards: Any) -> list[Any]:
     return entries
 
 
-def _named(settings: Settings, command: str) -> Settings:
-    """Name a run without a name by its command and the time. Under the launcher ranks would disagree about it."""
-    run = settings.get("run") or {}
-    if not isinstance(run, Mapping) or "name" in run or os.environ.get("WORLD_SIZE", "1") != "1":
-        return settings
-    refuse(
-        run.get("resume") == "auto",
-        'run={"resume": "auto"} goes on with the run of a name, and none is given: add "name"',
-    )
-    name = first = time.strftime(f"{command}-%Y%m%d-%H%M%S")
-    number = 1
-    while (Path(str(run.get("dir", "runs"))) / name).exists():
-        number += 1
-        name = f"{first}-{number}"
-    return overlay(settings, {"run": {"name": name}})
-
-
 def _model(model: Any, run: Any) -> str:
     """Return the folder or hub name of a model. For a model object, return where `save_model` will put it: next to the
     folder of the run, whose checkpoints refer to it, or, without a run, a folder that is removed at the end."""
@@ -207,8 +189,9 @@ def _model(model: Any, run: Any) -> str:
         hasattr(model, "peft_config"),
         "model has adapters: merge them (merge_and_unload) and give the result, or use the section lora",
     )
-    if isinstance(run, Mapping) and "name" in run:
-        return str(Path(str(run.get("dir", "runs"))) / f"{run['name']}-start")
+    if isinstance(run, Mapping):
+        runs = Path(str(run.get("dir", "runs")))
+        return str(runs / f"{run.get('name') or unused_name(runs)}-start")
     folder = tempfile.mkdtemp(prefix="hybrid_grpo_")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import field
+from pathlib import Path
 from typing import Literal
 
 from pydantic import model_validator
@@ -11,13 +13,23 @@ from pydantic.dataclasses import dataclass
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.fields import SECTION, Count, Duration, Name, NotNegative, Place, Positive, Switch, Text, Whole
 
+NAMED_BY_TIME = f"run-{'[0-9]' * 8}-{'[0-9]' * 6}"
+"""Pattern of the names of `unused_name`."""
+
+
+def unused_name(folder: Path) -> str:
+    """Return the name of a run that begins now: the time in seconds, of which there is no run in `folder` yet."""
+    while (folder / (name := time.strftime("run-%Y%m%d-%H%M%S"))).exists():
+        time.sleep(0.1)
+    return name
+
 
 @dataclass(frozen=True, config=SECTION)
 class RunConfig:
     """The run as a whole: where it writes, how long it lasts, how it resumes."""
 
-    name: Name = "run"
-    """Name of the run; its folder is DIR/NAME."""
+    name: Name | None = None
+    """Name of the run; its folder is DIR/NAME. Default: the time at which the run starts."""
     dir: Place = "runs"
     """Folder that holds the runs."""
     seed: Whole = 0
@@ -26,7 +38,8 @@ class RunConfig:
     """Steps to train: rollouts for `train`, optimizer steps for `sft` and `reward`."""
     resume: Place = "never"
     """Checkpoint to continue from. `auto` means the newest complete one of this run, or a new run if the folder is
-    empty. The folder of a checkpoint, of this run or another, continues from that one."""
+    empty; without a name it is that of the newest run that has none. The folder of a checkpoint, of this run or
+    another, continues from that one."""
     allow_changes: Switch = False
     """Continue from a checkpoint even if settings that affect learning, or the data, have changed since."""
     stop_after: Duration | None = None

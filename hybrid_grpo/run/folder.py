@@ -1,5 +1,6 @@
 """The folder of a run: locks it, sets damaged files aside, and writes config.yaml with facts at its head."""
 
+import dataclasses
 import os
 import platform
 import shutil
@@ -15,6 +16,7 @@ import torch
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.kept_code import keep_code
 from hybrid_grpo.config.recipes import load_yaml
+from hybrid_grpo.config.run import NAMED_BY_TIME, RunConfig, unused_name
 from hybrid_grpo.config.secrets import masked_text
 from hybrid_grpo.model.ranks import from_first_rank, rank, world_size
 from hybrid_grpo.records.alarm_records import ALARMS_FILE
@@ -38,6 +40,16 @@ def say(message: str) -> None:
     if rank() == 0:
         with suppress(OSError):
             print(message, flush=True)
+
+
+def named(run: RunConfig) -> RunConfig:
+    """Return the settings of a run with its name. Without one it is named by rank 0's clock or, if it resumes, is the
+    newest run that was named so. Collective."""
+    name = run.name
+    if not name and rank() == 0:
+        earlier = [path.name for path in Path(run.dir).glob(NAMED_BY_TIME)] if run.resume == "auto" else []
+        name = max(earlier, default="") or unused_name(Path(run.dir))
+    return dataclasses.replace(run, name=from_first_rank(name))
 
 
 class RunFolder:

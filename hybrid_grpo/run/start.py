@@ -43,7 +43,7 @@ def find_start(config: ModelRunConfig, folder: Path, checkpoints: Checkpoints) -
     if resume == "never":
         refuse(
             bool(checkpoints.tags()) or metrics.exists(),
-            f"run.name {config.run.name}: {folder} holds a run already: pass --run.resume auto to go on with it, or"
+            f"run.name {folder.name}: {folder} holds a run already: pass --run.resume auto to go on with it, or"
             f" {_ANOTHER}",
         )
         return Start()

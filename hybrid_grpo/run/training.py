@@ -5,10 +5,12 @@ import json
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hybrid_grpo.config import ModelRunConfig, TrainConfig, to_dict
+from hybrid_grpo.config.building import dump
 from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.generation import Journal
@@ -24,7 +26,7 @@ from hybrid_grpo.records.sinks import Log
 from hybrid_grpo.records.step_trace import StepTrace
 from hybrid_grpo.records.write_failures import WriteFailed, one_line, why, write_prompts
 from hybrid_grpo.run.fingerprints import CODE, Fingerprints
-from hybrid_grpo.run.folder import RunFolder, say
+from hybrid_grpo.run.folder import RunFolder, named, say
 from hybrid_grpo.run.saving.best import Best
 from hybrid_grpo.run.saving.checkpoint import Checkpoint
 from hybrid_grpo.run.saving.saver import Saver, load_stage
@@ -46,21 +48,21 @@ class TrainingRun:
     its checkpoints store."""
 
     def __init__(self, parsed: Parsed[ModelRunConfig], facts: dict[str, str], inputs: Fingerprints = dict) -> None:
-        self.config = parsed.config
-        run = parsed.config.run
+        run = named(parsed.config.run)
+        self.config = replace(parsed.config, run=run)
         self._steps, self._inputs = run.steps, inputs
         self._alarms = Alarms.of(self.config)
         self._back_to = -1
         """Step of the checkpoint that the run last rolled back to; -1 if there is none."""
-        self._run_folder = RunFolder(Path(run.dir) / run.name)
+        self._run_folder = RunFolder(Path(run.dir) / str(run.name))
         self.folder = self._run_folder.path
         self.journal = Journal(self.folder / "journal", rank())
-        settings = settings_of(parsed.config)
+        settings = settings_of(self.config)
         self.saver = Saver(parsed.config.checkpoint, run.steps, self.folder, settings, self.journal)
         self.checkpoints = self.saver.checkpoints
         self._fingerprint()
         try:
-            self.start = find_start(parsed.config, self.folder, self.checkpoints)
+            self.start = find_start(self.config, self.folder, self.checkpoints)
         except UserError:
             self._run_folder.discard()
             raise
@@ -69,7 +71,7 @@ class TrainingRun:
         if self.start.rewinds:
             self._best.go_back(self.start.step, self.start.lines)
         code = {name: of for name, of in self.checkpoints.inputs.items() if name.startswith(CODE)}
-        self._head = parsed.yaml, {**facts, **code}
+        self._head = dump(self.config), {**facts, **code}
         if self.start.checkpoint is not None and not self.start.forks:
             self.saver.step = self.start.step
             self.checkpoints.rollbacks = self.start.checkpoint.manifest.rollbacks

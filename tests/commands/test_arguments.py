@@ -47,7 +47,6 @@ BAD = [
     ({"polcy": {"lr": 1e-6}}, "there is no setting polcy.lr: did you mean policy.lr"),
     ({"run": {"steps": 0}}, "run.steps 0 must be 1 or greater"),
     ({"run": {"steps": 2.5}}, "run.steps: expected a whole number"),
-    ({"run": {"resume": "auto"}}, r'run=\{"resume": "auto"\} .* add "name"'),
     ({"run": {"name": "a/b"}}, "run.name"),
     ({"rollout": {"temperature": float("nan")}}, "rollout.temperature"),
     ({"rewards": 5}, "rewards is 5: give a function, a name such as exact_match"),
@@ -138,18 +137,6 @@ def test_recipes_are_files_and_dictionaries_and_arguments_win(tmp_path):
     assert settings(lora=LoraConfig(r=4, lora_alpha=8, target_modules=["v_proj", "q_proj"]))["lora"] == {
         **{"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]}
     }
-
-
-def test_a_run_is_named_by_the_time_and_no_two_alike(tmp_path, monkeypatch):
-    run = {"dir": str(tmp_path)}
-    first = settings(run=run)["run"]["name"]
-    assert first.startswith("train-2")
-    monkeypatch.setattr("time.strftime", lambda form, *_: first)
-    (tmp_path / first).mkdir()
-    assert settings(run=run)["run"]["name"] == f"{first}-2"
-    assert settings(run={**run, "name": "mine"})["run"]["name"] == "mine"
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "run" not in settings(), "ranks would not agree about the time"
 
 
 def test_names_are_listed_for_completion():

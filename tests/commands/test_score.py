@@ -247,7 +247,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_task(tmp_path_factory.mktemp("score"))
     (folder / "mine.py").write_text(RUN_REWARDS)
     recipe = {
-        "run": {"steps": 3},
+        "run": {"name": "run", "steps": 3},
         "policy": {"model": "model", "dtype": "float32", "lr": 1e-3},
         "engine": {"zero_stage": 0, "adam": "torch"},
         "log": {"wandb": "disabled"},

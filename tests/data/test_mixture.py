@@ -232,6 +232,7 @@ def test_a_run_of_a_mixture_tells_the_numbers_of_every_source(tmp_path):
         *("--log.wandb=disabled", "--log.rollouts_every=1", "--run.steps=2", f"--data.mixture={data}"),
         *(f"--rewards={rewards}", "--rollout.prompts_per_step=6", "--rollout.num_generations=2"),
         *("--rollout.max_completion_tokens=6", "--data.eval_path=held_out.jsonl", "--eval.every=2"),
+        "--run.name=run",
     ]
     done = forks.run("-m", "hybrid_grpo", "train", *arguments, cwd=tmp_path)
     assert done.status == 0, done.err

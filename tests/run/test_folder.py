@@ -1,12 +1,16 @@
 """What is damaged in a run's folder, and is not a checkpoint, ends no run."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
+
+from rank_threads import in_ranks
 
 from hybrid_grpo.config import LogConfig, RunConfig, TrainConfig
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.records.json_lines import read_jsonl
 from hybrid_grpo.records.sinks import Log
+from hybrid_grpo.run.folder import named
 from hybrid_grpo.run.saving.manifest import Manifest
 from hybrid_grpo.run.settings import settings_of
 from hybrid_grpo.run.stage import Stage
@@ -22,10 +26,22 @@ def begun(config):
     return run
 
 
+def test_ranks_agree_on_the_time_that_names_a_run_and_resuming_without_a_name_finds_the_newest(tmp_path):
+    run = RunConfig(dir=str(tmp_path))
+    (tmp_path / "run-1").mkdir()
+    for _ in range(2):
+        names = {mine.name for mine in in_ranks(2, lambda rank: named(run))}
+        assert len(names) == 1
+        (newest := tmp_path / names.pop()).mkdir()
+    assert len([*tmp_path.iterdir()]) == 3
+    assert named(replace(run, resume="auto")).name == newest.name
+    assert named(replace(run, resume="auto", name="mine")).name == "mine"
+
+
 def test_whatever_is_damaged_is_set_aside_and_named(tmp_path, capsys):
     """Garbage in alarms.jsonl and a journal that is a folder ended runs with tracebacks."""
-    config = TrainConfig(run=RunConfig(dir=str(tmp_path), steps=9, resume="auto"))
-    folder = tmp_path / config.run.name
+    config = TrainConfig(run=RunConfig("run", str(tmp_path), steps=9, resume="auto"))
+    folder = tmp_path / "run"
     checkpoint = folder / "checkpoints" / "step_000002"
     checkpoint.mkdir(parents=True)
     Manifest("0" * 16, 2, 1, 0, settings_of(config), {}).write(checkpoint)

@@ -35,7 +35,7 @@ def clock(monkeypatch):
 
 def make(tmp_path, **checkpoint):
     """A run of nine steps whose checkpoints are only counted, and a stage for it."""
-    config = TrainConfig(run=RunConfig(dir=str(tmp_path), steps=9), checkpoint=CheckpointConfig(**checkpoint))
+    config = TrainConfig(run=RunConfig("run", str(tmp_path), steps=9), checkpoint=CheckpointConfig(**checkpoint))
     run, stage = TrainingRun(Parsed(config, ""), {}), Stage()
     stage.policy = SimpleNamespace(engine=SimpleNamespace(device="cpu"), state_dict=dict)
     run.checkpoints = run.saver.checkpoints = SimpleNamespace(save=lambda *_: None)
@@ -108,7 +108,7 @@ def test_a_checkpoint_by_its_path_branches_off_or_goes_back(tmp_path, capsys):
     stage.policy, stage.parts = SimpleNamespace(engine=None, load_state_dict=lambda _: None), {}
 
     def begun(name):
-        run = TrainingRun(Parsed(config(name, path), "new: settings\n"), {})
+        run = TrainingRun(Parsed(config(name, path), ""), {})
         run.checkpoints.load = refuses
         with pytest.raises(UserError, match="another model"):
             run.restore(stage)
@@ -128,7 +128,7 @@ def test_a_checkpoint_by_its_path_branches_off_or_goes_back(tmp_path, capsys):
     back = begun("run")
     assert (back.start.step, back.saver.step) == (4, 4) and back.checkpoints.tags() == ["step_000004", "step_000002"]
     assert (folder / "metrics.jsonl").read_text() == "".join(lines[:5])
-    assert (folder / "config.yaml").read_text().endswith("new: settings\n")
+    assert (folder / "config.yaml").read_text().endswith(dump(config("run", path)))
     kept = {"abandoned_1.model", "abandoned_1.model_best", "model_ema"}
     assert {file.parent.name for file in folder.glob("*/run.json")} == kept
     assert "model, of the abandoned step 6, is kept as abandoned_1.model: remove it" in capsys.readouterr().out

@@ -250,7 +250,7 @@ def test_numbers_are_the_same_to_a_millionth(made, logged, is_same):
 
 TRAIN = (
     "train --config=train.yaml --engine.zero_stage=3 --run.steps=4 --checkpoint.every=2 --checkpoint.keep=9"
-    " --curriculum.sampling=difficulty --grpo.beta=0.1 --grpo.ref_every=1 --grpo.ref_mix=0.5"
+    " --run.name=run --curriculum.sampling=difficulty --grpo.beta=0.1 --grpo.ref_every=1 --grpo.ref_mix=0.5"
     " --grpo.num_minibatches=2 --grpo.num_iterations=2 --data.eval_path=null"
 )
 STEP = 4

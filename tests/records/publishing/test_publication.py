@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,7 +93,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_run(folder: Path, weights: Path, config: Any, lines: list[dict[str, Any]], step: int = 4) -> Path:
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(HEAD + dump(config))
+    (folder / "config.yaml").write_text(HEAD + dump(replace(config, run=replace(config.run, name=folder.name))))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     shutil.copytree(weights, folder / "model")
     (folder / "model" / "run.json").write_text(json.dumps({"step": step}))

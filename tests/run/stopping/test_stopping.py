@@ -106,7 +106,7 @@ def test_a_rank_that_dies_takes_everything_with_it(workshop, stage, name, status
 def test_a_launcher_that_is_killed_ends_the_run(tmp_path, name):
     """DeepSpeed's, whose killed part ends with status 0, and our own: their ranks would train on."""
     Workshop(tmp_path).close()
-    script = f". {ROOT}/training_scripts/launch.sh; launch {' '.join(TRAIN)} --run.steps 1000000"
+    script = f". {ROOT}/training_scripts/launch.sh; launch {' '.join(TRAIN)} --run.name run --run.steps 1000000"
     environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment["PYTHONPATH"] = str(ROOT)
