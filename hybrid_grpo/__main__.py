@@ -22,7 +22,7 @@ from hybrid_grpo import __version__
 from hybrid_grpo.config.errors import RESUME_STATUS, RunInterrupted, UserError, refuse
 from hybrid_grpo.config.features import feature_commands
 from hybrid_grpo.run.launchers import adopt_rank
-from hybrid_grpo.run.stopping.status import own_status
+from hybrid_grpo.run.stopping.status import own_status, set_own_status, shared_status
 from hybrid_grpo.run.stopping.watcher import watched
 
 COMMANDS = {
@@ -115,7 +115,11 @@ def entry() -> NoReturn:
         gc.disable()
         watched(main)
     signal.signal(signal.SIGINT, _interrupted)
+    with suppress(UserError):
+        adopt_rank()
+    set_own_status(shared := shared_status())
     status = main()
+    shared.forget_file()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()

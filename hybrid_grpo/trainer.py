@@ -16,8 +16,7 @@ from hybrid_grpo.generation import OnFinish
 from hybrid_grpo.grpo.advantages import informative, mean_over_tokens, token_advantages
 from hybrid_grpo.grpo.balance import Assignment, assign
 from hybrid_grpo.grpo.baselines import path_variances
-from hybrid_grpo.grpo.entropy import EntropyController
-from hybrid_grpo.grpo.kl import KlController
+from hybrid_grpo.grpo.controllers import EntropyController, KlController
 from hybrid_grpo.grpo.loss import learns_from_advantages_alone, micro_batch_loss
 from hybrid_grpo.grpo.minibatches import Signals, optimizer_steps
 from hybrid_grpo.grpo.resampling import group_slots, resample

@@ -133,3 +133,19 @@ def _with_sources(data: Mapping[str, Any]) -> Settings:
         mixture.append(entry)
     template = templates.pop() if len(templates) == 1 else None
     return {**({"chat_template": template} if template not in (None, "of no task") else {}), **data, "mixture": mixture}
+
+
+def column(row: Row, *names: str) -> Any:
+    """Return the value of the first of these columns that has a value; raises ValueError if none has."""
+    for name in names:
+        if row.get(name) is not None:
+            return row[name]
+    raise ValueError(f"has no {' or '.join(names)}: its columns are {', '.join(row)}")
+
+
+def text(row: Row, *names: str) -> str:
+    """Return the same as `column`, but also raise ValueError if the value is not text."""
+    value = column(row, *names)
+    if not isinstance(value, str):
+        raise ValueError(f"has {' or '.join(names)} {value!r:.40}, where text is expected")
+    return value

@@ -41,6 +41,8 @@ class Reward:
     """The reward model that this rank holds for the function, if it needs one."""
     sources: frozenset[str] = frozenset()
     """The prompt sources for which the function is called; empty for all sources."""
+    inline: bool = False
+    """Whether the function is a built-in that this rank calls itself, at once."""
 
     def applies(self, prompt: Prompt) -> bool:
         """Whether the function is called for completions of this prompt; always true for held-out prompts."""
@@ -74,7 +76,7 @@ def load_entries(configs: Mapping[str, RewardConfig], scoring: ScoringConfig | N
     rewards = []
     for entry, config in entries.items():
         caller: Caller
-        model = None
+        model, inline = None, False
         if entry in isolated:
             index = isolated.index(entry)
             interface, caller = pool.interfaces[index], pool.isolated(index, config.timeout_s)
@@ -82,7 +84,7 @@ def load_entries(configs: Mapping[str, RewardConfig], scoring: ScoringConfig | N
             function = load_function(config, entry)
             interface, called = function.interface, _called(config)
             model = held(config.kwargs) if called == "thread" else None
-            if called == "inline":
+            if inline := called == "inline":
                 # It judges each row by itself, so the number of rows only affects speed.
                 interface, caller = replace(interface, batch_size="group"), partial(call_inline, function.reply)
             elif model is not None and model.sharded:
@@ -94,10 +96,8 @@ def load_entries(configs: Mapping[str, RewardConfig], scoring: ScoringConfig | N
                 f"{reward_name(config)} gets one completion in each call, but {compares} looks at several: set its"
                 " batch_size to group for all completions of a prompt, or to 1 if it does not compare them"
             )
-        sources = frozenset(config.sources)
-        rewards.append(
-            Reward(reward_name(config), config.weight, frozenset(config.kwargs), interface, caller, model, sources)
-        )
+        named = reward_name(config), config.weight, frozenset(config.kwargs)
+        rewards.append(Reward(*named, interface, caller, model, frozenset(config.sources), inline))
     return rewards
 
 

@@ -91,12 +91,26 @@ class Rewards:
         see `check_columns`. Reward models that see must be able to read pictures, if there are any."""
         self.check_columns(prompts[0].columns, data)
         for reward in self.functions:
+            if reward.inline:
+                self._check_answers(reward, [prompt for prompt in prompts if reward.applies(prompt)], data)
             if own := [prompt for prompt in prompts if prompt.source in reward.sources]:
                 # Prompts have the columns of all sources, with None for those that their own source lacks.
                 has = dict.fromkeys(name for of in own for name, value in of.columns.items() if value is not None)
                 self._check_required(reward, has, f"source {' or '.join(sorted(reward.sources))}")
         if any(prompt.pictures for prompt in prompts):
             self._each_model(RewardModel.check_pictures)
+
+    def _check_answers(self, reward: Reward, prompts: Sequence[Prompt], data: str) -> None:
+        """Refuse the first row that an inline function could not judge, whatever is answered."""
+        needed, empty = {*reward.interface.required} - {"completions"}, [""] * len(prompts)
+        if needed and not needed & {*self.inputs}:
+            columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in needed}
+            reply = reward.caller(Call({"completions": empty, **columns}, [0] * len(prompts))).result()
+            for prompt, failure in zip(prompts, reply.failures, strict=True):
+                if failure is not None:
+                    raise UserError(
+                        f"rewards: {reward.name} cannot judge row {prompt.id} (from 0) of {data}: it {failure.message}"
+                    )
 
     def check_columns(self, columns: Collection[str], data: str = "the data") -> None:
         """Raise UserError unless the functions can be called with these columns, which exclude the prompt. `data` says

@@ -8,8 +8,8 @@ import torch
 from objective_formulas import Batch
 
 from hybrid_grpo.config import GrpoConfig
+from hybrid_grpo.grpo.controllers import adaptive_beta
 from hybrid_grpo.grpo.correction import sampler_correction
-from hybrid_grpo.grpo.kl import adaptive_beta
 from hybrid_grpo.grpo.loss import DRIFTS, KL, kl_penalty, reward_kl, token_weights
 
 LOSS_TYPES = ["dapo", "grpo", "dr_grpo"]

@@ -245,9 +245,10 @@ def test_the_exported_model_is_the_one_that_was_decoded_and_its_adapter_gives_th
 
 @pytest.mark.ranks
 def test_the_supervised_stage_trains_adapters_too(folder):
-    data = ["--policy.model", f"{folder / 'model'}", "--data.path", f"{folder / 'sft.jsonl'}", "--policy.dtype=float32"]
-    run = [f"--run.dir={folder}/runs", "--run.name=run", "--run.steps=2", "--log.wandb=disabled", "--engine.zero_stage=0"]
-    done = forks.run("-m", "hybrid_grpo", "sft", *data, *run, "--lora.rank=2", "--policy.lr=0.01")
+    model = [f"--policy.model={folder}/model", "--policy.dtype=float32", "--policy.lr=0.01", "--lora.rank=2"]
+    run = [f"--run.dir={folder}/runs", "--run.name=run", "--run.steps=2", "--log.wandb=disabled"]
+    data = [f"--data.path={folder}/sft.jsonl", "--engine.zero_stage=0"]
+    done = forks.run("-m", "hybrid_grpo", "sft", *model, *run, *data)
     assert done.status == 0, done.err
     assert "lora: 12,288 weights are trained, in adapters of rank 2 for 21 linear layers" in done.out
     out = folder / "runs" / "run" / "model"

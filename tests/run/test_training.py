@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybrid_grpo.config import RunConfig, TrainConfig
+from hybrid_grpo.config import RunConfig, TrainConfig, dump
 from hybrid_grpo.config.errors import RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.config.run import CheckpointConfig

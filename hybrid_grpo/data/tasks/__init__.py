@@ -3,8 +3,58 @@
 The user's settings override the settings of the task. This package imports neither torch nor `datasets`.
 """
 
-from hybrid_grpo.config.tasks import Row, TaskRecipe
-from hybrid_grpo.data.tasks.columns import column, text
-from hybrid_grpo.data.tasks.registry import TASKS, load_task, make_rows, row_reader
+from collections.abc import Callable
+from itertools import islice
+
+from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.config.tasks import Row, TaskRecipe, column, own_task, ready_made_settings, text
+from hybrid_grpo.config.user_code import describe
+from hybrid_grpo.data.tasks import datasets, puzzles
 
 __all__ = ["TASKS", "Row", "TaskRecipe", "column", "load_task", "make_rows", "row_reader", "text"]
+
+_MADE = {"countdown": puzzles.make_countdown, "letters": puzzles.make_letters}
+_READERS = (
+    *(datasets.gsm8k, datasets.math, datasets.multiple_choice, datasets.code),
+    *(puzzles.countdown, puzzles.letters),
+)
+TASKS = {f.__name__: TaskRecipe(f, ready_made_settings(f.__name__), _MADE.get(f.__name__)) for f in _READERS}
+"""The built-in tasks by name in `data.task`. The function that converts a row and the YAML file have the same name."""
+
+
+def load_task(name: str) -> TaskRecipe:
+    """Load a built-in task, or the user's own: `path/to/file.py:name` or `package.module:name`, see `own_task`."""
+    return TASKS[name] if name in TASKS else own_task(name)
+
+
+def make_rows(name: str, split: str | None, limit: int | None, split_setting: str) -> list[Row]:
+    """Return the first `limit` rows that a task makes for a split. Raises UserError if the task makes no rows, `split`
+    is neither train nor test, or `limit` is None."""
+    made = load_task(name).made
+    if made is None:
+        raise UserError(f"data.path is not set, and data.task {name} makes no rows of its own: give a source")
+    is_split = split in ("train", "test")
+    refuse(not is_split, f"{split_setting} {split}: data.task {name} has train and test: choose one")
+    setting = split_setting.replace("split", "limit")
+    if limit is None:
+        raise UserError(f"{setting} is not set, and data.task {name} makes rows without end: say how many")
+    return list(islice(made(split != "train"), limit))
+
+
+def row_reader(convert: Callable[[Row], Row], setting: str, source: str) -> Callable[[int, Row], Row]:
+    """Return a function that converts a row, given its number in the source; columns that `convert` does not set are
+    kept. It raises UserError, which begins with `setting` and names the row, if the row cannot be converted."""
+    file = getattr(getattr(convert, "__code__", None), "co_filename", None)  # not every callable has code
+
+    def read(number: int, row: Row) -> Row:
+        where = f"{setting}: row {number} (from 0) of {source}"
+        try:
+            made = convert(row)
+        except ValueError as error:
+            raise UserError(f"{where} {error}") from error
+        except Exception as error:
+            raise UserError(f"{where}: reading it raised {describe(error, file)}") from error
+        refuse(not isinstance(made, dict), f"{where} became {made!r:.40}: return a dict with a prompt")
+        return {**row, **made}
+
+    return read

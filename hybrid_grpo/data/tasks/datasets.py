@@ -3,8 +3,7 @@
 import string
 from typing import Any
 
-from hybrid_grpo.config.tasks import Row
-from hybrid_grpo.data.tasks.columns import column, text
+from hybrid_grpo.config.tasks import Row, column, text
 
 
 def gsm8k(row: Row) -> Row:

@@ -7,8 +7,7 @@ import zlib
 from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 
-from hybrid_grpo.config.tasks import Row
-from hybrid_grpo.data.tasks.columns import column, text
+from hybrid_grpo.config.tasks import Row, column, text
 
 _HELD_OUT_SHARE = 8
 """One in this number of puzzles is held out."""

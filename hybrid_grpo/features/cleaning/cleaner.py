@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,11 +18,12 @@ from hybrid_grpo.data.prompts import prompt_text, read_prompt, require_column
 from hybrid_grpo.data.sources import Row, Source, evaluation_source, read_rows, reader_of, source_rows, training_source
 from hybrid_grpo.data.words import language, words
 from hybrid_grpo.features.cleaning.duplicates import NearTexts, Sketches
-from hybrid_grpo.features.cleaning.faults import answer_fault, encoding_fault
 from hybrid_grpo.features.cleaning.overlap import OverlapIndex
 from hybrid_grpo.features.cleaning.settings import CleanConfig
 
 _ANSWERS = ("answer", "tests", "target")
+_STAND_INS = {"nan", "none", "null", "n/a", "na", "#n/a", "tbd", "todo", "unknown", "undefined", "?", "-", "...", "…"}
+_OPEN_BOX = re.compile(r"\\boxed\s*(\{\s*\}|\s*$|\{[^{}]*$)")
 _QUANTILES = {"shortest": 0.0, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "longest": 1.0}
 
 
@@ -251,3 +254,39 @@ class _Cleaner:
             elif near and (nearest := near.nearest(number := self._numbers[normalized(row.text)])):
                 why = f"is like held-out row {first[nearest[0]]} (similarity {nearest[1]:.2f})"
                 yield row, why, near.is_short(number)
+
+
+def encoding_fault(text: str) -> str | None:
+    """What is wrong with the characters in a text, as part of a message; None if nothing is wrong."""
+    import ftfy
+
+    if "\ufffd" in text:
+        return "has U+FFFD, which stands for a letter that could not be decoded"
+    for letter in set(text):
+        kind = unicodedata.category(letter)
+        if kind == "Cs":
+            return f"has half of a surrogate pair, U+{ord(letter):04X}"
+        if kind == "Cc" and letter not in "\t\n\r":
+            return f"has the control character U+{ord(letter):04X}"
+    if not text.isascii() and ftfy.is_bad(text):
+        return f"was decoded with a wrong encoding: it is likely to have been {ftfy.fix_encoding(text)!r:.60}"
+    return None
+
+
+def answer_fault(answer: Any) -> str | None:
+    """What is wrong with an answer, as part of a message; None if nothing is wrong. A value that is not text is
+    only a fault if it is missing, empty or NaN."""
+    if answer is None or answer != answer:
+        return "is missing"
+    if not isinstance(answer, str):
+        return "is empty" if isinstance(answer, list | dict) and not answer else None
+    text = normalized(answer)
+    if not text:
+        return "is empty"
+    if text in _STAND_INS:
+        return f"is {answer!r}, which stands for none"
+    if "####" in text and not text.rpartition("####")[2].strip():
+        return 'has nothing after its "####"'
+    if _OPEN_BOX.search(text):
+        return r"has nothing in its \boxed{}, or does not close it"
+    return None

@@ -68,7 +68,7 @@ class SharedStatus:
         self.entries = (RankStatus * world).from_buffer(memory)
         self.mine: RankStatus = self.entries[rank]
         ctypes.memset(ctypes.byref(self.mine), 0, ctypes.sizeof(RankStatus))
-        self.mine.status = RUNNING
+        self.mine.status, self.mine.started = RUNNING, time.monotonic()
 
     def forget_file(self) -> None:
         """Remove the file; processes that have opened it continue to share the memory."""
@@ -96,8 +96,10 @@ class SharedStatus:
             zlib.crc32(error.encode()) or 1,
             time.monotonic() + patience_s * self.rank / (self.rank + 1),
         )
+        self.mine.tick = time.monotonic()
         while True:
-            said = {entry.said for entry in self.entries if entry.tick > self.mine.started}
+            others = (entry for rank, entry in enumerate(self.entries) if rank != self.rank)
+            said = {entry.said for entry in others if entry.tick > self.mine.started}
             if checksum in said:
                 return False
             if any(said) or time.monotonic() >= deadline:

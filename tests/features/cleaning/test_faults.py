@@ -3,7 +3,7 @@ import math
 import pytest
 
 from hybrid_grpo.data.words import language
-from hybrid_grpo.features.cleaning.faults import answer_fault, encoding_fault
+from hybrid_grpo.features.cleaning.cleaner import answer_fault, encoding_fault
 
 
 @pytest.mark.parametrize(

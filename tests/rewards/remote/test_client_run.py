@@ -56,23 +56,11 @@ def workshop(tmp_path_factory):
 def test_the_run_goes_on_and_counts_what_failed(workshop):
     moody = Moody()
     settings = "retries: 9, backoff_s: 0.0, timeout_s: 0.3, token_env: REWARD_TOKEN, label_column: answer"
-    (workshop.folder / "no_eval.yaml").write_text("data: {eval_path: null}\n")
     with Service(moody) as service:
         reward = f"[{{function: remote, timeout_s: 30.0, kwargs: {{url: '{service.url}', {settings}}}}}]"
+        arguments = "train --config train.yaml --data.eval_path null --run.name moody --eval.every 0"
         done = workshop.run(
-            *[
-                "train",
-                "--config",
-                "train.yaml",
-                "--config",
-                "no_eval.yaml",
-                "--rewards",
-                reward,
-                "--run.name",
-                "moody",
-            ],
-            *["--scoring.max_failed_frac", "1.0", "--eval.every", "0"],
-            REWARD_TOKEN=TOKEN,
+            *[*arguments.split(), "--scoring.max_failed_frac", "1.0", "--rewards", reward], REWARD_TOKEN=TOKEN
         )
         assert done.status == 0, done.err
         assert all(asked.headers["authorization"] == f"Bearer {TOKEN}" for asked in service.asked)

@@ -22,7 +22,7 @@ def test_an_error_of_several_ranks_is_printed_by_one_and_an_error_of_rank_1_by_r
     first, second = SharedStatus(0, 2), SharedStatus(1, 2)
     second.entries, second.mine = first.entries, first.entries[1]
     for entry in first.entries:
-        entry.tick = 1.0
+        entry.tick = 1e12
     assert second.is_first_to_say("rank 1's own", patience_s=0.1)
     second.mine.said = 0
     assert first.is_first_to_say("everybody's", patience_s=60) and not second.is_first_to_say("everybody's", 60)

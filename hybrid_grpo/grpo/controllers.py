@@ -1,0 +1,132 @@
+"""The coefficients of the KL to the reference and of the entropy bonus: constant, or adapted after every step."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hybrid_grpo.config import GrpoConfig
+from hybrid_grpo.data.batch import Numbers
+from hybrid_grpo.grpo.baselines import Total
+from hybrid_grpo.grpo.loss import reward_kl
+
+_HORIZON = 10_000
+"""Number of completions over which a KL that is off its target by 20 % or more changes beta by a fifth."""
+_MOST = 1.0
+"""Largest coefficient."""
+
+
+class StepMean:
+    """Gathers a metric that is a mean over the tokens of each micro-batch. `device` is that of its values."""
+
+    def __init__(self, metric: str, device: torch.device) -> None:
+        self._metric = metric
+        self._seen = torch.zeros(2, dtype=torch.float64, device=device)
+
+    def add(self, numbers: Numbers) -> None:
+        """Record the metric of a micro-batch, if its `numbers` have it."""
+        if self._metric in numbers:
+            value, tokens = numbers[self._metric]
+            self._seen[0] += value * tokens
+            self._seen[1] += tokens
+
+    def take(self, total: Total) -> float | None:
+        """Return the mean over all tokens since the last call, on all ranks; None if there were none. `total` sums
+        over ranks."""
+        value, tokens = total(self._seen).tolist()
+        self._seen.zero_()
+        return value / tokens if tokens else None
+
+
+class KlController:
+    """Controls beta, the coefficient of the KL: it stays at `grpo.beta`, or only starts there with `grpo.kl_target`.
+
+    `rows` is the number of completions of a step over all ranks; `device` is the device of the KLs that `add` sums.
+    """
+
+    def __init__(self, grpo: GrpoConfig, rows: int, device: torch.device) -> None:
+        self.beta, self._grpo, self._rows = grpo.beta, grpo, rows
+        self._mean = StepMean("policy/kl", device)
+
+    @property
+    def in_reward(self) -> bool:
+        return self._grpo.beta != 0 and self._grpo.kl_in == "reward"
+
+    def of_reward(self, old_logp_BT: Tensor | None, ref_logp_BT: Tensor | None, mask_BT: Tensor) -> Tensor | None:
+        """Return the KL of each token, float32 [B, T]; None if the KL is not part of the reward. See `reward_kl`."""
+        if not self.in_reward:
+            return None
+        assert old_logp_BT is not None and ref_logp_BT is not None
+        return reward_kl(old_logp_BT, ref_logp_BT, mask_BT.to(old_logp_BT.device), self._grpo.kl_estimator)
+
+    def add(self, numbers: Numbers) -> None:
+        """Record the KL of a micro-batch: `policy/kl` in its `numbers`, a mean over its tokens."""
+        if self._grpo.kl_target is not None:
+            self._mean.add(numbers)
+
+    def update(self, total: Total) -> None:
+        """Set the coefficient for the next step from this step's KL per token; `total` sums over ranks."""
+        if self._grpo.kl_target is None:
+            return
+        if (kl := self._mean.take(total)) is not None:
+            self.beta = adaptive_beta(self.beta, kl, self._grpo.kl_target, _HORIZON, self._rows)
+
+    def state_dict(self) -> dict[str, float]:
+        return {"beta": self.beta}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue from a saved state; without a target, beta stays as configured."""
+        if self._grpo.kl_target is not None:
+            self.beta = state["beta"]
+
+
+def adaptive_beta(beta: float, kl: float, target: float, horizon: int, rows: int) -> float:
+    """Return the coefficient for the next step (Ziegler et al., arXiv:1909.08593, section 2.2).
+
+    It is beta (1 + e rows / horizon), where e = kl / target - 1 is the relative error, clipped to [-0.2, 0.2]. `rows`,
+    the number of completions of the step, is capped at the horizon, so that beta stays positive.
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return beta * (1 + error * min(rows / horizon, 1.0))
+
+
+class EntropyController:
+    """Controls the coefficient of the entropy bonus, which stays at `entropy_coef`, or only starts there with
+    `entropy_target` (Skywork-OR1, arXiv:2505.22312).
+
+    After a step whose mean entropy is at most the target, the coefficient grows by `entropy_step`, and otherwise falls
+    by it, between 0 and 1. It is used in the steps after one whose entropy was at most the target, and in the first.
+    """
+
+    def __init__(self, grpo: GrpoConfig, device: torch.device) -> None:
+        self._grpo, self._coef, self._is_low = grpo, grpo.entropy_coef, True
+        self._mean = StepMean("policy/entropy", device)
+
+    @property
+    def settings(self) -> GrpoConfig:
+        """The settings of the objective, with the coefficient of this step."""
+        if self._grpo.entropy_target is None:
+            return self._grpo
+        return replace(self._grpo, entropy_coef=self._coef if self._is_low else 0.0)
+
+    def add(self, numbers: Numbers) -> None:
+        """Record the entropy of a micro-batch: `policy/entropy` in its `numbers`, a mean over its tokens."""
+        if self._grpo.entropy_target is not None:
+            self._mean.add(numbers)
+
+    def update(self, total: Total) -> None:
+        """Set the coefficient for the next step from this step's entropy per token; `total` sums over ranks."""
+        if self._grpo.entropy_target is None:
+            return
+        if (entropy := self._mean.take(total)) is not None:
+            self._is_low = entropy <= self._grpo.entropy_target
+            change = self._grpo.entropy_step if self._is_low else -self._grpo.entropy_step
+            self._coef = min(max(self._coef + change, 0.0), _MOST)
+
+    def state_dict(self) -> dict[str, float]:
+        return {"entropy_coef": self._coef, "is_low": self._is_low}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue from a saved state; without a target, the coefficient stays as configured."""
+        if self._grpo.entropy_target is not None:
+            self._coef, self._is_low = state["entropy_coef"], bool(state["is_low"])
