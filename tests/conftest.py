@@ -1,6 +1,7 @@
 """Fixtures of several files, and the order of tests."""
 
 import os
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from long_tests import PARTS, drawn, parts
+from long_tests import few, listed
 from workshop import Workshop
 
 if not torch.cuda.is_available():
@@ -36,24 +37,21 @@ settings.load_profile("suite")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--long", choices=["all", "drawn", "none"], default="all", help="which tests of long.txt to run")
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    if config.getoption("--long") == "drawn":
-        part = f"part {drawn() + 1} of {PARTS} of the longest tests"
-        terminalreporter.write_line(f"Run: {part} (tests/long.txt). All of them: bash tests/run.sh --all")
+    parser.addoption("--long", choices=["all", "few", "none"], default="all", help="how many cases of long.txt to run")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out the long tests that were not drawn. Files whose tests start processes come first: they take longest,
-    and one begun last would be waited for."""
-    chosen = config.getoption("--long")
-    kept = {"all": range(PARTS), "drawn": [drawn()] if chosen == "drawn" else [], "none": []}[chosen]
-    left_out = {name for number, part in enumerate(parts()) if number not in kept for name in part}
-    names = {item: item.nodeid.partition("[")[0] for item in items}
-    config.hook.pytest_deselected(items=[item for item in items if names[item] in left_out])
-    items[:] = [item for item in items if names[item] not in left_out]
+    """Leave out cases of long tests. Files whose tests start processes come first: they take longest, and one begun
+    last would be waited for."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    left_out: set[pytest.Item] = set()
+    for name, seconds in listed().items() if config.getoption("--long") != "all" else ():
+        kept = few(cases[name], seconds) if config.getoption("--long") == "few" else []
+        left_out.update(item for item in cases[name] if item not in kept)
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
     long = {item.path for item in items if item.get_closest_marker("ranks") or item.get_closest_marker("process")}
     items.sort(key=lambda item: item.path not in long)
 

@@ -9,7 +9,7 @@ import re
 import subprocess
 from functools import cache
 
-from long_tests import LIST, parts
+from long_tests import listed
 from paths import ROOT
 
 from hybrid_grpo.config.composition import setting_names
@@ -143,13 +143,9 @@ def test_contributing_names_files_that_exist():
     assert not absent
 
 
-def test_the_longest_tests_are_there_and_their_parts_take_about_as_long():
+def test_the_longest_tests_are_there():
     """A name that is gone would leave its test in every run; see tests/support/long_tests.py."""
-    lines = LIST.read_text(encoding="utf-8").split("\n")[:-1]
-    for place, name in (line.split()[1].split("::") for line in lines):
-        # A feature that is taken out takes its tests with it.
+    for place, name in (long.split("::") for long in listed()):
+        # A feature that is removed takes its tests with it.
         if (ROOT / place).parent.exists() or not place.startswith("tests/features/"):
             assert f"def {name}(" in (ROOT / place).read_text(encoding="utf-8"), f"{place}::{name}"
-    seconds = {line.split()[1]: int(line.split()[0]) for line in lines}
-    times = [sum(seconds[name] for name in part) for part in parts()]
-    assert sum(times) == sum(seconds.values()) and max(times) < 1.2 * min(times)

@@ -1,4 +1,4 @@
-"""The tests that take longest, of which a run draws a twelfth (long.txt).
+"""The tests that take longest, of whose cases a run takes a few, always the same (long.txt).
 
     bash tests/run.sh --all --junitxml /tmp/junit.xml; python tests/support/long_tests.py /tmp/junit.xml
 
@@ -7,56 +7,38 @@ Shorter ones that wait for what a long one of their file has made are added by h
 one they would have to make it.
 """
 
-import hashlib
 import re
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 TESTS = Path(__file__).parent.parent
 LIST = TESTS / "long.txt"
-PARTS, LEAST_SECONDS = 12, 10
-ALWAYS = (
-    "tests/grpo/test_loss_ranks.py::test_a_step_does_not_depend_on_the_ranks",
-    "tests/run/test_start.py::test_an_interrupted_run_ends_as_the_uninterrupted_one_to_the_bit",
-    "tests/commands/test_commands.py::test_a_run_leaves_its_folder",
-)
-"""Long ones that no run leaves out: one step, one run to the bit, and what a run leaves."""
+LEAST_SECONDS = 10
+SECONDS = 8.0
+"""How long the cases that a run takes of a function take together, unless a single one takes longer."""
 
 
-def parts() -> list[list[str]]:
-    """The functions of long.txt in parts of about equal time. Those of a file, which may share what one has made, are
-    in the same part."""
-    of_file: defaultdict[str, list[str]] = defaultdict(list)
-    taken: defaultdict[str, int] = defaultdict(int)
-    for seconds, name in _listed():
-        of_file[file_of(name)].append(name)
-        taken[file_of(name)] += seconds
-    found: list[list[str]] = [[] for _ in range(PARTS)]
-    total = [0] * PARTS
-    for file in sorted(of_file, key=lambda file: -taken[file]):
-        least = total.index(min(total))
-        found[least] += of_file[file]
-        total[least] += taken[file]
-    return found
-
-
-def file_of(name: str) -> str:
-    return name.partition("::")[0]
-
-
-def _listed() -> list[tuple[int, str]]:
+def listed() -> dict[str, int]:
+    """The seconds of each function of long.txt."""
     lines = map(str.split, LIST.read_text(encoding="utf-8").splitlines())
-    return [(int(seconds), name) for seconds, name in lines]
+    return {name: int(seconds) for seconds, name in lines}
 
 
-def drawn() -> int:
-    """The number of the part that is run, which follows from the sources: another change, another part."""
-    digest = hashlib.blake2b()
-    for path in sorted(TESTS.parent.glob("hybrid_grpo/**/*.py")):
-        digest.update(path.read_bytes())
-    return int(digest.hexdigest(), 16) % PARTS
+def few(cases: Sequence[Any], seconds: float) -> list[Any]:
+    """Return of the cases of a function, which together take `seconds`, those that a run takes: each adds as many
+    values of parameters as a case can that no earlier one has, the first of equals."""
+    kept: list[Any] = []
+    seen: set[tuple[str, int]] = set()
+    rest = {case: set(case.callspec.indices.items()) if hasattr(case, "callspec") else set() for case in cases}
+    while rest and (not kept or (len(kept) + 1) * seconds / len(cases) <= SECONDS):
+        case = max(rest, key=lambda case: len(rest[case] - seen))
+        seen |= rest.pop(case)
+        kept.append(case)
+    return kept
 
 
 def write(report: Path) -> None:
@@ -66,9 +48,10 @@ def write(report: Path) -> None:
         place = case.get("classname", "").replace(".", "/") + ".py::" + re.sub(r"\[.*", "", case.get("name", ""))
         seconds[place] += float(case.get("time", 0))
     long = {name for name, s in seconds.items() if s >= LEAST_SECONDS}
-    long |= {name for _, name in _listed() if name in seconds and file_of(name) in map(file_of, long)}
-    rows = [(round(seconds[name]), name) for name in long.difference(ALWAYS)]
-    LIST.write_text("".join(f"{s} {name}\n" for s, name in sorted(rows, reverse=True)), encoding="utf-8")
+    files = {name.partition("::")[0] for name in long}
+    long |= {name for name in listed() if name in seconds and name.partition("::")[0] in files}
+    rows = sorted(((round(seconds[name]), name) for name in long), reverse=True)
+    LIST.write_text("".join(f"{s} {name}\n" for s, name in rows), encoding="utf-8")
 
 
 if __name__ == "__main__":
