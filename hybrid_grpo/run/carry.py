@@ -86,8 +86,7 @@ class Carry:
         """The groups of this rank's rollout that are learned from, oldest first."""
 
     def begin(self, prompts: list[Prompt], loader: StepLoader, step: int) -> list[Prompt]:
-        """Return this rank's prompts of a step: the new ones, more of them if too few are carried, and those that are.
-        Collective."""
+        """Return this rank's prompts of a step: new ones, more if too few are carried, and carried ones. Collective."""
         plan, own, total = self._plan, rank(), self._config.prompts_per_step
         missing = self._config.carried_groups - len(self._open)
         more = range(own, missing, plan.world_size)

@@ -18,8 +18,7 @@ from hybrid_grpo.records.tokens import SUPPORT, read_tokens
 from hybrid_grpo.rewards.scorer import Rewards, Stream
 
 Key = tuple[int, int, int]
-"""Identifies a completion within a step, regardless of the number of ranks: the row of its prompt in the source, the
-epoch, and the sample index."""
+"""Identifies a completion of a step, whatever the ranks: its prompt's row in the source, the epoch, and the sample."""
 SavedRow = dict[str, Any]
 """A row of the token file; its entry `line` is the completion's line in the text file."""
 
