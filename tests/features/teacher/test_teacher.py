@@ -34,7 +34,7 @@ from hybrid_grpo.run.feature import Scored
 
 Seen = dict[str, Any]
 TEMPERATURE = 0.8
-BLIND = {"sampler": SimpleNamespace(album=None), "sees": False}
+BLIND = {"sampler": SimpleNamespace(album=None, sees=False)}
 """Of inputs without pictures."""
 
 PROGRAMS = str(Path(__file__).with_name("programs.py"))
