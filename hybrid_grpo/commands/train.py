@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hybrid_grpo.run.inputs import RunInputs
     from hybrid_grpo.run.memory.plan import Plan
     from hybrid_grpo.run.reference import Reference
+    from hybrid_grpo.run.stage import RunServices
     from hybrid_grpo.trainer import Trainer
 
 
@@ -79,13 +80,13 @@ def _train(parsed: Parsed[TrainConfig], plan: BatchPlan, doing: Doing) -> Path:
     for feature in features:
         facts |= feature.facts
         rows |= feature.rows
-    training = TrainingRun(parsed, facts, inputs.fingerprints(config, rows))
+    training = TrainingRun(parsed, facts, device, inputs.fingerprints(config, rows))
     if training.finished:
         return training.folder
     if warning:
         say(f"WARNING: it may not fit: {warning}")
     doing("loading the model")
-    trainer = make_trainer(config, plan, inputs, features, device, memory)
+    trainer = make_trainer(config, plan, inputs, features, device, memory, training.services)
     say(f"weights: {verified(trainer.policy)}")
     if experts := trainer.policy.experts:
         say(f"experts: {experts}")
@@ -122,6 +123,7 @@ def make_trainer(
     features: Sequence[Feature],
     device: torch.device,
     memory: Plan | None,
+    services: RunServices,
 ) -> Trainer:
     """Load the models of a run, and make the trainer from them. Collective."""
     from hybrid_grpo import engine
@@ -141,11 +143,12 @@ def make_trainer(
         seed=config.run.seed,
         workspace=memory.workspace() if memory else None,
         album=inputs.sampler.album,
+        turns=inputs.partners,
+        journal=services.journal,
     )
-    policy.turns = inputs.partners
     reference = make_reference(config, policy, inputs.sampler.album)
     load_features(features, policy)
-    return Trainer(config, plan, policy, reference, inputs, device, features)
+    return Trainer(config, plan, policy, reference, inputs, device, features, services)
 
 
 def make_reference(config: TrainConfig, policy: Policy, album: Album | None) -> Reference | None:
