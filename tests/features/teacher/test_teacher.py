@@ -42,8 +42,7 @@ PROGRAMS = str(Path(__file__).with_name("programs.py"))
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Seen], Seen]:
-    """What each rank of two has seen, and then one alone. A teacher is the model with its weights moved, and another
-    reads bytes and syllables."""
+    """What two ranks have seen, and one alone. One teacher is the model with other weights, one reads syllables."""
     folder = make_task(tmp_path_factory.mktemp("task"))
     (folder / "other").mkdir()
     for file in (folder / "model").iterdir():
