@@ -242,16 +242,15 @@ class Policy(TrainedModel):
         on_finish: OnFinish | None = None,
         on_step: OnStep | None = None,
         given: Mapping[int, Completion] | None = None,
-        begun: Mapping[int, Sequence[Completion]] | None = None,
+        resumed_from: Mapping[int, Sequence[Completion]] | None = None,
         enough: Enough | None = None,
     ) -> tuple[Rollout, Stats]:
         """Sample `num_generations` completions of every prompt, except for those that the journal or `given` already
-        has; `given` is keyed by random stream (see `requests_of`). `begun` has the completions of prompts, by index,
-        from an earlier step: those that are open go on. `enough` is that of `generate`. Ranks enter and leave
-        together."""
+        has; `given` is keyed by random stream (see `requests_of`). `resumed_from` has groups of an earlier step, by the
+        index of their prompts: open completions continue. `enough`: see `generate`. Ranks enter and leave together."""
         requests, sampling = requests_of(prompts, config, seed, step), sampling_of(config, stop_ids)
         given, goes_on = dict(given or {}), dict[int, Completion]()
-        for index, group in (begun or {}).items():
+        for index, group in (resumed_from or {}).items():
             for key, completion in zip(requests[index].keys, group, strict=True):
                 (goes_on if completion.finish == "open" else given)[key] = completion
         with record_function("stage/generate"), self.engine.generation() as view:
@@ -260,7 +259,7 @@ class Policy(TrainedModel):
                 return self._complete(view, requests, sampling, config, on_finish, on_step, enough)
 
             if self.journal is None:
-                groups, stats = complete_rest(requests, given, on_finish, sample, begun=goes_on)
+                groups, stats = complete_rest(requests, given, on_finish, sample, resumed_from=goes_on)
             else:
                 groups, stats = self.journal.complete(step, requests, on_finish, sample, given, goes_on)
         rollout = Rollout(prompts, [c for group in groups for c in group], config.num_generations)

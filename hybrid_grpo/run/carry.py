@@ -97,7 +97,7 @@ class Carry:
         self._step, self._serials = step, [*new, *(group.serial for group in carried)]
         self._is_due = [False] * len(new) + [self._is_old(group) for group in carried]
         self._due = sum(map(self._is_old, self._open))
-        self._begun = {index: group.completions for index, group in enumerate(carried, len(new))}
+        self._resumed_from = {index: group.completions for index, group in enumerate(carried, len(new))}
         self._whole: list[Whole] = []
         self._board, self._look_at = Board(f"carry/{step}"), 0.0
         return [*prompts, *(group.prompt for group in carried)]
@@ -107,7 +107,7 @@ class Carry:
 
     def asks(self, on_finish: OnFinish | None) -> dict[str, Any]:
         """Return arguments of `Policy.rollout`; `on_finish` will be told of a completion once its group is whole."""
-        return {"begun": self._begun, "enough": self._enough, "on_finish": self._by_group(on_finish)}
+        return {"resumed_from": self._resumed_from, "enough": self._enough, "on_finish": self._by_group(on_finish)}
 
     def _by_group(self, on_finish: OnFinish | None) -> OnFinish:
         held: dict[int, list[tuple[int, Completion]]] = defaultdict(list)

@@ -71,7 +71,7 @@ class SavedCompletions(Journal):
         on_finish: OnFinish | None,
         sample: Any,
         given: Mapping[int, Completion] | None = None,
-        begun: Mapping[int, Completion] | None = None,
+        resumed_from: Mapping[int, Completion] | None = None,
     ) -> tuple[list[list[Completion]], Stats]:
         """See `Journal.complete`."""
         known = {
@@ -79,7 +79,7 @@ class SavedCompletions(Journal):
             for (prompt, epoch, number), row in self._saved.rows(step).items()
             if row["writer"] is None and not _shows(row)
         }
-        return complete_rest(requests, {**known, **(given or {})}, on_finish, sample, begun=begun)
+        return complete_rest(requests, {**known, **(given or {})}, on_finish, sample, resumed_from=resumed_from)
 
 
 def _shows(row: SavedRow) -> bool:
