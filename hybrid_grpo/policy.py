@@ -1,5 +1,4 @@
-"""The trained models of a run: the policy, which samples and scores, and the scorer, which outputs one number per
-token."""
+"""The models that a run trains: the policy, which samples and scores, and the scorer, with one number per token."""
 
 import dataclasses
 import functools
@@ -141,6 +140,10 @@ class TrainedModel:
         """Learning rate of the next optimizer step."""
         return self.lr_scale * learning_rate(self.config, self.optimizer_steps, self.total_steps)
 
+    def scale_lr(self, lr_scale: float) -> None:
+        """Multiply the schedule's learning rate by this factor from now on."""
+        self.lr_scale = lr_scale
+
     def state_dict(self) -> dict[str, Any]:
         """The state that the engine's checkpoint does not hold."""
         return {name: getattr(self, name) for name in _COUNTERS}
@@ -159,8 +162,7 @@ class TrainedModel:
 
     def export(self, folder: Path) -> None:
         """Write weights, configuration and tokenizer in Hugging Face format, or the whole checkpoint that the model is
-        the text model of. Adapters are merged into the weights, and also written to the folder `adapter/`, in peft's
-        format. Collective."""
+        the text model of. Adapters are merged into the weights, and also written to `adapter/` for peft. Collective."""
         with self.engine.generation() as view:
             if rank() == 0:
                 config = None if self._original else self.exported_config()
@@ -180,21 +182,18 @@ class Policy(TrainedModel):
     """A causal language model inside one DeepSpeed engine, both for sampling and for training.
 
     `decoder` names the decoder that samples from it (see `RolloutConfig`). With a `workspace`, the memory for decoding
-    and for gathered weights is kept between rollouts. `album` has the pictures of prompts. For the other arguments see
-    `TrainedModel`.
+    and for gathered weights is kept between rollouts. `album` has the pictures of prompts. `turns` answers the model's
+    turns in a completion; without it, every completion is a single turn. `journal` keeps finished completions. For the
+    other arguments see `TrainedModel`.
 
     Attributes:
         sight: sees the pictures; None if there are none.
-        journal: keeps finished completions; set by the run.
         vocabulary: the number of ids, the first of the model's, that it samples and that its softmax is over.
-        turns: answers the model's turns in a completion; None if every completion is a single turn.
         replays: whether its experts are those of the sampler in training; None if experts are not recorded.
         experts: the same as a line for the user; None without experts.
     """
 
-    journal: Journal | None = None
     sight: Sight | None = None
-    turns: Turns | None = None
     replays: bool | None = None
 
     def __init__(
@@ -208,8 +207,10 @@ class Policy(TrainedModel):
         seed: int = 0,
         workspace: Workspace | None = None,
         album: Album | None = None,
+        turns: Turns | None = None,
+        journal: Journal | None = None,
     ) -> None:
-        self.workspace, self.drafter = workspace, Drafter()
+        self.workspace, self.turns, self.journal, self.drafter = workspace, turns, journal, Drafter()
         self.vocabulary = vocabulary_of(tokenizer, load_config(policy.model))
         wrap: Callable[[Any], LogprobModel] = functools.partial(LogprobModel, vocabulary=self.vocabulary)
         if policy.vision == "trained":
@@ -241,16 +242,15 @@ class Policy(TrainedModel):
         on_finish: OnFinish | None = None,
         on_step: OnStep | None = None,
         given: Mapping[int, Completion] | None = None,
-        begun: Mapping[int, Sequence[Completion]] | None = None,
+        resumed_from: Mapping[int, Sequence[Completion]] | None = None,
         enough: Enough | None = None,
     ) -> tuple[Rollout, Stats]:
         """Sample `num_generations` completions of every prompt, except for those that the journal or `given` already
-        has; `given` is keyed by random stream (see `requests_of`). `begun` has the completions of prompts, by index,
-        from an earlier step: those that are open go on. `enough` is that of `generate`. Ranks enter and leave
-        together."""
+        has; `given` is keyed by random stream (see `requests_of`). `resumed_from` has groups of an earlier step, by the
+        index of their prompts: open completions continue. `enough`: see `generate`. Ranks enter and leave together."""
         requests, sampling = requests_of(prompts, config, seed, step), sampling_of(config, stop_ids)
         given, goes_on = dict(given or {}), dict[int, Completion]()
-        for index, group in (begun or {}).items():
+        for index, group in (resumed_from or {}).items():
             for key, completion in zip(requests[index].keys, group, strict=True):
                 (goes_on if completion.finish == "open" else given)[key] = completion
         with record_function("stage/generate"), self.engine.generation() as view:
@@ -259,7 +259,7 @@ class Policy(TrainedModel):
                 return self._complete(view, requests, sampling, config, on_finish, on_step, enough)
 
             if self.journal is None:
-                groups, stats = complete_rest(requests, given, on_finish, sample, begun=goes_on)
+                groups, stats = complete_rest(requests, given, on_finish, sample, resumed_from=goes_on)
             else:
                 groups, stats = self.journal.complete(step, requests, on_finish, sample, given, goes_on)
         rollout = Rollout(prompts, [c for group in groups for c in group], config.num_generations)
@@ -328,9 +328,8 @@ class Policy(TrainedModel):
         completion_ids: Sequence[list[int]],
         beat: Callable[[], None],
     ) -> Iterator[tuple[Tensor, int]]:
-        """Add the gradient of the mean cross-entropy of the completion tokens of all ranks, one micro-batch at a time,
-        calling `beat` before each. For every micro-batch with rows, yield its mean cross-entropy in nats and its number
-        of tokens. Collective."""
+        """Add the gradient of the mean cross-entropy of the completion tokens of all ranks, calling `beat` before each
+        micro-batch. For each with rows, yield its mean cross-entropy in nats and its number of tokens. Collective."""
         tokens = sum(map(len, completion_ids))
         total_tokens = int(all_reduce(torch.tensor(tokens, device=self.engine.device)))
         for micro in self.micro_batches(prompt_ids, completion_ids):

@@ -35,10 +35,10 @@ from hybrid_grpo.records.metrics.measurements import (
 )
 from hybrid_grpo.run.carry import Carry
 from hybrid_grpo.run.evaluation import EvalSet
-from hybrid_grpo.run.feature import Feature, Features, Scored, metric_names
+from hybrid_grpo.run.feature import Feature, Scored, metric_names
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.run.reference import Reference
-from hybrid_grpo.run.stage import Stage
+from hybrid_grpo.run.stage import RunServices, Stage
 
 
 class Trainer(Stage):
@@ -49,7 +49,10 @@ class Trainer(Stage):
         policy, device: what is trained, and the device of this rank.
         reference: the model that the policy is kept close to; None if beta is 0.
         features: the extensions of GRPO, whose models are already loaded.
+        services: see `Stage`.
     """
+
+    policy: Policy
 
     def __init__(
         self,
@@ -60,13 +63,12 @@ class Trainer(Stage):
         inputs: RunInputs,
         device: torch.device,
         features: Sequence[Feature] = (),
+        services: RunServices | None = None,
     ) -> None:
+        meter = inputs.meter(device, config.data.source_names, metric_names(features))
+        super().__init__(policy, meter, features, services)
         self.config, self.plan, self.device, self.reference, self.inputs = config, plan, device, reference, inputs
-        self.policy: Policy = policy
-        self.loss = micro_batch_loss
         self.eval_sets = inputs.eval_sets
-        self.meter = inputs.meter(device, config.data.source_names, metric_names(features))
-        self.features = Features(features, self.meter)
         self.loader: StepLoader = inputs.training.loader(config, plan, device)
         self.kl = KlController(config.grpo, plan.rows, device)
         self.entropy = EntropyController(config.grpo, device)
@@ -166,7 +168,7 @@ class Trainer(Stage):
             self.progress.enter("scoring")
             with self.meter.time("time/reward_wait_s"):
                 # Most functions have given their scores during sampling.
-                scores = stream.scores(self.progress.asked, self.carry.learned if self.carry else None)
+                scores = stream.scores(self.progress.stop_requested, self.carry.learned if self.carry else None)
             self.meter.add("time/reward_s", stream.seconds)
         if self.carry is not None:
             rollout, scores = self.carry.bring_home(rollout, scores)
@@ -180,14 +182,14 @@ class Trainer(Stage):
 
     def sample(self, prompts: list[Prompt], step: int, on_finish: OnFinish | None = None) -> Rollout:
         """Sample `num_generations` completions of every prompt from the current policy; features may supply some."""
-        called: dict[str, Any] = {"on_finish": on_finish, "on_step": self.progress.look}
-        called["given"] = self.features.write(prompts, step, self.progress.beat)
+        called: dict[str, Any] = {"on_finish": on_finish, "on_step": self.progress.check_stop}
+        called["given"] = self.features.write(prompts, step, self.progress.heartbeat)
         if self.carry is not None:
             called |= self.carry.asks(on_finish)
         start, seed = time.perf_counter(), self.config.run.seed
         settings = self.config.rollout, self.inputs.stop_ids
         rollout, stats = self.policy.rollout(prompts, *settings, seed=seed, step=step, **called)
-        self.meter.spans += (spans := sampling_spans(start, self.policy.engine))
+        self.meter.spans.extend(spans := sampling_spans(start, self.policy.engine))
         if self.carry is not None:
             rollout = self.carry.end(rollout)
         captures = None if self.device.type == "cpu" else stats.captures
@@ -252,7 +254,7 @@ class Trainer(Stage):
         """Make `num_iterations` passes of `num_minibatches` optimizer steps, all with the `old_logp` of the rollout."""
         self.progress.enter("update")
         settings = self.entropy.settings, self.kl.beta, self.inputs.objective
-        waits, beat, temperature = self.features.policy_waits, self.progress.beat, self.config.rollout.temperature
+        waits, beat, temperature = self.features.policy_waits, self.progress.heartbeat, self.config.rollout.temperature
         for number, batches in enumerate(map(list, self.optimizer_steps(rollout, signals))):
             for numbers in self.features.update(batches, beat):
                 self.meter.update(numbers)
@@ -263,7 +265,7 @@ class Trainer(Stage):
                 term = self.features.term(batch.micro)
                 with torch.set_grad_enabled(batch.has_gradient):
                     logp_bT, entropy_bT, *found = self.policy.forward(batch.micro, temperature, term.head)
-                    loss, numbers = self.loss(batch, logp_bT, entropy_bT, *settings)
+                    loss, numbers = micro_batch_loss(batch, logp_bT, entropy_bT, *settings)
                     added, of_term = term.loss(batch, logp_bT, entropy_bT, found)
                 loss, numbers = loss + added, numbers | of_term
                 if batch.has_gradient:
@@ -307,7 +309,7 @@ class Trainer(Stage):
         """Complete and score held-out sets after a step; see `EvalSet.measure`."""
         for held_out in sets:
             with self.meter.time("time/eval_s"):
-                self.meter.update(held_out.measure(self.policy, step, self.progress.beat))
+                self.meter.update(held_out.measure(self.policy, step, self.progress.heartbeat))
 
     def tried_prompts(self) -> list[dict[str, Any]]:
         """How often each prompt was solved, hardest first."""

@@ -183,8 +183,7 @@ def test_bfloat16_and_offloading_to_the_host(folder):
 
 
 def test_the_fused_optimizer_is_saved_and_resumed(folder):
-    """It counts its steps on the GPU; a count on the host, as other optimizers of torch have it, is read there as an
-    address of the GPU."""
+    """It counts steps on the GPU; a count on the host, as other optimizers have it, is read as an address there."""
     (seen,) = ranks(1, "fused", folder, accelerator="cuda", programs="reshaping_programs.py")
     assert seen["fused"] and seen["steps on"] == ["cuda"] and seen["saved"]["again"]
     for ours, theirs in zip(seen["resumed"]["metrics"], seen["saved"]["metrics"], strict=True):

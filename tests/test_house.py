@@ -127,6 +127,20 @@ def test_the_core_names_no_feature():
     assert not naming
 
 
+def test_objects_are_complete_once_they_are_made():
+    """Excepted are the memory that ranks share, objects of libraries, a feature's copy of itself, and a setter."""
+    excepted = r"(.*\bmine|entries\[rank\]|RankStatus|ctx|error|timer|tempfile|other|history|talk)\.\w+"
+    assigned = {
+        f"{name}: {ast.unparse(node)}"
+        for name, text in sources().items()
+        for node in ast.walk(ast.parse(text))
+        if name.startswith(("trainer", "policy", "run/", "commands/", "features/", "records/"))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if not re.fullmatch(rf"(self|cls)\.\w+|{excepted}", ast.unparse(node))
+    }
+    assert not assigned
+
+
 def test_features_are_folders_with_settings_and_tests():
     for folder in feature_folders():
         assert (folder / "settings.py").exists()

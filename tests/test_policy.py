@@ -71,7 +71,7 @@ def test_a_finished_completion_is_handed_on_decoded_and_returned_as_the_same(dec
     view = build(tiny_config("qwen2", vocab_size=90), ATTENTION if decoder == "paged" else "sdpa")
     view.lm_head.weight.data[[IDS["b"], *range(len(IDS), 90)]] *= 20
     policy = Policy.__new__(Policy)
-    policy._album = None
+    policy._album = policy.turns = policy.journal = None
     policy.tokenizer, policy.engine = char_tokenizer(), SimpleNamespace(generation=lambda: nullcontext(view))
     policy.tokenizer.get_vocab = lambda: {token: at for token, at in IDS.items() if token != "b"}
     policy.workspace, policy.drafter = None, Drafter()

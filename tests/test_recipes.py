@@ -31,8 +31,7 @@ RECIPES = sorted(path.name for path in SCRIPTS.glob("gsm8k_*.sh"))
 
 
 def handed_over(script: str, tmp_path: Path, *arguments: str) -> list[list[str]]:
-    """Run a recipe with a launcher that only writes down its arguments, as do programs that need what it would have
-    left; the lists of arguments they got."""
+    """Run a recipe whose launcher, and programs that need its results, only write down arguments; return these."""
     calls = f'printf "%s\\x1f" "$@" >>"{tmp_path}/calls"; echo >>"{tmp_path}/calls"'
     # The environment that runs the tests is the one the recipe would have made: nothing is installed into it.
     python = f"""case "$*" in

@@ -275,8 +275,7 @@ class InBfloat16(Policy):
 @pytest.mark.usefixtures("torch_only")
 @pytest.mark.parametrize("flash, filtered", [(True, False), (False, False), (True, True)])
 def test_the_host_waits_for_nothing_between_the_first_forward_and_the_last_step(monkeypatch, flash, filtered):
-    """Two optimizer steps with all that a micro-batch may have to do. A host that has waited for a GPU then keeps the
-    GPU waiting for the next kernels."""
+    """Two optimizer steps with all that a micro-batch may do. A host that waits for a GPU then makes it wait too."""
     gpu_attention.install(monkeypatch, flash=flash)
     waits, generator = HostWaits(), torch.Generator().manual_seed(0)
     settings = {"beta": 0.1, "kl_target": 0.1, "mask_truncated": True, "entropy_coef": 0.01, "num_minibatches": 2}
@@ -357,8 +356,7 @@ class Plain(Policy):
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("zero", [range(P // 2), range(1, P), range(P)])
 def test_rows_whose_gradient_is_zero_leave_the_backward_pass_and_nothing_else_changes(packed, zero):
-    """Gradients and metrics are those of a step that trains on all rows. Where no row has a gradient one goes backward,
-    so that the optimizer steps."""
+    """Gradients and metrics are those of training on all rows. If no row has a gradient, one goes backward."""
     rollout = Rollout(
         [Prompt(i, "", [i + 1] * (2 + i), {}) for i in range(P)],
         [Completion([5 + n % 7] * (3 + n % 5), [-3.0] * (3 + n % 5), "stop") for n in range(P * G)],

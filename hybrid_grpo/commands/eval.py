@@ -92,8 +92,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
 
 
 def measure(config: EvaluateConfig) -> Measured:
-    """Complete and score the held-out sets with `policy.model`; only rank 0 gets the numbers of single prompts.
-    Collective."""
+    """Complete and score the held-out sets with `policy.model`; only rank 0 has numbers of prompts. Collective."""
     from hybrid_grpo import engine
     from hybrid_grpo.data.pictures import sight_of
     from hybrid_grpo.generation.rollout import attention_of, complete

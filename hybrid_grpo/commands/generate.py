@@ -47,8 +47,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _options(arguments: list[str]) -> tuple[list[str], str | None]:
-    """Return the options, and the prompt if one follows the model. A run that comes first stands for its settings and
-    its model, but not for its prompts."""
+    """Return the options, and the prompt if one follows the model. A run in its place gives settings, not prompts."""
     prompt = None
     if len(arguments) > 1 and not any(argument.startswith("-") for argument in arguments[:2]):
         prompt, arguments = arguments[1], arguments[:1] + arguments[2:]
@@ -66,8 +65,7 @@ def generate(
     prompt: str | None = None,
 ) -> None:
     """Complete this rank's share of the prompts, or `prompt` in place of standard input. `output` is entered once the
-    prompts have been read; the function that it yields is called with every completion as soon as it is finished.
-    Raises UserError."""
+    prompts have been read, and yields a function to be called with each finished completion. Raises UserError."""
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     check_generate(config, ranks)
 

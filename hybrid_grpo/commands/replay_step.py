@@ -174,12 +174,13 @@ def _arrive(
         checkpoint; and the number of the first repeated step that did not match the log, or None if all did.
     """
     from hybrid_grpo import engine
-    from hybrid_grpo.commands.replays.replay import LoggedSkips, same
+    from hybrid_grpo.commands.replays.replay import LoggedSkips, LossRecorder, same
     from hybrid_grpo.commands.replays.saved_rollouts import SavedCompletions, SavedRewards
     from hybrid_grpo.model.ranks import world_size
     from hybrid_grpo.run.feature import make_features
     from hybrid_grpo.run.saving.checkpoint import Checkpoints
     from hybrid_grpo.run.saving.saver import load_stage
+    from hybrid_grpo.run.stage import RunServices
 
     device = engine.start(config.engine.timeout_minutes)
     inputs = read_inputs(base)
@@ -199,10 +200,9 @@ def _arrive(
         others = replace(others, rewards=SavedRewards(others.rewards, saved))
     plan = check_train(base, world_size())
     features = make_features(base, plan, inputs)
-    trainer = make_trainer(base, plan, inputs, features, device, planned_memory(base, plan, inputs, device))
-    trainer.alarms = LoggedSkips(logged)
-    if config.replay.completions == "saved":
-        trainer.policy.journal = SavedCompletions(saved, base.run.seed)
+    journal = SavedCompletions(saved, base.run.seed) if config.replay.completions == "saved" else None
+    services = RunServices(trace=LossRecorder(config.grpo), alarms=LoggedSkips(logged), journal=journal)
+    trainer = make_trainer(base, plan, inputs, features, device, planned_memory(base, plan, inputs, device), services)
     if checkpoint is not None:
         load_stage(trainer, checkpoints, checkpoint)
     _say(f"step {step} of {folder}, from {f'the checkpoint of step {first - 1}' if checkpoint else 'its beginning'}")
@@ -226,17 +226,17 @@ def _nearest(checkpoints: Checkpoints, base: ReplayConfig, step: int) -> Checkpo
     checkpoint, passed_over = checkpoints.newest_whole(step)
     for damage in passed_over:
         _say(f"WARNING: checkpoint {checkpoints.folder}/{damage}; it is passed over")
-    begun = base.run.resume
-    if begun not in ("auto", "never") and Path(begun).absolute().parent.resolve() != checkpoints.folder.resolve():
+    resume = base.run.resume
+    if resume not in ("auto", "never") and Path(resume).absolute().parent.resolve() != checkpoints.folder.resolve():
         try:
-            checkpoint = checkpoint or checkpoints.verify(Path(begun).absolute())
+            checkpoint = checkpoint or checkpoints.verify(Path(resume).absolute())
         except Damaged as damage:
             raise UserError(
-                f"run.resume {begun}, which the run began from: {damage}: put it back, or take a later step"
+                f"run.resume {resume}, which the run began from: {damage}: put it back, or take a later step"
             ) from None
         refuse(
             checkpoint.manifest.step >= step,
-            f"step {step} was made before the run began from {begun}: take a step after {checkpoint.manifest.step}",
+            f"step {step} was made before the run began from {resume}: take a step after {checkpoint.manifest.step}",
         )
     if checkpoint is not None:
         others = changes(with_kept_code(checkpoint.manifest.settings, checkpoints.folder.parent), base).items()
@@ -248,6 +248,7 @@ def _nearest(checkpoints: Checkpoints, base: ReplayConfig, step: int) -> Checkpo
 def _with_settings(trainer: Trainer, base: ReplayConfig, config: ReplayConfig, inputs: RunInputs) -> Trainer:
     """Return a trainer in the same state as `trainer`, but with the loss settings and rewards of `config`."""
     from hybrid_grpo import engine
+    from hybrid_grpo.run.stage import RunServices
     from hybrid_grpo.trainer import Trainer
 
     if inputs is trainer.inputs or config == replace(base, replay=config.replay):
@@ -259,7 +260,8 @@ def _with_settings(trainer: Trainer, base: ReplayConfig, config: ReplayConfig, i
     # Only the first trainer's inputs know what tools have done so far.
     inputs = replace(trainer.inputs, rewards=inputs.rewards, outcome=inputs.outcome, objective=inputs.objective)
     features = [feature.under(config, inputs) for feature in trainer.features]
-    other = Trainer(config, plan, policy, reference, inputs, trainer.device, features)
+    services = RunServices(trace=trainer.trace)
+    other = Trainer(config, plan, policy, reference, inputs, trainer.device, features, services)
     for name, part in other.all_parts.items():
         if name != "kl" or base.grpo.beta == config.grpo.beta:
             part.load_state_dict(trainer.all_parts[name].state_dict())
@@ -272,8 +274,9 @@ def _make(trainer: Trainer, step: int, saved: SavedRollouts) -> tuple[pyarrow.Ta
     from hybrid_grpo.model.ranks import gather_objects, rank
     from hybrid_grpo.records.tokens import TokenText
 
-    recorder = LossRecorder(trainer.policy, trainer.plan.num_minibatches)
-    trainer.loss = recorder
+    recorder = trainer.trace
+    assert isinstance(recorder, LossRecorder)
+    recorder.begin(step)
     trainer.step(step)
     assert trainer.last_rollout is not None and trainer.last_advantages_BT is not None
     rollout, text = trainer.last_rollout[0], TokenText(trainer.inputs.tokenizer)

@@ -54,7 +54,7 @@ def reward(parsed: Parsed[RewardStageConfig]) -> Path:
     rows = {"training rows": pairs}
     if source is not None:
         rows[held_out_name("", source)] = held_out
-    training = TrainingRun(parsed, facts, of_inputs(config, tokenizer, rows))
+    training = TrainingRun(parsed, facts, device, of_inputs(config, tokenizer, rows))
     if training.finished:
         return training.folder
     padding = padding_token(tokenizer, {text[-1] for text in texts})
@@ -62,6 +62,7 @@ def reward(parsed: Parsed[RewardStageConfig]) -> Path:
         config.policy, config.engine, tokenizer, config.run.steps, padding, lora=config.lora, seed=config.run.seed
     )
     load_features(features, scorer)
-    training.train(RewardTrainer(config, scorer, pairs, held_out, device, features), write_report)
+    trainer = RewardTrainer(config, scorer, pairs, held_out, device, features, training.services)
+    training.train(trainer, write_report)
     say(f"reward model: {training.folder / 'model'}")
     return training.folder

@@ -69,8 +69,8 @@ def _score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
     count, parts = _saved_steps(config, source, tokenizer) if is_run else _rows(config, source, tokenizer)
     callers = {reward.name: _RecordingCaller(reward.caller) for reward in loaded}
     loaded = [replace(reward, caller=callers[reward.name]) for reward in loaded]
-    rewards = Rewards(loaded, replace(config.scoring, max_wait_s=_FOREVER_S), tokenizer)
-    rewards.timeline = _timeline(source)
+    scoring = replace(config.scoring, max_wait_s=_FOREVER_S)
+    rewards = Rewards(loaded, scoring, tokenizer, timeline=_timeline(source))
     rewards.load_models()
     everything: list[Scores] = []
     before: list[Line] = []

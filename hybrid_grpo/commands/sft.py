@@ -63,7 +63,7 @@ def _sft(parsed: Parsed[SftConfig], doing: Doing) -> Path:
     check_prompt_ids([pair.prompt.token_ids + pair.completion_ids for pair in pairs], model_config)
     features = make_features(config)
     facts = {"data": report, "attention": describe(config.policy, device), **weights_fact(config.policy)}
-    training = TrainingRun(parsed, facts, of_inputs(config, tokenizer, {"training rows": pairs}))
+    training = TrainingRun(parsed, facts, device, of_inputs(config, tokenizer, {"training rows": pairs}))
     if training.finished:
         return training.folder
     steps, seed = config.run.steps, config.run.seed
@@ -74,6 +74,7 @@ def _sft(parsed: Parsed[SftConfig], doing: Doing) -> Path:
     load_features(features, policy)
     say(f"weights: {verified(policy)}")
     doing.end()
-    training.train(SftTrainer(config, policy, pairs, device, features), write_report)
+    trainer = SftTrainer(config, policy, pairs, device, features, training.services)
+    training.train(trainer, write_report)
     say(f"model: {training.folder / 'model'}")
     return training.folder

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hybrid_grpo.run.inputs import RunInputs
     from hybrid_grpo.run.memory.plan import Plan
     from hybrid_grpo.run.reference import Reference
+    from hybrid_grpo.run.stage import RunServices
     from hybrid_grpo.trainer import Trainer
 
 
@@ -46,10 +47,8 @@ def _train(parsed: Parsed[TrainConfig], plan: BatchPlan, doing: Doing) -> Path:
     config = parsed.config
 
     from hybrid_grpo import engine
-    from hybrid_grpo.commands.description import describe
     from hybrid_grpo.commands.memory.shortage import shortage
     from hybrid_grpo.commands.verification import verified
-    from hybrid_grpo.model.loading import weights_fact
     from hybrid_grpo.run.feature import make_features
     from hybrid_grpo.run.folder import say
     from hybrid_grpo.run.training import TrainingRun
@@ -62,30 +61,17 @@ def _train(parsed: Parsed[TrainConfig], plan: BatchPlan, doing: Doing) -> Path:
     doing("estimating the memory that a step needs")
     memory = planned_memory(config, plan, inputs, device)
     warning = shortage(memory) if memory else None
-    estimated = str(memory) if memory else "not estimated: the model's code cannot run without data"
-    attention = describe(config.policy, device, paged=config.rollout.decoder == "paged")
-    facts = {
-        "batch": str(plan),
-        "memory": estimated,
-        "attention": attention,
-        **weights_fact(config.policy),
-        **inputs.facts,
-    }
-    if config.grpo.preset is not None:
-        facts["preset"] = preset_fact(config.grpo)
-    if idle := config.idle_bounds(plan.optimizer_steps):
-        facts["ratio"] = f"1, with one optimizer step a rollout, so that {' and '.join(idle)} have no effect"
-    rows: dict[str, Sequence[Any]] = {}
+    facts, rows = _facts(config, plan, inputs, memory, device), dict[str, Sequence[Any]]()
     for feature in features:
         facts |= feature.facts
         rows |= feature.rows
-    training = TrainingRun(parsed, facts, inputs.fingerprints(config, rows))
+    training = TrainingRun(parsed, facts, device, inputs.fingerprints(config, rows))
     if training.finished:
         return training.folder
     if warning:
         say(f"WARNING: it may not fit: {warning}")
     doing("loading the model")
-    trainer = make_trainer(config, plan, inputs, features, device, memory)
+    trainer = make_trainer(config, plan, inputs, features, device, memory, training.services)
     say(f"weights: {verified(trainer.policy)}")
     if experts := trainer.policy.experts:
         say(f"experts: {experts}")
@@ -93,6 +79,24 @@ def _train(parsed: Parsed[TrainConfig], plan: BatchPlan, doing: Doing) -> Path:
     training.train(trainer, write_report)
     say(summary(training.folder, held_out_sets(config), memory.measurable if memory else None))
     return training.folder
+
+
+def _facts(
+    config: TrainConfig, plan: BatchPlan, inputs: RunInputs, memory: Plan | None, device: torch.device
+) -> dict[str, str]:
+    """Return what a run reads and how it works, as lines for the console and the run folder."""
+    from hybrid_grpo.commands.description import describe
+    from hybrid_grpo.model.loading import weights_fact
+
+    estimated = str(memory) if memory else "not estimated: the model's code cannot run without data"
+    attention = describe(config.policy, device, paged=config.rollout.decoder == "paged")
+    facts = {"batch": str(plan), "memory": estimated, "attention": attention}
+    facts |= weights_fact(config.policy) | inputs.facts
+    if config.grpo.preset is not None:
+        facts["preset"] = preset_fact(config.grpo)
+    if idle := config.idle_bounds(plan.optimizer_steps):
+        facts["ratio"] = f"1, with one optimizer step a rollout, so that {' and '.join(idle)} have no effect"
+    return facts
 
 
 def read_inputs(config: TrainConfig) -> RunInputs:
@@ -122,6 +126,7 @@ def make_trainer(
     features: Sequence[Feature],
     device: torch.device,
     memory: Plan | None,
+    services: RunServices,
 ) -> Trainer:
     """Load the models of a run, and make the trainer from them. Collective."""
     from hybrid_grpo import engine
@@ -141,11 +146,12 @@ def make_trainer(
         seed=config.run.seed,
         workspace=memory.workspace() if memory else None,
         album=inputs.sampler.album,
+        turns=inputs.partners,
+        journal=services.journal,
     )
-    policy.turns = inputs.partners
     reference = make_reference(config, policy, inputs.sampler.album)
     load_features(features, policy)
-    return Trainer(config, plan, policy, reference, inputs, device, features)
+    return Trainer(config, plan, policy, reference, inputs, device, features, services)
 
 
 def make_reference(config: TrainConfig, policy: Policy, album: Album | None) -> Reference | None:
@@ -181,7 +187,7 @@ def summary(folder: Path, held_out: Sequence[HeldOut], planned_bytes: int | None
         **{path.name: str(path) for path in sorted(folder.glob("model_*")) if path.name != "model_best"},
         "best model": _best(folder / "model_best"),
         "checkpoints": f"hybrid-grpo clean {folder} removes them" * any(folder.glob("checkpoints/step_*")),
-        "report": _existing(folder / "report.html"),
+        "report": str(folder / "report.html") * (folder / "report.html").exists(),
         "metrics": str(folder / "metrics.jsonl"),
     }
     width = max(map(len, facts))
@@ -192,10 +198,6 @@ def _change(rows: list[dict[str, float]], name: str) -> str:
     """Return the first and the last accuracy on a held-out set as text; empty if there is none."""
     accuracies = [row[metric] for row in rows if (metric := f"eval/{name}/accuracy") in row]
     return f"{accuracies[0]:.3f} -> {accuracies[-1]:.3f}" if accuracies else ""
-
-
-def _existing(path: Path) -> str:
-    return str(path) if path.exists() else ""
 
 
 def _best(model: Path) -> str:

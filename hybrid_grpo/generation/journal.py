@@ -53,14 +53,15 @@ class Journal:
         on_finish: OnFinish | None,
         sample: Sample,
         given: Mapping[int, Completion] | None = None,
-        begun: Mapping[int, Completion] | None = None,
+        resumed_from: Mapping[int, Completion] | None = None,
     ) -> tuple[list[list[Completion]], Stats]:
         """Do the same as `complete_rest`, but also reuse completions in the journal and write new ones to it."""
         self._turn_to(step)
         with self._opened() as self._file:
             # End the partial line that a killed process may have left.
             self._append("\n")
-            return complete_rest(requests, {**self._known, **(given or {})}, on_finish, sample, self._write, begun)
+            known = {**self._known, **(given or {})}
+            return complete_rest(requests, known, on_finish, sample, self._write, resumed_from)
 
     def steps(self) -> list[int]:
         """Return the steps that have a file, in ascending order."""
@@ -135,11 +136,11 @@ def complete_rest(
     on_finish: OnFinish | None,
     sample: Sample,
     keep: Callable[[int, Completion], None] | None = None,
-    begun: Mapping[int, Completion] | None = None,
+    resumed_from: Mapping[int, Completion] | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """Return the completions of every request, in order. `known` maps keys of random streams to completions that exist
-    already; `on_finish` is called for these first. `sample` makes the others; those in `begun`, with tokens of earlier
-    calls, go on from there. `keep` is called with the key and the completion as soon as a new one is finished."""
+    already; `on_finish` is called for these first. `sample` makes the others, those in `resumed_from` after
+    their tokens of earlier calls. `keep` is called with the key and the completion as soon as a new one is finished."""
     groups = [[known.get(key) for key in request.keys] for request in requests]
     for index, group in enumerate(groups):
         for k, completion in enumerate(group):
@@ -155,15 +156,15 @@ def complete_rest(
         if on_finish is not None:
             on_finish(index, missing[number], completion)
 
-    made, stats = sample([_part(requests[index], missing, begun or {}) for index, missing in places], finished)
+    made, stats = sample([_part(requests[index], missing, resumed_from or {}) for index, missing in places], finished)
     for (index, missing), completions in zip(places, made, strict=True):
         for k, completion in zip(missing, completions, strict=True):
             groups[index][k] = completion
     return [[completion for completion in group if completion] for group in groups], stats
 
 
-def _part(request: Request, chosen: list[int], begun: Mapping[int, Completion]) -> Request:
+def _part(request: Request, chosen: list[int], resumed_from: Mapping[int, Completion]) -> Request:
     """Return a request for only the `chosen` completions of another request."""
     limits = request.limits and [request.limits[k] for k in chosen]
     keys = [request.keys[k] for k in chosen]
-    return replace(request, keys=keys, limits=limits, begun=[begun.get(key) for key in keys])
+    return replace(request, keys=keys, limits=limits, resumed_from=[resumed_from.get(key) for key in keys])

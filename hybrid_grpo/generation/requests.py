@@ -27,7 +27,7 @@ class Request:
     """Maximum number of tokens of prompt, sampled tokens and answers between turns together. Required with `turns`."""
     prompt: Prompt | None = None
     """The prompt that `prompt_ids` encode, which `Turns` needs."""
-    begun: list[Completion | None] | None = None
+    resumed_from: list[Completion | None] | None = None
     """For each completion, the partial completion of an earlier call to resume, or None."""
 
 
@@ -42,18 +42,18 @@ def sequences_of(requests: Iterable[Request], sampling: Sampling, sight: Sight |
         shift = 0 if sight is None else sight.shift(prompt)
         new = partial(Sequence, prompt=len(prompt), most=most, turn_limit=sampling.max_turn_tokens, shift=shift)
         none = [None] * len(request.keys)
-        each = zip(request.keys, limits, request.begun or none, strict=True)
+        each = zip(request.keys, limits, request.resumed_from or none, strict=True)
         groups.append(
-            [new(index, k, key, list(prompt), limit=limit, begun=b) for k, (key, limit, b) in enumerate(each)]
+            [new(index, k, key, list(prompt), limit=limit, resumed_from=c) for k, (key, limit, c) in enumerate(each)]
         )
     return groups
 
 
 def groups_of(sequences: list[Sequence]) -> list[Group]:
-    """Return the groups of a request: what was begun earlier is read by itself, the rest shares the prompt."""
-    begun = [Group(list(s.tokens), deque([s]), experts=s.experts) for s in sequences if s.begun]
-    new = deque(s for s in sequences if not s.begun)
-    return [*begun, *([Group(list(new[0].tokens), new)] if new else [])]
+    """Return the groups of a request: what an earlier call began is read by itself, the rest shares the prompt."""
+    resumed = [Group(list(s.tokens), deque([s]), experts=s.experts) for s in sequences if s.resumed_from]
+    new = deque(s for s in sequences if not s.resumed_from)
+    return [*resumed, *([Group(list(new[0].tokens), new)] if new else [])]
 
 
 def lengths_of(groups: list[list[Sequence]], *, several_turns: bool) -> list[int]:

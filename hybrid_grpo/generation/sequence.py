@@ -105,17 +105,17 @@ class Sequence:
     """The experts of its tokens when it lost its pages, [tokens, layers, k]."""
     shift: int = 0
     """How far encoded positions behind what was read are ahead of those in the cache; see `Sight.shift`."""
-    begun: Completion | None = None
+    resumed_from: Completion | None = None
     """The completion with the tokens that an earlier call has sampled; `tokens` is the prompt alone at first."""
 
     def __post_init__(self) -> None:
         self._begin_turn()
-        if self.begun is not None:
-            self.tokens += self.begun.token_ids
-            self.sampled += self.begun.token_ids
-            self.logp += self.begun.logp
-            self.kept += self.begun.support.lists() if self.begun.support else []
-            if (routing := self.begun.routing) is not None:
+        if self.resumed_from is not None:
+            self.tokens += self.resumed_from.token_ids
+            self.sampled += self.resumed_from.token_ids
+            self.logp += self.resumed_from.logp
+            self.kept += self.resumed_from.support.lists() if self.resumed_from.support else []
+            if (routing := self.resumed_from.routing) is not None:
                 self.experts = np.concatenate([routing.prompt, routing.completion])
 
     def _begin_turn(self) -> None:
@@ -129,7 +129,7 @@ class Sequence:
     @property
     def new_tokens(self) -> int:
         """Number of tokens that this call has sampled."""
-        return len(self.sampled) - (len(self.begun.token_ids) if self.begun else 0)
+        return len(self.sampled) - (len(self.resumed_from.token_ids) if self.resumed_from else 0)
 
     @property
     def is_open(self) -> bool:
@@ -186,7 +186,7 @@ class Sequence:
         self.waits = False
         kept: dict[str, Any] = {"support": Support.of(self.kept) if self.kept else None}
         kept["routing"] = callbacks.routing(self) if callbacks.routing else None
-        kept["carried"] = self.begun.carried if self.begun else ()
+        kept["carried"] = self.resumed_from.carried if self.resumed_from else ()
         self.completion = Completion(self.sampled, self.logp, finish, text, tuple(self.given), **kept)
         if callbacks.turns is not None:
             self.completion = callbacks.turns.finished(self.key, self.completion)

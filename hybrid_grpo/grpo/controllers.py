@@ -31,8 +31,7 @@ class StepMean:
             self._seen[1] += tokens
 
     def take(self, total: Total) -> float | None:
-        """Return the mean over all tokens since the last call, on all ranks; None if there were none. `total` sums
-        over ranks."""
+        """Return the mean over all tokens since the last call, on all ranks, or None. `total` sums over ranks."""
         value, tokens = total(self._seen).tolist()
         self._seen.zero_()
         return value / tokens if tokens else None

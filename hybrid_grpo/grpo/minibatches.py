@@ -22,8 +22,7 @@ _WORTH_LEAVING = 0.95
 
 @dataclass(frozen=True)
 class Signals:
-    """What the loss needs for every row of a rollout; tensors are float32 [B, T] if nothing else is said, on the device
-    of the policy."""
+    """What the loss needs for every row of a rollout, on the policy's device; float32 [B, T] unless noted."""
 
     sampler_logp_BT: Tensor
     old_logp_BT: Tensor | None

@@ -92,8 +92,7 @@ def _draws(rollout: Rollout) -> Tensor:
 
 
 def _largest(values_BT: Tensor, among_BT: Tensor, number: int, total: Total) -> Tensor:
-    """Return where a value is among the `number` largest of those in `among_BT` on all ranks; equals of the last are
-    among them too."""
+    """Return where a value is among the `number` largest in `among_BT` on all ranks, or equals the last of them."""
     number = min(number, int(total(among_BT.sum())))
     if number == 0:
         return torch.zeros_like(among_BT)

@@ -38,8 +38,7 @@ _NUMBERS = (
     ("throughput/trained_tokens_per_s", "{:,.0f} tok/s training"),
     ("policy/grad_norm", "grad {:.2f}"),
 )
-"""What a line shows, the most important first. `held out` is the accuracy on the first held-out set, in steps that
-measured it."""
+"""What a line shows, the most important first. `held out`: the accuracy on the first held-out set, if measured."""
 _ACCURACY = re.compile("eval/[^/]+/accuracy")
 """The accuracy on a held-out set. Parts of the training data, such as a source, have an `accuracy` too."""
 
@@ -107,8 +106,7 @@ class Progressing:
 
 
 class ConsoleSink:
-    """Shows a progress bar with one live line of metrics, or, without a terminal or with NO_COLOR set, about 200 plain
-    lines at most."""
+    """Shows a progress bar with a live line of metrics, or, without a terminal or with NO_COLOR, about 200 lines."""
 
     def __init__(self, steps: int, done: int = -1, stream: TextIO | None = None) -> None:
         self._stream, self._progress = stream or sys.stdout, Progressing(steps, done)

@@ -99,8 +99,7 @@ def replace_folder(target: Path, draft: Path, old: Path) -> None:
 
 
 class FilesByStep(Mapping[int, Path]):
-    """The files of a folder by step, in ascending order. Paths are made when they are asked for: there may be very many
-    files."""
+    """The files of a folder by step, in ascending order. Paths are made on request: there may be very many files."""
 
     def __init__(self, folder: Path, names: dict[int, str]) -> None:
         self._folder, self._names = folder, {step: names[step] for step in sorted(names)}
@@ -129,8 +128,7 @@ def rollout_files(folder: Path, kind: str = "jsonl") -> FilesByStep:
 
 
 def flattened(settings: dict[str, Any], levels: int = 99, longest: int | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield nested settings as pairs of a dotted name and a value; settings deeper than `levels` stay nested, and names
-    are cut to `longest` characters."""
+    """Yield nested settings, down to `levels`, as dotted names, cut to `longest` characters, and their values."""
     for name, value in settings.items():
         if isinstance(value, dict) and value and levels:
             begin = str(name)[:longest]

@@ -122,8 +122,7 @@ def _called(config: RewardConfig) -> str | None:
 
 
 def _isolated(config: RewardConfig, entry: str) -> RewardEntry | None:
-    """Return what worker processes load; None if this process calls the function, which is reported for one of the
-    user's own."""
+    """Return what worker processes load; None if this process calls the function, reported if it is the user's own."""
     called, function = _called(config), config.function
     if called is not None:
         if config.isolation == "process" and called == "thread" and config.kwargs.get("device") != "cpu":

@@ -44,7 +44,8 @@ class Rewards:
     """The reward functions of a run, each with a unique name.
 
     The policy's `tokenizer` is used to find the token at which a step given as text ends; without a tokenizer, all such
-    steps end with the completion. `environments` are the rewards that the environments themselves give.
+    steps end with the completion. `environments` are the rewards that the environments themselves give. Functions see
+    `timeline` as `trainer_state`.
     """
 
     def __init__(
@@ -53,12 +54,13 @@ class Rewards:
         scoring: ScoringConfig | None = None,
         tokenizer: Any = None,
         environments: Sequence[Reward] = (),
+        timeline: Timeline | None = None,
     ) -> None:
         self.functions = [*rewards, *environments]
         self.inputs: tuple[str, ...] = (*INPUTS, ENVIRONMENTS) if environments else INPUTS
         self.scoring = scoring or ScoringConfig()
         self.token_ends = None if tokenizer is None else TokenEnds(tokenizer)
-        self.timeline = Timeline()
+        self.timeline = timeline or Timeline()
         forms = {reward.name: reward.interface.schema.get("reads", "") for reward in self.functions}
         self.unread = UnreadAnswers({name: form for name, form in forms.items() if form})
         self._reported: set[tuple[str, str]] = set()

@@ -14,8 +14,7 @@ _SHOWN = 60
 
 
 class UnreadAnswers:
-    """The functions that store answers and have found none so far. `forms` says for functions, by name, what they
-    read."""
+    """The functions that store answers and have found none so far. `forms`: what each function reads, by its name."""
 
     def __init__(self, forms: Mapping[str, str]) -> None:
         self._forms = forms

@@ -14,8 +14,7 @@ _PLURALS = {name: f"{name}s" for name in ("data_source", "solution_str", "ground
 
 
 class AdapterError(Exception):
-    """A row, or a function's result, does not follow verl's convention. The message continues a sentence that begins
-    with the function's name."""
+    """A row, or a function's result, breaks verl's convention. The message continues the name of the function."""
 
 
 def is_verl(parameters: set[str]) -> bool:

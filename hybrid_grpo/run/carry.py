@@ -86,8 +86,7 @@ class Carry:
         """The groups of this rank's rollout that are learned from, oldest first."""
 
     def begin(self, prompts: list[Prompt], loader: StepLoader, step: int) -> list[Prompt]:
-        """Return this rank's prompts of a step: the new ones, more of them if too few are carried, and those that are.
-        Collective."""
+        """Return this rank's prompts of a step: new ones, more if too few are carried, and carried ones. Collective."""
         plan, own, total = self._plan, rank(), self._config.prompts_per_step
         missing = self._config.carried_groups - len(self._open)
         more = range(own, missing, plan.world_size)
@@ -98,7 +97,7 @@ class Carry:
         self._step, self._serials = step, [*new, *(group.serial for group in carried)]
         self._is_due = [False] * len(new) + [self._is_old(group) for group in carried]
         self._due = sum(map(self._is_old, self._open))
-        self._begun = {index: group.completions for index, group in enumerate(carried, len(new))}
+        self._resumed_from = {index: group.completions for index, group in enumerate(carried, len(new))}
         self._whole: list[Whole] = []
         self._board, self._look_at = Board(f"carry/{step}"), 0.0
         return [*prompts, *(group.prompt for group in carried)]
@@ -108,7 +107,7 @@ class Carry:
 
     def asks(self, on_finish: OnFinish | None) -> dict[str, Any]:
         """Return arguments of `Policy.rollout`; `on_finish` will be told of a completion once its group is whole."""
-        return {"begun": self._begun, "enough": self._enough, "on_finish": self._by_group(on_finish)}
+        return {"resumed_from": self._resumed_from, "enough": self._enough, "on_finish": self._by_group(on_finish)}
 
     def _by_group(self, on_finish: OnFinish | None) -> OnFinish:
         held: dict[int, list[tuple[int, Completion]]] = defaultdict(list)

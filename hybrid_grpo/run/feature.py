@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scored:
-    """A rollout after scoring, before anything is learned from it; tensors are float32 [B, T], on the policy's
-    device."""
+    """A rollout after scoring, before anything is learned from it. Tensors: float32 [B, T], on the policy's device."""
 
     rollout: Rollout
     """The groups that this rank trains on, which other ranks may have sampled."""
@@ -70,8 +69,7 @@ class Feature:
         self.config, self.plan, self.inputs = config, plan, inputs
 
     def under(self, config: TrainConfig, inputs: RunInputs) -> Feature:
-        """Return a copy of the feature in its current state, for replaying a step with other settings and rewards. The
-        copy shares the feature's models."""
+        """Return a copy in the current state, with the same models, to replay a step with other settings."""
         other = copy(self)
         other.config, other.inputs = config, inputs
         return other
@@ -143,8 +141,7 @@ class Feature:
         return None, {}
 
     def update(self, batches: Sequence[TrainBatch], beat: Callable[[], None]) -> Iterator[Numbers]:
-        """Learn from the micro-batches of an optimizer step, before the policy does; `beat` is called before each.
-        Collective."""
+        """Learn from the micro-batches of an optimizer step before the policy; call `beat` before each. Collective."""
         yield from ()
 
     def head(self, micro: MicroBatch) -> HeadFunction | None:

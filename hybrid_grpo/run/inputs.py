@@ -52,12 +52,12 @@ class RewardSets:
         for (setting, _), reward in zip(entries, loaded, strict=True):
             self._functions[setting].append(reward)
 
-    def ready(self, tokenizer: Any, *, by_turn: bool = True) -> dict[str, Rewards]:
-        """Give the functions the tokenizer, and return them by the setting that names them (`rewards`: the run's)."""
+    def ready(self, tokenizer: Any, timeline: Timeline | None = None, *, by_turn: bool = True) -> dict[str, Rewards]:
+        """Give the functions what they need, and return them by the setting that names them (`rewards`: the run's)."""
         config = self._config
         of_environments = rewards_of(list(environment_rewards(config.rollout).values()), by_turn=by_turn)
         return {
-            setting: Rewards(functions, config.scoring, tokenizer, of_environments)
+            setting: Rewards(functions, config.scoring, tokenizer, of_environments, timeline)
             for setting, functions in self._functions.items()
         }
 
@@ -92,8 +92,7 @@ class EvalInputs:
     def meter(
         self, device: torch.device, sources: Sequence[str] = (), features: Mapping[str, Sequence[str]] | None = None
     ) -> Meter:
-        """Return a meter for the metrics of rewards, held-out sets, `sources` of prompts, and `features` (see
-        `metric_names`)."""
+        """Return a meter for rewards, held-out sets, `sources` of prompts, and `features` (see `metric_names`)."""
         samples = max((held_out.settings.rollout.num_generations for held_out in self.eval_sets), default=1)
         names = [held_out.name for held_out in self.eval_sets]
         tools = tool_names(self.partners.tool_names) if self.partners else []
@@ -139,11 +138,9 @@ class RunInputs(EvalInputs):
         trains_tower = config.policy.vision == "trained" and sampler.album is not None
         check_lora(config.lora, sampler.model_config, tower=trains_tower)
         partners = partners_of(config, sampler.tokenizer, sampler.stop_ids, sampler.album)
-        rewards = reward_sets.ready(sampler.tokenizer, by_turn=config.grpo.combine_rewards == "sum")
         training = read_training_prompts(config, sampler, partners)
-        for of_set in rewards.values():
-            epoch_steps = len(training.prompts) / config.rollout.prompts_per_step
-            of_set.timeline = Timeline(config.run.steps, epoch_steps)
+        timeline = Timeline(config.run.steps, len(training.prompts) / config.rollout.prompts_per_step)
+        rewards = reward_sets.ready(sampler.tokenizer, timeline, by_turn=config.grpo.combine_rewards == "sum")
         rewards["rewards"].check_prompts(training.prompts)
         facts = {"data": training.fact}
         eval_sets: list[EvalSet] = []
@@ -181,11 +178,6 @@ class RunInputs(EvalInputs):
         """Number of tokens in the longest prompt, training or held-out."""
         held_out = (len(prompt.token_ids) for of_set in self.eval_sets for prompt in of_set.prompts)
         return max([self.training.longest, *held_out])
-
-    @property
-    def sees(self) -> bool:
-        """Whether prompts have pictures."""
-        return self.sampler.sees
 
     @property
     def held_out_rows(self) -> int:

@@ -25,5 +25,6 @@ class Shards(Protocol):
 class SavedModel(Shards, Protocol):
     """A model that is trained along with the policy."""
 
-    lr_scale: float
     engine: Engine
+
+    def scale_lr(self, lr_scale: float) -> None: ...

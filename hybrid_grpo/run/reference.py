@@ -55,8 +55,7 @@ class Reference:
             tensor_files.write(self._sight.saved(), folder / _TOWER)
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote, on any number of ranks. Raises UserError if nothing was saved, as with
-        grpo.ref_every 0."""
+        """Read what `save` wrote, on any number of ranks. Raises UserError if there is nothing (grpo.ref_every 0)."""
         self.engine.load(folder)
         if self._sight is not None:
             self._sight.restore(shards.read_file(folder / _TOWER))
@@ -72,8 +71,7 @@ def _seen_by(sight: Sight | None, batches: list[MicroBatch]) -> list[MicroBatch]
 
 
 class UnadaptedReference(Reference):
-    """The reference of a policy with adapters: the policy's own engine with the adapters off. It never changes, so it
-    is never refreshed, saved or loaded."""
+    """The reference of a policy with adapters: its engine with the adapters off, which is never refreshed or saved."""
 
     def __init__(self, policy: Policy, adapters: Adapters, album: Album | None = None) -> None:
         self._policy, self._adapters = policy.engine, adapters

@@ -43,8 +43,7 @@ class Sampler:
 
     @classmethod
     def read(cls, policy: PolicyConfig, rollout: RolloutConfig, *, needs_weights: bool = True) -> Sampler:
-        """Read all but the weights. Raise UserError if the model cannot sample, or its files are damaged or, if they
-        will be loaded, absent."""
+        """Read all but weights. Raise UserError if the model cannot sample, or needed files are damaged or absent."""
         config = load_config(policy.model)
         check_architecture(config, rollout.decoder)
         check_files(policy.model, config, pickled=policy.pickled_weights, needed=needs_weights)
@@ -74,8 +73,7 @@ class Sampler:
 
     @property
     def fact(self) -> str:
-        """One line with the sampling settings in force. Nothing else changes them, not even the model's own generation
-        config."""
+        """One line with the sampling settings in force; the model's own generation config does not change them."""
         rollout, default = self.rollout, RolloutConfig()
         names = [*_SAMPLING, *(n for n in _SAMPLING_IF_SET if getattr(rollout, n) != getattr(default, n))]
         values = (getattr(rollout, name) for name in names)
@@ -112,8 +110,7 @@ class Sampler:
             partners.check(prompts)
 
     def check_room(self, longest: int, rollout: RolloutConfig | None = None) -> None:
-        """Refuse prompts of up to `longest` tokens if they leave no room for a completion, or are, with a completion,
-        too long for the model."""
+        """Refuse prompts of up to `longest` tokens if they, or they and a completion, are too long for the model."""
         rollout = rollout or self.rollout
         total, opened = rollout.max_total_tokens, longest + (rollout.max_tool_tokens if rollout.environment else 0)
         refuse(

@@ -1,17 +1,18 @@
 """A stage of training as a run sees it; the stages themselves are `trainer.py` and `commands/stages/`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from hybrid_grpo.data.batch import Numbers, Rollout, Scores
+from hybrid_grpo.generation import Journal
 from hybrid_grpo.policy import TrainedModel
 from hybrid_grpo.records.alarms.alarms import Alarms
 from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.records.step_trace import StepTrace
-from hybrid_grpo.run.feature import Features
+from hybrid_grpo.run.feature import Feature, Features
 from hybrid_grpo.run.parts import Shards, Stateful
 from hybrid_grpo.run.stopping.progress import Progress
 
@@ -24,38 +25,52 @@ class HeldOutSet(Protocol):
         """Number of steps between evaluations; 0 means only before the first step and after the last."""
 
 
+@dataclass(frozen=True)
+class RunServices:
+    """What a run gives to its stage and policy; the defaults, for a stage without a run, do nothing. `trace` collects
+    what is recorded of a step beyond its metrics, and `alarms` can make a step skip its update."""
+
+    progress: Progress = field(default_factory=Progress)
+    """Where the stage reports its phase and learns that it must stop."""
+    trace: StepTrace = field(default_factory=StepTrace)
+    alarms: Alarms = field(default_factory=Alarms)
+    journal: Journal | None = None
+    """Keeps the completions of steps that no checkpoint covers yet."""
+
+
 class Stage:
     """A stage of training as a run sees it: it executes steps and has a state to save.
 
-    Attributes:
+    Args:
         policy: the model that is trained.
         meter: collects a step's metrics; it is reduced and logged after every step.
         features: the features that extend the stage.
+        services: what the run gives to the stage, whose attributes `progress`, `trace` and `alarms` are.
+
+    Attributes:
         parts: the stage's parts of a checkpoint, other than the policy and the features, by name.
         shards: more tensors in a checkpoint, as large as the policy; or None.
         shards_are_float32: whether these are float32, whatever the type of the policy.
         last_rollout: completions of the latest step, their scores and mean advantages; None if nothing is sampled.
         last_advantages_BT: the advantages of that rollout's tokens; None until the step has learned from it.
-        trace: collects what is recorded of a step beyond its metrics.
-        progress: where the stage reports its phase and learns that it must stop.
         eval_sets: held-out sets on which the policy is measured, each at its own interval.
-        alarms: the run's alarms, some of which can make a step skip its update.
         notes: what an alarm says beside its number, by its name.
     """
 
-    policy: TrainedModel
-    meter: Meter
-    parts: Mapping[str, Stateful]
-    features = Features()
-    shards: Shards | None = None
-    shards_are_float32 = False
-    trace = StepTrace()
-    progress = Progress()
-    alarms = Alarms()
-    notes: Mapping[str, str] = MappingProxyType({})
-    last_rollout: tuple[Rollout, Scores, Tensor] | None = None
-    last_advantages_BT: Tensor | None = None
     eval_sets: Sequence[HeldOutSet] = ()
+
+    def __init__(
+        self, policy: TrainedModel, meter: Meter, features: Sequence[Feature] = (), services: RunServices | None = None
+    ) -> None:
+        services = services or RunServices()
+        self.policy, self.meter, self.features = policy, meter, Features(features, meter)
+        self.progress, self.trace, self.alarms = services.progress, services.trace, services.alarms
+        self.parts: Mapping[str, Stateful] = {}
+        self.shards: Shards | None = None
+        self.shards_are_float32 = False
+        self.notes: Mapping[str, str] = {}
+        self.last_rollout: tuple[Rollout, Scores, Tensor] | None = None
+        self.last_advantages_BT: Tensor | None = None
 
     @property
     def all_parts(self) -> dict[str, Stateful]:

@@ -123,8 +123,7 @@ def _checked_changes(config: ModelRunConfig, checkpoint: Checkpoint, inputs: dic
 
 
 def lines_before(path: Path, step: int) -> list[str]:
-    """Return the lines of metrics.jsonl up to a step, in increasing order of steps. Lines out of order and lines that
-    cannot be read are left out."""
+    """Return the lines of metrics.jsonl up to a step. Lines out of order and unreadable lines are left out."""
     lines: list[str] = []
     last = -1
     for line in path.read_bytes().split(b"\n")[:-1] if path.is_file() else ():

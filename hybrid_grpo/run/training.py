@@ -9,14 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hybrid_grpo.config import ModelRunConfig, TrainConfig, to_dict
 from hybrid_grpo.config.building import dump
 from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.generation import Journal
 from hybrid_grpo.model.doing import Doing
-from hybrid_grpo.model.ranks import barrier, from_first_rank, rank, world_size
-from hybrid_grpo.policy import Policy
+from hybrid_grpo.model.ranks import barrier, rank, world_size
 from hybrid_grpo.records.alarm_records import write_alarm
 from hybrid_grpo.records.alarms.alarms import Alarms, RollBack
 from hybrid_grpo.records.exports import export, exported
@@ -32,7 +33,7 @@ from hybrid_grpo.run.saving.checkpoint import Checkpoint
 from hybrid_grpo.run.saving.saver import Saver, load_stage
 from hybrid_grpo.run.saving.space import check_space
 from hybrid_grpo.run.settings import identity, settings_of
-from hybrid_grpo.run.stage import Stage
+from hybrid_grpo.run.stage import RunServices, Stage
 from hybrid_grpo.run.start import find_start, lines_before
 from hybrid_grpo.run.stopping.progress import Progress
 
@@ -45,22 +46,25 @@ WriteReport = Callable[[Path], object]
 class TrainingRun:
     """A run and its folder. Raises UserError if the folder holds a run that must not be resumed. `facts` are lines for
     the head of config.yaml, such as the batch equation. `inputs` returns the fingerprints of what the run reads, which
-    its checkpoints store."""
+    its checkpoints store. Ranks exchange numbers on `device`. The stage that is trained is made with `services`."""
 
-    def __init__(self, parsed: Parsed[ModelRunConfig], facts: dict[str, str], inputs: Fingerprints = dict) -> None:
+    def __init__(
+        self, parsed: Parsed[ModelRunConfig], facts: dict[str, str], device: torch.device, inputs: Fingerprints = dict
+    ) -> None:
         run = named(parsed.config.run)
         self.config = replace(parsed.config, run=run)
-        self._steps, self._inputs = run.steps, inputs
-        self._alarms = Alarms.of(self.config)
+        self._steps, self._inputs, self._alarms = run.steps, inputs, Alarms.of(self.config)
         self._back_to = -1
         """Step of the checkpoint that the run last rolled back to; -1 if there is none."""
         self._run_folder = RunFolder(Path(run.dir) / str(run.name))
         self.folder = self._run_folder.path
         self.journal = Journal(self.folder / "journal", rank())
+        progress, trace = Progress(run, device), StepTrace(self.config.log, run.steps)
+        self.services = RunServices(progress, trace, self._alarms, self.journal)
         settings = settings_of(self.config)
         self.saver = Saver(parsed.config.checkpoint, run.steps, self.folder, settings, self.journal)
         self.checkpoints = self.saver.checkpoints
-        self._fingerprint()
+        self.checkpoints.fingerprint(inputs)
         try:
             self.start = find_start(self.config, self.folder, self.checkpoints)
         except UserError:
@@ -73,8 +77,7 @@ class TrainingRun:
         code = {name: of for name, of in self.checkpoints.inputs.items() if name.startswith(CODE)}
         self._head = dump(self.config), {**facts, **code}
         if self.start.checkpoint is not None and not self.start.forks:
-            self.saver.step = self.start.step
-            self.checkpoints.rollbacks = self.start.checkpoint.manifest.rollbacks
+            self.saver.continue_from(self.start.checkpoint)
         for name, fact in facts.items():
             say(f"{name}: {fact}")
         if self.finished:
@@ -91,8 +94,8 @@ class TrainingRun:
         """Train a stage from its start or a checkpoint to the last step; then export the model and write the report.
         Raise RunStopped if a step could not be finished (the run is saved as it was before that step), and
         RunInterrupted if the run was asked to stop (it is saved)."""
-        stage.progress = Progress(self.config.run, stage.policy.engine.device)
-        stage.trace = StepTrace(self.config.log, self._steps)
+        assert stage.progress is self.services.progress, "the stage has the services of another run"
+        stage.progress.start()
         try:
             done = self._prepare(stage)
             with loaded_objects_kept():
@@ -125,10 +128,8 @@ class TrainingRun:
             with one_line(self.folder):
                 replace_text(self.folder / "deepspeed.json", json.dumps(stage.policy.deepspeed_config, indent=2) + "\n")
         # Only now are all files of hub models there.
-        self._fingerprint()
+        self.checkpoints.fingerprint(self._inputs)
         self._bind_journal()
-        if isinstance(stage.policy, Policy):
-            stage.policy.journal = self.journal
         return done
 
     def _advance(self, stage: Stage, done: int, write_report: WriteReport) -> None:
@@ -145,7 +146,6 @@ class TrainingRun:
                 log.write(0, values := self.watched(0, stage))
                 self._keep_best(stage, 0, values)
             step = done
-            stage.alarms = self._alarms
             while step < self._steps and not self._best.exhausted:
                 step += 1
                 self._make_step(stage, step, profiler, log)
@@ -261,7 +261,7 @@ class TrainingRun:
         note = f"{diverged}: back to step {step}, the learning rate times {lr_scale:g}"
         checkpoint = self.checkpoints.roll_back(checkpoint, lr_scale, note)
         self._bind_journal()
-        self.saver.step = step
+        self.saver.continue_from(checkpoint)
         self._run_folder.abandon_models(step)
         self._best.go_back(step, lines_before(self.folder / "metrics.jsonl", step))
         self._recall(checkpoint, load_stage(stage, self.checkpoints, checkpoint))
@@ -272,11 +272,8 @@ class TrainingRun:
         """Tie the journal to this run, so that completions sampled by other weights are not reused."""
         self.journal.bind(identity(self.config, self.checkpoints.inputs, self.checkpoints.rollbacks))
 
-    def _fingerprint(self) -> None:
-        self.checkpoints.inputs = from_first_rank(self._inputs() if rank() == 0 else {})
-
     def _interrupted(self, stage: Stage) -> RunInterrupted:
-        asked, step = f"stopped ({stage.progress.why()})", self.saver.step
+        asked, step = f"stopped ({stage.progress.stop_reason()})", self.saver.step
         if step is None:
             return RunInterrupted(f"{asked}; nothing could be saved")
         return RunInterrupted(f"{asked}, saved after step {step} in {self.folder}: go on with --run.resume auto")
@@ -342,11 +339,10 @@ class TrainingRun:
     def _recall(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
         """Restore the alarms to their state in a checkpoint."""
         manifest = checkpoint.manifest
-        self._alarms = Alarms.of(self.config)
-        self._alarms.recall(self.folder, manifest.step)
+        self._alarms.recall(self.folder, manifest.step, manifest.note)
         if "alarms" in state:
             self._alarms.load_state_dict(state["alarms"])
-        self._alarms.note, self._back_to = manifest.note, manifest.step if manifest.note else -1
+        self._back_to = manifest.step if manifest.note else -1
 
     def _states(self, stage: Stage) -> dict[str, Any]:
         parts = {**stage.all_parts, "alarms": self._alarms}

@@ -212,8 +212,7 @@ class Worker:
         loop.add_reader(self._socket, self._read)
 
     async def ask(self, index: int, call: Call, timeout_s: float) -> Reply:
-        """Call the entry with this index, and wait for the reply. Raises EOFError if the worker is gone, or is lost
-        before it replies."""
+        """Call the entry with this index, and wait for the reply. Raises EOFError if the worker ends before it."""
         answer: asyncio.Future[Reply] = self._loop.create_future()
 
         def done(reply: Reply | None) -> None:

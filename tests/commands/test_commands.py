@@ -152,8 +152,7 @@ MOVING = (
     *("--grpo.ref_every=1", "--grpo.ref_mix=0.5"),
     "--eval.sets.sampled={limit: 4, num_generations: 4, temperature: 1.0, every: 4}",
 )
-"""An objective with a state of its own, a reference that follows the policy and a weight of the KL that is adapted; and
-a second held-out set, of samples."""
+"""A stateful objective, a reference that follows the policy, an adapted weight of the KL, and two held-out sets."""
 
 
 @pytest.fixture(scope="session")
@@ -312,8 +311,7 @@ def test_eval_says_how_sure_it_is_and_compares_two_models(workshop: Workshop, ru
 def test_a_run_is_published_with_its_evaluation(
     workshop: Workshop, runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Loaded anew, the published model answers as the trained one; its card has the numbers of `eval`, and the base
-    model that they were compared with."""
+    """The published model answers as the trained one; its card has the numbers of `eval` beside those of the base."""
     monkeypatch.chdir(workshop.folder)
     workshop.write("evaluation.json", runs.evaluation.out)
     run = runs.whole[0].relative_to(workshop.folder)

@@ -1,5 +1,4 @@
-"""Models in shards: whether they are what was saved, and whether all of them trains. See also
-tests/model/test_broken_checkpoints.py."""
+"""Models in shards are what was saved, and all of them trains. See also tests/model/test_broken_checkpoints.py."""
 
 import json
 from pathlib import Path

@@ -27,7 +27,7 @@ def requests_of(begun=None):
     prompts = [[rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 40))] for _ in range(5)]
     groups = begun or [None] * len(prompts)
     return [
-        Request(prompt, [stream_key(7, row, k) for k in range(3)], begun=group)
+        Request(prompt, [stream_key(7, row, k) for k in range(3)], resumed_from=group)
         for row, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
     ]
 
@@ -102,10 +102,10 @@ def test_the_journal_has_only_what_has_ended(tmp_path):
     asked = []
 
     def rest(requests, on_finish):
-        asked.extend((request.keys, request.begun) for request in requests)
+        asked.extend((request.keys, request.resumed_from) for request in requests)
         return generate(model, requests, sampling, on_finish=on_finish)
 
-    groups, _ = again.complete(1, requests_of(), None, rest, begun=begun)
+    groups, _ = again.complete(1, requests_of(), None, rest, resumed_from=begun)
     assert {key for of, _ in asked for key in of} == begun.keys(), "what the journal has is not sampled again"
     assert all(list(map(begun.get, of)) == had for of, had in asked)
     whole, _ = generate(model, requests_of(), sampling)

@@ -19,10 +19,9 @@ from hybrid_grpo.run.training import TrainingRun
 
 def begun(config):
     """A run whose policy has been restored."""
-    run, stage = TrainingRun(Parsed(config, ""), {}), Stage()
-    stage.policy, stage.parts = SimpleNamespace(engine=None, load_state_dict=lambda _: None), {}
+    run = TrainingRun(Parsed(config, ""), {}, None)
     run.checkpoints.load = lambda *_: {"policy": {}}
-    run.restore(stage)
+    run.restore(Stage(SimpleNamespace(engine=None, load_state_dict=lambda _: None), None))
     return run
 
 

@@ -292,8 +292,7 @@ def assert_same(folder, other):
 
 @pytest.mark.ranks
 def test_an_interrupted_run_ends_as_the_uninterrupted_one_to_the_bit(whole_run):
-    """Stopped by a full disk at the checkpoint of step 4, and resumed from that of step 2, as that of 4 is half there
-    and its numbers are written already."""
+    """A full disk stops it at the checkpoint of step 4, whose numbers are written; it resumes from that of step 2."""
     folder = whole_run.workshop.folder / "runs" / "broken"
     arguments = [*whole_run.arguments, "--run.name=broken", "--checkpoint.on_failure=stop"]
     faults = json.dumps({4: "policy_00001_of_00002.pt"})

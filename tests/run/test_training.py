@@ -15,7 +15,6 @@ from hybrid_grpo.run.saving.manifest import Manifest
 from hybrid_grpo.run.settings import settings_of
 from hybrid_grpo.run.stage import Stage
 from hybrid_grpo.run.stopping import status
-from hybrid_grpo.run.stopping.progress import Progress
 from hybrid_grpo.run.training import TrainingRun
 
 
@@ -33,11 +32,11 @@ def clock(monkeypatch):
     return clock
 
 
-def make(tmp_path, **checkpoint):
+def make(tmp_path, grace_s=None, **checkpoint):
     """A run of nine steps whose checkpoints are only counted, and a stage for it."""
-    config = TrainConfig(run=RunConfig("run", str(tmp_path), steps=9), checkpoint=CheckpointConfig(**checkpoint))
-    run, stage = TrainingRun(Parsed(config, ""), {}), Stage()
-    stage.policy = SimpleNamespace(engine=SimpleNamespace(device="cpu"), state_dict=dict)
+    settings = RunConfig("run", str(tmp_path), steps=9, grace_s=grace_s)
+    run = TrainingRun(Parsed(TrainConfig(run=settings, checkpoint=CheckpointConfig(**checkpoint)), ""), {}, None)
+    stage = Stage(SimpleNamespace(engine=SimpleNamespace(device="cpu"), state_dict=dict), None, services=run.services)
     run.checkpoints = run.saver.checkpoints = SimpleNamespace(save=lambda *_: None)
     return run, stage
 
@@ -104,11 +103,10 @@ def test_a_checkpoint_by_its_path_branches_off_or_goes_back(tmp_path, capsys):
         (folder / name).mkdir()
         (folder / name / "run.json").write_text(json.dumps(facts))
     path = str(folder / "checkpoints" / "step_000004")
-    stage, before = Stage(), content(folder)
-    stage.policy, stage.parts = SimpleNamespace(engine=None, load_state_dict=lambda _: None), {}
+    stage, before = Stage(SimpleNamespace(engine=None, load_state_dict=lambda _: None), None), content(folder)
 
     def begun(name):
-        run = TrainingRun(Parsed(config(name, path), ""), {})
+        run = TrainingRun(Parsed(config(name, path), ""), {}, None)
         run.checkpoints.load = refuses
         with pytest.raises(UserError, match="another model"):
             run.restore(stage)
@@ -155,10 +153,10 @@ def test_a_save_that_fails_is_said_or_stops_the_run(tmp_path, clock, capsys):
 @pytest.mark.parametrize(("setting", "seconds"), [(None, 20 + 2 * 40), (5.0, 5)])
 def test_a_stop_has_the_time_that_saving_takes(tmp_path, clock, monkeypatch, setting, seconds):
     """A rank that wrote 11 GB to a network disk was killed after 20 s."""
-    run, stage = make(tmp_path)
+    run, stage = make(tmp_path, setting)
     monkeypatch.setattr(status, "_of_this_process", [status.SharedStatus()])
     monkeypatch.setattr(status.SharedStatus, "listen", lambda *_, **__: None)
-    stage.progress = Progress(RunConfig(grace_s=setting))
+    stage.progress.start()
     assert status.own_status().mine.grace_s == (setting or 20)
 
     def save(*_):
@@ -173,7 +171,7 @@ def test_a_checkpoint_beside_the_run_counts_once_it_is_in_place(tmp_path, monkey
     run, stage = make(tmp_path)
     monkeypatch.setattr(status, "_of_this_process", [status.SharedStatus()])
     monkeypatch.setattr(status.SharedStatus, "listen", lambda *_, **__: None)
-    stage.progress = Progress(RunConfig())
+    stage.progress.start()
     ready, room = [False, True], [True, False, False]
     run.checkpoints.begin = lambda *_, copy: room.pop(0)
     run.checkpoints.is_ready = lambda device: ready.pop(0)

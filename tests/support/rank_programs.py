@@ -27,6 +27,7 @@ from hybrid_grpo.generation import Workspace
 from hybrid_grpo.model.ranks import barrier, rank, world_size
 from hybrid_grpo.run.feature import make_features
 from hybrid_grpo.run.inputs import RunInputs
+from hybrid_grpo.run.stage import RunServices
 from hybrid_grpo.trainer import Trainer
 
 UNPACKED, EXPERTS = "mamba", "qwen3_moe"
@@ -75,7 +76,8 @@ def made(folder: Path, *, features: bool = True, workspace: Workspace | None = N
     device = engines.start()
     plan, inputs = check_train(config, world_size()), RunInputs.read(config)
     memory: Any = SimpleNamespace(workspace=lambda: workspace)
-    return make_trainer(config, plan, inputs, make_features(config, plan, inputs) if features else [], device, memory)
+    chosen = make_features(config, plan, inputs) if features else []
+    return make_trainer(config, plan, inputs, chosen, device, memory, RunServices())
 
 
 def build(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import pyarrow as pa
@@ -12,13 +13,13 @@ from torch import Tensor
 
 from hybrid_grpo.commands.replays.saved_rollouts import Key, SavedRow, key_of
 from hybrid_grpo.config import GrpoConfig
-from hybrid_grpo.data.batch import Numbers, Rollout, TrainBatch
+from hybrid_grpo.data.batch import Rollout, TrainBatch
 from hybrid_grpo.grpo.balance import Assignment
 from hybrid_grpo.grpo.correction import sampler_correction
-from hybrid_grpo.grpo.loss import Objective, kl_penalty, micro_batch_loss
+from hybrid_grpo.grpo.loss import kl_penalty
 from hybrid_grpo.grpo.surrogates import surrogate
-from hybrid_grpo.policy import TrainedModel
 from hybrid_grpo.records.alarms.alarms import Alarms
+from hybrid_grpo.records.step_trace import StepTrace
 from hybrid_grpo.records.tokens import TokenText, joined, token_table
 
 _FLOATS = pa.list_(pa.float32())
@@ -48,34 +49,28 @@ class LoggedSkips(Alarms):
         return step in self._skipped
 
 
-class LossRecorder:
-    """Computes the loss of micro-batches and records the columns `SEEN` of every token in `seen`, by (pass, row of the
-    rollout). Without a reference, columns that need one are None.
+class LossRecorder(StepTrace):
+    """Records, from `begin` on, what the loss sees of every token: the columns `SEEN` in `seen`, by (pass, row of the
+    rollout). Without a reference, columns that need one are None. `grpo` are the settings of the loss."""
 
-    `policy` counts the optimizer steps; `num_minibatches` of them make one pass over the rollout.
-    """
-
-    def __init__(self, policy: TrainedModel, num_minibatches: int) -> None:
-        self._policy, self._num_minibatches, self._start = policy, num_minibatches, policy.optimizer_steps
+    def __init__(self, grpo: GrpoConfig) -> None:
+        super().__init__()
+        self._grpo, self._has_begun = grpo, False
         self.seen: dict[tuple[int, int], dict[str, list[float] | None]] = {}
 
-    def __call__(
-        self,
-        batch: TrainBatch,
-        logp_bT: Tensor,
-        entropy_bT: Tensor,
-        grpo: GrpoConfig,
-        beta: float,
-        objective: Objective | None = None,
-    ) -> tuple[Tensor, Numbers]:
-        if batch.micro.rows:
-            iteration = 1 + (self._policy.optimizer_steps - self._start) // self._num_minibatches
-            found = token_columns(batch, logp_bT.detach(), entropy_bT.detach(), grpo)
-            columns = {name: None if value_bT is None else value_bT.tolist() for name, value_bT in found.items()}
-            lengths = batch.micro.mask_bT.sum(1).tolist()
-            for place, (row, length) in enumerate(zip(batch.micro.rows, lengths, strict=True)):
-                self.seen[iteration, row] = {name: v and v[place][:length] for name, v in columns.items()}
-        return micro_batch_loss(batch, logp_bT, entropy_bT, grpo, beta, objective)
+    def begin(self, step: int) -> None:
+        self._has_begun = True
+
+    def learned(self, batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor) -> None:
+        """Record the tokens of a micro-batch. A pass over the rollout has every row once."""
+        if not self._has_begun or not batch.micro.rows:
+            return
+        found = token_columns(batch, logp_bT.detach(), entropy_bT.detach(), self._grpo)
+        columns = {name: None if value_bT is None else value_bT.tolist() for name, value_bT in found.items()}
+        lengths = batch.micro.mask_bT.sum(1).tolist()
+        for place, (row, length) in enumerate(zip(batch.micro.rows, lengths, strict=True)):
+            iteration = next(number for number in count(1) if (number, row) not in self.seen)
+            self.seen[iteration, row] = {name: v and v[place][:length] for name, v in columns.items()}
 
     def bring_home(self, assignment: Assignment, num_generations: int) -> None:
         """Turn `seen`, by the rows that this rank trained on, into the same by the rows that it sampled. Collective."""
@@ -175,8 +170,7 @@ def _difference(row: Mapping[str, Any], before: Mapping[str, Any] | None) -> str
 
 
 def same(made: float | None, logged: float | None) -> bool:
-    """Return whether a number equals the logged one up to rounding; see `TOLERANCE`. None stands for NaN, infinity, or
-    a missing number."""
+    """Return whether two numbers are equal up to `TOLERANCE`. None stands for NaN, infinity, or a missing number."""
     if made is None or logged is None:
         return logged is None and (made is None or not math.isfinite(made))
     return abs(made - logged) <= TOLERANCE * max(1.0, abs(logged))

@@ -18,8 +18,7 @@ from hybrid_grpo.records.tokens import SUPPORT, read_tokens
 from hybrid_grpo.rewards.scorer import Rewards, Stream
 
 Key = tuple[int, int, int]
-"""Identifies a completion within a step, regardless of the number of ranks: the row of its prompt in the source, the
-epoch, and the sample index."""
+"""Identifies a completion of a step, whatever the ranks: its prompt's row in the source, the epoch, and the sample."""
 SavedRow = dict[str, Any]
 """A row of the token file; its entry `line` is the completion's line in the text file."""
 
@@ -72,7 +71,7 @@ class SavedCompletions(Journal):
         on_finish: OnFinish | None,
         sample: Any,
         given: Mapping[int, Completion] | None = None,
-        begun: Mapping[int, Completion] | None = None,
+        resumed_from: Mapping[int, Completion] | None = None,
     ) -> tuple[list[list[Completion]], Stats]:
         """See `Journal.complete`."""
         known = {
@@ -80,7 +79,7 @@ class SavedCompletions(Journal):
             for (prompt, epoch, number), row in self._saved.rows(step).items()
             if row["writer"] is None and not _shows(row)
         }
-        return complete_rest(requests, {**known, **(given or {})}, on_finish, sample, begun=begun)
+        return complete_rest(requests, {**known, **(given or {})}, on_finish, sample, resumed_from=resumed_from)
 
 
 def _shows(row: SavedRow) -> bool:

@@ -18,8 +18,8 @@ from hybrid_grpo.model.upload import upload
 from hybrid_grpo.policy import Scorer
 from hybrid_grpo.records.metrics.measurements import measure_machine
 from hybrid_grpo.records.metrics.meter import Meter
-from hybrid_grpo.run.feature import Feature, Features
-from hybrid_grpo.run.stage import Stage
+from hybrid_grpo.run.feature import Feature
+from hybrid_grpo.run.stage import RunServices, Stage
 
 _BINS = 10
 
@@ -63,6 +63,8 @@ class HeldOutPairs:
 class RewardTrainer(Stage):
     """One rank's part of training a reward model; `pairs` and `held_out` are the same on every rank."""
 
+    policy: Scorer
+
     def __init__(
         self,
         config: RewardStageConfig,
@@ -71,12 +73,11 @@ class RewardTrainer(Stage):
         held_out: list[Preference],
         device: torch.device,
         features: Sequence[Feature] = (),
+        services: RunServices | None = None,
     ) -> None:
+        super().__init__(scorer, Meter(device=device), features, services)
         self.config = config
-        self.policy: Scorer = scorer
         self.device = device
-        self.meter = Meter(device=device)
-        self.features = Features(features, self.meter)
         self.loader = PromptLoader(
             pairs, config.reward.batch_size, rank(), world_size(), config.run.seed, config.data.shuffle
         )
@@ -90,7 +91,7 @@ class RewardTrainer(Stage):
         start = time.perf_counter()
         pairs = [pair for pair, _ in self.loader.next_batch()]
         for micro in self.policy.pair_batches([pair.texts for pair in pairs]):
-            self.progress.beat()
+            self.progress.heartbeat()
             loss_p, chosen_p, rejected_p = self.compare(micro, pairs)
             self.policy.engine.backward(loss_p.sum() / self.config.reward.batch_size)
             self.meter.update(measure_pairs(loss_p, chosen_p, rejected_p))
@@ -117,7 +118,7 @@ class RewardTrainer(Stage):
         bins_K3 = torch.zeros(_BINS, 3, dtype=torch.float64, device=self.device)
         with self.meter.time("time/eval_s"):
             for micro in self.policy.pair_batches([pair.texts for pair in held_out.pairs], gradients=False):
-                self.progress.beat()
+                self.progress.heartbeat()
                 loss_p, chosen_p, rejected_p = self.compare(micro, held_out.pairs)
                 bins_K3 += calibration_bins(chosen_p - rejected_p)
                 numbers = measure_pairs(loss_p, chosen_p, rejected_p)

@@ -12,12 +12,14 @@ from hybrid_grpo.model.ranks import rank, world_size
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.metrics.measurements import measure_machine
 from hybrid_grpo.records.metrics.meter import Meter
-from hybrid_grpo.run.feature import Feature, Features
-from hybrid_grpo.run.stage import Stage
+from hybrid_grpo.run.feature import Feature
+from hybrid_grpo.run.stage import RunServices, Stage
 
 
 class SftTrainer(Stage):
     """One rank's part of a supervised run: next-token cross-entropy on the completions, averaged over tokens."""
+
+    policy: Policy
 
     def __init__(
         self,
@@ -26,12 +28,11 @@ class SftTrainer(Stage):
         pairs: list[Pair],
         device: torch.device,
         features: Sequence[Feature] = (),
+        services: RunServices | None = None,
     ) -> None:
+        super().__init__(policy, Meter(device=device), features, services)
         self.config = config
-        self.policy: Policy = policy
         self.device = device
-        self.meter = Meter(device=device)
-        self.features = Features(features, self.meter)
         self.loader = PromptLoader(
             pairs, config.sft.batch_size, rank(), world_size(), config.run.seed, config.data.shuffle
         )
@@ -44,7 +45,7 @@ class SftTrainer(Stage):
         pairs = [pair for pair, _ in self.loader.next_batch()]
         tokens = sum(len(pair.completion_ids) for pair in pairs)
         ids = [pair.prompt.token_ids for pair in pairs], [pair.completion_ids for pair in pairs]
-        for loss, count in self.policy.learn(*ids, self.progress.beat):
+        for loss, count in self.policy.learn(*ids, self.progress.heartbeat):
             self.meter.add("sft/loss", loss, count)
         self.step_optimizer()
         self.meter.add("policy/skipped_steps", self.policy.skipped_steps)

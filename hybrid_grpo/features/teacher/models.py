@@ -77,7 +77,7 @@ class TeacherModel:
             tokenizer = None if settings.other_tokenizer else self._inputs.tokenizer
             or_else = ", or set teacher.other_tokenizer to true" if settings.into == "advantage" else ""
             check_compatible(self._own, self.model_config, policy, tokenizer, setting, or_else)
-            if self._inputs.sees:
+            if self._inputs.sampler.sees:
                 check_sight(self.model_config, load_config(policy.model), f"{setting} {self.name}")
         own = vocabulary_of(self._inputs.tokenizer, load_config(policy.model))
         refuse(
@@ -111,7 +111,7 @@ class TeacherModel:
             return LogprobModel(load_model(self._own, training_attention(self._own), self._setting), self.vocabulary)
 
         self.engine = policy.engine if self.name is None else engines.Frozen(read, self._own.dtype, fetching)
-        if self.name is not None and self._inputs.sees:
+        if self.name is not None and self._inputs.sampler.sees:
             self._sight = sight_of(self._inputs.sampler.album, self._own, self.engine.device, self._setting)
 
     def seen(self, micro: MicroBatch) -> MicroBatch:

@@ -7,6 +7,7 @@ step's metrics.
 import math
 from collections import defaultdict
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from statistics import fmean
 
@@ -57,7 +58,7 @@ class Alarms:
         guard: GuardConfig | None = None,
         last_step: int = 0,
     ) -> None:
-        self._config, self._symptoms = config or AlarmsConfig(), symptoms or Symptoms()
+        self._config, self._no_symptoms = config or AlarmsConfig(), symptoms or Symptoms()
         self._last_step = last_step
         self._limits = {**self._config.named, **self._config.numbers}
         if "held_out" in self._limits:
@@ -67,6 +68,11 @@ class Alarms:
         for name in self._config.numbers:
             known = [metric.name for metric in CATALOGUE]
             refuse(find(name) is None, f"alarms.numbers {name} is not a metric: {did_you_mean(name, known)}")
+        self._forget()
+
+    def _forget(self) -> None:
+        """Be as before the first step."""
+        self._symptoms = deepcopy(self._no_symptoms)
         self._bad: dict[str, int] = {}
         """Number of consecutive bad steps, by alarm."""
         self._since: dict[str, int] = {}
@@ -77,8 +83,7 @@ class Alarms:
         """The held-out set with which training is compared: the first one that was evaluated."""
         self._due: list[AlarmRecord] = []
         """Alarms of the newest step that stop the run or roll it back."""
-        self.note = ""
-        """Why the run was rolled back; reported with the next step."""
+        self._note = ""
         self.over: list[AlarmRecord] = []
         """The ends, without messages, of alarms whose problem was over in the newest step."""
 
@@ -116,8 +121,8 @@ class Alarms:
         self._add_numbers(values, signs)
         values |= self._closest(signs)
         bad = self._bad_signs(signs)
-        records = [AlarmRecord(step, "roll_back", step, self.note, until=step)] if self.note else []
-        self._due, self.note, self.over = [], "", []
+        records = [AlarmRecord(step, "roll_back", step, self._note, until=step)] if self._note else []
+        self._due, self._note, self.over = [], "", []
         for name, sign in signs.items():
             limit, before = self._limits[name], self._bad.get(name, 0)
             self._bad[name] = count = before + 1 if name in bad else 0
@@ -157,8 +162,10 @@ class Alarms:
             {name: number for name, number in state[part].items() if name in self._limits} for part in ("bad", "since")
         )
 
-    def recall(self, folder: Path, done: int) -> None:
-        """Take in the metrics in a run's folder up to the step `done`, which rank 0 reads for all ranks. Collective."""
+    def recall(self, folder: Path, done: int, note: str = "") -> None:
+        """Take in only the metrics in a run's folder up to the step `done`, which rank 0 reads for all ranks. `note`
+        says why the run was rolled back to that step, if it was; it is reported with the next step. Collective."""
+        self._forget()
         rows = [
             {name: value for name, value in line.items() if name == "step" or self._needs(name, value)}
             for line in (read_jsonl(folder / "metrics.jsonl") if rank() == 0 else ())
@@ -166,6 +173,7 @@ class Alarms:
         ]
         for row in all_gather_objects(rows)[0]:
             self.remember(int(row.pop("step")), row)
+        self._note = note
 
     @property
     def stops(self) -> bool:

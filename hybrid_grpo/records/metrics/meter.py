@@ -90,8 +90,7 @@ class Meter:
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
-        """Add the seconds that the `with` block takes, and record the block as a stage of the step. Waits for the GPU
-        before and after the block."""
+        """Time the `with` block as a stage of the step, in seconds. Waits for the GPU before and after the block."""
         stage = name.removeprefix("time/").removesuffix("_s")
         self._synchronize()
         start = time.perf_counter()
@@ -128,8 +127,7 @@ class Meter:
         return values
 
     def reduce(self) -> dict[str, float]:
-        """Return the step's metrics by name, the same on all ranks, without metrics that no rank added, and empty the
-        meter. This takes two collectives."""
+        """Return the step's metrics that any rank added, the same on all ranks; empty the meter. Two collectives."""
         sums = torch.zeros(len(self._reductions), 2, dtype=torch.float64)
         highs = torch.full_like(sums, -math.inf)
         read = self._read()
@@ -157,8 +155,7 @@ class Meter:
 
 
 def _total(added: list[tuple[float, float]], reduction: Reduction) -> tuple[float, float]:
-    """Return this rank's input to the sum over ranks: total and count. The total of an extreme (`max`, `min`, `same`)
-    is NaN if any value is NaN, else 0."""
+    """Return this rank's total and count for the sums over ranks. An extreme's total is NaN if a value is, else 0."""
     if reduction == "mean":
         return sum(value * count for value, count in added), sum(count for _, count in added)
     if reduction in ("sum", "rank_mean"):

@@ -31,8 +31,7 @@ from hybrid_grpo.model.states import adopt_states
 from hybrid_grpo.model.towers import loader
 
 HeadOf = Callable[[int, int], HeadFunction | None]
-"""Function that returns what the head computes in addition, or None, from the number of target tokens and the
-vocabulary's size."""
+"""Returns what the head computes in addition, or None, from the number of target tokens and the vocabulary's size."""
 
 
 @dataclass(frozen=True)

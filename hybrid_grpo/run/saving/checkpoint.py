@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from hybrid_grpo.engine import Engine
-from hybrid_grpo.model.ranks import all_gather_objects, all_reduce, barrier, rank, world_size
+from hybrid_grpo.model.ranks import all_gather_objects, all_reduce, barrier, from_first_rank, rank, world_size
 from hybrid_grpo.model.tensor_files import Postponed, foreign_types
 from hybrid_grpo.records.files import replace_text, sync
 from hybrid_grpo.records.write_failures import WriteFailed, write_together
+from hybrid_grpo.run.fingerprints import Fingerprints
 from hybrid_grpo.run.parts import Shards
 from hybrid_grpo.run.saving.manifest import Damaged, Manifest
 from hybrid_grpo.run.saving.space import has_memory
@@ -41,8 +42,7 @@ class Checkpoint:
 
 class Checkpoints:
     """The folder `checkpoints/` of a run, in which the newest `keep` checkpoints are kept. Their manifests store the
-    run's `settings`, and `inputs`, the fingerprints of what the run reads. `rollbacks` counts how often the run has
-    gone back to a checkpoint."""
+    run's `settings`, and `inputs`, the fingerprints of what the run reads. `rollbacks` counts its rollbacks."""
 
     def __init__(self, folder: Path, keep: int, settings: dict[str, Any] | None = None) -> None:
         self.folder, self._keep, self._settings = folder, keep, settings or {}
@@ -53,14 +53,21 @@ class Checkpoints:
         self._verified_run = ""
         """Identity of the run according to its checkpoints, in case the file `run_id` is gone."""
 
+    def continue_from(self, checkpoint: Checkpoint) -> None:
+        """Continue the count of rollbacks from a checkpoint of this run."""
+        self.rollbacks = checkpoint.manifest.rollbacks
+
+    def fingerprint(self, read: Fingerprints) -> None:
+        """Replace `inputs` by what rank 0 reads now. Collective."""
+        self.inputs = from_first_rank(read() if rank() == 0 else {})
+
     def tags(self) -> list[str]:
         """Return the names of all checkpoints, damaged ones included, the newest first."""
         found = [path.name for path in self.folder.glob("step_*") if _TAG.fullmatch(path.name)]
         return sorted(found, key=_step, reverse=True)
 
     def newest_whole(self, before: float = math.inf) -> tuple[Checkpoint | None, list[str]]:
-        """Return the newest undamaged checkpoint before step `before`, or None, and what is wrong with the newer ones
-        that were passed over. Collective."""
+        """Return the newest whole checkpoint before a step, or None, and what is wrong with newer ones. Collective."""
         passed_over: list[str] = []
         for tag in all_gather_objects([tag for tag in self.tags() if _step(tag) < before])[0]:
             try:

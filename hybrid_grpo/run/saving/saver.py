@@ -20,8 +20,7 @@ from hybrid_grpo.run.stage import Stage
 
 
 class Saver:
-    """Writes the checkpoints of a run of `steps` steps, as `config` asks; `step` is the step of the newest checkpoint,
-    or None."""
+    """Writes the checkpoints of a run of `steps` steps, as `config` asks; `step` is that of the newest one, or None."""
 
     def __init__(
         self, config: CheckpointConfig, steps: int, folder: Path, settings: dict[str, Any], journal: Journal
@@ -42,6 +41,11 @@ class Saver:
     @property
     def newest(self) -> str:
         return "there is none before it" if self.step is None else f"the newest one is from step {self.step}"
+
+    def continue_from(self, checkpoint: Checkpoint) -> None:
+        """Take a checkpoint of this run for the newest one."""
+        self.step = checkpoint.manifest.step
+        self.checkpoints.continue_from(checkpoint)
 
     def is_due(self, step: int, stage: Stage) -> bool:
         """Return whether to save after a step, because of its number or the time on rank 0's clock. Collective."""
@@ -126,7 +130,7 @@ def load_stage(stage: Stage, checkpoints: Checkpoints, checkpoint: Checkpoint) -
     for shards in stage.all_shards:
         shards.load(checkpoint.folder)
     if (lr_scale := checkpoint.manifest.lr_scale) is not None:
-        stage.policy.lr_scale = lr_scale
+        stage.policy.scale_lr(lr_scale)
         for model in stage.features.models:
-            model.lr_scale = lr_scale
+            model.scale_lr(lr_scale)
     return state

@@ -1,5 +1,4 @@
-"""Checks before the first step that the disk has room for what a run will keep, and before a save that the host has
-memory for a copy."""
+"""Checks that the disk has room for what a run will keep, and the host memory for the copy of a checkpoint."""
 
 import resource
 import shutil

@@ -5,6 +5,7 @@ where ranks ask each other; during sampling, each rank checks for itself after e
 the same point, and none waits for another that has left.
 """
 
+import math
 import signal
 import threading
 import time
@@ -25,23 +26,20 @@ _GRACE_S = 20.0
 
 
 class Progress:
-    """Records where this rank is in its run, and whether it must stop. Without a `config`, nothing asks it to stop.
-    Ranks exchange numbers on `device`."""
+    """Records where this rank is in its run and, from `start` on, whether it must stop. Collectives use `device`."""
 
     def __init__(self, config: RunConfig | None = None, device: torch.device | None = None) -> None:
-        self._shared = SharedStatus() if config is None else own_status()
-        self._device = device
-        self._step = 0
-        self._limit_s = self._start = float("inf")
-        self._watched = config is not None
-        self._derives_grace = False
-        if config is None:
-            return
+        self._config, self._device = config or RunConfig(), device
+        self._shared, self._step = SharedStatus(), 0
+        self._is_watched, self._deadline = False, math.inf
+
+    def start(self) -> None:
+        """From now on, stop for signals, the watcher and `run.stop_after`."""
+        config, self._shared, self._is_watched = self._config, own_status(), True
         mine = self._shared.mine
-        self._derives_grace = config.grace_s is None
         mine.grace_s, mine.stall_s = config.grace_s or _GRACE_S, config.stall_minutes * 60
-        self._limit_s = duration_seconds(config.stop_after) if config.stop_after else float("inf")
-        self._start = mine.started or time.monotonic()
+        if config.stop_after:
+            self._deadline = (mine.started or time.monotonic()) + duration_seconds(config.stop_after)
         if mine.watcher:
             # All ranks of the machine share the memory by now; the file would outlive watchers that are killed.
             self._shared.forget_file()
@@ -52,7 +50,7 @@ class Progress:
 
     def expect_saving(self, seconds: float) -> None:
         """Extend the grace period by the expected time of saving, unless `run.grace_s` is set."""
-        if self._derives_grace:
+        if self._config.grace_s is None:
             self._shared.mine.grace_s = _GRACE_S + seconds
 
     def enter(self, phase: str, step: int | None = None) -> None:
@@ -63,26 +61,29 @@ class Progress:
         if phase in _ABANDONED_AT and self.stops():
             raise RunInterrupted("stopped")
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
+        """Record a sign of life."""
         self._shared.beat()
 
-    def look(self) -> None:
+    def check_stop(self) -> None:
         """Record a sign of life, and raise RunInterrupted, on this rank alone, if it was asked to stop."""
-        self._shared.beat()
-        if self.asked():
+        self.heartbeat()
+        if self.stop_requested():
             raise RunInterrupted("stopped")
 
     def stops(self) -> bool:
         """Return whether any rank was asked to stop. Collective."""
-        asked = torch.tensor(int(self.asked()), device=self._device)
-        return self._watched and bool(all_reduce(asked, "max"))
+        requested = torch.tensor(int(self.stop_requested()), device=self._device)
+        return self._is_watched and bool(all_reduce(requested, "max"))
 
-    def why(self) -> str:
+    def stop_reason(self) -> str:
+        """Return why the ranks stop. Collective."""
         cause = int(all_reduce(torch.tensor(self._shared.mine.cause, device=self._device), "max"))
         named = {LAUNCHER_GONE: "the launcher has ended", TIME_OVER: "run.stop_after has passed"}
         return named.get(cause) or signal.Signals(cause).name
 
-    def asked(self) -> bool:
-        if time.monotonic() > self._start + self._limit_s:
+    def stop_requested(self) -> bool:
+        """Return whether this rank was asked to stop."""
+        if time.monotonic() > self._deadline:
             self._shared.ask(TIME_OVER)
         return bool(self._shared.mine.asked)

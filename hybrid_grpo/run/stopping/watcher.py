@@ -323,8 +323,7 @@ def _lives(pid: int, start: str | None = None) -> bool:
 
 
 def _launchers() -> list[tuple[int, str]]:
-    """Return the launcher processes above this one, each with its start time. Process id 0 stands for launchers that
-    have already ended."""
+    """Return the launcher processes above this one, each with its start time. Process id 0: it has already ended."""
     found, child, pid = [], os.getpid(), os.getppid()
     was_started = any(name in os.environ for name in _OF_LAUNCHERS)
     while stat := _stat(pid):
@@ -340,8 +339,7 @@ def _launchers() -> list[tuple[int, str]]:
 
 
 def _is_orphan(pid: int) -> bool:
-    """Return whether a process has lost the parent that started it, so that its parent is now init or a process of
-    another session."""
+    """Return whether a process has lost its first parent: its parent is now init or a process of another session."""
     _, parent, _, session, *_ = _stat(pid) or ["", "0", "", ""]
     of_parent = _stat(int(parent))
     return bool(of_parent) and (parent == "1" or (session != str(pid) and session != of_parent[3]))

@@ -75,10 +75,11 @@ def test_the_loss_is_the_sum_of_what_was_recorded(settings, made):
     """By the formulas, in float64: what is missing or another number than the loss was given would show."""
     grpo = GrpoConfig(**settings)
     batch, logp_bT, entropy_bT = make_batch(**made)
-    recorder = LossRecorder(SimpleNamespace(optimizer_steps=0), 1)
-    loss, numbers = recorder(batch, logp_bT, entropy_bT, grpo, grpo.beta)
-    plain, _ = micro_batch_loss(batch, logp_bT, entropy_bT, grpo, grpo.beta)
-    assert loss.equal(plain) and loss.requires_grad
+    recorder = LossRecorder(grpo)
+    recorder.learned(batch, logp_bT + 1, entropy_bT)
+    recorder.begin(1)
+    loss, numbers = micro_batch_loss(batch, logp_bT, entropy_bT, grpo, grpo.beta)
+    recorder.learned(batch, logp_bT, entropy_bT)
     assert set(recorder.seen) == {(1, 4), (1, 0), (1, 7)}
 
     total, clipped, tokens = 0.0, 0, 0
@@ -108,12 +109,12 @@ def test_the_loss_is_the_sum_of_what_was_recorded(settings, made):
     assert logged * tokens == pytest.approx(clipped)
 
 
-def test_passes_are_told_by_the_optimizer_steps_and_rows_that_are_not_learned_are_null():
+def test_every_pass_has_a_row_once_and_rows_that_are_not_learned_are_null():
     batch, logp_bT, entropy_bT = make_batch()
-    policy = SimpleNamespace(optimizer_steps=10)
-    recorder = LossRecorder(policy, 2)
-    for policy.optimizer_steps in (10, 12):
-        recorder(batch, logp_bT + policy.optimizer_steps, entropy_bT, GrpoConfig(), 0.0)
+    recorder = LossRecorder(GrpoConfig())
+    recorder.begin(1)
+    for more in (10, 12):
+        recorder.learned(batch, logp_bT + more, entropy_bT)
     prompts = [Prompt(n, "p", [1], {}) for n in range(4)]
     completions = [Completion([2] * 4, [0.0] * 4, "stop") for _ in range(8)]
     table = recorder.table(Rollout(prompts, completions, 2), 0, torch.zeros(8, 4), 2, TEXT)
@@ -218,7 +219,7 @@ def test_completions_of_other_ranks_in_another_order_are_found_and_the_first_tha
             own = rollout.groups([group])
             last = replace(own.completions[-1], **changes)
             own = replace(own, completions=[own.completions[0], last])
-            recorder = LossRecorder(SimpleNamespace(optimizer_steps=0), 1)
+            recorder = LossRecorder(GrpoConfig())
             made.append(recorder.table(own, group, torch.full((2, 2), 1.25), 1, TEXT))
         return in_saved_order(made, saved.rows(3))
 

@@ -16,7 +16,6 @@ from hybrid_grpo.features.average.settings import AverageConfig
 from hybrid_grpo.model.ranks import barrier
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.metrics.meter import Meter
-from hybrid_grpo.run.feature import Features
 from hybrid_grpo.run.stage import Stage
 
 DECAY = 0.7
@@ -46,10 +45,9 @@ class Steps(Stage):
     """Steps of a policy with an average of its weights."""
 
     def __init__(self, policy: Policy) -> None:
-        self.policy, self.meter = policy, Meter(device=policy.engine.device)
         self.average = Average(SftConfig(average=AverageConfig(decay=DECAY)), None, None)
+        super().__init__(policy, Meter(device=policy.engine.device), [self.average])
         self.average.load(policy)
-        self.features = Features([self.average])
 
 
 def followed(policy: Policy, folder: Path) -> tuple[dict[str, Any], MovingAverage]:

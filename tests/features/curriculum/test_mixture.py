@@ -26,8 +26,7 @@ def streams(world: int = 1) -> list[Curriculum]:
 
 
 def play(ranks: list[Curriculum], count: int) -> list[list[tuple[int, int]]]:
-    """Steps in which prompts with an even number are always solved and others half of the time. Every rank is told of
-    the prompts of all."""
+    """Steps in which even prompts are always solved, others half of the time. Every rank notes the prompts of all."""
     found = []
     for _ in range(count):
         drawn = [rank.next_prompts(1) for rank in ranks]

@@ -34,7 +34,7 @@ from hybrid_grpo.run.feature import Scored
 
 Seen = dict[str, Any]
 TEMPERATURE = 0.8
-BLIND = {"sampler": SimpleNamespace(album=None), "sees": False}
+BLIND = {"sampler": SimpleNamespace(album=None, sees=False)}
 """Of inputs without pictures."""
 
 PROGRAMS = str(Path(__file__).with_name("programs.py"))
@@ -42,8 +42,7 @@ PROGRAMS = str(Path(__file__).with_name("programs.py"))
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Seen], Seen]:
-    """What each rank of two has seen, and then one alone. A teacher is the model with its weights moved, and another
-    reads bytes and syllables."""
+    """What two ranks have seen, and one alone. One teacher is the model with other weights, one reads syllables."""
     folder = make_task(tmp_path_factory.mktemp("task"))
     (folder / "other").mkdir()
     for file in (folder / "model").iterdir():

@@ -254,17 +254,16 @@ def test_patience_goes_on_where_it_was_and_begins_anew_after_a_stop():
 
 
 def test_a_resumed_run_knows_its_best_evaluation(tmp_path, capsys):
-    run = TrainingRun(Parsed(TrainConfig(run=RunConfig(name="run", dir=str(tmp_path))), ""), {})
+    run = TrainingRun(Parsed(TrainConfig(run=RunConfig(name="run", dir=str(tmp_path))), ""), {}, None)
     lines = [
         {"step": step, **numbers, "policy/loss": None} for step, numbers in enumerate([line(None, 0.5), line(0.2)])
     ]
     manifest = Manifest("0" * 16, 1, 1, 0, {}, {})
     run.start = Start(Checkpoint(tmp_path, manifest), tuple(json.dumps(of) + "\n" for of in lines))
     run.checkpoints = SimpleNamespace(load=lambda engine, checkpoint: {"policy": {}, "step": 1})
-    stage = Stage()
-    stage.policy, stage.parts = SimpleNamespace(engine=None, load_state_dict=lambda state: None), {}
+    policy = SimpleNamespace(engine=None, load_state_dict=lambda state: None)
+    stage = Stage(policy, SimpleNamespace(reduce=lambda: line(0.6, 0.4)))
     assert run.restore(stage) == 1
-    stage.meter = SimpleNamespace(reduce=lambda: line(0.6, 0.4))
     assert run.watched(2, stage)["health/alarm"] == 1.0
     assert "held-out accuracy is 0.400 after 0.500 at step 0" in capsys.readouterr().out
 

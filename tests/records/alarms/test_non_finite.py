@@ -179,8 +179,7 @@ def test_a_run_that_rolls_back_ends_well_at_a_lower_learning_rate(workshop: Work
 
 @pytest.mark.ranks
 def test_alarms_skip_an_update_go_back_and_stop_on_all_ranks(workshop: Workshop):
-    """The rewards of step 2 are equal, those of step 4 too high when it is made for the first time, and those of step 6
-    too low, both on one rank only."""
+    """Rewards are equal in step 2, and on one rank too high in step 4 the first time, and too low in step 6."""
     settings = ["--config", "alarms.yaml", "--checkpoint.every=2", "--run.steps=8"]
     done = workshop.run(*options("alarmed", "acting_rewards.py:by_step"), *settings, ranks=2)
     assert done.status == 2, done.err[-3000:]

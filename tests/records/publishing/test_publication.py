@@ -337,8 +337,7 @@ def test_an_earlier_publication_is_replaced_whole_or_stays(run: Path, monkeypatc
 def test_a_folder_that_cannot_be_replaced_is_refused_before_the_model_is_copied(
     run: Path, monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
-    """An empty mount point failed with `Device or resource busy` after minutes of copying, and `../here` moved the
-    current folder away."""
+    """An empty mount point failed as busy after minutes of copying, and `../here` moved the current folder away."""
     run, here, volume = run.resolve(), Path("here").absolute(), Path("volume").absolute()
     for folder in (here, volume):
         folder.mkdir()

@@ -7,7 +7,7 @@ import torch
 
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.run import CheckpointConfig
-from hybrid_grpo.run.feature import Feature, Features
+from hybrid_grpo.run.feature import Feature
 from hybrid_grpo.run.saving import space
 from hybrid_grpo.run.stage import Stage
 
@@ -33,9 +33,8 @@ class Critic(Feature):
 
 
 def stage_of(module, shards=None, features=()):
-    stage = Stage()
-    stage.policy = trained(module)
-    stage.shards, stage.features = shards, Features(features)
+    stage = Stage(trained(module), None, features)
+    stage.shards = shards
     return stage
 
 

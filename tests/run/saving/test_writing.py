@@ -20,8 +20,7 @@ LAYOUTS = ("offloaded", "stage 2", "stage 1 in bfloat16", "stage 0", "adapters")
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """By layout: the files of a checkpoint that was written beside the next step, of the same one that was waited for,
-    and of the next one."""
+    """By layout: the files of a checkpoint written beside the next step, of one that was waited for, and the next."""
     folder = make_task(tmp_path_factory.mktemp("task"))
     return ranks(2, "both", folder, programs="saving_programs.py")[0]
 

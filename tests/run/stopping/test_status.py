@@ -49,8 +49,7 @@ def test_an_exchange_that_fails_is_blamed_on_the_rank_that_is_dead(monkeypatch, 
 
 
 def test_a_run_at_the_same_port_that_ends_this_rank_s_entry_ends_no_watcher():
-    """Two runs had been started at one port: the entry said that the rank had ended, and its watcher died of
-    max() of nothing."""
+    """With two runs at one port, the entry said that the rank had ended, and its watcher died of max() of nothing."""
     mine, other, older = (
         SimpleNamespace(status=status, tick=tick, started=10.0)
         for status, tick in ((1, 12.0), (watcher.RUNNING, 11.0), (watcher.RUNNING, 9.0))

@@ -21,7 +21,7 @@ from hybrid_grpo.records.json_lines import read_jsonl
 from hybrid_grpo.run.local_ranks import free_port
 from hybrid_grpo.run.stopping import leftovers, watcher
 from hybrid_grpo.run.stopping import progress as progresses
-from hybrid_grpo.run.stopping.status import TIME_OVER, SharedStatus
+from hybrid_grpo.run.stopping.status import SharedStatus
 
 TRAIN = ("train", "--config", "train.yaml", "--run.resume", "auto")
 LIMIT_S = 120.0
@@ -343,31 +343,35 @@ def test_what_is_no_time(text):
 
 
 def test_progress_stops_at_its_time_and_at_stop_points_and_without_a_run_never(monkeypatch):
-    now, shared = [1000.0], SharedStatus()
+    now = [1000.0]
     monkeypatch.setattr(progresses.time, "monotonic", lambda: now[0])
+    shared = SharedStatus()
     monkeypatch.setattr(progresses, "own_status", lambda: shared)
     monkeypatch.setattr(SharedStatus, "listen", lambda self, stops, patience: None)
     progress = progresses.Progress(RunConfig(stop_after="1h", stall_minutes=2.0))
+    progress.start()
     progress.expect_saving(100.0)
     assert (shared.mine.grace_s, shared.mine.stall_s) == (120.0, 120.0)
     now[0] += 3600.0
     progress.enter("scoring", 7)
-    progress.look()
-    assert (shared.mine.step, shared.mine.beats, progress.asked(), progress.stops()) == (7, 1, False, False)
+    progress.check_stop()
+    assert (shared.mine.step, shared.mine.beats, progress.stop_requested(), progress.stops()) == (7, 1, False, False)
     now[0] += 1.0
     progress.enter("sampling")
     assert shared.mine.step == 7, "a stage that names no step belongs to that of the one before"
-    for at_stop_point in (progress.look, lambda: progress.enter("update", 8)):
+    for at_stop_point in (progress.check_stop, lambda: progress.enter("update", 8)):
         with pytest.raises(RunInterrupted):
             at_stop_point()
-    assert progress.stops() and shared.mine.cause == TIME_OVER and progress.why() == "run.stop_after has passed"
+    assert progress.stops() and progress.stop_reason() == "run.stop_after has passed"
     # What the user says is not changed by what saving is expected to take, and what was asked before is forgotten.
-    progresses.Progress(RunConfig(grace_s=5.0)).expect_saving(100.0)
+    progress = progresses.Progress(RunConfig(grace_s=5.0))
+    progress.start()
+    progress.expect_saving(100.0)
     assert (shared.mine.grace_s, shared.mine.asked, shared.mine.cause) == (5.0, 0.0, 0)
     unwatched = progresses.Progress()
     unwatched._shared.ask(signal.SIGTERM)
     unwatched.enter("update", 1)
-    assert unwatched.asked() and not unwatched.stops() and unwatched.why() == "SIGTERM"
+    assert unwatched.stop_requested() and not unwatched.stops() and unwatched.stop_reason() == "SIGTERM"
 
 
 @pytest.mark.parametrize("status, lives, found", [
