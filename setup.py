@@ -56,7 +56,6 @@ setup(
         "lora": ["peft>=0.21"],
         # No requirement of all: its antlr conflicts with that of hydra and omegaconf, in one environment with them.
         "math": ["math-verify[antlr4_13_2]>=0.9"],
-        "openenv": ["openenv>=0.10"],
         # SmolVLM's processor spells numbers.
         "pictures": ["num2words>=0.5.8", "pillow>=10.1"],
         "search": ["bm25s>=0.3"],

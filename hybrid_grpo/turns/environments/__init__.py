@@ -1,3 +1,1 @@
-"""Environments: `environments` answers turns with observations, and `instances` runs the environments in worker
-processes; `openenv` adapts the environments of that package.
-"""
+"""Environments: `environments` answers turns with observations; `instances` runs them in worker processes."""

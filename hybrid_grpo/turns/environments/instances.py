@@ -27,11 +27,10 @@ from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
-from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.user_code import describe, import_object, import_place
 from hybrid_grpo.data.episodes import Observation
 from hybrid_grpo.rewards.functions import finite_reward
-from hybrid_grpo.turns.environments import openenv
 from hybrid_grpo.turns.observations import Unreadable, digest, observed, received, sent, shows_pictures
 from hybrid_grpo.turns.tools.functions import WrongArguments, check_arguments, described
 from hybrid_grpo.workers.calls import Call, Failure, Interface, Reply, failed, raised
@@ -204,9 +203,7 @@ class EnvironmentProcess:
     def _end(self) -> dict[str, Any]:
         gives_reward = callable(getattr(self._instance, "get_reward", None))
         reward = self._waited(self._instance.get_reward()) if gives_reward else None
-        is_own = not isinstance(self._instance, openenv.OpenenvRollout)
-        state = state_of(self._instance if is_own else self._instance.carried(), self._place)
-        return {"reward": _reward(reward, "get_reward"), "state": state}
+        return {"reward": _reward(reward, "get_reward"), "state": state_of(self._instance, self._place)}
 
     def _close(self) -> None:
         """Close the object, if there is one. What closing raises is ignored."""
@@ -264,18 +261,15 @@ def load_environment(config: EnvironmentEntry, entry: str) -> EnvironmentProcess
     no such class, or if it is not an environment."""
     place, setting = config.factory.rpartition(":")[0], f"{entry} {config.factory}"
     factory: Any = import_object(config.factory, setting)
-    kind: Any = factory
-    made, foreign = None, None
-    if not inspect.isclass(factory):
-        made = _made(factory, setting)
-        kind = type(made)
-    if openenv.is_foreign(kind):
-        foreign = openenv.adapted(factory, made, setting)
-        factory = foreign.factory
+    kind = factory if inspect.isclass(factory) else type(_made(factory, setting))
+    refuse(
+        any(base.__module__.startswith("openenv.") for base in kind.__mro__),
+        f"{setting} is openenv's {kind.__name__}, whose turns are not text: give a class with reset and step around it",
+    )
     methods = dict(inspect.getmembers(kind, predicate=inspect.isfunction))
     if "reset" not in methods:
         raise UserError(f"{setting} has no method reset: an environment has one, which may return nothing")
-    tools = foreign.tools if foreign else _tools(methods, setting)
+    tools = _tools(methods, setting)
     schema = {
         "steps": not tools,
         "silent": inspect.signature(methods["reset"]).return_annotation in (None, "None"),

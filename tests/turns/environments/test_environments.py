@@ -328,6 +328,7 @@ def test_what_came_of_an_environment_outlives_a_crash(tmp_path):
     [
         (f"{FILE}:NoReset", "has no method reset"),
         (f"{FILE}:NoMethods", "has no step, and no method that the model could call"),
+        (f"{FILE}:OfOpenenv", "is openenv's OfOpenenv, whose turns are not text"),
         (f"{FILE}:Steos", "has no function Steos: did you mean Steps"),
         ("Steps", "give path/to/file.py:name"),
     ],
