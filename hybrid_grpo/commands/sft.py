@@ -66,11 +66,12 @@ def _sft(parsed: Parsed[SftConfig], doing: Doing) -> Path:
     training = TrainingRun(parsed, facts, of_inputs(config, tokenizer, {"training rows": pairs}))
     if training.finished:
         return training.folder
-    steps, seed = config.run.steps, config.run.seed
     doing("loading the model")
     # The policy generates nothing: its view of the model is used only for the export.
-    given = config.policy, config.engine, tokenizer, steps
-    policy = Policy(*given, decoder="transformers", lora=config.lora, seed=seed, album=album)
+    steps, seed, lora = config.run.steps, config.run.seed, config.lora
+    policy = Policy(
+        config.policy, config.engine, tokenizer, steps, decoder="transformers", lora=lora, seed=seed, album=album
+    )
     load_features(features, policy)
     say(f"weights: {verified(policy)}")
     doing.end()

@@ -123,12 +123,10 @@ class Completion:
         """The completion as it was when it had this many tokens: open, unless it had already ended."""
         if len(self.token_ids) < tokens or (len(self.token_ids) == tokens and self.finish != "open"):
             return self
-        kept: dict[str, Any] = {"support": None, "routing": None}
-        if tokens and self.support is not None:
-            kept["support"] = Support.of(self.support.lists()[:tokens])
-        if tokens and self.routing is not None:
-            kept["routing"] = Routing(self.routing.prompt, self.routing.completion[: tokens - 1])
-        return replace(self, token_ids=self.token_ids[:tokens], logp=self.logp[:tokens], finish="open", text="", **kept)
+        ids, logp, support, routing = self.token_ids[:tokens], self.logp[:tokens], self.support, self.routing
+        support = Support.of(support.lists()[:tokens]) if tokens and support is not None else None
+        routing = Routing(routing.prompt, routing.completion[: tokens - 1]) if tokens and routing is not None else None
+        return replace(self, token_ids=ids, logp=logp, finish="open", text="", support=support, routing=routing)
 
     def carry(self) -> Completion:
         """The completion at the end of a step after which it is carried on."""

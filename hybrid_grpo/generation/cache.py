@@ -90,9 +90,16 @@ class Geometry:
         seen, ids = _Seen(type(model).__name__, device), torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=device)
         with torch.no_grad(), MemoryTracker((*model.parameters(), *model.buffers(), ids)) as tracker:
             cached_forward(model.base_model, model, ids, ids, seen)
-        reading, attention = -(-tracker.peak // _PROBE_TOKENS), tuple(seen.attention)
-        of_layers = tuple(seen.layers), seen.latents, tuple(seen.states), seen.routes.shape
-        return cls(tuple(seen.shapes), seen.dtype, attention, reading, *of_layers)
+        return cls(
+            shapes=tuple(seen.shapes),
+            dtype=seen.dtype,
+            attention=tuple(seen.attention),
+            reading=-(-tracker.peak // _PROBE_TOKENS),
+            shared=tuple(seen.layers),
+            latents=seen.latents,
+            states=tuple(seen.states),
+            experts=seen.routes.shape,
+        )
 
 
 def cached_forward(forward: Any, model: Any, ids: Tensor, positions: Tensor, batch: Any, **more: Any) -> Any:
@@ -100,9 +107,9 @@ def cached_forward(forward: Any, model: Any, ids: Tensor, positions: Tensor, bat
     `positions` are int64 [rows, n]. It receives `batch` twice: as its cache, and as the `Batch` that `routed_attention`
     uses."""
     kind: Any = type(model.base_model)
-    given = {"batch": batch, cache_keyword(kind): batch, **more}
+    more[cache_keyword(kind)] = batch
     with routed(batch.routes):
-        return forward(input_ids=ids, position_ids=positions, use_cache=True, **given)
+        return forward(input_ids=ids, position_ids=positions, use_cache=True, batch=batch, **more)
 
 
 @functools.cache

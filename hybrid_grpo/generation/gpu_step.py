@@ -55,11 +55,11 @@ class GpuStep:
             gpu.norm.add_norm(x_nD, added, layer.input_layernorm.weight, epsilon, (x_nD, h_nD, inverse_n))
             _products(h_nD, (attention.q_proj, attention.k_proj, attention.v_proj), qkv)
             norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
-            pools = cache.keys[index], cache.values[index]
-            gpu.rotation.rotate_and_store(qkv, norms, epsilon, rope, rotary_n, position_n, table_nw, *pools)
+            keys, values = cache.keys[index], cache.values[index]
+            gpu.rotation.rotate_and_store(qkv, norms, epsilon, rope, rotary_n, position_n, table_nw, keys, values)
             query = qkv[:, : attended.shape[1]].view(n, -1, 1, attention.head_dim)
             options = cache.geometry.attention[index]
-            found = step.attend_to(query, *pools, options, attended.view(n, -1, attention.head_dim))
+            found = step.attend_to(query, keys, values, options, attended.view(n, -1, attention.head_dim))
             _products(found.view(n, -1), (attention.o_proj,), delta_nD)
             gpu.norm.add_norm(x_nD, delta_nD, layer.post_attention_layernorm.weight, epsilon, (x_nD, h_nD, inverse_n))
             _products(h_nD, (mlp.gate_proj, mlp.up_proj), gate_up)

@@ -27,16 +27,7 @@ from hybrid_grpo.generation.paged_attention import PAGE, Prefill
 from hybrid_grpo.generation.requests import Request, groups_of, lengths_of, sequences_of
 from hybrid_grpo.generation.sampler import Sampling
 from hybrid_grpo.generation.scheduler import Group, Scheduler
-from hybrid_grpo.generation.sequence import (
-    Callbacks,
-    Decode,
-    Enough,
-    OnFinish,
-    OnStep,
-    OnToken,
-    Sequence,
-    Turns,
-)
+from hybrid_grpo.generation.sequence import Callbacks, Decode, Enough, OnFinish, OnStep, OnToken, Sequence, Turns
 from hybrid_grpo.generation.state_drafts import states_take_drafts
 from hybrid_grpo.generation.timeline import Stats, Timeline
 from hybrid_grpo.generation.workspace import Workspace
@@ -379,16 +370,18 @@ def generate(
     sequences = sequences_of(requests, sampling, sight)
     assert turns is None or (enough is None and all(r.most for r in requests)), "turns end, and have a limit in all"
     longest = lengths_of(sequences, several_turns=turns is not None)
-    memory = (slots := min(max_slots, len(longest))), prefill_tokens, cache_gb, workspace
-    decoder = _decoder(model, sampling, longest, *memory, waiting=turns is not None, sight=sight)
+    slots, waiting = min(max_slots, len(longest)), turns is not None
+    decoder = _decoder(
+        model, sampling, longest, slots, prefill_tokens, cache_gb, workspace, waiting=waiting, sight=sight
+    )
     groups = chain.from_iterable(map(groups_of, sequences))
     schedule = Scheduler(decoder.cache, groups, min(slots, decoder.slots), decoder.ahead)
     callbacks = Callbacks(on_finish, on_step, on_token, decode, turns, enough)
     drafter = drafter if decoder.takes_drafts else None
     if drafter is not None:
         drafter.begin(sequences)
-    how = prefill_tokens or decoder.cache.prefill_tokens, sampling, callbacks
-    loop = _Loop(model, schedule, decoder, *how, drafter, sight)
+    prefill_tokens = prefill_tokens or decoder.cache.prefill_tokens
+    loop = _Loop(model, schedule, decoder, prefill_tokens, sampling, callbacks, drafter, sight)
     if turns is not None:
         turns.begin(requests)
     stats = loop.run()

@@ -184,10 +184,16 @@ class Sequence:
         text = callbacks.decode(self.tokens[self.begin :]) if callbacks.decode else ""
         text = whole_characters(text) if finish == "length" else text
         self.waits = False
-        kept: dict[str, Any] = {"support": Support.of(self.kept) if self.kept else None}
-        kept["routing"] = callbacks.routing(self) if callbacks.routing else None
-        kept["carried"] = self.begun.carried if self.begun else ()
-        self.completion = Completion(self.sampled, self.logp, finish, text, tuple(self.given), **kept)
+        self.completion = Completion(
+            token_ids=self.sampled,
+            logp=self.logp,
+            finish=finish,
+            text=text,
+            given=tuple(self.given),
+            support=Support.of(self.kept) if self.kept else None,
+            routing=callbacks.routing(self) if callbacks.routing else None,
+            carried=self.begun.carried if self.begun else (),
+        )
         if callbacks.turns is not None:
             self.completion = callbacks.turns.finished(self.key, self.completion)
         if callbacks.on_finish is not None and finish != "open":

@@ -9,7 +9,7 @@ digit, and that difference, divided by a standard deviation that is also roundin
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -77,15 +77,17 @@ def token_advantages(
         reward_B = reward_B - beta * kl_BT.sum(1).double().cpu()
     steps, lengths, scale = scores.steps or [[] for _ in rollout.completions], rollout.lengths, grpo.scale_rewards
     weight_B1 = torch.tensor(lengths, dtype=torch.float64)[:, None]
-    given: dict[str, Any] = {"baseline": grpo.baseline, "scale": scale, "total": total}
     if variance_BT is not None or (scores_steps and grpo.step_credit == "reward_to_go"):
-        given |= {"discount": grpo.step_discount, "weight_BT": weight_B1 if variance_BT is None else variance_BT}
-        return reward_to_go_advantages(reward_B, steps, lengths, group_size, **given), numbers
-    advantages_B = group_advantages(reward_B, group_size, weight_B=weight_B1[:, 0], **given)
+        to_go = partial(reward_to_go_advantages, baseline=grpo.baseline, scale=scale, total=total)
+        weight_BT = weight_B1 if variance_BT is None else variance_BT
+        return to_go(reward_B, steps, lengths, group_size, discount=grpo.step_discount, weight_BT=weight_BT), numbers
+    advantages_B = group_advantages(
+        reward_B, group_size, baseline=grpo.baseline, scale=scale, total=total, weight_B=weight_B1[:, 0]
+    )
     advantages_BT = advantages_B[:, None].expand(-1, max(lengths))
     if scores_steps:
-        of_steps: dict[str, Any] = {"discount": grpo.step_discount, "scale": scale, "total": total}
-        advantages_BT = advantages_BT + step_advantages(steps, lengths, group_size, **of_steps)
+        of_steps_BT = step_advantages(steps, lengths, group_size, scale=scale, total=total, discount=grpo.step_discount)
+        advantages_BT = advantages_BT + of_steps_BT
     return advantages_BT, numbers
 
 

@@ -94,10 +94,9 @@ def optimizer_steps(
         means = correction_means(signals, own_B[:, None] & upload(rollout.mask_BT, device), minibatches, grpo, total)
     for number in range(grpo.num_iterations * grpo.num_minibatches):
         minibatch = number % grpo.num_minibatches
-        given = replace(signals, old_logp_BT=None) if number == 0 and starts_on_policy else signals
-        counted = counts_B, sums[minibatch], means[minibatch]
-        by_row = writers_B, group_B
-        yield train_batches(micro_batches[minibatch], given, *counted, grpo, max_completion_tokens, *by_row)
+        known = replace(signals, old_logp_BT=None) if number == 0 and starts_on_policy else signals
+        part, counted, mean = micro_batches[minibatch], sums[minibatch], means[minibatch]
+        yield train_batches(part, known, counts_B, counted, mean, grpo, max_completion_tokens, writers_B, group_B)
 
 
 def minibatch_rows(rollout: Rollout, count: int) -> list[range]:

@@ -15,12 +15,7 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    Mxfp4Config,
-    PretrainedConfig,
-)
+from transformers import AutoConfig, AutoTokenizer, Mxfp4Config, PretrainedConfig
 from transformers import logging as transformers_logging
 from transformers.integrations import deepspeed as integration
 

@@ -206,8 +206,8 @@ def token_logprobs(
     row_bytes = (hidden_ND.element_size() if kernel else 4) * max(s.stop - s.start for s in columns)
     rows = slices(len(target_N), max(1, (tile_bytes or (GPU_TILE_BYTES if kernel else TILE_BYTES)) // row_bytes))
     target_N = (target_N if support is None else support.target_N).long().contiguous()
-    options = shape, temperature, (rows, columns), support
-    logp_N, entropy_N = _TokenLogprobs.apply(hidden_ND, weight_VD, bias_V, target_N, *options)
+    tiles = rows, columns
+    logp_N, entropy_N = _TokenLogprobs.apply(hidden_ND, weight_VD, bias_V, target_N, shape, temperature, tiles, support)
     return logp_N, entropy_N
 
 
@@ -251,9 +251,9 @@ class LogprobModel(nn.Module):
             temperature: float,
             more: HeadFunction | None = None,
         ) -> tuple[Tensor, ...]:
-            given = hidden_ND, head.weight, head.bias
-            found = token_logprobs(*given, target_N, support=support, shape=self.shape, temperature=temperature)
-            return found if more is None else (*found, *more(*given, self.shape, temperature))
+            w, b, shape = head.weight, head.bias, self.shape
+            found = token_logprobs(hidden_ND, w, b, target_N, support=support, shape=shape, temperature=temperature)
+            return found if more is None else (*found, *more(hidden_ND, w, b, shape, temperature))
 
         head.forward = scored
 

@@ -84,20 +84,20 @@ class Sight:
         if key in self._looks:
             self._looks.move_to_end(key)
             return self._looks[key]
-        given = self._pixels(key)
-        read = self.read(given)
+        pixels = self._pixels(key)
+        read = self.read(pixels)
         look = Look(read.rows_ND.cpu(), tuple(layer.cpu() for layer in read.deep))
         if key not in self._extents:
-            self._extents[key] = self._extent(given.get("image_grid_thw"), len(look.rows_ND))
+            self._extents[key] = self._extent(pixels.get("image_grid_thw"), len(look.rows_ND))
         self._looks[key] = look
         self._room -= _bytes(look)
         while self._room < 0 and len(self._looks) > 1:
             self._room += _bytes(self._looks.popitem(last=False)[1])
         return look
 
-    def read(self, given: Mapping[str, Tensor]) -> Look:
+    def read(self, pixels: Mapping[str, Tensor]) -> Look:
         """Run the tower on what `pixels` returns of a picture."""
-        on_device = {name: value.to(self.device) for name, value in given.items()}
+        on_device = {name: value.to(self.device) for name, value in pixels.items()}
         found = self._base.get_image_features(**on_device, return_dict=True)
         rows = found.pooler_output
         rows_ND = (torch.cat(list(rows)) if isinstance(rows, list | tuple) else rows).flatten(0, -2)
@@ -227,15 +227,15 @@ class Shown:
         return embeds_bSD.flatten(0, 1).index_copy(0, self.place_M, rows_MD).view_as(embeds_bSD), deep
 
 
-def text_forward(model: Any, input_ids: Tensor, position_ids: Tensor, shown: Shown | None, **given: Any) -> Any:
+def text_forward(model: Any, input_ids: Tensor, position_ids: Tensor, shown: Shown | None, **more: Any) -> Any:
     """Return the output of a causal language model's base for tokens, int64 [b, S]; those below 0 are pictures.
 
-    `position_ids` is int64, [b, S] or [axes, b, S]; `given` are further arguments of the base. Of a model that was
+    `position_ids` is int64, [b, S] or [axes, b, S]; `more` are further arguments of the base. Of a model that was
     built without its towers, the text model is called, with pictures or without: under ZeRO-3 ranks gather weights in
     the order in which modules are called, and some ranks may have no picture.
     """
     if not lacks_towers(model):
-        return model.base_model(input_ids=input_ids, position_ids=position_ids, **given)
+        return model.base_model(input_ids=input_ids, position_ids=position_ids, **more)
     text, (pad, unread) = text_of(model), _unread(model.config)
     unread_bS = input_ids < 0
     for token in unread:
@@ -245,10 +245,10 @@ def text_forward(model: Any, input_ids: Tensor, position_ids: Tensor, shown: Sho
     if shown is not None:
         embeds_bSD, deep = shown.embedded(tokens_bSD)
         if deep:
-            given |= {"visual_pos_masks": input_ids < 0, "deepstack_visual_embeds": deep}
+            more |= {"visual_pos_masks": input_ids < 0, "deepstack_visual_embeds": deep}
     if getattr(text, "hidden_size_per_layer_input", 0):
-        given["per_layer_inputs"] = text.get_per_layer_inputs(ids_bS, tokens_bSD)
-    return text(inputs_embeds=embeds_bSD, position_ids=position_ids, **given)
+        more["per_layer_inputs"] = text.get_per_layer_inputs(ids_bS, tokens_bSD)
+    return text(inputs_embeds=embeds_bSD, position_ids=position_ids, **more)
 
 
 def _unread(config: Any) -> tuple[int, list[int]]:

@@ -135,10 +135,10 @@ def _without_towers(config: Any) -> Any:
         parameter = nn.Module.get_parameter(self, name)
         return torch.empty(parameter.ds_shape, device="meta") if hasattr(parameter, "ds_shape") else parameter
 
-    def tie_weights(self: Any, *given: Any, **options: Any) -> None:
+    def tie_weights(self: Any, *args: Any, **options: Any) -> None:
         # It makes parameters of what it gets.
         self.get_parameter = partial(nn.Module.get_parameter, self)
-        type(whole).tie_weights(self, *given, **options)
+        type(whole).tie_weights(self, *args, **options)
         del self.get_parameter
 
     def from_config(cls: Any, config: Any, trust_remote_code: bool = False, **options: Any) -> Any:

@@ -77,8 +77,8 @@ class Carry:
     def __init__(self, config: RolloutConfig, plan: BatchPlan, prompts: Sequence[Prompt], exchange: Exchange) -> None:
         self._config, self._plan, self._exchange = config, plan, exchange
         self._prompts = {(prompt.source, prompt.id): prompt for prompt in prompts}
-        share = plan.prompts_per_rank, plan.num_minibatches
-        self._slots = [group_slots(*share, other, plan.world_size) for other in range(plan.world_size)]
+        share, parts, ranks = plan.prompts_per_rank, plan.num_minibatches, plan.world_size
+        self._slots = [group_slots(share, parts, other, ranks) for other in range(ranks)]
         """Of each rank, among those of a step."""
         self._open: list[OpenGroup] = []
         """Of all ranks, the same on every rank, in order."""

@@ -146,8 +146,8 @@ class GuestModel:
 
     def load(self, device: torch.device) -> None:
         rollout = self._learner.config.rollout
-        sizes = self._policy.dtype, self._rows, self._longest, device_bytes(device)
-        self._workspace, _ = workspace_beside(rollout, self._config, *sizes)
+        dtype, free = self._policy.dtype, device_bytes(device)
+        self._workspace, _ = workspace_beside(rollout, self._config, dtype, self._rows, self._longest, free)
         self._model = load_model(self._policy, attention_of(rollout.decoder), self._setting).to(device).eval()
         self._sight = sight_of(self._learner.album, self._policy, device, self._setting)
 
@@ -160,8 +160,10 @@ class GuestModel:
         ]
         assert self._model is not None, "load() comes first"
         sampling = sampling_of(config.rollout, self._learner.ends)
-        given = self._model, self._learner.tokenizer, requests, sampling, config.rollout
-        groups, _ = complete(*given, on_step=beat, workspace=self._workspace, sight=self._sight)
+        model, tokenizer, space, sight = self._model, self._learner.tokenizer, self._workspace, self._sight
+        groups, _ = complete(
+            model, tokenizer, requests, sampling, config.rollout, on_step=beat, workspace=space, sight=sight
+        )
         # A tokenizer may have more tokens than the policy has embeddings.
         return [[c for c in group if max(c.token_ids) < self._learner.vocabulary] for group in groups]
 

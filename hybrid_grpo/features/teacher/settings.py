@@ -109,13 +109,11 @@ class TeacherConfig(FeatureConfig):
         if not self.is_on:
             self.refuse_idle("without a teacher: set teacher.model or teacher.prompt_column")
         if self.into == "advantage":
-            of_loss = ("top_k", "divergence", "jsd_beta")
-            self.refuse_idle("with teacher.into advantage: set teacher.into to loss", *of_loss)
+            self.refuse_idle("with teacher.into advantage: set teacher.into to loss", "top_k", "divergence", "jsd_beta")
         if self.divergence != "jsd":
             self.refuse_idle(f"with teacher.divergence {self.divergence}: set it to jsd", "jsd_beta")
         if self.model is None and not self.by_source:
-            of_models = ("offload", "other_tokenizer")
-            self.refuse_idle("if the policy itself is the teacher: set teacher.model", *of_models)
+            self.refuse_idle("if the policy itself is the teacher: set teacher.model", "offload", "other_tokenizer")
         self._check_sources(config.data)
         prompt_column, rollout = config.data.prompt_column, config.rollout
         refuse(

@@ -74,8 +74,8 @@ class Teacher(Feature):
             numbers["teacher/left_out_frac"] = 1 - compared_BT.sum() / real_BT.sum(), real_BT.sum()
         if self._settings.into == "loss":
             return None, numbers
-        settings = self._settings.coef, size_BT, self._settings.clamp
-        return teacher_advantages(scored.old_logp_BT, logp_BT, *settings), numbers
+        coef, clamp = self._settings.coef, self._settings.clamp
+        return teacher_advantages(scored.old_logp_BT, logp_BT, coef, size_BT, clamp), numbers
 
     @torch.no_grad()
     def read(self, rollout: Rollout, old_logp_BT: Tensor) -> tuple[Tensor, Tensor | None, dict[int, NextTokens]]:

@@ -106,8 +106,9 @@ def estimate(
         return None
     user = _user_bytes(config, max(config.rollout.longest(prompt), held_out_longest), hardware)
     tower = tower_sizes(config.policy, config.lora, model_config, album)
-    parts = models, held_out, held_out_longest, features, user, tower, measured
-    return Plan(config, sizes, batch, prompt, hardware, *parts)
+    return Plan(
+        config, sizes, batch, prompt, hardware, models, held_out, held_out_longest, features, user, tower, measured
+    )
 
 
 def _user_bytes(config: TrainConfig, longest: int, hardware: Hardware) -> int:
@@ -231,12 +232,7 @@ class Plan:
             generating.append(self.cache(self.beside_cache(generating)))
         # ZeRO-3 holds at most this number of elements whole on a rank, or all of a small model.
         fetched = self.dtype * min(self.n, max(self.live, self.sizes.largest)) if self.sharded else 0
-        training = [
-            *fixed,
-            gradients,
-            Part("fetched weights", fetched, remedies.less_fetched(self)),
-            activations,
-        ]
+        training = [*fixed, gradients, Part("fetched weights", fetched, remedies.less_fetched(self)), activations]
         updating = [*fixed, *freed, gradients]
         layer = max(micro.layers, reduction.bytes) if self.t > self.bucket else micro.layers
         named = {
