@@ -123,13 +123,15 @@ class Trainer(Stage):
         """Decide which rank trains on which groups, from their costs and rewards. Collective."""
         plan, (_, _, cost_P) = self.plan, group_flops(rollout, self.policy.cost)
         idle_P = ~informative(scores.reward_B, plan.num_generations, scores.steps) & (self.highest is not None)
-        found_R2P = torch.zeros(plan.world_size, 2, len(cost_P), dtype=torch.float64)
-        found_R2P[rank()] = torch.stack([torch.from_numpy(cost_P).clamp(min=1), idle_P])
-        cost_RP, idle_RP = self.total(found_R2P).unbind(1)
-        taker_RP, balance = assign(cost_RP, idle_RP.bool(), plan.num_minibatches, self.config.grpo.balance == "auto")
+        cost_and_idle_R2P = torch.zeros(plan.world_size, 2, len(cost_P), dtype=torch.float64)
+        cost_and_idle_R2P[rank()] = torch.stack([torch.from_numpy(cost_P).clamp(min=1), idle_P])
+        cost_RP, idle_RP = self.total(cost_and_idle_R2P).unbind(1)
+        target_rank_RP, balance = assign(
+            cost_RP, idle_RP.bool(), plan.num_minibatches, self.config.grpo.balance == "auto"
+        )
         if plan.world_size > 1:
             self.meter.add("throughput/balance", balance)
-        return Assignment(taker_RP, plan.num_minibatches, rank(), self.exchange)
+        return Assignment(target_rank_RP, plan.num_minibatches, rank(), self.exchange)
 
     def collect(self, step: int) -> tuple[Rollout, Scores]:
         """Return the step's rollout and its scores. With dynamic sampling, uninformative groups are replaced."""
