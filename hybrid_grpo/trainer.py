@@ -72,8 +72,8 @@ class Trainer(Stage):
         self.entropy = EntropyController(config.grpo, device)
         self.total = partial(sum_over_ranks, device=device)
         only_advantages = learns_from_advantages_alone(config.grpo, inputs.objective)
-        leaves_out = only_advantages and not self.features.learn_beside_advantages
-        self.highest = partial(max_over_ranks, device=device) if leaves_out else None
+        can_skip_backward = only_advantages and not self.features.learn_beside_advantages
+        self.highest = partial(max_over_ranks, device=device) if can_skip_backward else None
         self.parts = {"loader": self.loader, "kl": self.kl}
         if config.grpo.entropy_target is not None:
             self.parts["entropy"] = self.entropy

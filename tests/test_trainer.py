@@ -367,15 +367,15 @@ def test_rows_whose_gradient_is_zero_leave_the_backward_pass_and_nothing_else_ch
     advantages_PGT = torch.randn(P, G, 7, generator=torch.Generator().manual_seed(1))
     advantages_PGT[list(zero)] = 0.0
     seen = {}
-    for leaves_out in (True, False):
+    for can_skip_backward in (True, False):
         policy = Plain(packed)
         run = trainer(policy, {"num_minibatches": 2, "num_iterations": 2})
         run.meter = Meter(["slow"])
         assert run.highest is not None
-        run.highest = run.highest if leaves_out else None
+        run.highest = run.highest if can_skip_backward else None
         run.improve(rollout, Signals(rollout.logp_BT, rollout.logp_BT, None, advantages_PGT.flatten(0, 1)))
         gradients = torch.cat([p.grad.flatten() for p in policy.engine.parameters()])
-        seen[leaves_out] = gradients, run.meter.reduce(), (policy.backwards, policy.forwards)
+        seen[can_skip_backward] = gradients, run.meter.reduce(), (policy.backwards, policy.forwards)
     (ours, values, counts), (theirs, expected, all_go_back) = seen[True], seen[False]
     assert counts[0] < all_go_back[0] and counts[1] > 0 == all_go_back[1]
     assert expected.pop("policy/no_gradient_frac") == 0.0
