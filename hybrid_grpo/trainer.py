@@ -103,7 +103,7 @@ class Trainer(Stage):
     def learn(self, rollout: Rollout, scores: Scores) -> None:
         """Train the policy on a rollout and its scores, on the ranks that its groups are assigned to."""
         self.assignment = self.assigned(rollout, scores)
-        trained, trained_scores = self.assignment.hand_out(rollout, scores)
+        trained, trained_scores = self.assignment.scatter(rollout, scores)
         self.policy.meet(trained)
         old = self.old_policy(trained)
         ref_logp_BT = self.reference_logprobs(trained)
@@ -115,7 +115,7 @@ class Trainer(Stage):
         signals = Signals(*given, None if is_old_BT is None else is_old_BT.to(self.device), drifts_BT)
         with self.meter.time("time/train_s"):
             self.improve(trained, signals)
-        advantages_BT = self.assignment.tokens_home(advantages_BT, trained, rollout)
+        advantages_BT = self.assignment.gather_tokens(advantages_BT, trained, rollout)
         self.last_rollout = (rollout, scores, mean_over_tokens(advantages_BT, rollout))
         self.last_advantages_BT = advantages_BT
 
@@ -171,7 +171,7 @@ class Trainer(Stage):
                 scores = stream.scores(self.progress.asked, self.carry.learned if self.carry else None)
             self.meter.add("time/reward_s", stream.seconds)
         if self.carry is not None:
-            rollout, scores = self.carry.bring_home(rollout, scores)
+            rollout, scores = self.carry.gather(rollout, scores)
         own = scores.first(self.plan.own_generations, self.plan.num_generations)
         self.loader.note(rollout.prompts, own.right_B(self.inputs.outcome, rollout.prompts), self.config.eval.threshold)
         return rollout, scores

@@ -277,7 +277,7 @@ def _make(trainer: Trainer, step: int, saved: SavedRollouts) -> tuple[pyarrow.Ta
     trainer.step(step)
     assert trainer.last_rollout is not None and trainer.last_advantages_BT is not None
     rollout, text = trainer.last_rollout[0], TokenText(trainer.inputs.tokenizer)
-    recorder.bring_home(trainer.assignment, rollout.num_generations)
+    recorder.gather(trainer.assignment, rollout.num_generations)
     first_group = rank() * len(rollout.prompts)
     own = recorder.table(rollout, first_group, trainer.last_advantages_BT, trainer.plan.num_iterations, text)
     tables, values = gather_objects(own), trainer.meter.reduce()

@@ -42,7 +42,7 @@ class Assignment:
         """Whether any group leaves its home; the same on every rank."""
         return any(taker != home for home, takers in enumerate(self.target_rank_RP) for taker in takers)
 
-    def hand_out(self, rollout: Rollout, scores: Scores) -> tuple[Rollout, Scores]:
+    def scatter(self, rollout: Rollout, scores: Scores) -> tuple[Rollout, Scores]:
         """Return the groups that this rank trains on and their scores, ordered by minibatch, given those whose home it
         is. Collective."""
         if not self.moves:
@@ -58,8 +58,8 @@ class Assignment:
         taken = replace(reduce(Rollout.joined, rollouts).groups(order), minibatch_groups=counts)
         return taken, reduce(Scores.joined, scores_of).groups(order, size)
 
-    def bring_home(self, results: Sequence[T]) -> list[T]:
-        """Undo `hand_out`: return the results, [P], of the groups whose home is this rank, given those of the groups
+    def gather(self, results: Sequence[T]) -> list[T]:
+        """Undo `scatter`: return the results, [P], of the groups whose home is this rank, given those of the groups
         that it trained on. Collective."""
         if not self.moves:
             return list(results)
@@ -70,14 +70,14 @@ class Assignment:
         found = list(map(iter, self.exchange(sent)))
         return [next(found[taker]) for taker in self.target_rank_RP[self.rank]]
 
-    def tokens_home(self, value_BT: Tensor, trained: Rollout, rollout: Rollout) -> Tensor:
-        """Return numbers of the tokens of `rollout`, float32 [B, T], given those of `trained`, which `hand_out` made of
+    def gather_tokens(self, value_BT: Tensor, trained: Rollout, rollout: Rollout) -> Tensor:
+        """Return numbers of the tokens of `rollout`, float32 [B, T], given those of `trained`, which `scatter` made of
         it. Collective."""
         if not self.moves:
             return value_BT
         size, lengths, values = rollout.num_generations, trained.lengths, value_BT.cpu().numpy()
         starts = range(0, len(lengths), size)
-        groups = self.bring_home([values[i : i + size, : max(lengths[i : i + size])] for i in starts])
+        groups = self.gather([values[i : i + size, : max(lengths[i : i + size])] for i in starts])
         home_BT = torch.zeros(len(rollout.completions), max(rollout.lengths))
         for group, value_GT in enumerate(groups):
             home_BT[group * size : (group + 1) * size, : value_GT.shape[1]] = torch.from_numpy(value_GT)

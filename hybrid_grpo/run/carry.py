@@ -168,7 +168,7 @@ class Carry:
             "carry/open_length": (sum(len(c.token_ids) for c in carried) / len(carried), 1),
         }
 
-    def bring_home(self, rollout: Rollout, scores: Scores) -> tuple[Rollout, Scores]:
+    def gather(self, rollout: Rollout, scores: Scores) -> tuple[Rollout, Scores]:
         """Return the groups of this rank's share of the step, and their scores. Collective.
 
         Args:

@@ -69,7 +69,7 @@ def test_groups_travel_whole_in_their_minibatch_and_results_return():
             reward_B, {"f": reward_B}, {"f": torch.zeros(8)}, steps, reward_B if steps else None, {}, failures
         )
         assignment = Assignment(target_rank_RP, 2, rank, partial(exchange_objects, device=CPU))
-        trained, given = assignment.hand_out(rollout, scores)
+        trained, given = assignment.scatter(rollout, scores)
         assert (
             [c.token_ids[0] for c in trained.completions] == given.reward_B.tolist() == given.by_function["f"].tolist()
         )
@@ -79,7 +79,7 @@ def test_groups_travel_whole_in_their_minibatch_and_results_return():
         )
         steps_of = [given.steps[row] for row, prompt in enumerate(trained.row_prompts) if prompt.id // 10 == 1]
         assert all(len(row) == 1 for row in steps_of)
-        home_BT = assignment.tokens_home(trained.mask_BT * given.reward_B[:, None].float(), trained, rollout)
+        home_BT = assignment.gather_tokens(trained.mask_BT * given.reward_B[:, None].float(), trained, rollout)
         assert torch.equal(home_BT, rollout.mask_BT * reward_B[:, None].float())
         return [p.id for p in trained.prompts], [list(rows) for rows in minibatch_rows(trained, 2)]
 
