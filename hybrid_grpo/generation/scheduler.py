@@ -153,11 +153,11 @@ class Scheduler:
         sequence = self.waiting.pop(key)
         finish = sequence.answer(given)
         if finish is not None:
-            self._lose(sequence)
+            self._evict(sequence)
         elif sequence.pages:
             self.answered.append(sequence)
         else:
-            self._read_again(sequence)
+            self._requeue(sequence)
         return sequence, finish
 
     def reclaim(self) -> bool:
@@ -165,34 +165,34 @@ class Scheduler:
         answered last, in this order. Their tokens are read again later. Return False if none has pages."""
         if self.ready:
             group = self.ready.pop()
-            self._lose(group)
+            self._evict(group)
             self.pending.appendleft(group)
             return True
         holder = next((s for s in reversed(self.waiting.values()) if s.pages), None)
         if holder is None and self.answered:
             holder = self.answered.pop()
-            self._lose(holder)
-            self._read_again(holder)
+            self._evict(holder)
+            self._requeue(holder)
         elif holder is not None:
-            self._lose(holder)
+            self._evict(holder)
         else:
             return False
         self.preempted += 1
         return True
 
-    def _lose(self, holder: Sequence | Group) -> None:
+    def _evict(self, holder: Sequence | Group) -> None:
         """Give back the pages and the state of a sequence without a slot, or of a group."""
-        self._note_experts(holder)
+        self._save_experts(holder)
         self.cache.give_back(holder.pages)
         self.cache.states.give_back(holder.state)
         holder.pages, holder.state = [], -1
 
-    def _note_experts(self, holder: Sequence | Group) -> None:
+    def _save_experts(self, holder: Sequence | Group) -> None:
         """Keep the experts of tokens whose pages are about to be given back."""
         if holder.pages:
             holder.experts = self.cache.experts(holder.pages, holder.position)
 
-    def _read_again(self, sequence: Sequence) -> None:
+    def _requeue(self, sequence: Sequence) -> None:
         """Make a sequence without pages pending again."""
         self.pending.appendleft(Group(list(sequence.tokens), deque([sequence]), experts=sequence.experts))
 
@@ -221,15 +221,15 @@ class Scheduler:
     def preempt(self) -> None:
         """Make the sequence admitted last pending again; its tokens so far will be read again."""
         sequence = self.active[-1]
-        self._note_experts(sequence)
+        self._save_experts(sequence)
         self.retire([len(self.active) - 1])
-        self._read_again(sequence)
+        self._requeue(sequence)
         self.preempted += 1
 
     def abandon(self) -> None:
         """Give back all pages, of sequences that are not decoded any further in this call."""
         for group in self.ready:
-            self._lose(group)
+            self._evict(group)
         self.retire(list(range(len(self.active))))
         self.ready.clear()
         self.pending.clear()
@@ -248,7 +248,7 @@ class Scheduler:
                 self.waiting[sequence.key] = sequence
             if kept is None:
                 if sequence.waits:
-                    self._note_experts(sequence)
+                    self._save_experts(sequence)
                 self.cache.give_back(sequence.pages)
                 sequence.pages = []
             sequence.state = -1 if kept is None else kept
