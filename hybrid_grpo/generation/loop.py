@@ -171,7 +171,7 @@ class _Loop:
                     schedule.cache.states.give_back(sequence.state)
                 continue
             if not schedule.ready:
-                groups = schedule.to_read(self.prefill_tokens)
+                groups = schedule.next_prefill_batch(self.prefill_tokens)
                 self.stats.prefills += len(groups)
                 self._read(groups, [0] * len(groups))
             admitted, source, target = schedule.admit()

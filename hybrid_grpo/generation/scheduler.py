@@ -70,7 +70,7 @@ class Scheduler:
         """Number of free pages, minus one for each active sequence to grow into."""
         return self.cache.free - len(self.active)
 
-    def to_read(self, budget: int) -> list[Group]:
+    def next_prefill_batch(self, budget: int) -> list[Group]:
         """Take pages for the next groups to read in one forward of `budget` tokens, and return the groups. A longer
         group is returned alone.
 
