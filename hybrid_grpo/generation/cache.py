@@ -22,7 +22,7 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation.state_pool import StatePool, StateShape, rows_for
 from hybrid_grpo.model.attention import Options
 from hybrid_grpo.model.memory_tracker import MemoryTracker
-from hybrid_grpo.model.routing import Recorder, Seen, adopt_routers, routed
+from hybrid_grpo.model.routing import Recorder, RoutingProbe, adopt_routers, routed
 from hybrid_grpo.model.runs import Runs
 from hybrid_grpo.model.upload import upload
 
@@ -87,7 +87,10 @@ class Geometry:
         UserError if a layer attends to keys and values that do not belong to the tokens of the forward."""
         adopt_routers(model)
         device = next(model.parameters()).device
-        seen, ids = _Seen(type(model).__name__, device), torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=device)
+        seen, ids = (
+            _ShapeProbe(type(model).__name__, device),
+            torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=device),
+        )
         with torch.no_grad(), MemoryTracker((*model.parameters(), *model.buffers(), ids)) as tracker:
             cached_forward(model.base_model, model, ids, ids, seen)
         return cls(
@@ -118,7 +121,7 @@ def cache_keyword(model: Any) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-class _Seen:
+class _ShapeProbe:
     """Stands in for a cache and records the shapes of the keys and values that a forward attends to."""
 
     def __init__(self, name: str, device: torch.device) -> None:
@@ -130,7 +133,7 @@ class _Seen:
         self.states: list[StateShape] = []
         self.dtype = torch.float32
         self.runs = Runs([(0, _PROBE_TOKENS)], [-1], device)
-        self.routes = Seen()
+        self.routes = RoutingProbe()
         self._keys: list[ref[Tensor]] = []
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:

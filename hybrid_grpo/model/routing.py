@@ -181,7 +181,7 @@ def joined(parts: Sequence[tuple[np.ndarray | None, int]]) -> np.ndarray | None:
     return every
 
 
-class Seen:
+class RoutingProbe:
     """Routes nothing, and notes the shape of what there is to record."""
 
     def __init__(self) -> None:
