@@ -22,7 +22,7 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation.state_pool import StatePool, StateShape, rows_for
 from hybrid_grpo.model.attention import Options
 from hybrid_grpo.model.memory_tracker import MemoryTracker
-from hybrid_grpo.model.routing import Recorder, RoutingProbe, adopt_routers, routed
+from hybrid_grpo.model.routing import Recorder, RoutingProbe, install_routers, routed
 from hybrid_grpo.model.runs import Runs
 from hybrid_grpo.model.upload import upload
 
@@ -85,7 +85,7 @@ class Geometry:
     def of(cls, model: Any) -> Geometry:
         """Measure a model with a forward of a few tokens, since architectures name these sizes differently. Raises
         UserError if a layer attends to keys and values that do not belong to the tokens of the forward."""
-        adopt_routers(model)
+        install_routers(model)
         device = next(model.parameters()).device
         seen, ids = (
             _ShapeProbe(type(model).__name__, device),

@@ -31,11 +31,11 @@ from hybrid_grpo.generation.sequence import Callbacks, Decode, Enough, OnFinish,
 from hybrid_grpo.generation.state_drafts import states_take_drafts
 from hybrid_grpo.generation.timeline import Stats, Timeline
 from hybrid_grpo.generation.workspace import Workspace
-from hybrid_grpo.model.kernels.decoding import adopt
-from hybrid_grpo.model.layers import adopt_layers
+from hybrid_grpo.model.kernels.decoding import install_kernels
+from hybrid_grpo.model.layers import install_fused_layers
 from hybrid_grpo.model.routing import Routing, joined
 from hybrid_grpo.model.sight import Sight, beside, pictures_of, positions_of, text_forward
-from hybrid_grpo.model.states import adopt_states
+from hybrid_grpo.model.states import install_state_functions
 from hybrid_grpo.model.upload import upload
 from hybrid_grpo.model.visual_tokens import whole_until
 
@@ -48,9 +48,9 @@ _geometries: WeakKeyDictionary[Any, Geometry] = WeakKeyDictionary()
 def _prepared(model: Any) -> Geometry:
     """Return the cache geometry of a model. On the first call, its modules also switch to the kernels they can use."""
     if model not in _geometries:
-        adopt(model)
-        adopt_states(model)
-        adopt_layers(model, next(model.parameters()))
+        install_kernels(model)
+        install_state_functions(model)
+        install_fused_layers(model, next(model.parameters()))
         _geometries[model] = Geometry.of(model)
     return _geometries[model]
 

@@ -36,7 +36,7 @@ _rotating: ContextVar[bool] = ContextVar("rotating", default=False)
 """Whether the attention of an adopted model is running: others call the same function."""
 
 
-def adopt_layers(model: Any, like: Tensor) -> None:
+def install_fused_layers(model: Any, like: Tensor) -> None:
     """Make a model's norms, MLPs, rotations and layers use the kernels, if `like` is on a GPU. Each kernel is first
     compared with torch there; where it differs, a warning is issued, and the modules keep their own code."""
     if model not in _adopted and gpu.usable(like):

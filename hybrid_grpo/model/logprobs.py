@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_grpo.model.attention import Segments
-from hybrid_grpo.model.layers import adopt_layers
+from hybrid_grpo.model.layers import install_fused_layers
 from hybrid_grpo.model.routing import routed
 from hybrid_grpo.model.selection import Selection
 from hybrid_grpo.model.sight import Shown, text_forward
 from hybrid_grpo.model.softmax import TiledSoftmax, on_gpu_kernel, softmax_gradient
-from hybrid_grpo.model.states import adopt_states
+from hybrid_grpo.model.states import install_state_functions
 from hybrid_grpo.model.support import HeadColumns
 
 TILE_BYTES = 64 << 20
@@ -238,7 +238,7 @@ class LogprobModel(nn.Module):
     def __init__(self, model: Any, vocabulary: int | None = None) -> None:
         super().__init__()
         self.model: Any = model
-        adopt_states(model)
+        install_state_functions(model)
         config = model.config.get_text_config()
         padded = vocabulary is not None and vocabulary < config.vocab_size
         self.shape = LogitShape.of(config, vocabulary if padded else None)
@@ -281,7 +281,7 @@ class LogprobModel(nn.Module):
             more: called with the hidden states that `source` picks, weight and bias of the head, its `LogitShape` and
                 the temperature, while the weight is gathered.
         """
-        adopt_layers(self.model, input_ids_bS)
+        install_fused_layers(self.model, input_ids_bS)
         packed = {} if segments is None else {"batch": segments}
         with routed(None if segments is None else segments.routes):
             out = text_forward(self.model, input_ids_bS, position_ids, shown, use_cache=False, **packed)

@@ -1,10 +1,10 @@
 """Packed rows through layers that carry a state: convolutions over the last tokens, and linear recurrences.
 
 transformers computes such a layer with a few functions of its module. For a packed row they would carry the state of
-one sequence over into the next. `adopt_states` puts functions in their place that look at the forward's `batch`: in a
-packed row each sequence begins without a state or with the state that its prefix ends with. So the completions of a
-group share their prompt's state, and in backward the prompt's gradient is the sum over its completions. Without a
-`batch` the functions do what they did.
+one sequence over into the next. `install_state_functions` puts functions in their place that look at the forward's
+`batch`: in a packed row each sequence begins without a state or with the state that its prefix ends with. So the
+completions of a group share their prompt's state, and in backward the prompt's gradient is the sum over its
+completions. Without a `batch` the functions do what they did.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ STATE_METHODS = ("update_conv_state", "update_recurrent_state")
 """Methods of a cache that layers with a state call."""
 
 
-def adopt_states(model: Any) -> None:
+def install_state_functions(model: Any) -> None:
     """Make the layers of a model that carry a state look at the forward's `batch`; see the module's docstring."""
     for name in {type(module).__module__ for module in model.modules()}:
         module = sys.modules.get(name)

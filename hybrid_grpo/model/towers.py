@@ -116,7 +116,7 @@ def _without_towers(config: Any) -> Any:
     towers = tuple(name for name in (*base._modules, *base._parameters) if name != kept)
 
     def init_base(self: Any, config: Any) -> None:
-        _adopt(self, config, base)
+        _initialize_like(self, config, base)
         setattr(self, kept, text._from_config(config.get_text_config(decoder=True)))
         self.post_init()
 
@@ -125,7 +125,7 @@ def _without_towers(config: Any) -> Any:
     kept_base = _subclass(type(base), __init__=init_base, **without_start)
 
     def init(self: Any, config: Any) -> None:
-        _adopt(self, config, whole)
+        _initialize_like(self, config, whole)
         setattr(self, whole.base_model_prefix, kept_base(config))
         self.lm_head = nn.Linear(head.in_features, head.out_features, head.bias is not None)
         self.post_init()
@@ -157,7 +157,7 @@ def _without_towers(config: Any) -> Any:
     )
 
 
-def _adopt(module: Any, config: Any, like: Any) -> None:
+def _initialize_like(module: Any, config: Any, like: Any) -> None:
     """Initialise a module with the plain attributes of another, and None in the place of its parts."""
     PreTrainedModel.__init__(module, config)
     for name, value in vars(like).items():
