@@ -31,16 +31,16 @@ _ALIKE = 0.97
 _TOLERANCE = 4
 """Largest root mean square error of a kernel, in units of the type's precision; a rounding makes about 0.3."""
 
-_adopted: WeakSet[Any] = WeakSet()
+_prepared: WeakSet[Any] = WeakSet()
 _rotating: ContextVar[bool] = ContextVar("rotating", default=False)
-"""Whether the attention of an adopted model is running: others call the same function."""
+"""Whether the attention of a fused model is running: others call the same function."""
 
 
 def install_fused_layers(model: Any, like: Tensor) -> None:
     """Make a model's norms, MLPs, rotations and layers use the kernels, if `like` is on a GPU. Each kernel is first
     compared with torch there; where it differs, a warning is issued, and the modules keep their own code."""
-    if model not in _adopted and gpu.usable(like):
-        _adopted.add(model)
+    if model not in _prepared and gpu.usable(like):
+        _prepared.add(model)
         # Generation may be the first to ask, where no gradient can be checked.
         with torch.inference_mode(False), torch.enable_grad():
             fuse(model, like.device)
@@ -72,12 +72,12 @@ def _fused(module: Any, right: Callable[..., bool]) -> Callable[..., Any] | None
     if is_gated_mlp(module) and right(_gate_agrees):
         return functools.partial(_gated, module)
     rotates = ROTATION in getattr(getattr(own, "__code__", None), "co_names", ())
-    if rotates and _adopt_rotation(sys.modules[own.__module__]) and right(_rotation_agrees):
+    if rotates and _install_rotation(sys.modules[own.__module__]) and right(_rotation_agrees):
         return functools.partial(_with_rotation, module.forward)
     return None
 
 
-# The forwards of adopted modules.
+# The forwards of fused modules.
 
 
 def _normed(module: Any, original: Any, formula: Any, x: Tensor, *residual: Tensor | None) -> Any:
@@ -124,8 +124,8 @@ def _with_residuals(kind: Any) -> Any:
     return type(kind.__name__, (kind,), {"forward": _layer, "__module__": kind.__module__})
 
 
-def _adopt_rotation(module: Any) -> bool:
-    """Make the rotation of a module of transformers use the kernel in adopted models, if it computes the same."""
+def _install_rotation(module: Any) -> bool:
+    """Make the rotation of a module of transformers use the kernel in fused models, if it computes the same."""
     original = getattr(module, ROTATION)
     if not hasattr(original, "replaces"):
         if not is_rotation(original):

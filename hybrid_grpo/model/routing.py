@@ -113,7 +113,7 @@ def install_routers(model: Any) -> int:
 
 def replays(model: Any, policy: PolicyConfig, *, paged: bool) -> bool | None:
     """Return whether `policy.routing` makes a model replay the experts that were recorded; None if none are. They are
-    recorded by the paged decoder and replayed in packed rows. The model's routers are adopted. Raises UserError."""
+    recorded by the paged decoder and replayed in packed rows. The model's routers are installed. Raises UserError."""
     recorded = paged and install_routers(model) > 0
     refuse(
         policy.routing == "replay" and not recorded,
