@@ -26,7 +26,7 @@ from hybrid_grpo.grpo.objective import load_objective
 from hybrid_grpo.grpo.selection import OldPolicy
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.logprobs import LogprobModel
-from hybrid_grpo.model.support import Support
+from hybrid_grpo.model.support import SamplingMask
 from hybrid_grpo.model.upload import upload
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.metrics.meter import Meter
@@ -294,7 +294,9 @@ def test_the_host_waits_for_nothing_between_the_first_forward_and_the_last_step(
         for k in range(P * G)
     ]
     if filtered:
-        rows = [replace(c, support=Support.of([np.unique([token, 1, 2, 3]) for token in c.token_ids])) for c in rows]
+        rows = [
+            replace(c, support=SamplingMask.of([np.unique([token, 1, 2, 3]) for token in c.token_ids])) for c in rows
+        ]
     rollout = Rollout(prompts, rows, G)
     given_BT, run.reference = rollout.logp_BT, object()
     # The first forward checks the kernels, where the start of a run has not. What the check saved for its own gradients

@@ -11,7 +11,7 @@ from hybrid_grpo.data.completion import Completion
 from hybrid_grpo.data.episodes import Episode
 from hybrid_grpo.data.picture import Picture
 from hybrid_grpo.model.routing import Routing
-from hybrid_grpo.model.support import Support
+from hybrid_grpo.model.support import SamplingMask
 
 
 def record_of(completion: Completion) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def completion_of(row: Mapping[str, Any]) -> Completion:
         pictures=tuple(map(_picture, row.get("pictures", ()))),
         episode=episode,
         calls=tuple((name, has_failed) for name, has_failed in row.get("calls", ())),
-        support=Support(*map(_decoded, row["support"])) if "support" in row else None,
+        support=SamplingMask(*map(_decoded, row["support"])) if "support" in row else None,
         routing=Routing(*map(_decoded, row["experts"])) if "experts" in row else None,
         carried=tuple(row.get("carried", ())),
     )

@@ -21,7 +21,7 @@ from hybrid_grpo.model.ranks import all_reduce
 from hybrid_grpo.model.routing import Replay, Routing, joined
 from hybrid_grpo.model.selection import Selection
 from hybrid_grpo.model.sight import Sight, beside, pictures_of, positions_of
-from hybrid_grpo.model.support import HeadColumns, Support
+from hybrid_grpo.model.support import MaskColumns, SamplingMask
 from hybrid_grpo.model.upload import upload
 
 _WORTH_SHARING = 0.1
@@ -33,7 +33,7 @@ _SCORED = 4
 
 Places = Sequence[Sequence[int] | None]
 """For each row, the indices of some of its tokens, ascending; None stands for all."""
-Supports = Sequence[Support | None]
+Supports = Sequence[SamplingMask | None]
 """For each row, the support of its targets; None for the whole vocabulary."""
 
 
@@ -44,7 +44,7 @@ class _Row:
     completion: list[int]
     targets: Sequence[int]
     """Indices of the completion tokens that are targets, ascending; the last is the completion's last token."""
-    support: Support | None = None
+    support: SamplingMask | None = None
     routing: Routing | None = None
 
     @property
@@ -325,7 +325,7 @@ def _micro_batch(
     mask_bT = np.arange(lengths.max()) < lengths[:, None]
     target_N = np.array([row.completion[target] for row in rows for target in row.targets])
     supports = [row.support for row in rows if row.support is not None]
-    support = HeadColumns(Support.joined(supports), target_N, device) if len(supports) == len(rows) else None
+    support = MaskColumns(SamplingMask.joined(supports), target_N, device) if len(supports) == len(rows) else None
     return MicroBatch(
         indices,
         upload(indices, device),

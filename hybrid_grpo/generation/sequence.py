@@ -12,7 +12,7 @@ import numpy as np
 from hybrid_grpo.data.completion import Completion, Given, whole_characters
 from hybrid_grpo.generation.sampler import Sampling, text_ends
 from hybrid_grpo.model.routing import Routing
-from hybrid_grpo.model.support import Support
+from hybrid_grpo.model.support import SamplingMask
 
 OnFinish = Callable[[int, int, Completion], None]
 """Called with the index of the request, the index of the sample within the request, and the completion."""
@@ -190,7 +190,7 @@ class Sequence:
             finish=finish,
             text=text,
             given=tuple(self.given),
-            support=Support.of(self.kept) if self.kept else None,
+            support=SamplingMask.of(self.kept) if self.kept else None,
             routing=callbacks.routing(self) if callbacks.routing else None,
             carried=self.begun.carried if self.begun else (),
         )

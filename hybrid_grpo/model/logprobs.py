@@ -22,7 +22,7 @@ from hybrid_grpo.model.selection import Selection
 from hybrid_grpo.model.sight import Shown, text_forward
 from hybrid_grpo.model.softmax import TiledSoftmax, on_gpu_kernel, softmax_gradient
 from hybrid_grpo.model.states import install_state_functions
-from hybrid_grpo.model.support import HeadColumns
+from hybrid_grpo.model.support import MaskColumns
 
 TILE_BYTES = 64 << 20
 """Bytes of one tile of logits in float32; a few such temporaries are alive at once."""
@@ -81,7 +81,7 @@ class _TokenLogprobs(torch.autograd.Function):
         shape: LogitShape,
         temperature: float,
         tiles: tuple[list[slice], list[slice]],
-        support: HeadColumns | None,
+        support: MaskColumns | None,
     ) -> tuple[Tensor, Tensor]:
         softmax = TiledSoftmax(target_N, temperature)
         row_tiles, column_tiles = tiles
@@ -148,7 +148,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _part(
-    weight_VD: Tensor, bias_V: Tensor | None, columns: slice, support: HeadColumns | None
+    weight_VD: Tensor, bias_V: Tensor | None, columns: slice, support: MaskColumns | None
 ) -> tuple[slice | Tensor, Tensor, Tensor | None]:
     """Return the index in the vocabulary of some of the head's columns, and their weights and biases."""
     chosen = columns if support is None else support.id_U[columns]
@@ -184,7 +184,7 @@ def token_logprobs(
     bias_V: Tensor | None,
     target_N: Tensor,
     *,
-    support: HeadColumns | None = None,
+    support: MaskColumns | None = None,
     shape: LogitShape | None = None,
     temperature: float = 1.0,
     tile_bytes: int | None = None,
@@ -247,7 +247,7 @@ class LogprobModel(nn.Module):
         def scored(
             hidden_ND: Tensor,
             target_N: Tensor,
-            support: HeadColumns | None,
+            support: MaskColumns | None,
             temperature: float,
             more: HeadFunction | None = None,
         ) -> tuple[Tensor, ...]:
@@ -264,7 +264,7 @@ class LogprobModel(nn.Module):
         source: Selection,
         target_N: Tensor,
         segments: Segments | None,
-        support: HeadColumns | None,
+        support: MaskColumns | None,
         shown: Shown | None,
         temperature: float,
         more: HeadFunction | None = None,

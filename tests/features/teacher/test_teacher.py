@@ -29,7 +29,7 @@ from hybrid_grpo.features.teacher.teacher import Teacher
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.loading import load_tokenizer
 from hybrid_grpo.model.logprobs import LogprobModel
-from hybrid_grpo.model.support import Support
+from hybrid_grpo.model.support import SamplingMask
 from hybrid_grpo.run.feature import Scored
 
 Seen = dict[str, Any]
@@ -117,7 +117,7 @@ def test_it_tells_what_it_expects_after_its_own_prompt(
     prompts = [Prompt(i, "", [5], {"solved": text}) for i, text in enumerate(texts)]
     rows = [[4], [5, 6, 7], [5, 8], [10, 11, 12, 13]]
     left = [np.array([1, 2, 3, token, 20]) for token in range(4, 14)]
-    supports = [Support.of([left[token - 4] for token in ids]) if filtered else None for ids in rows]
+    supports = [SamplingMask.of([left[token - 4] for token in ids]) if filtered else None for ids in rows]
     completions = [Completion(ids, [-1.0] * len(ids), "stop", support=s) for ids, s in zip(rows, supports, strict=True)]
     rollout = Rollout(prompts, completions, 2)
     plain.config.save_pretrained(tmp_path)
