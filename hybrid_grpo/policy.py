@@ -18,7 +18,7 @@ from hybrid_grpo.config.adapters import base_of, is_adapter
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout
 from hybrid_grpo.data.measuring import measured
 from hybrid_grpo.data.packing import Places, Supports, pack, pack_pairs, pad, pad_pairs, token_budget
-from hybrid_grpo.data.pictures import Album, sight_of, trained_sight_of
+from hybrid_grpo.data.pictures import ImageStore, sight_of, trained_sight_of
 from hybrid_grpo.engine import StepResult
 from hybrid_grpo.generation import (
     Drafter,
@@ -46,9 +46,9 @@ from hybrid_grpo.model.original import Original
 from hybrid_grpo.model.ranks import all_reduce, rank
 from hybrid_grpo.model.routing import Routing, described, replays
 from hybrid_grpo.model.scalar_model import ScalarModel, load_scalar_model, scalar_config
-from hybrid_grpo.model.sight import Sight
+from hybrid_grpo.model.sight import VisionEncoder
 from hybrid_grpo.model.towers import lacks_towers
-from hybrid_grpo.model.trained_sight import SeeingModel, TrainedSight
+from hybrid_grpo.model.trained_sight import SeeingModel, TrainedVisionEncoder
 from hybrid_grpo.model.view import meta_copy
 
 _COUNTERS = ("optimizer_steps", "skipped_steps", "lr_scale")
@@ -85,7 +85,7 @@ class TrainedModel:
 
     lr_scale = 1.0
     frozen: Frozen | None = None
-    tower: TrainedSight | None = None
+    tower: TrainedVisionEncoder | None = None
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class Policy(TrainedModel):
     """
 
     journal: Journal | None = None
-    sight: Sight | None = None
+    sight: VisionEncoder | None = None
     turns: Turns | None = None
     replays: bool | None = None
 
@@ -207,7 +207,7 @@ class Policy(TrainedModel):
         lora: LoraConfig | None = None,
         seed: int = 0,
         workspace: Workspace | None = None,
-        album: Album | None = None,
+        album: ImageStore | None = None,
     ) -> None:
         self.workspace, self.drafter = workspace, Drafter()
         self.vocabulary = vocabulary_of(tokenizer, load_config(policy.model))

@@ -34,7 +34,7 @@ from hybrid_grpo.generation.workspace import Workspace
 from hybrid_grpo.model.kernels.decoding import install_kernels
 from hybrid_grpo.model.layers import install_fused_layers
 from hybrid_grpo.model.routing import Routing, joined
-from hybrid_grpo.model.sight import Sight, beside, pictures_of, positions_of, text_forward
+from hybrid_grpo.model.sight import VisionEncoder, beside, pictures_of, positions_of, text_forward
 from hybrid_grpo.model.states import install_state_functions
 from hybrid_grpo.model.upload import upload
 from hybrid_grpo.model.visual_tokens import whole_until
@@ -85,7 +85,7 @@ class _Loop:
         sampling: Sampling,
         callbacks: Callbacks,
         drafter: Drafter | None,
-        sight: Sight | None,
+        sight: VisionEncoder | None,
     ) -> None:
         self.model, self.schedule, self.decoder, self.drafter = model, schedule, decoder, drafter
         self.sight = sight
@@ -300,7 +300,7 @@ def _decoder(
     workspace: Workspace | None,
     *,
     waiting: bool,
-    sight: Sight | None,
+    sight: VisionEncoder | None,
 ) -> Decoder:
     """Return the decoder for a call of `generate`, with a cache for sequences of the lengths `longest` (descending)."""
     device = next(model.parameters()).device
@@ -340,7 +340,7 @@ def generate(
     turns: Turns | None = None,
     drafter: Drafter | None = None,
     enough: Enough | None = None,
-    sight: Sight | None = None,
+    sight: VisionEncoder | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """Return the completions of every request, in the order of `requests` and their keys, and statistics of the call.
 

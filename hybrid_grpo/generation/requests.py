@@ -10,7 +10,7 @@ from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.generation.sampler import Sampling
 from hybrid_grpo.generation.scheduler import Group
 from hybrid_grpo.generation.sequence import Sequence
-from hybrid_grpo.model.sight import Sight
+from hybrid_grpo.model.sight import VisionEncoder
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,9 @@ class Request:
     """For each completion, the partial completion of an earlier call to resume, or None."""
 
 
-def sequences_of(requests: Iterable[Request], sampling: Sampling, sight: Sight | None = None) -> list[list[Sequence]]:
+def sequences_of(
+    requests: Iterable[Request], sampling: Sampling, sight: VisionEncoder | None = None
+) -> list[list[Sequence]]:
     """Create the sequences of each request, with nothing sampled in this call yet. `sight` sees the pictures."""
     groups = []
     for index, request in enumerate(requests):

@@ -25,7 +25,7 @@ from hybrid_grpo.generation import (
 )
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.limits import gaps_of, vocabulary_of
-from hybrid_grpo.model.sight import Sight
+from hybrid_grpo.model.sight import VisionEncoder
 
 
 def sampling_of(config: RolloutConfig, stop_ids: tuple[int, ...], *, greedy: bool = False) -> Sampling:
@@ -88,7 +88,7 @@ def complete(
     turns: Turns | None = None,
     drafter: Drafter | None = None,
     enough: Enough | None = None,
-    sight: Sight | None = None,
+    sight: VisionEncoder | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """Complete every request with the decoder that `config` names. `model` has the attention that `attention_of` names;
     `drafter` has an effect with `rollout.drafts` only; default: one that knows nothing. For the other arguments and the

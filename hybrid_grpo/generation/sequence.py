@@ -104,7 +104,7 @@ class Sequence:
     experts: np.ndarray | None = None
     """The experts of its tokens when it lost its pages, [tokens, layers, k]."""
     shift: int = 0
-    """How far encoded positions behind what was read are ahead of those in the cache; see `Sight.shift`."""
+    """How far encoded positions behind what was read are ahead of those in the cache; see `VisionEncoder.shift`."""
     begun: Completion | None = None
     """The completion with the tokens that an earlier call has sampled; `tokens` is the prompt alone at first."""
 

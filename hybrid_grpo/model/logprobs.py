@@ -19,7 +19,7 @@ from hybrid_grpo.model.attention import Segments
 from hybrid_grpo.model.layers import install_fused_layers
 from hybrid_grpo.model.routing import routed
 from hybrid_grpo.model.selection import Selection
-from hybrid_grpo.model.sight import Shown, text_forward
+from hybrid_grpo.model.sight import ImageInputs, text_forward
 from hybrid_grpo.model.softmax import TiledSoftmax, on_gpu_kernel, softmax_gradient
 from hybrid_grpo.model.states import install_state_functions
 from hybrid_grpo.model.support import MaskColumns
@@ -265,7 +265,7 @@ class LogprobModel(nn.Module):
         target_N: Tensor,
         segments: Segments | None,
         support: MaskColumns | None,
-        shown: Shown | None,
+        shown: ImageInputs | None,
         temperature: float,
         more: HeadFunction | None = None,
     ) -> tuple[Tensor, ...]:

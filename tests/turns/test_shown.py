@@ -15,7 +15,7 @@ from hybrid_grpo.config.parsing import build
 from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.data.completion import Completion
 from hybrid_grpo.data.completion_records import completion_of, record_of
-from hybrid_grpo.data.pictures import Album
+from hybrid_grpo.data.pictures import ImageStore
 from hybrid_grpo.generation import Request
 from hybrid_grpo.model.processors import without_videos
 from hybrid_grpo.model.visual_tokens import keys_of
@@ -128,7 +128,7 @@ def rollout(file, **more):
 
 
 def album_of(processor):
-    return Album(lambda: processor, processor.tokenizer.convert_tokens_to_ids("<|image_pad|>"))
+    return ImageStore(lambda: processor, processor.tokenizer.convert_tokens_to_ids("<|image_pad|>"))
 
 
 def told(seen, tools, calls, **more):

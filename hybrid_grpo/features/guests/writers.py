@@ -15,7 +15,7 @@ from hybrid_grpo.data.batch import Rollout
 from hybrid_grpo.data.completion import Completion, Message, Prompt, whole_characters
 from hybrid_grpo.data.completions import end_of, read_completions
 from hybrid_grpo.data.picture import Picture, read_picture
-from hybrid_grpo.data.pictures import Album, given_pictures, sight_of
+from hybrid_grpo.data.pictures import ImageStore, given_pictures, sight_of
 from hybrid_grpo.data.special_tokens import ended_ids
 from hybrid_grpo.features.guests.settings import GuestConfig
 from hybrid_grpo.generation import Request, stream_key
@@ -43,7 +43,7 @@ class Learner:
     """Tokens that end a completion."""
     vocabulary: int
     """Number of tokens that the policy knows."""
-    album: Album | None = None
+    album: ImageStore | None = None
     """The pictures of prompts."""
 
     @property

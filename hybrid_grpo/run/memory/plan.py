@@ -15,7 +15,7 @@ import torch
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.data.pictures import Album
+from hybrid_grpo.data.pictures import ImageStore
 from hybrid_grpo.generation import Workspace
 from hybrid_grpo.generation.beside import user_workspace
 from hybrid_grpo.generation.cache import GPU_SHARE, MARGIN, prefill_that_fits
@@ -82,7 +82,7 @@ def estimate(
     models: Sequence[RewardModel] = (),
     held_out: int = 0,
     held_out_longest: int = 0,
-    album: Album | None = None,
+    album: ImageStore | None = None,
     model_config: Any = None,
 ) -> Plan | None:
     """Return the memory plan of a run, whose prompts have the pictures of an `album`; None if the model cannot run
