@@ -126,9 +126,8 @@ class Trainer(Stage):
         cost_and_idle_R2P = torch.zeros(plan.world_size, 2, len(cost_P), dtype=torch.float64)
         cost_and_idle_R2P[rank()] = torch.stack([torch.from_numpy(cost_P).clamp(min=1), idle_P])
         cost_RP, idle_RP = self.total(cost_and_idle_R2P).unbind(1)
-        target_rank_RP, balance = assign(
-            cost_RP, idle_RP.bool(), plan.num_minibatches, self.config.grpo.balance == "auto"
-        )
+        is_auto = self.config.grpo.balance == "auto"
+        target_rank_RP, balance = assign(cost_RP, idle_RP.bool(), plan.num_minibatches, is_auto)
         if plan.world_size > 1:
             self.meter.add("throughput/balance", balance)
         return Assignment(target_rank_RP, plan.num_minibatches, rank(), self.exchange)

@@ -119,13 +119,7 @@ def publish(run: FinishedRun | Path | str, **settings: Any) -> str:
 
 
 def _configure(
-    cls: type[ConfigT],
-    command: str,
-    model: Any,
-    data: Any,
-    rewards: Any,
-    config: Any,
-    sections: Mapping[str, Any],
+    cls: type[ConfigT], command: str, model: Any, data: Any, rewards: Any, config: Any, sections: Mapping[str, Any]
 ) -> Parsed[ConfigT]:
     adopt_rank()
     refuse_unused(cls, sections)

@@ -61,9 +61,7 @@ def _options(arguments: list[str]) -> tuple[list[str], str | None]:
 
 
 def generate(
-    config: GenerateConfig,
-    output: AbstractContextManager[Callable[[dict[str, Any]], None]],
-    prompt: str | None = None,
+    config: GenerateConfig, output: AbstractContextManager[Callable[[dict[str, Any]], None]], prompt: str | None = None
 ) -> None:
     """Complete this rank's share of the prompts, or `prompt` in place of standard input. `output` is entered once the
     prompts have been read; the function that it yields is called with every completion as soon as it is finished.

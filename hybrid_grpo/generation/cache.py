@@ -87,10 +87,8 @@ class Geometry:
         UserError if a layer attends to keys and values that do not belong to the tokens of the forward."""
         install_routers(model)
         device = next(model.parameters()).device
-        seen, ids = (
-            _ShapeProbe(type(model).__name__, device),
-            torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=device),
-        )
+        seen = _ShapeProbe(type(model).__name__, device)
+        ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=device)
         with torch.no_grad(), MemoryTracker((*model.parameters(), *model.buffers(), ids)) as tracker:
             cached_forward(model.base_model, model, ids, ids, seen)
         return cls(

@@ -193,12 +193,7 @@ def _is_right(kernel: Kernel, x: Tensor, name: str, *, has_sinks: bool = False) 
 
 
 def ragged_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    begins: tuple[Tensor, Tensor],
-    longest: tuple[int, int],
-    options: Options,
+    query: Tensor, key: Tensor, value: Tensor, begins: tuple[Tensor, Tensor], longest: tuple[int, int], options: Options
 ) -> Tensor:
     """Compute the causal attention of concatenated sequences with a GPU kernel, and return [N, heads, d].
 

@@ -205,13 +205,7 @@ class Sizes:
 
 
 def measure(
-    config: TrainConfig,
-    model_config: Any,
-    batch: BatchPlan,
-    prompt: int,
-    heads: Sequence[HeadOf] = (),
-    *,
-    on_gpu: bool,
+    config: TrainConfig, model_config: Any, batch: BatchPlan, prompt: int, heads: Sequence[HeadOf] = (), *, on_gpu: bool
 ) -> Sizes:
     """Return the sizes of a model, computed without its weights; `DryRun` explains `heads`."""
     dry = DryRun(model_config, config.policy, config.lora, heads, on_gpu=on_gpu)
