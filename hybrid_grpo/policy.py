@@ -22,12 +22,12 @@ from hybrid_grpo.data.pictures import ImageStore, sight_of, trained_sight_of
 from hybrid_grpo.engine import StepResult
 from hybrid_grpo.generation import (
     Drafter,
-    Enough,
     Journal,
     OnFinish,
     OnStep,
     Request,
     Sampling,
+    ShouldStop,
     Stats,
     Turns,
     Workspace,
@@ -242,11 +242,11 @@ class Policy(TrainedModel):
         on_step: OnStep | None = None,
         given: Mapping[int, Completion] | None = None,
         begun: Mapping[int, Sequence[Completion]] | None = None,
-        enough: Enough | None = None,
+        should_stop: ShouldStop | None = None,
     ) -> tuple[Rollout, Stats]:
         """Sample `num_generations` completions of every prompt, except for those that the journal or `given` already
         has; `given` is keyed by random stream (see `requests_of`). `begun` has the completions of prompts, by index,
-        from an earlier step: those that are open go on. `enough` is that of `generate`. Ranks enter and leave
+        from an earlier step: those that are open go on. `should_stop` is that of `generate`. Ranks enter and leave
         together."""
         requests, sampling = requests_of(prompts, config, seed, step), sampling_of(config, stop_ids)
         given, goes_on = dict(given or {}), dict[int, Completion]()
@@ -256,7 +256,7 @@ class Policy(TrainedModel):
         with record_function("stage/generate"), self.engine.generation() as view:
 
             def sample(requests: list[Request], on_finish: OnFinish | None) -> Any:
-                return self._complete(view, requests, sampling, config, on_finish, on_step, enough)
+                return self._complete(view, requests, sampling, config, on_finish, on_step, should_stop)
 
             if self.journal is None:
                 groups, stats = complete_rest(requests, given, on_finish, sample, begun=goes_on)
@@ -287,11 +287,11 @@ class Policy(TrainedModel):
         config: RolloutConfig,
         on_finish: OnFinish | None,
         on_step: OnStep | None,
-        enough: Enough | None = None,
+        should_stop: ShouldStop | None = None,
     ) -> tuple[list[list[Completion]], Stats]:
         task = requests, sampling, config
         kept: dict[str, Any] = {"workspace": self.workspace, "turns": self.turns, "drafter": self.drafter}
-        kept |= {"enough": enough, "sight": self.sight}
+        kept |= {"should_stop": should_stop, "sight": self.sight}
         return complete(view, self.tokenizer, *task, on_finish, on_step, **kept)
 
     def micro_batches(

@@ -27,7 +27,7 @@ from hybrid_grpo.generation.paged_attention import PAGE, Prefill
 from hybrid_grpo.generation.requests import Request, groups_of, lengths_of, sequences_of
 from hybrid_grpo.generation.sampler import Sampling
 from hybrid_grpo.generation.scheduler import Group, Scheduler
-from hybrid_grpo.generation.sequence import Callbacks, Decode, Enough, OnFinish, OnStep, OnToken, Sequence, Turns
+from hybrid_grpo.generation.sequence import Callbacks, Decode, OnFinish, OnStep, OnToken, Sequence, ShouldStop, Turns
 from hybrid_grpo.generation.state_drafts import states_take_drafts
 from hybrid_grpo.generation.timeline import Stats, Timeline
 from hybrid_grpo.generation.workspace import Workspace
@@ -102,7 +102,7 @@ class _Loop:
     def run(self) -> Stats:
         schedule, cache = self.schedule, self.schedule.cache
         self.stats.timeline = timeline = Timeline(schedule.slots)
-        while schedule.busy and not self._is_enough():
+        while schedule.busy and not self._should_stop():
             if self.callbacks.on_step:
                 self.callbacks.on_step()
             self._take_answers()
@@ -125,9 +125,9 @@ class _Loop:
         self.stats.peak_cache_bytes = cache.peak * cache.page * cache.geometry.token_bytes + cache.states.bytes
         return self.stats
 
-    def _is_enough(self) -> bool:
+    def _should_stop(self) -> bool:
         """Whether the sequences that have not ended are left open; if so, they are completed as such."""
-        if self.callbacks.enough is None or not self.callbacks.enough(self._least):
+        if self.callbacks.should_stop is None or not self.callbacks.should_stop(self._least):
             return False
         self._drain()
         for sequence in self._unfinished():
@@ -339,7 +339,7 @@ def generate(
     decode: Decode | None = None,
     turns: Turns | None = None,
     drafter: Drafter | None = None,
-    enough: Enough | None = None,
+    should_stop: ShouldStop | None = None,
     sight: VisionEncoder | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """Return the completions of every request, in the order of `requests` and their keys, and statistics of the call.
@@ -362,13 +362,13 @@ def generate(
         decode: turns tokens into text. Default: texts are empty. Required for `Sampling.stop_strings`.
         turns: answers the turns of a completion. Default: a completion is one turn.
         drafter: proposes drafts, where the model and `sampling` allow them. Default: there are none.
-        enough: says when to leave the rest of the completions open. Default: all end. Not with `turns`.
+        should_stop: says when to leave the rest of the completions open. Default: all end. Not with `turns`.
         sight: sees the pictures in prompts. Required if there are any.
     """
     if not requests:
         return [], Stats()
     sequences = sequences_of(requests, sampling, sight)
-    assert turns is None or (enough is None and all(r.most for r in requests)), "turns end, and have a limit in all"
+    assert turns is None or (should_stop is None and all(r.most for r in requests)), "turns end, and have a limit"
     longest = lengths_of(sequences, several_turns=turns is not None)
     slots, waiting = min(max_slots, len(longest)), turns is not None
     decoder = _decoder(
@@ -376,7 +376,7 @@ def generate(
     )
     groups = chain.from_iterable(map(groups_of, sequences))
     schedule = Scheduler(decoder.cache, groups, min(slots, decoder.slots), decoder.ahead)
-    callbacks = Callbacks(on_finish, on_step, on_token, decode, turns, enough)
+    callbacks = Callbacks(on_finish, on_step, on_token, decode, turns, should_stop)
     drafter = drafter if decoder.takes_drafts else None
     if drafter is not None:
         drafter.begin(sequences)

@@ -11,12 +11,12 @@ from hybrid_grpo.config import RolloutConfig
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.generation import (
     Drafter,
-    Enough,
     OnFinish,
     OnStep,
     OnToken,
     Request,
     Sampling,
+    ShouldStop,
     Stats,
     Turns,
     Workspace,
@@ -87,7 +87,7 @@ def complete(
     on_token: OnToken | None = None,
     turns: Turns | None = None,
     drafter: Drafter | None = None,
-    enough: Enough | None = None,
+    should_stop: ShouldStop | None = None,
     sight: VisionEncoder | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """Complete every request with the decoder that `config` names. `model` has the attention that `attention_of` names;
@@ -103,7 +103,7 @@ def complete(
             "cache_gb": config.cache_gb,
             "workspace": workspace,
             "drafter": None if config.drafts == "off" else drafter or Drafter(),
-            "enough": enough,
+            "should_stop": should_stop,
             "sight": sight,
         }
         decoder = partial(generation.generate, **memory)

@@ -22,7 +22,7 @@ OnStep = Callable[[], None]
 """Called before every decode step."""
 Decode = Callable[[list[int]], str]
 """Converts tokens to text."""
-Enough = Callable[[Callable[[], int]], bool]
+ShouldStop = Callable[[Callable[[], int]], bool]
 """Called before every decode step, with a function that returns the least number of tokens that this call has sampled
 for a completion that has not ended. Returns whether to leave such completions open."""
 Finish = Literal["stop", "length"]
@@ -59,7 +59,7 @@ class Callbacks:
     on_token: OnToken | None = None
     decode: Decode | None = None
     turns: Turns | None = None
-    enough: Enough | None = None
+    should_stop: ShouldStop | None = None
     routing: Callable[[Sequence], Routing | None] | None = None
     """Returns the experts of a sequence that has ended."""
 

@@ -108,7 +108,7 @@ class Carry:
 
     def asks(self, on_finish: OnFinish | None) -> dict[str, Any]:
         """Return arguments of `Policy.rollout`; `on_finish` will be told of a completion once its group is whole."""
-        return {"begun": self._begun, "enough": self._enough, "on_finish": self._by_group(on_finish)}
+        return {"begun": self._begun, "should_stop": self._should_stop, "on_finish": self._by_group(on_finish)}
 
     def _by_group(self, on_finish: OnFinish | None) -> OnFinish:
         held: dict[int, list[tuple[int, Completion]]] = defaultdict(list)
@@ -125,8 +125,8 @@ class Carry:
 
         return finished
 
-    def _enough(self, least: Callable[[], int]) -> bool:
-        """Return whether this rank need not sample any further; see `generation.Enough`."""
+    def _should_stop(self, least: Callable[[], int]) -> bool:
+        """Return whether this rank need not sample any further; see `generation.ShouldStop`."""
         now = time.perf_counter()
         if now < self._look_at:
             return False
