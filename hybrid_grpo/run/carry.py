@@ -39,7 +39,7 @@ Exchange = Callable[[list[Any]], list[Any]]
 
 
 @dataclass(frozen=True, order=True)
-class Whole:
+class FinishedGroup:
     """A group whose completions have all ended."""
 
     span: int
@@ -58,11 +58,11 @@ class OpenGroup:
     completions: list[Completion]
 
 
-def shortest(found: Iterable[Whole], count: int, due: int) -> list[Whole] | None:
+def shortest(found: Iterable[FinishedGroup], count: int, due: int) -> list[FinishedGroup] | None:
     """Return the groups to learn from: all `due` groups that must not be carried any further, and of the others those
     of the shortest spans, `count` in all. None if there are not enough of them yet."""
-    first = sorted(found, key=lambda whole: (not whole.is_due, whole))[:count]
-    return first if len(first) == count and sum(whole.is_due for whole in first) == due else None
+    first = sorted(found, key=lambda group: (not group.is_due, group))[:count]
+    return first if len(first) == count and sum(group.is_due for group in first) == due else None
 
 
 class Carry:
@@ -99,7 +99,7 @@ class Carry:
         self._is_due = [False] * len(new) + [self._is_old(group) for group in carried]
         self._due = sum(map(self._is_old, self._open))
         self._begun = {index: group.completions for index, group in enumerate(carried, len(new))}
-        self._whole: list[Whole] = []
+        self._finished: list[FinishedGroup] = []
         self._board, self._look_at = Board(f"carry/{step}"), 0.0
         return [*prompts, *(group.prompt for group in carried)]
 
@@ -117,8 +117,8 @@ class Carry:
             held[prompt].append((sample, completion))
             if len(held[prompt]) == self._plan.num_generations:
                 span = max(completion.new_tokens for _, completion in held[prompt])
-                self._whole.append(Whole(span, self._serials[prompt], self._is_due[prompt]))
-                self._board.post([astuple(whole) for whole in self._whole])
+                self._finished.append(FinishedGroup(span, self._serials[prompt], self._is_due[prompt]))
+                self._board.post([astuple(group) for group in self._finished])
                 if on_finish is not None:
                     for number, ended in held[prompt]:
                         on_finish(prompt, number, ended)
@@ -131,20 +131,22 @@ class Carry:
         if now < self._look_at:
             return False
         self._look_at = now + _LOOK_S
-        chosen = self._chosen([Whole(span, tuple(serial), due) for span, serial, due in chain(*self._board.read())])
-        return chosen is not None and least() >= max(whole.span for whole in chosen)
+        chosen = self._chosen(
+            [FinishedGroup(span, tuple(serial), due) for span, serial, due in chain(*self._board.read())]
+        )
+        return chosen is not None and least() >= max(group.span for group in chosen)
 
-    def _chosen(self, found: Iterable[Whole]) -> list[Whole] | None:
+    def _chosen(self, found: Iterable[FinishedGroup]) -> list[FinishedGroup] | None:
         return shortest(found, self._config.prompts_per_step, self._due)
 
     def end(self, rollout: Rollout) -> Rollout:
         """Decide which groups are learned from; the others are carried. Return this rank's rollout without the tokens
         after the end of the step's sampling. Collective."""
-        chosen = self._chosen(chain(*all_gather_objects(self._whole)))
+        chosen = self._chosen(chain(*all_gather_objects(self._finished)))
         assert chosen is not None, "ranks sample until there are enough"
         self._board.close()
-        self._span = max(whole.span for whole in chosen)
-        self._place = {serial: slot for slot, serial in enumerate(sorted(whole.serial for whole in chosen))}
+        self._span = max(group.span for group in chosen)
+        self._place = {serial: slot for slot, serial in enumerate(sorted(group.serial for group in chosen))}
         rollout = replace(rollout, completions=[c.cut(c.old_tokens + self._span) for c in rollout.completions])
         by_serial = sorted(range(len(self._serials)), key=self._serials.__getitem__)
         self.learned = [index for index in by_serial if self._serials[index] in self._place]
