@@ -184,7 +184,7 @@ class Trainer(Stage):
         called: dict[str, Any] = {"on_finish": on_finish, "on_step": self.progress.look}
         called["given"] = self.features.write(prompts, step, self.progress.beat)
         if self.carry is not None:
-            called |= self.carry.asks(on_finish)
+            called |= self.carry.rollout_arguments(on_finish)
         start, seed = time.perf_counter(), self.config.run.seed
         settings = self.config.rollout, self.inputs.stop_ids
         rollout, stats = self.policy.rollout(prompts, *settings, seed=seed, step=step, **called)

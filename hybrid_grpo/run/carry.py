@@ -106,7 +106,7 @@ class Carry:
     def _is_old(self, group: OpenGroup) -> bool:
         return len(group.completions[0].carried) >= self._config.max_carries
 
-    def asks(self, on_finish: OnFinish | None) -> dict[str, Any]:
+    def rollout_arguments(self, on_finish: OnFinish | None) -> dict[str, Any]:
         """Return arguments of `Policy.rollout`; `on_finish` will be told of a completion once its group is whole."""
         return {"begun": self._begun, "should_stop": self._should_stop, "on_finish": self._by_group(on_finish)}
 
