@@ -93,7 +93,7 @@ class Drafter:
         """Return a draft for every sequence, most of them perhaps empty, for a step of at most `slots` rows. Return an
         empty list if a step without drafts is better."""
         self._read(active)
-        found = [self._index(s).draft(s, min(_LONGEST, s.until - len(s.tokens) - 1)) for s in active]
+        found = [self._index(s).draft(s, min(_LONGEST, s.turn_end - len(s.tokens) - 1)) for s in active]
         gains = []
         for row, (draft, kind) in enumerate(found):
             share = self._of(kind).share if draft else 0.0

@@ -51,7 +51,7 @@ class _Batches:
         self.model.generate(
             torch.tensor([row.tokens for row in rows], device=self.device),
             generation_config=GenerationConfig(
-                max_new_tokens=max(row.until - len(row.tokens) for row in rows), do_sample=False
+                max_new_tokens=max(row.turn_end - len(row.tokens) for row in rows), do_sample=False
             ),
             logits_processor=LogitsProcessorList([partial(self._choose, rows, key_n)]),
             stopping_criteria=StoppingCriteriaList([ended]),

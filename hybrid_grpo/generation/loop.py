@@ -224,7 +224,7 @@ class _Loop:
         any; a later `_collect` reads the outcome. Return whether there were."""
         schedule = self.schedule
         # A sequence that reaches a limit ends with a step that is still running: wait for it.
-        if any(len(s.tokens) < s.until <= s.position + 1 for s in schedule.active):
+        if any(len(s.tokens) < s.turn_end <= s.position + 1 for s in schedule.active):
             self._drain()
         while not schedule.reserve():
             self._drain()

@@ -206,7 +206,7 @@ class Scheduler:
         for sequence in short:
             sequence.pages += self.cache.take(1)
         for sequence in self.active if short and self._ahead else ():
-            wanted = self.cache.pages_for(min(sequence.position + 1 + self._ahead, sequence.until))
+            wanted = self.cache.pages_for(min(sequence.position + 1 + self._ahead, sequence.turn_end))
             sequence.pages += self.cache.take(max(0, min(wanted - len(sequence.pages), self._spare)))
         return True
 

@@ -95,7 +95,7 @@ class Sequence:
     given: list[Given] = field(default_factory=list)
     begin: int = field(init=False)
     """Index in `tokens` at which the turn begins."""
-    until: int = field(init=False)
+    turn_end: int = field(init=False)
     """Length of `tokens` at which a limit ends the turn."""
     waits: bool = False
     """Whether the turn has ended and has not been answered yet."""
@@ -120,7 +120,7 @@ class Sequence:
 
     def _begin_turn(self) -> None:
         self.begin = len(self.tokens)
-        self.until = self.begin + min(self.room, self.turn_limit)
+        self.turn_end = self.begin + min(self.room, self.turn_limit)
 
     @property
     def turn(self) -> int:
@@ -155,7 +155,7 @@ class Sequence:
         if sampling.stop_strings and not stopped:
             turn = self.tokens[self.begin :]
             stopped = text_ends(turn, sampling, callbacks.decode, len(self.sampled) - len(turn))
-        if not stopped and len(self.tokens) < self.until:
+        if not stopped and len(self.tokens) < self.turn_end:
             return
         finish: Finish | None = "stop" if stopped else "length"
         if (turns := callbacks.turns) is not None:
