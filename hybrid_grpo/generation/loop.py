@@ -150,10 +150,10 @@ class _Loop:
         if turns is None or not schedule.waiting:
             return
         idle = not (schedule.active or schedule.can_start or self.in_flight)
-        for key, given in turns.answers(PATIENCE_S if idle else 0.0):
-            sequence, finish = schedule.answer(key, given)
-            if self.sight is not None and not isinstance(given, str):
-                sequence.shift += self.sight.shift(given)
+        for key, observation in turns.answers(PATIENCE_S if idle else 0.0):
+            sequence, finish = schedule.answer(key, observation)
+            if self.sight is not None and not isinstance(observation, str):
+                sequence.shift += self.sight.shift(observation)
             if finish is not None:
                 sequence.end(finish, self.callbacks)
 

@@ -148,10 +148,10 @@ class Scheduler:
             tokens += new
         return moved
 
-    def answer(self, key: int, given: list[int] | Finish) -> tuple[Sequence, Finish | None]:
+    def answer(self, key: int, observation: list[int] | Finish) -> tuple[Sequence, Finish | None]:
         """Take the answer to a waiting sequence. Return the sequence, and how it ends (None if it continues)."""
         sequence = self.waiting.pop(key)
-        finish = sequence.answer(given)
+        finish = sequence.answer(observation)
         if finish is not None:
             self._evict(sequence)
         elif sequence.pages:

@@ -92,7 +92,7 @@ class Sequence:
     sampled: list[int] = field(default_factory=list)
     kept: list[np.ndarray] = field(default_factory=list)
     """The support of each sampled token; empty if it is not recorded."""
-    given: list[Given] = field(default_factory=list)
+    observations: list[Given] = field(default_factory=list)
     begin: int = field(init=False)
     """Index in `tokens` at which the turn begins."""
     turn_end: int = field(init=False)
@@ -124,7 +124,7 @@ class Sequence:
 
     @property
     def turn(self) -> int:
-        return len(self.given)
+        return len(self.observations)
 
     @property
     def new_tokens(self) -> int:
@@ -166,15 +166,15 @@ class Sequence:
         if finish is not None:
             self.end(finish, callbacks)
 
-    def answer(self, given: list[int] | Finish) -> Finish | None:
+    def answer(self, observation: list[int] | Finish) -> Finish | None:
         """Begin the next turn after the answer's tokens, and return None. If the answer ends the completion or leaves
         no room, return how it ends instead."""
-        if isinstance(given, str):
-            return given
-        if len(self.tokens) + len(given) >= self.most:
+        if isinstance(observation, str):
+            return observation
+        if len(self.tokens) + len(observation) >= self.most:
             return "length"
-        self.given.append((len(self.sampled), given))
-        self.tokens += given
+        self.observations.append((len(self.sampled), observation))
+        self.tokens += observation
         self._begin_turn()
         self.waits = False
         return None
@@ -189,7 +189,7 @@ class Sequence:
             logp=self.logp,
             finish=finish,
             text=text,
-            given=tuple(self.given),
+            given=tuple(self.observations),
             support=SamplingMask.of(self.kept) if self.kept else None,
             routing=callbacks.routing(self) if callbacks.routing else None,
             carried=self.begun.carried if self.begun else (),
