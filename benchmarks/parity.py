@@ -142,7 +142,7 @@ def gap_of_rollout(plain: Any, view: Any, seed: int) -> tuple[float, Tensor, Sta
     chance, vocabulary = random.Random(seed), plain.config.vocab_size
     prompts = [chance.choices(range(vocabulary), k=chance.choice((1, 2, 5, 70))) for _ in range(chance.randint(1, 4))]
     requests = [
-        Request(ids, [stream_key(seed, row, k) for k in range(chance.randint(1, 4))], most=200)
+        Request(ids, [stream_key(seed, row, k) for k in range(chance.randint(1, 4))], max_total_tokens=200)
         for row, ids in enumerate(prompts)
     ]
     stops = range(chance.choice((1, vocabulary // 20, vocabulary // 4)))

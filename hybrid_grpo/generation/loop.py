@@ -368,7 +368,9 @@ def generate(
     if not requests:
         return [], Stats()
     sequences = sequences_of(requests, sampling, sight)
-    assert turns is None or (should_stop is None and all(r.most for r in requests)), "turns end, and have a limit"
+    assert turns is None or (should_stop is None and all(r.max_total_tokens for r in requests)), (
+        "turns end, and have a limit"
+    )
     longest = lengths_of(sequences, several_turns=turns is not None)
     slots, waiting = min(max_slots, len(longest)), turns is not None
     decoder = _decoder(

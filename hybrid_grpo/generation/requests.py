@@ -23,7 +23,7 @@ class Request:
     """Key of each completion, which names it, and of its random stream; see `stream_key`."""
     limits: list[int] | None = None
     """Maximum number of sampled tokens for each completion. Default: `Sampling.max_tokens` for all."""
-    most: int | None = None
+    max_total_tokens: int | None = None
     """Maximum number of tokens of prompt, sampled tokens and answers between turns together. Required with `turns`."""
     prompt: Prompt | None = None
     """The prompt that `prompt_ids` encode, which `Turns` needs."""
@@ -39,10 +39,16 @@ def sequences_of(
     for index, request in enumerate(requests):
         assert request.prompt_ids and request.keys, "a prompt has tokens, a request keys"
         prompt, limits = request.prompt_ids, request.limits or [sampling.max_tokens] * len(request.keys)
-        most = request.most or sys.maxsize
-        assert len(prompt) < most, "there is room for a token after the prompt"
+        max_total_tokens = request.max_total_tokens or sys.maxsize
+        assert len(prompt) < max_total_tokens, "there is room for a token after the prompt"
         shift = 0 if sight is None else sight.shift(prompt)
-        new = partial(Sequence, prompt=len(prompt), most=most, turn_limit=sampling.max_turn_tokens, shift=shift)
+        new = partial(
+            Sequence,
+            prompt=len(prompt),
+            max_total_tokens=max_total_tokens,
+            turn_limit=sampling.max_turn_tokens,
+            shift=shift,
+        )
         none = [None] * len(request.keys)
         each = zip(request.keys, limits, request.begun or none, strict=True)
         groups.append(
@@ -61,4 +67,7 @@ def groups_of(sequences: list[Sequence]) -> list[Group]:
 def lengths_of(groups: list[list[Sequence]], *, several_turns: bool) -> list[int]:
     """Return the maximum number of tokens of each sequence, in descending order."""
     every = (s for group in groups for s in group)
-    return sorted((s.most if several_turns else min(s.most, s.prompt + s.limit) for s in every), reverse=True)
+    return sorted(
+        (s.max_total_tokens if several_turns else min(s.max_total_tokens, s.prompt + s.limit) for s in every),
+        reverse=True,
+    )

@@ -66,8 +66,8 @@ def requests_of(prompts: Sequence[Prompt], config: RolloutConfig, seed: int, ste
 
 def request_of(prompt: Prompt, config: RolloutConfig, keys: list[int]) -> Request:
     """Return a request for completions of a prompt whose random streams have these keys."""
-    most = config.longest(len(prompt.token_ids), opened=prompt.opening is not None)
-    return Request(prompt.token_ids, keys, most=most, prompt=prompt)
+    limit = config.longest(len(prompt.token_ids), opened=prompt.opening is not None)
+    return Request(prompt.token_ids, keys, max_total_tokens=limit, prompt=prompt)
 
 
 def attention_of(decoder: Literal["paged", "transformers"]) -> str | None:

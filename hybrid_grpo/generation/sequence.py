@@ -85,7 +85,7 @@ class Sequence:
     position: int = 0
     """Cache entry that the next step writes; ahead of `tokens` by the steps whose outcome has not been read yet."""
     completion: Completion | None = None
-    most: int = sys.maxsize
+    max_total_tokens: int = sys.maxsize
     """Maximum number of tokens of the prompt, the sampled tokens and the answers between turns together."""
     turn_limit: int = sys.maxsize
     """Maximum number of tokens to sample in one turn."""
@@ -139,7 +139,7 @@ class Sequence:
     @property
     def room(self) -> int:
         """Number of tokens that may still be sampled."""
-        return min(self.limit - len(self.logp), self.most - len(self.tokens))
+        return min(self.limit - len(self.logp), self.max_total_tokens - len(self.tokens))
 
     def add(self, token: int, logp: float, kept: np.ndarray | None, sampling: Sampling, callbacks: Callbacks) -> None:
         """Append a sampled token; `kept` is its support, if recorded. If the token ends the completion, call `end`; if
@@ -171,7 +171,7 @@ class Sequence:
         no room, return how it ends instead."""
         if isinstance(observation, str):
             return observation
-        if len(self.tokens) + len(observation) >= self.most:
+        if len(self.tokens) + len(observation) >= self.max_total_tokens:
             return "length"
         self.observations.append((len(self.sampled), observation))
         self.tokens += observation

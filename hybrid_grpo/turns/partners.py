@@ -225,7 +225,7 @@ class Partners:
         """Whether an answer leaves room to sample after it."""
         request = self._requests[trajectory.key]
         read = len(request.prompt_ids) + trajectory.sampled + trajectory.observed
-        return request.most is None or read + len(observation) < request.most
+        return request.max_total_tokens is None or read + len(observation) < request.max_total_tokens
 
     def _written(self, trajectory: Trajectory, messages: list[Message]) -> list[int]:
         """Return the tokens of messages that answer a turn, each cut to its share of `max_tool_tokens`."""

@@ -147,7 +147,7 @@ def test_a_call_leaves_no_cache_to_the_garbage_collector(architecture, turns, by
 
     monkeypatch.setattr(PagedCache, "__init__", watched)
     model = build(tiny_config(architecture), ATTENTION).eval()
-    requests = [Request([5, 1, 3], [stream_key(0, 0, k) for k in range(2)], most=40 if turns else None)]
+    requests = [Request([5, 1, 3], [stream_key(0, 0, k) for k in range(2)], max_total_tokens=40 if turns else None)]
     gc.collect()
     gc.disable()
     try:

@@ -32,7 +32,10 @@ SMALLER = {
 
 def requests_of(rng, samples=3, most=None):
     prompts = [[rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 40))] for _ in range(5)]
-    return [Request(p, [stream_key(7, row, k) for k in range(samples)], most=most) for row, p in enumerate(prompts)]
+    return [
+        Request(p, [stream_key(7, row, k) for k in range(samples)], max_total_tokens=most)
+        for row, p in enumerate(prompts)
+    ]
 
 
 def text(token_ids):

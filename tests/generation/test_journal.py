@@ -49,7 +49,7 @@ def test_a_conversation_comes_back_whole(tmp_path):
     routing = Routing(np.full((1, 2, 3), 255, np.uint8), np.arange(24, dtype=np.int16).reshape(4, 2, 3) * 11)
     others = {"calls": (("user", True),), "support": support, "routing": routing}
     completion = Completion([7, 3, 9], [-0.5, -0.25, -1.0], "stop", "é", ((2, [5, 6]),), said, **others)
-    request = Request([1], [11], most=9)
+    request = Request([1], [11], max_total_tokens=9)
 
     def sample(requests, on_finish):
         on_finish(0, 0, completion)
@@ -151,5 +151,5 @@ def test_the_file_is_opened_once_for_a_rollout_and_holds_what_is_finished_at_onc
             assert len(os.listdir("/proc/self/fd")) == before + 1
         return [[Completion([k], [-0.5], "stop") for k in range(3)]], Stats()
 
-    Journal(tmp_path, 0).complete(1, [Request([1], [11, 12, 13], most=9)], None, sample)
+    Journal(tmp_path, 0).complete(1, [Request([1], [11, 12, 13], max_total_tokens=9)], None, sample)
     assert 0 < sizes[0] < sizes[1] < sizes[2] and len(os.listdir("/proc/self/fd")) == before

@@ -196,7 +196,9 @@ def _decoding(
     for samples, temperature in ((2, GREEDY), (3, 1.3)):
         turns = None if temperature == GREEDY else answers
         requests = [
-            Request(p.ids, [stream_key(1, 0, 0, i, k) for k in range(samples)], most=1000 if turns else None)
+            Request(
+                p.ids, [stream_key(1, 0, 0, i, k) for k in range(samples)], max_total_tokens=1000 if turns else None
+            )
             for i, p in enumerate(prompts)
         ]
         given = Sampling(LIMIT, temperature=temperature, max_turn_tokens=TURN if turns else sys.maxsize), config
