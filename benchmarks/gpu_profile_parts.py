@@ -141,7 +141,7 @@ class _Wrong(Drafter):
     def propose(self, active: list[Sequence], slots: int) -> list[list[int]]:
         return [[0] * min(self._length, s.until - len(s.tokens) - 1) for s in active]
 
-    def checked(self, sequence: Sequence, drafted: int, held: int) -> None:
+    def verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         pass
 
 

@@ -192,7 +192,9 @@ class Trainer(Stage):
         if self.carry is not None:
             rollout = self.carry.end(rollout)
         captures = None if self.device.type == "cpu" else stats.captures
-        self.meter.update(measure_sampling(rollout, spans, stats.held, captures) | self.inputs.tool_numbers(rollout))
+        self.meter.update(
+            measure_sampling(rollout, spans, stats.accepted, captures) | self.inputs.tool_numbers(rollout)
+        )
         self.trace.decoded(stats.timeline)
         return rollout
 

@@ -114,13 +114,13 @@ class _Loop:
             while self.in_flight and (len(self.in_flight) > self.lag or drafted or not schedule.active):
                 self._collect()
             if self.drafter is not None and self.stats.rows > rows:
-                self.drafter.took(self.stats.rows - rows, time.perf_counter() - start, drafts=drafted)
+                self.drafter.record_time(self.stats.rows - rows, time.perf_counter() - start, drafts=drafted)
         timeline.end(schedule)
         assert cache.free == cache.pages - 1, "every page comes back"
         self.stats.preempted = schedule.preempted
         self.stats.captures = self.decoder.captures
         if self.drafter is not None:
-            self.stats.drafted, self.stats.held = self.drafter.drafted, self.drafter.held
+            self.stats.drafted, self.stats.accepted = self.drafter.drafted, self.drafter.accepted
             self.drafter.end()
         self.stats.peak_cache_bytes = cache.peak * cache.page * cache.geometry.token_bytes + cache.states.bytes
         return self.stats
@@ -275,16 +275,16 @@ class _Loop:
         assert self.drafter is not None
         row, rows, slots = len(sequences), list[int](), list[int]()
         for slot, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
-            held = 0
-            while held < len(draft) and sequence.is_open and sequence.tokens[-1] == draft[held]:
-                token, logp, kept = (values[row + held] for values in sampled)
+            accepted = 0
+            while accepted < len(draft) and sequence.is_open and sequence.tokens[-1] == draft[accepted]:
+                token, logp, kept = (values[row + accepted] for values in sampled)
                 sequence.add(token, logp, kept, self.sampling, self.callbacks)
-                held += 1
+                accepted += 1
             if draft:
                 sequence.position = len(sequence.tokens) - 1
-                self.drafter.checked(sequence, len(draft), held)
-            if held and sequence.completion is None:
-                rows, slots = [*rows, row + held - 1], [*slots, slot]
+                self.drafter.verified(sequence, len(draft), accepted)
+            if accepted and sequence.completion is None:
+                rows, slots = [*rows, row + accepted - 1], [*slots, slot]
             row += len(draft)
         # The state of a sequence is what the last row that held has left.
         self.schedule.cache.states.copy(rows, slots)

@@ -148,7 +148,7 @@ def test_states_by_kernels_are_those_of_torch(architecture, steps, kernels, monk
     def completions(model, drafter=None):
         turns, sampling = Scripted(2), Sampling(6, stop_ids=tuple(range(0, 40, 2)))
         groups, stats = generate(model, requests, sampling, turns=turns, max_slots=4 if drafter else 2, drafter=drafter)
-        assert stats.answers and (drafter is None or stats.held)
+        assert stats.answers and (drafter is None or stats.accepted)
         every = [c for group in groups for c in group]
         ends.append(groups)
         return [(c.token_ids, c.given) for c in every], torch.tensor([logp for c in every for logp in c.logp])
