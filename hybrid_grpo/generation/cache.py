@@ -246,7 +246,7 @@ class PagedCache:
     def pages_for(self, entries: int) -> int:
         return -(-entries // self.page)
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """Take `count` pages, which must be free, for a new owner."""
         assert count <= len(self._free), "more pages are taken than are free"
         taken = [self._free.pop() for _ in range(count)]
@@ -261,7 +261,7 @@ class PagedCache:
             assert self._owners[page], "a page without an owner cannot be shared"
             self._owners[page] += 1
 
-    def give_back(self, pages: list[int]) -> None:
+    def release(self, pages: list[int]) -> None:
         """Remove an owner from each page; a page without owners is free again."""
         for page in reversed(pages):
             assert self._owners[page], "a page is given back once"

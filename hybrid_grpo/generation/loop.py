@@ -168,7 +168,7 @@ class _Loop:
                     sequence.position = len(sequence.tokens) - 1
                 self.decoder.insert(len(schedule.active) - len(going_on), going_on)
                 for sequence in going_on:
-                    schedule.cache.states.give_back(sequence.state)
+                    schedule.cache.states.release(sequence.state)
                 continue
             if not schedule.ready:
                 groups = schedule.next_prefill_batch(self.prefill_tokens)

@@ -96,7 +96,7 @@ class Scheduler:
             ):
                 break
             self.pending.popleft()
-            group.pages, group.state = self.cache.take(need), self.cache.states.take()
+            group.pages, group.state = self.cache.allocate(need), self.cache.states.allocate()
             batch.append(group)
             completions += len(group.sequences)
             tokens += new
@@ -114,7 +114,7 @@ class Scheduler:
             sequence = group.sequences.popleft()
             entries = len(group.tokens) - 1
             whole = group.pages[: entries // self.cache.page]
-            own = self.cache.take(1)
+            own = self.cache.allocate(1)
             self.cache.share(whole)
             if entries % self.cache.page:
                 source.append(group.pages[-1])
@@ -125,8 +125,8 @@ class Scheduler:
             admitted.append(sequence)
             if not group.sequences:
                 self.ready.popleft()
-                self.cache.give_back(group.pages)
-                self.cache.states.give_back(group.state)
+                self.cache.release(group.pages)
+                self.cache.states.release(group.state)
         return admitted, source, target
 
     def resume(self, budget: int) -> list[Sequence]:
@@ -142,7 +142,7 @@ class Scheduler:
             if (moved and tokens + new > budget) or need > self._spare:
                 break
             self.answered.popleft()
-            sequence.pages += self.cache.take(max(need, 0))
+            sequence.pages += self.cache.allocate(max(need, 0))
             self.active.append(sequence)
             moved.append(sequence)
             tokens += new
@@ -183,8 +183,8 @@ class Scheduler:
     def _evict(self, holder: Sequence | Group) -> None:
         """Give back the pages and the state of a sequence without a slot, or of a group."""
         self._save_experts(holder)
-        self.cache.give_back(holder.pages)
-        self.cache.states.give_back(holder.state)
+        self.cache.release(holder.pages)
+        self.cache.states.release(holder.state)
         holder.pages, holder.state = [], -1
 
     def _save_experts(self, holder: Sequence | Group) -> None:
@@ -204,10 +204,10 @@ class Scheduler:
         if len(short) > self.cache.free:
             return False
         for sequence in short:
-            sequence.pages += self.cache.take(1)
+            sequence.pages += self.cache.allocate(1)
         for sequence in self.active if short and self._ahead else ():
             wanted = self.cache.pages_for(min(sequence.position + 1 + self._ahead, sequence.turn_end))
-            sequence.pages += self.cache.take(max(0, min(wanted - len(sequence.pages), self._spare)))
+            sequence.pages += self.cache.allocate(max(0, min(wanted - len(sequence.pages), self._spare)))
         return True
 
     def fit(self, drafts: list[list[int]]) -> None:
@@ -215,7 +215,7 @@ class Scheduler:
         for sequence, draft in zip(self.active, drafts, strict=True):
             if draft:
                 more = self.cache.pages_for(sequence.position + 1 + len(draft)) - len(sequence.pages)
-                sequence.pages += self.cache.take(max(0, min(more, self._spare)))
+                sequence.pages += self.cache.allocate(max(0, min(more, self._spare)))
                 del draft[len(sequence.pages) * self.cache.page - sequence.position - 1 :]
 
     def preempt(self) -> None:
@@ -249,7 +249,7 @@ class Scheduler:
             if kept is None:
                 if sequence.waits:
                     self._save_experts(sequence)
-                self.cache.give_back(sequence.pages)
+                self.cache.release(sequence.pages)
                 sequence.pages = []
             sequence.state = -1 if kept is None else kept
         for mover, hole in zip(movers, holes, strict=True):

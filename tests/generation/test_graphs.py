@@ -364,10 +364,10 @@ def decoder_of(model, sampling, capture=None):
         pool.normal_(generator=torch.Generator().manual_seed(index))
     decoder = Decoder(model, cache, sampling, 4, 3, capture)
     sequences = [
-        Sequence(0, k, k, list(range(1, 5 + k)), 3, 9, [0.0] * (k + 1), cache.take(3), 3 + k) for k in range(3)
+        Sequence(0, k, k, list(range(1, 5 + k)), 3, 9, [0.0] * (k + 1), cache.allocate(3), 3 + k) for k in range(3)
     ]
     for sequence in sequences:
-        sequence.state = cache.states.take()
+        sequence.state = cache.states.allocate()
     decoder.insert(0, sequences)
     return decoder
 

@@ -244,7 +244,7 @@ def filled(ahead):
         sequence.position += 2
     schedule.slots += ahead
     assert schedule.next_prefill_batch(1000) == groups[1 : ahead + 1]
-    return schedule, active, groups[1:], schedule.cache.take(schedule.cache.free)
+    return schedule, active, groups[1:], schedule.cache.allocate(schedule.cache.free)
 
 
 def test_prompts_read_ahead_give_up_their_pages_first_the_last_one_before_the_others():
@@ -272,7 +272,7 @@ def test_then_the_youngest_sequence_goes_back_with_all_it_has():
     assert schedule.next_prefill_batch(1) == []
 
     # When there is room again it is the first to be read, and goes on where it was.
-    schedule.cache.give_back(others)
+    schedule.cache.release(others)
     assert schedule.next_prefill_batch(1) == [back]
     assert schedule.admit()[0] == [younger]
     assert (younger.position, younger.prompt, younger.logp) == (4, 3, [-0.5, -0.25])
