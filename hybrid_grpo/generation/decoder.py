@@ -33,9 +33,9 @@ class Decoder:
     for each sampling. Between two steps the host then adds pages to the table, rarely, and copies what was chosen.
     """
 
-    lag = 0
+    max_in_flight = 0
     """Number of steps that may be running on the device before the host reads the tokens of the oldest."""
-    ahead = 0
+    page_lookahead = 0
     """Entries for which a sequence gets pages before it needs them, so that the table changes rarely."""
 
     def __init__(
@@ -56,7 +56,7 @@ class Decoder:
         self._table_nw = torch.zeros(slots, width, dtype=torch.int32, device=self._device)
         self._filled = 0
         """Slots from here on are zero: a row that pads a graph's size stands still, and writes to page 0."""
-        self._behind = False
+        self._has_stale_slots = False
         """Whether the slots lack what the last step found out, since it had drafts."""
         self._graphs = None if capture is None else Graphs(capture)
         self._choices: dict[Sampling, tuple[Sampler, Graphs]] = {}
@@ -64,13 +64,13 @@ class Decoder:
         """What all captured forwards write to."""
         self._seen_nV: Tensor | None = None
         if capture is not None:
-            self.lag, self.ahead = 2, 32
+            self.max_in_flight, self.page_lookahead = 2, 32
         self.begin(sampling)
 
     def begin(self, sampling: Sampling) -> None:
         """Begin a call that uses `sampling`; all slots must be free."""
         self._captured_before = len(self._graphs or ())
-        self._behind = False
+        self._has_stale_slots = False
         self._clear(0)
         if self._capture is None:
             self._sampler = Sampler(sampling, self._device)
@@ -175,9 +175,9 @@ class Decoder:
             self._table_nw[slot_g, column_g] = page_g.int()
             for _, sequence in grown:
                 sequence.known_pages = len(sequence.pages)
-        if drafts or self._behind:
+        if drafts or self._has_stale_slots:
             self._write(active, drafts or [[] for _ in active])
-            self._behind = bool(drafts)
+            self._has_stale_slots = bool(drafts)
         if self._graphs is None:
             longest = max((len(draft) for draft in drafts or ()), default=0)
             read = self.cache.pages_for(max(s.position for s in active) + 1 + longest)

@@ -97,7 +97,7 @@ class _Loop:
         """For each running step, its sequences, each with the number of its turn, their drafts if there are any, and
         the outcome to be read."""
         # A state cannot be taken back: where turns go on from one, no step may be begun after their end.
-        self.lag = 0 if callbacks.turns is not None and decoder.cache.states else decoder.lag
+        self.max_in_flight = 0 if callbacks.turns is not None and decoder.cache.states else decoder.max_in_flight
 
     def run(self) -> Stats:
         schedule, cache = self.schedule, self.schedule.cache
@@ -111,7 +111,7 @@ class _Loop:
             start, rows = time.perf_counter(), self.stats.rows
             drafts = self._drafts()
             drafted = self._step(drafts)
-            while self.in_flight and (len(self.in_flight) > self.lag or drafted or not schedule.active):
+            while self.in_flight and (len(self.in_flight) > self.max_in_flight or drafted or not schedule.active):
                 self._collect()
             if self.drafter is not None and self.stats.rows > rows:
                 self.drafter.record_time(self.stats.rows - rows, time.perf_counter() - start, drafts=drafted)
@@ -377,7 +377,7 @@ def generate(
         model, sampling, longest, slots, prefill_tokens, cache_gb, workspace, waiting=waiting, sight=sight
     )
     groups = chain.from_iterable(map(groups_of, sequences))
-    schedule = Scheduler(decoder.cache, groups, min(slots, decoder.slots), decoder.ahead)
+    schedule = Scheduler(decoder.cache, groups, min(slots, decoder.slots), decoder.page_lookahead)
     callbacks = Callbacks(on_finish, on_step, on_token, decode, turns, should_stop)
     drafter = drafter if decoder.takes_drafts else None
     if drafter is not None:

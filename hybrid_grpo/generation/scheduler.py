@@ -41,10 +41,10 @@ class Group:
 
 class Scheduler:
     """Queues and pages of one call of `generate`; at most `slots` sequences are decoded at a time. If a sequence needs
-    a page, all get pages for `ahead` more entries, as far as there are any."""
+    a page, all get pages for `page_lookahead` more entries, as far as there are any."""
 
-    def __init__(self, cache: PagedCache, groups: Iterable[Group], slots: int, ahead: int = 0) -> None:
-        self.cache, self.slots, self._ahead = cache, slots, ahead
+    def __init__(self, cache: PagedCache, groups: Iterable[Group], slots: int, page_lookahead: int = 0) -> None:
+        self.cache, self.slots, self._page_lookahead = cache, slots, page_lookahead
         self.pending = deque(groups)
         self.ready: deque[Group] = deque()
         """Groups that were read, with sequences that still wait for a slot."""
@@ -205,8 +205,8 @@ class Scheduler:
             return False
         for sequence in short:
             sequence.pages += self.cache.allocate(1)
-        for sequence in self.active if short and self._ahead else ():
-            wanted = self.cache.pages_for(min(sequence.position + 1 + self._ahead, sequence.turn_end))
+        for sequence in self.active if short and self._page_lookahead else ():
+            wanted = self.cache.pages_for(min(sequence.position + 1 + self._page_lookahead, sequence.turn_end))
             sequence.pages += self.cache.allocate(max(0, min(wanted - len(sequence.pages), self._spare)))
         return True
 

@@ -88,8 +88,8 @@ def test_steps_run_as_graphs_give_the_completions_of_steps_run_as_they_are(
     class Lagging(Decoder):
         def __init__(self, *args, **named):
             super().__init__(*args, **named)
-            assert self.lag == 2
-            self.lag = lag
+            assert self.max_in_flight == 2
+            self.max_in_flight = lag
 
     monkeypatch.setattr(loops, "PAGE", 4)
     model, requests = model_of(), requests_of([1, 9, 4, 17, 6], samples=1 if max_slots == 1 else 3)

@@ -146,7 +146,7 @@ def test_no_completion_is_lost_doubled_or_changed(
             return generate(MINIATURE, requests, sampling, **spoken, **layout)
 
         with pytest.MonkeyPatch.context() as lagging:
-            lagging.setattr(decoder.Decoder, "lag", lag)
+            lagging.setattr(decoder.Decoder, "max_in_flight", lag)
             note = lambda row, k, _: finished.update([(row, k)])  # noqa: E731
             groups, stats = generated(requests, delays, on_finish=note, **layout)
         alone = [
