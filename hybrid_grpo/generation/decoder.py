@@ -116,7 +116,17 @@ class Decoder:
         """Put sequences into slots, starting at `first`."""
         width, slots = self._table_nw.shape[1], slice(first, first + len(sequences))
         state = [
-            [s.tokens[-1], s.position, len(s.logp), s.key, 1, s.shift, 0, *s.pages, *[0] * (width - len(s.pages))]
+            [
+                s.tokens[-1],
+                s.position,
+                len(s.logp),
+                s.key,
+                1,
+                s.position_offset,
+                0,
+                *s.pages,
+                *[0] * (width - len(s.pages)),
+            ]
             for s in sequences
         ]
         state_k7, table_kw = upload(state, self._device).split([7, width], dim=1)
@@ -186,13 +196,16 @@ class Decoder:
 
     def _write(self, active: list[Sequence], drafts: list[list[int]]) -> None:
         """Set the slots to the sequences, and the rows behind them to their drafts."""
-        rows = [[s.tokens[-1], s.position, len(s.logp), s.key, 1, s.shift, 0, slot] for slot, s in enumerate(active)]
+        rows = [
+            [s.tokens[-1], s.position, len(s.logp), s.key, 1, s.position_offset, 0, slot]
+            for slot, s in enumerate(active)
+        ]
         for slot, (s, draft) in enumerate(zip(active, drafts, strict=True)):
             for k, token in enumerate(draft, 1):
                 # Of two rows that follow each other, the first names the second.
                 before, own = (rows[slot], len(rows)) if k == 1 else (rows[-1], ~len(rows))
                 before[_NEXT] = own
-                rows.append([token, s.position + k, len(s.logp) + k, s.key, 1, s.shift, ~0, slot])
+                rows.append([token, s.position + k, len(s.logp) + k, s.key, 1, s.position_offset, ~0, slot])
         state_R8 = upload(rows, self._device)
         self._state_7n[:, : len(rows)] = state_R8[:, :7].T
         self._table_nw[len(active) : len(rows)] = self._table_nw[state_R8[len(active) :, 7]]

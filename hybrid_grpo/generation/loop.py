@@ -153,7 +153,7 @@ class _Loop:
         for key, observation in turns.answers(PATIENCE_S if idle else 0.0):
             sequence, finish = schedule.answer(key, observation)
             if self.sight is not None and not isinstance(observation, str):
-                sequence.shift += self.sight.shift(observation)
+                sequence.position_offset += self.sight.position_offset(observation)
             if finish is not None:
                 sequence.end(finish, self.callbacks)
 
@@ -368,9 +368,8 @@ def generate(
     if not requests:
         return [], Stats()
     sequences = sequences_of(requests, sampling, sight)
-    assert turns is None or (should_stop is None and all(r.max_total_tokens for r in requests)), (
-        "turns end, and have a limit"
-    )
+    has_limits = all(request.max_total_tokens for request in requests)
+    assert turns is None or (should_stop is None and has_limits), "turns end, and have a limit in all"
     longest = lengths_of(sequences, several_turns=turns is not None)
     slots, waiting = min(max_slots, len(longest)), turns is not None
     decoder = _decoder(

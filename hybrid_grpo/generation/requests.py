@@ -39,16 +39,10 @@ def sequences_of(
     for index, request in enumerate(requests):
         assert request.prompt_ids and request.keys, "a prompt has tokens, a request keys"
         prompt, limits = request.prompt_ids, request.limits or [sampling.max_tokens] * len(request.keys)
-        max_total_tokens = request.max_total_tokens or sys.maxsize
-        assert len(prompt) < max_total_tokens, "there is room for a token after the prompt"
-        shift = 0 if sight is None else sight.shift(prompt)
-        new = partial(
-            Sequence,
-            prompt=len(prompt),
-            max_total_tokens=max_total_tokens,
-            turn_limit=sampling.max_turn_tokens,
-            shift=shift,
-        )
+        total, turn = request.max_total_tokens or sys.maxsize, sampling.max_turn_tokens
+        assert len(prompt) < total, "there is room for a token after the prompt"
+        offset = 0 if sight is None else sight.position_offset(prompt)
+        new = partial(Sequence, prompt=len(prompt), max_total_tokens=total, turn_limit=turn, position_offset=offset)
         none = [None] * len(request.keys)
         each = zip(request.keys, limits, request.begun or none, strict=True)
         groups.append(

@@ -103,8 +103,9 @@ class Sequence:
     """Row of the cache's states that the sequence begins or goes on from when it gets a slot."""
     experts: np.ndarray | None = None
     """The experts of its tokens when it lost its pages, [tokens, layers, k]."""
-    shift: int = 0
-    """How far encoded positions behind what was read are ahead of those in the cache; see `VisionEncoder.shift`."""
+    position_offset: int = 0
+    """How far encoded positions behind what was read are ahead of those in the cache; see
+    `VisionEncoder.position_offset`."""
     begun: Completion | None = None
     """The completion with the tokens that an earlier call has sampled; `tokens` is the prompt alone at first."""
 

@@ -172,7 +172,7 @@ class VisionEncoder:
                 at += extent.advance
         return np.concatenate(parts, axis=1), at
 
-    def shift(self, tokens: Sequence[int]) -> int:
+    def position_offset(self, tokens: Sequence[int]) -> int:
         """Return how far positions after a text are ahead of its number of tokens; below 0 after most pictures."""
         return positions_of(tokens, self)[1] - len(tokens)
 
