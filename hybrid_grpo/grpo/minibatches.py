@@ -16,7 +16,7 @@ from hybrid_grpo.model.upload import upload
 
 _TRAINING = 3
 """Cost of a forward and a backward pass, in forward passes."""
-_WORTH_LEAVING = 0.95
+_SKIP_THRESHOLD = 0.95
 """Highest cost, as a share of the cost of a step that trains on all rows, at which rows leave the backward pass."""
 
 
@@ -125,7 +125,7 @@ def backward_parts(
         costs.append([sum(lengths[row] for row in some) for some in (*parts[-1].values(), rows)])
     most = highest(torch.tensor(costs)).tolist()
     return [
-        part if forwards + _TRAINING * trained < _WORTH_LEAVING * _TRAINING * whole else {True: rows}
+        part if forwards + _TRAINING * trained < _SKIP_THRESHOLD * _TRAINING * whole else {True: rows}
         for rows, part, (forwards, trained, whole) in zip(minibatches, parts, most, strict=True)
     ]
 
