@@ -41,7 +41,7 @@ from hybrid_grpo.model.limits import vocabulary_of
 from hybrid_grpo.model.loading import dequantized, load_config, load_model, plain_attention, training_attention
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.lora import Adapters
-from hybrid_grpo.model.movement import Frozen, Movement
+from hybrid_grpo.model.movement import Movement, UnchangedTensors
 from hybrid_grpo.model.original import Original
 from hybrid_grpo.model.ranks import all_reduce, rank
 from hybrid_grpo.model.routing import Routing, described, replays
@@ -84,7 +84,7 @@ class TrainedModel:
     """
 
     lr_scale = 1.0
-    frozen: Frozen | None = None
+    frozen: UnchangedTensors | None = None
     tower: TrainedVisionEncoder | None = None
 
     def __init__(
