@@ -348,7 +348,7 @@ class Engine:
         return dict(saved["state"])
 
 
-class Frozen:
+class OffloadedModel:
     """A model under ZeRO-3 that is only run forward, with its parameters in host memory. Creating one is collective.
 
     The first forward records the order of the layers; from the second on, DeepSpeed prefetches the next layers while

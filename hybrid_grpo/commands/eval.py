@@ -103,7 +103,7 @@ def measure(config: EvaluateConfig) -> Measured:
     warnings = {inputs.sampler.warning(held_out.prompts, held_out.settings.data) for held_out in inputs.eval_sets}
     if rank() == 0 and any(warnings):
         print(max(warnings), file=sys.stderr, flush=True)
-    inputs.load_models(engine.Frozen)
+    inputs.load_models(engine.OffloadedModel)
     inputs.load_user(device)
     model = load_model(config.policy, attention_of(config.rollout.decoder)).to(device).eval()
     sight = sight_of(inputs.sampler.album, config.policy, device)

@@ -252,7 +252,7 @@ def _with_settings(trainer: Trainer, base: ReplayConfig, config: ReplayConfig, i
 
     if inputs is trainer.inputs or config == replace(base, replay=config.replay):
         return trainer
-    inputs.load_models(engine.Frozen)
+    inputs.load_models(engine.OffloadedModel)
     policy, plan = trainer.policy, check_train(config, trainer.plan.world_size)
     album, had_one = trainer.inputs.sampler.album, config.grpo.beta and base.grpo.beta
     reference = trainer.reference if had_one else make_reference(config, policy, album)

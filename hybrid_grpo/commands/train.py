@@ -129,7 +129,7 @@ def make_trainer(
     from hybrid_grpo.run.feature import load_features
     from hybrid_grpo.trainer import Trainer
 
-    inputs.load_models(engine.Frozen)
+    inputs.load_models(engine.OffloadedModel)
     inputs.load_user(device, config.rollout.longest(inputs.longest_prompt))
     policy = Policy(
         config.policy,

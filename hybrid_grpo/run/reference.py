@@ -33,7 +33,7 @@ class Reference:
         def read() -> LogprobModel:
             return LogprobModel(load_model(policy, training_attention(policy)), vocabulary)
 
-        self.engine = engines.Frozen(read, policy.dtype, engine.fetching)
+        self.engine = engines.OffloadedModel(read, policy.dtype, engine.fetching)
         self._sight = _own_sight(album, policy, self.engine.device)
 
     def logprobs(self, batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:

@@ -110,7 +110,7 @@ class TeacherModel:
         def read() -> LogprobModel:
             return LogprobModel(load_model(self._own, training_attention(self._own), self._setting), self.vocabulary)
 
-        self.engine = policy.engine if self.name is None else engines.Frozen(read, self._own.dtype, fetching)
+        self.engine = policy.engine if self.name is None else engines.OffloadedModel(read, self._own.dtype, fetching)
         if self.name is not None and self._inputs.sees:
             self._sight = sight_of(self._inputs.sampler.album, self._own, self.engine.device, self._setting)
 

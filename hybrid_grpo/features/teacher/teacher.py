@@ -96,7 +96,7 @@ class Teacher(Feature):
                 of_rows = self._read_text(teacher, rollout, prompt_ids, rows, old_logp_BT)
                 row_b = upload(torch.tensor(rows, dtype=torch.int64), logp_BT.device)
                 logp_BT[row_b], size_BT[row_b] = (upload(values_bT, logp_BT.device) for values_bT in of_rows)
-            if len(self._teachers) > 1 and isinstance(teacher.engine, engines.Frozen):
+            if len(self._teachers) > 1 and isinstance(teacher.engine, engines.OffloadedModel):
                 teacher.engine.release()
         return logp_BT, size_BT, found
 

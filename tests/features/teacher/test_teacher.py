@@ -164,14 +164,14 @@ def test_a_teacher_of_another_size_speaks_of_the_tokens_that_both_know(
         build(tiny_config("qwen2", vocab_size=vocabulary)).save_pretrained(tmp_path / name)
     kept: list[str] = []
 
-    class Frozen(LogprobModel):
+    class OffloadedModel(LogprobModel):
         """In place of an engine of DeepSpeed."""
 
         def __init__(self, read: Any, dtype: str, fetching: Any) -> None:
             super().__init__(read().model)
             kept.append(fetching.get("offload_param", {"device": "cpu"})["device"])
 
-    monkeypatch.setattr(engines, "Frozen", Frozen)
+    monkeypatch.setattr(engines, "OffloadedModel", OffloadedModel)
     config = TrainConfig(
         policy=PolicyConfig(model=str(tmp_path / "policy"), dtype="float32", attn_implementation="eager"),
         teacher=TeacherConfig(model=str(tmp_path / "teacher"), into="loss", offload=offload),
@@ -227,7 +227,7 @@ def test_teachers_read_their_own_sources_one_after_the_other(tmp_path: Path, mon
     own, bytes_ = (load_tokenizer(str(tmp_path / name)) for name in models_of)
     seen: list[str] = []
 
-    class Frozen(LogprobModel):
+    class OffloadedModel(LogprobModel):
         """In place of an engine of DeepSpeed."""
 
         def __init__(self, read: Any, dtype: str, fetching: Any) -> None:
@@ -240,7 +240,7 @@ def test_teachers_read_their_own_sources_one_after_the_other(tmp_path: Path, mon
         def release(self) -> None:
             seen.append(f"release {self.model.config.vocab_size}")
 
-    monkeypatch.setattr(engines, "Frozen", Frozen)
+    monkeypatch.setattr(engines, "OffloadedModel", OffloadedModel)
     sources = [MixtureConfig("a.jsonl", name="same"), MixtureConfig("b.jsonl", name="bytes")]
     by_source = {name: str(tmp_path / name) for name in ("same", "bytes")}
     config = TrainConfig(
