@@ -115,20 +115,7 @@ class Decoder:
     def insert(self, first: int, sequences: list[Sequence]) -> None:
         """Put sequences into slots, starting at `first`."""
         width, slots = self._table_nw.shape[1], slice(first, first + len(sequences))
-        state = [
-            [
-                s.tokens[-1],
-                s.position,
-                len(s.logp),
-                s.key,
-                1,
-                s.position_offset,
-                0,
-                *s.pages,
-                *[0] * (width - len(s.pages)),
-            ]
-            for s in sequences
-        ]
+        state = [[*_state_7(s), *s.pages, *[0] * (width - len(s.pages))] for s in sequences]
         state_k7, table_kw = upload(state, self._device).split([7, width], dim=1)
         self._state_7n[:, slots] = state_k7.T
         self._table_nw[slots] = table_kw.int()
@@ -196,10 +183,7 @@ class Decoder:
 
     def _write(self, active: list[Sequence], drafts: list[list[int]]) -> None:
         """Set the slots to the sequences, and the rows behind them to their drafts."""
-        rows = [
-            [s.tokens[-1], s.position, len(s.logp), s.key, 1, s.position_offset, 0, slot]
-            for slot, s in enumerate(active)
-        ]
+        rows = [[*_state_7(s), slot] for slot, s in enumerate(active)]
         for slot, (s, draft) in enumerate(zip(active, drafts, strict=True)):
             for k, token in enumerate(draft, 1):
                 # Of two rows that follow each other, the first names the second.
@@ -256,6 +240,12 @@ class Decoder:
         if copied is not None:
             copied.synchronize()
         return to_lists(chosen)
+
+
+def _state_7(sequence: Sequence) -> list[int]:
+    """Return what the device knows of a sequence besides its pages, in the order of `_TOKEN` to `_NEXT`."""
+    s = sequence
+    return [s.tokens[-1], s.position, len(s.logp), s.key, 1, s.position_offset, 0]
 
 
 def _to_host(moved: list[Tensor]) -> tuple[list[Tensor], Any]:
