@@ -73,7 +73,7 @@ class Trainer(Stage):
         self.total = partial(sum_over_ranks, device=device)
         only_advantages = learns_from_advantages_alone(config.grpo, inputs.objective)
         can_skip_backward = only_advantages and not self.features.learn_beside_advantages
-        self.highest = partial(max_over_ranks, device=device) if can_skip_backward else None
+        self.max_over_ranks = partial(max_over_ranks, device=device) if can_skip_backward else None
         self.parts = {"loader": self.loader, "kl": self.kl}
         if config.grpo.entropy_target is not None:
             self.parts["entropy"] = self.entropy
@@ -122,7 +122,7 @@ class Trainer(Stage):
     def assigned(self, rollout: Rollout, scores: Scores) -> Assignment:
         """Decide which rank trains on which groups, from their costs and rewards. Collective."""
         plan, (_, _, cost_P) = self.plan, group_flops(rollout, self.policy.cost)
-        idle_P = ~informative(scores.reward_B, plan.num_generations, scores.steps) & (self.highest is not None)
+        idle_P = ~informative(scores.reward_B, plan.num_generations, scores.steps) & (self.max_over_ranks is not None)
         cost_and_idle_R2P = torch.zeros(plan.world_size, 2, len(cost_P), dtype=torch.float64)
         cost_and_idle_R2P[rank()] = torch.stack([torch.from_numpy(cost_P).clamp(min=1), idle_P])
         cost_RP, idle_RP = self.total(cost_and_idle_R2P).unbind(1)
@@ -290,7 +290,7 @@ class Trainer(Stage):
     def optimizer_steps(self, rollout: Rollout, signals: Signals) -> Iterator[Iterator[TrainBatch]]:
         """Iterate over the optimizer steps on a rollout, each as its weighted micro-batches. Collective."""
         split, limit = partial(self.micro_batches, rollout), self.config.rollout.max_completion_tokens
-        settings = self.config.grpo, limit, self.total, self.highest
+        settings = self.config.grpo, limit, self.total, self.max_over_ranks
         return optimizer_steps(rollout, signals, split, *settings, starts_on_policy=self.config.grpo.starts_on_policy)
 
     def micro_batches(self, rollout: Rollout, rows: Sequence[int], *, gradients: bool = True) -> list[MicroBatch]:

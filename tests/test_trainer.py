@@ -373,8 +373,8 @@ def test_rows_whose_gradient_is_zero_leave_the_backward_pass_and_nothing_else_ch
         policy = Plain(packed)
         run = trainer(policy, {"num_minibatches": 2, "num_iterations": 2})
         run.meter = Meter(["slow"])
-        assert run.highest is not None
-        run.highest = run.highest if can_skip_backward else None
+        assert run.max_over_ranks is not None
+        run.max_over_ranks = run.max_over_ranks if can_skip_backward else None
         run.improve(rollout, Signals(rollout.logp_BT, rollout.logp_BT, None, advantages_PGT.flatten(0, 1)))
         gradients = torch.cat([p.grad.flatten() for p in policy.engine.parameters()])
         seen[can_skip_backward] = gradients, run.meter.reduce(), (policy.backwards, policy.forwards)
@@ -389,5 +389,5 @@ def test_rows_whose_gradient_is_zero_leave_the_backward_pass_and_nothing_else_ch
 
 @pytest.mark.parametrize("grpo", [{"beta": 0.1}, {"entropy_coef": 0.1}])
 def test_rows_that_have_another_term_stay_in_the_backward_pass(grpo):
-    assert trainer(Sampler(), grpo).highest is None
-    assert trainer(Sampler(), {"beta": 0.1, "kl_in": "reward"}).highest is not None
+    assert trainer(Sampler(), grpo).max_over_ranks is None
+    assert trainer(Sampler(), {"beta": 0.1, "kl_in": "reward"}).max_over_ranks is not None

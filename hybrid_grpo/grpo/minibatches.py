@@ -52,7 +52,7 @@ def optimizer_steps(
     grpo: GrpoConfig,
     max_completion_tokens: int,
     total: Total,
-    highest: Total | None = None,
+    max_over_ranks: Total | None = None,
     *,
     starts_on_policy: bool,
 ) -> Iterator[Iterator[TrainBatch]]:
@@ -65,8 +65,8 @@ def optimizer_steps(
         split: splits rows into micro-batches, the same number on every rank, for forwards with or without `gradients`.
         max_completion_tokens: see `token_weights`.
         total: sums over ranks; called once.
-        highest: takes maxima over ranks; called once. With it, rows of advantage 0 may leave the backward pass (see
-            `backward_parts`); None if they have a gradient all the same.
+        max_over_ranks: takes maxima over ranks; called once. With it, rows of advantage 0 may leave the backward pass
+            (see `backward_parts`); None if they have a gradient all the same.
         starts_on_policy: whether the ratio of the first optimizer step is 1 by construction, so that its own
             log-probabilities serve as `old_logp`.
     """
@@ -80,9 +80,9 @@ def optimizer_steps(
     minibatches = [[row for row in part if rows[row].learned] for part in minibatch_rows(rollout, grpo.num_minibatches)]
     # All uploads and collectives come before the first forward: nothing between two micro-batches waits for the GPU.
     by_gradient: list[dict[bool, list[int]]] = [{True: rows} for rows in minibatches]
-    if highest is not None:
+    if max_over_ranks is not None:
         moves_B = (signals.advantages_BT != 0).logical_and(upload(rollout.mask_BT, device)).any(1) & counts_B
-        by_gradient = backward_parts(rollout.lengths, moves_B.tolist(), minibatches, highest)
+        by_gradient = backward_parts(rollout.lengths, moves_B.tolist(), minibatches, max_over_ranks)
     micro_batches = [
         [(micro, gradients) for gradients, rows in part.items() for micro in split(rows, gradients=gradients)]
         for part in by_gradient
@@ -106,7 +106,7 @@ def minibatch_rows(rollout: Rollout, count: int) -> list[range]:
 
 
 def backward_parts(
-    lengths: Sequence[int], moves: Sequence[bool], minibatches: Sequence[list[int]], highest: Total
+    lengths: Sequence[int], moves: Sequence[bool], minibatches: Sequence[list[int]], max_over_ranks: Total
 ) -> list[dict[bool, list[int]]]:
     """Return the rows of each minibatch by whether they take part in the backward pass.
 
@@ -115,7 +115,7 @@ def backward_parts(
 
     Args:
         lengths, moves: for each completion, its tokens, and whether its loss may have a gradient other than 0.
-        minibatches, highest: see `totals` and `optimizer_steps`.
+        minibatches, max_over_ranks: see `totals` and `optimizer_steps`.
     """
     parts, costs = [], []
     for rows in minibatches:
@@ -123,7 +123,7 @@ def backward_parts(
         kept = {row for row in rows if moves[row]} or set(sorted(rows, key=lengths.__getitem__)[:1])
         parts.append({of: [row for row in rows if (row in kept) == of] for of in (False, True)})
         costs.append([sum(lengths[row] for row in some) for some in (*parts[-1].values(), rows)])
-    most = highest(torch.tensor(costs)).tolist()
+    most = max_over_ranks(torch.tensor(costs)).tolist()
     return [
         part if forwards + _TRAINING * trained < _SKIP_THRESHOLD * _TRAINING * whole else {True: rows}
         for rows, part, (forwards, trained, whole) in zip(minibatches, parts, most, strict=True)
