@@ -70,7 +70,7 @@ class Trainer(Stage):
         self.loader: StepLoader = inputs.training.loader(config, plan, device)
         self.kl = KlController(config.grpo, plan.rows, device)
         self.entropy = EntropyController(config.grpo, device)
-        self.total = partial(sum_over_ranks, device=device)
+        self.sum_over_ranks = partial(sum_over_ranks, device=device)
         only_advantages = learns_from_advantages_alone(config.grpo, inputs.objective)
         can_skip_backward = only_advantages and not self.features.learn_beside_advantages
         self.max_over_ranks = partial(max_over_ranks, device=device) if can_skip_backward else None
@@ -108,7 +108,8 @@ class Trainer(Stage):
         old = self.old_policy(trained)
         ref_logp_BT = self.reference_logprobs(trained)
         advantages_BT = self.advantages(trained, trained_scores, old, ref_logp_BT)
-        advantages_BT, drifts_BT, numbers = select_tokens(trained, advantages_BT, old, self.config.grpo, self.total)
+        selected = select_tokens(trained, advantages_BT, old, self.config.grpo, self.sum_over_ranks)
+        advantages_BT, drifts_BT, numbers = selected
         self.meter.update(numbers)
         given = trained.logp_BT.to(self.device), old.logp_BT, ref_logp_BT, advantages_BT
         is_old_BT = trained.is_old_BT
@@ -125,7 +126,7 @@ class Trainer(Stage):
         idle_P = ~informative(scores.reward_B, plan.num_generations, scores.steps) & (self.max_over_ranks is not None)
         cost_and_idle_R2P = torch.zeros(plan.world_size, 2, len(cost_P), dtype=torch.float64)
         cost_and_idle_R2P[rank()] = torch.stack([torch.from_numpy(cost_P).clamp(min=1), idle_P])
-        cost_RP, idle_RP = self.total(cost_and_idle_R2P).unbind(1)
+        cost_RP, idle_RP = self.sum_over_ranks(cost_and_idle_R2P).unbind(1)
         is_auto = self.config.grpo.balance == "auto"
         target_rank_RP, balance = assign(cost_RP, idle_RP.bool(), plan.num_minibatches, is_auto)
         if plan.world_size > 1:
@@ -145,7 +146,7 @@ class Trainer(Stage):
                 scores,
                 group_slots(plan.prompts_per_rank, plan.num_minibatches, rank(), plan.world_size),
                 slots=plan.world_size * plan.prompts_per_rank,
-                total=self.total,
+                sum_over_ranks=self.sum_over_ranks,
                 draw=self.loader.more_prompts,
                 sample=lambda prompts: self.sample_and_score(prompts, step),
                 max_rounds=self.config.grpo.max_resamples,
@@ -246,7 +247,7 @@ class Trainer(Stage):
         bonuses, of_bonuses = self.features.bonus(scored)
         split = partial(self.micro_batches, rollout, range(len(rollout.completions)), gradients=False)
         advantages_BT, numbers = self.features.advantages(scored, split) or token_advantages(
-            rollout, scores, config.grpo, limit, config.reward_weights, kl_BT, beta, self.total, variance_BT
+            rollout, scores, config.grpo, limit, config.reward_weights, kl_BT, beta, self.sum_over_ranks, variance_BT
         )
         self.meter.update(of_bonuses | numbers)
         return sum(bonuses, start=advantages_BT.to(self.device))
@@ -282,15 +283,15 @@ class Trainer(Stage):
             self.step_optimizer()
         if self.reference is not None:
             self.meter.add("policy/kl_coef", self.kl.beta)
-            self.kl.update(self.total)
+            self.kl.update(self.sum_over_ranks)
         if self.config.grpo.entropy_target is not None:
             self.meter.add("policy/entropy_coef", settings[0].entropy_coef)
-            self.entropy.update(self.total)
+            self.entropy.update(self.sum_over_ranks)
 
     def optimizer_steps(self, rollout: Rollout, signals: Signals) -> Iterator[Iterator[TrainBatch]]:
         """Iterate over the optimizer steps on a rollout, each as its weighted micro-batches. Collective."""
         split, limit = partial(self.micro_batches, rollout), self.config.rollout.max_completion_tokens
-        settings = self.config.grpo, limit, self.total, self.max_over_ranks
+        settings = self.config.grpo, limit, self.sum_over_ranks, self.max_over_ranks
         return optimizer_steps(rollout, signals, split, *settings, starts_on_policy=self.config.grpo.starts_on_policy)
 
     def micro_batches(self, rollout: Rollout, rows: Sequence[int], *, gradients: bool = True) -> list[MicroBatch]:

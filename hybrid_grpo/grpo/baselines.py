@@ -39,7 +39,7 @@ def differ(value_PN: Tensor, applies_PN: Tensor) -> Tensor:
     return highest_P > torch.where(applies_PN, value_PN, torch.inf).amin(1)
 
 
-def group_scale(value_PN: Tensor, advantage_PN: Tensor, applies_PN: Tensor, total: Total) -> Tensor:
+def group_scale(value_PN: Tensor, advantage_PN: Tensor, applies_PN: Tensor, sum_over_ranks: Total) -> Tensor:
     """The unbiased standard deviation + 1e-4 of each group's rewards, [P, 1]; see SCALES."""
     # A group of one number has no deviation; its centred number is 0.
     count_P1 = applies_PN.sum(1, keepdim=True)
@@ -47,17 +47,17 @@ def group_scale(value_PN: Tensor, advantage_PN: Tensor, applies_PN: Tensor, tota
     return (squares_PN.sum(1, keepdim=True) / (count_P1 - 1).clamp(min=1)).sqrt() + _STD_EPSILON
 
 
-def _batch_scale(value_PN: Tensor, advantage_PN: Tensor, applies_PN: Tensor, total: Total) -> Tensor:
-    squares, count = total(torch.stack([advantage_PN.square().sum(), applies_PN.sum().to(torch.float64)]))
+def _batch_scale(value_PN: Tensor, advantage_PN: Tensor, applies_PN: Tensor, sum_over_ranks: Total) -> Tensor:
+    squares, count = sum_over_ranks(torch.stack([advantage_PN.square().sum(), applies_PN.sum().to(torch.float64)]))
     return (squares / (count - 1).clamp(min=1)).sqrt() + _STD_EPSILON
 
 
-def _mean_scale(value_PN: Tensor, advantage_PN: Tensor, applies_PN: Tensor, total: Total) -> Tensor:
+def _mean_scale(value_PN: Tensor, advantage_PN: Tensor, applies_PN: Tensor, sum_over_ranks: Total) -> Tensor:
     sums_P1 = torch.where(applies_PN, value_PN, 0.0).abs().sum(1, keepdim=True)
     return torch.where(sums_P1 == 0, 1.0, sums_P1 / applies_PN.sum(1, keepdim=True).clamp(min=1))
 
 
-def _no_scale(value_PN: Tensor, advantage_PN: Tensor, applies_PN: Tensor, total: Total) -> Tensor:
+def _no_scale(value_PN: Tensor, advantage_PN: Tensor, applies_PN: Tensor, sum_over_ranks: Total) -> Tensor:
     return torch.ones_like(advantage_PN[:, :1])
 
 

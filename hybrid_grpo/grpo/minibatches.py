@@ -51,7 +51,7 @@ def optimizer_steps(
     split: Callable[..., list[MicroBatch]],
     grpo: GrpoConfig,
     max_completion_tokens: int,
-    total: Total,
+    sum_over_ranks: Total,
     max_over_ranks: Total | None = None,
     *,
     starts_on_policy: bool,
@@ -64,7 +64,7 @@ def optimizer_steps(
     Args:
         split: splits rows into micro-batches, the same number on every rank, for forwards with or without `gradients`.
         max_completion_tokens: see `token_weights`.
-        total: sums over ranks; called once.
+        sum_over_ranks: called once.
         max_over_ranks: takes maxima over ranks; called once. With it, rows of advantage 0 may leave the backward pass
             (see `backward_parts`); None if they have a gradient all the same.
         starts_on_policy: whether the ratio of the first optimizer step is 1 by construction, so that its own
@@ -87,11 +87,12 @@ def optimizer_steps(
         [(micro, gradients) for gradients, rows in part.items() for micro in split(rows, gradients=gradients)]
         for part in by_gradient
     ]
-    sums = totals(rollout.lengths, counts, minibatches, total)
+    sums = totals(rollout.lengths, counts, minibatches, sum_over_ranks)
     means = [1.0] * len(minibatches)
     if grpo.sampler_normalize:
         own_B = counts_B & upload([not c.writer for c in rows], device)
-        means = correction_means(signals, own_B[:, None] & upload(rollout.mask_BT, device), minibatches, grpo, total)
+        own_BT = own_B[:, None] & upload(rollout.mask_BT, device)
+        means = correction_means(signals, own_BT, minibatches, grpo, sum_over_ranks)
     for number in range(grpo.num_iterations * grpo.num_minibatches):
         minibatch = number % grpo.num_minibatches
         known = replace(signals, old_logp_BT=None) if number == 0 and starts_on_policy else signals
@@ -177,7 +178,7 @@ def train_batches(
 
 
 def correction_means(
-    signals: Signals, own_BT: Tensor, minibatches: Sequence[Sequence[int]], grpo: GrpoConfig, total: Total
+    signals: Signals, own_BT: Tensor, minibatches: Sequence[Sequence[int]], grpo: GrpoConfig, sum_over_ranks: Total
 ) -> list[float]:
     """Return, for each minibatch, the mean factor of the sampler's correction over its tokens on all ranks, by which
     self-normalized importance sampling divides. `own_BT`: the policy's tokens that are counted."""
@@ -187,17 +188,18 @@ def correction_means(
         old_logp_BT = torch.where(signals.is_old_BT, sampler_logp_BT, old_logp_BT)
     factor_BT, _ = sampler_correction(old_logp_BT, sampler_logp_BT, own_BT, grpo)
     sums = [(factor_BT[list(rows)].sum().item(), own_BT[list(rows)].sum().item()) for rows in minibatches]
-    return [factor / tokens if factor else 1.0 for factor, tokens in total(torch.tensor(sums).double()).tolist()]
+    summed = sum_over_ranks(torch.tensor(sums).double()).tolist()
+    return [factor / tokens if factor else 1.0 for factor, tokens in summed]
 
 
 def totals(
-    lengths: Sequence[int], counts: Sequence[bool], minibatches: Sequence[Sequence[int]], total: Total
+    lengths: Sequence[int], counts: Sequence[bool], minibatches: Sequence[Sequence[int]], sum_over_ranks: Total
 ) -> list[tuple[int, int]]:
     """Return, for each minibatch, the numbers of tokens and of rows on all ranks that take part in its optimizer step.
 
     `lengths` are the token counts of this rank's completions, and `counts` says whether each takes part. `minibatches`
-    lists the rows of this rank in each minibatch, and `total` sums over ranks.
+    lists the rows of this rank in each minibatch.
     """
     taken = [[lengths[row] for row in rows if counts[row]] for rows in minibatches]
-    sums = total(torch.tensor([(sum(part), len(part)) for part in taken]))
+    sums = sum_over_ranks(torch.tensor([(sum(part), len(part)) for part in taken]))
     return [(tokens, rows) for tokens, rows in sums.tolist()]

@@ -90,8 +90,8 @@ def test_the_split_over_ranks_changes_nothing() -> None:
     seen: list[torch.Tensor] = []
     parts = [slice(0, 4), slice(4, 8), slice(8, 12)]
     for part in parts:
-        step_advantages(steps[part], lengths[part], 4, scale="batch", total=lambda local: seen.append(local) or local)
-    split = [step_advantages(steps[p], lengths[p], 4, scale="batch", total=lambda _: sum(seen)) for p in parts]
+        step_advantages(steps[part], lengths[part], 4, scale="batch", sum_over_ranks=lambda x: seen.append(x) or x)
+    split = [step_advantages(steps[p], lengths[p], 4, scale="batch", sum_over_ranks=lambda _: sum(seen)) for p in parts]
     assert torch.allclose(torch.cat(split), whole, rtol=1e-6)
 
 
@@ -188,7 +188,7 @@ def test_reward_to_go_is_the_same_however_groups_are_split_over_ranks() -> None:
     parts = [slice(0, 4), slice(4, 8), slice(8, 12)]
 
     def on_rank(part: slice, total) -> torch.Tensor:
-        return reward_to_go_advantages(whole_B[part], steps[part], lengths[part], 4, **given, total=total)
+        return reward_to_go_advantages(whole_B[part], steps[part], lengths[part], 4, **given, sum_over_ranks=total)
 
     for part in parts:
         on_rank(part, lambda local: seen.append(local) or local)
