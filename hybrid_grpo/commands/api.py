@@ -80,7 +80,7 @@ def evaluate(
     with _call():
         settings = _configure(EvaluateConfig, "evaluate", model, data, rewards, config, sections).config
         for name in ("against", "output"):
-            refuse(getattr(settings.eval, name) is not None, f"eval.{name} is for the command line: take it out")
+            refuse(getattr(settings.eval, name) is not None, f"eval.{name} is for the command line: remove it")
         return run(settings)
 
 

@@ -159,7 +159,7 @@ def _changes(base: ReplayConfig, config: ReplayConfig) -> dict[str, str]:
     )
     refuse(
         saves and "rewards" in changed,
-        "replay.rewards saved uses the rewards of the run's own functions, and rewards names others: take out one",
+        "replay.rewards saved uses the rewards of the run's own functions, and rewards names others: remove one",
     )
     return changed
 

@@ -266,7 +266,7 @@ def check_vision(policy: PolicyConfig, album: ImageStore | None) -> None:
     """Raise UserError if a tower is to be trained, and prompts, which have been read, have no pictures."""
     refuse(
         policy.vision == "trained" and (album is None or album.empty),
-        "policy.vision trained, and no prompt has a picture that policy.model sees: take it out",
+        "policy.vision trained, and no prompt has a picture that policy.model sees: remove it",
     )
 
 

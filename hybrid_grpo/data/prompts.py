@@ -130,7 +130,7 @@ def prompts_of(
     refuse(
         bool(config.chat_template_kwargs) and not templated,
         f"data.chat_template_kwargs {config.chat_template_kwargs}: no prompt of {source} is a chat, so no template is"
-        " applied: set data.chat_template to always, or take out data.chat_template_kwargs",
+        " applied: set data.chat_template to always, or remove data.chat_template_kwargs",
     )
     limit = config.max_prompt_tokens
     over_long = [prompt for prompt in prompts if len(prompt.token_ids) > limit]

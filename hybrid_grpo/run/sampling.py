@@ -64,7 +64,7 @@ class Sampler:
         """Refuse settings of how the model is run with which it cannot see."""
         refuse(
             self.rollout.decoder != "paged",
-            f"rollout.decoder {self.rollout.decoder} reads no pictures, and prompts have some: take it out",
+            f"rollout.decoder {self.rollout.decoder} reads no pictures, and prompts have some: remove it",
         )
         refuse(
             reads_both_ways(self.model_config) is not None and training_attention(policy) != ATTENTION,

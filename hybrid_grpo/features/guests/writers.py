@@ -193,11 +193,11 @@ def _completions(group: Rollout, prompt: Prompt, guest: GuestConfig, learner: Le
         )
         if not are_tokens:
             token_ids = _tokenized(prompt, text, end != "length", learner)
-        refuse(not token_ids, f"{where} is an empty completion, and no token ends one: take it out")
+        refuse(not token_ids, f"{where} is an empty completion, and no token ends one: remove it")
         refuse(
             len(token_ids) > limit,
             f"{where} is a completion of {len(token_ids)} tokens: set rollout.max_completion_tokens {limit} to"
-            f" {len(token_ids)} or higher, or take it out",
+            f" {len(token_ids)} or higher, or remove it",
         )
         recorded = token_logp if learned else []
         written.append(Completion(token_ids, recorded, "length" if end == "length" else "stop", text))

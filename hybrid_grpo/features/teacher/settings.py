@@ -124,12 +124,12 @@ class TeacherConfig(FeatureConfig):
         refuse(
             self.prompt_column is not None and bool(rollout.environment),
             f"teacher.prompt_column {self.prompt_column} is read instead of the prompt, to which"
-            " rollout.environment appends what the policy reads: take out one of them",
+            " rollout.environment appends what the policy reads: remove one of them",
         )
         refuse(
             self.is_on and self.into == "advantage" and bool(config.giver),
             f"teacher.into advantage is for tokens that the policy sampled, and {config.giver} brings others: set"
-            f" teacher.into to loss, or take out teacher or {config.giver}",
+            f" teacher.into to loss, or remove teacher or {config.giver}",
         )
         for is_set, what in (
             (self.into == "loss", "teacher.into loss compares whole vocabularies"),
@@ -138,7 +138,7 @@ class TeacherConfig(FeatureConfig):
         ):
             refuse(
                 self.other_tokenizer and is_set,
-                f"teacher.other_tokenizer compares the texts of single turns, and {what}: take out one of the two",
+                f"teacher.other_tokenizer compares the texts of single turns, and {what}: remove one of the two",
             )
 
     def _check_sources(self, data: DataConfig) -> None:
@@ -152,7 +152,7 @@ class TeacherConfig(FeatureConfig):
         refuse(
             bool(self.by_source) and not open_names and self.model is not None,
             f"teacher.model {self.model} teaches nothing, since teacher.by_source names a teacher for every source:"
-            " take one of them out",
+            " remove one of them",
         )
         refuse(
             bool(self.by_source) and bool(open_names) and self.model is None and self.prompt_column is None,
