@@ -204,7 +204,7 @@ class _Index:
             return [], 0
         draft = trace.source[trace.at : trace.at + most]
         if trace.source is sequence.tokens:
-            # What repeats its own end may go on to do so.
+            # What repeats its own end may continue to do so.
             draft = (draft * -(-most // len(draft)))[:most]
         # Pictures of the prompt are not sampled.
         return list(takewhile(lambda token: token >= 0, draft)), trace.kind

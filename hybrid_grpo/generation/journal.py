@@ -139,7 +139,7 @@ def complete_rest(
 ) -> tuple[list[list[Completion]], Stats]:
     """Return the completions of every request, in order. `known` maps keys of random streams to completions that exist
     already; `on_finish` is called for these first. `sample` makes the others; those in `begun`, with tokens of earlier
-    calls, go on from there. `keep` is called with the key and the completion as soon as a new one is finished."""
+    calls, continue from there. `keep` is called with the key and the completion as soon as a new one is finished."""
     groups = [[known.get(key) for key in request.keys] for request in requests]
     for index, group in enumerate(groups):
         for k, completion in enumerate(group):

@@ -96,7 +96,7 @@ class _Loop:
         self.in_flight: deque[tuple[list[tuple[Sequence, int]], list[list[int]], Any]] = deque()
         """For each running step, its sequences, each with the number of its turn, their drafts if there are any, and
         the outcome to be read."""
-        # A state cannot be taken back: where turns go on from one, no step may be begun after their end.
+        # A state cannot be taken back: where turns continue from one, no step may be begun after their end.
         self.max_in_flight = 0 if callbacks.turns is not None and decoder.cache.states else decoder.max_in_flight
 
     def run(self) -> Stats:

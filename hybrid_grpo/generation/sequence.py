@@ -100,7 +100,7 @@ class Sequence:
     waits: bool = False
     """Whether the turn has ended and has not been answered yet."""
     state: int = -1
-    """Row of the cache's states that the sequence begins or goes on from when it gets a slot."""
+    """Row of the cache's states that the sequence begins or continues from when it gets a slot."""
     experts: np.ndarray | None = None
     """The experts of its tokens when it lost its pages, [tokens, layers, k]."""
     position_offset: int = 0
@@ -134,7 +134,7 @@ class Sequence:
 
     @property
     def is_open(self) -> bool:
-        """Whether the turn goes on."""
+        """Whether the turn continues."""
         return self.completion is None and not self.waits
 
     @property

@@ -1,8 +1,8 @@
 """Carries the longest groups of a step into the next one, so that no step waits for them (partial rollouts: Kimi k1.5,
 arXiv:2501.12599, section 2.6; APRIL, arXiv:2509.18521).
 
-A step of N prompts samples N + K groups. It ends when N of them are whole, and learns from these; the other K go on in
-the next step, sampled by the policy of that step, beside N new prompts. Tokens keep the log-probabilities that were
+A step of N prompts samples N + K groups. It ends when N of them are whole, and learns from these; the other K continue
+in the next step, sampled by the policy of that step, beside N new prompts. Tokens keep the log-probabilities that were
 recorded when they were sampled.
 
 Which groups are left does not depend on how fast ranks are: a group's span is the number of tokens that its longest
