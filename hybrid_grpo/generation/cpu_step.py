@@ -1,4 +1,4 @@
-"""A decode step as one call of the kernel in decoding.c: float32 on a CPU, for models that `fused_step` recognises."""
+"""A decode step as one call of the kernel in decoding.c: float32 on a CPU, for models that `fused_step` recognizes."""
 
 import ctypes
 from typing import Any
@@ -56,7 +56,7 @@ class _Model(ctypes.Structure):
 
 
 class CpuStep:
-    """The decode step of a recognised model, with a cache whose memory must not move."""
+    """The decode step of a recognized model, with a cache whose memory must not move."""
 
     def __init__(self, model: Any, cache: PagedCache) -> None:
         base, head = text_of(model), model.get_output_embeddings()
@@ -145,7 +145,7 @@ def epsilon_of(norm: Any) -> float | None:
 
 
 def fitting(model: Any, cache: PagedCache) -> bool:
-    """Whether the kernel has room for the shapes of a recognised model."""
+    """Whether the kernel has room for the shapes of a recognized model."""
     layers = text_of(model).layers
     attention = next(layer.self_attn for layer in layers if not has_delta(layer))
     kv, d = cache.keys[0].shape[2:]

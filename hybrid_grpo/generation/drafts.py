@@ -318,7 +318,7 @@ class _Times:
         self._of_size[size] = _KEPT_TIMES * known + (1 - _KEPT_TIMES) * seconds
 
     def of(self, rows: int) -> float:
-        """Return the time of a step; of a size that has not been seen, what is between its neighbours. 0 if nothing is
+        """Return the time of a step; of a size that has not been seen, what is between its neighbors. 0 if nothing is
         known."""
         if (size := _size(rows)) in self._of_size:
             return self._of_size[size]

@@ -1,8 +1,8 @@
-"""A decode step with Triton kernels between the matrix products, for models that `fused_step` recognises.
+"""A decode step with Triton kernels between the matrix products, for models that `fused_step` recognizes.
 
 To decode one token of each sequence, a layer of transformers launches about 40 kernels, most of which read vectors for
 only a microsecond. Here a layer launches nine: the norm kernel also adds the residual, the rotation kernel also writes
-to the cache, and weights that multiply the same vectors, if they are neighbours in memory, do so as one (see `View`).
+to the cache, and weights that multiply the same vectors, if they are neighbors in memory, do so as one (see `View`).
 All memory is kept, so that a capture as a CUDA graph takes none.
 """
 
@@ -20,7 +20,7 @@ from hybrid_grpo.model.view import joined
 
 
 class GpuStep:
-    """The decode step of a recognised model."""
+    """The decode step of a recognized model."""
 
     def __init__(self, model: Any, cache: PagedCache) -> None:
         self._model, self._base, self._cache = model, text_of(model), cache

@@ -23,7 +23,7 @@ from hybrid_grpo.grpo.baselines import (
     Baseline,
     Scale,
     Total,
-    centred,
+    centered,
     differ,
     group_scale,
     on_one_rank,
@@ -173,7 +173,7 @@ def group_advantages(
 
 
 def normalized_rewards(by_function: dict[str, Tensor], weights: Mapping[str, float], num_generations: int) -> Tensor:
-    """Return the weighted sum of the reward functions, each of which is first centred and scaled within the group.
+    """Return the weighted sum of the reward functions, each of which is first centered and scaled within the group.
 
     The first half of GDPO (arXiv:2601.05242): functions with a wide range do not drown out those with a narrow one, and
     different combinations of rewards stay different. The second half, over the batch, is `group_advantages` of the
@@ -192,8 +192,8 @@ def normalized_rewards(by_function: dict[str, Tensor], weights: Mapping[str, flo
     for name, value_B in by_function.items():
         value_PG = _groups(value_B, num_generations)
         applies_PG = ~value_PG.isnan()
-        centred_PG = centred(value_PG, applies_PG)
-        parts.append(weights[name] * centred_PG / group_scale(value_PG, centred_PG, applies_PG, on_one_rank))
+        centered_PG = centered(value_PG, applies_PG)
+        parts.append(weights[name] * centered_PG / group_scale(value_PG, centered_PG, applies_PG, on_one_rank))
     return torch.stack(parts).sum(0).flatten()
 
 
@@ -223,8 +223,8 @@ def step_advantages(
         [[r for _, _, r in group] + [0.0] * (widest - len(group)) for group in groups], dtype=torch.float64
     ).view(-1, widest)
     applies_PN = torch.arange(widest) < torch.tensor([len(group) for group in groups])[:, None]
-    centred_PN = centred(reward_PN, applies_PN)
-    scaled_PN = centred_PN / SCALES[scale](reward_PN, centred_PN, applies_PN, sum_over_ranks)
+    centered_PN = centered(reward_PN, applies_PN)
+    scaled_PN = centered_PN / SCALES[scale](reward_PN, centered_PN, applies_PN, sum_over_ranks)
     scaled: Steps = [[] for _ in steps]
     for group, values in zip(groups, scaled_PN.tolist(), strict=True):
         for (row, end, _), value in zip(group, values, strict=False):
@@ -270,10 +270,10 @@ def reward_to_go_advantages(
     weight_XG = None if weight_BT is None else of_tokens(weight_BT)
     values_XG = to_go_PTG.flatten(0, 1), of_tokens(whole_PG.flatten())
     # The two parts are compared one by one, so that equal rewards are found to be equal.
-    centred_2XG = torch.stack([centred(value_XG, applies_XG) for value_XG in values_XG])
+    centered_2XG = torch.stack([centered(value_XG, applies_XG) for value_XG in values_XG])
     advantage_2XG = torch.stack([BASELINES[baseline](value_XG, applies_XG, weight_XG) for value_XG in values_XG])
-    centred_PTG, advantage_PTG = (both.sum(0).view_as(to_go_PTG) for both in (centred_2XG, advantage_2XG))
-    at = torch.arange(len(whole_PG)), centred_PTG.square().sum(2).argmax(1)
+    centered_PTG, advantage_PTG = (both.sum(0).view_as(to_go_PTG) for both in (centered_2XG, advantage_2XG))
+    at = torch.arange(len(whole_PG)), centered_PTG.square().sum(2).argmax(1)
     value_PG = to_go_PTG[at] + whole_PG
     advantage_PTG = advantage_PTG / SCALES[scale](value_PG, advantage_PTG[at], applies_PG, sum_over_ranks)[..., None]
     return advantage_PTG.transpose(1, 2).flatten(0, 1).to(torch.float32)

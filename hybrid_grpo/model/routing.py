@@ -101,7 +101,7 @@ class _Choice(TorchFunctionMode):
 
 def install_routers(model: Any) -> int:
     """Make the routers of a model look at what its forward is `routed` by. Return their number; 0 if the model has no
-    routers that choose in the way that `_routers_in` recognises."""
+    routers that choose in the way that `_routers_in` recognizes."""
     routers = [m for m in model.modules() if type(m).__name__ in _routers_in(type(m).__module__)]
     if len({_chosen_by(router) for router in routers}) != 1:
         return 0

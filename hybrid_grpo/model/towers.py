@@ -120,7 +120,7 @@ def _without_towers(config: Any) -> Any:
         setattr(self, kept, text._from_config(config.get_text_config(decoder=True)))
         self.post_init()
 
-    # Weights that are missing are refused, and some classes would initialise parts of their towers.
+    # Weights that are missing are refused, and some classes would initialize parts of their towers.
     without_start = {"_init_weights": lambda self, module: None}
     kept_base = _subclass(type(base), __init__=init_base, **without_start)
 
@@ -158,7 +158,7 @@ def _without_towers(config: Any) -> Any:
 
 
 def _initialize_like(module: Any, config: Any, like: Any) -> None:
-    """Initialise a module with the plain attributes of another, and None in the place of its parts."""
+    """Initialize a module with the plain attributes of another, and None in the place of its parts."""
     PreTrainedModel.__init__(module, config)
     for name, value in vars(like).items():
         if not hasattr(module, name):

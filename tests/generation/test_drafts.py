@@ -155,7 +155,7 @@ def test_drafts_are_as_long_as_they_pay():
     assert len(drafter.propose([mine], 16)[0]) == 1, "steps with drafts turn out to take long"
 
 
-def test_a_step_of_a_size_that_has_not_been_seen_takes_what_is_between_its_neighbours():
+def test_a_step_of_a_size_that_has_not_been_seen_takes_what_is_between_its_neighbors():
     times = _Times()
     assert times.of(4) == 0.0
     times.add(2, 1.0)

@@ -105,26 +105,26 @@ def to_go_by_formula(whole, steps, lengths, size: int, baseline: str, scale: str
     """Token by token, of what is still to come."""
     width = max(lengths)
     to_go = np.array([[coming(row, t, discount) for t in range(1, width + 1)] for row in steps])
-    centred = np.zeros((len(steps), width))
+    centered = np.zeros((len(steps), width))
     for i in range(len(steps)):
         group = [j for j in range(i // size * size, i // size * size + size) if not np.isnan(whole[j])]
         if np.isnan(whole[i]):
             continue
         others = [j for j in group if j != i] if baseline == "leave_one_out" else group
         for t in range(width):
-            centred[i, t] = whole[i] - np.mean([whole[j] for j in others])
-            centred[i, t] += to_go[i, t] - np.mean([to_go[j, t] for j in others])
+            centered[i, t] = whole[i] - np.mean([whole[j] for j in others])
+            centered[i, t] += to_go[i, t] - np.mean([to_go[j, t] for j in others])
     widest = []
     for first in range(0, len(steps), size):
         group = [j for j in range(first, first + size) if not np.isnan(whole[j])]
         spread = [np.var([whole[j] + to_go[j, t] for j in group], ddof=1) for t in range(width)]
         widest.append((group, int(np.argmax(spread)), np.sqrt(max(spread))))
     if scale == "batch":
-        squares = [centred[j, t] ** 2 for group, t, _ in widest for j in group]
-        return centred / (np.sqrt(np.sum(squares) / (len(squares) - 1)) + 1e-4)
+        squares = [centered[j, t] ** 2 for group, t, _ in widest for j in group]
+        return centered / (np.sqrt(np.sum(squares) / (len(squares) - 1)) + 1e-4)
     if scale == "group":
-        return centred / np.repeat([deviation + 1e-4 for _, _, deviation in widest], size)[:, None]
-    return centred
+        return centered / np.repeat([deviation + 1e-4 for _, _, deviation in widest], size)[:, None]
+    return centered
 
 
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])

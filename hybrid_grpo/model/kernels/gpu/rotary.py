@@ -115,7 +115,7 @@ def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> t
 
 
 class Rotate(torch.autograd.Function):
-    """Returns rotated queries and keys, each [rows, heads, length, d], but with the heads of a token as neighbours.
+    """Returns rotated queries and keys, each [rows, heads, length, d], but with the heads of a token as neighbors.
 
     Rotary position embedding: Su et al., arXiv:2104.09864, in the layout and with the roundings of transformers' Llama.
 
