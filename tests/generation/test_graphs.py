@@ -150,10 +150,7 @@ def test_twelve_rollouts_capture_in_the_first_alone(monkeypatch, captures, dtype
 def test_evaluations_and_models_beside_the_policy_capture_once_in_twelve_rollouts(monkeypatch, captures):
     """Each model beside the policy had no memory of its own, and captured all its graphs in every call. The user speaks
     while the policy's sequences wait. The double checks that no replay finds its memory elsewhere."""
-    config, rng = (
-        RolloutConfig(num_generations=2, max_slots=9, max_tool_tokens=12),
-        random.Random(0),
-    )
+    config, rng = (RolloutConfig(num_generations=2, max_slots=9, max_tool_tokens=12), random.Random(0))
     policy, guest, user = (build(tiny_config("qwen2", layers=1), ATTENTION) for _ in range(3))
     kept, memory = Workspace(9, 60), 1 << 20
     for_guest, bytes_ = workspace_beside(config, guest.config, "float32", 6, 40, memory)

@@ -17,10 +17,7 @@ GEOMETRY = Geometry((((1, 1), (1, 1)),), torch.float32)
 
 def group_of(request, prompt, limits):
     tokens = [100 * (request + 1) + i for i in range(prompt)]
-    return Group(
-        tokens,
-        deque(Sequence(request, k, k, list(tokens), prompt, limit) for k, limit in enumerate(limits)),
-    )
+    return Group(tokens, deque(Sequence(request, k, k, list(tokens), prompt, limit) for k, limit in enumerate(limits)))
 
 
 def scheduler_of(*groups, pages=30, page=4, slots=8):

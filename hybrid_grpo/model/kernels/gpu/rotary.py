@@ -14,20 +14,7 @@ _TILE = 2048
 
 
 @triton.jit
-def _heads(
-    out,
-    x,
-    stride,
-    heads,
-    half,
-    d,
-    cos_a,
-    cos_b,
-    sin_a,
-    sin_b,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _heads(out, x, stride, heads, half, d, cos_a, cos_b, sin_a, sin_b, HEADS: tl.constexpr, BLOCK: tl.constexpr):
     """Rotate a token's heads, whose first two halves cos and sin belong to; columns after those are copied."""
     kind: tl.constexpr = out.dtype.element_ty
     place = tl.arange(0, BLOCK)[None, :]
