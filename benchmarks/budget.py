@@ -168,7 +168,7 @@ def switched(model: Any) -> tuple[Any, int]:
     view.world_size = lambda: RANKS
     torch.distributed.all_gather_into_tensor = lambda out, shard: gathers.append(out)
     whole = view.meta_copy(model, ATTENTION).eval()
-    made = view.View(model, whole, True, torch.device("cpu"), neighbours=True)
+    made = view.View(model, whole, True, torch.device("cpu"), neighbors=True)
     with counted() as count:
         made.gather()
     return whole, len(gathers) + count.kernels.total()

@@ -101,7 +101,7 @@ def _steps(bench: Bench, rows: int, context: int) -> Callable[[int], None]:
             pending.append(decoder.step(active))
             for sequence in active:
                 sequence.position += 1
-            if len(pending) > decoder.lag:
+            if len(pending) > decoder.max_in_flight:
                 decoder.read(pending.popleft())
         while pending:
             decoder.read(pending.popleft())
@@ -139,9 +139,9 @@ class _Wrong(Drafter):
         return self._length > 0
 
     def propose(self, active: list[Sequence], slots: int) -> list[list[int]]:
-        return [[0] * min(self._length, s.until - len(s.tokens) - 1) for s in active]
+        return [[0] * min(self._length, s.turn_end - len(s.tokens) - 1) for s in active]
 
-    def checked(self, sequence: Sequence, drafted: int, held: int) -> None:
+    def verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         pass
 
 
@@ -161,7 +161,7 @@ def drafts(bench: Bench, found: Found) -> None:
                 requests = [Request([1], [key]) for key in range(rows)]
                 groups = chain.from_iterable(map(groups_of, sequences := sequences_of(requests, sampling)))
                 decoder.begin(sampling)
-                schedule, drafter = Scheduler(decoder.cache, groups, rows, decoder.ahead), _Wrong(length)
+                schedule, drafter = Scheduler(decoder.cache, groups, rows, decoder.page_lookahead), _Wrong(length)
                 drafter.begin(sequences)
                 tokens = decoder.cache.prefill_tokens
                 loop = _Loop(bench.view, schedule, decoder, tokens, sampling, Callbacks(), drafter, None)

@@ -35,7 +35,7 @@ from hybrid_grpo.generation.loop import PAGE  # noqa: E402
 from hybrid_grpo.generation.state_pool import rows_for  # noqa: E402
 from hybrid_grpo.model.attention import ATTENTION  # noqa: E402
 from hybrid_grpo.model.logprobs import LogprobModel  # noqa: E402
-from hybrid_grpo.model.states import adopt_states  # noqa: E402
+from hybrid_grpo.model.states import install_state_functions  # noqa: E402
 
 DELTA = {
     "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
@@ -142,7 +142,7 @@ def gap_of_rollout(plain: Any, view: Any, seed: int) -> tuple[float, Tensor, Sta
     chance, vocabulary = random.Random(seed), plain.config.vocab_size
     prompts = [chance.choices(range(vocabulary), k=chance.choice((1, 2, 5, 70))) for _ in range(chance.randint(1, 4))]
     requests = [
-        Request(ids, [stream_key(seed, row, k) for k in range(chance.randint(1, 4))], most=200)
+        Request(ids, [stream_key(seed, row, k) for k in range(chance.randint(1, 4))], max_total_tokens=200)
         for row, ids in enumerate(prompts)
     ]
     stops = range(chance.choice((1, vocabulary // 20, vocabulary // 4)))
@@ -189,7 +189,7 @@ def by_accident(families: list[str], rollouts: int) -> dict[str, Any]:
     found = {}
     for family in families:
         plain, view = pair(family)
-        adopt_states(view)
+        install_state_functions(view)
         gaps, answers, preempted = [], 0, 0
         for seed in range(rollouts):
             gap, read_S, stats = gap_of_rollout(plain, view, seed)

@@ -84,7 +84,7 @@ class Timed:
 def decode(model: Any, seconds: Any) -> Timed:
     """Decode all conversations. A turn has TURN_TOKENS tokens, and only the last may end it."""
     turns = Timed(seconds)
-    requests = [Request([1, 2, 3, row % 50], [stream_key(row)], most=1000) for row in range(CONVERSATIONS)]
+    requests = [Request([1, 2, 3, row % 50], [stream_key(row)], max_total_tokens=1000) for row in range(CONVERSATIONS)]
     sampling = Sampling(TURN_TOKENS * TURNS, stop_strings=("end",))
     generate(
         model,

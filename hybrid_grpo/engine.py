@@ -155,7 +155,7 @@ def check_config(policy: PolicyConfig, engine: EngineConfig) -> None:
     name = str(config["optimizer"].get("type"))
     if name.lower() not in ("adam", "adamw"):
         known = "policy.lr, policy.betas and checkpoints are those of Adam and AdamW"
-        raise UserError(f"engine.deepspeed.optimizer.type {name} is not supported ({known}): take it out")
+        raise UserError(f"engine.deepspeed.optimizer.type {name} is not supported ({known}): remove it")
     try:
         DeepSpeedConfig(config)
     except Exception as error:  # whatever its parser of this section raises on a wrong type
@@ -348,7 +348,7 @@ class Engine:
         return dict(saved["state"])
 
 
-class Frozen:
+class OffloadedModel:
     """A model under ZeRO-3 that is only run forward, with its parameters in host memory. Creating one is collective.
 
     The first forward records the order of the layers; from the second on, DeepSpeed prefetches the next layers while

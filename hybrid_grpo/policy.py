@@ -17,16 +17,16 @@ from hybrid_grpo.config.adapters import base_of, is_adapter
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout
 from hybrid_grpo.data.measuring import measured
 from hybrid_grpo.data.packing import Places, Supports, pack, pack_pairs, pad, pad_pairs, token_budget
-from hybrid_grpo.data.pictures import Album, sight_of, trained_sight_of
+from hybrid_grpo.data.pictures import ImageStore, sight_of, trained_sight_of
 from hybrid_grpo.engine import StepResult
 from hybrid_grpo.generation import (
     Drafter,
-    Enough,
     Journal,
     OnFinish,
     OnStep,
     Request,
     Sampling,
+    ShouldStop,
     Stats,
     Turns,
     Workspace,
@@ -40,14 +40,14 @@ from hybrid_grpo.model.limits import vocabulary_of
 from hybrid_grpo.model.loading import dequantized, load_config, load_model, plain_attention, training_attention
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.lora import Adapters
-from hybrid_grpo.model.movement import Frozen, Movement
+from hybrid_grpo.model.movement import Movement, UnchangedTensors
 from hybrid_grpo.model.original import Original
 from hybrid_grpo.model.ranks import all_reduce, rank
 from hybrid_grpo.model.routing import Routing, described, replays
 from hybrid_grpo.model.scalar_model import ScalarModel, load_scalar_model, scalar_config
-from hybrid_grpo.model.sight import Sight
+from hybrid_grpo.model.sight import VisionEncoder
 from hybrid_grpo.model.towers import lacks_towers
-from hybrid_grpo.model.trained_sight import SeeingModel, TrainedSight
+from hybrid_grpo.model.trained_sight import SeeingModel, TrainedVisionEncoder
 from hybrid_grpo.model.view import meta_copy
 
 _COUNTERS = ("optimizer_steps", "skipped_steps", "lr_scale")
@@ -83,8 +83,8 @@ class TrainedModel:
     """
 
     lr_scale = 1.0
-    frozen: Frozen | None = None
-    tower: TrainedSight | None = None
+    frozen: UnchangedTensors | None = None
+    tower: TrainedVisionEncoder | None = None
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class Policy(TrainedModel):
         experts: the same as a line for the user; None without experts.
     """
 
-    sight: Sight | None = None
+    sight: VisionEncoder | None = None
     replays: bool | None = None
 
     def __init__(
@@ -206,7 +206,7 @@ class Policy(TrainedModel):
         lora: LoraConfig | None = None,
         seed: int = 0,
         workspace: Workspace | None = None,
-        album: Album | None = None,
+        album: ImageStore | None = None,
         turns: Turns | None = None,
         journal: Journal | None = None,
     ) -> None:
@@ -243,11 +243,12 @@ class Policy(TrainedModel):
         on_step: OnStep | None = None,
         given: Mapping[int, Completion] | None = None,
         resumed_from: Mapping[int, Sequence[Completion]] | None = None,
-        enough: Enough | None = None,
+        should_stop: ShouldStop | None = None,
     ) -> tuple[Rollout, Stats]:
         """Sample `num_generations` completions of every prompt, except for those that the journal or `given` already
         has; `given` is keyed by random stream (see `requests_of`). `resumed_from` has groups of an earlier step, by the
-        index of their prompts: open completions continue. `enough`: see `generate`. Ranks enter and leave together."""
+        index of their prompts: open completions continue. `should_stop` is that of `generate`. Ranks enter and leave
+        together."""
         requests, sampling = requests_of(prompts, config, seed, step), sampling_of(config, stop_ids)
         given, goes_on = dict(given or {}), dict[int, Completion]()
         for index, group in (resumed_from or {}).items():
@@ -256,7 +257,7 @@ class Policy(TrainedModel):
         with record_function("stage/generate"), self.engine.generation() as view:
 
             def sample(requests: list[Request], on_finish: OnFinish | None) -> Any:
-                return self._complete(view, requests, sampling, config, on_finish, on_step, enough)
+                return self._complete(view, requests, sampling, config, on_finish, on_step, should_stop)
 
             if self.journal is None:
                 groups, stats = complete_rest(requests, given, on_finish, sample, resumed_from=goes_on)
@@ -287,11 +288,11 @@ class Policy(TrainedModel):
         config: RolloutConfig,
         on_finish: OnFinish | None,
         on_step: OnStep | None,
-        enough: Enough | None = None,
+        should_stop: ShouldStop | None = None,
     ) -> tuple[list[list[Completion]], Stats]:
         task = requests, sampling, config
         kept: dict[str, Any] = {"workspace": self.workspace, "turns": self.turns, "drafter": self.drafter}
-        kept |= {"enough": enough, "sight": self.sight}
+        kept |= {"should_stop": should_stop, "sight": self.sight}
         return complete(view, self.tokenizer, *task, on_finish, on_step, **kept)
 
     def micro_batches(

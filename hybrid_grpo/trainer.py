@@ -72,10 +72,10 @@ class Trainer(Stage):
         self.loader: StepLoader = inputs.training.loader(config, plan, device)
         self.kl = KlController(config.grpo, plan.rows, device)
         self.entropy = EntropyController(config.grpo, device)
-        self.total = partial(sum_over_ranks, device=device)
+        self.sum_over_ranks = partial(sum_over_ranks, device=device)
         only_advantages = learns_from_advantages_alone(config.grpo, inputs.objective)
-        leaves_out = only_advantages and not self.features.learn_beside_advantages
-        self.highest = partial(max_over_ranks, device=device) if leaves_out else None
+        can_skip_backward = only_advantages and not self.features.learn_beside_advantages
+        self.max_over_ranks = partial(max_over_ranks, device=device) if can_skip_backward else None
         self.parts = {"loader": self.loader, "kl": self.kl}
         if config.grpo.entropy_target is not None:
             self.parts["entropy"] = self.entropy
@@ -105,33 +105,35 @@ class Trainer(Stage):
     def learn(self, rollout: Rollout, scores: Scores) -> None:
         """Train the policy on a rollout and its scores, on the ranks that its groups are assigned to."""
         self.assignment = self.assigned(rollout, scores)
-        trained, trained_scores = self.assignment.hand_out(rollout, scores)
+        trained, trained_scores = self.assignment.scatter(rollout, scores)
         self.policy.meet(trained)
         old = self.old_policy(trained)
         ref_logp_BT = self.reference_logprobs(trained)
         advantages_BT = self.advantages(trained, trained_scores, old, ref_logp_BT)
-        advantages_BT, drifts_BT, numbers = select_tokens(trained, advantages_BT, old, self.config.grpo, self.total)
+        selected = select_tokens(trained, advantages_BT, old, self.config.grpo, self.sum_over_ranks)
+        advantages_BT, drifts_BT, numbers = selected
         self.meter.update(numbers)
         given = trained.logp_BT.to(self.device), old.logp_BT, ref_logp_BT, advantages_BT
         is_old_BT = trained.is_old_BT
         signals = Signals(*given, None if is_old_BT is None else is_old_BT.to(self.device), drifts_BT)
         with self.meter.time("time/train_s"):
             self.improve(trained, signals)
-        advantages_BT = self.assignment.tokens_home(advantages_BT, trained, rollout)
+        advantages_BT = self.assignment.gather_tokens(advantages_BT, trained, rollout)
         self.last_rollout = (rollout, scores, mean_over_tokens(advantages_BT, rollout))
         self.last_advantages_BT = advantages_BT
 
     def assigned(self, rollout: Rollout, scores: Scores) -> Assignment:
         """Decide which rank trains on which groups, from their costs and rewards. Collective."""
         plan, (_, _, cost_P) = self.plan, group_flops(rollout, self.policy.cost)
-        idle_P = ~informative(scores.reward_B, plan.num_generations, scores.steps) & (self.highest is not None)
-        found_R2P = torch.zeros(plan.world_size, 2, len(cost_P), dtype=torch.float64)
-        found_R2P[rank()] = torch.stack([torch.from_numpy(cost_P).clamp(min=1), idle_P])
-        cost_RP, idle_RP = self.total(found_R2P).unbind(1)
-        taker_RP, balance = assign(cost_RP, idle_RP.bool(), plan.num_minibatches, self.config.grpo.balance == "auto")
+        idle_P = ~informative(scores.reward_B, plan.num_generations, scores.steps) & (self.max_over_ranks is not None)
+        cost_and_idle_R2P = torch.zeros(plan.world_size, 2, len(cost_P), dtype=torch.float64)
+        cost_and_idle_R2P[rank()] = torch.stack([torch.from_numpy(cost_P).clamp(min=1), idle_P])
+        cost_RP, idle_RP = self.sum_over_ranks(cost_and_idle_R2P).unbind(1)
+        is_auto = self.config.grpo.balance == "auto"
+        target_rank_RP, balance = assign(cost_RP, idle_RP.bool(), plan.num_minibatches, is_auto)
         if plan.world_size > 1:
             self.meter.add("throughput/balance", balance)
-        return Assignment(taker_RP, plan.num_minibatches, rank(), self.exchange)
+        return Assignment(target_rank_RP, plan.num_minibatches, rank(), self.exchange)
 
     def collect(self, step: int) -> tuple[Rollout, Scores]:
         """Return the step's rollout and its scores. With dynamic sampling, uninformative groups are replaced."""
@@ -146,7 +148,7 @@ class Trainer(Stage):
                 scores,
                 group_slots(plan.prompts_per_rank, plan.num_minibatches, rank(), plan.world_size),
                 slots=plan.world_size * plan.prompts_per_rank,
-                total=self.total,
+                sum_over_ranks=self.sum_over_ranks,
                 draw=self.loader.more_prompts,
                 sample=lambda prompts: self.sample_and_score(prompts, step),
                 max_rounds=self.config.grpo.max_resamples,
@@ -171,7 +173,7 @@ class Trainer(Stage):
                 scores = stream.scores(self.progress.stop_requested, self.carry.learned if self.carry else None)
             self.meter.add("time/reward_s", stream.seconds)
         if self.carry is not None:
-            rollout, scores = self.carry.bring_home(rollout, scores)
+            rollout, scores = self.carry.gather(rollout, scores)
         own = scores.first(self.plan.own_generations, self.plan.num_generations)
         self.loader.note(rollout.prompts, own.right_B(self.inputs.outcome, rollout.prompts), self.config.eval.threshold)
         return rollout, scores
@@ -185,7 +187,7 @@ class Trainer(Stage):
         called: dict[str, Any] = {"on_finish": on_finish, "on_step": self.progress.check_stop}
         called["given"] = self.features.write(prompts, step, self.progress.heartbeat)
         if self.carry is not None:
-            called |= self.carry.asks(on_finish)
+            called |= self.carry.rollout_arguments(on_finish)
         start, seed = time.perf_counter(), self.config.run.seed
         settings = self.config.rollout, self.inputs.stop_ids
         rollout, stats = self.policy.rollout(prompts, *settings, seed=seed, step=step, **called)
@@ -193,7 +195,9 @@ class Trainer(Stage):
         if self.carry is not None:
             rollout = self.carry.end(rollout)
         captures = None if self.device.type == "cpu" else stats.captures
-        self.meter.update(measure_sampling(rollout, spans, stats.held, captures) | self.inputs.tool_numbers(rollout))
+        self.meter.update(
+            measure_sampling(rollout, spans, stats.accepted, captures) | self.inputs.tool_numbers(rollout)
+        )
         self.trace.decoded(stats.timeline)
         return rollout
 
@@ -245,7 +249,7 @@ class Trainer(Stage):
         bonuses, of_bonuses = self.features.bonus(scored)
         split = partial(self.micro_batches, rollout, range(len(rollout.completions)), gradients=False)
         advantages_BT, numbers = self.features.advantages(scored, split) or token_advantages(
-            rollout, scores, config.grpo, limit, config.reward_weights, kl_BT, beta, self.total, variance_BT
+            rollout, scores, config.grpo, limit, config.reward_weights, kl_BT, beta, self.sum_over_ranks, variance_BT
         )
         self.meter.update(of_bonuses | numbers)
         return sum(bonuses, start=advantages_BT.to(self.device))
@@ -281,15 +285,15 @@ class Trainer(Stage):
             self.step_optimizer()
         if self.reference is not None:
             self.meter.add("policy/kl_coef", self.kl.beta)
-            self.kl.update(self.total)
+            self.kl.update(self.sum_over_ranks)
         if self.config.grpo.entropy_target is not None:
             self.meter.add("policy/entropy_coef", settings[0].entropy_coef)
-            self.entropy.update(self.total)
+            self.entropy.update(self.sum_over_ranks)
 
     def optimizer_steps(self, rollout: Rollout, signals: Signals) -> Iterator[Iterator[TrainBatch]]:
         """Iterate over the optimizer steps on a rollout, each as its weighted micro-batches. Collective."""
         split, limit = partial(self.micro_batches, rollout), self.config.rollout.max_completion_tokens
-        settings = self.config.grpo, limit, self.total, self.highest
+        settings = self.config.grpo, limit, self.sum_over_ranks, self.max_over_ranks
         return optimizer_steps(rollout, signals, split, *settings, starts_on_policy=self.config.grpo.starts_on_policy)
 
     def micro_batches(self, rollout: Rollout, rows: Sequence[int], *, gradients: bool = True) -> list[MicroBatch]:

@@ -112,8 +112,8 @@ def test_fused_layers_train_as_those_of_transformers(architecture, checkpointing
     prompts, completions = [[1, 2, 3]] * 4, [[row] * (4 + row) for row in range(4)]
     [micro] = pack(prompts, completions, range(4), 10_000, torch.device("cuda"), share="on")
     results = []
-    for adopt in (layers.adopt_layers, lambda *_: None):
-        monkeypatch.setattr("hybrid_grpo.model.logprobs.adopt_layers", adopt)
+    for adopt in (layers.install_fused_layers, lambda *_: None):
+        monkeypatch.setattr("hybrid_grpo.model.logprobs.install_fused_layers", adopt)
         model = build(tiny_config(architecture, hidden=128), ATTENTION).to("cuda").train()
         if checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})

@@ -26,7 +26,7 @@ from hybrid_grpo.grpo.objective import load_objective
 from hybrid_grpo.grpo.selection import OldPolicy
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.logprobs import LogprobModel
-from hybrid_grpo.model.support import Support
+from hybrid_grpo.model.support import SamplingMask
 from hybrid_grpo.model.upload import upload
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.metrics.meter import Meter
@@ -293,7 +293,9 @@ def test_the_host_waits_for_nothing_between_the_first_forward_and_the_last_step(
         for k in range(P * G)
     ]
     if filtered:
-        rows = [replace(c, support=Support.of([np.unique([token, 1, 2, 3]) for token in c.token_ids])) for c in rows]
+        rows = [
+            replace(c, support=SamplingMask.of([np.unique([token, 1, 2, 3]) for token in c.token_ids])) for c in rows
+        ]
     rollout = Rollout(prompts, rows, G)
     given_BT, run.reference = rollout.logp_BT, object()
     # The first forward checks the kernels, where the start of a run has not. What the check saved for its own gradients
@@ -365,15 +367,15 @@ def test_rows_whose_gradient_is_zero_leave_the_backward_pass_and_nothing_else_ch
     advantages_PGT = torch.randn(P, G, 7, generator=torch.Generator().manual_seed(1))
     advantages_PGT[list(zero)] = 0.0
     seen = {}
-    for leaves_out in (True, False):
+    for can_skip_backward in (True, False):
         policy = Plain(packed)
         run = trainer(policy, {"num_minibatches": 2, "num_iterations": 2})
         run.meter = Meter(["slow"])
-        assert run.highest is not None
-        run.highest = run.highest if leaves_out else None
+        assert run.max_over_ranks is not None
+        run.max_over_ranks = run.max_over_ranks if can_skip_backward else None
         run.improve(rollout, Signals(rollout.logp_BT, rollout.logp_BT, None, advantages_PGT.flatten(0, 1)))
         gradients = torch.cat([p.grad.flatten() for p in policy.engine.parameters()])
-        seen[leaves_out] = gradients, run.meter.reduce(), (policy.backwards, policy.forwards)
+        seen[can_skip_backward] = gradients, run.meter.reduce(), (policy.backwards, policy.forwards)
     (ours, values, counts), (theirs, expected, all_go_back) = seen[True], seen[False]
     assert counts[0] < all_go_back[0] and counts[1] > 0 == all_go_back[1]
     assert expected.pop("policy/no_gradient_frac") == 0.0
@@ -385,5 +387,5 @@ def test_rows_whose_gradient_is_zero_leave_the_backward_pass_and_nothing_else_ch
 
 @pytest.mark.parametrize("grpo", [{"beta": 0.1}, {"entropy_coef": 0.1}])
 def test_rows_that_have_another_term_stay_in_the_backward_pass(grpo):
-    assert trainer(Sampler(), grpo).highest is None
-    assert trainer(Sampler(), {"beta": 0.1, "kl_in": "reward"}).highest is not None
+    assert trainer(Sampler(), grpo).max_over_ranks is None
+    assert trainer(Sampler(), {"beta": 0.1, "kl_in": "reward"}).max_over_ranks is not None

@@ -80,7 +80,7 @@ def evaluate(
     with _call():
         settings = _configure(EvaluateConfig, "evaluate", model, data, rewards, config, sections).config
         for name in ("against", "output"):
-            refuse(getattr(settings.eval, name) is not None, f"eval.{name} is for the command line: take it out")
+            refuse(getattr(settings.eval, name) is not None, f"eval.{name} is for the command line: remove it")
         return run(settings)
 
 
@@ -119,13 +119,7 @@ def publish(run: FinishedRun | Path | str, **settings: Any) -> str:
 
 
 def _configure(
-    cls: type[ConfigT],
-    command: str,
-    model: Any,
-    data: Any,
-    rewards: Any,
-    config: Any,
-    sections: Mapping[str, Any],
+    cls: type[ConfigT], command: str, model: Any, data: Any, rewards: Any, config: Any, sections: Mapping[str, Any]
 ) -> Parsed[ConfigT]:
     adopt_rank()
     refuse_unused(cls, sections)

@@ -61,7 +61,7 @@ def check_score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
         f"score.output {output} would replace a file of the run: give another",
     )
     if not is_run:
-        refuse(score.steps is not None, f"score.steps {score.steps}: {source} is not the folder of a run: take it out")
+        refuse(score.steps is not None, f"score.steps {score.steps}: {source} is not the folder of a run: remove it")
         if source != "-":
             check_source("SOURCE", source)
 
@@ -71,5 +71,5 @@ def check_publish(options: PublishOptionsConfig) -> None:
     refuse(
         (options.hub is None) == (options.folder is None),
         "publish.hub and publish.folder are "
-        + ("both set: take out one" if options.hub else "not set: give one of them"),
+        + ("both set: remove one" if options.hub else "not set: give one of them"),
     )

@@ -73,12 +73,7 @@ def run(arguments: list[str]) -> None:
         compared = _compared(one, against)
         said["against"] = _facts(against)
         said["differences"] = {
-            name: {
-                "difference": c.difference,
-                "interval": _plain(c.low, c.high),
-                "p": c.p,
-                "prompts": c.prompts,
-            }
+            name: {"difference": c.difference, "interval": _plain(c.low, c.high), "p": c.p, "prompts": c.prompts}
             for name, c in compared.items()
         }
         console.print(_comparison_table(one, against, compared))
@@ -107,7 +102,7 @@ def measure(config: EvaluateConfig) -> Measured:
     warnings = {inputs.sampler.warning(held_out.prompts, held_out.settings.data) for held_out in inputs.eval_sets}
     if rank() == 0 and any(warnings):
         print(max(warnings), file=sys.stderr, flush=True)
-    inputs.load_models(engine.Frozen)
+    inputs.load_models(engine.OffloadedModel)
     inputs.load_user(device)
     model = load_model(config.policy, attention_of(config.rollout.decoder)).to(device).eval()
     sight = sight_of(inputs.sampler.album, config.policy, device)
@@ -191,9 +186,9 @@ def _table(measured: Measured, intervals: dict[str, list[float] | None]) -> Tabl
         stage, _, number = name.rpartition("/")
         error = measured.values.get(f"{stage}/stderr") if number == "accuracy" else None
         mean = measured.values.get(name)  # None if a reward failed on every completion
-        cells = _shown(mean), _bounds(intervals[name]), _shown(error)
         counted = sum(not math.isnan(value) for value in of_prompts.values())
-        table.add_row(name.removeprefix("eval/"), *cells, f"{counted:,}")
+        interval = _bounds(intervals[name])
+        table.add_row(name.removeprefix("eval/"), _shown(mean), interval, _shown(error), f"{counted:,}")
     for name, value in measured.values.items():
         if name.endswith(("/clipped_frac", "/failed_frac")) and value:
             table.add_row(name.removeprefix("eval/"), f"{value:.3f}")
@@ -203,9 +198,9 @@ def _table(measured: Measured, intervals: dict[str, list[float] | None]) -> Tabl
 def _comparison_table(one: Measured, other: Measured, compared: dict[str, Comparison]) -> Table:
     table = _columns("number", "model", "against", "difference", "95 % interval", "p", "prompts")
     for name, c in compared.items():
-        values = (f"{measured.values[name]:.3f}" for measured in (one, other))
-        cells = f"{c.difference:+.3f}", _bounds(_plain(c.low, c.high)), f"{c.p:.4f}", f"{c.prompts:,}"
-        table.add_row(name.removeprefix("eval/"), *values, *cells)
+        mine, theirs = (f"{measured.values[name]:.3f}" for measured in (one, other))
+        gap, interval = f"{c.difference:+.3f}", _bounds(_plain(c.low, c.high))
+        table.add_row(name.removeprefix("eval/"), mine, theirs, gap, interval, f"{c.p:.4f}", f"{c.prompts:,}")
     return table
 
 

@@ -38,7 +38,7 @@ def run(arguments: list[str]) -> None:
     """Parse the arguments, load the model and complete prompts; end quietly if the reader of the output closes it."""
     options, prompt = _options(arguments)
     config = parse(GenerateConfig, options, COMMAND).config
-    refuse(prompt is not None and not config.reads_stdin, "a prompt and a data set are given: take out one of them")
+    refuse(prompt is not None and not config.reads_stdin, "a prompt and a data set are given: remove one of them")
     path = Path(config.generate.output)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         path = path.with_name(f"{path.stem}.{os.environ.get('RANK', '0')}{path.suffix}")
@@ -60,9 +60,7 @@ def _options(arguments: list[str]) -> tuple[list[str], str | None]:
 
 
 def generate(
-    config: GenerateConfig,
-    output: AbstractContextManager[Callable[[dict[str, Any]], None]],
-    prompt: str | None = None,
+    config: GenerateConfig, output: AbstractContextManager[Callable[[dict[str, Any]], None]], prompt: str | None = None
 ) -> None:
     """Complete this rank's share of the prompts, or `prompt` in place of standard input. `output` is entered once the
     prompts have been read, and yields a function to be called with each finished completion. Raises UserError."""

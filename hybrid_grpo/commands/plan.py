@@ -57,9 +57,9 @@ def _of_recipe(config: PlanConfig, ranks: int) -> Plan:
     inputs = read_inputs(config)
     make_features(config, batch, inputs)  # refuses what does not fit them
     hardware = of_table(config.plan.gpu) if config.plan.gpu else of_device(device, config.policy.dtype)
-    held_out = inputs.held_out_rows, inputs.held_out_longest
-    given = inputs.longest_prompt, hardware, inputs.reward_models, *held_out
-    return _made(estimate(config, batch, *given, album=inputs.sampler.album), config)
+    prompt, models, album = inputs.longest_prompt, inputs.reward_models, inputs.sampler.album
+    rows, longest = inputs.held_out_rows, inputs.held_out_longest
+    return _made(estimate(config, batch, prompt, hardware, models, rows, longest, album), config)
 
 
 def _of_shapes(config: PlanConfig, ranks: int) -> Plan:

@@ -159,7 +159,7 @@ def _changes(base: ReplayConfig, config: ReplayConfig) -> dict[str, str]:
     )
     refuse(
         saves and "rewards" in changed,
-        "replay.rewards saved uses the rewards of the run's own functions, and rewards names others: take out one",
+        "replay.rewards saved uses the rewards of the run's own functions, and rewards names others: remove one",
     )
     return changed
 
@@ -253,7 +253,7 @@ def _with_settings(trainer: Trainer, base: ReplayConfig, config: ReplayConfig, i
 
     if inputs is trainer.inputs or config == replace(base, replay=config.replay):
         return trainer
-    inputs.load_models(engine.Frozen)
+    inputs.load_models(engine.OffloadedModel)
     policy, plan = trainer.policy, check_train(config, trainer.plan.world_size)
     album, had_one = trainer.inputs.sampler.album, config.grpo.beta and base.grpo.beta
     reference = trainer.reference if had_one else make_reference(config, policy, album)
@@ -280,7 +280,7 @@ def _make(trainer: Trainer, step: int, saved: SavedRollouts) -> tuple[pyarrow.Ta
     trainer.step(step)
     assert trainer.last_rollout is not None and trainer.last_advantages_BT is not None
     rollout, text = trainer.last_rollout[0], TokenText(trainer.inputs.tokenizer)
-    recorder.bring_home(trainer.assignment, rollout.num_generations)
+    recorder.gather(trainer.assignment, rollout.num_generations)
     first_group = rank() * len(rollout.prompts)
     own = recorder.table(rollout, first_group, trainer.last_advantages_BT, trainer.plan.num_iterations, text)
     tables, values = gather_objects(own), trainer.meter.reduce()

@@ -31,7 +31,7 @@ def _sft(parsed: Parsed[SftConfig], doing: Doing) -> Path:
     from hybrid_grpo.commands.stages.pairs import read_pairs
     from hybrid_grpo.commands.stages.sft import SftTrainer
     from hybrid_grpo.commands.verification import verified
-    from hybrid_grpo.data.pictures import Album, check_vision
+    from hybrid_grpo.data.pictures import ImageStore, check_vision
     from hybrid_grpo.model.files import check_files
     from hybrid_grpo.model.limits import check_lengths, check_prompt_ids, stop_ids
     from hybrid_grpo.model.loading import load_config, load_tokenizer, weights_fact
@@ -47,7 +47,7 @@ def _sft(parsed: Parsed[SftConfig], doing: Doing) -> Path:
     doing("reading the data")
     engine.check_config(config.policy, config.engine)
     model_config = load_config(config.policy.model)
-    album = Album.of(config.policy.model, model_config)
+    album = ImageStore.of(config.policy.model, model_config)
     check_lora(config.lora, model_config, tower=config.policy.vision == "trained" and album is not None)
     check_files(config.policy.model, model_config, pickled=config.policy.pickled_weights)
     tokenizer = load_tokenizer(config.policy.model)
@@ -66,11 +66,12 @@ def _sft(parsed: Parsed[SftConfig], doing: Doing) -> Path:
     training = TrainingRun(parsed, facts, device, of_inputs(config, tokenizer, {"training rows": pairs}))
     if training.finished:
         return training.folder
-    steps, seed = config.run.steps, config.run.seed
     doing("loading the model")
     # The policy generates nothing: its view of the model is used only for the export.
-    given = config.policy, config.engine, tokenizer, steps
-    policy = Policy(*given, decoder="transformers", lora=config.lora, seed=seed, album=album)
+    steps, seed, lora = config.run.steps, config.run.seed, config.lora
+    policy = Policy(
+        config.policy, config.engine, tokenizer, steps, decoder="transformers", lora=lora, seed=seed, album=album
+    )
     load_features(features, policy)
     say(f"weights: {verified(policy)}")
     doing.end()

@@ -20,7 +20,7 @@ from hybrid_grpo.records.json_lines import read_jsonl
 if TYPE_CHECKING:
     import torch
 
-    from hybrid_grpo.data.pictures import Album
+    from hybrid_grpo.data.pictures import ImageStore
     from hybrid_grpo.policy import Policy
     from hybrid_grpo.run.feature import Feature
     from hybrid_grpo.run.inputs import RunInputs
@@ -134,7 +134,7 @@ def make_trainer(
     from hybrid_grpo.run.feature import load_features
     from hybrid_grpo.trainer import Trainer
 
-    inputs.load_models(engine.Frozen)
+    inputs.load_models(engine.OffloadedModel)
     inputs.load_user(device, config.rollout.longest(inputs.longest_prompt))
     policy = Policy(
         config.policy,
@@ -154,7 +154,7 @@ def make_trainer(
     return Trainer(config, plan, policy, reference, inputs, device, features, services)
 
 
-def make_reference(config: TrainConfig, policy: Policy, album: Album | None) -> Reference | None:
+def make_reference(config: TrainConfig, policy: Policy, album: ImageStore | None) -> Reference | None:
     """Return the starting weights, to which the KL term keeps the policy close; None if beta is 0. Collective."""
     from hybrid_grpo.run.reference import Reference, UnadaptedReference
 

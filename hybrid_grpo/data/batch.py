@@ -27,8 +27,8 @@ from hybrid_grpo.data.completion import Completion, Prompt
 from hybrid_grpo.model.attention import Segments
 from hybrid_grpo.model.routing import Routing
 from hybrid_grpo.model.selection import Selection
-from hybrid_grpo.model.sight import Shown, Sight
-from hybrid_grpo.model.support import HeadColumns, Support
+from hybrid_grpo.model.sight import ImageInputs, VisionEncoder
+from hybrid_grpo.model.support import MaskColumns, SamplingMask
 
 if TYPE_CHECKING:
     from hybrid_grpo.data.picture import Picture
@@ -74,7 +74,7 @@ class Rollout:
         return prompts, [c.read_ids for c in completions], [c.sampled_places for c in completions]
 
     @property
-    def supports(self) -> list[Support | None]:
+    def supports(self) -> list[SamplingMask | None]:
         """[B], see `Completion.support`."""
         return [completion.support for completion in self.completions]
 
@@ -267,9 +267,9 @@ class MicroBatch:
     token."""
     segments: Segments | None
     """Which tokens attend to which when packed; None for padded rows."""
-    support: HeadColumns | None = None
+    support: MaskColumns | None = None
     """The tokens that log-probabilities are normalized over; None for the whole vocabulary."""
-    shown: Shown | None = None
+    shown: ImageInputs | None = None
     """The pictures among the tokens; None if there are none."""
 
     @property
@@ -278,7 +278,7 @@ class MicroBatch:
         tokens = self.input_ids_bS, self.position_ids, self.source, self.target_N
         return *tokens, self.segments, self.support, self.shown
 
-    def seen_by(self, sight: Sight) -> MicroBatch:
+    def seen_by(self, sight: VisionEncoder) -> MicroBatch:
         """This micro-batch for another model, which sees the pictures by `sight`."""
         return self if self.shown is None else replace(self, shown=replace(self.shown, sight=sight))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hybrid_grpo.data.episodes import Episode, Opening
 from hybrid_grpo.model.routing import Routing
-from hybrid_grpo.model.support import Support
+from hybrid_grpo.model.support import SamplingMask
 
 if TYPE_CHECKING:
     from hybrid_grpo.data.picture import Picture
@@ -90,7 +90,7 @@ class Completion:
     """The outcome of the completion's environment; None without one."""
     calls: tuple[Called, ...] = ()
     """The completion's tool calls, and a call `user` for each turn that the user answered, sorted."""
-    support: Support | None = None
+    support: SamplingMask | None = None
     """The tokens among which each token was drawn; None if log-probabilities are over the whole vocabulary."""
     routing: Routing | None = field(default=None, compare=False)
     """The experts of the tokens that were read while sampling; None if they were not recorded."""
@@ -123,12 +123,10 @@ class Completion:
         """The completion as it was when it had this many tokens: open, unless it had already ended."""
         if len(self.token_ids) < tokens or (len(self.token_ids) == tokens and self.finish != "open"):
             return self
-        kept: dict[str, Any] = {"support": None, "routing": None}
-        if tokens and self.support is not None:
-            kept["support"] = Support.of(self.support.lists()[:tokens])
-        if tokens and self.routing is not None:
-            kept["routing"] = Routing(self.routing.prompt, self.routing.completion[: tokens - 1])
-        return replace(self, token_ids=self.token_ids[:tokens], logp=self.logp[:tokens], finish="open", text="", **kept)
+        ids, logp, support, routing = self.token_ids[:tokens], self.logp[:tokens], self.support, self.routing
+        support = SamplingMask.of(support.lists()[:tokens]) if tokens and support is not None else None
+        routing = Routing(routing.prompt, routing.completion[: tokens - 1]) if tokens and routing is not None else None
+        return replace(self, token_ids=ids, logp=logp, finish="open", text="", support=support, routing=routing)
 
     def carry(self) -> Completion:
         """The completion at the end of a step after which it is carried on."""

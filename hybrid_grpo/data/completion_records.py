@@ -11,7 +11,7 @@ from hybrid_grpo.data.completion import Completion
 from hybrid_grpo.data.episodes import Episode
 from hybrid_grpo.data.picture import Picture
 from hybrid_grpo.model.routing import Routing
-from hybrid_grpo.model.support import Support
+from hybrid_grpo.model.support import SamplingMask
 
 
 def record_of(completion: Completion) -> dict[str, Any]:
@@ -35,20 +35,24 @@ def record_of(completion: Completion) -> dict[str, Any]:
 
 def completion_of(row: Mapping[str, Any]) -> Completion:
     """Return the completion of a record. Raises ValueError, KeyError or TypeError if it is malformed."""
-    token_ids: list[int] = _decoded(row["tokens"]).tolist()
-    logp: list[float] = _decoded(row["logp"]).tolist()
-    support = Support(*map(_decoded, row["support"])) if "support" in row else None
-    given = tuple((place, ids) for place, ids in row.get("given", ()))
-    messages, episode = tuple(row.get("messages", ())), row.get("episode")
+    episode = row.get("episode")
     if episode is not None:
         steps = tuple((end, reward) for end, reward in episode["steps"])
         episode = Episode(**{**episode, "steps": steps})
-    calls = tuple((name, has_failed) for name, has_failed in row.get("calls", ()))
-    routing = Routing(*map(_decoded, row["experts"])) if "experts" in row else None
-    others: dict[str, Any] = {"episode": episode, "calls": calls, "support": support, "routing": routing}
-    others["carried"] = tuple(row.get("carried", ()))
-    others["pictures"] = tuple(map(_picture, row.get("pictures", ())))
-    return Completion(token_ids, logp, row["finish"], row["text"], given, messages, **others)
+    return Completion(
+        token_ids=_decoded(row["tokens"]).tolist(),
+        logp=_decoded(row["logp"]).tolist(),
+        finish=row["finish"],
+        text=row["text"],
+        given=tuple((place, ids) for place, ids in row.get("given", ())),
+        messages=tuple(row.get("messages", ())),
+        pictures=tuple(map(_picture, row.get("pictures", ()))),
+        episode=episode,
+        calls=tuple((name, has_failed) for name, has_failed in row.get("calls", ())),
+        support=SamplingMask(*map(_decoded, row["support"])) if "support" in row else None,
+        routing=Routing(*map(_decoded, row["experts"])) if "experts" in row else None,
+        carried=tuple(row.get("carried", ())),
+    )
 
 
 def _picture(row: Mapping[str, Any]) -> Picture:

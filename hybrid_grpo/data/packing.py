@@ -20,8 +20,8 @@ from hybrid_grpo.model.attention import Segments
 from hybrid_grpo.model.ranks import all_reduce
 from hybrid_grpo.model.routing import Replay, Routing, joined
 from hybrid_grpo.model.selection import Selection
-from hybrid_grpo.model.sight import Sight, beside, pictures_of, positions_of
-from hybrid_grpo.model.support import HeadColumns, Support
+from hybrid_grpo.model.sight import VisionEncoder, beside, pictures_of, positions_of
+from hybrid_grpo.model.support import MaskColumns, SamplingMask
 from hybrid_grpo.model.upload import upload
 
 _WORTH_SHARING = 0.1
@@ -33,7 +33,7 @@ _SCORED = 4
 
 Places = Sequence[Sequence[int] | None]
 """For each row, the indices of some of its tokens, ascending; None stands for all."""
-Supports = Sequence[Support | None]
+Supports = Sequence[SamplingMask | None]
 """For each row, the support of its targets; None for the whole vocabulary."""
 
 
@@ -44,7 +44,7 @@ class _Row:
     completion: list[int]
     targets: Sequence[int]
     """Indices of the completion tokens that are targets, ascending; the last is the completion's last token."""
-    support: Support | None = None
+    support: SamplingMask | None = None
     routing: Routing | None = None
 
     @property
@@ -108,7 +108,7 @@ def pack(
     supports: Supports | None = None,
     routing: Sequence[Routing | None] | None = None,
     replays: bool | None = None,
-    sight: Sight | None = None,
+    sight: VisionEncoder | None = None,
     together: int = 1,
 ) -> list[MicroBatch]:
     """Make micro-batches without padding, of about equal numbers of tokens, the same number on every rank. Collective.
@@ -184,7 +184,7 @@ def _balanced(
     budget: int,
     device: torch.device,
     replays: bool | None = None,
-    sight: Sight | None = None,
+    sight: VisionEncoder | None = None,
 ) -> list[MicroBatch]:
     """Make micro-batches without splitting groups; see `pack`. Collective."""
     # A row longer than the budget counts as filling it.
@@ -221,7 +221,9 @@ def _spread(groups: list[_Group], count: int) -> list[list[_Group]]:
     return parts
 
 
-def _packed(groups: list[_Group], device: torch.device, replays: bool | None, sight: Sight | None) -> MicroBatch:
+def _packed(
+    groups: list[_Group], device: torch.device, replays: bool | None, sight: VisionEncoder | None
+) -> MicroBatch:
     """Make one sequence: the prompt of each part, followed by the part's completions without their last tokens."""
     tokens: list[int] = []
     positions: list[np.ndarray] = []
@@ -266,7 +268,7 @@ def pad(
     device: torch.device,
     places: Places | None = None,
     supports: Supports | None = None,
-    sight: Sight | None = None,
+    sight: VisionEncoder | None = None,
     together: int = 1,
 ) -> list[MicroBatch]:
     """Make micro-batches as `pack` does, but pad rows to the longest, for models that cannot be packed. Collective."""
@@ -302,7 +304,7 @@ def plan_rows(lengths: Sequence[int], budget: int, sizes: Sequence[int] | None =
     return parts
 
 
-def _padded(rows: list[_Row], device: torch.device, sight: Sight | None = None) -> MicroBatch:
+def _padded(rows: list[_Row], device: torch.device, sight: VisionEncoder | None = None) -> MicroBatch:
     width = max(row.tokens for row in rows)
     texts = [(row.prompt + row.completion)[:-1] for row in rows]
     source = [i * width + len(row.prompt) - 1 + t for i, row in enumerate(rows) for t in row.targets]
@@ -318,14 +320,14 @@ def _micro_batch(
     source: list[int],
     segments: Segments | None,
     device: torch.device,
-    sight: Sight | None,
+    sight: VisionEncoder | None,
 ) -> MicroBatch:
     lengths = np.array([len(row.targets) for row in rows])
     indices = [row.index for row in rows]
     mask_bT = np.arange(lengths.max()) < lengths[:, None]
     target_N = np.array([row.completion[target] for row in rows for target in row.targets])
     supports = [row.support for row in rows if row.support is not None]
-    support = HeadColumns(Support.joined(supports), target_N, device) if len(supports) == len(rows) else None
+    support = MaskColumns(SamplingMask.joined(supports), target_N, device) if len(supports) == len(rows) else None
     return MicroBatch(
         indices,
         upload(indices, device),

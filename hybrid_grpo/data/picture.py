@@ -78,14 +78,14 @@ def _orientation(image: Image) -> int:
 
 
 def _rgb(image: Image) -> Image:
-    """Return a picture in 8-bit RGB: the first frame, transparency on white, 16-bit grey by its upper byte."""
+    """Return a picture in 8-bit RGB: the first frame, transparency on white, 16-bit gray by its upper byte."""
     from PIL import Image
 
     if image.mode.startswith(("I", "F")):
         # PIL would cut off all above 255.
-        grey = np.asarray(image, dtype=np.float64)
-        grey = grey / 256 if grey.max() > 255 else grey
-        return Image.fromarray(grey.clip(0, 255).astype(np.uint8)).convert("RGB")
+        gray = np.asarray(image, dtype=np.float64)
+        gray = gray / 256 if gray.max() > 255 else gray
+        return Image.fromarray(gray.clip(0, 255).astype(np.uint8)).convert("RGB")
     if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "RGBa", "La"):
         clear = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", clear.size, "white"), clear).convert("RGB")

@@ -1,6 +1,6 @@
 """Pictures in prompts: where they stand, and how a model's processor takes them.
 
-`Album` holds all pictures of a process (`picture.py`) by their keys, which follow from their contents.
+`ImageStore` holds all pictures of a process (`picture.py`) by their keys, which follow from their contents.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from hybrid_grpo.data.chat_text import unmarked
 from hybrid_grpo.data.completion import Message
 from hybrid_grpo.data.picture import Picture, read_picture
 from hybrid_grpo.model.processors import load_processor, load_tower
-from hybrid_grpo.model.sight import Sight, image_token
+from hybrid_grpo.model.sight import VisionEncoder, image_token
 from hybrid_grpo.model.towers import has_tower
-from hybrid_grpo.model.trained_sight import TrainedSight
+from hybrid_grpo.model.trained_sight import TrainedVisionEncoder
 from hybrid_grpo.model.visual_tokens import visual_tokens
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class _Layout:
     """Number of embeddings."""
 
 
-class Album:
+class ImageStore:
     """The pictures of a process, and the processor of the model that sees them.
 
     Args:
@@ -126,7 +126,7 @@ class Album:
         self._layouts: dict[tuple[int, int], _Layout] = {}
 
     @classmethod
-    def of(cls, name: str, config: Any) -> Album | None:
+    def of(cls, name: str, config: Any) -> ImageStore | None:
         """Return an empty album for a model (folder or hub name) with this configuration; None if it sees nothing."""
         return cls(partial(load_processor, name), image_token(config)) if has_tower(config) else None
 
@@ -245,8 +245,8 @@ class Album:
         if size not in self._layouts:
             from PIL import Image
 
-            given = {"text": [self.processor.image_token], "images": [Image.new("RGB", size)]}
-            found = self.processor(**given, return_text_replacement_offsets=True)
+            text, images = [self.processor.image_token], [Image.new("RGB", size)]
+            found = self.processor(text=text, images=images, return_text_replacement_offsets=True)
             [[replaced]] = found["text_replacement_offsets"]
             count = list(found["input_ids"][0]).count(self._token)
             self._layouts[size] = _Layout(replaced["replacement"], count)
@@ -254,28 +254,31 @@ class Album:
 
 
 def sight_of(
-    album: Album | None, policy: PolicyConfig, device: torch.device, setting: str = "policy.model"
-) -> Sight | None:
+    album: ImageStore | None, policy: PolicyConfig, device: torch.device, setting: str = "policy.model"
+) -> VisionEncoder | None:
     """Return what sees the pictures of an album, and load the model's tower for it; None if there are none."""
     if album is None or album.empty:
         return None
-    return Sight(load_tower(policy, setting), album.pixels, device, _cache_bytes(policy))
+    return VisionEncoder(load_tower(policy, setting), album.pixels, device, _cache_bytes(policy))
 
 
-def check_vision(policy: PolicyConfig, album: Album | None) -> None:
+def check_vision(policy: PolicyConfig, album: ImageStore | None) -> None:
     """Raise UserError if a tower is to be trained, and prompts, which have been read, have no pictures."""
     refuse(
         policy.vision == "trained" and (album is None or album.empty),
-        "policy.vision trained, and no prompt has a picture that policy.model sees: take it out",
+        "policy.vision trained, and no prompt has a picture that policy.model sees: remove it",
     )
 
 
-def trained_sight_of(album: Album | None, policy: PolicyConfig, lora: LoraConfig | None, seed: int) -> TrainedSight:
-    """Return what sees the pictures of an album and is trained; see `TrainedSight`. Raises UserError without one."""
+def trained_sight_of(
+    album: ImageStore | None, policy: PolicyConfig, lora: LoraConfig | None, seed: int
+) -> TrainedVisionEncoder:
+    """Return what sees the pictures of an album and is trained; see `TrainedVisionEncoder`. Raises UserError without
+    one."""
     check_vision(policy, album)
     assert album is not None
     tower, cache_bytes = load_tower(policy), _cache_bytes(policy)
-    return TrainedSight(tower, album.pixels, cache_bytes, album.blank, lora, seed)
+    return TrainedVisionEncoder(tower, album.pixels, cache_bytes, album.blank, lora, seed)
 
 
 def _cache_bytes(policy: PolicyConfig) -> int:

@@ -19,7 +19,7 @@ from hybrid_grpo.data.chat_template import apply_template
 from hybrid_grpo.data.chat_text import prompt_text_of
 from hybrid_grpo.data.completion import Message, Prompt
 from hybrid_grpo.data.picture import Picture
-from hybrid_grpo.data.pictures import Album, given_pictures, has_images, placed
+from hybrid_grpo.data.pictures import ImageStore, given_pictures, has_images, placed
 from hybrid_grpo.data.row_shapes import way_out
 from hybrid_grpo.data.sources import Row, Source, mixture_source, read_rows, training_source
 from hybrid_grpo.data.special_tokens import text_ids
@@ -42,7 +42,7 @@ def read_prompts(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     source: Source | None = None,
-    album: Album | None = None,
+    album: ImageStore | None = None,
 ) -> tuple[list[Prompt], str]:
     """Return the prompts of a source (default: the training rows), and a line on what was read and dropped. `album`
     takes their pictures. Collective: each rank tokenizes its share. Raises UserError as `read_rows` and `prompts_of`
@@ -56,7 +56,7 @@ def read_prompts(
 
 
 def _read_mixture(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, album: Album | None
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, album: ImageStore | None
 ) -> tuple[list[Prompt], str]:
     """Return the prompts of all sources, one source after the other, and a line on what was read. Rows are numbered
     across sources and get the columns of all sources, with None for missing values. The column data_source contains the
@@ -105,7 +105,7 @@ def prompts_of(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     where: Callable[[int], str] | None = None,
-    album: Album | None = None,
+    album: ImageStore | None = None,
     shared: bool = False,
 ) -> list[Prompt]:
     """Return the prompts of the rows, numbered by row, without prompts longer than `max_prompt_tokens`. `where`
@@ -130,7 +130,7 @@ def prompts_of(
     refuse(
         bool(config.chat_template_kwargs) and not templated,
         f"data.chat_template_kwargs {config.chat_template_kwargs}: no prompt of {source} is a chat, so no template is"
-        " applied: set data.chat_template to always, or take out data.chat_template_kwargs",
+        " applied: set data.chat_template to always, or remove data.chat_template_kwargs",
     )
     limit = config.max_prompt_tokens
     over_long = [prompt for prompt in prompts if len(prompt.token_ids) > limit]
@@ -155,7 +155,7 @@ def _read_all(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     where: Callable[[int], str] | None,
-    album: Album | None,
+    album: ImageStore | None,
     shared: bool,
 ) -> list[Prompt]:
     seen = None if album is None else (album, source.folder)
@@ -216,7 +216,7 @@ def read_prompt(
     where: str,
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
-    seen: tuple[Album, Path | None] | None = None,
+    seen: tuple[ImageStore, Path | None] | None = None,
 ) -> Prompt:
     """Return the tokenized prompt of a row. A prompt that is far too long is cut, but remains longer than the limit.
 
@@ -252,7 +252,7 @@ def read_prompt(
 
 
 def _seen(
-    text: str, encode: Callable[[str], list[int]], album: Album, pictures: Sequence[Picture], where: str
+    text: str, encode: Callable[[str], list[int]], album: ImageStore, pictures: Sequence[Picture], where: str
 ) -> list[int]:
     return album.ids(text, pictures, encode, where)
 

@@ -101,8 +101,8 @@ def held_out_source(held_out: HeldOut) -> Source:
         source = evaluation_source(held_out.data)
         assert source is not None, "without rows of its own a set has those of the run"
         return source
-    settings = f"{setting}.path", f"{setting}.split"
-    return Source(rows.path, rows.split, rows.subset, rows.limit, *settings, task=held_out.data.task)
+    path, split, task = f"{setting}.path", f"{setting}.split", held_out.data.task
+    return Source(rows.path, rows.split, rows.subset, rows.limit, path_setting=path, split_setting=split, task=task)
 
 
 def standard_input(lines: Iterable[bytes], setting: str, limit: int | None, text_column: str | None = None) -> Source:

@@ -10,20 +10,20 @@ from hybrid_grpo.generation.journal import Journal, complete_rest
 from hybrid_grpo.generation.loop import Stats, generate
 from hybrid_grpo.generation.requests import Request
 from hybrid_grpo.generation.sampler import GREEDY, Sampling, stream_key
-from hybrid_grpo.generation.sequence import Enough, OnFinish, OnStep, OnToken, Turns
+from hybrid_grpo.generation.sequence import OnFinish, OnStep, OnToken, ShouldStop, Turns
 from hybrid_grpo.generation.timeline import Timeline
 from hybrid_grpo.generation.workspace import Workspace
 
 __all__ = [
     "GREEDY",
     "Drafter",
-    "Enough",
     "Journal",
     "OnFinish",
     "OnStep",
     "OnToken",
     "Request",
     "Sampling",
+    "ShouldStop",
     "Stats",
     "Timeline",
     "Turns",

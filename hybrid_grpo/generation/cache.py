@@ -22,7 +22,7 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.generation.state_pool import StatePool, StateShape, rows_for
 from hybrid_grpo.model.attention import Options
 from hybrid_grpo.model.memory_tracker import MemoryTracker
-from hybrid_grpo.model.routing import Recorder, Seen, adopt_routers, routed
+from hybrid_grpo.model.routing import Recorder, RoutingProbe, install_routers, routed
 from hybrid_grpo.model.runs import Runs
 from hybrid_grpo.model.upload import upload
 
@@ -85,14 +85,22 @@ class Geometry:
     def of(cls, model: Any) -> Geometry:
         """Measure a model with a forward of a few tokens, since architectures name these sizes differently. Raises
         UserError if a layer attends to keys and values that do not belong to the tokens of the forward."""
-        adopt_routers(model)
+        install_routers(model)
         device = next(model.parameters()).device
-        seen, ids = _Seen(type(model).__name__, device), torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=device)
+        seen = _ShapeProbe(type(model).__name__, device)
+        ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=device)
         with torch.no_grad(), MemoryTracker((*model.parameters(), *model.buffers(), ids)) as tracker:
             cached_forward(model.base_model, model, ids, ids, seen)
-        reading, attention = -(-tracker.peak // _PROBE_TOKENS), tuple(seen.attention)
-        of_layers = tuple(seen.layers), seen.latents, tuple(seen.states), seen.routes.shape
-        return cls(tuple(seen.shapes), seen.dtype, attention, reading, *of_layers)
+        return cls(
+            shapes=tuple(seen.shapes),
+            dtype=seen.dtype,
+            attention=tuple(seen.attention),
+            reading=-(-tracker.peak // _PROBE_TOKENS),
+            shared=tuple(seen.layers),
+            latents=seen.latents,
+            states=tuple(seen.states),
+            experts=seen.routes.shape,
+        )
 
 
 def cached_forward(forward: Any, model: Any, ids: Tensor, positions: Tensor, batch: Any, **more: Any) -> Any:
@@ -100,9 +108,9 @@ def cached_forward(forward: Any, model: Any, ids: Tensor, positions: Tensor, bat
     `positions` are int64 [rows, n]. It receives `batch` twice: as its cache, and as the `Batch` that `routed_attention`
     uses."""
     kind: Any = type(model.base_model)
-    given = {"batch": batch, cache_keyword(kind): batch, **more}
+    more[cache_keyword(kind)] = batch
     with routed(batch.routes):
-        return forward(input_ids=ids, position_ids=positions, use_cache=True, **given)
+        return forward(input_ids=ids, position_ids=positions, use_cache=True, batch=batch, **more)
 
 
 @functools.cache
@@ -111,7 +119,7 @@ def cache_keyword(model: Any) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-class _Seen:
+class _ShapeProbe:
     """Stands in for a cache and records the shapes of the keys and values that a forward attends to."""
 
     def __init__(self, name: str, device: torch.device) -> None:
@@ -123,7 +131,7 @@ class _Seen:
         self.states: list[StateShape] = []
         self.dtype = torch.float32
         self.runs = Runs([(0, _PROBE_TOKENS)], [-1], device)
-        self.routes = Seen()
+        self.routes = RoutingProbe()
         self._keys: list[ref[Tensor]] = []
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
@@ -238,7 +246,7 @@ class PagedCache:
     def pages_for(self, entries: int) -> int:
         return -(-entries // self.page)
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """Take `count` pages, which must be free, for a new owner."""
         assert count <= len(self._free), "more pages are taken than are free"
         taken = [self._free.pop() for _ in range(count)]
@@ -253,7 +261,7 @@ class PagedCache:
             assert self._owners[page], "a page without an owner cannot be shared"
             self._owners[page] += 1
 
-    def give_back(self, pages: list[int]) -> None:
+    def release(self, pages: list[int]) -> None:
         """Remove an owner from each page; a page without owners is free again."""
         for page in reversed(pages):
             assert self._owners[page], "a page is given back once"

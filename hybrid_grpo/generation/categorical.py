@@ -65,8 +65,8 @@ def sample(logits_nV: Tensor, key_n: Tensor, counter_n: Tensor, filters: Filters
         logits_nV: any float type.
         key_n, counter_n: int64, the key of each stream and the number of tokens already drawn from it.
     """
-    case = (logits_nV.device, logits_nV.dtype, logits_nV.shape[1], filters)
-    if gpu.usable(logits_nV) and gpu.proven("sampling", _kernel_agrees, *case):
+    device, dtype, vocabulary = logits_nV.device, logits_nV.dtype, logits_nV.shape[1]
+    if gpu.usable(logits_nV) and gpu.proven("sampling", _kernel_agrees, device, dtype, vocabulary, filters):
         return gpu.sampling.sample(logits_nV, key_n, counter_n, *astuple(filters))
     return in_torch(logits_nV, key_n, counter_n, filters)
 

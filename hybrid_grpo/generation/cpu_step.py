@@ -1,4 +1,4 @@
-"""A decode step as one call of the kernel in decoding.c: float32 on a CPU, for models that `fused_step` recognises."""
+"""A decode step as one call of the kernel in decoding.c: float32 on a CPU, for models that `fused_step` recognizes."""
 
 import ctypes
 from typing import Any
@@ -56,7 +56,7 @@ class _Model(ctypes.Structure):
 
 
 class CpuStep:
-    """The decode step of a recognised model, with a cache whose memory must not move."""
+    """The decode step of a recognized model, with a cache whose memory must not move."""
 
     def __init__(self, model: Any, cache: PagedCache) -> None:
         base, head = text_of(model), model.get_output_embeddings()
@@ -94,9 +94,9 @@ class CpuStep:
                 *_addresses(net.out_proj.weight, states.of("conv", at, 0), states.of("recurrent", at, 0)),
             )
         )
-        mlp = dict(zip(("mlp_norm", "gate", "up", "down"), _addresses(*mlp_weights(layer)), strict=True))
-        norm = layer.input_layernorm.weight.data_ptr()
-        return _Layer(norm=norm, **mlp, delta=ctypes.addressof(self._deltas[-1]))
+        mlp_norm, gate, up, down = _addresses(*mlp_weights(layer))
+        norm, delta = layer.input_layernorm.weight.data_ptr(), ctypes.addressof(self._deltas[-1])
+        return _Layer(norm=norm, mlp_norm=mlp_norm, gate=gate, up=up, down=down, delta=delta)
 
     def _rope_of(self, positions: int) -> Tensor:
         """Return cosines and sines, [positions, 2 * rotated]."""
@@ -125,9 +125,9 @@ class CpuStep:
         entries = rows.read * self._cache.page
         if len(self._rope) < entries:
             self._rope = self._rope_of(max(entries, 2 * len(self._rope)))
-        given = rows.token_n, self._rope[rows.encoded_n], rows.table_nw, rows.position_n, rows.next_n
-        sizes = len(rows.token_n), rows.table_nw.stride(0)
-        run("decode", ctypes.addressof(self._model), logits_nV, work, *given, *sizes)
+        rope, n, width = self._rope[rows.encoded_n], len(rows.token_n), rows.table_nw.stride(0)
+        run("decode", ctypes.addressof(self._model), logits_nV, work,
+            rows.token_n, rope, rows.table_nw, rows.position_n, rows.next_n, n, width)  # fmt: skip
 
 
 def has_delta(layer: Any) -> bool:
@@ -145,7 +145,7 @@ def epsilon_of(norm: Any) -> float | None:
 
 
 def fitting(model: Any, cache: PagedCache) -> bool:
-    """Whether the kernel has room for the shapes of a recognised model."""
+    """Whether the kernel has room for the shapes of a recognized model."""
     layers = text_of(model).layers
     attention = next(layer.self_attn for layer in layers if not has_delta(layer))
     kv, d = cache.keys[0].shape[2:]

@@ -33,9 +33,9 @@ class Decoder:
     for each sampling. Between two steps the host then adds pages to the table, rarely, and copies what was chosen.
     """
 
-    lag = 0
+    max_in_flight = 0
     """Number of steps that may be running on the device before the host reads the tokens of the oldest."""
-    ahead = 0
+    page_lookahead = 0
     """Entries for which a sequence gets pages before it needs them, so that the table changes rarely."""
 
     def __init__(
@@ -56,7 +56,7 @@ class Decoder:
         self._table_nw = torch.zeros(slots, width, dtype=torch.int32, device=self._device)
         self._filled = 0
         """Slots from here on are zero: a row that pads a graph's size stands still, and writes to page 0."""
-        self._behind = False
+        self._has_stale_slots = False
         """Whether the slots lack what the last step found out, since it had drafts."""
         self._graphs = None if capture is None else Graphs(capture)
         self._choices: dict[Sampling, tuple[Sampler, Graphs]] = {}
@@ -64,13 +64,13 @@ class Decoder:
         """What all captured forwards write to."""
         self._seen_nV: Tensor | None = None
         if capture is not None:
-            self.lag, self.ahead = 2, 32
+            self.max_in_flight, self.page_lookahead = 2, 32
         self.begin(sampling)
 
     def begin(self, sampling: Sampling) -> None:
         """Begin a call that uses `sampling`; all slots must be free."""
         self._captured_before = len(self._graphs or ())
-        self._behind = False
+        self._has_stale_slots = False
         self._clear(0)
         if self._capture is None:
             self._sampler = Sampler(sampling, self._device)
@@ -115,10 +115,7 @@ class Decoder:
     def insert(self, first: int, sequences: list[Sequence]) -> None:
         """Put sequences into slots, starting at `first`."""
         width, slots = self._table_nw.shape[1], slice(first, first + len(sequences))
-        state = [
-            [s.tokens[-1], s.position, len(s.logp), s.key, 1, s.shift, 0, *s.pages, *[0] * (width - len(s.pages))]
-            for s in sequences
-        ]
+        state = [[*_state_7(s), *s.pages, *[0] * (width - len(s.pages))] for s in sequences]
         state_k7, table_kw = upload(state, self._device).split([7, width], dim=1)
         self._state_7n[:, slots] = state_k7.T
         self._table_nw[slots] = table_kw.int()
@@ -175,9 +172,9 @@ class Decoder:
             self._table_nw[slot_g, column_g] = page_g.int()
             for _, sequence in grown:
                 sequence.known_pages = len(sequence.pages)
-        if drafts or self._behind:
+        if drafts or self._has_stale_slots:
             self._write(active, drafts or [[] for _ in active])
-            self._behind = bool(drafts)
+            self._has_stale_slots = bool(drafts)
         if self._graphs is None:
             longest = max((len(draft) for draft in drafts or ()), default=0)
             read = self.cache.pages_for(max(s.position for s in active) + 1 + longest)
@@ -186,13 +183,13 @@ class Decoder:
 
     def _write(self, active: list[Sequence], drafts: list[list[int]]) -> None:
         """Set the slots to the sequences, and the rows behind them to their drafts."""
-        rows = [[s.tokens[-1], s.position, len(s.logp), s.key, 1, s.shift, 0, slot] for slot, s in enumerate(active)]
+        rows = [[*_state_7(s), slot] for slot, s in enumerate(active)]
         for slot, (s, draft) in enumerate(zip(active, drafts, strict=True)):
             for k, token in enumerate(draft, 1):
                 # Of two rows that follow each other, the first names the second.
                 before, own = (rows[slot], len(rows)) if k == 1 else (rows[-1], ~len(rows))
                 before[_NEXT] = own
-                rows.append([token, s.position + k, len(s.logp) + k, s.key, 1, s.shift, ~0, slot])
+                rows.append([token, s.position + k, len(s.logp) + k, s.key, 1, s.position_offset, ~0, slot])
         state_R8 = upload(rows, self._device)
         self._state_7n[:, : len(rows)] = state_R8[:, :7].T
         self._table_nw[len(active) : len(rows)] = self._table_nw[state_R8[len(active) :, 7]]
@@ -243,6 +240,12 @@ class Decoder:
         if copied is not None:
             copied.synchronize()
         return to_lists(chosen)
+
+
+def _state_7(sequence: Sequence) -> list[int]:
+    """Return what the device knows of a sequence besides its pages, in the order of `_TOKEN` to `_NEXT`."""
+    s = sequence
+    return [s.tokens[-1], s.position, len(s.logp), s.key, 1, s.position_offset, 0]
 
 
 def _to_host(moved: list[Tensor]) -> tuple[list[Tensor], Any]:

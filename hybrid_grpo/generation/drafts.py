@@ -53,7 +53,7 @@ class Drafter:
     that it knows what has paid.
 
     Attributes:
-        drafted, held: number of tokens in drafts since `begin`, and of those that were then sampled.
+        drafted, accepted: number of tokens in drafts since `begin`, and of those that were then sampled.
     """
 
     def __init__(self) -> None:
@@ -67,10 +67,10 @@ class Drafter:
         self._unread: deque[tuple[_Index, _Text]] = deque()
         """Texts of which the index of their group may lack tokens."""
         self._misses, self._paused, self._pause, self._pauses = 0, 0, _PAUSE, 0
-        self.drafted = self.held = 0
+        self.drafted = self.accepted = 0
         for kind, hits in self._hits.items():
             # Texts change: what did not hold in the last call is tried again.
-            hits.held = (hits.held + _first_guess(kind) * hits.checked) / 2
+            hits.accepted = (hits.accepted + _first_guess(kind) * hits.verified) / 2
 
     def end(self) -> None:
         """End a call."""
@@ -93,7 +93,7 @@ class Drafter:
         """Return a draft for every sequence, most of them perhaps empty, for a step of at most `slots` rows. Return an
         empty list if a step without drafts is better."""
         self._read(active)
-        found = [self._index(s).draft(s, min(_LONGEST, s.until - len(s.tokens) - 1)) for s in active]
+        found = [self._index(s).draft(s, min(_LONGEST, s.turn_end - len(s.tokens) - 1)) for s in active]
         gains = []
         for row, (draft, kind) in enumerate(found):
             share = self._of(kind).share if draft else 0.0
@@ -106,13 +106,13 @@ class Drafter:
         self._misses, self._pause = 0, _PAUSE
         return [draft[: taken.count(row)] for row, (draft, _) in enumerate(found)]
 
-    def checked(self, sequence: Sequence, drafted: int, held: int) -> None:
-        """Learn that the first `held` of the `drafted` tokens were those that were sampled."""
+    def verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        """Learn that the first `accepted` of the `drafted` tokens were those that were sampled."""
         self.drafted += drafted
-        self.held += held
-        self._of(self._index(sequence).of(sequence).kind).add(held, min(held + 1, drafted))
+        self.accepted += accepted
+        self._of(self._index(sequence).of(sequence).kind).add(accepted, min(accepted + 1, drafted))
 
-    def took(self, rows: int, seconds: float, *, drafts: bool) -> None:
+    def record_time(self, rows: int, seconds: float, *, drafts: bool) -> None:
         """Learn how long a step took."""
         (self._drafting if drafts else self._plain).add(rows, seconds)
 
@@ -204,7 +204,7 @@ class _Index:
             return [], 0
         draft = trace.source[trace.at : trace.at + most]
         if trace.source is sequence.tokens:
-            # What repeats its own end may go on to do so.
+            # What repeats its own end may continue to do so.
             draft = (draft * -(-most // len(draft)))[:most]
         # Pictures of the prompt are not sampled.
         return list(takewhile(lambda token: token >= 0, draft)), trace.kind
@@ -293,15 +293,15 @@ def _match(tokens: list[int], source: list[int], at: int) -> int:
 class _Hits:
     """How many tokens of drafts held, of those that were checked; earlier ones count less."""
 
-    held: float
-    checked: float
+    accepted: float
+    verified: float
 
     @property
     def share(self) -> float:
-        return self.held / self.checked
+        return self.accepted / self.verified
 
-    def add(self, held: int, checked: int) -> None:
-        self.held, self.checked = _KEPT_HITS * self.held + held, _KEPT_HITS * self.checked + checked
+    def add(self, accepted: int, verified: int) -> None:
+        self.accepted, self.verified = _KEPT_HITS * self.accepted + accepted, _KEPT_HITS * self.verified + verified
 
 
 class _Times:
@@ -318,7 +318,7 @@ class _Times:
         self._of_size[size] = _KEPT_TIMES * known + (1 - _KEPT_TIMES) * seconds
 
     def of(self, rows: int) -> float:
-        """Return the time of a step; of a size that has not been seen, what is between its neighbours. 0 if nothing is
+        """Return the time of a step; of a size that has not been seen, what is between its neighbors. 0 if nothing is
         known."""
         if (size := _size(rows)) in self._of_size:
             return self._of_size[size]

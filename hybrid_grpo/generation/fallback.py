@@ -51,7 +51,7 @@ class _Batches:
         self.model.generate(
             torch.tensor([row.tokens for row in rows], device=self.device),
             generation_config=GenerationConfig(
-                max_new_tokens=max(row.until - len(row.tokens) for row in rows), do_sample=False
+                max_new_tokens=max(row.turn_end - len(row.tokens) for row in rows), do_sample=False
             ),
             logits_processor=LogitsProcessorList([partial(self._choose, rows, key_n)]),
             stopping_criteria=StoppingCriteriaList([ended]),
@@ -82,9 +82,9 @@ class _Batches:
         while self.callbacks.turns is not None and waiting:
             if self.callbacks.on_step:
                 self.callbacks.on_step()
-            for key, given in self.callbacks.turns.answers(PATIENCE_S):
+            for key, observation in self.callbacks.turns.answers(PATIENCE_S):
                 row = waiting.pop(key)
-                finish = row.answer(given)
+                finish = row.answer(observation)
                 if finish is not None:
                     row.end(finish, self.callbacks)
         return [row for row in rows if row.completion is None]

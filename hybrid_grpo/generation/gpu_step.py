@@ -1,8 +1,8 @@
-"""A decode step with Triton kernels between the matrix products, for models that `fused_step` recognises.
+"""A decode step with Triton kernels between the matrix products, for models that `fused_step` recognizes.
 
 To decode one token of each sequence, a layer of transformers launches about 40 kernels, most of which read vectors for
 only a microsecond. Here a layer launches nine: the norm kernel also adds the residual, the rotation kernel also writes
-to the cache, and weights that multiply the same vectors, if they are neighbours in memory, do so as one (see `View`).
+to the cache, and weights that multiply the same vectors, if they are neighbors in memory, do so as one (see `View`).
 All memory is kept, so that a capture as a CUDA graph takes none.
 """
 
@@ -20,7 +20,7 @@ from hybrid_grpo.model.view import joined
 
 
 class GpuStep:
-    """The decode step of a recognised model."""
+    """The decode step of a recognized model."""
 
     def __init__(self, model: Any, cache: PagedCache) -> None:
         self._model, self._base, self._cache = model, text_of(model), cache
@@ -55,11 +55,11 @@ class GpuStep:
             gpu.norm.add_norm(x_nD, added, layer.input_layernorm.weight, epsilon, (x_nD, h_nD, inverse_n))
             _products(h_nD, (attention.q_proj, attention.k_proj, attention.v_proj), qkv)
             norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
-            pools = cache.keys[index], cache.values[index]
-            gpu.rotation.rotate_and_store(qkv, norms, epsilon, rope, rotary_n, position_n, table_nw, *pools)
+            keys, values = cache.keys[index], cache.values[index]
+            gpu.rotation.rotate_and_store(qkv, norms, epsilon, rope, rotary_n, position_n, table_nw, keys, values)
             query = qkv[:, : attended.shape[1]].view(n, -1, 1, attention.head_dim)
             options = cache.geometry.attention[index]
-            found = step.attend_to(query, *pools, options, attended.view(n, -1, attention.head_dim))
+            found = step.attend_to(query, keys, values, options, attended.view(n, -1, attention.head_dim))
             _products(found.view(n, -1), (attention.o_proj,), delta_nD)
             gpu.norm.add_norm(x_nD, delta_nD, layer.post_attention_layernorm.weight, epsilon, (x_nD, h_nD, inverse_n))
             _products(h_nD, (mlp.gate_proj, mlp.up_proj), gate_up)

@@ -139,7 +139,7 @@ def complete_rest(
     resumed_from: Mapping[int, Completion] | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """Return the completions of every request, in order. `known` maps keys of random streams to completions that exist
-    already; `on_finish` is called for these first. `sample` makes the others, those in `resumed_from` after
+    already; `on_finish` is called for these first. `sample` makes the others; those in `resumed_from` continue after
     their tokens of earlier calls. `keep` is called with the key and the completion as soon as a new one is finished."""
     groups = [[known.get(key) for key in request.keys] for request in requests]
     for index, group in enumerate(groups):

@@ -27,24 +27,15 @@ from hybrid_grpo.generation.paged_attention import PAGE, Prefill
 from hybrid_grpo.generation.requests import Request, groups_of, lengths_of, sequences_of
 from hybrid_grpo.generation.sampler import Sampling
 from hybrid_grpo.generation.scheduler import Group, Scheduler
-from hybrid_grpo.generation.sequence import (
-    Callbacks,
-    Decode,
-    Enough,
-    OnFinish,
-    OnStep,
-    OnToken,
-    Sequence,
-    Turns,
-)
+from hybrid_grpo.generation.sequence import Callbacks, Decode, OnFinish, OnStep, OnToken, Sequence, ShouldStop, Turns
 from hybrid_grpo.generation.state_drafts import states_take_drafts
 from hybrid_grpo.generation.timeline import Stats, Timeline
 from hybrid_grpo.generation.workspace import Workspace
-from hybrid_grpo.model.kernels.decoding import adopt
-from hybrid_grpo.model.layers import adopt_layers
+from hybrid_grpo.model.kernels.decoding import install_kernels
+from hybrid_grpo.model.layers import install_fused_layers
 from hybrid_grpo.model.routing import Routing, joined
-from hybrid_grpo.model.sight import Sight, beside, pictures_of, positions_of, text_forward
-from hybrid_grpo.model.states import adopt_states
+from hybrid_grpo.model.sight import VisionEncoder, beside, pictures_of, positions_of, text_forward
+from hybrid_grpo.model.states import install_state_functions
 from hybrid_grpo.model.upload import upload
 from hybrid_grpo.model.visual_tokens import whole_until
 
@@ -57,9 +48,9 @@ _geometries: WeakKeyDictionary[Any, Geometry] = WeakKeyDictionary()
 def _prepared(model: Any) -> Geometry:
     """Return the cache geometry of a model. On the first call, its modules also switch to the kernels they can use."""
     if model not in _geometries:
-        adopt(model)
-        adopt_states(model)
-        adopt_layers(model, next(model.parameters()))
+        install_kernels(model)
+        install_state_functions(model)
+        install_fused_layers(model, next(model.parameters()))
         _geometries[model] = Geometry.of(model)
     return _geometries[model]
 
@@ -94,7 +85,7 @@ class _Loop:
         sampling: Sampling,
         callbacks: Callbacks,
         drafter: Drafter | None,
-        sight: Sight | None,
+        sight: VisionEncoder | None,
     ) -> None:
         self.model, self.schedule, self.decoder, self.drafter = model, schedule, decoder, drafter
         self.sight = sight
@@ -105,13 +96,13 @@ class _Loop:
         self.in_flight: deque[tuple[list[tuple[Sequence, int]], list[list[int]], Any]] = deque()
         """For each running step, its sequences, each with the number of its turn, their drafts if there are any, and
         the outcome to be read."""
-        # A state cannot be taken back: where turns go on from one, no step may be begun after their end.
-        self.lag = 0 if callbacks.turns is not None and decoder.cache.states else decoder.lag
+        # A state cannot be taken back: where turns continue from one, no step may be begun after their end.
+        self.max_in_flight = 0 if callbacks.turns is not None and decoder.cache.states else decoder.max_in_flight
 
     def run(self) -> Stats:
         schedule, cache = self.schedule, self.schedule.cache
         self.stats.timeline = timeline = Timeline(schedule.slots)
-        while schedule.busy and not self._is_enough():
+        while schedule.busy and not self._should_stop():
             if self.callbacks.on_step:
                 self.callbacks.on_step()
             self._take_answers()
@@ -120,23 +111,23 @@ class _Loop:
             start, rows = time.perf_counter(), self.stats.rows
             drafts = self._drafts()
             drafted = self._step(drafts)
-            while self.in_flight and (len(self.in_flight) > self.lag or drafted or not schedule.active):
+            while self.in_flight and (len(self.in_flight) > self.max_in_flight or drafted or not schedule.active):
                 self._collect()
             if self.drafter is not None and self.stats.rows > rows:
-                self.drafter.took(self.stats.rows - rows, time.perf_counter() - start, drafts=drafted)
+                self.drafter.record_time(self.stats.rows - rows, time.perf_counter() - start, drafts=drafted)
         timeline.end(schedule)
         assert cache.free == cache.pages - 1, "every page comes back"
         self.stats.preempted = schedule.preempted
         self.stats.captures = self.decoder.captures
         if self.drafter is not None:
-            self.stats.drafted, self.stats.held = self.drafter.drafted, self.drafter.held
+            self.stats.drafted, self.stats.accepted = self.drafter.drafted, self.drafter.accepted
             self.drafter.end()
         self.stats.peak_cache_bytes = cache.peak * cache.page * cache.geometry.token_bytes + cache.states.bytes
         return self.stats
 
-    def _is_enough(self) -> bool:
+    def _should_stop(self) -> bool:
         """Whether the sequences that have not ended are left open; if so, they are completed as such."""
-        if self.callbacks.enough is None or not self.callbacks.enough(self._least):
+        if self.callbacks.should_stop is None or not self.callbacks.should_stop(self._least):
             return False
         self._drain()
         for sequence in self._unfinished():
@@ -159,10 +150,10 @@ class _Loop:
         if turns is None or not schedule.waiting:
             return
         idle = not (schedule.active or schedule.can_start or self.in_flight)
-        for key, given in turns.answers(PATIENCE_S if idle else 0.0):
-            sequence, finish = schedule.answer(key, given)
-            if self.sight is not None and not isinstance(given, str):
-                sequence.shift += self.sight.shift(given)
+        for key, observation in turns.answers(PATIENCE_S if idle else 0.0):
+            sequence, finish = schedule.answer(key, observation)
+            if self.sight is not None and not isinstance(observation, str):
+                sequence.position_offset += self.sight.position_offset(observation)
             if finish is not None:
                 sequence.end(finish, self.callbacks)
 
@@ -177,10 +168,10 @@ class _Loop:
                     sequence.position = len(sequence.tokens) - 1
                 self.decoder.insert(len(schedule.active) - len(going_on), going_on)
                 for sequence in going_on:
-                    schedule.cache.states.give_back(sequence.state)
+                    schedule.cache.states.release(sequence.state)
                 continue
             if not schedule.ready:
-                groups = schedule.to_read(self.prefill_tokens)
+                groups = schedule.next_prefill_batch(self.prefill_tokens)
                 self.stats.prefills += len(groups)
                 self._read(groups, [0] * len(groups))
             admitted, source, target = schedule.admit()
@@ -233,7 +224,7 @@ class _Loop:
         any; a later `_collect` reads the outcome. Return whether there were."""
         schedule = self.schedule
         # A sequence that reaches a limit ends with a step that is still running: wait for it.
-        if any(len(s.tokens) < s.until <= s.position + 1 for s in schedule.active):
+        if any(len(s.tokens) < s.turn_end <= s.position + 1 for s in schedule.active):
             self._drain()
         while not schedule.reserve():
             self._drain()
@@ -284,16 +275,16 @@ class _Loop:
         assert self.drafter is not None
         row, rows, slots = len(sequences), list[int](), list[int]()
         for slot, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
-            held = 0
-            while held < len(draft) and sequence.is_open and sequence.tokens[-1] == draft[held]:
-                token, logp, kept = (values[row + held] for values in sampled)
+            accepted = 0
+            while accepted < len(draft) and sequence.is_open and sequence.tokens[-1] == draft[accepted]:
+                token, logp, kept = (values[row + accepted] for values in sampled)
                 sequence.add(token, logp, kept, self.sampling, self.callbacks)
-                held += 1
+                accepted += 1
             if draft:
                 sequence.position = len(sequence.tokens) - 1
-                self.drafter.checked(sequence, len(draft), held)
-            if held and sequence.completion is None:
-                rows, slots = [*rows, row + held - 1], [*slots, slot]
+                self.drafter.verified(sequence, len(draft), accepted)
+            if accepted and sequence.completion is None:
+                rows, slots = [*rows, row + accepted - 1], [*slots, slot]
             row += len(draft)
         # The state of a sequence is what the last row that held has left.
         self.schedule.cache.states.copy(rows, slots)
@@ -309,7 +300,7 @@ def _decoder(
     workspace: Workspace | None,
     *,
     waiting: bool,
-    sight: Sight | None,
+    sight: VisionEncoder | None,
 ) -> Decoder:
     """Return the decoder for a call of `generate`, with a cache for sequences of the lengths `longest` (descending)."""
     device = next(model.parameters()).device
@@ -348,8 +339,8 @@ def generate(
     decode: Decode | None = None,
     turns: Turns | None = None,
     drafter: Drafter | None = None,
-    enough: Enough | None = None,
-    sight: Sight | None = None,
+    should_stop: ShouldStop | None = None,
+    sight: VisionEncoder | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """Return the completions of every request, in the order of `requests` and their keys, and statistics of the call.
 
@@ -371,24 +362,27 @@ def generate(
         decode: turns tokens into text. Default: texts are empty. Required for `Sampling.stop_strings`.
         turns: answers the turns of a completion. Default: a completion is one turn.
         drafter: proposes drafts, where the model and `sampling` allow them. Default: there are none.
-        enough: says when to leave the rest of the completions open. Default: all end. Not with `turns`.
+        should_stop: says when to leave the rest of the completions open. Default: all end. Not with `turns`.
         sight: sees the pictures in prompts. Required if there are any.
     """
     if not requests:
         return [], Stats()
     sequences = sequences_of(requests, sampling, sight)
-    assert turns is None or (enough is None and all(r.most for r in requests)), "turns end, and have a limit in all"
+    has_limits = all(request.max_total_tokens for request in requests)
+    assert turns is None or (should_stop is None and has_limits), "turns end, and have a limit in all"
     longest = lengths_of(sequences, several_turns=turns is not None)
-    memory = (slots := min(max_slots, len(longest))), prefill_tokens, cache_gb, workspace
-    decoder = _decoder(model, sampling, longest, *memory, waiting=turns is not None, sight=sight)
+    slots, waiting = min(max_slots, len(longest)), turns is not None
+    decoder = _decoder(
+        model, sampling, longest, slots, prefill_tokens, cache_gb, workspace, waiting=waiting, sight=sight
+    )
     groups = chain.from_iterable(map(groups_of, sequences))
-    schedule = Scheduler(decoder.cache, groups, min(slots, decoder.slots), decoder.ahead)
-    callbacks = Callbacks(on_finish, on_step, on_token, decode, turns, enough)
+    schedule = Scheduler(decoder.cache, groups, min(slots, decoder.slots), decoder.page_lookahead)
+    callbacks = Callbacks(on_finish, on_step, on_token, decode, turns, should_stop)
     drafter = drafter if decoder.takes_drafts else None
     if drafter is not None:
         drafter.begin(sequences)
-    how = prefill_tokens or decoder.cache.prefill_tokens, sampling, callbacks
-    loop = _Loop(model, schedule, decoder, *how, drafter, sight)
+    prefill_tokens = prefill_tokens or decoder.cache.prefill_tokens
+    loop = _Loop(model, schedule, decoder, prefill_tokens, sampling, callbacks, drafter, sight)
     if turns is not None:
         turns.begin(requests)
     stats = loop.run()

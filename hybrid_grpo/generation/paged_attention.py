@@ -17,15 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid_grpo.generation.cache import Geometry, PagedCache, cached_forward
-from hybrid_grpo.model.attention import (
-    ROUNDING,
-    Options,
-    Segments,
-    attend,
-    has_ragged_kernel,
-    on_gpu,
-    ragged_attention,
-)
+from hybrid_grpo.model.attention import ROUNDING, Options, Segments, attend, has_ragged_kernel, on_gpu, ragged_attention
 from hybrid_grpo.model.blocks import Blocks
 from hybrid_grpo.model.kernels import decoding, gpu
 from hybrid_grpo.model.latents import absorbed
@@ -131,16 +123,17 @@ class Prefill:
         if has_ragged_kernel(query, options.softcap, options.sinks is not None):
             q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
             return ragged_attention(q, k, v, self._begins, self._longest, options)[None]
-        positions = self.position_1N.split(self._lengths, dim=1)
-        split = query.split(self._lengths, 2), key.split(self._ends, 2), value.split(self._ends, 2), positions
-        parts = [masked_attention(*part, options) for part in zip(*split, strict=True)]
-        return torch.cat(parts, dim=1)
+        queries, positions = query.split(self._lengths, 2), self.position_1N.split(self._lengths, 1)
+        parts = zip(queries, key.split(self._ends, 2), value.split(self._ends, 2), positions, strict=True)
+        return torch.cat([masked_attention(q, k, v, position, options) for q, k, v, position in parts], dim=1)
 
     def _over_pages(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
         """Compute `attend` where sequences have few new tokens, by the kernel that reads pages."""
         keys, values = self._store(key, value)
-        given = keys, values, self._table, self._start_S, *options, self._cache.scratch
-        return gpu.attention.paged_attention(query[0].transpose(0, 1), *given, self._begins[0], self._longest[0])[None]
+        query, begins, longest = query[0].transpose(0, 1), self._begins[0], self._longest[0]
+        return gpu.attention.paged_attention(
+            query, keys, values, self._table, self._start_S, *options, self._cache.scratch, begins, longest
+        )[None]
 
     def _store(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store a layer's new keys and values; return its cache."""
@@ -306,8 +299,9 @@ class DecodeStep:
     def by_kernel(self, query: Tensor, keys: Tensor, values: Tensor, options: Options, **more: Any) -> Tensor:
         """Compute `attend_to` by a kernel that reads only the entries that each sequence has; [n, heads, d]. For `more`
         see `gpu.attention.paged_attention`."""
-        given = keys, values, self._table, self._position, *options, self._cache.scratch
-        return gpu.attention.paged_attention(query[:, :, 0], *given, **more)
+        return gpu.attention.paged_attention(
+            query[:, :, 0], keys, values, self._table, self._position, *options, self._cache.scratch, **more
+        )
 
     def on_copies(self, query: Tensor, keys: Tensor, values: Tensor, options: Options) -> Tensor:
         """Compute `attend_to` in torch."""
@@ -318,9 +312,11 @@ class DecodeStep:
 def has_kernel(device: torch.device, page: int, keys: Tensor, values: Tensor, group: int, options: Options) -> bool:
     """Whether a GPU kernel reads keys and values like these, [..., d], from pages of `page` entries, if `group` query
     heads share a key head."""
-    case = device, keys.dtype, page, group, keys.shape[-1], values.shape[-1]
-    kinds = options.window > 0, options.softcap > 0, options.sinks is not None
-    return on_gpu(device) and gpu.available() and gpu.proven("decoding", _kernel_agrees, *case, *kinds)
+    if not on_gpu(device) or not gpu.available():
+        return False
+    d, v, sinking = keys.shape[-1], values.shape[-1], options.sinks is not None
+    windowed, capped = options.window > 0, options.softcap > 0
+    return gpu.proven("decoding", _kernel_agrees, device, keys.dtype, page, group, d, v, windowed, capped, sinking)
 
 
 def _kernel_agrees(
@@ -339,10 +335,10 @@ def _kernel_agrees(
     sinks = torch.linspace(-1, 4, group, device=device) if sinking else None
     options = Options(d**-0.5, 300 if windowed else 0, 20.0 if capped else 0.0, sinks)
     worst = ROUNDING if dtype.itemsize == 2 else 1e-4
-    for pools in ((keys, values), *([(keys, keys[..., :v])] if v < d else [])):
-        expected = step.on_copies(query, *pools, options)[:, 0].float()
+    for k_pool, v_pool in ((keys, values), *([(keys, keys[..., :v])] if v < d else [])):
+        expected = step.on_copies(query, k_pool, v_pool, options)[:, 0].float()
         for splits in (1, None):
-            found = step.by_kernel(query, *pools, options, splits=splits).float()
+            found = step.by_kernel(query, k_pool, v_pool, options, splits=splits).float()
             if not (found - expected).norm() < worst * expected.norm():
                 return False
     return True
@@ -350,9 +346,9 @@ def _kernel_agrees(
 
 def decode_step(model: Any, cache: PagedCache, rows: Rows) -> Tensor:
     """Return the logits_nV of a model after each row's token."""
-    given = rows.token_n[:, None], rows.encoded_n[:, None], DecodeStep(cache, rows)
+    ids, positions, step = rows.token_n[:, None], rows.encoded_n[:, None], DecodeStep(cache, rows)
     with following(rows.next_n):
-        logits_nV: Tensor = cached_forward(model, model, *given).logits[:, -1]
+        logits_nV: Tensor = cached_forward(model, model, ids, positions, step).logits[:, -1]
     return logits_nV
 
 

@@ -10,7 +10,7 @@ from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.generation.sampler import Sampling
 from hybrid_grpo.generation.scheduler import Group
 from hybrid_grpo.generation.sequence import Sequence
-from hybrid_grpo.model.sight import Sight
+from hybrid_grpo.model.sight import VisionEncoder
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Request:
     """Key of each completion, which names it, and of its random stream; see `stream_key`."""
     limits: list[int] | None = None
     """Maximum number of sampled tokens for each completion. Default: `Sampling.max_tokens` for all."""
-    most: int | None = None
+    max_total_tokens: int | None = None
     """Maximum number of tokens of prompt, sampled tokens and answers between turns together. Required with `turns`."""
     prompt: Prompt | None = None
     """The prompt that `prompt_ids` encode, which `Turns` needs."""
@@ -31,16 +31,18 @@ class Request:
     """For each completion, the partial completion of an earlier call to resume, or None."""
 
 
-def sequences_of(requests: Iterable[Request], sampling: Sampling, sight: Sight | None = None) -> list[list[Sequence]]:
+def sequences_of(
+    requests: Iterable[Request], sampling: Sampling, sight: VisionEncoder | None = None
+) -> list[list[Sequence]]:
     """Create the sequences of each request, with nothing sampled in this call yet. `sight` sees the pictures."""
     groups = []
     for index, request in enumerate(requests):
         assert request.prompt_ids and request.keys, "a prompt has tokens, a request keys"
         prompt, limits = request.prompt_ids, request.limits or [sampling.max_tokens] * len(request.keys)
-        most = request.most or sys.maxsize
-        assert len(prompt) < most, "there is room for a token after the prompt"
-        shift = 0 if sight is None else sight.shift(prompt)
-        new = partial(Sequence, prompt=len(prompt), most=most, turn_limit=sampling.max_turn_tokens, shift=shift)
+        total, turn = request.max_total_tokens or sys.maxsize, sampling.max_turn_tokens
+        assert len(prompt) < total, "there is room for a token after the prompt"
+        offset = 0 if sight is None else sight.position_offset(prompt)
+        new = partial(Sequence, prompt=len(prompt), max_total_tokens=total, turn_limit=turn, position_offset=offset)
         none = [None] * len(request.keys)
         each = zip(request.keys, limits, request.resumed_from or none, strict=True)
         groups.append(
@@ -59,4 +61,7 @@ def groups_of(sequences: list[Sequence]) -> list[Group]:
 def lengths_of(groups: list[list[Sequence]], *, several_turns: bool) -> list[int]:
     """Return the maximum number of tokens of each sequence, in descending order."""
     every = (s for group in groups for s in group)
-    return sorted((s.most if several_turns else min(s.most, s.prompt + s.limit) for s in every), reverse=True)
+    return sorted(
+        (s.max_total_tokens if several_turns else min(s.max_total_tokens, s.prompt + s.limit) for s in every),
+        reverse=True,
+    )

@@ -11,12 +11,12 @@ from hybrid_grpo.config import RolloutConfig
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.generation import (
     Drafter,
-    Enough,
     OnFinish,
     OnStep,
     OnToken,
     Request,
     Sampling,
+    ShouldStop,
     Stats,
     Turns,
     Workspace,
@@ -25,7 +25,7 @@ from hybrid_grpo.generation import (
 )
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.limits import gaps_of, vocabulary_of
-from hybrid_grpo.model.sight import Sight
+from hybrid_grpo.model.sight import VisionEncoder
 
 
 def sampling_of(config: RolloutConfig, stop_ids: tuple[int, ...], *, greedy: bool = False) -> Sampling:
@@ -66,8 +66,8 @@ def requests_of(prompts: Sequence[Prompt], config: RolloutConfig, seed: int, ste
 
 def request_of(prompt: Prompt, config: RolloutConfig, keys: list[int]) -> Request:
     """Return a request for completions of a prompt whose random streams have these keys."""
-    most = config.longest(len(prompt.token_ids), opened=prompt.opening is not None)
-    return Request(prompt.token_ids, keys, most=most, prompt=prompt)
+    limit = config.longest(len(prompt.token_ids), opened=prompt.opening is not None)
+    return Request(prompt.token_ids, keys, max_total_tokens=limit, prompt=prompt)
 
 
 def attention_of(decoder: Literal["paged", "transformers"]) -> str | None:
@@ -87,8 +87,8 @@ def complete(
     on_token: OnToken | None = None,
     turns: Turns | None = None,
     drafter: Drafter | None = None,
-    enough: Enough | None = None,
-    sight: Sight | None = None,
+    should_stop: ShouldStop | None = None,
+    sight: VisionEncoder | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """Complete every request with the decoder that `config` names. `model` has the attention that `attention_of` names;
     `drafter` has an effect with `rollout.drafts` only; default: one that knows nothing. For the other arguments and the
@@ -103,7 +103,7 @@ def complete(
             "cache_gb": config.cache_gb,
             "workspace": workspace,
             "drafter": None if config.drafts == "off" else drafter or Drafter(),
-            "enough": enough,
+            "should_stop": should_stop,
             "sight": sight,
         }
         decoder = partial(generation.generate, **memory)

@@ -122,8 +122,8 @@ class Sampler:
         penalty = self.sampling.repetition_penalty
         if self.needs_seen:
             assert seen_nV is not None, "a repetition penalty needs the tokens so far"
-            penalised_nV = torch.where(logits_nV > 0, logits_nV / penalty, logits_nV * penalty)
-            logits_nV = torch.where(seen_nV, penalised_nV, logits_nV)
+            penalized_nV = torch.where(logits_nV > 0, logits_nV / penalty, logits_nV * penalty)
+            logits_nV = torch.where(seen_nV, penalized_nV, logits_nV)
         if self._delays_stops:
             early_n = counter_n < self.sampling.min_tokens
             stops_ns = logits_nV[:, self._stop_ids].masked_fill(early_n[:, None], float("-inf"))

@@ -41,10 +41,10 @@ class Group:
 
 class Scheduler:
     """Queues and pages of one call of `generate`; at most `slots` sequences are decoded at a time. If a sequence needs
-    a page, all get pages for `ahead` more entries, as far as there are any."""
+    a page, all get pages for `page_lookahead` more entries, as far as there are any."""
 
-    def __init__(self, cache: PagedCache, groups: Iterable[Group], slots: int, ahead: int = 0) -> None:
-        self.cache, self.slots, self._ahead = cache, slots, ahead
+    def __init__(self, cache: PagedCache, groups: Iterable[Group], slots: int, page_lookahead: int = 0) -> None:
+        self.cache, self.slots, self._page_lookahead = cache, slots, page_lookahead
         self.pending = deque(groups)
         self.ready: deque[Group] = deque()
         """Groups that were read, with sequences that still wait for a slot."""
@@ -70,7 +70,7 @@ class Scheduler:
         """Number of free pages, minus one for each active sequence to grow into."""
         return self.cache.free - len(self.active)
 
-    def to_read(self, budget: int) -> list[Group]:
+    def next_prefill_batch(self, budget: int) -> list[Group]:
         """Take pages for the next groups to read in one forward of `budget` tokens, and return the groups. A longer
         group is returned alone.
 
@@ -96,7 +96,7 @@ class Scheduler:
             ):
                 break
             self.pending.popleft()
-            group.pages, group.state = self.cache.take(need), self.cache.states.take()
+            group.pages, group.state = self.cache.allocate(need), self.cache.states.allocate()
             batch.append(group)
             completions += len(group.sequences)
             tokens += new
@@ -114,7 +114,7 @@ class Scheduler:
             sequence = group.sequences.popleft()
             entries = len(group.tokens) - 1
             whole = group.pages[: entries // self.cache.page]
-            own = self.cache.take(1)
+            own = self.cache.allocate(1)
             self.cache.share(whole)
             if entries % self.cache.page:
                 source.append(group.pages[-1])
@@ -125,8 +125,8 @@ class Scheduler:
             admitted.append(sequence)
             if not group.sequences:
                 self.ready.popleft()
-                self.cache.give_back(group.pages)
-                self.cache.states.give_back(group.state)
+                self.cache.release(group.pages)
+                self.cache.states.release(group.state)
         return admitted, source, target
 
     def resume(self, budget: int) -> list[Sequence]:
@@ -142,22 +142,22 @@ class Scheduler:
             if (moved and tokens + new > budget) or need > self._spare:
                 break
             self.answered.popleft()
-            sequence.pages += self.cache.take(max(need, 0))
+            sequence.pages += self.cache.allocate(max(need, 0))
             self.active.append(sequence)
             moved.append(sequence)
             tokens += new
         return moved
 
-    def answer(self, key: int, given: list[int] | Finish) -> tuple[Sequence, Finish | None]:
+    def answer(self, key: int, observation: list[int] | Finish) -> tuple[Sequence, Finish | None]:
         """Take the answer to a waiting sequence. Return the sequence, and how it ends (None if it continues)."""
         sequence = self.waiting.pop(key)
-        finish = sequence.answer(given)
+        finish = sequence.answer(observation)
         if finish is not None:
-            self._lose(sequence)
+            self._evict(sequence)
         elif sequence.pages:
             self.answered.append(sequence)
         else:
-            self._read_again(sequence)
+            self._requeue(sequence)
         return sequence, finish
 
     def reclaim(self) -> bool:
@@ -165,34 +165,34 @@ class Scheduler:
         answered last, in this order. Their tokens are read again later. Return False if none has pages."""
         if self.ready:
             group = self.ready.pop()
-            self._lose(group)
+            self._evict(group)
             self.pending.appendleft(group)
             return True
         holder = next((s for s in reversed(self.waiting.values()) if s.pages), None)
         if holder is None and self.answered:
             holder = self.answered.pop()
-            self._lose(holder)
-            self._read_again(holder)
+            self._evict(holder)
+            self._requeue(holder)
         elif holder is not None:
-            self._lose(holder)
+            self._evict(holder)
         else:
             return False
         self.preempted += 1
         return True
 
-    def _lose(self, holder: Sequence | Group) -> None:
+    def _evict(self, holder: Sequence | Group) -> None:
         """Give back the pages and the state of a sequence without a slot, or of a group."""
-        self._note_experts(holder)
-        self.cache.give_back(holder.pages)
-        self.cache.states.give_back(holder.state)
+        self._save_experts(holder)
+        self.cache.release(holder.pages)
+        self.cache.states.release(holder.state)
         holder.pages, holder.state = [], -1
 
-    def _note_experts(self, holder: Sequence | Group) -> None:
+    def _save_experts(self, holder: Sequence | Group) -> None:
         """Keep the experts of tokens whose pages are about to be given back."""
         if holder.pages:
             holder.experts = self.cache.experts(holder.pages, holder.position)
 
-    def _read_again(self, sequence: Sequence) -> None:
+    def _requeue(self, sequence: Sequence) -> None:
         """Make a sequence without pages pending again."""
         self.pending.appendleft(Group(list(sequence.tokens), deque([sequence]), experts=sequence.experts))
 
@@ -204,10 +204,10 @@ class Scheduler:
         if len(short) > self.cache.free:
             return False
         for sequence in short:
-            sequence.pages += self.cache.take(1)
-        for sequence in self.active if short and self._ahead else ():
-            wanted = self.cache.pages_for(min(sequence.position + 1 + self._ahead, sequence.until))
-            sequence.pages += self.cache.take(max(0, min(wanted - len(sequence.pages), self._spare)))
+            sequence.pages += self.cache.allocate(1)
+        for sequence in self.active if short and self._page_lookahead else ():
+            wanted = self.cache.pages_for(min(sequence.position + 1 + self._page_lookahead, sequence.turn_end))
+            sequence.pages += self.cache.allocate(max(0, min(wanted - len(sequence.pages), self._spare)))
         return True
 
     def fit(self, drafts: list[list[int]]) -> None:
@@ -215,21 +215,21 @@ class Scheduler:
         for sequence, draft in zip(self.active, drafts, strict=True):
             if draft:
                 more = self.cache.pages_for(sequence.position + 1 + len(draft)) - len(sequence.pages)
-                sequence.pages += self.cache.take(max(0, min(more, self._spare)))
+                sequence.pages += self.cache.allocate(max(0, min(more, self._spare)))
                 del draft[len(sequence.pages) * self.cache.page - sequence.position - 1 :]
 
     def preempt(self) -> None:
         """Make the sequence admitted last pending again; its tokens so far will be read again."""
         sequence = self.active[-1]
-        self._note_experts(sequence)
+        self._save_experts(sequence)
         self.retire([len(self.active) - 1])
-        self._read_again(sequence)
+        self._requeue(sequence)
         self.preempted += 1
 
     def abandon(self) -> None:
         """Give back all pages, of sequences that are not decoded any further in this call."""
         for group in self.ready:
-            self._lose(group)
+            self._evict(group)
         self.retire(list(range(len(self.active))))
         self.ready.clear()
         self.pending.clear()
@@ -248,8 +248,8 @@ class Scheduler:
                 self.waiting[sequence.key] = sequence
             if kept is None:
                 if sequence.waits:
-                    self._note_experts(sequence)
-                self.cache.give_back(sequence.pages)
+                    self._save_experts(sequence)
+                self.cache.release(sequence.pages)
                 sequence.pages = []
             sequence.state = -1 if kept is None else kept
         for mover, hole in zip(movers, holes, strict=True):

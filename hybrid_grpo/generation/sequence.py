@@ -12,7 +12,7 @@ import numpy as np
 from hybrid_grpo.data.completion import Completion, Given, whole_characters
 from hybrid_grpo.generation.sampler import Sampling, text_ends
 from hybrid_grpo.model.routing import Routing
-from hybrid_grpo.model.support import Support
+from hybrid_grpo.model.support import SamplingMask
 
 OnFinish = Callable[[int, int, Completion], None]
 """Called with the index of the request, the index of the sample within the request, and the completion."""
@@ -22,7 +22,7 @@ OnStep = Callable[[], None]
 """Called before every decode step."""
 Decode = Callable[[list[int]], str]
 """Converts tokens to text."""
-Enough = Callable[[Callable[[], int]], bool]
+ShouldStop = Callable[[Callable[[], int]], bool]
 """Called before every decode step, with a function that returns the least number of tokens that this call has sampled
 for a completion that has not ended. Returns whether to leave such completions open."""
 Finish = Literal["stop", "length"]
@@ -59,7 +59,7 @@ class Callbacks:
     on_token: OnToken | None = None
     decode: Decode | None = None
     turns: Turns | None = None
-    enough: Enough | None = None
+    should_stop: ShouldStop | None = None
     routing: Callable[[Sequence], Routing | None] | None = None
     """Returns the experts of a sequence that has ended."""
 
@@ -85,26 +85,27 @@ class Sequence:
     position: int = 0
     """Cache entry that the next step writes; ahead of `tokens` by the steps whose outcome has not been read yet."""
     completion: Completion | None = None
-    most: int = sys.maxsize
+    max_total_tokens: int = sys.maxsize
     """Maximum number of tokens of the prompt, the sampled tokens and the answers between turns together."""
     turn_limit: int = sys.maxsize
     """Maximum number of tokens to sample in one turn."""
     sampled: list[int] = field(default_factory=list)
     kept: list[np.ndarray] = field(default_factory=list)
     """The support of each sampled token; empty if it is not recorded."""
-    given: list[Given] = field(default_factory=list)
+    observations: list[Given] = field(default_factory=list)
     begin: int = field(init=False)
     """Index in `tokens` at which the turn begins."""
-    until: int = field(init=False)
+    turn_end: int = field(init=False)
     """Length of `tokens` at which a limit ends the turn."""
     waits: bool = False
     """Whether the turn has ended and has not been answered yet."""
     state: int = -1
-    """Row of the cache's states that the sequence begins or goes on from when it gets a slot."""
+    """Row of the cache's states that the sequence begins or continues from when it gets a slot."""
     experts: np.ndarray | None = None
     """The experts of its tokens when it lost its pages, [tokens, layers, k]."""
-    shift: int = 0
-    """How far encoded positions behind what was read are ahead of those in the cache; see `Sight.shift`."""
+    position_offset: int = 0
+    """How far encoded positions behind what was read are ahead of those in the cache; see
+    `VisionEncoder.position_offset`."""
     resumed_from: Completion | None = None
     """The completion with the tokens that an earlier call has sampled; `tokens` is the prompt alone at first."""
 
@@ -120,11 +121,11 @@ class Sequence:
 
     def _begin_turn(self) -> None:
         self.begin = len(self.tokens)
-        self.until = self.begin + min(self.room, self.turn_limit)
+        self.turn_end = self.begin + min(self.room, self.turn_limit)
 
     @property
     def turn(self) -> int:
-        return len(self.given)
+        return len(self.observations)
 
     @property
     def new_tokens(self) -> int:
@@ -133,13 +134,13 @@ class Sequence:
 
     @property
     def is_open(self) -> bool:
-        """Whether the turn goes on."""
+        """Whether the turn continues."""
         return self.completion is None and not self.waits
 
     @property
     def room(self) -> int:
         """Number of tokens that may still be sampled."""
-        return min(self.limit - len(self.logp), self.most - len(self.tokens))
+        return min(self.limit - len(self.logp), self.max_total_tokens - len(self.tokens))
 
     def add(self, token: int, logp: float, kept: np.ndarray | None, sampling: Sampling, callbacks: Callbacks) -> None:
         """Append a sampled token; `kept` is its support, if recorded. If the token ends the completion, call `end`; if
@@ -155,7 +156,7 @@ class Sequence:
         if sampling.stop_strings and not stopped:
             turn = self.tokens[self.begin :]
             stopped = text_ends(turn, sampling, callbacks.decode, len(self.sampled) - len(turn))
-        if not stopped and len(self.tokens) < self.until:
+        if not stopped and len(self.tokens) < self.turn_end:
             return
         finish: Finish | None = "stop" if stopped else "length"
         if (turns := callbacks.turns) is not None:
@@ -166,15 +167,15 @@ class Sequence:
         if finish is not None:
             self.end(finish, callbacks)
 
-    def answer(self, given: list[int] | Finish) -> Finish | None:
+    def answer(self, observation: list[int] | Finish) -> Finish | None:
         """Begin the next turn after the answer's tokens, and return None. If the answer ends the completion or leaves
         no room, return how it ends instead."""
-        if isinstance(given, str):
-            return given
-        if len(self.tokens) + len(given) >= self.most:
+        if isinstance(observation, str):
+            return observation
+        if len(self.tokens) + len(observation) >= self.max_total_tokens:
             return "length"
-        self.given.append((len(self.sampled), given))
-        self.tokens += given
+        self.observations.append((len(self.sampled), observation))
+        self.tokens += observation
         self._begin_turn()
         self.waits = False
         return None
@@ -184,10 +185,16 @@ class Sequence:
         text = callbacks.decode(self.tokens[self.begin :]) if callbacks.decode else ""
         text = whole_characters(text) if finish == "length" else text
         self.waits = False
-        kept: dict[str, Any] = {"support": Support.of(self.kept) if self.kept else None}
-        kept["routing"] = callbacks.routing(self) if callbacks.routing else None
-        kept["carried"] = self.resumed_from.carried if self.resumed_from else ()
-        self.completion = Completion(self.sampled, self.logp, finish, text, tuple(self.given), **kept)
+        self.completion = Completion(
+            token_ids=self.sampled,
+            logp=self.logp,
+            finish=finish,
+            text=text,
+            given=tuple(self.observations),
+            support=SamplingMask.of(self.kept) if self.kept else None,
+            routing=callbacks.routing(self) if callbacks.routing else None,
+            carried=self.resumed_from.carried if self.resumed_from else (),
+        )
         if callbacks.turns is not None:
             self.completion = callbacks.turns.finished(self.key, self.completion)
         if callbacks.on_finish is not None and finish != "open":

@@ -44,9 +44,9 @@ def _agrees(model: Any, like: PagedCache) -> bool:
 
     def step(cache: PagedCache, tokens: list[int], rows: list[int], positions: list[int], nexts: list[int]) -> Any:
         token, at, position, next_ = torch.tensor([tokens, rows, positions, nexts], device=device)
-        given = Rows(token, table[at], position, width, next_n=next_)
+        drafted = Rows(token, table[at], position, width, next_n=next_)
         fused = fused_step(model, cache)
-        logits = decode_step(model, cache, given) if fused is None else fused(given)
+        logits = decode_step(model, cache, drafted) if fused is None else fused(drafted)
         return logits.float().clone()
 
     logits = [*step(apart, [1, 2], [0, 1], [0, 0], [0, 0])]

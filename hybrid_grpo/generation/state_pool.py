@@ -88,11 +88,11 @@ class StatePool:
     def has_free(self) -> bool:
         return bool(self._free) or not self._states
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         """Take a row, one of which must be free."""
         return self._free.pop() if self._states else -1
 
-    def give_back(self, row: int) -> None:
+    def release(self, row: int) -> None:
         if row >= 0:
             assert row not in self._free, "a row is given back once"
             self._free.append(row)
@@ -118,6 +118,6 @@ class StatePool:
         """Copy a slot's row to a free one and return that; None if none is free. Without states, return -1."""
         if not self.has_free:
             return None
-        row = self.take()
+        row = self.allocate()
         self.copy([slot], [row])
         return row

@@ -80,7 +80,7 @@ class Stats:
     """Number of sequences that lost their pages while they were being decoded or waiting."""
     drafted: int = 0
     """Number of rows for tokens of drafts; see `Drafter`."""
-    held: int = 0
+    accepted: int = 0
     """Number of these tokens that were then sampled."""
     peak_cache_bytes: int = 0
     captures: int = 0

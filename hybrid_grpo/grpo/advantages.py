@@ -1,15 +1,15 @@
 """Turns the rewards of a group into the advantages of its tokens, and gathers statistics of a step's groups.
 
 `token_advantages` does the whole computation; the functions after it are its parts. A group never spans ranks; for
-statistics over all ranks, the caller passes `total`, which sums over ranks. Arithmetic is float64. To find out whether
-all rewards of a group are equal, they are compared: in floating point their mean can differ from them in the last
-digit, and that difference, divided by a standard deviation that is also rounding noise, would become a gradient.
+statistics over all ranks, the caller passes `sum_over_ranks`. Arithmetic is float64. To find out whether all rewards of
+a group are equal, they are compared: in floating point their mean can differ from them in the last digit, and that
+difference, divided by a standard deviation that is also rounding noise, would become a gradient.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from hybrid_grpo.grpo.baselines import (
     Baseline,
     Scale,
     Total,
-    centred,
+    centered,
     differ,
     group_scale,
     on_one_rank,
@@ -44,7 +44,7 @@ def token_advantages(
     weights: Mapping[str, float],
     kl_BT: Tensor | None,
     beta: float,
-    total: Total,
+    sum_over_ranks: Total,
     variance_BT: Tensor | None = None,
 ) -> tuple[Tensor, Numbers]:
     """Compute the advantage of every token, from its completion's reward and, if functions score steps, step rewards.
@@ -55,7 +55,7 @@ def token_advantages(
         max_completion_tokens, weights: see `penalized_rewards`.
         kl_BT: float32, the KL of each token in nats; None if the KL is not part of the reward.
         beta: coefficient of this KL in the reward.
-        total: sums over ranks; every rank calls it the same number of times.
+        sum_over_ranks: every rank calls it the same number of times.
         variance_BT: for baseline `optimal`, see `path_variances`; None otherwise.
 
     Returns:
@@ -67,7 +67,7 @@ def token_advantages(
     if group_size == 1:
         return torch.zeros(len(rollout.completions), max(rollout.lengths)), {}
     # On any rank: a rank whose functions scored no step still takes part in the deviation over all ranks.
-    scores_steps = bool(total(torch.tensor(int(scores.steps is not None))))
+    scores_steps = bool(sum_over_ranks(torch.tensor(int(scores.steps is not None))))
     if scores_steps and grpo.combine_rewards == "normalize":
         raise RunStopped("grpo.combine_rewards normalize is not defined for rewards of steps: set it to sum")
     if scores_steps and grpo.baseline == "best_other":
@@ -76,16 +76,19 @@ def token_advantages(
     if kl_BT is not None:
         reward_B = reward_B - beta * kl_BT.sum(1).double().cpu()
     steps, lengths, scale = scores.steps or [[] for _ in rollout.completions], rollout.lengths, grpo.scale_rewards
-    weight_B1 = torch.tensor(lengths, dtype=torch.float64)[:, None]
-    given: dict[str, Any] = {"baseline": grpo.baseline, "scale": scale, "total": total}
+    weight_B = torch.tensor(lengths, dtype=torch.float64)
     if variance_BT is not None or (scores_steps and grpo.step_credit == "reward_to_go"):
-        given |= {"discount": grpo.step_discount, "weight_BT": weight_B1 if variance_BT is None else variance_BT}
-        return reward_to_go_advantages(reward_B, steps, lengths, group_size, **given), numbers
-    advantages_B = group_advantages(reward_B, group_size, weight_B=weight_B1[:, 0], **given)
+        to_go = partial(reward_to_go_advantages, baseline=grpo.baseline, scale=scale, sum_over_ranks=sum_over_ranks)
+        weight_BT = weight_B[:, None] if variance_BT is None else variance_BT
+        return to_go(reward_B, steps, lengths, group_size, discount=grpo.step_discount, weight_BT=weight_BT), numbers
+    advantages_B = group_advantages(
+        reward_B, group_size, baseline=grpo.baseline, scale=scale, sum_over_ranks=sum_over_ranks, weight_B=weight_B
+    )
     advantages_BT = advantages_B[:, None].expand(-1, max(lengths))
     if scores_steps:
-        of_steps: dict[str, Any] = {"discount": grpo.step_discount, "scale": scale, "total": total}
-        advantages_BT = advantages_BT + step_advantages(steps, lengths, group_size, **of_steps)
+        advantages_BT = advantages_BT + step_advantages(
+            steps, lengths, group_size, scale=scale, sum_over_ranks=sum_over_ranks, discount=grpo.step_discount
+        )
     return advantages_BT, numbers
 
 
@@ -134,7 +137,7 @@ def group_advantages(
     *,
     baseline: Baseline,
     scale: Scale,
-    total: Total = on_one_rank,
+    sum_over_ranks: Total = on_one_rank,
     weight_B: Tensor | None = None,
 ) -> Tensor:
     """Return rewards relative to their group: (r - baseline) / scale, exactly 0 in a group with equal rewards.
@@ -155,7 +158,7 @@ def group_advantages(
         reward_B: group after group; NaN for a completion without a reward, which counts neither in the mean nor in the
             deviation and has advantage 0.
         num_generations: completions per group, 2 or more.
-        total: sums over ranks; called once, for scale `batch` only.
+        sum_over_ranks: called once, for scale `batch` only.
         weight_B: positive; needed for baseline `length`.
 
     Returns:
@@ -165,11 +168,12 @@ def group_advantages(
     applies_PG = ~reward_PG.isnan()
     weight_PG = None if weight_B is None else _groups(weight_B, num_generations)
     advantage_PG = BASELINES[baseline](reward_PG, applies_PG, weight_PG)
-    return (advantage_PG / SCALES[scale](reward_PG, advantage_PG, applies_PG, total)).flatten().to(torch.float32)
+    advantage_PG = advantage_PG / SCALES[scale](reward_PG, advantage_PG, applies_PG, sum_over_ranks)
+    return advantage_PG.flatten().to(torch.float32)
 
 
 def normalized_rewards(by_function: dict[str, Tensor], weights: Mapping[str, float], num_generations: int) -> Tensor:
-    """Return the weighted sum of the reward functions, each of which is first centred and scaled within the group.
+    """Return the weighted sum of the reward functions, each of which is first centered and scaled within the group.
 
     The first half of GDPO (arXiv:2601.05242): functions with a wide range do not drown out those with a narrow one, and
     different combinations of rewards stay different. The second half, over the batch, is `group_advantages` of the
@@ -188,8 +192,8 @@ def normalized_rewards(by_function: dict[str, Tensor], weights: Mapping[str, flo
     for name, value_B in by_function.items():
         value_PG = _groups(value_B, num_generations)
         applies_PG = ~value_PG.isnan()
-        centred_PG = centred(value_PG, applies_PG)
-        parts.append(weights[name] * centred_PG / group_scale(value_PG, centred_PG, applies_PG, on_one_rank))
+        centered_PG = centered(value_PG, applies_PG)
+        parts.append(weights[name] * centered_PG / group_scale(value_PG, centered_PG, applies_PG, on_one_rank))
     return torch.stack(parts).sum(0).flatten()
 
 
@@ -199,7 +203,7 @@ def step_advantages(
     num_generations: int,
     *,
     scale: Scale,
-    total: Total = on_one_rank,
+    sum_over_ranks: Total = on_one_rank,
     discount: float = 1.0,
 ) -> Tensor:
     """Return token advantages from step rewards (process supervision: DeepSeekMath, arXiv:2402.03300, section 4.1.3).
@@ -219,8 +223,8 @@ def step_advantages(
         [[r for _, _, r in group] + [0.0] * (widest - len(group)) for group in groups], dtype=torch.float64
     ).view(-1, widest)
     applies_PN = torch.arange(widest) < torch.tensor([len(group) for group in groups])[:, None]
-    centred_PN = centred(reward_PN, applies_PN)
-    scaled_PN = centred_PN / SCALES[scale](reward_PN, centred_PN, applies_PN, total)
+    centered_PN = centered(reward_PN, applies_PN)
+    scaled_PN = centered_PN / SCALES[scale](reward_PN, centered_PN, applies_PN, sum_over_ranks)
     scaled: Steps = [[] for _ in steps]
     for group, values in zip(groups, scaled_PN.tolist(), strict=True):
         for (row, end, _), value in zip(group, values, strict=False):
@@ -236,7 +240,7 @@ def reward_to_go_advantages(
     *,
     baseline: Baseline,
     scale: Scale,
-    total: Total = on_one_rank,
+    sum_over_ranks: Total = on_one_rank,
     discount: float = 1.0,
     weight_BT: Tensor | None = None,
 ) -> Tensor:
@@ -266,12 +270,12 @@ def reward_to_go_advantages(
     weight_XG = None if weight_BT is None else of_tokens(weight_BT)
     values_XG = to_go_PTG.flatten(0, 1), of_tokens(whole_PG.flatten())
     # The two parts are compared one by one, so that equal rewards are found to be equal.
-    centred_2XG = torch.stack([centred(value_XG, applies_XG) for value_XG in values_XG])
+    centered_2XG = torch.stack([centered(value_XG, applies_XG) for value_XG in values_XG])
     advantage_2XG = torch.stack([BASELINES[baseline](value_XG, applies_XG, weight_XG) for value_XG in values_XG])
-    centred_PTG, advantage_PTG = (both.sum(0).view_as(to_go_PTG) for both in (centred_2XG, advantage_2XG))
-    at = torch.arange(len(whole_PG)), centred_PTG.square().sum(2).argmax(1)
+    centered_PTG, advantage_PTG = (both.sum(0).view_as(to_go_PTG) for both in (centered_2XG, advantage_2XG))
+    at = torch.arange(len(whole_PG)), centered_PTG.square().sum(2).argmax(1)
     value_PG = to_go_PTG[at] + whole_PG
-    advantage_PTG = advantage_PTG / SCALES[scale](value_PG, advantage_PTG[at], applies_PG, total)[..., None]
+    advantage_PTG = advantage_PTG / SCALES[scale](value_PG, advantage_PTG[at], applies_PG, sum_over_ranks)[..., None]
     return advantage_PTG.transpose(1, 2).flatten(0, 1).to(torch.float32)
 
 

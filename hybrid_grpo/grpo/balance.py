@@ -29,7 +29,7 @@ _FORWARD = 1 / 3
 class Assignment:
     """The ranks that train on the groups of a step, which was sampled on R ranks with P groups each."""
 
-    taker_RP: list[list[int]]
+    target_rank_RP: list[list[int]]
     """The rank that trains on each group, by the group's home."""
     num_minibatches: int
     rank: int
@@ -40,16 +40,16 @@ class Assignment:
     @property
     def moves(self) -> bool:
         """Whether any group leaves its home; the same on every rank."""
-        return any(taker != home for home, takers in enumerate(self.taker_RP) for taker in takers)
+        return any(taker != home for home, takers in enumerate(self.target_rank_RP) for taker in takers)
 
-    def hand_out(self, rollout: Rollout, scores: Scores) -> tuple[Rollout, Scores]:
+    def scatter(self, rollout: Rollout, scores: Scores) -> tuple[Rollout, Scores]:
         """Return the groups that this rank trains on and their scores, ordered by minibatch, given those whose home it
         is. Collective."""
         if not self.moves:
             return rollout, scores
         size, sent = rollout.num_generations, []
-        for rank in range(len(self.taker_RP)):
-            chosen = [group for group, taker in enumerate(self.taker_RP[self.rank]) if taker == rank]
+        for rank in range(len(self.target_rank_RP)):
+            chosen = [group for group, taker in enumerate(self.target_rank_RP[self.rank]) if taker == rank]
             sent.append((rollout.groups(chosen), scores.groups(chosen, size)))
         rollouts, scores_of = zip(*self.exchange(sent), strict=True)
         minibatches = [minibatch for minibatch, _ in self.taken]
@@ -58,26 +58,26 @@ class Assignment:
         taken = replace(reduce(Rollout.joined, rollouts).groups(order), minibatch_groups=counts)
         return taken, reduce(Scores.joined, scores_of).groups(order, size)
 
-    def bring_home(self, results: Sequence[T]) -> list[T]:
-        """Undo `hand_out`: return the results, [P], of the groups whose home is this rank, given those of the groups
+    def gather(self, results: Sequence[T]) -> list[T]:
+        """Undo `scatter`: return the results, [P], of the groups whose home is this rank, given those of the groups
         that it trained on. Collective."""
         if not self.moves:
             return list(results)
-        sent: list[list[T]] = [[] for _ in self.taker_RP]
+        sent: list[list[T]] = [[] for _ in self.target_rank_RP]
         # In order of minibatches; of one home, these groups are in order too.
         for (_, home), result in zip(sorted(self.taken, key=lambda taken: taken[0]), results, strict=True):
             sent[home].append(result)
         found = list(map(iter, self.exchange(sent)))
-        return [next(found[taker]) for taker in self.taker_RP[self.rank]]
+        return [next(found[taker]) for taker in self.target_rank_RP[self.rank]]
 
-    def tokens_home(self, value_BT: Tensor, trained: Rollout, rollout: Rollout) -> Tensor:
-        """Return numbers of the tokens of `rollout`, float32 [B, T], given those of `trained`, which `hand_out` made of
+    def gather_tokens(self, value_BT: Tensor, trained: Rollout, rollout: Rollout) -> Tensor:
+        """Return numbers of the tokens of `rollout`, float32 [B, T], given those of `trained`, which `scatter` made of
         it. Collective."""
         if not self.moves:
             return value_BT
         size, lengths, values = rollout.num_generations, trained.lengths, value_BT.cpu().numpy()
         starts = range(0, len(lengths), size)
-        groups = self.bring_home([values[i : i + size, : max(lengths[i : i + size])] for i in starts])
+        groups = self.gather([values[i : i + size, : max(lengths[i : i + size])] for i in starts])
         home_BT = torch.zeros(len(rollout.completions), max(rollout.lengths))
         for group, value_GT in enumerate(groups):
             home_BT[group * size : (group + 1) * size, : value_GT.shape[1]] = torch.from_numpy(value_GT)
@@ -86,10 +86,10 @@ class Assignment:
     @property
     def taken(self) -> list[tuple[int, int]]:
         """The (minibatch, home) of the groups that this rank trains on, in order of homes."""
-        share = len(self.taker_RP[0]) // self.num_minibatches
+        share = len(self.target_rank_RP[0]) // self.num_minibatches
         return [
             (group // share, home)
-            for home, takers in enumerate(self.taker_RP)
+            for home, takers in enumerate(self.target_rank_RP)
             for group, taker in enumerate(takers)
             if taker == self.rank
         ]
@@ -115,7 +115,7 @@ def assign(
     ranks, groups = cost_RP.shape
     cost_RMN = (cost_RP * torch.where(idle_RP, _FORWARD, 1.0)).view(ranks, num_minibatches, -1).tolist()
     idle_RMN = idle_RP.view(ranks, num_minibatches, -1).tolist()
-    taker_RP = [[0] * groups for _ in range(ranks)]
+    target_rank_RP = [[0] * groups for _ in range(ranks)]
     before = after = mean = 0.0
     for minibatch in range(num_minibatches):
         for idle in (False, True):
@@ -129,11 +129,11 @@ def assign(
             for minus_cost, home, place in members:
                 load, taker = loads[0]
                 heapq.heapreplace(loads, (load - minus_cost, taker))
-                taker_RP[home][minibatch * (groups // num_minibatches) + place] = taker
+                target_rank_RP[home][minibatch * (groups // num_minibatches) + place] = taker
                 own[home] -= minus_cost
             before, after = before + max(own), after + max(loads)[0]
             mean += sum(own) / ranks
     # Of two groups a rank or more, one kind has enough for all ranks; with one group a rank, nothing is gained.
     if may_move and after < _WORTH_MOVING * before:
-        return taker_RP, mean / after
+        return target_rank_RP, mean / after
     return [[rank] * groups for rank in range(ranks)], mean / before

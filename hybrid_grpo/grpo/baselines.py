@@ -22,7 +22,7 @@ def on_one_rank(values: Tensor) -> Tensor:
     return values
 
 
-def centred(value_PN: Tensor, applies_PN: Tensor, weight_PN: Tensor | None = None) -> Tensor:
+def centered(value_PN: Tensor, applies_PN: Tensor, weight_PN: Tensor | None = None) -> Tensor:
     """Return each number that applies minus their (weighted) mean in its group, 0 for others; exactly 0 if all are
     equal, or if nothing in the group has a weight."""
     value_PN = torch.where(applies_PN, value_PN, 0.0)
@@ -39,25 +39,25 @@ def differ(value_PN: Tensor, applies_PN: Tensor) -> Tensor:
     return highest_P > torch.where(applies_PN, value_PN, torch.inf).amin(1)
 
 
-def group_scale(value_PN: Tensor, advantage_PN: Tensor, applies_PN: Tensor, total: Total) -> Tensor:
+def group_scale(value_PN: Tensor, advantage_PN: Tensor, applies_PN: Tensor, sum_over_ranks: Total) -> Tensor:
     """The unbiased standard deviation + 1e-4 of each group's rewards, [P, 1]; see SCALES."""
-    # A group of one number has no deviation; its centred number is 0.
+    # A group of one number has no deviation; its centered number is 0.
     count_P1 = applies_PN.sum(1, keepdim=True)
-    squares_PN = centred(value_PN, applies_PN).square()
+    squares_PN = centered(value_PN, applies_PN).square()
     return (squares_PN.sum(1, keepdim=True) / (count_P1 - 1).clamp(min=1)).sqrt() + _STD_EPSILON
 
 
-def _batch_scale(value_PN: Tensor, advantage_PN: Tensor, applies_PN: Tensor, total: Total) -> Tensor:
-    squares, count = total(torch.stack([advantage_PN.square().sum(), applies_PN.sum().to(torch.float64)]))
+def _batch_scale(value_PN: Tensor, advantage_PN: Tensor, applies_PN: Tensor, sum_over_ranks: Total) -> Tensor:
+    squares, count = sum_over_ranks(torch.stack([advantage_PN.square().sum(), applies_PN.sum().to(torch.float64)]))
     return (squares / (count - 1).clamp(min=1)).sqrt() + _STD_EPSILON
 
 
-def _mean_scale(value_PN: Tensor, advantage_PN: Tensor, applies_PN: Tensor, total: Total) -> Tensor:
+def _mean_scale(value_PN: Tensor, advantage_PN: Tensor, applies_PN: Tensor, sum_over_ranks: Total) -> Tensor:
     sums_P1 = torch.where(applies_PN, value_PN, 0.0).abs().sum(1, keepdim=True)
     return torch.where(sums_P1 == 0, 1.0, sums_P1 / applies_PN.sum(1, keepdim=True).clamp(min=1))
 
 
-def _no_scale(value_PN: Tensor, advantage_PN: Tensor, applies_PN: Tensor, total: Total) -> Tensor:
+def _no_scale(value_PN: Tensor, advantage_PN: Tensor, applies_PN: Tensor, sum_over_ranks: Total) -> Tensor:
     return torch.ones_like(advantage_PN[:, :1])
 
 
@@ -75,7 +75,7 @@ mean of the group's |rewards|; or 1."""
 def _leave_one_out(value_PN: Tensor, applies_PN: Tensor, weight_PN: Tensor | None) -> Tensor:
     # A reward is part of the group's mean, so it is g / (g - 1) times as far from the mean of the others.
     count_P1 = applies_PN.sum(1, keepdim=True)
-    return centred(value_PN, applies_PN) * (count_P1 / (count_P1 - 1).clamp(min=1))
+    return centered(value_PN, applies_PN) * (count_P1 / (count_P1 - 1).clamp(min=1))
 
 
 def _best_other(value_PN: Tensor, applies_PN: Tensor, weight_PN: Tensor | None) -> Tensor:
@@ -85,10 +85,10 @@ def _best_other(value_PN: Tensor, applies_PN: Tensor, weight_PN: Tensor | None) 
 
 
 BASELINES: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
-    "mean": lambda value_PN, applies_PN, weight_PN: centred(value_PN, applies_PN),
+    "mean": lambda value_PN, applies_PN, weight_PN: centered(value_PN, applies_PN),
     "leave_one_out": _leave_one_out,
-    "length": centred,
-    "optimal": centred,
+    "length": centered,
+    "optimal": centered,
     "best_other": _best_other,
 }
 """Functions of rewards, where there is one, and weights that return the distance of rewards to the baseline, which is

@@ -30,9 +30,9 @@ class StepMean:
             self._seen[0] += value * tokens
             self._seen[1] += tokens
 
-    def take(self, total: Total) -> float | None:
-        """Return the mean over all tokens since the last call, on all ranks, or None. `total` sums over ranks."""
-        value, tokens = total(self._seen).tolist()
+    def take(self, sum_over_ranks: Total) -> float | None:
+        """Return the mean over all tokens since the last call, on all ranks; None if there were none."""
+        value, tokens = sum_over_ranks(self._seen).tolist()
         self._seen.zero_()
         return value / tokens if tokens else None
 
@@ -63,11 +63,11 @@ class KlController:
         if self._grpo.kl_target is not None:
             self._mean.add(numbers)
 
-    def update(self, total: Total) -> None:
-        """Set the coefficient for the next step from this step's KL per token; `total` sums over ranks."""
+    def update(self, sum_over_ranks: Total) -> None:
+        """Set the coefficient for the next step from this step's KL per token."""
         if self._grpo.kl_target is None:
             return
-        if (kl := self._mean.take(total)) is not None:
+        if (kl := self._mean.take(sum_over_ranks)) is not None:
             self.beta = adaptive_beta(self.beta, kl, self._grpo.kl_target, _HORIZON, self._rows)
 
     def state_dict(self) -> dict[str, float]:
@@ -113,11 +113,11 @@ class EntropyController:
         if self._grpo.entropy_target is not None:
             self._mean.add(numbers)
 
-    def update(self, total: Total) -> None:
-        """Set the coefficient for the next step from this step's entropy per token; `total` sums over ranks."""
+    def update(self, sum_over_ranks: Total) -> None:
+        """Set the coefficient for the next step from this step's entropy per token."""
         if self._grpo.entropy_target is None:
             return
-        if (entropy := self._mean.take(total)) is not None:
+        if (entropy := self._mean.take(sum_over_ranks)) is not None:
             self._is_low = entropy <= self._grpo.entropy_target
             change = self._grpo.entropy_step if self._is_low else -self._grpo.entropy_step
             self._coef = min(max(self._coef + change, 0.0), _MOST)

@@ -78,15 +78,15 @@ def micro_batch_loss(
         correction_bT = correction_bT / batch.correction_mean
         numbers |= correction.numbers()
 
-    tensors = logp_bT, old_logp_bT, batch.advantages_bT, weight_bT
+    advantages_bT = batch.advantages_bT
     others: dict[str, Any] = {"ref_logp_bT": batch.ref_logp_bT, "entropy_bT": entropy_bT}
     others |= {"correction_bT": correction_bT, "beta": beta}
     if batch.drifts_bT is not None:
         others["drifts_bT"] = batch.drifts_bT
-    loss, stats = policy_loss(*tensors, grpo, **others)
+    loss, stats = policy_loss(logp_bT, old_logp_bT, advantages_bT, weight_bT, grpo, **others)
     if objective is not None:
         others |= {} if batch.group_b is None else {"group_b": batch.group_b}
-        loss = objective(*tensors, grpo, **others)
+        loss = objective(logp_bT, old_logp_bT, advantages_bT, weight_bT, grpo, **others)
     numbers |= stats.numbers()
     if batch.ref_logp_bT is None:
         numbers.pop("policy/kl", None)

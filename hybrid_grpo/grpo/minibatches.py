@@ -16,7 +16,7 @@ from hybrid_grpo.model.upload import upload
 
 _TRAINING = 3
 """Cost of a forward and a backward pass, in forward passes."""
-_WORTH_LEAVING = 0.95
+_SKIP_THRESHOLD = 0.95
 """Highest cost, as a share of the cost of a step that trains on all rows, at which rows leave the backward pass."""
 
 
@@ -50,8 +50,8 @@ def optimizer_steps(
     split: Callable[..., list[MicroBatch]],
     grpo: GrpoConfig,
     max_completion_tokens: int,
-    total: Total,
-    highest: Total | None = None,
+    sum_over_ranks: Total,
+    max_over_ranks: Total | None = None,
     *,
     starts_on_policy: bool,
 ) -> Iterator[Iterator[TrainBatch]]:
@@ -63,9 +63,9 @@ def optimizer_steps(
     Args:
         split: splits rows into micro-batches, the same number on every rank, for forwards with or without `gradients`.
         max_completion_tokens: see `token_weights`.
-        total: sums over ranks; called once.
-        highest: takes maxima over ranks; called once. With it, rows of advantage 0 may leave the backward pass (see
-            `backward_parts`); None if they have a gradient all the same.
+        sum_over_ranks: called once.
+        max_over_ranks: takes maxima over ranks; called once. With it, rows of advantage 0 may leave the backward pass
+            (see `backward_parts`); None if they have a gradient all the same.
         starts_on_policy: whether the ratio of the first optimizer step is 1 by construction, so that its own
             log-probabilities serve as `old_logp`.
     """
@@ -79,24 +79,24 @@ def optimizer_steps(
     minibatches = [[row for row in part if rows[row].learned] for part in minibatch_rows(rollout, grpo.num_minibatches)]
     # All uploads and collectives come before the first forward: nothing between two micro-batches waits for the GPU.
     by_gradient: list[dict[bool, list[int]]] = [{True: rows} for rows in minibatches]
-    if highest is not None:
+    if max_over_ranks is not None:
         moves_B = (signals.advantages_BT != 0).logical_and(upload(rollout.mask_BT, device)).any(1) & counts_B
-        by_gradient = backward_parts(rollout.lengths, moves_B.tolist(), minibatches, highest)
+        by_gradient = backward_parts(rollout.lengths, moves_B.tolist(), minibatches, max_over_ranks)
     micro_batches = [
         [(micro, gradients) for gradients, rows in part.items() for micro in split(rows, gradients=gradients)]
         for part in by_gradient
     ]
-    sums = totals(rollout.lengths, counts, minibatches, total)
+    sums = totals(rollout.lengths, counts, minibatches, sum_over_ranks)
     means = [1.0] * len(minibatches)
     if grpo.sampler_normalize:
         own_B = counts_B & upload([not c.writer for c in rows], device)
-        means = correction_means(signals, own_B[:, None] & upload(rollout.mask_BT, device), minibatches, grpo, total)
+        own_BT = own_B[:, None] & upload(rollout.mask_BT, device)
+        means = correction_means(signals, own_BT, minibatches, grpo, sum_over_ranks)
     for number in range(grpo.num_iterations * grpo.num_minibatches):
         minibatch = number % grpo.num_minibatches
-        given = replace(signals, old_logp_BT=None) if number == 0 and starts_on_policy else signals
-        counted = counts_B, sums[minibatch], means[minibatch]
-        by_row = writers_B, group_B
-        yield train_batches(micro_batches[minibatch], given, *counted, grpo, max_completion_tokens, *by_row)
+        known = replace(signals, old_logp_BT=None) if number == 0 and starts_on_policy else signals
+        part, counted, mean = micro_batches[minibatch], sums[minibatch], means[minibatch]
+        yield train_batches(part, known, counts_B, counted, mean, grpo, max_completion_tokens, writers_B, group_B)
 
 
 def minibatch_rows(rollout: Rollout, count: int) -> list[range]:
@@ -106,7 +106,7 @@ def minibatch_rows(rollout: Rollout, count: int) -> list[range]:
 
 
 def backward_parts(
-    lengths: Sequence[int], moves: Sequence[bool], minibatches: Sequence[list[int]], highest: Total
+    lengths: Sequence[int], moves: Sequence[bool], minibatches: Sequence[list[int]], max_over_ranks: Total
 ) -> list[dict[bool, list[int]]]:
     """Return the rows of each minibatch by whether they take part in the backward pass.
 
@@ -115,7 +115,7 @@ def backward_parts(
 
     Args:
         lengths, moves: for each completion, its tokens, and whether its loss may have a gradient other than 0.
-        minibatches, highest: see `totals` and `optimizer_steps`.
+        minibatches, max_over_ranks: see `totals` and `optimizer_steps`.
     """
     parts, costs = [], []
     for rows in minibatches:
@@ -123,9 +123,9 @@ def backward_parts(
         kept = {row for row in rows if moves[row]} or set(sorted(rows, key=lengths.__getitem__)[:1])
         parts.append({of: [row for row in rows if (row in kept) == of] for of in (False, True)})
         costs.append([sum(lengths[row] for row in some) for some in (*parts[-1].values(), rows)])
-    most = highest(torch.tensor(costs)).tolist()
+    most = max_over_ranks(torch.tensor(costs)).tolist()
     return [
-        part if forwards + _TRAINING * trained < _WORTH_LEAVING * _TRAINING * whole else {True: rows}
+        part if forwards + _TRAINING * trained < _SKIP_THRESHOLD * _TRAINING * whole else {True: rows}
         for rows, part, (forwards, trained, whole) in zip(minibatches, parts, most, strict=True)
     ]
 
@@ -177,7 +177,7 @@ def train_batches(
 
 
 def correction_means(
-    signals: Signals, own_BT: Tensor, minibatches: Sequence[Sequence[int]], grpo: GrpoConfig, total: Total
+    signals: Signals, own_BT: Tensor, minibatches: Sequence[Sequence[int]], grpo: GrpoConfig, sum_over_ranks: Total
 ) -> list[float]:
     """Return, for each minibatch, the mean factor of the sampler's correction over its tokens on all ranks, by which
     self-normalized importance sampling divides. `own_BT`: the policy's tokens that are counted."""
@@ -187,17 +187,18 @@ def correction_means(
         old_logp_BT = torch.where(signals.is_old_BT, sampler_logp_BT, old_logp_BT)
     factor_BT, _ = sampler_correction(old_logp_BT, sampler_logp_BT, own_BT, grpo)
     sums = [(factor_BT[list(rows)].sum().item(), own_BT[list(rows)].sum().item()) for rows in minibatches]
-    return [factor / tokens if factor else 1.0 for factor, tokens in total(torch.tensor(sums).double()).tolist()]
+    summed = sum_over_ranks(torch.tensor(sums).double()).tolist()
+    return [factor / tokens if factor else 1.0 for factor, tokens in summed]
 
 
 def totals(
-    lengths: Sequence[int], counts: Sequence[bool], minibatches: Sequence[Sequence[int]], total: Total
+    lengths: Sequence[int], counts: Sequence[bool], minibatches: Sequence[Sequence[int]], sum_over_ranks: Total
 ) -> list[tuple[int, int]]:
     """Return, for each minibatch, the numbers of tokens and of rows on all ranks that take part in its optimizer step.
 
     `lengths` are the token counts of this rank's completions, and `counts` says whether each takes part. `minibatches`
-    lists the rows of this rank in each minibatch, and `total` sums over ranks.
+    lists the rows of this rank in each minibatch.
     """
     taken = [[lengths[row] for row in rows if counts[row]] for rows in minibatches]
-    sums = total(torch.tensor([(sum(part), len(part)) for part in taken]))
+    sums = sum_over_ranks(torch.tensor([(sum(part), len(part)) for part in taken]))
     return [(tokens, rows) for tokens, rows in sums.tolist()]

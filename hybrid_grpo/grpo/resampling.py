@@ -25,10 +25,10 @@ def group_slots(prompts_per_rank: int, num_minibatches: int, rank: int, ranks: i
 
 class GroupSlots:
     """The slots of a step's groups, and which slots are open because their groups teach nothing. `mine` lists the slots
-    of this rank's groups, `count` is the number of slots over all ranks, and `total` sums over ranks."""
+    of this rank's groups, `count` is the number of slots over all ranks, and `sum_over_ranks` sums over ranks."""
 
-    def __init__(self, mine: list[int], count: int, total: Total) -> None:
-        self._mine, self._count, self._total = mine, count, total
+    def __init__(self, mine: list[int], count: int, sum_over_ranks: Total) -> None:
+        self._mine, self._count, self._sum_over_ranks = mine, count, sum_over_ranks
         self._sampled = count
         self._informative = 0
         self.open: list[int] = list(range(count))
@@ -39,7 +39,7 @@ class GroupSlots:
         closed = torch.zeros(self._count + 1, dtype=torch.int64)
         closed[self._mine] = teaches_P.to(torch.int64)
         closed[-1] = informative
-        *slots, count = self._total(closed).tolist()
+        *slots, count = self._sum_over_ranks(closed).tolist()
         self._informative += count
         self.open = [slot for slot, taken in enumerate(slots) if not taken]
 
@@ -65,7 +65,7 @@ def resample(
     mine: list[int],
     *,
     slots: int,
-    total: Total,
+    sum_over_ranks: Total,
     draw: Callable[[int, list[int]], list[Prompt]],
     sample: Callable[[list[Prompt]], tuple[Rollout, Scores]],
     max_rounds: int,
@@ -77,13 +77,13 @@ def resample(
 
     Args:
         rollout, scores: the step's first rollout on this rank, and its scores.
-        mine, slots, total: see `GroupSlots`.
+        mine, slots, sum_over_ranks: see `GroupSlots`.
         draw: takes the number of prompts to draw over all ranks and the indices of the prompts that this rank wants,
             and returns these prompts.
         sample: takes a list of prompts, which may be empty, and returns a rollout of them and its scores. Collective.
     """
     groups, group_size = len(rollout.prompts), rollout.num_generations
-    held = GroupSlots(mine, slots, total)
+    held = GroupSlots(mine, slots, sum_over_ranks)
     teaches_P = informative(scores.reward_B, group_size, scores.steps)
     held.close(teaches_P, int(teaches_P.sum()))
     sampled, informative_groups, rounds = groups, int(teaches_P.sum()), 0

@@ -30,7 +30,7 @@ class OldPolicy:
 
 
 def select_tokens(
-    rollout: Rollout, advantages_BT: Tensor, old: OldPolicy, grpo: GrpoConfig, total: Total
+    rollout: Rollout, advantages_BT: Tensor, old: OldPolicy, grpo: GrpoConfig, sum_over_ranks: Total
 ) -> tuple[Tensor, Tensor | None, Numbers]:
     """Return the advantages, 0 where a token is left out; the tokens whose drift is penalized (bool [B, T], None for
     all); and metrics. Only tokens that the policy wrote and that are in the loss are selected or left out. Collective.
@@ -50,18 +50,18 @@ def select_tokens(
         return advantages_BT, None, {}
     pairs = zip(rollout.completions, in_loss(rollout, grpo), strict=True)
     own_BT = rollout.mask_BT & torch.tensor([counts and not completion.writer for completion, counts in pairs])[:, None]
-    number = math.ceil(grpo.tokens_share * float(total(own_BT.sum())))
+    number = math.ceil(grpo.tokens_share * float(sum_over_ranks(own_BT.sum())))
     if grpo.tokens == "top_entropy":
         assert old.entropy_BT is not None
-        chosen_BT = own_BT & _largest(_coarse(old.entropy_BT.cpu()), own_BT, number, total)
+        chosen_BT = own_BT & _largest(_coarse(old.entropy_BT.cpu()), own_BT, number, sum_over_ranks)
     else:
         assert old.logp_BT is not None
-        covariance_BT = _coarse(_covariances(advantages_BT.cpu(), old.logp_BT.cpu(), own_BT, total))
+        covariance_BT = _coarse(_covariances(advantages_BT.cpu(), old.logp_BT.cpu(), own_BT, sum_over_ranks))
         if grpo.tokens == "kl_cov":
-            chosen_BT = own_BT & _largest(covariance_BT, own_BT, number, total)
+            chosen_BT = own_BT & _largest(covariance_BT, own_BT, number, sum_over_ranks)
         else:
             among_BT = own_BT & (covariance_BT >= grpo.cov_low) & (covariance_BT <= grpo.cov_high)
-            chosen_BT = own_BT & ~(among_BT & _largest(_draws(rollout), among_BT, number, total))
+            chosen_BT = own_BT & ~(among_BT & _largest(_draws(rollout), among_BT, number, sum_over_ranks))
     numbers: Numbers = {"policy/selected_frac": (chosen_BT[own_BT].double().mean(), own_BT.sum())}
     if grpo.tokens == "kl_cov":
         return advantages_BT, chosen_BT.to(advantages_BT.device), numbers
@@ -69,9 +69,9 @@ def select_tokens(
     return torch.where(left_out_BT, 0.0, advantages_BT), None, numbers
 
 
-def _covariances(advantages_BT: Tensor, logp_BT: Tensor, own_BT: Tensor, total: Total) -> Tensor:
+def _covariances(advantages_BT: Tensor, logp_BT: Tensor, own_BT: Tensor, sum_over_ranks: Total) -> Tensor:
     values_2BT = torch.stack([advantages_BT, logp_BT]).double()
-    sums = total(torch.cat([values_2BT[:, own_BT].sum(1), own_BT.sum().double()[None]]))
+    sums = sum_over_ranks(torch.cat([values_2BT[:, own_BT].sum(1), own_BT.sum().double()[None]]))
     distances_2BT = values_2BT - (sums[:2] / sums[2].clamp(min=1))[:, None, None]
     return distances_2BT.prod(0).float()
 
@@ -91,15 +91,15 @@ def _draws(rollout: Rollout) -> Tensor:
     return draws_BT
 
 
-def _largest(values_BT: Tensor, among_BT: Tensor, number: int, total: Total) -> Tensor:
+def _largest(values_BT: Tensor, among_BT: Tensor, number: int, sum_over_ranks: Total) -> Tensor:
     """Return where a value is among the `number` largest in `among_BT` on all ranks, or equals the last of them."""
-    number = min(number, int(total(among_BT.sum())))
+    number = min(number, int(sum_over_ranks(among_BT.sum())))
     if number == 0:
         return torch.zeros_like(among_BT)
-    return values_BT >= nth_largest(values_BT[among_BT], number, total)
+    return values_BT >= nth_largest(values_BT[among_BT], number, sum_over_ranks)
 
 
-def nth_largest(values_N: Tensor, n: int, total: Total) -> float:
+def nth_largest(values_N: Tensor, n: int, sum_over_ranks: Total) -> float:
     """Return the n-th largest of the float32 values on all ranks, which are n or more. Collective: four sums.
 
     It is found byte by byte: from how many values have each byte, among those whose bytes above it are found.
@@ -110,7 +110,7 @@ def nth_largest(values_N: Tensor, n: int, total: Total) -> float:
     found = 0
     for shift in (24, 16, 8, 0):
         among_N = key_N[key_N >> (shift + 8) == found]
-        above = total(torch.bincount(among_N >> shift & 0xFF, minlength=256)).flip(0).cumsum(0)
+        above = sum_over_ranks(torch.bincount(among_N >> shift & 0xFF, minlength=256)).flip(0).cumsum(0)
         place = int((above < n).sum())
         n -= int(above[place - 1]) if place else 0
         found = found << 8 | (255 - place)

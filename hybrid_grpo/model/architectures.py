@@ -48,7 +48,7 @@ _LAYER_KINDS = {"full_attention", "sliding_attention"}
 _STATE_KINDS = {"linear_attention", "conv", "hybrid", "mamba"}
 _NO_MIXER_KINDS = {"mlp", "moe"}
 _ATTENTION_OPTIONS = {"attention_mask", "dropout", "position_ids", "s_aux", "scaling", "sliding_window", "softcap"}
-"""Keywords of an attention call that `ATTENTION` honours or may ignore: masks are causal, dropout is off, and only
+"""Keywords of an attention call that `ATTENTION` honors or may ignore: masks are causal, dropout is off, and only
 flash attention looks at positions."""
 _CACHE_METHODS = {"update", "get_seq_length", "is_sliding"}
 _STATE_CACHE_METHODS = {"get_conv_state", "get_recurrent_state", "is_recording_past", *STATE_METHODS}

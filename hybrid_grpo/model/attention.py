@@ -187,17 +187,13 @@ def _has_varlen(x: Tensor) -> bool:
 
 def _is_right(kernel: Kernel, x: Tensor, name: str, *, has_sinks: bool = False) -> bool:
     is_half = x.dtype in (torch.bfloat16, torch.float16)
-    case = x.device, x.dtype, x.shape[-1], has_sinks
-    return on_gpu(x.device) and is_half and gpu.proven("attention", _agrees, kernel, *case, kernel=name)
+    if not is_half or not on_gpu(x.device):
+        return False
+    return gpu.proven("attention", _agrees, kernel, x.device, x.dtype, x.shape[-1], has_sinks, kernel=name)
 
 
 def ragged_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    begins: tuple[Tensor, Tensor],
-    longest: tuple[int, int],
-    options: Options,
+    query: Tensor, key: Tensor, value: Tensor, begins: tuple[Tensor, Tensor], longest: tuple[int, int], options: Options
 ) -> Tensor:
     """Compute the causal attention of concatenated sequences with a GPU kernel, and return [N, heads, d].
 

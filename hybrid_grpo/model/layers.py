@@ -31,16 +31,16 @@ _ALIKE = 0.97
 _TOLERANCE = 4
 """Largest root mean square error of a kernel, in units of the type's precision; a rounding makes about 0.3."""
 
-_adopted: WeakSet[Any] = WeakSet()
+_prepared: WeakSet[Any] = WeakSet()
 _rotating: ContextVar[bool] = ContextVar("rotating", default=False)
-"""Whether the attention of an adopted model is running: others call the same function."""
+"""Whether the attention of a fused model is running: others call the same function."""
 
 
-def adopt_layers(model: Any, like: Tensor) -> None:
+def install_fused_layers(model: Any, like: Tensor) -> None:
     """Make a model's norms, MLPs, rotations and layers use the kernels, if `like` is on a GPU. Each kernel is first
     compared with torch there; where it differs, a warning is issued, and the modules keep their own code."""
-    if model not in _adopted and gpu.usable(like):
-        _adopted.add(model)
+    if model not in _prepared and gpu.usable(like):
+        _prepared.add(model)
         # Generation may be the first to ask, where no gradient can be checked.
         with torch.inference_mode(False), torch.enable_grad():
             fuse(model, like.device)
@@ -72,12 +72,12 @@ def _fused(module: Any, right: Callable[..., bool]) -> Callable[..., Any] | None
     if is_gated_mlp(module) and right(_gate_agrees):
         return functools.partial(_gated, module)
     rotates = ROTATION in getattr(getattr(own, "__code__", None), "co_names", ())
-    if rotates and _adopt_rotation(sys.modules[own.__module__]) and right(_rotation_agrees):
+    if rotates and _install_rotation(sys.modules[own.__module__]) and right(_rotation_agrees):
         return functools.partial(_with_rotation, module.forward)
     return None
 
 
-# The forwards of adopted modules.
+# The forwards of fused modules.
 
 
 def _normed(module: Any, original: Any, formula: Any, x: Tensor, *residual: Tensor | None) -> Any:
@@ -95,18 +95,18 @@ def _gated(module: Any, x: Tensor) -> Tensor:
     return module.down_proj(gpu.gate.SiluTimes.apply(module.gate_proj(x), module.up_proj(x)))
 
 
-def _with_rotation(original: Any, *given: Any, **more: Any) -> Any:
+def _with_rotation(original: Any, *args: Any, **more: Any) -> Any:
     token = _rotating.set(True)
     try:
-        return original(*given, **more)
+        return original(*args, **more)
     finally:
         _rotating.reset(token)
 
 
-def _rotation(original: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *given: Any, **more: Any) -> Any:
+def _rotation(original: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **more: Any) -> Any:
     """`apply_rotary_pos_emb`, for q [rows, heads, length, d] and k [rows, kv, length, d]."""
-    fits = _rotating.get() and not given and not more and q.dtype == k.dtype == cos.dtype and cos.dim() == 3
-    return gpu.rotary.Rotate.apply(q, k, cos, sin) if fits else original(q, k, cos, sin, *given, **more)
+    fits = _rotating.get() and not args and not more and q.dtype == k.dtype == cos.dtype and cos.dim() == 3
+    return gpu.rotary.Rotate.apply(q, k, cos, sin) if fits else original(q, k, cos, sin, *args, **more)
 
 
 def _layer(layer: Any, hidden_states: Tensor, **more: Any) -> Tensor:
@@ -124,8 +124,8 @@ def _with_residuals(kind: Any) -> Any:
     return type(kind.__name__, (kind,), {"forward": _layer, "__module__": kind.__module__})
 
 
-def _adopt_rotation(module: Any) -> bool:
-    """Make the rotation of a module of transformers use the kernel in adopted models, if it computes the same."""
+def _install_rotation(module: Any) -> bool:
+    """Make the rotation of a module of transformers use the kernel in fused models, if it computes the same."""
     original = getattr(module, ROTATION)
     if not hasattr(original, "replaces"):
         if not is_rotation(original):
@@ -213,8 +213,8 @@ def is_gated_mlp(module: Any) -> bool:
     """Whether a module computes down(silu(gate(x)) * up(x))."""
     if not {"gate_proj", "up_proj", "down_proj"} <= module._modules.keys() <= _MLP or module._parameters:
         return False
-    parts = {"gate_proj": lambda x: x * 1.5, "up_proj": lambda x: x - 0.3, "down_proj": lambda x: x * 0.7}
-    x, twin = _drawn(8, 64), _stubbed(module, **parts)
+    twin = _stubbed(module, gate_proj=lambda x: x * 1.5, up_proj=lambda x: x - 0.3, down_proj=lambda x: x * 0.7)
+    x = _drawn(8, 64)
     return _alike(lambda: type(module).forward(twin, x), lambda: F.silu(x * 1.5) * (x - 0.3) * 0.7)
 
 
@@ -223,8 +223,8 @@ def is_rotation(function: Any) -> bool:
     q, k, (cos, sin) = _drawn(1, 2, 16, 8), _drawn(1, 1, 16, 8, phase=1.0), _drawn(2, 1, 16, 8, phase=2.0)
 
     def right(r: int) -> bool:
-        angles = cos[..., :r], sin[..., :r]
-        return _alike(lambda: function(q, k, *angles), lambda: [rotated(x, *angles) for x in (q, k)])
+        c, s = cos[..., :r], sin[..., :r]
+        return _alike(lambda: function(q, k, c, s), lambda: [rotated(x, c, s) for x in (q, k)])
 
     try:
         function(q, k, cos[..., :4], sin[..., :4])
@@ -247,13 +247,10 @@ def is_residual_layer(layer: Any) -> bool:
         total = x if not residual or residual[0] is None else residual[0] + x
         return (total, total * 1.5 + 0.1) if residual else total * 1.5 + 0.1
 
-    twin = _stubbed(
-        *(layer,),
-        **{"input_layernorm": norm, "post_attention_layernorm": norm, "self_attn": attention, "mlp": torch.cos},
-    )
-    x, given = _drawn(1, 8, 64), {name: object() for name in ("position_embeddings", "position_ids", "batch")}
-    given |= {"attention_mask": None, "use_cache": False}
-    if not _alike(lambda: type(layer).forward(twin, x, **given), lambda: _layer(twin, x, **given)):
+    twin = _stubbed(layer, input_layernorm=norm, post_attention_layernorm=norm, self_attn=attention, mlp=torch.cos)
+    x, keywords = _drawn(1, 8, 64), {name: object() for name in ("position_embeddings", "position_ids", "batch")}
+    keywords |= {"attention_mask": None, "use_cache": False}
+    if not _alike(lambda: type(layer).forward(twin, x, **keywords), lambda: _layer(twin, x, **keywords)):
         return False
     own, ours = calls
     return all(ours.get(name) is value for name, value in own.items())
@@ -294,12 +291,12 @@ def _norm_agrees(device: torch.device, dtype: torch.dtype, size: int, formula: A
     def expected(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return x + residual, rms_norm(x + residual, weight, exact)
 
-    return _agrees(lambda *given: gpu.norm.AddNorm.apply(*given, formula), expected, x, residual, weight)
+    return _agrees(lambda x, r, w: gpu.norm.AddNorm.apply(x, r, w, formula), expected, x, residual, weight)
 
 
 def _gate_agrees(device: torch.device, dtype: torch.dtype) -> bool:
     gate, up = (_drawn(7, 500, dtype=dtype, phase=phase).to(device) for phase in (0.0, 1.0))
-    return _agrees(lambda *given: [gpu.gate.SiluTimes.apply(*given)], lambda g, u: [F.silu(g) * u], gate, up)
+    return _agrees(lambda g, u: [gpu.gate.SiluTimes.apply(g, u)], lambda g, u: [F.silu(g) * u], gate, up)
 
 
 def _rotation_agrees(device: torch.device, dtype: torch.dtype) -> bool:

@@ -15,12 +15,7 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    Mxfp4Config,
-    PretrainedConfig,
-)
+from transformers import AutoConfig, AutoTokenizer, Mxfp4Config, PretrainedConfig
 from transformers import logging as transformers_logging
 from transformers.integrations import deepspeed as integration
 
@@ -44,7 +39,7 @@ _NO_TOKENIZER = "has no tokenizer: save the model's tokenizer in the same folder
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 """Finds the number of a layer in the name of a weight."""
 Start = Callable[[Any], None]
-"""Initialises a weight, which may be sharded."""
+"""Initializes a weight, which may be sharded."""
 
 
 def load_tokenizer(name: str, setting: str = "policy.model") -> Any:
@@ -236,7 +231,7 @@ def load_weights(
 ) -> Any:
     """Load a model through `auto`, one of transformers' AutoModel classes. Raises UserError if weights do not load, are
     missing, are left out, or are not finite. `fresh` maps the names of weights that may be missing to their
-    initialisers."""
+    initializers."""
     options |= dequantizing(config)
     # Wrong shapes are reported below, by name.
     safe = {"ignore_mismatched_sizes": True, "trust_remote_code": False, "weights_only": True}

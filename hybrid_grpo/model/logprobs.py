@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_grpo.model.attention import Segments
-from hybrid_grpo.model.layers import adopt_layers
+from hybrid_grpo.model.layers import install_fused_layers
 from hybrid_grpo.model.routing import routed
 from hybrid_grpo.model.selection import Selection
-from hybrid_grpo.model.sight import Shown, text_forward
+from hybrid_grpo.model.sight import ImageInputs, text_forward
 from hybrid_grpo.model.softmax import TiledSoftmax, on_gpu_kernel, softmax_gradient
-from hybrid_grpo.model.states import adopt_states
-from hybrid_grpo.model.support import HeadColumns
+from hybrid_grpo.model.states import install_state_functions
+from hybrid_grpo.model.support import MaskColumns
 
 TILE_BYTES = 64 << 20
 """Bytes of one tile of logits in float32; a few such temporaries are alive at once."""
@@ -81,7 +81,7 @@ class _TokenLogprobs(torch.autograd.Function):
         shape: LogitShape,
         temperature: float,
         tiles: tuple[list[slice], list[slice]],
-        support: HeadColumns | None,
+        support: MaskColumns | None,
     ) -> tuple[Tensor, Tensor]:
         softmax = TiledSoftmax(target_N, temperature)
         row_tiles, column_tiles = tiles
@@ -148,7 +148,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _part(
-    weight_VD: Tensor, bias_V: Tensor | None, columns: slice, support: HeadColumns | None
+    weight_VD: Tensor, bias_V: Tensor | None, columns: slice, support: MaskColumns | None
 ) -> tuple[slice | Tensor, Tensor, Tensor | None]:
     """Return the index in the vocabulary of some of the head's columns, and their weights and biases."""
     chosen = columns if support is None else support.id_U[columns]
@@ -184,7 +184,7 @@ def token_logprobs(
     bias_V: Tensor | None,
     target_N: Tensor,
     *,
-    support: HeadColumns | None = None,
+    support: MaskColumns | None = None,
     shape: LogitShape | None = None,
     temperature: float = 1.0,
     tile_bytes: int | None = None,
@@ -206,8 +206,8 @@ def token_logprobs(
     row_bytes = (hidden_ND.element_size() if kernel else 4) * max(s.stop - s.start for s in columns)
     rows = slices(len(target_N), max(1, (tile_bytes or (GPU_TILE_BYTES if kernel else TILE_BYTES)) // row_bytes))
     target_N = (target_N if support is None else support.target_N).long().contiguous()
-    options = shape, temperature, (rows, columns), support
-    logp_N, entropy_N = _TokenLogprobs.apply(hidden_ND, weight_VD, bias_V, target_N, *options)
+    tiles = rows, columns
+    logp_N, entropy_N = _TokenLogprobs.apply(hidden_ND, weight_VD, bias_V, target_N, shape, temperature, tiles, support)
     return logp_N, entropy_N
 
 
@@ -238,7 +238,7 @@ class LogprobModel(nn.Module):
     def __init__(self, model: Any, vocabulary: int | None = None) -> None:
         super().__init__()
         self.model: Any = model
-        adopt_states(model)
+        install_state_functions(model)
         config = model.config.get_text_config()
         padded = vocabulary is not None and vocabulary < config.vocab_size
         self.shape = LogitShape.of(config, vocabulary if padded else None)
@@ -247,13 +247,13 @@ class LogprobModel(nn.Module):
         def scored(
             hidden_ND: Tensor,
             target_N: Tensor,
-            support: HeadColumns | None,
+            support: MaskColumns | None,
             temperature: float,
             more: HeadFunction | None = None,
         ) -> tuple[Tensor, ...]:
-            given = hidden_ND, head.weight, head.bias
-            found = token_logprobs(*given, target_N, support=support, shape=self.shape, temperature=temperature)
-            return found if more is None else (*found, *more(*given, self.shape, temperature))
+            w, b, shape = head.weight, head.bias, self.shape
+            found = token_logprobs(hidden_ND, w, b, target_N, support=support, shape=shape, temperature=temperature)
+            return found if more is None else (*found, *more(hidden_ND, w, b, shape, temperature))
 
         head.forward = scored
 
@@ -264,8 +264,8 @@ class LogprobModel(nn.Module):
         source: Selection,
         target_N: Tensor,
         segments: Segments | None,
-        support: HeadColumns | None,
-        shown: Shown | None,
+        support: MaskColumns | None,
+        shown: ImageInputs | None,
         temperature: float,
         more: HeadFunction | None = None,
     ) -> tuple[Tensor, ...]:
@@ -281,7 +281,7 @@ class LogprobModel(nn.Module):
             more: called with the hidden states that `source` picks, weight and bias of the head, its `LogitShape` and
                 the temperature, while the weight is gathered.
         """
-        adopt_layers(self.model, input_ids_bS)
+        install_fused_layers(self.model, input_ids_bS)
         packed = {} if segments is None else {"batch": segments}
         with routed(None if segments is None else segments.routes):
             out = text_forward(self.model, input_ids_bS, position_ids, shown, use_cache=False, **packed)

@@ -61,7 +61,7 @@ class Adapters:
     """Injects adapters into a transformers model, sharded or not, and freezes everything else except the head of a
     sequence classifier, which is new. The model may be a tower alone (`towers.tower_class`).
 
-    `seed` initialises the matrices A equally on every rank. Raises UserError if a layer that `lora` names does not
+    `seed` initializes the matrices A equally on every rank. Raises UserError if a layer that `lora` names does not
     exist or cannot have an adapter.
     """
 

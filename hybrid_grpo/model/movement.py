@@ -32,7 +32,7 @@ _INTEGERS = {4: torch.int32, 2: torch.int16}
 
 
 @dataclass(frozen=True)
-class Frozen:
+class UnchangedTensors:
     """Names of trained tensors that are as good as frozen."""
 
     still: Sequence[str] = ()
@@ -78,7 +78,7 @@ class Movement:
         if self._steps == 0:
             self._before = self._marks()
 
-    def end(self, lr: float) -> Frozen | None:
+    def end(self, lr: float) -> UnchangedTensors | None:
         """After an optimizer step at learning rate `lr` that was applied, to a gradient that is not 0, return what has
         not moved since the last check; None if no check is due. Collective."""
         self._steps += 1
@@ -95,7 +95,9 @@ class Movement:
         learning = {layer for layer, learned in zip(layers, found[_LEARNED].tolist(), strict=True) if learned}
         idle = [bool(learning) and self._steps >= _LEARNS_BY and layer not in learning for layer in layers]
         without = found[_CALLED] & torch.tensor(idle)
-        return Frozen(*([self._names[index] for index in which.nonzero().flatten()] for which in (still, without)))
+        return UnchangedTensors(
+            *([self._names[index] for index in which.nonzero().flatten()] for which in (still, without))
+        )
 
     @torch.no_grad()
     def _marks(self) -> dict[str, Tensor]:

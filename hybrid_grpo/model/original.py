@@ -16,7 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.model.files import SAFE, shapes_in_files, weight_files
 from hybrid_grpo.model.towers import outside_deepspeed
-from hybrid_grpo.model.trained_sight import TrainedSight
+from hybrid_grpo.model.trained_sight import TrainedVisionEncoder
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 """How files end that hold weights, or say where weights are. Copies in other formats would not be the trained ones."""
@@ -31,7 +31,7 @@ class Original:
     Raises UserError if a trained weight could not be written back under the name that it has there.
     """
 
-    def __init__(self, model: Any, name: str, tower: TrainedSight | None = None) -> None:
+    def __init__(self, model: Any, name: str, tower: TrainedVisionEncoder | None = None) -> None:
         self._tower = tower
         self._start = f"policy.model {name}"
         self._folder = _folder(name, self._start)

@@ -4,8 +4,8 @@ In half precision a router's scores differ a little between a decode step and th
 experts are close, another one is chosen. So the sampler records the experts of every token, and the training forward
 uses them; their weights are computed by the router that is trained, with gradients (R3, arXiv:2510.11370).
 
-A router of transformers chooses by one call of `topk`, whatever it does before and after. `adopt_routers` makes routers
-pass that choice to what the forward was `routed` by.
+A router of transformers chooses by one call of `topk`, whatever it does before and after. `install_routers` makes
+routers pass that choice to what the forward was `routed` by.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ class _Choice(TorchFunctionMode):
         return scores.dim() == 2 and indices.shape[-1] == self._k and scores.shape[-1] != self._groups
 
 
-def adopt_routers(model: Any) -> int:
+def install_routers(model: Any) -> int:
     """Make the routers of a model look at what its forward is `routed` by. Return their number; 0 if the model has no
-    routers that choose in the way that `_routers_in` recognises."""
+    routers that choose in the way that `_routers_in` recognizes."""
     routers = [m for m in model.modules() if type(m).__name__ in _routers_in(type(m).__module__)]
     if len({_chosen_by(router) for router in routers}) != 1:
         return 0
@@ -113,8 +113,8 @@ def adopt_routers(model: Any) -> int:
 
 def replays(model: Any, policy: PolicyConfig, *, paged: bool) -> bool | None:
     """Return whether `policy.routing` makes a model replay the experts that were recorded; None if none are. They are
-    recorded by the paged decoder and replayed in packed rows. The model's routers are adopted. Raises UserError."""
-    recorded = paged and adopt_routers(model) > 0
+    recorded by the paged decoder and replayed in packed rows. The model's routers are installed. Raises UserError."""
+    recorded = paged and install_routers(model) > 0
     refuse(
         policy.routing == "replay" and not recorded,
         f"policy.routing replay: {type(model).__name__} has no experts whose choice can be replayed, or its rows are"
@@ -181,7 +181,7 @@ def joined(parts: Sequence[tuple[np.ndarray | None, int]]) -> np.ndarray | None:
     return every
 
 
-class Seen:
+class RoutingProbe:
     """Routes nothing, and notes the shape of what there is to record."""
 
     def __init__(self) -> None:

@@ -18,10 +18,10 @@ from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.model.architectures import undecodable
 from hybrid_grpo.model.attention import Segments
-from hybrid_grpo.model.layers import adopt_layers
+from hybrid_grpo.model.layers import install_fused_layers
 from hybrid_grpo.model.loading import draw_normal, load_config, load_for_training
 from hybrid_grpo.model.selection import Selection
-from hybrid_grpo.model.states import adopt_states
+from hybrid_grpo.model.states import install_state_functions
 
 _HEAD = "score"
 """transformers' name for the head of a classifier."""
@@ -35,7 +35,7 @@ class ScalarModel(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model: Any = model
-        adopt_states(model)
+        install_state_functions(model)
         head = model.score
 
         def scored(hidden_ND: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class ScalarModel(nn.Module):
         self, input_ids_bS: Tensor, position_ids_bS: Tensor, source: Selection, segments: Segments | None
     ) -> Tensor:
         """Return a number for each token that `source` selects, float32 [N]; see `LogprobModel.forward`."""
-        adopt_layers(self.model, input_ids_bS)
+        install_fused_layers(self.model, input_ids_bS)
         packed = {} if segments is None else {"batch": segments}
         out = self.model.base_model(input_ids=input_ids_bS, position_ids=position_ids_bS, use_cache=False, **packed)
         value_N: Tensor = self.model.score(source(out.last_hidden_state.flatten(0, 1)))

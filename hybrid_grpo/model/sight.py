@@ -29,7 +29,7 @@ Pixels = Callable[[int], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class Look:
+class ImageEmbedding:
     """What a tower makes of a picture."""
 
     rows_ND: Tensor
@@ -48,8 +48,8 @@ class _Extent:
     """Distance from its first position to that of the token after it."""
 
 
-class Sight:
-    """The tower of a policy, frozen, with what it made of pictures. (`TrainedSight` is not.)
+class VisionEncoder:
+    """The tower of a policy, frozen, with what it made of pictures. (`TrainedVisionEncoder` is not.)
 
     Every picture goes through the tower by itself, so that its embeddings do not depend on others. They are kept in
     host memory, the latest up to `cache_bytes`, for the next sampling and for training.
@@ -67,7 +67,7 @@ class Sight:
     def __init__(self, tower: Any, pixels: Pixels, device: torch.device, cache_bytes: int) -> None:
         self.tower, self.device, self.runs = tower.eval().requires_grad_(False).to(device), device, 0
         self._pixels, self._room, self._cache_bytes = pixels, cache_bytes, cache_bytes
-        self._looks: OrderedDict[int, Look] = OrderedDict()
+        self._looks: OrderedDict[int, ImageEmbedding] = OrderedDict()
         self._extents: dict[int, _Extent] = {}
         self._by_grid: dict[tuple[int, ...], _Extent] = {}
         self._averages: dict[str, Tensor] = {}
@@ -79,33 +79,33 @@ class Sight:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def look(self, key: int) -> Look:
+    def look(self, key: int) -> ImageEmbedding:
         """Return what the tower makes of a picture."""
         if key in self._looks:
             self._looks.move_to_end(key)
             return self._looks[key]
-        given = self._pixels(key)
-        read = self.read(given)
-        look = Look(read.rows_ND.cpu(), tuple(layer.cpu() for layer in read.deep))
+        pixels = self._pixels(key)
+        read = self.read(pixels)
+        look = ImageEmbedding(read.rows_ND.cpu(), tuple(layer.cpu() for layer in read.deep))
         if key not in self._extents:
-            self._extents[key] = self._extent(given.get("image_grid_thw"), len(look.rows_ND))
+            self._extents[key] = self._extent(pixels.get("image_grid_thw"), len(look.rows_ND))
         self._looks[key] = look
         self._room -= _bytes(look)
         while self._room < 0 and len(self._looks) > 1:
             self._room += _bytes(self._looks.popitem(last=False)[1])
         return look
 
-    def read(self, given: Mapping[str, Tensor]) -> Look:
+    def read(self, pixels: Mapping[str, Tensor]) -> ImageEmbedding:
         """Run the tower on what `pixels` returns of a picture."""
-        on_device = {name: value.to(self.device) for name, value in given.items()}
+        on_device = {name: value.to(self.device) for name, value in pixels.items()}
         found = self._base.get_image_features(**on_device, return_dict=True)
         rows = found.pooler_output
         rows_ND = (torch.cat(list(rows)) if isinstance(rows, list | tuple) else rows).flatten(0, -2)
         self.runs += 1
         deep = getattr(found, "deepstack_features", None) or ()
-        return Look(rows_ND, tuple(torch.cat(list(layer)) for layer in deep))
+        return ImageEmbedding(rows_ND, tuple(torch.cat(list(layer)) for layer in deep))
 
-    def embeddings(self, key: int) -> Look:
+    def embeddings(self, key: int) -> ImageEmbedding:
         """Return what a forward puts in the place of a picture."""
         return self.look(key)
 
@@ -172,19 +172,19 @@ class Sight:
                 at += extent.advance
         return np.concatenate(parts, axis=1), at
 
-    def shift(self, tokens: Sequence[int]) -> int:
+    def position_offset(self, tokens: Sequence[int]) -> int:
         """Return how far positions after a text are ahead of its number of tokens; below 0 after most pictures."""
         return positions_of(tokens, self)[1] - len(tokens)
 
-    def shown(self, tokens: Sequence[int], device: torch.device) -> Shown | None:
+    def shown(self, tokens: Sequence[int], device: torch.device) -> ImageInputs | None:
         """Return the pictures in the flat tokens of a forward; None if there are none."""
         place_M = np.flatnonzero(np.array(tokens, dtype=np.int64) < 0)
-        return Shown(self, keys_of(tokens), upload(place_M, device)) if len(place_M) else None
+        return ImageInputs(self, keys_of(tokens), upload(place_M, device)) if len(place_M) else None
 
 
-def positions_of(tokens: Sequence[int], sight: Sight | None) -> tuple[np.ndarray, int]:
+def positions_of(tokens: Sequence[int], sight: VisionEncoder | None) -> tuple[np.ndarray, int]:
     """Return the positions of a text's tokens on each axis, [axes, tokens], and the position after them; there is one
-    axis if the text has no pictures. See `Sight.positions`."""
+    axis if the text has no pictures. See `VisionEncoder.positions`."""
     if sight is None or sight.axes == 1 or not any(token < 0 for token in tokens):
         return np.arange(len(tokens))[None], len(tokens)
     return sight.positions(tokens)
@@ -198,7 +198,7 @@ def beside(parts: Sequence[np.ndarray]) -> np.ndarray:
     return joined if axes == 1 else joined[:, None]
 
 
-def pictures_of(tokens: Sequence[int], sight: Sight | None) -> Blocks | None:
+def pictures_of(tokens: Sequence[int], sight: VisionEncoder | None) -> Blocks | None:
     """Return the runs of picture tokens in a row that attend to themselves in both directions; None if there are
     none."""
     if sight is None or sight.both_ways is None:
@@ -210,10 +210,10 @@ def pictures_of(tokens: Sequence[int], sight: Sight | None) -> Blocks | None:
 
 
 @dataclass(frozen=True)
-class Shown:
+class ImageInputs:
     """The pictures in the tokens of a forward."""
 
-    sight: Sight
+    sight: VisionEncoder
     keys: list[int]
     place_M: Tensor
     """int64, the places of their tokens, flat."""
@@ -227,15 +227,15 @@ class Shown:
         return embeds_bSD.flatten(0, 1).index_copy(0, self.place_M, rows_MD).view_as(embeds_bSD), deep
 
 
-def text_forward(model: Any, input_ids: Tensor, position_ids: Tensor, shown: Shown | None, **given: Any) -> Any:
+def text_forward(model: Any, input_ids: Tensor, position_ids: Tensor, shown: ImageInputs | None, **more: Any) -> Any:
     """Return the output of a causal language model's base for tokens, int64 [b, S]; those below 0 are pictures.
 
-    `position_ids` is int64, [b, S] or [axes, b, S]; `given` are further arguments of the base. Of a model that was
+    `position_ids` is int64, [b, S] or [axes, b, S]; `more` are further arguments of the base. Of a model that was
     built without its towers, the text model is called, with pictures or without: under ZeRO-3 ranks gather weights in
     the order in which modules are called, and some ranks may have no picture.
     """
     if not lacks_towers(model):
-        return model.base_model(input_ids=input_ids, position_ids=position_ids, **given)
+        return model.base_model(input_ids=input_ids, position_ids=position_ids, **more)
     text, (pad, unread) = text_of(model), _unread(model.config)
     unread_bS = input_ids < 0
     for token in unread:
@@ -245,10 +245,10 @@ def text_forward(model: Any, input_ids: Tensor, position_ids: Tensor, shown: Sho
     if shown is not None:
         embeds_bSD, deep = shown.embedded(tokens_bSD)
         if deep:
-            given |= {"visual_pos_masks": input_ids < 0, "deepstack_visual_embeds": deep}
+            more |= {"visual_pos_masks": input_ids < 0, "deepstack_visual_embeds": deep}
     if getattr(text, "hidden_size_per_layer_input", 0):
-        given["per_layer_inputs"] = text.get_per_layer_inputs(ids_bS, tokens_bSD)
-    return text(inputs_embeds=embeds_bSD, position_ids=position_ids, **given)
+        more["per_layer_inputs"] = text.get_per_layer_inputs(ids_bS, tokens_bSD)
+    return text(inputs_embeds=embeds_bSD, position_ids=position_ids, **more)
 
 
 def _unread(config: Any) -> tuple[int, list[int]]:
@@ -273,5 +273,5 @@ def image_token(config: Any) -> int | None:
     return next((token for token in named if isinstance(token, int)), None)
 
 
-def _bytes(look: Look) -> int:
+def _bytes(look: ImageEmbedding) -> int:
     return sum(part.numel() * part.element_size() for part in (look.rows_ND, *look.deep))

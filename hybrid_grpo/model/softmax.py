@@ -88,18 +88,17 @@ def softmax_gradient(
         target_N, normalizer_N, entropy_N: computed over all columns; see `TiledSoftmax`.
         dentropy_N: None means zeros.
     """
+    dlogp_N, dentropy_N = dlogp_N.contiguous(), None if dentropy_N is None else dentropy_N.contiguous()
     if on_gpu_kernel(logits):
         # Round to the dtype of the matrix products that follow; not yet if a soft cap multiplies the gradient first.
         out = torch.empty_like(logits, dtype=torch.float32) if keep else logits
-        given = (logits, normalizer_N, target_N, entropy_N, dlogp_N.contiguous())
-        gpu.softmax.gradient(out, *given, None if dentropy_N is None else dentropy_N.contiguous(), temperature, first)
+        gpu.softmax.gradient(out, logits, normalizer_N, target_N, entropy_N, dlogp_N, dentropy_N, temperature, first)
         return out
     logits = logits.float()
     if logits.is_contiguous() and usable(logits):
         out = torch.empty_like(logits) if keep else logits
-        given = (logits, normalizer_N, target_N, entropy_N, dlogp_N.contiguous())
-        dentropy_N = None if dentropy_N is None else dentropy_N.contiguous()
-        run("softmax_gradient", out, *given, dentropy_N, 1 / temperature, first, *logits.shape)
+        run("softmax_gradient", out, logits, normalizer_N, target_N, entropy_N, dlogp_N, dentropy_N,
+            1 / temperature, first, *logits.shape)  # fmt: skip
         return out
     logp = logits / temperature if keep else logits.div_(temperature) if temperature != 1.0 else logits
     logp = logp.sub_(normalizer_N[:, None])
@@ -128,14 +127,14 @@ def _kernel_agrees(device: torch.device, dtype: torch.dtype) -> bool:
     softmax = TiledSoftmax(target_N, 0.8)
     gpu.softmax.add(softmax.sums(slice(None)), logits, target_N, 0.8, 1000)
     out = torch.empty_like(logits)
-    given = (softmax.normalizer_N(), target_N, softmax.entropy_N(), dlogp_N, dentropy_N)
-    gpu.softmax.gradient(out, logits, *given, 0.8, 1000)
+    normalizer_N, entropy_N = softmax.normalizer_N(), softmax.entropy_N()
+    gpu.softmax.gradient(out, logits, normalizer_N, target_N, entropy_N, dlogp_N, dentropy_N, 0.8, 1000)
     logp = (logits.double() / 0.8).log_softmax(-1)
     is_target = torch.arange(1000, 5096, device=device) == target_N[:, None]
     entropy_N1 = -(logp.exp() * logp).sum(-1, keepdim=True)
     dx = dlogp_N[:, None] * (is_target.double() - logp.exp()) - dentropy_N[:, None] * logp.exp() * (logp + entropy_N1)
     return (
         torch.allclose(softmax.logp_N().double(), logp[is_target], atol=1e-4)
-        and torch.allclose(softmax.entropy_N().double(), entropy_N1[:, 0], atol=1e-4)
+        and torch.allclose(entropy_N.double(), entropy_N1[:, 0], atol=1e-4)
         and torch.allclose(out.double() * 0.8, dx, rtol=1e-2, atol=1e-5)
     )

@@ -1,10 +1,10 @@
 """Packed rows through layers that carry a state: convolutions over the last tokens, and linear recurrences.
 
 transformers computes such a layer with a few functions of its module. For a packed row they would carry the state of
-one sequence over into the next. `adopt_states` puts functions in their place that look at the forward's `batch`: in a
-packed row each sequence begins without a state or with the state that its prefix ends with. So the completions of a
-group share their prompt's state, and in backward the prompt's gradient is the sum over its completions. Without a
-`batch` the functions do what they did.
+one sequence over into the next. `install_state_functions` puts functions in their place that look at the forward's
+`batch`: in a packed row each sequence begins without a state or with the state that its prefix ends with. So the
+completions of a group share their prompt's state, and in backward the prompt's gradient is the sum over its
+completions. Without a `batch` the functions do what they did.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def following(next_n: Tensor | None) -> Iterator[None]:
         _next_n.reset(token)
 
 
-def _noted(mixer: Any, forward: Any, *given: Any, **more: Any) -> Any:
+def _noted(mixer: Any, forward: Any, *args: Any, **more: Any) -> Any:
     token = _running.set((mixer, more))
     try:
-        return forward(*given, **more)
+        return forward(*args, **more)
     finally:
         _running.reset(token)
 
@@ -97,10 +97,10 @@ def _convolution(
     return out.T[None].to(hidden_states.dtype)
 
 
-def _convolution_step(original: Any, *given: Any, **more: Any) -> Tensor:
+def _convolution_step(original: Any, *args: Any, **more: Any) -> Tensor:
     """`causal_conv1d_update`, which writes its state in place."""
-    out = None if torch.is_grad_enabled() else kernels.causal_conv1d_update(*given, **more, next_n=_next_n.get())
-    return original(*given, **more) if out is None else out
+    out = None if torch.is_grad_enabled() else kernels.causal_conv1d_update(*args, **more, next_n=_next_n.get())
+    return original(*args, **more) if out is None else out
 
 
 def _delta_rule(
@@ -119,14 +119,15 @@ def _delta_rule(
     """`chunk_gated_delta_rule` (arXiv:2412.06464) and KDA's; all [1, S, heads, ...]."""
     more = {name: value for name, value in more.items() if name != "cu_seqlens"}
     if batch is None:
-        given = {"initial_state": initial_state, "output_final_state": output_final_state, "chunk_size": chunk_size}
-        return original(query, key, value, g=g, beta=beta, **given, **more)
+        more |= {"initial_state": initial_state, "output_final_state": output_final_state, "chunk_size": chunk_size}
+        return original(query, key, value, g=g, beta=beta, **more)
 
     def scan(inputs: tuple[Tensor, ...], initial: Tensor | None) -> tuple[Tensor, Tensor]:
         q, k, v, decay, strength = inputs
         size = _chunk(chunk_size, q.shape[1])
-        given = {"initial_state": initial, "output_final_state": True, "chunk_size": size}
-        return original(q, k, v, g=decay, beta=strength, **given, **more)
+        return original(
+            q, k, v, g=decay, beta=strength, initial_state=initial, output_final_state=True, chunk_size=size, **more
+        )
 
     out, final = batch.runs.scan(scan, (query[0], key[0], value[0], g[0], beta[0]), initial_state)
     return out[None], final
@@ -146,8 +147,9 @@ def _delta_step(
 ) -> tuple[Tensor, Tensor | None]:
     """The delta rules for one token; all [n, 1, heads, ...]. In our own cache a state may be written in place."""
     if batch is not None:
-        given = query, key, value, g, beta, initial_state
-        out = kernels.recurrent_delta_rule(*given, unit=use_qk_l2norm_in_kernel, next_n=_next_n.get())
+        out = kernels.recurrent_delta_rule(
+            query, key, value, g, beta, initial_state, unit=use_qk_l2norm_in_kernel, next_n=_next_n.get()
+        )
         if out is not None:
             return out, initial_state
     more |= {"initial_state": initial_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
@@ -173,15 +175,15 @@ def _mamba2_scan(
 ) -> Any:
     """`mamba2_chunk_scan` (arXiv:2405.21060); hidden_states, B and C are [1, S, heads, ...], dt is [1, S, heads]."""
     if batch is None:
-        given: dict[str, Any] = {"D": D, "dt_bias": dt_bias, "initial_states": initial_states}
-        given |= {"dt_softplus": dt_softplus, "dt_limit": dt_limit, "return_final_states": return_final_states}
-        return original(hidden_states, dt, A, B, C, chunk_size, **given, **more)
+        more |= {"D": D, "dt_bias": dt_bias, "initial_states": initial_states}
+        more |= {"dt_softplus": dt_softplus, "dt_limit": dt_limit, "return_final_states": return_final_states}
+        return original(hidden_states, dt, A, B, C, chunk_size, **more)
     dt = _steps(dt, dt_bias, dt_softplus).clamp(*dt_limit)
 
     def scan(inputs: tuple[Tensor, ...], initial: Tensor | None) -> tuple[Tensor, Tensor]:
         x, steps, b, c = inputs
-        given = {"D": D, "initial_states": initial, "return_final_states": True}
-        return original(x, steps, A, b, c, _chunk(chunk_size, x.shape[1]), **given, **more)
+        size = _chunk(chunk_size, x.shape[1])
+        return original(x, steps, A, b, c, size, D=D, initial_states=initial, return_final_states=True, **more)
 
     out, final = batch.runs.scan(scan, (hidden_states[0], dt[0], B[0], C[0]), initial_states)
     return (out[None], final) if return_final_states else out[None]
@@ -206,8 +208,8 @@ def _selective_scan(
     mixer, keywords = _running.get()
     batch, cache = keywords.get("batch"), keywords.get("cache", keywords.get("past_key_values"))
     if batch is None:
-        given = {"D": D, "z": z, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
-        return original(hidden_states, dt, A, B, C, return_last_state=return_last_state, **given, **more)
+        more |= {"D": D, "z": z, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
+        return original(hidden_states, dt, A, B, C, return_last_state=return_last_state, **more)
     dt = _steps(dt, None if delta_bias is None else delta_bias[:, None], delta_softplus)
 
     def scan(inputs: tuple[Tensor, ...], initial: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -248,8 +250,8 @@ def _state_space_step(
     limit = getattr(_running.get()[0], "time_step_limit", _UNLIMITED)
     dt, out = _steps(dt, dt_bias, dt_softplus).clamp(*limit), None
     if not torch.is_grad_enabled():
-        given = (state, x, dt, A, B, C, D) if x.dim() == 3 else _one_head(state, x, dt, A, B, C, D)
-        out = kernels.state_space_update(*given, next_n=_next_n.get())
+        update = kernels.state_space_update if x.dim() == 3 else _one_head
+        out = update(state, x, dt, A, B, C, D, next_n=_next_n.get())
     if out is None:
         return original(state, x, dt, A, B, C, D, z=z, **more)
     out = out.view(x.shape)
@@ -257,16 +259,17 @@ def _state_space_step(
 
 
 def _one_head(
-    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None
-) -> tuple[Any, ...]:
-    """Return the arguments of Mamba 1, whose x and dt are [n, channels] and B and C [n, size], with a head."""
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, *, next_n: Tensor | None
+) -> Tensor | None:
+    """`state_space_update` for Mamba 1, whose x and dt are [n, channels] and B and C [n, size]."""
     x, B, C = (t.contiguous()[:, None] for t in (x, B, C))
-    return state[:, None], x, dt[:, None], A[None], B, C, None if D is None else D[None]
+    D = None if D is None else D[None]
+    return kernels.state_space_update(state[:, None], x, dt[:, None], A[None], B, C, D, next_n=next_n)
 
 
-def _no_shortcut(original: Any, *given: Any, batch: StateBatch | None = None, **more: Any) -> Any:
+def _no_shortcut(original: Any, *args: Any, batch: StateBatch | None = None, **more: Any) -> Any:
     """`mamba2_split_conv1d_scan_combined`, which knows no packed rows; None makes a layer take the other functions."""
-    return None if batch is not None else original(*given, **more)
+    return None if batch is not None else original(*args, **more)
 
 
 REPLACEMENTS: dict[str, Any] = {
@@ -291,7 +294,7 @@ STATE_METHODS = ("update_conv_state", "update_recurrent_state")
 """Methods of a cache that layers with a state call."""
 
 
-def adopt_states(model: Any) -> None:
+def install_state_functions(model: Any) -> None:
     """Make the layers of a model that carry a state look at the forward's `batch`; see the module's docstring."""
     for name in {type(module).__module__ for module in model.modules()}:
         module = sys.modules.get(name)

@@ -1,7 +1,7 @@
 """The support of a sampled token: the tokens that the sampler's filters left, among which it was drawn.
 
-`Support` is the record that goes from the sampler to the loss with a completion. `HeadColumns` is what the output head
-computes from it, so that it normalizes over the same tokens ("keep sampling mask", DeepSeek-V3.2).
+`SamplingMask` is the record that goes from the sampler to the loss with a completion. `MaskColumns` is what the output
+head computes from it, so that it normalizes over the same tokens ("keep sampling mask", DeepSeek-V3.2).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _GATHER_BITS = 0x0102040810204080
 
 
 @dataclass(frozen=True, eq=False)
-class Support:
+class SamplingMask:
     """The token ids among which each of N tokens was drawn, that token included."""
 
     id_K: np.ndarray
@@ -32,12 +32,12 @@ class Support:
     """int32, the number of ids of each token."""
 
     @classmethod
-    def of(cls, ids: Sequence[np.ndarray]) -> Support:
+    def of(cls, ids: Sequence[np.ndarray]) -> SamplingMask:
         """Return the support of tokens, given the ascending ids of each."""
         return cls(np.concatenate(ids).astype(np.int32), np.array(list(map(len, ids)), np.int32))
 
     @classmethod
-    def joined(cls, parts: Sequence[Support]) -> Support:
+    def joined(cls, parts: Sequence[SamplingMask]) -> SamplingMask:
         """Return the support of the tokens of all parts, in order."""
         return cls(np.concatenate([part.id_K for part in parts]), np.concatenate([part.count_N for part in parts]))
 
@@ -47,7 +47,7 @@ class Support:
 
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, Support)
+            isinstance(other, SamplingMask)
             and np.array_equal(self.count_N, other.count_N)
             and np.array_equal(self.id_K, other.id_K)
         )
@@ -67,7 +67,7 @@ def unpacked(bits_nW: np.ndarray) -> list[np.ndarray]:
     return np.split((8 * byte + bit).astype(np.int32), np.searchsorted(row, np.arange(1, len(bits_nW))))
 
 
-class HeadColumns:
+class MaskColumns:
     """The columns of an output head that are in the support of any of N tokens, on the device.
 
     Attributes:
@@ -75,7 +75,7 @@ class HeadColumns:
         target_N: int64, the index in `id_U` of each of the N tokens.
     """
 
-    def __init__(self, support: Support, target_N: np.ndarray, device: torch.device) -> None:
+    def __init__(self, support: SamplingMask, target_N: np.ndarray, device: torch.device) -> None:
         count_V = np.bincount(support.id_K)
         place_V = np.cumsum(count_V > 0, dtype=np.int32) - 1
         self.id_U, self.target_N = upload(np.flatnonzero(count_V), device), upload(place_V[target_N], device)

@@ -1,7 +1,8 @@
 """Reads and writes `torch.save` files. A failed write reports its reason, and reading never runs code from the file.
 
-Files can be postponed, so that a thread writes them while their tensors go on changing. It writes from a copy, which it
-makes itself unless the tensors are on a GPU. Whoever is about to change tensors of a checkpoint calls `settle` first.
+Files can be postponed, so that a thread writes them while their tensors continue to change. It writes from a copy,
+which it makes itself unless the tensors are on a GPU. Whoever is about to change tensors of a checkpoint calls `settle`
+first.
 """
 
 import threading

@@ -116,16 +116,16 @@ def _without_towers(config: Any) -> Any:
     towers = tuple(name for name in (*base._modules, *base._parameters) if name != kept)
 
     def init_base(self: Any, config: Any) -> None:
-        _adopt(self, config, base)
+        _initialize_like(self, config, base)
         setattr(self, kept, text._from_config(config.get_text_config(decoder=True)))
         self.post_init()
 
-    # Weights that are missing are refused, and some classes would initialise parts of their towers.
+    # Weights that are missing are refused, and some classes would initialize parts of their towers.
     without_start = {"_init_weights": lambda self, module: None}
     kept_base = _subclass(type(base), __init__=init_base, **without_start)
 
     def init(self: Any, config: Any) -> None:
-        _adopt(self, config, whole)
+        _initialize_like(self, config, whole)
         setattr(self, whole.base_model_prefix, kept_base(config))
         self.lm_head = nn.Linear(head.in_features, head.out_features, head.bias is not None)
         self.post_init()
@@ -135,10 +135,10 @@ def _without_towers(config: Any) -> Any:
         parameter = nn.Module.get_parameter(self, name)
         return torch.empty(parameter.ds_shape, device="meta") if hasattr(parameter, "ds_shape") else parameter
 
-    def tie_weights(self: Any, *given: Any, **options: Any) -> None:
+    def tie_weights(self: Any, *args: Any, **options: Any) -> None:
         # It makes parameters of what it gets.
         self.get_parameter = partial(nn.Module.get_parameter, self)
-        type(whole).tie_weights(self, *given, **options)
+        type(whole).tie_weights(self, *args, **options)
         del self.get_parameter
 
     def from_config(cls: Any, config: Any, trust_remote_code: bool = False, **options: Any) -> Any:
@@ -157,8 +157,8 @@ def _without_towers(config: Any) -> Any:
     )
 
 
-def _adopt(module: Any, config: Any, like: Any) -> None:
-    """Initialise a module with the plain attributes of another, and None in the place of its parts."""
+def _initialize_like(module: Any, config: Any, like: Any) -> None:
+    """Initialize a module with the plain attributes of another, and None in the place of its parts."""
     PreTrainedModel.__init__(module, config)
     for name, value in vars(like).items():
         if not hasattr(module, name):

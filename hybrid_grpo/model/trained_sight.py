@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hybrid_grpo.config import LoraConfig
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.lora import Adapter, Adapters
-from hybrid_grpo.model.sight import Look, Pixels, Sight
+from hybrid_grpo.model.sight import ImageEmbedding, Pixels, VisionEncoder
 from hybrid_grpo.model.towers import text_of
 
 
@@ -58,13 +58,13 @@ class SeeingModel(LogprobModel):
         return self.tower(given[0]) if isinstance(given[0], list) else super().forward(*given)
 
 
-class TrainedSight(Sight):
+class TrainedVisionEncoder(VisionEncoder):
     """The tower of a policy, trained: its weights or, with a `lora` of rank above 0, adapters of its linear layers.
 
     Trained are the weights that gradients from a picture reach; a tower may have others, as those for sounds.
 
     Args:
-        tower, pixels, cache_bytes: as for `Sight`.
+        tower, pixels, cache_bytes: as for `VisionEncoder`.
         blank: what the tower takes of some picture.
         lora, seed: see `Adapters`.
 
@@ -94,16 +94,16 @@ class TrainedSight(Sight):
         tower.requires_grad_(False)
         self._trained = {name: named[name].requires_grad_() for name in reached}
         self.weights = TowerWeights(self._trained.items())
-        self._leaves: dict[int, Look] = {}
+        self._leaves: dict[int, ImageEmbedding] = {}
 
-    def embeddings(self, key: int) -> Look:
+    def embeddings(self, key: int) -> ImageEmbedding:
         """Return what a forward puts in the place of a picture: in training, leaves that collect its gradient."""
         look = self.look(key)
         if not torch.is_grad_enabled():
             return look
         if key not in self._leaves:
             parts = [part.to(self.device, torch.float32).requires_grad_() for part in (look.rows_ND, *look.deep)]
-            self._leaves[key] = Look(parts[0], tuple(parts[1:]))
+            self._leaves[key] = ImageEmbedding(parts[0], tuple(parts[1:]))
         return self._leaves[key]
 
     def gradients(self) -> list[Tensor]:

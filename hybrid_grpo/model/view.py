@@ -20,12 +20,12 @@ from hybrid_grpo.model.ranks import world_size
 
 _ALIGNED_BYTES = 128
 TOGETHER = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-"""Linear modules on the same input, whose products a decode step computes as one if their weights are neighbours."""
+"""Linear modules on the same input, whose products a decode step computes as one if their weights are neighbors."""
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor | None:
-    """Return contiguous neighbours in memory, [rows, ...] each, as one tensor without a copy; None if they are not
-    neighbours."""
+    """Return contiguous neighbors in memory, [rows, ...] each, as one tensor without a copy; None if they are not
+    neighbors."""
     first = parts[0]
     for before, part in pairwise(parts):
         same = before.untyped_storage()._cdata == part.untyped_storage()._cdata
@@ -52,7 +52,7 @@ class View:
         device: where the whole weights are.
         adapters: the adapters in `source`, by the path of their layer in `module`.
         keep: keep the memory of gathered and merged weights for the next `gather`.
-        neighbours: lay out the weights of `TOGETHER` as neighbours in memory where they are gathered or merged, and
+        neighbors: lay out the weights of `TOGETHER` as neighbors in memory where they are gathered or merged, and
             those of attention everywhere. Default: on GPUs.
     """
 
@@ -64,7 +64,7 @@ class View:
         device: torch.device,
         adapters: Mapping[str, Adapter] | None = None,
         keep: bool = False,
-        neighbours: bool | None = None,
+        neighbors: bool | None = None,
     ) -> None:
         self.module, self._sharded, self._device, self._keep = module, sharded, device, keep
         self._adapters = adapters or {}
@@ -83,11 +83,11 @@ class View:
                     self._homes.setdefault(by_name[prefix + name], []).append((child, name))
             for name in child._buffers:
                 child._buffers[name] = buffers.get(prefix + name)
-        wanted = device.type == "cuda" if neighbours is None else neighbours
+        wanted = device.type == "cuda" if neighbors is None else neighbors
         self._together = [group for child in module.modules() for group in self._groups(child)] if wanted else []
 
     def _groups(self, child: nn.Module) -> list[list[Any]]:
-        """Return the parameters of a module's children that are to be neighbours."""
+        """Return the parameters of a module's children that are to be neighbors."""
         of_home: dict[Any, Any] = {(home, name): p for p, homes in self._homes.items() for home, name in homes}
         found = []
         for names in TOGETHER:
@@ -113,7 +113,7 @@ class View:
             self._bind(homes, whole[parameter])
 
     def _beside(self, whole: dict[Any, Tensor]) -> dict[Any, Tensor]:
-        """Copy weights of the engine that are to be neighbours side by side, unless they are; return where those with
+        """Copy weights of the engine that are to be neighbors side by side, unless they are; return where those with
         adapters are to be merged."""
         adapted = {adapter.linear.weight for adapter in self._adapters.values()}
         places: dict[Any, Tensor] = {}
@@ -167,7 +167,7 @@ class View:
         for dtype in sorted({p.ds_tensor.dtype for p in every}, key=str):
             places, size = self._places([p for p in every if p.ds_tensor.dtype == dtype])
             flat = memory(dtype, size, dtype)
-            # In order: the padding behind a weight lies where its neighbour's is gathered next.
+            # In order: the padding behind a weight lies where its neighbor's is gathered next.
             for p, begin in places.items():
                 target = flat[begin : begin + world_size() * p.ds_tensor.numel()]
                 torch.distributed.all_gather_into_tensor(target, p.ds_tensor.to(self._device).view(-1))
@@ -176,7 +176,7 @@ class View:
 
     def _places(self, parameters: list[Any]) -> tuple[dict[Any, int], int]:
         """Return where in one buffer each weight begins, and the buffer's size. Each begins where a kernel can load it
-        fastest, and right behind the last one where they are to be neighbours and sizes allow it."""
+        fastest, and right behind the last one where they are to be neighbors and sizes allow it."""
         unit = _ALIGNED_BYTES // parameters[0].ds_tensor.element_size()
         before: dict[Any, Any] = {p: q for group in self._together for q, p in pairwise(group)}
         group_of = {p: group for group in self._together for p in group}
@@ -185,9 +185,9 @@ class View:
             for p in group_of.get(parameter, [parameter]):
                 if p in places or p not in members:
                     continue
-                begin, neighbour = -(-end // unit) * unit, before.get(p, p)
-                if neighbour in places and neighbour.ds_numel % unit == 0:
-                    begin = places[neighbour] + neighbour.ds_numel
+                begin, neighbor = -(-end // unit) * unit, before.get(p, p)
+                if neighbor in places and neighbor.ds_numel % unit == 0:
+                    begin = places[neighbor] + neighbor.ds_numel
                 places[p] = begin
                 end = max(end, begin + world_size() * p.ds_tensor.numel())
         return places, end

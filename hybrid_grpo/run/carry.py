@@ -1,8 +1,8 @@
 """Carries the longest groups of a step into the next one, so that no step waits for them (partial rollouts: Kimi k1.5,
 arXiv:2501.12599, section 2.6; APRIL, arXiv:2509.18521).
 
-A step of N prompts samples N + K groups. It ends when N of them are whole, and learns from these; the other K go on in
-the next step, sampled by the policy of that step, beside N new prompts. Tokens keep the log-probabilities that were
+A step of N prompts samples N + K groups. It ends when N of them are whole, and learns from these; the other K continue
+in the next step, sampled by the policy of that step, beside N new prompts. Tokens keep the log-probabilities that were
 recorded when they were sampled.
 
 Which groups are left does not depend on how fast ranks are: a group's span is the number of tokens that its longest
@@ -39,7 +39,7 @@ Exchange = Callable[[list[Any]], list[Any]]
 
 
 @dataclass(frozen=True, order=True)
-class Whole:
+class FinishedGroup:
     """A group whose completions have all ended."""
 
     span: int
@@ -58,11 +58,11 @@ class OpenGroup:
     completions: list[Completion]
 
 
-def shortest(found: Iterable[Whole], count: int, due: int) -> list[Whole] | None:
+def shortest(found: Iterable[FinishedGroup], count: int, due: int) -> list[FinishedGroup] | None:
     """Return the groups to learn from: all `due` groups that must not be carried any further, and of the others those
     of the shortest spans, `count` in all. None if there are not enough of them yet."""
-    first = sorted(found, key=lambda whole: (not whole.is_due, whole))[:count]
-    return first if len(first) == count and sum(whole.is_due for whole in first) == due else None
+    first = sorted(found, key=lambda group: (not group.is_due, group))[:count]
+    return first if len(first) == count and sum(group.is_due for group in first) == due else None
 
 
 class Carry:
@@ -77,8 +77,8 @@ class Carry:
     def __init__(self, config: RolloutConfig, plan: BatchPlan, prompts: Sequence[Prompt], exchange: Exchange) -> None:
         self._config, self._plan, self._exchange = config, plan, exchange
         self._prompts = {(prompt.source, prompt.id): prompt for prompt in prompts}
-        share = plan.prompts_per_rank, plan.num_minibatches
-        self._slots = [group_slots(*share, other, plan.world_size) for other in range(plan.world_size)]
+        share, parts, ranks = plan.prompts_per_rank, plan.num_minibatches, plan.world_size
+        self._slots = [group_slots(share, parts, other, ranks) for other in range(ranks)]
         """Of each rank, among those of a step."""
         self._open: list[OpenGroup] = []
         """Of all ranks, the same on every rank, in order."""
@@ -98,16 +98,17 @@ class Carry:
         self._is_due = [False] * len(new) + [self._is_old(group) for group in carried]
         self._due = sum(map(self._is_old, self._open))
         self._resumed_from = {index: group.completions for index, group in enumerate(carried, len(new))}
-        self._whole: list[Whole] = []
+        self._finished: list[FinishedGroup] = []
         self._board, self._look_at = Board(f"carry/{step}"), 0.0
         return [*prompts, *(group.prompt for group in carried)]
 
     def _is_old(self, group: OpenGroup) -> bool:
         return len(group.completions[0].carried) >= self._config.max_carries
 
-    def asks(self, on_finish: OnFinish | None) -> dict[str, Any]:
+    def rollout_arguments(self, on_finish: OnFinish | None) -> dict[str, Any]:
         """Return arguments of `Policy.rollout`; `on_finish` will be told of a completion once its group is whole."""
-        return {"resumed_from": self._resumed_from, "enough": self._enough, "on_finish": self._by_group(on_finish)}
+        on_finish = self._by_group(on_finish)
+        return {"resumed_from": self._resumed_from, "should_stop": self._should_stop, "on_finish": on_finish}
 
     def _by_group(self, on_finish: OnFinish | None) -> OnFinish:
         held: dict[int, list[tuple[int, Completion]]] = defaultdict(list)
@@ -116,34 +117,36 @@ class Carry:
             held[prompt].append((sample, completion))
             if len(held[prompt]) == self._plan.num_generations:
                 span = max(completion.new_tokens for _, completion in held[prompt])
-                self._whole.append(Whole(span, self._serials[prompt], self._is_due[prompt]))
-                self._board.post([astuple(whole) for whole in self._whole])
+                self._finished.append(FinishedGroup(span, self._serials[prompt], self._is_due[prompt]))
+                self._board.post([astuple(group) for group in self._finished])
                 if on_finish is not None:
                     for number, ended in held[prompt]:
                         on_finish(prompt, number, ended)
 
         return finished
 
-    def _enough(self, least: Callable[[], int]) -> bool:
-        """Return whether this rank need not sample any further; see `generation.Enough`."""
+    def _should_stop(self, least: Callable[[], int]) -> bool:
+        """Return whether this rank need not sample any further; see `generation.ShouldStop`."""
         now = time.perf_counter()
         if now < self._look_at:
             return False
         self._look_at = now + _LOOK_S
-        chosen = self._chosen([Whole(span, tuple(serial), due) for span, serial, due in chain(*self._board.read())])
-        return chosen is not None and least() >= max(whole.span for whole in chosen)
+        chosen = self._chosen(
+            [FinishedGroup(span, tuple(serial), due) for span, serial, due in chain(*self._board.read())]
+        )
+        return chosen is not None and least() >= max(group.span for group in chosen)
 
-    def _chosen(self, found: Iterable[Whole]) -> list[Whole] | None:
+    def _chosen(self, found: Iterable[FinishedGroup]) -> list[FinishedGroup] | None:
         return shortest(found, self._config.prompts_per_step, self._due)
 
     def end(self, rollout: Rollout) -> Rollout:
         """Decide which groups are learned from; the others are carried. Return this rank's rollout without the tokens
         after the end of the step's sampling. Collective."""
-        chosen = self._chosen(chain(*all_gather_objects(self._whole)))
+        chosen = self._chosen(chain(*all_gather_objects(self._finished)))
         assert chosen is not None, "ranks sample until there are enough"
         self._board.close()
-        self._span = max(whole.span for whole in chosen)
-        self._place = {serial: slot for slot, serial in enumerate(sorted(whole.serial for whole in chosen))}
+        self._span = max(group.span for group in chosen)
+        self._place = {serial: slot for slot, serial in enumerate(sorted(group.serial for group in chosen))}
         rollout = replace(rollout, completions=[c.cut(c.old_tokens + self._span) for c in rollout.completions])
         by_serial = sorted(range(len(self._serials)), key=self._serials.__getitem__)
         self.learned = [index for index in by_serial if self._serials[index] in self._place]
@@ -167,7 +170,7 @@ class Carry:
             "carry/open_length": (sum(len(c.token_ids) for c in carried) / len(carried), 1),
         }
 
-    def bring_home(self, rollout: Rollout, scores: Scores) -> tuple[Rollout, Scores]:
+    def gather(self, rollout: Rollout, scores: Scores) -> tuple[Rollout, Scores]:
         """Return the groups of this rank's share of the step, and their scores. Collective.
 
         Args:

@@ -36,7 +36,7 @@ _PACKAGES = ("hybrid-grpo", "torch", "deepspeed", "transformers", "datasets")
 
 
 def say(message: str) -> None:
-    """Print on rank 0. The run goes on even if its output can no longer be written."""
+    """Print on rank 0. The run continues even if its output can no longer be written."""
     if rank() == 0:
         with suppress(OSError):
             print(message, flush=True)
@@ -109,7 +109,7 @@ class RunFolder:
 
 def set_aside_damaged(folder: Path, *, metrics: bool = False) -> list[str]:
     """Rename what has the name of a file or folder of the run but is something else; also a file of alarms that cannot
-    all be read and, if `metrics`, metrics.jsonl. Return a warning for each. The run goes on without them."""
+    all be read and, if `metrics`, metrics.jsonl. Return a warning for each. The run continues without them."""
     folders = [folder / name for name in (*_FOLDERS_OF_FILES, "profile", "model")] + sorted(folder.glob("model_*"))
     wrong = [folder / name for name in _FILES if not (folder / name).is_file()]
     wrong += [path for path in folders if not path.is_dir()]

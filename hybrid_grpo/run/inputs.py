@@ -221,7 +221,7 @@ def check_pictures(policy: PolicyConfig, sampler: Sampler, features: Sequence[Fe
     if not sampler.sees:
         return
     for feature in features:
-        refuse(not feature.sees, f"{feature.section} reads no pictures, and prompts have some: take one of them out")
+        refuse(not feature.sees, f"{feature.section} reads no pictures, and prompts have some: remove one of them")
     sampler.check_sight(policy)
 
 

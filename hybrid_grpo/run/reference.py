@@ -9,14 +9,14 @@ from hybrid_grpo import engine as engines
 from hybrid_grpo.config import EngineConfig, PolicyConfig
 from hybrid_grpo.data.batch import MicroBatch
 from hybrid_grpo.data.measuring import measured
-from hybrid_grpo.data.pictures import Album, sight_of
+from hybrid_grpo.data.pictures import ImageStore, sight_of
 from hybrid_grpo.model import shards, tensor_files
 from hybrid_grpo.model.loading import load_model, training_attention
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.lora import Adapters
 from hybrid_grpo.model.ranks import rank
 from hybrid_grpo.model.routing import routed
-from hybrid_grpo.model.sight import Sight
+from hybrid_grpo.model.sight import VisionEncoder
 from hybrid_grpo.policy import Policy
 
 _TOWER = "reference_tower.pt"
@@ -28,12 +28,12 @@ class Reference:
     memory (ZeRO-3). For `vocabulary` see `Policy`."""
 
     def __init__(
-        self, policy: PolicyConfig, engine: EngineConfig, album: Album | None = None, vocabulary: int | None = None
+        self, policy: PolicyConfig, engine: EngineConfig, album: ImageStore | None = None, vocabulary: int | None = None
     ) -> None:
         def read() -> LogprobModel:
             return LogprobModel(load_model(policy, training_attention(policy)), vocabulary)
 
-        self.engine = engines.Frozen(read, policy.dtype, engine.fetching)
+        self.engine = engines.OffloadedModel(read, policy.dtype, engine.fetching)
         self._sight = _own_sight(album, policy, self.engine.device)
 
     def logprobs(self, batches: list[MicroBatch], shape: tuple[int, int], temperature: float) -> Tensor:
@@ -61,19 +61,19 @@ class Reference:
             self._sight.restore(shards.read_file(folder / _TOWER))
 
 
-def _own_sight(album: Album | None, policy: PolicyConfig, device: torch.device) -> Sight | None:
+def _own_sight(album: ImageStore | None, policy: PolicyConfig, device: torch.device) -> VisionEncoder | None:
     """Return the sight of a reference; None if the policy's tower, which is frozen, sees for it too."""
     return sight_of(album, policy, device) if policy.vision == "trained" else None
 
 
-def _seen_by(sight: Sight | None, batches: list[MicroBatch]) -> list[MicroBatch]:
+def _seen_by(sight: VisionEncoder | None, batches: list[MicroBatch]) -> list[MicroBatch]:
     return batches if sight is None else [micro.seen_by(sight) for micro in batches]
 
 
 class UnadaptedReference(Reference):
     """The reference of a policy with adapters: its engine with the adapters off, which is never refreshed or saved."""
 
-    def __init__(self, policy: Policy, adapters: Adapters, album: Album | None = None) -> None:
+    def __init__(self, policy: Policy, adapters: Adapters, album: ImageStore | None = None) -> None:
         self._policy, self._adapters = policy.engine, adapters
         self._sight = _own_sight(album, policy.config, policy.engine.device)
 

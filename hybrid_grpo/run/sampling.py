@@ -9,7 +9,7 @@ from hybrid_grpo.config import DataConfig, PolicyConfig, RolloutConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.data.completions import is_chat, unended_turn
-from hybrid_grpo.data.pictures import Album
+from hybrid_grpo.data.pictures import ImageStore
 from hybrid_grpo.model.architectures import check_architecture
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.files import check_files
@@ -36,7 +36,7 @@ class Sampler:
     tokenizer: Any
     stop_ids: tuple[int, ...]
     """Tokens that end a completion."""
-    album: Album | None = None
+    album: ImageStore | None = None
     """Takes the pictures of prompts; None if the model sees none."""
     unused: int = 0
     """Number of ids of the model that are not tokens, and so are never sampled."""
@@ -50,7 +50,7 @@ class Sampler:
         tokenizer = load_tokenizer(policy.model)
         size = vocabulary_of(tokenizer, config)
         check_token_ids(rollout, size)
-        ends, album = stop_ids(policy.model, tokenizer, rollout.stop_ids, config), Album.of(policy.model, config)
+        ends, album = stop_ids(policy.model, tokenizer, rollout.stop_ids, config), ImageStore.of(policy.model, config)
         unused = config.get_text_config().vocab_size - size + len(gaps_of(tokenizer))
         return cls(rollout, config, tokenizer, ends, album, unused)
 
@@ -63,7 +63,7 @@ class Sampler:
         """Refuse settings of how the model is run with which it cannot see."""
         refuse(
             self.rollout.decoder != "paged",
-            f"rollout.decoder {self.rollout.decoder} reads no pictures, and prompts have some: take it out",
+            f"rollout.decoder {self.rollout.decoder} reads no pictures, and prompts have some: remove it",
         )
         refuse(
             reads_both_ways(self.model_config) is not None and training_attention(policy) != ATTENTION,

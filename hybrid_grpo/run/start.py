@@ -43,7 +43,7 @@ def find_start(config: ModelRunConfig, folder: Path, checkpoints: Checkpoints) -
     if resume == "never":
         refuse(
             bool(checkpoints.tags()) or metrics.exists(),
-            f"run.name {folder.name}: {folder} holds a run already: pass --run.resume auto to go on with it, or"
+            f"run.name {folder.name}: {folder} holds a run already: pass --run.resume auto to continue with it, or"
             f" {_ANOTHER}",
         )
         return Start()
@@ -67,7 +67,7 @@ def find_start(config: ModelRunConfig, folder: Path, checkpoints: Checkpoints) -
     lines = lines_before(metrics, step)
     damage = _damage(metrics, lines, step)
     if damage:
-        say(f"WARNING: {metrics}: {damage}; the run goes on without them")
+        say(f"WARNING: {metrics}: {damage}; the run continues without them")
     return Start(checkpoint, tuple(lines), forks, resume != "auto" and not forks, bool(damage and not forks))
 
 
@@ -83,7 +83,7 @@ def _newest(folder: Path, checkpoints: Checkpoints) -> Checkpoint | None:
         )
         refuse(
             _has_steps(folder / "metrics.jsonl") or (folder / "model").exists(),
-            f"run.resume auto: {folder} holds the results of a run and no checkpoint to go on from: start anew with"
+            f"run.resume auto: {folder} holds the results of a run and no checkpoint to continue from: start anew with"
             f" {_ANOTHER}",
         )
     return checkpoint

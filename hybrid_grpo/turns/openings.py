@@ -11,7 +11,7 @@ from hybrid_grpo.config import DataConfig
 from hybrid_grpo.data.chat_text import clean, prompt_text_of
 from hybrid_grpo.data.completion import Message, Prompt
 from hybrid_grpo.data.episodes import PLACE, Opening
-from hybrid_grpo.data.pictures import Album, placed
+from hybrid_grpo.data.pictures import ImageStore, placed
 from hybrid_grpo.data.prompts import read_prompt
 from hybrid_grpo.turns.environments.environments import Environments
 from hybrid_grpo.turns.template import cut
@@ -37,7 +37,7 @@ class Openings:
         data: DataConfig,
         tokenizer: Any,
         tokens: int,
-        album: Album | None = None,
+        album: ImageStore | None = None,
     ) -> None:
         self._album, self._environments = album, environments
         self._tools, self._tokenizer, self._tokens = tools, tokenizer, tokens

@@ -19,7 +19,7 @@ from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.data.batch import Numbers, Rollout
 from hybrid_grpo.data.completion import Completion, Message, Prompt
 from hybrid_grpo.data.picture import Picture
-from hybrid_grpo.data.pictures import Album, bared, has_images
+from hybrid_grpo.data.pictures import ImageStore, bared, has_images
 from hybrid_grpo.data.prompts import begins_answer
 from hybrid_grpo.generation import Request, stream_key
 from hybrid_grpo.turns.calls import Turn
@@ -62,7 +62,7 @@ class Partners:
         openings: Openings | None = None,
         seed: int = 0,
         user: User | None = None,
-        seen: tuple[Album, DataConfig] | None = None,
+        seen: tuple[ImageStore, DataConfig] | None = None,
     ) -> None:
         self._partners, self.tools, self._config, self._tokenizer = partners, tools, config, tokenizer
         self.environments, self._openings, self._seed = environments, openings, seed
@@ -225,7 +225,7 @@ class Partners:
         """Whether an answer leaves room to sample after it."""
         request = self._requests[trajectory.key]
         read = len(request.prompt_ids) + trajectory.sampled + trajectory.observed
-        return request.most is None or read + len(observation) < request.most
+        return request.max_total_tokens is None or read + len(observation) < request.max_total_tokens
 
     def _written(self, trajectory: Trajectory, messages: list[Message]) -> list[int]:
         """Return the tokens of messages that answer a turn, each cut to its share of `max_tool_tokens`."""
@@ -291,7 +291,7 @@ class Partners:
 
 
 def partners_of(
-    config: SamplingConfig, tokenizer: Any, ends: tuple[int, ...], album: Album | None = None
+    config: SamplingConfig, tokenizer: Any, ends: tuple[int, ...], album: ImageStore | None = None
 ) -> Partners | None:
     """Create the partners that the settings name; None if completions have one turn. Raises UserError if one of them,
     or the tokenizer, cannot be used. `ends` are the tokens that end a turn, and `album` has the pictures of prompts."""

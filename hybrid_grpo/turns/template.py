@@ -15,7 +15,7 @@ from hybrid_grpo.data.chat_text import ChatText, clean, unmarked
 from hybrid_grpo.data.completion import Message
 from hybrid_grpo.data.episodes import PLACE, Observation
 from hybrid_grpo.data.picture import Picture
-from hybrid_grpo.data.pictures import Album, bared
+from hybrid_grpo.data.pictures import ImageStore, bared
 from hybrid_grpo.turns.calls import ToolCall
 
 _MARK = "qzx7k"
@@ -118,7 +118,7 @@ class Between:
         variables: dict[str, Any],
         schemas: list[dict[str, Any]],
         stop_ids: tuple[int, ...],
-        seen: tuple[Album, DataConfig] | None = None,
+        seen: tuple[ImageStore, DataConfig] | None = None,
     ) -> None:
         self._seen = seen
         self._tokenizer, self._variables, self._schemas = tokenizer, variables, schemas
@@ -126,13 +126,13 @@ class Between:
         self._text = ChatText(tokenizer, str(tokenizer.get_chat_template()))
 
     @property
-    def _album(self) -> Album:
+    def _album(self) -> ImageStore:
         assert self._seen is not None, "whoever shows pictures needs a model that sees"
         return self._seen[0]
 
     def read(self, files: Sequence[bytes], where: str) -> list[Picture]:
-        """Take the pictures of an answer, which are kept as long as what is returned. Raises UserError as `Album.read`
-        does; `where` describes the answer."""
+        """Take the pictures of an answer, which are kept as long as what is returned. Raises UserError as
+        `ImageStore.read` does; `where` describes the answer."""
         if not files:
             return []
         assert self._seen is not None, "whoever shows pictures needs a model that sees"

@@ -28,12 +28,7 @@ def mixture(*weights: float) -> list[dict]:
 
 
 def streams(
-    sources: list[dict],
-    step: int = 12,
-    world: int = 1,
-    minibatches: int = 1,
-    seed: int = 0,
-    shuffle: bool = True,
+    sources: list[dict], step: int = 12, world: int = 1, minibatches: int = 1, seed: int = 0, shuffle: bool = True
 ) -> list[ListLoader]:
     """The stream of every rank."""
     names = [name for source in sources for name in [source["name"]] * SIZES[source["name"]]]

@@ -14,7 +14,7 @@ from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.data.packing import pack, pack_pairs, pad, pad_pairs, plan_rows
 from hybrid_grpo.model.attention import ATTENTION, routed_attention
 from hybrid_grpo.model.logprobs import LogprobModel
-from hybrid_grpo.model.support import Support
+from hybrid_grpo.model.support import SamplingMask
 
 sys.path.append(str(ROOT / "benchmarks"))
 
@@ -277,7 +277,7 @@ def test_given_tokens_are_read_and_nothing_else(architecture, share, filtered):
     kept = [
         [sorted({token, *more}) for token, more in zip(*row, strict=True)] for row in zip(sampled, others, strict=True)
     ]
-    supports = [Support.of([np.array(ids) for ids in row]) for row in kept] if filtered else None
+    supports = [SamplingMask.of([np.array(ids) for ids in row]) for row in kept] if filtered else None
     advantages = [torch.rand(len(ids)) for ids in sampled]
     model = build(tiny_config(architecture), "eager" if share is None else ATTENTION)
     plain = build(tiny_config(architecture), "eager")

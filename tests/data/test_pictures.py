@@ -17,7 +17,7 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.completion import Prompt
 from hybrid_grpo.data.overlap import count_equal
 from hybrid_grpo.data.picture import read_picture
-from hybrid_grpo.data.pictures import Album, given_pictures, placed
+from hybrid_grpo.data.pictures import ImageStore, given_pictures, placed
 from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.data.words import last_asked
 from hybrid_grpo.model.loading import load_config, load_tokenizer
@@ -138,7 +138,7 @@ def model(tmp_path_factory):
 
 def prompts(model, rows, tmp_path, **data):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    album = Album.of(model, load_config(model))
+    album = ImageStore.of(model, load_config(model))
     config = DataConfig(path=str(tmp_path / "rows.jsonl"), **data)
     return read_prompts(config, load_tokenizer(model), album=album)[0], album
 
@@ -176,7 +176,7 @@ def test_ranks_read_a_share_each_and_have_all(model, tmp_path):
     config = DataConfig(path=str(tmp_path / "rows.jsonl"), max_prompt_tokens=99)
 
     def read(rank: int) -> tuple[list[Prompt], list[tuple[int, ...]]]:
-        tokenizer, album = load_tokenizer(model), Album.of(model, load_config(model))
+        tokenizer, album = load_tokenizer(model), ImageStore.of(model, load_config(model))
         tokenizer.chat_template = None
         found, _ = read_prompts(config, tokenizer, album=album)
         keys = {key for prompt in found for key in keys_of(prompt.token_ids)}
@@ -263,7 +263,7 @@ def test_columns_of_datasets_with_pictures_are_read_undecoded(model, tmp_path):
     data.save_to_disk(str(tmp_path / "saved"))
     expected = [read_picture(image, None, "row").key for image in images]
     for path in (str(tmp_path / "rows.parquet"), str(tmp_path / "saved"), data):
-        album = Album.of(model, load_config(model))
+        album = ImageStore.of(model, load_config(model))
         found, _ = read_prompts(DataConfig(path=path), load_tokenizer(model), album=album)
         assert [keys_of(prompt.token_ids) for prompt in found] == [[key] for key in expected]
 
@@ -275,7 +275,7 @@ def sizes(images, return_tensors):
 
 def test_a_picture_is_there_as_long_as_any_prompt_has_it():
     first, second = (read_picture(saved(WHITE), None, "row 0") for _ in range(2))
-    key, album = first.key, Album(lambda: sizes, 7)
+    key, album = first.key, ImageStore(lambda: sizes, 7)
     album.keeps = False
     album.take([first, first, second])
     del first
@@ -283,6 +283,6 @@ def test_a_picture_is_there_as_long_as_any_prompt_has_it():
     del second
     with pytest.raises(KeyError):
         album.pixels(key)
-    kept = Album(lambda: sizes, 7)
+    kept = ImageStore(lambda: sizes, 7)
     kept.take([read_picture(saved(WHITE), None, "row 0")])
     assert kept.pixels(key) == {"sizes": [(12, 8)]}

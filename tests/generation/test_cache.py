@@ -84,14 +84,14 @@ def test_pages_copied_are_whole_and_in_every_layer():
 def test_a_page_is_free_when_its_last_owner_gave_it_back():
     cache = PagedCache(Geometry((((1, 1), (1, 1)),), torch.float32), 5, 2, torch.device("cpu"))
     assert [cache.pages_for(entries) for entries in (0, 1, 2, 3)] == [0, 1, 1, 2]
-    taken = cache.take(3)
+    taken = cache.allocate(3)
     assert 0 not in taken and cache.free == 1
     cache.share(taken[:2])
-    cache.give_back(taken)
+    cache.release(taken)
     assert cache.free == 2
-    cache.give_back(taken[:2])
+    cache.release(taken[:2])
     assert cache.free == 4 and cache.peak == 3
-    for misuse in (lambda: cache.give_back(taken[:1]), lambda: cache.share(taken[:1]), lambda: cache.take(5)):
+    for misuse in (lambda: cache.release(taken[:1]), lambda: cache.share(taken[:1]), lambda: cache.allocate(5)):
         with pytest.raises(AssertionError):
             misuse()
 
@@ -147,7 +147,7 @@ def test_a_call_leaves_no_cache_to_the_garbage_collector(architecture, turns, by
 
     monkeypatch.setattr(PagedCache, "__init__", watched)
     model = build(tiny_config(architecture), ATTENTION).eval()
-    requests = [Request([5, 1, 3], [stream_key(0, 0, k) for k in range(2)], most=40 if turns else None)]
+    requests = [Request([5, 1, 3], [stream_key(0, 0, k) for k in range(2)], max_total_tokens=40 if turns else None)]
     gc.collect()
     gc.disable()
     try:

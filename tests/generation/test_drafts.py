@@ -32,7 +32,10 @@ SMALLER = {
 
 def requests_of(rng, samples=3, most=None):
     prompts = [[rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 40))] for _ in range(5)]
-    return [Request(p, [stream_key(7, row, k) for k in range(samples)], most=most) for row, p in enumerate(prompts)]
+    return [
+        Request(p, [stream_key(7, row, k) for k in range(samples)], max_total_tokens=most)
+        for row, p in enumerate(prompts)
+    ]
 
 
 def text(token_ids):
@@ -71,7 +74,7 @@ def test_completions_with_drafts_are_those_without(architecture, sampling, monke
         same(groups, plain, 0 if exact and not read_again else 2e-5)
         # States take at most half of the memory: with little of it, most of these models decode few at a time.
         if not ("cache_gb" in more and geometry.states) or architecture == "lfm2":
-            assert 0 < stats.held < stats.drafted and stats.steps < before.steps
+            assert 0 < stats.accepted < stats.drafted and stats.steps < before.steps
             assert not ("cache_gb" in more and sampling == SAMPLINGS[0]) or stats.preempted
 
 
@@ -93,7 +96,7 @@ def test_rows_of_drafts_run_as_graphs_of_the_sizes_that_there_are(monkeypatch):
     monkeypatch.setattr(loops, "capture_on", lambda _: double)
     groups, stats = generate(model, requests, SAMPLINGS[0], max_slots=12, drafter=Knowing(plain))
     same(groups, plain, 2e-5)
-    assert stats.held > 0 and set(double.forwards) <= {1, 2, 4, 8, 12}
+    assert stats.accepted > 0 and set(double.forwards) <= {1, 2, 4, 8, 12}
 
 
 def sequence_of(tokens, sample=0, prompt=4, limit=100):
@@ -104,7 +107,7 @@ def drafter_of(group, times):
     drafter = Drafter()
     drafter.begin([group])
     for rows, seconds in times.items():
-        drafter.took(rows, seconds, drafts=False)
+        drafter.record_time(rows, seconds, drafts=False)
     return drafter
 
 
@@ -142,17 +145,17 @@ def test_drafts_are_as_long_as_they_pay():
     drafter = drafter_of(group, {1: 1.0, 2: 1.1, 4: 1.2, 8: 4.0, 16: 9.0})
     assert drafter.propose([mine], 16) == [[4, 5, 6]]
     for _ in range(40):
-        drafter.checked(mine, 3, 0)
+        drafter.verified(mine, 3, 0)
     assert drafter.propose([mine], 16) == [], "they never held"
     for _ in range(40):
-        drafter.checked(mine, 3, 3)
+        drafter.verified(mine, 3, 3)
     assert drafter.propose([mine], 16) == [[4, 5, 6]]
     for _ in range(200):
-        drafter.took(4, 6.0, drafts=True)
+        drafter.record_time(4, 6.0, drafts=True)
     assert len(drafter.propose([mine], 16)[0]) == 1, "steps with drafts turn out to take long"
 
 
-def test_a_step_of_a_size_that_has_not_been_seen_takes_what_is_between_its_neighbours():
+def test_a_step_of_a_size_that_has_not_been_seen_takes_what_is_between_its_neighbors():
     times = _Times()
     assert times.of(4) == 0.0
     times.add(2, 1.0)

@@ -105,7 +105,10 @@ def test_turns_with_the_kernel_for_pages_are_those_without(architecture, kernels
     """Windows, sinks and latents, in float32; answers between turns are read by the kernel too."""
     latent = architecture == "glm4_moe_lite"
     model = build(tiny_architecture(architecture) if latent else tiny_config(architecture), ATTENTION).to(DEVICE)
-    requests = [Request([5, 1, 3], [stream_key(0)], most=40), Request([2] * 9, [stream_key(1)], most=40)]
+    requests = [
+        Request([5, 1, 3], [stream_key(0)], max_total_tokens=40),
+        Request([2] * 9, [stream_key(1)], max_total_tokens=40),
+    ]
 
     def completions():
         turns = Scripted(3)
@@ -135,14 +138,17 @@ def test_states_by_kernels_are_those_of_torch(architecture, steps, kernels, monk
     """In float32, with turns that go on from a kept state, slots that sequences leave, and drafts."""
     fast, plain = (build(tiny_config(architecture), ATTENTION).to(DEVICE) for _ in range(2))
     keys = [stream_key(0, k) for k in range(2)]
-    requests = [Request([5, 1, 3], keys, limits=[2, 3], most=24), Request([2] * 6, [1], most=24)]
+    requests = [
+        Request([5, 1, 3], keys, limits=[2, 3], max_total_tokens=24),
+        Request([2] * 6, [1], max_total_tokens=24),
+    ]
     monkeypatch.setattr(gpu.attention, "_MOST_SPLITS", 2)  # the interpreter runs one program after the other
     monkeypatch.setattr(loop, "capture_on", lambda _: None)
 
     def completions(model, drafter=None):
         turns, sampling = Scripted(2), Sampling(6, stop_ids=tuple(range(0, 40, 2)))
         groups, stats = generate(model, requests, sampling, turns=turns, max_slots=4 if drafter else 2, drafter=drafter)
-        assert stats.answers and (drafter is None or stats.held)
+        assert stats.answers and (drafter is None or stats.accepted)
         every = [c for group in groups for c in group]
         ends.append(groups)
         return [(c.token_ids, c.given) for c in every], torch.tensor([logp for c in every for logp in c.logp])

@@ -88,8 +88,8 @@ def test_steps_run_as_graphs_give_the_completions_of_steps_run_as_they_are(
     class Lagging(Decoder):
         def __init__(self, *args, **named):
             super().__init__(*args, **named)
-            assert self.lag == 2
-            self.lag = lag
+            assert self.max_in_flight == 2
+            self.max_in_flight = lag
 
     monkeypatch.setattr(loops, "PAGE", 4)
     model, requests = model_of(), requests_of([1, 9, 4, 17, 6], samples=1 if max_slots == 1 else 3)
@@ -150,10 +150,7 @@ def test_twelve_rollouts_capture_in_the_first_alone(monkeypatch, captures, dtype
 def test_evaluations_and_models_beside_the_policy_capture_once_in_twelve_rollouts(monkeypatch, captures):
     """Each model beside the policy had no memory of its own, and captured all its graphs in every call. The user speaks
     while the policy's sequences wait. The double checks that no replay finds its memory elsewhere."""
-    config, rng = (
-        RolloutConfig(num_generations=2, max_slots=9, max_tool_tokens=12),
-        random.Random(0),
-    )
+    config, rng = (RolloutConfig(num_generations=2, max_slots=9, max_tool_tokens=12), random.Random(0))
     policy, guest, user = (build(tiny_config("qwen2", layers=1), ATTENTION) for _ in range(3))
     kept, memory = Workspace(9, 60), 1 << 20
     for_guest, bytes_ = workspace_beside(config, guest.config, "float32", 6, 40, memory)
@@ -364,10 +361,10 @@ def decoder_of(model, sampling, capture=None):
         pool.normal_(generator=torch.Generator().manual_seed(index))
     decoder = Decoder(model, cache, sampling, 4, 3, capture)
     sequences = [
-        Sequence(0, k, k, list(range(1, 5 + k)), 3, 9, [0.0] * (k + 1), cache.take(3), 3 + k) for k in range(3)
+        Sequence(0, k, k, list(range(1, 5 + k)), 3, 9, [0.0] * (k + 1), cache.allocate(3), 3 + k) for k in range(3)
     ]
     for sequence in sequences:
-        sequence.state = cache.states.take()
+        sequence.state = cache.states.allocate()
     decoder.insert(0, sequences)
     return decoder
 

@@ -10,7 +10,7 @@ from tiny_models import pair
 from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.generation import Journal, Request, Sampling, Stats, generate, stream_key
 from hybrid_grpo.model.routing import Routing
-from hybrid_grpo.model.support import Support
+from hybrid_grpo.model.support import SamplingMask
 
 SAMPLING = Sampling(max_tokens=12, stop_ids=(3, 4, 5), top_p=0.9, logprobs="mask")
 PROMPTS = [[7, 8, 9], [10], [11, 12, 13, 14, 15], [16, 17]]
@@ -45,11 +45,11 @@ def broken_off(journal, sample, after):
 
 def test_a_conversation_comes_back_whole(tmp_path):
     said = ({"role": "assistant", "content": "a\n"}, {"role": "tool", "content": "é"})
-    support = Support.of([np.array(ids) for ids in ([7], [3, 60_000], [1, 9, 200_000])])
+    support = SamplingMask.of([np.array(ids) for ids in ([7], [3, 60_000], [1, 9, 200_000])])
     routing = Routing(np.full((1, 2, 3), 255, np.uint8), np.arange(24, dtype=np.int16).reshape(4, 2, 3) * 11)
     others = {"calls": (("user", True),), "support": support, "routing": routing}
     completion = Completion([7, 3, 9], [-0.5, -0.25, -1.0], "stop", "é", ((2, [5, 6]),), said, **others)
-    request = Request([1], [11], most=9)
+    request = Request([1], [11], max_total_tokens=9)
 
     def sample(requests, on_finish):
         on_finish(0, 0, completion)
@@ -151,5 +151,5 @@ def test_the_file_is_opened_once_for_a_rollout_and_holds_what_is_finished_at_onc
             assert len(os.listdir("/proc/self/fd")) == before + 1
         return [[Completion([k], [-0.5], "stop") for k in range(3)]], Stats()
 
-    Journal(tmp_path, 0).complete(1, [Request([1], [11, 12, 13], most=9)], None, sample)
+    Journal(tmp_path, 0).complete(1, [Request([1], [11, 12, 13], max_total_tokens=9)], None, sample)
     assert 0 < sizes[0] < sizes[1] < sizes[2] and len(os.listdir("/proc/self/fd")) == before

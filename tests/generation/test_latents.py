@@ -41,7 +41,9 @@ def test_turns_over_latents_are_those_of_a_forward_over_all_that_was_read(kind):
     chance = random.Random(0)
     vocabulary = min(VOCABULARY, view.config.vocab_size)
     prompts = [[chance.randrange(vocabulary) for _ in range(n)] for n in (1, 70, 5)]
-    requests = [Request(ids, [stream_key(row, k) for k in range(3)], most=200) for row, ids in enumerate(prompts)]
+    requests = [
+        Request(ids, [stream_key(row, k) for k in range(3)], max_total_tokens=200) for row, ids in enumerate(prompts)
+    ]
     few = 10 * 32 * Geometry.of(view).token_bytes / 2**30
     given = {"max_slots": 5, "cache_gb": few, "prefill_tokens": 32, "turns": Scripted(4, (0, 5)), "decode": str}
     groups, stats = generate(view, requests, Sampling(120, stop_ids=tuple(range(vocabulary // 40))), **given)

@@ -44,12 +44,7 @@ def through_transformers(model, prompts, stop_ids):
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     out = model.generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=LIMIT,
-        do_sample=False,
-        eos_token_id=stop_ids or None,
-        pad_token_id=0,
+        ids, attention_mask=mask, max_new_tokens=LIMIT, do_sample=False, eos_token_id=stop_ids or None, pad_token_id=0
     )[:, width:].tolist()
     ends = [next((i + 1 for i, token in enumerate(row) if token in stop_ids), LIMIT) for row in out]
     return [row[:end] for row, end in zip(out, ends, strict=True)]

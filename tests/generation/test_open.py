@@ -49,7 +49,7 @@ def test_an_open_completion_goes_on_where_it_was_left(architecture, sampling, sl
     model, sampling = build(tiny_config(architecture), ATTENTION), SAMPLINGS[sampling]
     whole, _ = generate(model, requests_of(), sampling, decode=text)
     first, _ = generate(
-        model, requests_of(), sampling, max_slots=slots, decode=text, enough=lambda least: least() >= LEAST
+        model, requests_of(), sampling, max_slots=slots, decode=text, should_stop=lambda least: least() >= LEAST
     )
     cut = [[completion.cut(LEAST) for completion in group] for group in first]
     open_rows = [c for group in cut for c in group if c.finish == "open"]
@@ -90,7 +90,7 @@ def test_the_journal_has_only_what_has_ended(tmp_path):
     told = []
 
     def sample(requests, on_finish):
-        return generate(model, requests, sampling, on_finish=on_finish, enough=lambda least: least() >= LEAST)
+        return generate(model, requests, sampling, on_finish=on_finish, should_stop=lambda least: least() >= LEAST)
 
     groups, _ = journal.complete(1, requests_of(), lambda *place: told.append(place[:2]), sample)
     ended = [(p, k) for p, group in enumerate(groups) for k, c in enumerate(group) if c.finish != "open"]

@@ -17,10 +17,7 @@ GEOMETRY = Geometry((((1, 1), (1, 1)),), torch.float32)
 
 def group_of(request, prompt, limits):
     tokens = [100 * (request + 1) + i for i in range(prompt)]
-    return Group(
-        tokens,
-        deque(Sequence(request, k, k, list(tokens), prompt, limit) for k, limit in enumerate(limits)),
-    )
+    return Group(tokens, deque(Sequence(request, k, k, list(tokens), prompt, limit) for k, limit in enumerate(limits)))
 
 
 def scheduler_of(*groups, pages=30, page=4, slots=8):
@@ -75,7 +72,7 @@ class Decoding:
         schedule = self.schedule
         while True:
             if not schedule.ready:
-                batch = schedule.to_read(self.budget)
+                batch = schedule.next_prefill_batch(self.budget)
                 assert len(batch) <= 1 or sum(len(group.tokens) - 1 for group in batch) <= self.budget
                 for group in batch:
                     for position, token in enumerate(group.tokens[:-1]):
@@ -152,7 +149,7 @@ def test_with_room_for_all_every_slot_is_used_and_nothing_goes_back():
 
 def test_a_prompt_has_its_whole_pages_once_and_the_page_it_ends_in_for_each():
     schedule = scheduler_of(group_of(0, 11, [5] * 3))
-    [group] = schedule.to_read(100)
+    [group] = schedule.next_prefill_batch(100)
     prompt = list(group.pages)
     assert len(prompt) == 3 and schedule.cache.free == 29 - 3
     admitted, source, target = schedule.admit()
@@ -169,7 +166,7 @@ def test_a_prompt_has_its_whole_pages_once_and_the_page_it_ends_in_for_each():
 @pytest.mark.parametrize("entries", [0, 4, 8])
 def test_a_prompt_that_ends_with_its_page_needs_no_copy(entries):
     schedule = scheduler_of(group_of(0, entries + 1, [5] * 3))
-    schedule.to_read(100)
+    schedule.next_prefill_batch(100)
     admitted, source, target = schedule.admit()
     assert (source, target) == ([], [])
     assert schedule.cache.free == 29 - entries // 4 - 3
@@ -180,7 +177,7 @@ def test_a_prompt_that_ends_with_its_page_needs_no_copy(entries):
 
 def test_a_group_that_does_not_fit_into_the_slots_keeps_its_pages_until_its_last_has_started():
     schedule = scheduler_of(group_of(0, 11, [5] * 3), slots=2)
-    [group] = schedule.to_read(100)
+    [group] = schedule.next_prefill_batch(100)
     prompt = list(group.pages)
     assert len(schedule.admit()[0]) == 2
     assert group.pages == prompt and list(schedule.ready) == [group]
@@ -207,7 +204,7 @@ def test_a_group_that_does_not_fit_into_the_slots_keeps_its_pages_until_its_last
 def test_a_forward_reads_as_many_prompts_as_fit_into_its_budget(lengths, budget, read):
     groups = [group_of(i, length, [5]) for i, length in enumerate(lengths)]
     schedule = scheduler_of(*groups)
-    assert schedule.to_read(budget) == groups[:read]
+    assert schedule.next_prefill_batch(budget) == groups[:read]
     assert list(schedule.pending) == groups[read:] and list(schedule.ready) == groups[:read]
 
 
@@ -228,7 +225,7 @@ def test_a_forward_reads_as_many_prompts_as_fit_into_its_budget(lengths, budget,
 )
 def test_no_prompt_is_read_ahead_of_slots_or_pages(slots, pages, read):
     groups = [group_of(i, 9, [5] * 2) for i in range(3)]
-    assert len(scheduler_of(*groups, pages=pages, slots=slots).to_read(1000)) == read
+    assert len(scheduler_of(*groups, pages=pages, slots=slots).next_prefill_batch(1000)) == read
 
 
 def filled(ahead):
@@ -236,15 +233,15 @@ def filled(ahead):
     pages that others have."""
     groups = [group_of(0, 3, [9] * 2), *(group_of(i, 6, [9]) for i in (1, 2, 3))]
     schedule = scheduler_of(*groups, pages=30, slots=2)
-    schedule.to_read(2)
+    schedule.next_prefill_batch(2)
     active, _, _ = schedule.admit()
     for sequence in active:
         sequence.tokens += [7, 8]
         sequence.logp += [-0.5, -0.25]
         sequence.position += 2
     schedule.slots += ahead
-    assert schedule.to_read(1000) == groups[1 : ahead + 1]
-    return schedule, active, groups[1:], schedule.cache.take(schedule.cache.free)
+    assert schedule.next_prefill_batch(1000) == groups[1 : ahead + 1]
+    return schedule, active, groups[1:], schedule.cache.allocate(schedule.cache.free)
 
 
 def test_prompts_read_ahead_give_up_their_pages_first_the_last_one_before_the_others():
@@ -269,11 +266,11 @@ def test_then_the_youngest_sequence_goes_back_with_all_it_has():
     assert list(back.sequences) == [younger] and back.tokens == [100, 101, 102, 7, 8]
     # Its page is now the second of the other.
     assert schedule.reserve() and len(older.pages) == 2
-    assert schedule.to_read(1) == []
+    assert schedule.next_prefill_batch(1) == []
 
     # When there is room again it is the first to be read, and goes on where it was.
-    schedule.cache.give_back(others)
-    assert schedule.to_read(1) == [back]
+    schedule.cache.release(others)
+    assert schedule.next_prefill_batch(1) == [back]
     assert schedule.admit()[0] == [younger]
     assert (younger.position, younger.prompt, younger.logp) == (4, 3, [-0.5, -0.25])
 
@@ -294,7 +291,7 @@ def test_prompts_that_gave_up_their_pages_are_read_before_those_behind_them_and_
 @given(count=st.integers(0, 12), data=st.data())
 def test_retiring_moves_the_last_into_the_gaps(count, data):
     schedule = scheduler_of(*(group_of(i, 2, [5]) for i in range(count)), slots=12)
-    schedule.to_read(1000)
+    schedule.next_prefill_batch(1000)
     schedule.admit()
     before = list(schedule.active)
     assert len(before) == count
@@ -317,7 +314,7 @@ def test_retiring_moves_the_last_into_the_gaps(count, data):
 def test_answers_are_read_together_as_far_as_the_budget_goes_and_a_long_one_alone(budget, moved):
     """Three sequences wait and are given three tokens each."""
     schedule = scheduler_of(group_of(0, 3, [9, 9, 9]))
-    schedule.to_read(99)
+    schedule.next_prefill_batch(99)
     schedule.admit()
     for sequence in list(schedule.active):
         sequence.position = len(sequence.tokens) - 1

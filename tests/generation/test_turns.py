@@ -57,7 +57,9 @@ def test_the_shortest_completion_is_that_of_all_turns_for_stop_ids_and_stop_stri
 
     for ends in ({"stop_strings": ("a",)}, {"stop_ids": tuple(range(0, VOCABULARY, 7))}):
         sampling = Sampling(40, min_tokens=12, **ends)
-        [group], _ = generate(MINIATURE, [Request([7, 8], keys, most=200)], sampling, turns=Scripted(4), decode=text)
+        [group], _ = generate(
+            MINIATURE, [Request([7, 8], keys, max_total_tokens=200)], sampling, turns=Scripted(4), decode=text
+        )
         several = [turns_of(completion) for completion in group if completion.turns > 1]
         assert several and all(len(turns[0]) >= 12 for turns in several)
         assert min(len(turn) for turns in several for turn in turns[1:]) < 12
@@ -68,7 +70,9 @@ def test_logp_of_every_turn_is_that_of_a_forward_over_all_that_was_read(architec
     plain, view = pair(architecture)
     rng = random.Random(1)
     prompts = [[rng.randrange(VOCABULARY) for _ in range(n)] for n in (1, 6, 17, 3)]
-    requests = [Request(p, [stream_key(3, row, k) for k in range(3)], most=70) for row, p in enumerate(prompts)]
+    requests = [
+        Request(p, [stream_key(3, row, k) for k in range(3)], max_total_tokens=70) for row, p in enumerate(prompts)
+    ]
     sampling = Sampling(24, stop_ids=tuple(range(20)))
     groups, stats = generate(view, requests, sampling, max_slots=5, turns=Scripted(4, (0, 3, 8)), decode=str)
     plainly, _ = fallback.generate(plain, requests, sampling, max_slots=5, turns=Scripted(4), decode=str)
@@ -124,7 +128,9 @@ def test_no_completion_is_lost_doubled_or_changed(
         for row, (prompt, samples) in enumerate(prompts)
     ]
     if turns:
-        requests = [replace(request, limits=None, most=len(request.prompt_ids) + room) for request in requests]
+        requests = [
+            replace(request, limits=None, max_total_tokens=len(request.prompt_ids) + room) for request in requests
+        ]
     else:
         sampling = replace(sampling, max_turn_tokens=Sampling.max_turn_tokens)
     needs = [-(-(len(r.prompt_ids) + (room if turns else max(r.limits))) // page) + 3 for r in requests]
@@ -140,7 +146,7 @@ def test_no_completion_is_lost_doubled_or_changed(
             return generate(MINIATURE, requests, sampling, **spoken, **layout)
 
         with pytest.MonkeyPatch.context() as lagging:
-            lagging.setattr(decoder.Decoder, "lag", lag)
+            lagging.setattr(decoder.Decoder, "max_in_flight", lag)
             note = lambda row, k, _: finished.update([(row, k)])  # noqa: E731
             groups, stats = generated(requests, delays, on_finish=note, **layout)
         alone = [
@@ -154,7 +160,7 @@ def test_no_completion_is_lost_doubled_or_changed(
     assert [completion.support for completion in every] == [completion.support for completion in alone]
     if turns:
         for request, group in zip(requests, groups, strict=True):
-            assert all(len(request.prompt_ids) + len(c.read_ids) <= request.most for c in group)
+            assert all(len(request.prompt_ids) + len(c.read_ids) <= request.max_total_tokens for c in group)
         assert all(len(c.token_ids) <= sampling.max_tokens and c.turns <= turns for c in every)
         assert all(len(turn) <= sampling.max_turn_tokens for c in every for turn in turns_of(c))
     if not lag:
@@ -167,10 +173,10 @@ def test_limits_cut_what_is_sampled_and_change_nothing_before(turn_limit, most):
     plain, view = pair("llama")
     keys = [stream_key(5, k) for k in range(24)]
     sampling = Sampling(60, stop_ids=tuple(range(20)))
-    [free], _ = generate(view, [Request([7, 8], keys, most=1000)], sampling, turns=Scripted(4))
+    [free], _ = generate(view, [Request([7, 8], keys, max_total_tokens=1000)], sampling, turns=Scripted(4))
     limited = replace(sampling, max_turn_tokens=turn_limit)
     for decoder_, model in ((generate, view), (fallback.generate, plain)):
-        [group], _ = decoder_(model, [Request([7, 8], keys, most=most)], limited, turns=Scripted(4, (0, 2)))
+        [group], _ = decoder_(model, [Request([7, 8], keys, max_total_tokens=most)], limited, turns=Scripted(4, (0, 2)))
         found = [(c.token_ids, c.given, c.finish) for c in group]
         assert found == [cut(completion, 2, turn_limit, most) for completion in free]
         assert 3 < sum(finish == "length" for *_, finish in found) < 24
@@ -178,7 +184,7 @@ def test_limits_cut_what_is_sampled_and_change_nothing_before(turn_limit, most):
 
 def test_who_waits_keeps_its_pages_and_gives_its_slot_to_others():
     """With room for all, nothing is read twice: neither prompts nor what was sampled."""
-    requests = [Request([1, 2, 3], [stream_key(row)], most=200) for row in range(12)]
+    requests = [Request([1, 2, 3], [stream_key(row)], max_total_tokens=200) for row in range(12)]
     sampling = Sampling(60, stop_ids=tuple(range(8)))
     groups, stats = generate(MINIATURE, requests, sampling, max_slots=2, turns=Scripted(4, (6,)))
     assert stats.prefills == len(requests)
@@ -196,7 +202,8 @@ def test_the_recorded_experts_are_those_of_a_forward_over_the_whole_text(archite
     view, plain = build(config, ATTENTION), build(config)
     prompts = [[(5 * row + place) % VOCABULARY for place in range(3 + 11 * row)] for row in range(5)]
     requests = [
-        Request(prompt, [stream_key(2, 0, row, k) for k in range(3)], most=220) for row, prompt in enumerate(prompts)
+        Request(prompt, [stream_key(2, 0, row, k) for k in range(3)], max_total_tokens=220)
+        for row, prompt in enumerate(prompts)
     ]
     turns = Scripted(3, delays=(0, 2, 9))
     cache_gb = pages and pages * 32 * loops.Geometry.of(view).token_bytes / 2**30
@@ -215,7 +222,7 @@ def test_the_recorded_experts_are_those_of_a_forward_over_the_whole_text(archite
 def test_tokens_that_are_read_again_keep_the_experts_they_had(monkeypatch):
     """The log-probabilities that were recorded belong to them. Experts that no router would choose show it."""
     view = build(tiny_config("qwen3_moe", num_experts=16, num_experts_per_tok=3), ATTENTION)
-    note = scheduler.Scheduler._note_experts
+    note = scheduler.Scheduler._save_experts
     lost = {}
 
     def changed(self, holder):
@@ -224,7 +231,7 @@ def test_tokens_that_are_read_again_keep_the_experts_they_had(monkeypatch):
             holder.experts = (holder.experts + 1) % 16
             lost[holder.request, holder.sample] = holder.experts
 
-    monkeypatch.setattr(scheduler.Scheduler, "_note_experts", changed)
+    monkeypatch.setattr(scheduler.Scheduler, "_save_experts", changed)
     requests = [Request([row, 7, 9], [stream_key(2, 0, row, 0)]) for row in range(8)]
     cache_gb = 9 * 32 * loops.Geometry.of(view).token_bytes / 2**30
     groups, stats = generate(view, requests, Sampling(70), max_slots=8, cache_gb=cache_gb)

@@ -28,9 +28,9 @@ def over_ranks(parts, advantages):
     """Advantages of the parts, each by itself but for a sum over all of them."""
     seen = []
     for part in parts:
-        advantages(part, total=lambda local: seen.append(local) or local)
+        advantages(part, sum_over_ranks=lambda local: seen.append(local) or local)
     assert all(local.dtype == torch.float64 for local in seen)
-    return torch.cat([advantages(part, total=lambda local: sum(seen)) for part in parts])
+    return torch.cat([advantages(part, sum_over_ranks=lambda local: sum(seen)) for part in parts])
 
 
 def test_the_numbers_of_one_group() -> None:
@@ -126,8 +126,8 @@ def test_the_split_over_ranks_changes_neither_advantages_nor_gradient(baseline, 
     reward[:4] = 0.3
     whole = group_advantages(reward, 4, baseline=baseline, scale=scale)
 
-    def advantages(part, total):
-        return group_advantages(part, 4, baseline=baseline, scale=scale, total=total)
+    def advantages(part, sum_over_ranks):
+        return group_advantages(part, 4, baseline=baseline, scale=scale, sum_over_ranks=sum_over_ranks)
 
     split = over_ranks(reward.chunk(ranks), advantages)
     assert torch.allclose(split, whole, rtol=1e-6) and not split[:4].any()
@@ -169,11 +169,11 @@ def test_gdpo_agrees_with_numpy_over_any_ranks(baseline, ranks) -> None:
     weights = {"right": 1.0, "length": 0.25, "sometimes": -2.0}
     expected = gdpo(by_function, weights, 6, 8)
 
-    def advantages(part, total):
+    def advantages(part, sum_over_ranks):
         tensors = {name: torch.from_numpy(values)[part] for name, values in by_function.items()}
         reward = normalized_rewards(tensors, weights, 8)
         assert reward.dtype == torch.float64
-        return group_advantages(reward, 8, baseline=baseline, scale="batch", total=total)
+        return group_advantages(reward, 8, baseline=baseline, scale="batch", sum_over_ranks=sum_over_ranks)
 
     mine = over_ranks(torch.arange(48).chunk(ranks), advantages)
     # Against the mean of the others all are 8/7 as far, and so is their deviation; but not the epsilon.

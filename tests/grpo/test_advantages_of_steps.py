@@ -90,8 +90,8 @@ def test_the_split_over_ranks_changes_nothing() -> None:
     seen: list[torch.Tensor] = []
     parts = [slice(0, 4), slice(4, 8), slice(8, 12)]
     for part in parts:
-        step_advantages(steps[part], lengths[part], 4, scale="batch", total=lambda local: seen.append(local) or local)
-    split = [step_advantages(steps[p], lengths[p], 4, scale="batch", total=lambda _: sum(seen)) for p in parts]
+        step_advantages(steps[part], lengths[part], 4, scale="batch", sum_over_ranks=lambda x: seen.append(x) or x)
+    split = [step_advantages(steps[p], lengths[p], 4, scale="batch", sum_over_ranks=lambda _: sum(seen)) for p in parts]
     assert torch.allclose(torch.cat(split), whole, rtol=1e-6)
 
 
@@ -105,26 +105,26 @@ def to_go_by_formula(whole, steps, lengths, size: int, baseline: str, scale: str
     """Token by token, of what is still to come."""
     width = max(lengths)
     to_go = np.array([[coming(row, t, discount) for t in range(1, width + 1)] for row in steps])
-    centred = np.zeros((len(steps), width))
+    centered = np.zeros((len(steps), width))
     for i in range(len(steps)):
         group = [j for j in range(i // size * size, i // size * size + size) if not np.isnan(whole[j])]
         if np.isnan(whole[i]):
             continue
         others = [j for j in group if j != i] if baseline == "leave_one_out" else group
         for t in range(width):
-            centred[i, t] = whole[i] - np.mean([whole[j] for j in others])
-            centred[i, t] += to_go[i, t] - np.mean([to_go[j, t] for j in others])
+            centered[i, t] = whole[i] - np.mean([whole[j] for j in others])
+            centered[i, t] += to_go[i, t] - np.mean([to_go[j, t] for j in others])
     widest = []
     for first in range(0, len(steps), size):
         group = [j for j in range(first, first + size) if not np.isnan(whole[j])]
         spread = [np.var([whole[j] + to_go[j, t] for j in group], ddof=1) for t in range(width)]
         widest.append((group, int(np.argmax(spread)), np.sqrt(max(spread))))
     if scale == "batch":
-        squares = [centred[j, t] ** 2 for group, t, _ in widest for j in group]
-        return centred / (np.sqrt(np.sum(squares) / (len(squares) - 1)) + 1e-4)
+        squares = [centered[j, t] ** 2 for group, t, _ in widest for j in group]
+        return centered / (np.sqrt(np.sum(squares) / (len(squares) - 1)) + 1e-4)
     if scale == "group":
-        return centred / np.repeat([deviation + 1e-4 for _, _, deviation in widest], size)[:, None]
-    return centred
+        return centered / np.repeat([deviation + 1e-4 for _, _, deviation in widest], size)[:, None]
+    return centered
 
 
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
@@ -188,7 +188,7 @@ def test_reward_to_go_is_the_same_however_groups_are_split_over_ranks() -> None:
     parts = [slice(0, 4), slice(4, 8), slice(8, 12)]
 
     def on_rank(part: slice, total) -> torch.Tensor:
-        return reward_to_go_advantages(whole_B[part], steps[part], lengths[part], 4, **given, total=total)
+        return reward_to_go_advantages(whole_B[part], steps[part], lengths[part], 4, **given, sum_over_ranks=total)
 
     for part in parts:
         on_rank(part, lambda local: seen.append(local) or local)

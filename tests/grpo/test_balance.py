@@ -25,10 +25,10 @@ def test_ranks_train_on_about_the_same_number_of_tokens(ranks, groups, num_minib
     base_RP = torch.randn(ranks, groups, generator=generator, dtype=torch.float64) * 0.7 + 6
     cost_RP = (base_RP[..., None] + 0.5 * torch.randn(ranks, groups, 8, generator=generator)).exp().sum(2)
     idle_RP = torch.rand(ranks, groups, generator=generator) < idle
-    taker_RP, balance = assign(cost_RP, idle_RP, num_minibatches)
+    target_rank_RP, balance = assign(cost_RP, idle_RP, num_minibatches)
     _, before = assign(cost_RP, idle_RP, num_minibatches, may_move=False)
     assert before < 0.85 and balance > before + 0.08
-    parts = [value_RP.view(ranks, num_minibatches, -1) for value_RP in (torch.tensor(taker_RP), cost_RP, idle_RP)]
+    parts = [value_RP.view(ranks, num_minibatches, -1) for value_RP in (torch.tensor(target_rank_RP), cost_RP, idle_RP)]
     for minibatch in range(num_minibatches):
         taker_N, cost_N, idle_N = (of[:, minibatch].flatten() for of in parts)
         assert set(taker_N.tolist()) == set(range(ranks)), "a rank without any completion could not take part"
@@ -42,13 +42,13 @@ def test_ranks_train_on_about_the_same_number_of_tokens(ranks, groups, num_minib
 def test_every_rank_gets_a_group_even_if_few_have_a_gradient():
     cost_RP = torch.tensor([[9.0, 8.0], [1.0, 1.0], [1.0, 1.0]]).double()
     for idle_RP in (torch.zeros(3, 2).bool(), torch.tensor([[False, False], [True, True], [True, True]])):
-        taker_RP, _ = assign(cost_RP, idle_RP, 1)
-        assert {taker for takers in taker_RP for taker in takers} == {0, 1, 2}
+        target_rank_RP, _ = assign(cost_RP, idle_RP, 1)
+        assert {taker for takers in target_rank_RP for taker in takers} == {0, 1, 2}
 
 
 def test_nothing_moves_where_little_is_gained():
-    taker_RP, balance = assign(torch.tensor([[5.0, 5.1], [5.0, 5.0]]).double(), torch.zeros(2, 2).bool(), 1)
-    assert taker_RP == [[0, 0], [1, 1]] and balance == pytest.approx(10.05 / 10.1)
+    target_rank_RP, balance = assign(torch.tensor([[5.0, 5.1], [5.0, 5.0]]).double(), torch.zeros(2, 2).bool(), 1)
+    assert target_rank_RP == [[0, 0], [1, 1]] and balance == pytest.approx(10.05 / 10.1)
     cost_RP, idle_RP = torch.tensor([[6.0, 3.0], [3.0, 3.0]]).double(), torch.tensor([[False, True]] * 2)
     _, balance = assign(cost_RP, idle_RP, 1)
     assert balance == pytest.approx((4.5 + 1) / (6 + 1)), "a group without a gradient costs a third"
@@ -56,7 +56,7 @@ def test_nothing_moves_where_little_is_gained():
 
 def test_groups_travel_whole_in_their_minibatch_and_results_return():
     """Three ranks, of which one has scores of steps and another failures of a function."""
-    taker_RP, size = [[1, 0, 2, 0], [1, 2, 2, 1], [0, 1, 0, 2]], 2
+    target_rank_RP, size = [[1, 0, 2, 0], [1, 2, 2, 1], [0, 1, 0, 2]], 2
 
     def program(rank: int):
         ids = [(10 * rank + group, 2 + rank + group) for group in range(4)]
@@ -68,8 +68,8 @@ def test_groups_travel_whole_in_their_minibatch_and_results_return():
         scores = Scores(
             reward_B, {"f": reward_B}, {"f": torch.zeros(8)}, steps, reward_B if steps else None, {}, failures
         )
-        assignment = Assignment(taker_RP, 2, rank, partial(exchange_objects, device=CPU))
-        trained, given = assignment.hand_out(rollout, scores)
+        assignment = Assignment(target_rank_RP, 2, rank, partial(exchange_objects, device=CPU))
+        trained, given = assignment.scatter(rollout, scores)
         assert (
             [c.token_ids[0] for c in trained.completions] == given.reward_B.tolist() == given.by_function["f"].tolist()
         )
@@ -79,7 +79,7 @@ def test_groups_travel_whole_in_their_minibatch_and_results_return():
         )
         steps_of = [given.steps[row] for row, prompt in enumerate(trained.row_prompts) if prompt.id // 10 == 1]
         assert all(len(row) == 1 for row in steps_of)
-        home_BT = assignment.tokens_home(trained.mask_BT * given.reward_B[:, None].float(), trained, rollout)
+        home_BT = assignment.gather_tokens(trained.mask_BT * given.reward_B[:, None].float(), trained, rollout)
         assert torch.equal(home_BT, rollout.mask_BT * reward_B[:, None].float())
         return [p.id for p in trained.prompts], [list(rows) for rows in minibatch_rows(trained, 2)]
 

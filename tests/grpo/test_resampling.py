@@ -39,7 +39,7 @@ class Step:
             draw=lambda count, wanted: [prompt for prompt, _ in self.loader.draw(count, wanted)],
             sample=sample,
             slots=groups,
-            total=lambda counts: counts,
+            sum_over_ranks=lambda counts: counts,
             max_rounds=max_rounds,
         )
         self.meter.update(numbers)
@@ -86,7 +86,7 @@ def test_candidates_belong_to_slots_whoever_has_them(world):
     seen = {}
     for rank in range(world):
         mine = list(range(rank * share, (rank + 1) * share))
-        slots = GroupSlots(mine, 6, total=lambda _: flags)
+        slots = GroupSlots(mine, 6, sum_over_ranks=lambda _: flags)
         slots.close(torch.tensor([taken[slot] for slot in mine]), 0)
         drawn, wanted, groups = slots.candidates()
         assert drawn == 6 and slots.open == [1, 3, 4]

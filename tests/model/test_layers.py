@@ -201,7 +201,7 @@ def test_only_models_on_a_gpu_take_kernels(launches, monkeypatch):
     gpu.proven.cache_clear()
     for _ in range(2):
         with torch.inference_mode():  # as generation does, before anything is trained
-            layers.adopt_layers(model, torch.zeros(1))
+            layers.install_fused_layers(model, torch.zeros(1))
         assert taken(model) == TAKEN["qwen2"]
     monkeypatch.undo()
     expected = trained(build(tiny_config("qwen2"), ATTENTION), micro_batch())

@@ -9,7 +9,7 @@ from tiny_models import ARCHITECTURES, TIED, VOCABULARY, build, tiny_config
 
 from hybrid_grpo.model.logprobs import LogitShape, LogprobModel, token_logprobs
 from hybrid_grpo.model.selection import Selection
-from hybrid_grpo.model.support import HeadColumns, Support
+from hybrid_grpo.model.support import MaskColumns, SamplingMask
 
 
 def plain(hidden, weight, bias, target, shape=LogitShape(), temperature=1.0, kept_NV=None):  # noqa: B008
@@ -90,8 +90,8 @@ def test_over_a_support_they_are_those_of_the_masked_softmax(shape, bias, use, b
         kept_NV.scatter_(1, inputs[3][:, None], True)
         expected = plain(*exact, inputs[3], shape, 0.6, kept_NV)
         gradients = torch.autograd.grad(weighted(expected, use), leaves(*exact, None))
-        support = Support.of([row.nonzero()[0] for row in kept_NV.numpy()])
-        columns = HeadColumns(support, inputs[3].numpy(), torch.device("cpu"))
+        support = SamplingMask.of([row.nonzero()[0] for row in kept_NV.numpy()])
+        columns = MaskColumns(support, inputs[3].numpy(), torch.device("cpu"))
         for rows, width in ((60, 300), (7, 11)):
             tile = {"tile_bytes": rows * 4 * width, "tile_columns": width}
             mine = token_logprobs(*inputs, support=columns, shape=shape, temperature=0.6, **tile)

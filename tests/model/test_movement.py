@@ -5,7 +5,7 @@ import torch
 from rank_threads import in_ranks
 from torch import nn
 
-from hybrid_grpo.model.movement import Frozen, Movement
+from hybrid_grpo.model.movement import Movement, UnchangedTensors
 
 LR, WIDTH = 1e-3, 4
 
@@ -46,7 +46,7 @@ class Run:
         self.optimizer = optimizer(trained, **{"lr": LR, "weight_decay": 0.0, **settings})
         self.movement = Movement(module, self.optimizer, 0, torch.device("cpu"))
 
-    def step(self, lr: float = LR, undo: nn.Parameter | None = None) -> Frozen | None:
+    def step(self, lr: float = LR, undo: nn.Parameter | None = None) -> UnchangedTensors | None:
         kept = None if undo is None else undo.detach().clone()
         self.module(torch.tensor([[0, 1]])).backward()
         self.movement.begin()

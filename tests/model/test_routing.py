@@ -14,7 +14,7 @@ from hybrid_grpo.data.packing import pack
 from hybrid_grpo.generation import Request, Sampling, generate, stream_key
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.logprobs import LogprobModel
-from hybrid_grpo.model.routing import FREE, Routing, adopt_routers, joined, recomputed, replays, routed
+from hybrid_grpo.model.routing import FREE, Routing, install_routers, joined, recomputed, replays, routed
 
 CPU = torch.device("cpu")
 ROUTERS = {
@@ -62,7 +62,7 @@ def test_training_uses_the_recorded_experts_and_the_gap_shrinks(architecture):
     routing = [completion.routing for _, completion in rows]
     assert all(r.prompt is routing[k - k % 3].prompt for k, r in enumerate(routing)), "a group's prompt has one array"
     model = model.to(torch.bfloat16)
-    adopt_routers(model)
+    install_routers(model)
     scored, shares, gaps = LogprobModel(model), {}, {}
     for replayed in (False, True):
         micro, recorded = packed(rows, routing, replayed)
@@ -84,7 +84,7 @@ def test_gradients_are_those_of_free_routers_where_these_agree_and_go_through_th
     rows = sampled(copy.deepcopy(model))
     routing = [completion.routing for _, completion in rows]
     others = [rolled(each, 16 if architecture != "gpt_oss" else 8) for each in routing]
-    adopt_routers(model)
+    install_routers(model)
 
     def gradients(given, replayed, checkpointing=False):
         one = copy.deepcopy(model)
@@ -119,7 +119,7 @@ def test_gradients_are_those_of_free_routers_where_these_agree_and_go_through_th
 def test_tokens_without_a_recording_and_forwards_within_routed_none_are_free():
     model = model_of("qwen3_moe")
     rows = sampled(copy.deepcopy(model))
-    adopt_routers(model)
+    install_routers(model)
     routing = [rolled(completion.routing, 16) for _, completion in rows]
     routing[1:3], own = [None, None], rows[0][1].routing
     prompts, completions = [prompt for prompt, _ in rows[:3]], [c.token_ids for _, c in rows[:3]]

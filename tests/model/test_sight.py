@@ -8,14 +8,14 @@ from sight_proof import PROMPTS, prove_rounding, prove_sight
 from tiny_architectures import tiny_architecture
 
 from hybrid_grpo.config import DataConfig, LoraConfig, PolicyConfig
-from hybrid_grpo.data.pictures import Album
+from hybrid_grpo.data.pictures import ImageStore
 from hybrid_grpo.model import tensor_files
 from hybrid_grpo.model.loading import load_config
 from hybrid_grpo.model.lora import check_lora
 from hybrid_grpo.model.processors import load_tower
-from hybrid_grpo.model.sight import Sight, image_token
+from hybrid_grpo.model.sight import VisionEncoder, image_token
 from hybrid_grpo.model.towers import TOWERED
-from hybrid_grpo.model.trained_sight import TrainedSight
+from hybrid_grpo.model.trained_sight import TrainedVisionEncoder
 from hybrid_grpo.model.visual_tokens import keys_of, visual_tokens, whole_until
 
 ROUNDED = {"qwen3_5": 5e-4, "gemma4": 5e-4}
@@ -44,9 +44,9 @@ def test_adapters_of_a_tower_are_trained_and_merged(name, tmp_path):
     processor, policy, lora = make_seeing(name, tmp_path), PolicyConfig(str(tmp_path), "float32"), LoraConfig(rank=2)
     config = load_config(str(tmp_path))
     check_lora(lora, config, tower=True)
-    album = Album(lambda: processor, image_token(config))
+    album = ImageStore(lambda: processor, image_token(config))
     [picture] = album.read([pictures()[3]], None, "row 0", DataConfig())
-    adapted = TrainedSight(load_tower(policy), album.pixels, 1 << 20, album.blank, lora, 0)
+    adapted = TrainedVisionEncoder(load_tower(policy), album.pixels, 1 << 20, album.blank, lora, 0)
     generator = torch.Generator().manual_seed(0)
     for weight in adapted.adapters.parameters:
         weight.data.normal_(std=0.05, generator=generator)
@@ -55,10 +55,10 @@ def test_adapters_of_a_tower_are_trained_and_merged(name, tmp_path):
     gradients = adapted.gradients()
     assert len(gradients) == len(list(adapted.weights.parameters())) >= 10 and all(of.any() for of in gradients)
     tower = load_tower(policy)
-    before = Sight(tower, album.pixels, torch.device("cpu"), 1).look(picture.key).rows_ND
+    before = VisionEncoder(tower, album.pixels, torch.device("cpu"), 1).look(picture.key).rows_ND
     missing, unknown = tower.load_state_dict(adapted.state(), strict=False)
     assert not unknown and missing
-    merged = Sight(tower, album.pixels, torch.device("cpu"), 1).look(picture.key).rows_ND
+    merged = VisionEncoder(tower, album.pixels, torch.device("cpu"), 1).look(picture.key).rows_ND
     torch.testing.assert_close(merged, leaf.rows_ND.detach(), rtol=1e-3, atol=1e-4)
     assert (merged - before).abs().max() > 1e-2
 
@@ -67,10 +67,10 @@ def test_the_tower_of_a_moving_average_moves_in_bfloat16_and_from_a_checkpoint_t
     """Rounded to bfloat16 after every step of 1 % of a difference of 5 %, the weights never moved."""
     make_seeing("qwen2_5_vl", tmp_path)
 
-    def sight(dtype: str) -> Sight:
-        return Sight(load_tower(PolicyConfig(str(tmp_path), dtype)), lambda key: {}, torch.device("cpu"), 1)
+    def sight(dtype: str) -> VisionEncoder:
+        return VisionEncoder(load_tower(PolicyConfig(str(tmp_path), dtype)), lambda key: {}, torch.device("cpu"), 1)
 
-    def go(moved: Sight, steps: int) -> dict[str, torch.Tensor]:
+    def go(moved: VisionEncoder, steps: int) -> dict[str, torch.Tensor]:
         for _ in range(steps):
             moved.blend(target, 0.01)
         return {name: moved.tower.state_dict()[name].clone() for name in target}
@@ -94,7 +94,7 @@ def test_the_tower_of_a_moving_average_moves_in_bfloat16_and_from_a_checkpoint_t
 
 @pytest.mark.parametrize("name", TOWERED)
 def test_every_model_with_a_tower_has_an_album_also_if_it_is_trained_on_text_alone(name):
-    album = Album.of("nowhere", tiny_architecture(name))
+    album = ImageStore.of("nowhere", tiny_architecture(name))
     assert album is not None and album.empty
 
 

@@ -7,7 +7,7 @@ import torch
 from tiny_models import STATES, VOCABULARY, pair
 
 from hybrid_grpo.model.attention import Segments
-from hybrid_grpo.model.states import adopt_states
+from hybrid_grpo.model.states import install_state_functions
 
 CPU = torch.device("cpu")
 PACKINGS = 3
@@ -41,7 +41,7 @@ def packed(groups):
 @pytest.mark.parametrize("architecture", STATES)
 def test_packings_of_any_kind_leak_nothing(architecture):
     plain, view = pair(architecture)
-    adopt_states(view)
+    install_state_functions(view)
     for seed in range(PACKINGS):
         tokens, positions, segments, places = packed(draw(random.Random(seed)))
         given = {"input_ids": torch.tensor([tokens]), "position_ids": torch.tensor([positions]), "use_cache": False}

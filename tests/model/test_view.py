@@ -40,7 +40,7 @@ def test_gathered_weights_begin_where_kernels_load_them_fastest(monkeypatch, wor
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
-def test_weights_on_the_same_input_are_neighbours(monkeypatch, world):
+def test_weights_on_the_same_input_are_neighbors(monkeypatch, world):
     """Gathered, with padding behind shards, or copied from where an engine of one rank has them."""
     widths = {"q_proj": 64, "up_proj": 192, "k_proj": 32, "gate_proj": 192, "o_proj": 5, "v_proj": 33}
 
@@ -52,7 +52,7 @@ def test_weights_on_the_same_input_are_neighbours(monkeypatch, world):
     whole = [parameter.detach().clone() for parameter in source.parameters()]
     if world > 1:
         sharded(monkeypatch, source.parameters(), whole, world)
-    made = view.View(source, module, world > 1, torch.device("cpu"), neighbours=True, keep=True)
+    made = view.View(source, module, world > 1, torch.device("cpu"), neighbors=True, keep=True)
     for _ in range(2):
         made.gather()
         for parameter, value in zip(module.parameters(), whole, strict=True):

@@ -16,7 +16,7 @@ from hybrid_grpo.data.packing import pack
 from hybrid_grpo.grpo.loss import micro_batch_loss
 from hybrid_grpo.records.metrics.measurements import measure_parity
 from hybrid_grpo.records.tokens import read_tokens
-from hybrid_grpo.run.carry import Carry, Whole, shortest
+from hybrid_grpo.run.carry import Carry, FinishedGroup, shortest
 
 RUN = [
     *("train", "--config=train.yaml", "--run.steps=6", "--rollout.carry=0.5", "--rollout.max_carries=2"),
@@ -26,13 +26,13 @@ RUN = [
 
 
 def test_which_groups_are_learned_from():
-    groups = [Whole(span, (1, number), False) for number, span in enumerate([9, 4, 30, 7, 4])]
+    groups = [FinishedGroup(span, (1, number), False) for number, span in enumerate([9, 4, 30, 7, 4])]
     draw = random.Random(0)
     for _ in range(20):
         draw.shuffle(groups)
         assert sorted(w.serial[1] for w in shortest(groups, 3, 0)) == [1, 3, 4]
     assert shortest(groups[:2], 3, 0) is None
-    old = Whole(50, (0, 5), True)
+    old = FinishedGroup(50, (0, 5), True)
     assert shortest(groups, 3, 1) is None, "one that must not be carried on is waited for"
     assert sorted(w.serial for w in shortest([*groups, old], 3, 1)) == [(0, 5), (1, 1), (1, 4)]
 

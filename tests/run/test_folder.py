@@ -57,7 +57,7 @@ def test_whatever_is_damaged_is_set_aside_and_named(tmp_path, capsys):
     Log(LogConfig(wandb="disabled"), folder, 9, run.start.step).close()
     said = [line.replace(f"{folder}/", "") for line in capsys.readouterr().out.splitlines() if "WARNING" in line]
     assert said == [
-        "WARNING: metrics.jsonl: some of its lines are damaged; the run goes on without them",
+        "WARNING: metrics.jsonl: some of its lines are damaged; the run continues without them",
         "WARNING: prompts.jsonl: it is not a file or folder of a run; it is kept as damaged_1.prompts.jsonl",
         "WARNING: rollouts: it is not a file or folder of a run; it is kept as damaged_1.rollouts",
         "WARNING: journal/step_000003.rank_0: it is not a file or folder of a run; it is kept as"

@@ -139,7 +139,7 @@ def test_numbers_that_are_damaged_are_named_and_the_run_goes_on(place, content, 
     assert (start.step, start.is_damaged) == (3, bool(says))
     assert [json.loads(line)["step"] for line in start.lines] == kept
     path = place.folder / "run" / "metrics.jsonl"
-    assert place.said == ([f"WARNING: {path}: {says}; the run goes on without them"] if says else [])
+    assert place.said == ([f"WARNING: {path}: {says}; the run continues without them"] if says else [])
 
 
 def test_a_checkpoint_by_its_path(place):
@@ -301,7 +301,7 @@ def test_an_interrupted_run_ends_as_the_uninterrupted_one_to_the_bit(whole_run):
     lines = [line for line in done.err.splitlines() if "error:" in line]
     says = (
         "checkpoint runs/broken/checkpoints/step_000004 could not be written: No space left on device (rank 1);"
-        " the newest one is from step 2: make room or fix the cause, and go on with --run.resume auto"
+        " the newest one is from step 2: make room or fix the cause, and continue with --run.resume auto"
     )
     assert lines == [f"hybrid-grpo: error: {says}"]
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
@@ -335,7 +335,7 @@ def test_a_disk_that_is_full_at_any_point_of_a_save_costs_that_save_alone(whole_
     assert done.status == 0, done.err
     folder = whole_run.workshop.folder / "runs" / "full"
     warnings = [line for line in done.out.splitlines() if line.startswith("WARNING: checkpoint")]
-    ends = "; the newest one is from step 0, and the run goes on (checkpoint.on_failure say)"
+    ends = "; the newest one is from step 0, and the run continues (checkpoint.on_failure say)"
     reasons = [*["No space left on device"] * 7, *["File too large"] * 3]
     ranks = [0, 1, 0, 1, 0, 1, 0, 1, 1, 1]
     assert warnings == [
@@ -383,7 +383,7 @@ def test_a_full_disk_while_rollouts_are_written_stops_the_run_in_one_line(whole_
     (line,) = [line for line in done.err.splitlines() if "error:" in line]
     assert line == (
         "hybrid-grpo: error: runs/rollouts cannot be written: No space left on device: make room or fix the cause, then"
-        " go on with --run.resume auto"
+        " continue with --run.resume auto"
     )
     draft.unlink()
     done = workshop.run(*arguments, "--run.resume=auto")

@@ -141,7 +141,7 @@ def test_a_save_that_fails_is_said_or_stops_the_run(tmp_path, clock, capsys):
     run.checkpoints.save = fails
     run.saver.save(stage, 3, {})
     says = "checkpoint step_000003 could not be written: Disk quota exceeded; the newest one is from step 2"
-    assert f"WARNING: {says}, and the run goes on (checkpoint.on_failure say)" in capsys.readouterr().out
+    assert f"WARNING: {says}, and the run continues (checkpoint.on_failure say)" in capsys.readouterr().out
     # The next one is tried when it is due, and not after every step.
     assert saved(run, stage, clock, [4, 5], 1) == []
     run, stage = make(tmp_path / "other", on_failure="stop")

@@ -30,7 +30,7 @@ def rewards(folder: Path, zero_stage: int, **kwargs: Any) -> Rewards:
     kwargs = {"model": str(folder / "rm"), "zero_stage": zero_stage, **kwargs}
     model = RewardConfig("reward_model", weight=0.5, kwargs=kwargs)
     made = Rewards(load_rewards([RewardConfig("exact_match"), model], ScoringConfig()))
-    made.load_models(engines.Frozen)
+    made.load_models(engines.OffloadedModel)
     return made
 
 
@@ -65,7 +65,7 @@ def _sights(folder: Path) -> list[list[float]]:
     for zero_stage in (3, 0):
         kwargs = {"model": str(folder / "sees"), "batch_tokens": 64, "template": "chat", "zero_stage": zero_stage}
         made = Rewards(load_rewards([RewardConfig("reward_model", kwargs=kwargs)]))
-        made.load_models(engines.Frozen)
+        made.load_models(engines.OffloadedModel)
         found.append(made.score(rows, ended).reward_B.tolist())
     return found
 

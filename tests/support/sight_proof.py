@@ -24,7 +24,7 @@ from torch import Tensor
 from hybrid_grpo.config import DataConfig, PolicyConfig, RolloutConfig
 from hybrid_grpo.data.completion import Completion
 from hybrid_grpo.data.packing import pack
-from hybrid_grpo.data.pictures import Album
+from hybrid_grpo.data.pictures import ImageStore
 from hybrid_grpo.generation import GREEDY, Request, Sampling, stream_key
 from hybrid_grpo.generation.rollout import complete
 from hybrid_grpo.generation.sequence import Finish
@@ -32,8 +32,8 @@ from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.loading import load_config, load_model
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.processors import load_tower
-from hybrid_grpo.model.sight import Sight, image_token
-from hybrid_grpo.model.trained_sight import TrainedSight
+from hybrid_grpo.model.sight import VisionEncoder, image_token
+from hybrid_grpo.model.trained_sight import TrainedVisionEncoder
 from hybrid_grpo.model.view import View, meta_copy
 
 ONE, WIDE, HIGH, LARGE = pictures()
@@ -54,7 +54,7 @@ TURN = 5
 class Seen:
     """A prompt, or an answer after one, as each side reads it."""
 
-    def __init__(self, parts: list[Any], number: int, processor: Any, album: Album) -> None:
+    def __init__(self, parts: list[Any], number: int, processor: Any, album: ImageStore) -> None:
         shown = [part for part in parts if isinstance(part, Image.Image)]
         content = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in parts]
         tokenizer = processor.tokenizer
@@ -126,7 +126,7 @@ class _Answers:
         return completion
 
 
-def prove_sight(name: str, folder: Path) -> tuple[Gaps, TrainedSight]:
+def prove_sight(name: str, folder: Path) -> tuple[Gaps, TrainedVisionEncoder]:
     """Return the gaps of a family, whose tower is trained too, and what saw its pictures. Some completions get an
     answer."""
     gaps, sight, *_ = _proven(name, folder, answers=True)
@@ -146,7 +146,7 @@ def prove_rounding(name: str, folder: Path) -> tuple[Gaps, float]:
 
 def _proven(
     name: str, folder: Path, *, answers: bool
-) -> tuple[Gaps, TrainedSight, Any, list[tuple[Seen, Completion]], dict[str, Tensor], dict[str, Tensor]]:
+) -> tuple[Gaps, TrainedVisionEncoder, Any, list[tuple[Seen, Completion]], dict[str, Tensor], dict[str, Tensor]]:
     """Return the gaps, what saw the pictures, transformers' model, the sampled rows, and both sides' gradients."""
     processor = make_seeing(name, folder)
     config, policy_config = load_config(str(folder)), PolicyConfig(model=str(folder), dtype="float32")
@@ -154,8 +154,8 @@ def _proven(
         folder, attn_implementation="eager", dtype=torch.float32
     ).eval()
     policy = load_model(policy_config, ATTENTION)
-    album = Album(lambda: processor, image_token(config))
-    sight = TrainedSight(load_tower(policy_config), album.pixels, 1 << 28, album.blank, None, 0)
+    album = ImageStore(lambda: processor, image_token(config))
+    sight = TrainedVisionEncoder(load_tower(policy_config), album.pixels, 1 << 28, album.blank, None, 0)
     prompts = [Seen(parts, number, processor, album) for number, parts in enumerate(PROMPTS)]
     answer, placeholder = Seen(ANSWER, -1, processor, album), image_token(config)
     turns = _Answers(answer.ids) if answers else None
@@ -183,7 +183,7 @@ def _gradients_of(plain: Any, rows: list[tuple[Seen, Completion]], answer: Seen 
 def _decoding(
     plain: Any,
     policy: Any,
-    sight: Sight,
+    sight: VisionEncoder,
     prompts: list[Seen],
     answer: Seen,
     answers: _Answers | None,
@@ -196,7 +196,9 @@ def _decoding(
     for samples, temperature in ((2, GREEDY), (3, 1.3)):
         turns = None if temperature == GREEDY else answers
         requests = [
-            Request(p.ids, [stream_key(1, 0, 0, i, k) for k in range(samples)], most=1000 if turns else None)
+            Request(
+                p.ids, [stream_key(1, 0, 0, i, k) for k in range(samples)], max_total_tokens=1000 if turns else None
+            )
             for i, p in enumerate(prompts)
         ]
         given = Sampling(LIMIT, temperature=temperature, max_turn_tokens=TURN if turns else sys.maxsize), config
@@ -247,7 +249,7 @@ def _scores(
 
 
 def _policy_pass(
-    policy: Any, sight: Sight, rows: list[tuple[Seen, Completion]]
+    policy: Any, sight: VisionEncoder, rows: list[tuple[Seen, Completion]]
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     model, logp = LogprobModel(policy).train(), [torch.zeros(0)] * len(rows)
     read = [list(prompt.ids) for prompt, _ in rows], [completion.read_ids for _, completion in rows], range(len(rows))

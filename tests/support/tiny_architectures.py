@@ -30,12 +30,7 @@ _SIZES: dict[str, Any] = {
     **{"sliding_window": WINDOW, "attention_window_size": WINDOW, "attention_chunk_size": 2 * WINDOW},
     **{"q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12},
     **{"qk_head_dim": 16, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 512},
-    **{
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
-    },
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
     **{"mamba_d_state": 8, "mamba_dt_rank": 4, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8},
     **{"mamba_n_groups": 1, "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1},
     **{"mamba_headdim": 8, "mamba_ngroups": 1, "n_mamba_heads": 2, "state_size": 8, "time_step_rank": 4},

@@ -295,7 +295,7 @@ def test_after_a_crash_calls_are_counted_as_in_a_whole_run(tools, tmp_path):
     texts = [
         spoken_call("hermes", *call) for call in [("add", {"a": 1, "b": "x"}), ("look_up", {"key": "a"}), ("ad", {})]
     ]
-    requests, sampled = [Request([1], [0, 1], most=99), Request([2], [2, 3], most=99)], []
+    requests, sampled = [Request([1], [0, 1], max_total_tokens=99), Request([2], [2, 3], max_total_tokens=99)], []
 
     def sample(requests, on_finish):
         partners.begin(requests)

@@ -15,7 +15,7 @@ from hybrid_grpo.config.parsing import build
 from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.data.completion import Completion
 from hybrid_grpo.data.completion_records import completion_of, record_of
-from hybrid_grpo.data.pictures import Album
+from hybrid_grpo.data.pictures import ImageStore
 from hybrid_grpo.generation import Request
 from hybrid_grpo.model.processors import without_videos
 from hybrid_grpo.model.visual_tokens import keys_of
@@ -128,7 +128,7 @@ def rollout(file, **more):
 
 
 def album_of(processor):
-    return Album(lambda: processor, processor.tokenizer.convert_tokens_to_ids("<|image_pad|>"))
+    return ImageStore(lambda: processor, processor.tokenizer.convert_tokens_to_ids("<|image_pad|>"))
 
 
 def told(seen, tools, calls, **more):
@@ -138,7 +138,7 @@ def told(seen, tools, calls, **more):
     config = rollout(file, **more)
     given = {}, (tokenizer.eos_token_id,)
     partners = Partners([tools], tools, config, tokenizer, *given, seen=(album, DataConfig(max_images=3)))
-    partners.begin([Request([5] * 9, [1], most=4000, prompt=Prompt(0, "go", [5] * 9, {}))])
+    partners.begin([Request([5] * 9, [1], max_total_tokens=4000, prompt=Prompt(0, "go", [5] * 9, {}))])
     text = "\n".join(
         f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>" for name, arguments in calls
     )
@@ -203,7 +203,7 @@ def test_a_user_shows_pictures(seen, tmp_path):
     config = RolloutConfig(user=f"{tmp_path}/user.py:shows", max_turns=3, max_tool_tokens=99)
     user, ends = ScriptedUser(config, ScoringConfig(workers=1)), (tokenizer.eos_token_id,)
     partners = Partners([user], None, config, tokenizer, {}, ends, user=user, seen=(album_of(processor), DataConfig()))
-    partners.begin([Request([5], [1], most=400, prompt=Prompt(0, "go", [5], {}))])
+    partners.begin([Request([5], [1], max_total_tokens=400, prompt=Prompt(0, "go", [5], {}))])
     turn = [*tokenizer("well", add_special_tokens=False)["input_ids"], *ends]
     for said, shown in ((f"a{SIGN}b", [Image.new("RGB", (24, 16))]), ("[{'type': 'image'}]", None)):
         assert partners.ended(1, turn, 300) is None

@@ -61,7 +61,7 @@ def begun(says: Says, most: int | None = None, environments: Any = None, **rollo
     """A conversation, with key 1, of a prompt of ten tokens."""
     tokenizer, config = tool_tokenizer("hermes"), RolloutConfig(**{"max_turns": 9, **rollout})
     partners = Partners([says], None, config, tokenizer, {}, (tokenizer.eos_token_id,), environments)
-    partners.begin([Request([5] * 10, [1], most=most, prompt=Prompt(0, GO, [5] * 10, {}))])
+    partners.begin([Request([5] * 10, [1], max_total_tokens=most, prompt=Prompt(0, GO, [5] * 10, {}))])
     return tokenizer, partners
 
 
@@ -161,7 +161,7 @@ def test_a_completion_whose_environment_is_lost_has_no_reward_and_one_that_is_to
     environments = Environments("Leaves")
     for how, failure in (("raise", None), ("exit", "ended its process (exit status 5)")):
         partners, prompt = environments.partners, environments.opened()
-        partners.begin([Request(prompt.token_ids, [1], most=9999, prompt=prompt)])
+        partners.begin([Request(prompt.token_ids, [1], max_total_tokens=9999, prompt=prompt)])
         assert partners.ended(1, environments.call(how), room=500) is None
         said = answered(partners)
         if failure is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.data.completion import Message, whole_characters
-from hybrid_grpo.data.pictures import Album
+from hybrid_grpo.data.pictures import ImageStore
 from hybrid_grpo.data.prompts import check_template_kwargs, read_prompt
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class ChatHistory:
     """
 
     def __init__(
-        self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, room: int, album: Album | None = None
+        self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, room: int, album: ImageStore | None = None
     ) -> None:
         self.turns: list[tuple[Content, str]] = []
         self.pictures: list[str] = []

@@ -72,14 +72,14 @@ class LossRecorder(StepTrace):
             iteration = next(number for number in count(1) if (number, row) not in self.seen)
             self.seen[iteration, row] = {name: v and v[place][:length] for name, v in columns.items()}
 
-    def bring_home(self, assignment: Assignment, num_generations: int) -> None:
+    def gather(self, assignment: Assignment, num_generations: int) -> None:
         """Turn `seen`, by the rows that this rank trained on, into the same by the rows that it sampled. Collective."""
         groups: list[dict[tuple[int, int], Any]] = [{} for _ in assignment.taken]
         for (iteration, row), columns in self.seen.items():
             groups[row // num_generations][iteration, row % num_generations] = columns
         self.seen = {
             (iteration, group * num_generations + sample): columns
-            for group, found in enumerate(assignment.bring_home(groups))
+            for group, found in enumerate(assignment.gather(groups))
             for (iteration, sample), columns in found.items()
         }
 

@@ -12,7 +12,7 @@ from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Scores
 from hybrid_grpo.generation import Journal, OnFinish, Request, Stats, complete_rest, stream_key
 from hybrid_grpo.model.ranks import rank
-from hybrid_grpo.model.support import Support
+from hybrid_grpo.model.support import SamplingMask
 from hybrid_grpo.records.json_lines import read_jsonl
 from hybrid_grpo.records.tokens import SUPPORT, read_tokens
 from hybrid_grpo.rewards.scorer import Rewards, Stream
@@ -90,7 +90,7 @@ def _shows(row: SavedRow) -> bool:
 def _completion(row: SavedRow) -> Completion:
     line, given = row["line"], tuple((part["before"], part["ids"]) for part in row["given"])
     ids, messages = row.get(SUPPORT), tuple(line.get("messages", ()))
-    support = ids and Support.of([np.array(of_token) for of_token in ids])
+    support = ids and SamplingMask.of([np.array(of_token) for of_token in ids])
     return Completion(
         row["token_ids"], row["logp"], row["finish"], line["completion"], given, messages, support=support
     )

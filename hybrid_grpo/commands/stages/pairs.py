@@ -13,7 +13,7 @@ from hybrid_grpo.config import DataConfig
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.data.completions import end_of
-from hybrid_grpo.data.pictures import Album
+from hybrid_grpo.data.pictures import ImageStore
 from hybrid_grpo.data.prompts import data_line, prompts_of, require_column
 from hybrid_grpo.data.sources import read_rows, training_source
 from hybrid_grpo.data.special_tokens import ended_ids
@@ -35,7 +35,7 @@ def read_pairs(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     max_completion_tokens: int,
-    album: Album | None = None,
+    album: ImageStore | None = None,
     *,
     ends: Collection[int] = (),
 ) -> tuple[list[Pair], str]:

@@ -120,7 +120,7 @@ def _parts(row: Row, name: str, value: Any, where: str, config: DataConfig) -> t
             refuse(
                 config.system_prompt is not None or config.chat_template == "always",
                 f"{name}: {where} has no prompt, so it is not a chat: give a data.prompt_column, or chat messages, or"
-                " take out data.system_prompt and data.chat_template",
+                " remove data.system_prompt and data.chat_template",
             )
             return "", answer
         case str(answer):

@@ -44,8 +44,8 @@ class SftTrainer(Stage):
         start = time.perf_counter()
         pairs = [pair for pair, _ in self.loader.next_batch()]
         tokens = sum(len(pair.completion_ids) for pair in pairs)
-        ids = [pair.prompt.token_ids for pair in pairs], [pair.completion_ids for pair in pairs]
-        for loss, count in self.policy.learn(*ids, self.progress.heartbeat):
+        prompt_ids, completion_ids = [p.prompt.token_ids for p in pairs], [p.completion_ids for p in pairs]
+        for loss, count in self.policy.learn(prompt_ids, completion_ids, self.progress.heartbeat):
             self.meter.add("sft/loss", loss, count)
         self.step_optimizer()
         self.meter.add("policy/skipped_steps", self.policy.skipped_steps)

@@ -112,7 +112,7 @@ def clean(data: DataConfig, config: CleanConfig, tokenizer: Any = None) -> tuple
 def _refusal(found: list[Finding], source: str) -> str:
     return (
         f"clean.overlap: {len(found)} rows of {source} are also held-out prompts, the first is row {found[0].row},"
-        f" which {found[0].why}: set clean.overlap to drop, or take them out"
+        f" which {found[0].why}: set clean.overlap to drop, or remove them"
     )
 
 

@@ -1,7 +1,7 @@
 """The mathematics of a critic: advantages from the rewards and values of tokens, and the loss of the values.
 
 `critic_advantages` does the whole computation for the settings of a run; the functions after it are its parts. As in
-`grpo/advantages.py`, arithmetic is float64 on the CPU, and the caller passes `total`, which sums over ranks.
+`grpo/advantages.py`, arithmetic is float64 on the CPU, and the caller passes `sum_over_ranks`, which sums over ranks.
 
 The value of a token is the expected reward from that token on, before the token is sampled. A completion that is cut at
 the length limit is treated like one that ended by itself: after its last token the value is 0, as in InstructGPT
@@ -123,14 +123,14 @@ def generalized_advantages(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor,
     return advantage_BT
 
 
-def moments(values: tuple[Tensor, ...], mask_BT: Tensor, total: Total) -> tuple[Tensor, Tensor]:
+def moments(values: tuple[Tensor, ...], mask_BT: Tensor, sum_over_ranks: Total) -> tuple[Tensor, Tensor]:
     """Return the mean and unbiased variance, float64 [K] each, of K tensors [B, T] over the tokens of all ranks; 0 if
     there are no tokens."""
     values_KN = torch.stack([value_BT[mask_BT].double() for value_BT in values])
     here = torch.tensor([values_KN.shape[1]], dtype=torch.float64)
-    *_, count = sums = total(torch.cat([values_KN.sum(1), here]))
+    *_, count = sums = sum_over_ranks(torch.cat([values_KN.sum(1), here]))
     mean_K = sums[:-1] / count.clamp(min=1)
-    squares_K = total((values_KN - mean_K[:, None]).square().sum(1))
+    squares_K = sum_over_ranks((values_KN - mean_K[:, None]).square().sum(1))
     return mean_K, squares_K / (count - 1).clamp(min=1)
 
 

@@ -114,7 +114,7 @@ class CriticConfig(FeatureConfig):
         refuse(
             bool(config.giver),
             f"critic.enabled learns the values of the policy's own completions, and {config.giver} brings others: set"
-            f" critic.enabled to false, or take out {config.giver}",
+            f" critic.enabled to false, or remove {config.giver}",
         )
 
     def _check_engine(self, policy: PolicyConfig, engine: EngineConfig) -> None:

@@ -59,7 +59,7 @@ class CurriculumConfig(FeatureConfig):
         epochs share random numbers."""
         refuse(
             self.follows and not config.data.shuffle,
-            "data.shuffle false keeps the order of the source, which curriculum changes: set it to true, or take out"
+            "data.shuffle false keeps the order of the source, which curriculum changes: set it to true, or remove"
             " the settings of curriculum",
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -99,12 +99,18 @@ class Guests(Feature):
             if name in self._distilled:
                 continue
             weight_bT = torch.where(rows_b1, batch.weight_bT, 0.0)
-            tensors = logp_bT, batch.sampler_logp_bT, batch.advantages_bT, weight_bT
-            others: dict[str, Any] = {"ref_logp_bT": None, "entropy_bT": zeros_bT, "correction_bT": None}
-            loss, stats = policy_loss(*tensors, self.config.grpo, beta=0.0, **others)
+            old_logp_bT, advantages_bT, grpo = batch.sampler_logp_bT, batch.advantages_bT, self.config.grpo
+            loss, stats = policy_loss(
+                logp_bT, old_logp_bT, advantages_bT, weight_bT, grpo, beta=0.0, entropy_bT=zeros_bT
+            )
             if self.inputs.objective is not None:
-                others["ref_logp_bT"] = batch.ref_logp_bT
-                loss = self.inputs.objective(*tensors, self.config.grpo, beta=0.0, **others)
+                loss = self.inputs.objective(
+                    *(logp_bT, old_logp_bT, advantages_bT, weight_bT, grpo),
+                    beta=0.0,
+                    ref_logp_bT=batch.ref_logp_bT,
+                    entropy_bT=zeros_bT,
+                    correction_bT=None,
+                )
             total, numbers = total + loss, numbers | _numbers(name, stats)
         return total, numbers
 

@@ -25,8 +25,8 @@ class GuestMemory(FeatureMemory):
         rollout, dtype = plan.config.rollout, plan.config.policy.dtype
         tokens, held = plan.prompt + rollout.max_completion_tokens, 0
         for parameters, model_config, per_group in self._guests:
-            sizes = plan.batch.prompts_per_rank * per_group, tokens, plan.hardware.device_bytes
-            _, kept = workspace_beside(rollout, model_config, dtype, *sizes)
+            rows, free = plan.batch.prompts_per_rank * per_group, plan.hardware.device_bytes
+            _, kept = workspace_beside(rollout, model_config, dtype, rows, tokens, free)
             # Its tower is taken to be as large as the policy's.
             held += plan.dtype * (parameters + plan.tower.parameters) + (kept if plan.gpu else 0)
         return Part("guests", 0 if on_host else held, "a smaller model in guests.writers")

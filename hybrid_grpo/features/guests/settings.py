@@ -90,11 +90,11 @@ class GuestsConfig(FeatureConfig):
         refuse(
             rollout.has_turns,
             f"{rollout.turns_setting} makes completions of several turns, and those of guests.writers {names[0]} have"
-            " one: take out one of them",
+            " one: remove one of them",
         )
         refuse(
             rollout.max_total_tokens is not None or rollout.max_turn_tokens is not None,
-            f"guests.writers {names[0]} is only limited by rollout.max_completion_tokens: take out"
+            f"guests.writers {names[0]} is only limited by rollout.max_completion_tokens: remove"
             " rollout.max_total_tokens and rollout.max_turn_tokens",
         )
         refuse(

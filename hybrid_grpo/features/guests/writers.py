@@ -15,7 +15,7 @@ from hybrid_grpo.data.batch import Rollout
 from hybrid_grpo.data.completion import Completion, Message, Prompt, whole_characters
 from hybrid_grpo.data.completions import end_of, read_completions
 from hybrid_grpo.data.picture import Picture, read_picture
-from hybrid_grpo.data.pictures import Album, given_pictures, sight_of
+from hybrid_grpo.data.pictures import ImageStore, given_pictures, sight_of
 from hybrid_grpo.data.special_tokens import ended_ids
 from hybrid_grpo.features.guests.settings import GuestConfig
 from hybrid_grpo.generation import Request, stream_key
@@ -43,7 +43,7 @@ class Learner:
     """Tokens that end a completion."""
     vocabulary: int
     """Number of tokens that the policy knows."""
-    album: Album | None = None
+    album: ImageStore | None = None
     """The pictures of prompts."""
 
     @property
@@ -146,8 +146,8 @@ class GuestModel:
 
     def load(self, device: torch.device) -> None:
         rollout = self._learner.config.rollout
-        sizes = self._policy.dtype, self._rows, self._longest, device_bytes(device)
-        self._workspace, _ = workspace_beside(rollout, self._config, *sizes)
+        dtype, free = self._policy.dtype, device_bytes(device)
+        self._workspace, _ = workspace_beside(rollout, self._config, dtype, self._rows, self._longest, free)
         self._model = load_model(self._policy, attention_of(rollout.decoder), self._setting).to(device).eval()
         self._sight = sight_of(self._learner.album, self._policy, device, self._setting)
 
@@ -160,8 +160,10 @@ class GuestModel:
         ]
         assert self._model is not None, "load() comes first"
         sampling = sampling_of(config.rollout, self._learner.ends)
-        given = self._model, self._learner.tokenizer, requests, sampling, config.rollout
-        groups, _ = complete(*given, on_step=beat, workspace=self._workspace, sight=self._sight)
+        model, tokenizer, space, sight = self._model, self._learner.tokenizer, self._workspace, self._sight
+        groups, _ = complete(
+            model, tokenizer, requests, sampling, config.rollout, on_step=beat, workspace=space, sight=sight
+        )
         # A tokenizer may have more tokens than the policy has embeddings.
         return [[c for c in group if max(c.token_ids) < self._learner.vocabulary] for group in groups]
 
@@ -191,11 +193,11 @@ def _completions(group: Rollout, prompt: Prompt, guest: GuestConfig, learner: Le
         )
         if not are_tokens:
             token_ids = _tokenized(prompt, text, end != "length", learner)
-        refuse(not token_ids, f"{where} is an empty completion, and no token ends one: take it out")
+        refuse(not token_ids, f"{where} is an empty completion, and no token ends one: remove it")
         refuse(
             len(token_ids) > limit,
             f"{where} is a completion of {len(token_ids)} tokens: set rollout.max_completion_tokens {limit} to"
-            f" {len(token_ids)} or higher, or take it out",
+            f" {len(token_ids)} or higher, or remove it",
         )
         recorded = token_logp if learned else []
         written.append(Completion(token_ids, recorded, "length" if end == "length" else "stop", text))

@@ -31,11 +31,7 @@ def measure_teacher(old_logp_BT: Tensor, teacher_logp_BT: Tensor, mask_BT: Tenso
 
 
 def teacher_advantages(
-    old_logp_BT: Tensor,
-    teacher_logp_BT: Tensor,
-    coef: float,
-    size_BT: Tensor | None = None,
-    clamp: float | None = None,
+    old_logp_BT: Tensor, teacher_logp_BT: Tensor, coef: float, size_BT: Tensor | None = None, clamp: float | None = None
 ) -> Tensor:
     """Return -coef (old_logp - teacher_logp), [B, T], a term of the advantages; see the module's docstring.
 

@@ -19,7 +19,7 @@ from hybrid_grpo.model.compatibility import check_compatible, check_sight
 from hybrid_grpo.model.limits import check_lengths, check_prompt_ids, stop_ids, vocabulary_of
 from hybrid_grpo.model.loading import load_config, load_model, load_tokenizer, training_attention
 from hybrid_grpo.model.logprobs import LogprobModel
-from hybrid_grpo.model.sight import Sight
+from hybrid_grpo.model.sight import VisionEncoder
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.turns.partners import with_tools
@@ -37,7 +37,7 @@ class TeacherModel:
     """
 
     engine: Any = None
-    _sight: Sight | None = None
+    _sight: VisionEncoder | None = None
 
     def __init__(self, name: str | None, config: TrainConfig, inputs: RunInputs) -> None:
         self.name, self._config, self._inputs, self.settings = name, config, inputs, config.of(TeacherConfig)
@@ -110,7 +110,7 @@ class TeacherModel:
         def read() -> LogprobModel:
             return LogprobModel(load_model(self._own, training_attention(self._own), self._setting), self.vocabulary)
 
-        self.engine = policy.engine if self.name is None else engines.Frozen(read, self._own.dtype, fetching)
+        self.engine = policy.engine if self.name is None else engines.OffloadedModel(read, self._own.dtype, fetching)
         if self.name is not None and self._inputs.sampler.sees:
             self._sight = sight_of(self._inputs.sampler.album, self._own, self.engine.device, self._setting)
 

@@ -109,13 +109,11 @@ class TeacherConfig(FeatureConfig):
         if not self.is_on:
             self.refuse_idle("without a teacher: set teacher.model or teacher.prompt_column")
         if self.into == "advantage":
-            of_loss = ("top_k", "divergence", "jsd_beta")
-            self.refuse_idle("with teacher.into advantage: set teacher.into to loss", *of_loss)
+            self.refuse_idle("with teacher.into advantage: set teacher.into to loss", "top_k", "divergence", "jsd_beta")
         if self.divergence != "jsd":
             self.refuse_idle(f"with teacher.divergence {self.divergence}: set it to jsd", "jsd_beta")
         if self.model is None and not self.by_source:
-            of_models = ("offload", "other_tokenizer")
-            self.refuse_idle("if the policy itself is the teacher: set teacher.model", *of_models)
+            self.refuse_idle("if the policy itself is the teacher: set teacher.model", "offload", "other_tokenizer")
         self._check_sources(config.data)
         prompt_column, rollout = config.data.prompt_column, config.rollout
         refuse(
@@ -126,12 +124,12 @@ class TeacherConfig(FeatureConfig):
         refuse(
             self.prompt_column is not None and bool(rollout.environment),
             f"teacher.prompt_column {self.prompt_column} is read instead of the prompt, to which"
-            " rollout.environment appends what the policy reads: take out one of them",
+            " rollout.environment appends what the policy reads: remove one of them",
         )
         refuse(
             self.is_on and self.into == "advantage" and bool(config.giver),
             f"teacher.into advantage is for tokens that the policy sampled, and {config.giver} brings others: set"
-            f" teacher.into to loss, or take out teacher or {config.giver}",
+            f" teacher.into to loss, or remove teacher or {config.giver}",
         )
         for is_set, what in (
             (self.into == "loss", "teacher.into loss compares whole vocabularies"),
@@ -140,7 +138,7 @@ class TeacherConfig(FeatureConfig):
         ):
             refuse(
                 self.other_tokenizer and is_set,
-                f"teacher.other_tokenizer compares the texts of single turns, and {what}: take out one of the two",
+                f"teacher.other_tokenizer compares the texts of single turns, and {what}: remove one of the two",
             )
 
     def _check_sources(self, data: DataConfig) -> None:
@@ -154,7 +152,7 @@ class TeacherConfig(FeatureConfig):
         refuse(
             bool(self.by_source) and not open_names and self.model is not None,
             f"teacher.model {self.model} teaches nothing, since teacher.by_source names a teacher for every source:"
-            " take one of them out",
+            " remove one of them",
         )
         refuse(
             bool(self.by_source) and bool(open_names) and self.model is None and self.prompt_column is None,

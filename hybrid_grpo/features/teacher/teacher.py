@@ -74,8 +74,8 @@ class Teacher(Feature):
             numbers["teacher/left_out_frac"] = 1 - compared_BT.sum() / real_BT.sum(), real_BT.sum()
         if self._settings.into == "loss":
             return None, numbers
-        settings = self._settings.coef, size_BT, self._settings.clamp
-        return teacher_advantages(scored.old_logp_BT, logp_BT, *settings), numbers
+        coef, clamp = self._settings.coef, self._settings.clamp
+        return teacher_advantages(scored.old_logp_BT, logp_BT, coef, size_BT, clamp), numbers
 
     @torch.no_grad()
     def read(self, rollout: Rollout, old_logp_BT: Tensor) -> tuple[Tensor, Tensor | None, dict[int, NextTokens]]:
@@ -96,7 +96,7 @@ class Teacher(Feature):
                 of_rows = self._read_text(teacher, rollout, prompt_ids, rows, old_logp_BT)
                 row_b = upload(torch.tensor(rows, dtype=torch.int64), logp_BT.device)
                 logp_BT[row_b], size_BT[row_b] = (upload(values_bT, logp_BT.device) for values_bT in of_rows)
-            if len(self._teachers) > 1 and isinstance(teacher.engine, engines.Frozen):
+            if len(self._teachers) > 1 and isinstance(teacher.engine, engines.OffloadedModel):
                 teacher.engine.release()
         return logp_BT, size_BT, found
 

@@ -44,10 +44,10 @@ class SegmentAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, segments_S4, sinks = ctx.saved_tensors
         dq, dk, dv = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        before = key.new_zeros(2, ctx.before, *key.shape[1:])
-        dout = dout.contiguous()
-        given = (dout, out, lse, query, key, value, segments_S4)
-        run("segment_attention_gradient", dq, dk, dv, before, *given, *ctx.sizes)
+        dout, before = dout.contiguous(), key.new_zeros(2, ctx.before, *key.shape[1:])
+        run(
+            "segment_attention_gradient", dq, dk, dv, before, dout, out, lse, query, key, value, segments_S4, *ctx.sizes
+        )
         return dq, dk, dv, None, None, None, None, None, None, sink_gradient(dout, out, lse, sinks)
 
 

@@ -16,7 +16,7 @@ FEW_ROWS = 512
 """Up to this many rows the kernel is at least as fast as torch's matrix product; more do not fit in the cache."""
 
 
-def adopt(model: Any) -> None:
+def install_kernels(model: Any) -> None:
     """Make a model's linear and RMS-norm modules use the kernels; its weights must not be sharded. A norm is replaced
     only if one of the two known formulas (weight, or 1 + weight) agrees with its own forward."""
     if not usable(*model.parameters()):

@@ -38,16 +38,15 @@ def causal_conv1d_update(
         hidden_states: [n, C, 1]; conv_state: [n, C, K], the tokens before; weight: [C, K]; bias: [C].
     """
     n, channels, count = hidden_states.shape
-    given = hidden_states[:, :, 0], conv_state, weight, bias
     if count != 1 or activation not in _ACTIVATIONS or conv_state.shape != (n, *weight.shape):
         return None
-    if weight.is_contiguous() and _on_gpu(_convolution_agrees, conv_state, *given):
-        return gpu.states.causal_convolution(*given, silu=_ACTIVATIONS[activation], next_n=next_n)[:, :, None]
-    x, *dense = given
-    if not usable(x) or not _dense(*dense):
+    x, silu = hidden_states[:, :, 0], _ACTIVATIONS[activation]
+    if weight.is_contiguous() and _on_gpu(_convolution_agrees, conv_state, x, weight, bias):
+        return gpu.states.causal_convolution(x, conv_state, weight, bias, silu=silu, next_n=next_n)[:, :, None]
+    if not usable(x) or not _dense(conv_state, weight, bias):
         return None
     out = hidden_states.new_empty(n, 1, channels)
-    run("conv_step", out, x, x.stride(0), *dense, next_n, _ACTIVATIONS[activation], n, channels, weight.shape[1])
+    run("conv_step", out, x, x.stride(0), conv_state, weight, bias, next_n, silu, n, channels, weight.shape[1])
     return out.transpose(1, 2)
 
 
@@ -77,9 +76,10 @@ def recurrent_delta_rule(
     fits = count == 1 and max(dk, dv) <= WIDEST and state.shape == (n, heads, dk, dv)
     if not fits or not heads_dense:
         return None
-    given = query[:, 0], key[:, 0], value[:, 0], log_decay[:, 0], beta[:, 0], state
-    if _on_gpu(_delta_rule_agrees, state, *given):
-        return gpu.states.delta_rule(*given, unit=unit, next_n=next_n)[:, None]
+    if _on_gpu(_delta_rule_agrees, state, query, key, value, log_decay, beta):
+        return gpu.states.delta_rule(
+            query[:, 0], key[:, 0], value[:, 0], log_decay[:, 0], beta[:, 0], state, unit=unit, next_n=next_n
+        )[:, None]
     if not _dense(log_decay, beta, state) or not usable(query, key, value):
         return None
     out = value.new_empty(n, 1, heads, dv)
@@ -118,8 +118,8 @@ def state_space_update(
     if not _dense(state, step, a, skip) or not usable(x, b, c):
         return None
     out = x.new_empty(n, heads, d)
-    given = x, x.stride(0), step, a, b, b.stride(0), c, c.stride(0), skip, next_n, by_channel
-    run("mamba_step", out, state, *given, n, heads, d, size, b.shape[1])
+    run("mamba_step", out, state, x, x.stride(0), step, a, b, b.stride(0), c, c.stride(0), skip, next_n, by_channel,
+        n, heads, d, size, b.shape[1])  # fmt: skip
     return out
 
 

@@ -147,14 +147,14 @@ def group_correlation(reward_PG: Tensor, value_PG: Tensor) -> Tensor:
     reward is NaN are left out; the result is NaN if all rewards or all numbers of a group are equal."""
     applies_PG = ~reward_PG.isnan()
     count_P1 = applies_PG.sum(1, keepdim=True).clamp(min=1)
-    centred, varies_P = [], torch.ones(len(reward_PG), dtype=torch.bool)
+    centered, varies_P = [], torch.ones(len(reward_PG), dtype=torch.bool)
     for number_PG in (reward_PG.double(), value_PG.double()):
         highest_P = torch.where(applies_PG, number_PG, -torch.inf).amax(1)
         lowest_P = torch.where(applies_PG, number_PG, torch.inf).amin(1)
         varies_P &= highest_P > lowest_P
         mean_P1 = torch.where(applies_PG, number_PG, 0.0).sum(1, keepdim=True) / count_P1
-        centred.append(torch.where(applies_PG, number_PG - mean_P1, 0.0))
-    one_PG, other_PG = centred
+        centered.append(torch.where(applies_PG, number_PG - mean_P1, 0.0))
+    one_PG, other_PG = centered
     correlation_P = (one_PG * other_PG).sum(1) / (one_PG.square().sum(1) * other_PG.square().sum(1)).sqrt()
     return torch.where(varies_P, correlation_P, torch.nan)
 

@@ -71,13 +71,13 @@ class RewardModel:
     """
 
     def __init__(self, settings: RewardModelSettings) -> None:
-        from hybrid_grpo.data.pictures import Album
+        from hybrid_grpo.data.pictures import ImageStore
         from hybrid_grpo.model.loading import load_tokenizer
 
         self.settings = settings
         self._config = _find_config(settings.model)
         self._tokenizer = load_tokenizer(settings.model, "model")
-        self._album = Album.of(settings.model, self._config)
+        self._album = ImageStore.of(settings.model, self._config)
         self._config.get_text_config().use_cache = False  # every text is read once
         self._dtype = _dtype(settings, self._config)
         self._max_tokens = _max_tokens(settings, self._config, self._tokenizer)

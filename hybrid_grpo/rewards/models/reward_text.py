@@ -13,7 +13,7 @@ from hybrid_grpo.data.special_tokens import text_ids
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hybrid_grpo.data.pictures import Album
+    from hybrid_grpo.data.pictures import ImageStore
 
 TOKEN_KINDS = {"token_type_ids", "mm_token_type_ids"}
 """What processors return with one value per token, beside the tokens themselves."""
@@ -33,9 +33,11 @@ def _chat(prompt: str | list[Message], answer: str) -> list[Message]:
     return [*messages, {"role": "assistant", "content": answer}]
 
 
-def seen_chat(album: Album, prompt: str | list[Message], answer: str, pictures: Sequence[Picture]) -> dict[str, Tensor]:
+def seen_chat(
+    album: ImageStore, prompt: str | list[Message], answer: str, pictures: Sequence[Picture]
+) -> dict[str, Tensor]:
     """Return what the processor of an album makes of prompt and answer as a chat, with the prompt's pictures in their
-    places; see `placed` and `Album.seen`. Names of control tokens in texts are not marked."""
+    places; see `placed` and `ImageStore.seen`. Names of control tokens in texts are not marked."""
     from hybrid_grpo.data.pictures import placed
 
     chat = placed(_chat(prompt, answer), len(pictures))

@@ -27,7 +27,7 @@ from hybrid_grpo.model.loading import training_attention, without_dropout
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.lora import Adapters
 from hybrid_grpo.model.memory_tracker import MemoryTracker
-from hybrid_grpo.model.states import adopt_states
+from hybrid_grpo.model.states import install_state_functions
 from hybrid_grpo.model.towers import loader
 
 HeadOf = Callable[[int, int], HeadFunction | None]
@@ -116,7 +116,7 @@ class DryRun:
         if paged:
             with self._fake:
                 view = type(self.model)._from_config(deepcopy(self.model.config), attn_implementation=ATTENTION)
-                adopt_states(view)
+                install_state_functions(view)
                 geometry = Geometry.of(view)
                 return self._scale * geometry.token_bytes, geometry.state_bytes
         return cached_numbers(self.model.config) * self._scale * self.model.dtype.itemsize, 0
@@ -204,13 +204,7 @@ class Sizes:
 
 
 def measure(
-    config: TrainConfig,
-    model_config: Any,
-    batch: BatchPlan,
-    prompt: int,
-    heads: Sequence[HeadOf] = (),
-    *,
-    on_gpu: bool,
+    config: TrainConfig, model_config: Any, batch: BatchPlan, prompt: int, heads: Sequence[HeadOf] = (), *, on_gpu: bool
 ) -> Sizes:
     """Return the sizes of a model, computed without its weights; `DryRun` explains `heads`."""
     dry = DryRun(model_config, config.policy, config.lora, heads, on_gpu=on_gpu)

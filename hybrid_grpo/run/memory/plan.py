@@ -15,7 +15,7 @@ import torch
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.data.pictures import Album
+from hybrid_grpo.data.pictures import ImageStore
 from hybrid_grpo.generation import Workspace
 from hybrid_grpo.generation.beside import user_workspace
 from hybrid_grpo.generation.cache import GPU_SHARE, MARGIN, prefill_that_fits
@@ -82,7 +82,7 @@ def estimate(
     models: Sequence[RewardModel] = (),
     held_out: int = 0,
     held_out_longest: int = 0,
-    album: Album | None = None,
+    album: ImageStore | None = None,
     model_config: Any = None,
 ) -> Plan | None:
     """Return the memory plan of a run, whose prompts have the pictures of an `album`; None if the model cannot run
@@ -106,8 +106,9 @@ def estimate(
         return None
     user = _user_bytes(config, max(config.rollout.longest(prompt), held_out_longest), hardware)
     tower = tower_sizes(config.policy, config.lora, model_config, album)
-    parts = models, held_out, held_out_longest, features, user, tower, measured
-    return Plan(config, sizes, batch, prompt, hardware, *parts)
+    return Plan(
+        config, sizes, batch, prompt, hardware, models, held_out, held_out_longest, features, user, tower, measured
+    )
 
 
 def _user_bytes(config: TrainConfig, longest: int, hardware: Hardware) -> int:
@@ -231,12 +232,7 @@ class Plan:
             generating.append(self.cache(self.beside_cache(generating)))
         # ZeRO-3 holds at most this number of elements whole on a rank, or all of a small model.
         fetched = self.dtype * min(self.n, max(self.live, self.sizes.largest)) if self.sharded else 0
-        training = [
-            *fixed,
-            gradients,
-            Part("fetched weights", fetched, remedies.less_fetched(self)),
-            activations,
-        ]
+        training = [*fixed, gradients, Part("fetched weights", fetched, remedies.less_fetched(self)), activations]
         updating = [*fixed, *freed, gradients]
         layer = max(micro.layers, reduction.bytes) if self.t > self.bucket else micro.layers
         named = {

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hybrid_grpo.config import LoraConfig, PolicyConfig
-from hybrid_grpo.data.pictures import Album
+from hybrid_grpo.data.pictures import ImageStore
 from hybrid_grpo.model.lora import Adapters
 from hybrid_grpo.model.towers import tower_class
 from hybrid_grpo.run.memory.parts import Part
@@ -52,7 +52,7 @@ class TowerSizes:
 NO_TOWER = TowerSizes()
 
 
-def tower_sizes(policy: PolicyConfig, lora: LoraConfig, config: Any, album: Album | None) -> TowerSizes:
+def tower_sizes(policy: PolicyConfig, lora: LoraConfig, config: Any, album: ImageStore | None) -> TowerSizes:
     """Return the sizes of a model's tower for the pictures of an album; `NO_TOWER` if there are none."""
     if album is None or album.empty:
         return NO_TOWER

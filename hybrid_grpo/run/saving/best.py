@@ -66,7 +66,7 @@ class Best:
             try:
                 export(policy, self._model, {"step": step, self._metric: value})
             except WriteFailed as failure:
-                return f"WARNING: {self._model} could not be written: {failure}; the run goes on without it"
+                return f"WARNING: {self._model} could not be written: {failure}; the run continues without it"
             self._step, self._value, self._since = step, value, 0
         elif step > self._step:
             self._since += 1

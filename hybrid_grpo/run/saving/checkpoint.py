@@ -105,8 +105,8 @@ class Checkpoints:
     def begin(
         self, engine: Engine, step: int, state: dict[str, Any], shards: Sequence[Shards] = (), *, copy: bool = False
     ) -> bool:
-        """Begin to write a checkpoint in a thread, which `finish` waits for; see `save`. With `copy` the run may go on
-        meanwhile: a copy is written. Return False, having begun nothing, if a rank lacks the memory for it."""
+        """Begin to write a checkpoint in a thread, which `finish` waits for; see `save`. With `copy` the run may
+        continue meanwhile: a copy is written. Return False, having begun nothing, if a rank lacks the memory for it."""
         tag, files = f"step_{step:06d}", Postponed()
         draft, notes = self.folder / f"{_DRAFT}{tag}", self.folder / f"{_DRAFT}notes"
 

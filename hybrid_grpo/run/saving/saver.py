@@ -57,8 +57,8 @@ class Saver:
 
     def save(self, stage: Stage, step: int, states: dict[str, Any], *, beside: bool = False) -> None:
         """Write the checkpoint of a step; `states` holds the states of everything but the policy. With `beside`, the
-        run may go on while it is written (see `finish`), unless `checkpoint.asynchronous` is off or memory is short. If
-        writing fails, raise RunStopped if `checkpoint.on_failure` is stop, or if the step is 0: without a first
+        run may continue while it is written (see `finish`), unless `checkpoint.asynchronous` is off or memory is short.
+        If writing fails, raise RunStopped if `checkpoint.on_failure` is stop, or if the step is 0: without a first
         checkpoint, a run has nothing to resume from. Collective."""
         self.finish(stage)
         start = time.monotonic()
@@ -107,9 +107,9 @@ class Saver:
         except WriteFailed as failure:
             if self._config.on_failure == "stop" or step == 0:
                 raise RunStopped(
-                    f"{failure}; {self.newest}: make room or fix the cause, and go on with --run.resume auto"
+                    f"{failure}; {self.newest}: make room or fix the cause, and continue with --run.resume auto"
                 ) from None
-            say(f"WARNING: {failure}; {self.newest}, and the run goes on (checkpoint.on_failure say)")
+            say(f"WARNING: {failure}; {self.newest}, and the run continues (checkpoint.on_failure say)")
 
     def _sync_numbers(self) -> None:
         paths = (self._folder / "metrics.jsonl", self._folder / "rollouts", self._folder)

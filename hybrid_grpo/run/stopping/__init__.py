@@ -1,1 +1,1 @@
-"""Ends a run when it is asked to stop, and when it cannot go on."""
+"""Ends a run when it is asked to stop, and when it cannot continue."""

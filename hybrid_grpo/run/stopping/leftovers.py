@@ -18,7 +18,7 @@ are not seen here: a buffer while ranks connect, a shared status (see status.py)
 
 
 def unlink_buffers(*, all_ranks: bool) -> None:
-    """Unlink the buffers of this rank, or those of all ranks of a run that cannot go on."""
+    """Unlink the buffers of this rank, or those of all ranks of a run that cannot continue."""
     address, port, rank = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
     if address and port and rank:
         for path in _MEMORY.glob(f"{_BUFFER}{address}_{port}_{'*' if all_ranks else rank}"):

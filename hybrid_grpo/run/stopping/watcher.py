@@ -156,7 +156,7 @@ class _Watcher:
     def watch(self, stops: set[signal.Signals]) -> NoReturn:
         while True:
             received = signal.sigtimedwait({*stops, signal.SIGCHLD}, _LOOK_SECONDS)
-            # If SIGSTOP and SIGCONT interrupt the wait until its timeout, it returns uninitialised data.
+            # If SIGSTOP and SIGCONT interrupt the wait until its timeout, it returns uninitialized data.
             if received and received.si_signo in stops:
                 self.shared.ask(received.si_signo)
                 self.interrupts += received.si_signo == signal.SIGINT

@@ -23,7 +23,7 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, RewardStatus, Rollout, Scores, TrainBatch
 from hybrid_grpo.generation.rollout import requests_of
 from hybrid_grpo.grpo.loss import micro_batch_loss
-from hybrid_grpo.model.support import Support
+from hybrid_grpo.model.support import SamplingMask
 from hybrid_grpo.records.sinks import rollout_lines
 from hybrid_grpo.records.tokens import TokenText, joined, token_table, write_table
 from hybrid_grpo.rewards.scorer import Rewards
@@ -149,7 +149,9 @@ def make_saved(folder, steps=None, support=None) -> tuple[Rollout, Scores, Saved
     return rollout, scores, SavedRollouts(folder)
 
 
-@pytest.mark.parametrize("support", [None, Support.of([np.array([1, 2]), np.array([3])])], ids=["whole", "filtered"])
+@pytest.mark.parametrize(
+    "support", [None, SamplingMask.of([np.array([1, 2]), np.array([3])])], ids=["whole", "filtered"]
+)
 def test_saved_completions_take_the_place_of_sampling(tmp_path, support):
     rollout, _, saved = make_saved(tmp_path / "rollouts", support=support)
     prompts = [*rollout.prompts, Prompt(8, "q", [3], {})]

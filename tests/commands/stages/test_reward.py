@@ -160,10 +160,10 @@ def test_what_is_exported_is_a_reward_model_that_measures_as_the_run_did(alone: 
     rewards = reward_model(prompts, answers, model=str(alone / "model"))
     difference = np.array(rewards[::2]) - np.array(rewards[1::2])
     margin = np.array([row.get("margin", 0.0) for row in rows])
-    centred = 0.01 * (np.array(rewards[::2]) + np.array(rewards[1::2])) ** 2
+    centered = 0.01 * (np.array(rewards[::2]) + np.array(rewards[1::2])) ** 2
     last = numbers(alone)[-1]
     assert last["reward_model/heldout_accuracy"] == pytest.approx((difference > 0).mean())
-    loss = np.logaddexp(0, margin - difference) + centred
+    loss = np.logaddexp(0, margin - difference) + centered
     assert last["reward_model/heldout_loss"] == pytest.approx(loss.mean(), 1e-5)
     bins = calibration_bins(torch.tensor(difference))
     assert last["reward_model/heldout_calibration"] == pytest.approx(calibration_error(bins), 1e-4)

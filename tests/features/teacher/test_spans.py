@@ -52,7 +52,7 @@ def test_bytes_and_log_probabilities_are_preserved_in_order(own: Any, theirs: An
         count = len(alignment.spans)
         assert by_span(alignment.spans, here) == by_span(alignment.teacher_spans, there)
         assert b"".join(here[:count]) == b"".join(there)
-        # The smallest spans: no two neighbours can be cut at a common end.
+        # The smallest spans: no two neighbors can be cut at a common end.
         ends, their_ends = ({*accumulate(map(len, side))} for side in (here[:count], there))
         assert len({*alignment.spans}) == len(ends & their_ends)
         compared += count

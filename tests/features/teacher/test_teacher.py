@@ -29,7 +29,7 @@ from hybrid_grpo.features.teacher.teacher import Teacher
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.loading import load_tokenizer
 from hybrid_grpo.model.logprobs import LogprobModel
-from hybrid_grpo.model.support import Support
+from hybrid_grpo.model.support import SamplingMask
 from hybrid_grpo.run.feature import Scored
 
 Seen = dict[str, Any]
@@ -116,7 +116,7 @@ def test_it_tells_what_it_expects_after_its_own_prompt(
     prompts = [Prompt(i, "", [5], {"solved": text}) for i, text in enumerate(texts)]
     rows = [[4], [5, 6, 7], [5, 8], [10, 11, 12, 13]]
     left = [np.array([1, 2, 3, token, 20]) for token in range(4, 14)]
-    supports = [Support.of([left[token - 4] for token in ids]) if filtered else None for ids in rows]
+    supports = [SamplingMask.of([left[token - 4] for token in ids]) if filtered else None for ids in rows]
     completions = [Completion(ids, [-1.0] * len(ids), "stop", support=s) for ids, s in zip(rows, supports, strict=True)]
     rollout = Rollout(prompts, completions, 2)
     plain.config.save_pretrained(tmp_path)
@@ -163,14 +163,14 @@ def test_a_teacher_of_another_size_speaks_of_the_tokens_that_both_know(
         build(tiny_config("qwen2", vocab_size=vocabulary)).save_pretrained(tmp_path / name)
     kept: list[str] = []
 
-    class Frozen(LogprobModel):
+    class OffloadedModel(LogprobModel):
         """In place of an engine of DeepSpeed."""
 
         def __init__(self, read: Any, dtype: str, fetching: Any) -> None:
             super().__init__(read().model)
             kept.append(fetching.get("offload_param", {"device": "cpu"})["device"])
 
-    monkeypatch.setattr(engines, "Frozen", Frozen)
+    monkeypatch.setattr(engines, "OffloadedModel", OffloadedModel)
     config = TrainConfig(
         policy=PolicyConfig(model=str(tmp_path / "policy"), dtype="float32", attn_implementation="eager"),
         teacher=TeacherConfig(model=str(tmp_path / "teacher"), into="loss", offload=offload),
@@ -226,7 +226,7 @@ def test_teachers_read_their_own_sources_one_after_the_other(tmp_path: Path, mon
     own, bytes_ = (load_tokenizer(str(tmp_path / name)) for name in models_of)
     seen: list[str] = []
 
-    class Frozen(LogprobModel):
+    class OffloadedModel(LogprobModel):
         """In place of an engine of DeepSpeed."""
 
         def __init__(self, read: Any, dtype: str, fetching: Any) -> None:
@@ -239,7 +239,7 @@ def test_teachers_read_their_own_sources_one_after_the_other(tmp_path: Path, mon
         def release(self) -> None:
             seen.append(f"release {self.model.config.vocab_size}")
 
-    monkeypatch.setattr(engines, "Frozen", Frozen)
+    monkeypatch.setattr(engines, "OffloadedModel", OffloadedModel)
     sources = [MixtureConfig("a.jsonl", name="same"), MixtureConfig("b.jsonl", name="bytes")]
     by_source = {name: str(tmp_path / name) for name in ("same", "bytes")}
     config = TrainConfig(

@@ -36,7 +36,7 @@ def test_points_without_a_value_are_left_out():
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 9, 1000])
-def test_smoothing_is_the_mean_of_the_neighbours(window):
+def test_smoothing_is_the_mean_of_the_neighbors(window):
     """Also of values whose differences are small beside them, which a sum of all would lose."""
     y = 1e12 + np.random.default_rng(0).random(50)
     reach = min(window // 2, 24)

@@ -352,7 +352,7 @@ def test_a_folder_that_cannot_be_replaced_is_refused_before_the_model_is_copied(
 REFUSED: dict[str, tuple[str, list[str], str]] = {
     "no run": ("there", ["--publish.folder=out"], "there is not the folder of a run: it has no config.yaml"),
     "no place": ("runs/run", [], "publish.hub and publish.folder are not set: give one of them"),
-    "two places": ("runs/run", ["--publish.folder=out", "--publish.hub=me/x"], "are both set: take out one"),
+    "two places": ("runs/run", ["--publish.folder=out", "--publish.hub=me/x"], "are both set: remove one"),
     "unknown model": ("runs/run", ["--publish.folder=out", "--publish.model=modl"], "did you mean model?"),
     "not finished": ("runs/new", ["--publish.folder=out"], "runs/new: the run has no trained model yet"),
     "of no stage": ("runs/odd", ["--publish.folder=out"], "runs/odd/config.yaml belongs to no stage of training"),

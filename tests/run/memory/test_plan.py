@@ -17,15 +17,7 @@ from hybrid_grpo.commands import plan as command
 from hybrid_grpo.commands.configs import PlanOptionsConfig
 from hybrid_grpo.commands.memory.shortage import shortage
 from hybrid_grpo.commands.plan import lines, step_seconds
-from hybrid_grpo.config import (
-    BatchPlan,
-    EngineConfig,
-    GrpoConfig,
-    LoraConfig,
-    PolicyConfig,
-    RolloutConfig,
-    TrainConfig,
-)
+from hybrid_grpo.config import BatchPlan, EngineConfig, GrpoConfig, LoraConfig, PolicyConfig, RolloutConfig, TrainConfig
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import parse

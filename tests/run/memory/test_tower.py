@@ -6,7 +6,7 @@ from seeing import make_seeing, pictures
 
 from hybrid_grpo.config import DataConfig, LoraConfig, PolicyConfig
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.data.pictures import Album, check_vision, trained_sight_of
+from hybrid_grpo.data.pictures import ImageStore, check_vision, trained_sight_of
 from hybrid_grpo.model.loading import load_config
 from hybrid_grpo.model.sight import image_token
 from hybrid_grpo.run.memory.tower import NO_TOWER, tower_sizes
@@ -16,7 +16,7 @@ from hybrid_grpo.run.memory.tower import NO_TOWER, tower_sizes
 def test_a_trained_tower_is_planned_as_it_is(name, tmp_path):
     processor = make_seeing(name, tmp_path)
     config, policy = load_config(str(tmp_path)), PolicyConfig(str(tmp_path), "float32", vision="trained")
-    album = Album(lambda: processor, image_token(config))
+    album = ImageStore(lambda: processor, image_token(config))
     assert tower_sizes(policy, LoraConfig(), config, album) == NO_TOWER
     with pytest.raises(UserError, match="no prompt has a picture"):
         check_vision(policy, album)

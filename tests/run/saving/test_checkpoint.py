@@ -14,12 +14,7 @@ from hybrid_grpo.records.write_failures import WriteFailed
 from hybrid_grpo.run.saving.checkpoint import Checkpoints
 from hybrid_grpo.run.saving.manifest import Damaged, Manifest, measure, owner
 
-KINDS = (
-    "policy_00001_of_00002.pt",
-    "reference_00001_of_00002.pt",
-    "state_00001_of_00002.pt",
-    "manifest.json",
-)
+KINDS = ("policy_00001_of_00002.pt", "reference_00001_of_00002.pt", "state_00001_of_00002.pt", "manifest.json")
 NEWEST, BEFORE = "step_000006", "step_000004"
 
 

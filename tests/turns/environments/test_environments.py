@@ -54,7 +54,7 @@ def call(name, **arguments):
 
 def play(partners, tokenizer, prompt, turns, *, key=1, cut=False):
     """The completion that these turns make, which is cut within the last where `cut` is set."""
-    partners.begin([Request(prompt.token_ids, [key], most=9999, prompt=prompt)])
+    partners.begin([Request(prompt.token_ids, [key], max_total_tokens=9999, prompt=prompt)])
     sampled, given, finish = [], [], None
     for number, text in enumerate(turns, 1):
         ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
@@ -234,7 +234,9 @@ def test_processes_have_a_bound_that_changes_nothing_of_what_environments_say_an
 
     draws = []
     for which, prompts in ((partners, opened), (many, first)):
-        which.begin([Request(prompts[key].token_ids, [key], most=9999, prompt=prompts[key]) for key in keys])
+        which.begin(
+            [Request(prompts[key].token_ids, [key], max_total_tokens=9999, prompt=prompts[key]) for key in keys]
+        )
         turn(which, keys, "go")
         waits = which is partners
         answered = collected(which, 4 if waits else 5)
@@ -310,7 +312,7 @@ def test_a_function_that_asks_for_what_was_left_behind_is_told_why(partners, tok
 def test_what_came_of_an_environment_outlives_a_crash(tmp_path):
     episode = Episode("Steps", ((2, 0.1), (3, 1 / 3)), 0.5, {"place": "x", "attributes": {"a": "b"}}, None)
     completion = Completion([1, 2, 3], [-0.1] * 3, "stop", "text", ((2, [7]),), episode=episode)
-    request = Request([1], [5, 6], most=99)
+    request = Request([1], [5, 6], max_total_tokens=99)
 
     def sample(requests, on_finish):
         for index, of in enumerate(requests):

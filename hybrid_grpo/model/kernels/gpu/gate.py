@@ -42,8 +42,8 @@ def silu_times(gate: Tensor, up: Tensor, out: Tensor) -> None:
     """Write silu(gate) * up (SwiGLU: Shazeer, arXiv:2002.05202) to `out`, all [n, size]; the rows of gate and up may be
     parts of longer ones. Rounds after the silu, as a Llama layer does."""
     n, size = out.shape
-    given = out, gate, up, gate.stride(0), up.stride(0), size
-    launch(_silu_times, (n, triton.cdiv(size, _BLOCK)), *given, BLOCK=_BLOCK)
+    blocks = n, triton.cdiv(size, _BLOCK)
+    launch(_silu_times, blocks, out, gate, up, gate.stride(0), up.stride(0), size, BLOCK=_BLOCK)
 
 
 class SiluTimes(torch.autograd.Function):
@@ -61,6 +61,6 @@ class SiluTimes(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-        given = dgate, dup, dout.contiguous(), gate, up, gate.numel()
-        launch(_silu_times_backward, (triton.cdiv(gate.numel(), _BLOCK),), *given, BLOCK=_BLOCK)
+        dout, n = dout.contiguous(), gate.numel()
+        launch(_silu_times_backward, (triton.cdiv(n, _BLOCK),), dgate, dup, dout, gate, up, n, BLOCK=_BLOCK)
         return dgate, dup

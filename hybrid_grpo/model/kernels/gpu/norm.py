@@ -18,7 +18,7 @@ _PROGRAMS = 512
 
 
 class Formula(NamedTuple):
-    """The root mean square layer normalisation of a model: (offset + weight) * x / rms(x)."""
+    """The root mean square layer normalization of a model: (offset + weight) * x / rms(x)."""
 
     epsilon: float
     offset: float = 0.0
@@ -114,7 +114,7 @@ def _add_norm_backward(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x as [rows, size]; its rows may be apart, but the elements of each are neighbours."""
+    """x as [rows, size]; its rows may be apart, but the elements of each are neighbors."""
     x = x.reshape(-1, x.shape[-1])
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -162,7 +162,7 @@ def add_norm(
 class AddNorm(torch.autograd.Function):
     """Returns the sum x + residual (x itself without a residual), and the norm of the sum, both shaped like x.
 
-    Root mean square layer normalisation: Zhang and Sennrich, arXiv:1910.07467. Rounds where the model's layer rounds.
+    Root mean square layer normalization: Zhang and Sennrich, arXiv:1910.07467. Rounds where the model's layer rounds.
 
     Args: x, residual (or None): [..., size]; weight: [size]; `Formula`.
     """

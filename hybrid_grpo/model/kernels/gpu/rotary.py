@@ -14,20 +14,7 @@ _TILE = 2048
 
 
 @triton.jit
-def _heads(
-    out,
-    x,
-    stride,
-    heads,
-    half,
-    d,
-    cos_a,
-    cos_b,
-    sin_a,
-    sin_b,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _heads(out, x, stride, heads, half, d, cos_a, cos_b, sin_a, sin_b, HEADS: tl.constexpr, BLOCK: tl.constexpr):
     """Rotate a token's heads, whose first two halves cos and sin belong to; columns after those are copied."""
     kind: tl.constexpr = out.dtype.element_ty
     place = tl.arange(0, BLOCK)[None, :]
@@ -115,7 +102,7 @@ def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> t
 
 
 class Rotate(torch.autograd.Function):
-    """Returns rotated queries and keys, each [rows, heads, length, d], but with the heads of a token as neighbours.
+    """Returns rotated queries and keys, each [rows, heads, length, d], but with the heads of a token as neighbors.
 
     Rotary position embedding: Su et al., arXiv:2104.09864, in the layout and with the roundings of transformers' Llama.
 

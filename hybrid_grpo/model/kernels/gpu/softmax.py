@@ -76,8 +76,8 @@ def add(
 ) -> None:
     """Add a tile of logits to the running sums of `TiledSoftmax` (peak, total, below, chosen), reading it once."""
     rows, columns = logits.shape
-    given = (*sums, logits, logits.stride(0), target_N, first, columns, 1 / temperature)
-    launch(_add, (rows,), *given, BLOCK=_BLOCK, num_warps=8)
+    stride, inverse = logits.stride(0), 1 / temperature
+    launch(_add, (rows,), *sums, logits, stride, target_N, first, columns, inverse, BLOCK=_BLOCK, num_warps=8)
 
 
 def gradient(
@@ -93,12 +93,11 @@ def gradient(
 ) -> None:
     """Compute `model.softmax.softmax_gradient` of a tile, and write it to `out`, which may be the tile itself."""
     rows, columns = logits.shape
-    given = (out, out.stride(0), logits, logits.stride(0), normalizer_N, target_N, entropy_N, dlogp_N)
-    dentropy = dlogp_N if dentropy_N is None else dentropy_N
     launch(
         _gradient,
         (rows, triton.cdiv(columns, _BLOCK)),
-        *(*given, dentropy, first, columns, 1 / temperature),
+        *(out, out.stride(0), logits, logits.stride(0), normalizer_N, target_N, entropy_N, dlogp_N),
+        *(dlogp_N if dentropy_N is None else dentropy_N, first, columns, 1 / temperature),
         ENTROPY=dentropy_N is not None,
         BLOCK=_BLOCK,
     )

@@ -32,7 +32,7 @@ def random(generator, dtype, *shape, scale=1.0):
 
 
 def laid_out(x, how):
-    """The same numbers: neighbours; with gaps between rows, as a part of a projection's output; or transposed."""
+    """The same numbers: neighbors; with gaps between rows, as a part of a projection's output; or transposed."""
     if how == "apart":
         return torch.cat([x, x], -1)[..., : x.shape[-1]]
     return x.transpose(0, 1).contiguous().transpose(0, 1) if how == "turned" else x
