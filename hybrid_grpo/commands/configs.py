@@ -10,7 +10,7 @@ from annotated_types import Le
 from pydantic import BeforeValidator, model_validator
 from pydantic.dataclasses import dataclass
 
-from hybrid_grpo.config.commands import RecipeReader, all_but, in_part, refuse_mixture
+from hybrid_grpo.config.commands import RecipeReader, refuse_mixture
 from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.evaluation import EvalConfig
@@ -31,11 +31,6 @@ def _gpu_name(name: Any) -> Any:
     letters = re.sub(r"nvidia|geforce|tesla|pcie|sxm\d?|[^a-z0-9]", "", name.lower()) if isinstance(name, str) else ""
     short = {known.replace("-", "").removeprefix("rtx"): known for known in get_args(_Gpu)}
     return next((short[known] for known in short if letters.removeprefix("rtx").startswith(known)), name)
-
-
-_SEED = frozenset({"seed"})
-_MODEL = frozenset({"model", "dtype", "attn_implementation", "pickled_weights"})
-"""The settings of `policy` that loading a model needs."""
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -65,18 +60,6 @@ class EvaluateConfig(RecipeReader):
     eval: EvalOptionsConfig = field(default_factory=EvalOptionsConfig)
 
     command = "eval"
-    used = in_part(
-        run=_SEED,
-        policy=_MODEL,
-        data=all_but(DataConfig, "mixture split limit completion_column shuffle"),
-        rollout=all_but(
-            RolloutConfig,
-            "prompts_per_step num_generations temperature top_p top_k min_p repetition_penalty logit_bias logprobs"
-            " keep_cache",
-        ),
-        scoring=all_but(ScoringConfig, "max_failed_frac"),
-        eval=all_but(EvalOptionsConfig, "every best patience"),
-    )
 
     @property
     def reward_names(self) -> list[str]:
@@ -117,13 +100,6 @@ class GenerateConfig(RecipeReader):
     generate: OutputConfig = field(default_factory=OutputConfig)
 
     command = "generate"
-    used = in_part(
-        run=_SEED,
-        policy=_MODEL,
-        data=all_but(DataConfig, "eval_path eval_split eval_limit completion_column shuffle"),
-        rollout=all_but(RolloutConfig, "prompts_per_step keep_cache"),
-        scoring=frozenset({"workers", "memory_gb", "secrets", "max_import_s"}),
-    )
 
     @property
     def reads_stdin(self) -> bool:
@@ -169,17 +145,6 @@ class ChatConfig(RecipeReader):
     chat: ChatOptionsConfig = field(default_factory=ChatOptionsConfig)
 
     command = "chat"
-    used = in_part(
-        run=_SEED,
-        policy=_MODEL,
-        data=frozenset({"system_prompt", "chat_template", "chat_template_kwargs"}),
-        rollout=all_but(
-            RolloutConfig,
-            "prompts_per_step num_generations logprobs max_slots keep_cache tools environment tool_format max_turns"
-            " max_tool_tokens tool_timeout_s max_turn_calls environment_processes keep_history user user_model"
-            " user_prompt user_temperature user_stop",
-        ),
-    )
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -199,8 +164,7 @@ class PlanConfig(TrainConfig):
 
     plan: PlanOptionsConfig = field(default_factory=PlanOptionsConfig)
 
-    without_effect = frozenset({"run", "checkpoint", "log", "guard", "alarms"})
-    """Sections that the command takes, as part of a recipe, without using them."""
+    command = "plan"
 
     @property
     def needs_weights(self) -> bool:
@@ -237,12 +201,6 @@ class ScoreConfig(RecipeReader):
     """Where rewards are written, and which of a run's steps are scored."""
 
     command = "score"
-    used = in_part(
-        policy=frozenset({"model"}),
-        data=frozenset({"task", "subset", "split", "limit", "prompt_column", "completion_column", "system_prompt"}),
-        scoring=all_but(ScoringConfig, "max_failed_frac max_wait_s"),
-        eval=frozenset({"threshold"}),
-    )
 
 
 @dataclass(frozen=True, config=SECTION)

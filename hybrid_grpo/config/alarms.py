@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import ValidationInfo, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
+from hybrid_grpo.config.about import About
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.fields import SECTION, Count, Number, PositiveShare
 
@@ -38,26 +39,8 @@ class AlarmConfig:
         return f"{{{', '.join(f'{name}: {value}' for name, value in shown.items())}}}"
 
 
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "entropy_collapse": {"below": 0.02, "patience": 10},
-    "length_runaway": {"above": 3.0, "patience": 5},
-    "truncated": {"above": 0.3, "patience": 5},
-    "dead_groups": {"above": 0.8, "patience": 10},
-    "constant_reward": {"below": 1e-6, "patience": 10},
-    "reward_hacking": {"above": 0.1, "patience": 3},
-    "held_out": {"above": 0.05, "patience": 1},
-    "kl": {"above": 2.0, "patience": 5},
-    "ratio": {"above": 20.0, "patience": 3},
-    "parity": {"above": 0.05, "patience": 1},
-    "duplicates": {"above": 0.5, "patience": 5},
-    "frozen_tensors": {"above": 0.0, "patience": 1},
-    "throughput_drop": {"below": 0.2, "patience": 10},
-    "failing_rewards": {"above": 0.1, "patience": 3},
-}
-
-
-def _default(name: str) -> Any:
-    return field(default_factory=lambda: AlarmConfig(**_DEFAULTS[name]))
+def _alarm(**settings: Any) -> Any:
+    return field(default_factory=lambda: AlarmConfig(**settings))
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -66,43 +49,44 @@ class AlarmsConfig:
     `kl: {above: 5, action: stop}`; null turns the alarm off. All ranks see the same metrics and take the same
     action."""
 
-    entropy_collapse: AlarmConfig | None = _default("entropy_collapse")
+    about = About(unused_by="plan", may_change=True)
+    entropy_collapse: AlarmConfig | None = _alarm(below=0.02, patience=10)
     """policy/entropy in nats, in steps in which fewer than half of the groups have only right completions: the policy
     has stopped exploring before it solved the task."""
-    length_runaway: AlarmConfig | None = _default("length_runaway")
+    length_runaway: AlarmConfig | None = _alarm(above=3.0, patience=5)
     """completion/length_mean, divided by its median over the 40 steps that ended 20 steps ago (early in a run: over the
     first 5 steps)."""
-    truncated: AlarmConfig | None = _default("truncated")
+    truncated: AlarmConfig | None = _alarm(above=0.3, patience=5)
     """completion/clipped_frac, minus its mean over the first 10 steps of the run."""
-    dead_groups: AlarmConfig | None = _default("dead_groups")
+    dead_groups: AlarmConfig | None = _alarm(above=0.8, patience=10)
     """Share of groups that teach nothing although they have wrong completions: group/zero_std_frac minus
     group/all_right_frac. The alarm is off if a feature makes groups unnecessary."""
-    constant_reward: AlarmConfig | None = _default("constant_reward")
+    constant_reward: AlarmConfig | None = _alarm(below=1e-6, patience=10)
     """reward/max minus reward/min. A task that has been learned does not set off the alarm: every completion is right
     now, but was not in the first steps. The alarm is off if a feature teaches without rewards."""
-    reward_hacking: AlarmConfig | None = _default("reward_hacking")
+    reward_hacking: AlarmConfig | None = _alarm(above=0.1, patience=3)
     """How far the reward that tells right from wrong (eval.outcome) is below its best value in training, both averaged
     over 10 steps, while reward/mean has risen: the other functions reward wrong completions. A fall of up to 4 standard
     errors may be chance and is not counted."""
-    held_out: AlarmConfig | None = _default("held_out")
+    held_out: AlarmConfig | None = _alarm(above=0.05, patience=1)
     """How far held-out accuracy is below its best while reward/mean has risen, for each held-out set. A fall of up to 2
     standard errors may be chance and is not counted, but there is a warning, `held_out_flat`, if accuracy is not above
     that of the first evaluation in two evaluations, although reward/mean has clearly risen."""
-    kl: AlarmConfig | None = _default("kl")
+    kl: AlarmConfig | None = _alarm(above=2.0, patience=5)
     """policy/kl in nats."""
-    ratio: AlarmConfig | None = _default("ratio")
+    ratio: AlarmConfig | None = _alarm(above=20.0, patience=3)
     """policy/ratio_max."""
-    parity: AlarmConfig | None = _default("parity")
+    parity: AlarmConfig | None = _alarm(above=0.05, patience=1)
     """parity/logp_abs_diff_mean in nats: how far the sampler and the training forward pass disagree."""
-    duplicates: AlarmConfig | None = _default("duplicates")
+    duplicates: AlarmConfig | None = _alarm(above=0.5, patience=5)
     """completion/duplicate_frac, in steps whose completions have more than 5 nats of entropy (policy/entropy times
     completion/length_mean). Equal completions should then be rare; if not, the sampler does not follow the policy."""
-    frozen_tensors: AlarmConfig | None = _default("frozen_tensors")
+    frozen_tensors: AlarmConfig | None = _alarm(above=0.0, patience=1)
     """policy/frozen_tensors, after 1, 10 and 100 optimizer steps of the run or since its resumption. The message names
     the tensors."""
-    throughput_drop: AlarmConfig | None = _default("throughput_drop")
+    throughput_drop: AlarmConfig | None = _alarm(below=0.2, patience=10)
     """throughput/generated_tokens_per_s, divided by its median, as for length_runaway."""
-    failing_rewards: AlarmConfig | None = _default("failing_rewards")
+    failing_rewards: AlarmConfig | None = _alarm(above=0.1, patience=3)
     """reward/<function>/failed_frac of the function that fails most."""
     numbers: dict[str, AlarmConfig] = field(default_factory=dict)
     """Your own limits for any metric, as in `{completion/length_mean: {above: 400}}`."""
@@ -110,8 +94,8 @@ class AlarmsConfig:
     @field_validator("*", mode="before")
     @classmethod
     def _over_default(cls, given: Any, info: ValidationInfo) -> Any:
-        default = _DEFAULTS.get(info.field_name or "")
-        return {**default, **given} if default is not None and isinstance(given, Mapping) else given
+        default = getattr(cls(), info.field_name or "")
+        return {**vars(default), **given} if isinstance(default, AlarmConfig) and isinstance(given, Mapping) else given
 
     @model_validator(mode="after")
     def _check(self) -> AlarmsConfig:
@@ -132,14 +116,14 @@ class AlarmsConfig:
     @property
     def named(self) -> dict[str, AlarmConfig]:
         """The alarms that are on, by symptom."""
-        found = {name: getattr(self, name) for name in _DEFAULTS}
-        return {name: alarm for name, alarm in found.items() if alarm is not None}
+        return {name: alarm for name, alarm in vars(self).items() if isinstance(alarm, AlarmConfig)}
 
 
 @dataclass(frozen=True, config=SECTION)
 class GuardConfig:
     """What happens when training diverges, and how a run goes back to a checkpoint. All ranks act alike."""
 
+    about = About(unused_by="plan", may_change=True)
     non_finite: Literal["say", "stop", "roll_back"] = "stop"
     """What the alarm `non_finite` does if loss, gradient, ratio, entropy, KL or parity is NaN or infinite for
     `patience` consecutive steps, or in the last step: `stop` ends the run without exporting a model; `say` reports it

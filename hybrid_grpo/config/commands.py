@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import field
-from typing import Any
+from typing import Annotated
 
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
+from hybrid_grpo.config.about import About
 from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.fields import SECTION, Count, NotNegative, Text, Whole
 from hybrid_grpo.config.train import ModelRunConfig
 
 
-def all_but(section: type[Any], others: str) -> frozenset[str]:
-    """Return the names of a section's settings, except for those in `others`, a list separated by spaces."""
-    return frozenset(section.__dataclass_fields__) - frozenset(others.split())
-
-
-def in_part(**settings: frozenset[str]) -> Mapping[str, frozenset[str]]:
-    """Return a mapping from each section that a command uses only in part to the names of the settings that it uses."""
-    return settings
-
-
 class RecipeReader:
     """Base class for the configuration of a command that reads training recipes and uses only part of them.
 
     The configuration has the sections that the command uses; the rest of a recipe is ignored. A setting that the
-    command does not use is refused if it is given on the command line or in Python (`refuse_unused`).
+    command does not use (`About.unused_by`) is refused if it is given on the command line or in Python.
     """
 
     command = ""
-    used = in_part()
 
 
 def refuse_mixture(data: DataConfig, command: str) -> None:
@@ -48,7 +37,7 @@ def refuse_mixture(data: DataConfig, command: str) -> None:
 class SftLoopConfig:
     """Batches and targets of supervised fine-tuning."""
 
-    batch_size: Count = 64
+    batch_size: Annotated[Count, About(rank=2)] = 64
     """Number of rows in one optimizer step, over all ranks."""
     max_completion_tokens: Count = 512
     """Maximum number of tokens of a target; rows with a longer one are dropped and counted."""
@@ -75,7 +64,8 @@ class SftConfig(ModelRunConfig):
 class RewardLoopConfig:
     """Batches, loss and columns of reward model training."""
 
-    batch_size: Count = 64
+    about = About(rank=4)
+    batch_size: Annotated[Count, About(rank=2)] = 64
     """Number of pairs in one optimizer step, over all ranks."""
     max_tokens: Count = 1024
     """Maximum number of tokens in a text, prompt and answer together. Pairs with a longer one are dropped and counted,

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import Any, Protocol
 
+from hybrid_grpo.config.about import About
 from hybrid_grpo.config.commands import RecipeReader, RewardStageConfig, SftConfig
 from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.evaluation import EvalConfig
@@ -46,8 +47,13 @@ def settings_of(cls: Any, section: str) -> dict[str, Any]:
     hint = fields_of(cls).get(section)
     if not dataclasses.is_dataclass(hint):
         return {}
-    used = cls.used.get(section) if issubclass(cls, RecipeReader) else None
-    return {name: of for name, of in fields_of(hint).items() if used is None or name in used}
+    refuses = issubclass(cls, RecipeReader)
+    return {name: of for name, of in fields_of(hint).items() if not refuses or has_effect(cls, f"{section}.{name}")}
+
+
+def has_effect(cls: Any, name: str) -> bool:
+    """Whether the command uses a setting of training that its sections have."""
+    return getattr(cls, "command", "") not in (about(name).unused_by or "").split()
 
 
 @functools.cache
@@ -69,6 +75,18 @@ def training_with(name: str) -> Any:
         if name in fields_of(cls) or name in setting_names(cls)
     )
     return next(found, None)
+
+
+@functools.lru_cache(maxsize=4096)
+def about(name: str) -> About:
+    """Return what a setting, by its dotted name, or else its section says about it; nothing if training has neither."""
+    section, _, key = name.partition(".")
+    hint = fields_of(training)[section] if (training := training_with(section)) else None
+    cls = RewardConfig if section == "rewards" else hint
+    own = fields_of(cls).get(key.partition(".")[0]) if dataclasses.is_dataclass(cls) else None
+    marks = (getattr(cls, "about", None), *getattr(hint, "__metadata__", ()), *getattr(own, "__metadata__", ()))
+    said = (fact for mark in marks if isinstance(mark, About) for fact in vars(mark).items())
+    return About(**{what: value for what, value in said if value is not None})
 
 
 def is_unused(cls: Any, name: str) -> bool:

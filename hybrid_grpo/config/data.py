@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
+from hybrid_grpo.config.about import About
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.fields import SECTION, Count, Name, Positive, Source, Switch, Text
+
+_HELD_OUT = About(unused_by="generate chat score", may_change=True)
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -45,27 +48,28 @@ class MixtureConfig:
 class DataConfig:
     """Prompts: where they come from and how they become tokens."""
 
-    path: Source = ""
+    about = About(unused_by="chat score", rank=9)
+    path: Annotated[Source, About(usual=1, in_plan=2, rank=5)] = ""
     """JSONL, JSON, CSV or parquet file, pattern or folder of such files, folder of a saved dataset, or hub name; from
     Python also a dataset or a list of rows."""
-    task: Text | None = None
+    task: Annotated[Text | None, About(usual=1, in_eval=2, unused_by="chat", rank=5)] = None
     """Ready-made source, prompts and rewards: gsm8k, math, multiple_choice, code, countdown, letters, or your
     own as `path/to/file.py:name`. Every one of its settings can be overridden."""
-    subset: Text | None = None
+    subset: Annotated[Text | None, About(unused_by="chat")] = None
     """Configuration name of a hub dataset."""
-    split: Text = "train"
+    split: Annotated[Text, About(unused_by="eval chat")] = "train"
     """Split to train on, if the source has splits; `train[:90%]` is a part of one."""
-    eval_path: Source | None = None
+    eval_path: Annotated[Source | None, About(in_eval=1), _HELD_OUT] = None
     """Source of the held-out prompts. Default: the same as `path`."""
-    eval_split: Text | None = None
+    eval_split: Annotated[Text | None, _HELD_OUT] = None
     """Split to evaluate on; with neither this nor `eval_path` there is no evaluation."""
-    mixture: list[MixtureConfig] = field(default_factory=list)
+    mixture: Annotated[list[MixtureConfig], About(unused_by="eval chat score", rank=5)] = field(default_factory=list)
     """Several sources in place of `path`, `task`, `subset`, `split` and `limit`, as `[{task: gsm8k, weight: 3}, {path:
     mine.jsonl}]`. Every step draws from each source a share of the prompts in proportion to its weight, rounded up or
     down if it is not a whole number."""
-    prompt_column: Text = "prompt"
+    prompt_column: Annotated[Text, About(unused_by="chat")] = "prompt"
     """Column with the prompt: text, or a list of chat messages."""
-    completion_column: Text = "completion"
+    completion_column: Annotated[Text, About(unused_by="eval generate chat")] = "completion"
     """Column with the target text (`sft`), or with the text to score (`score`)."""
     image_column: Text = "images"
     """Column with the pictures of a prompt, for models that see: paths (relative to the file or folder of the data), or
@@ -75,22 +79,22 @@ class DataConfig:
     max_pixels: Count | None = None
     """Larger pictures are reduced to this many pixels before the model's processor sees them. Default: only the
     processor reduces them."""
-    system_prompt: str | None = None
+    system_prompt: Annotated[str | None, About(unused_by="")] = None
     """System message put before every prompt; it turns text prompts into chats."""
-    chat_template: Literal["auto", "always", "never"] = "auto"
+    chat_template: Annotated[Literal["auto", "always", "never"], About(unused_by="score")] = "auto"
     """`auto` applies the tokenizer's template to message lists, `always` also to text (as a user message)."""
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: Annotated[dict[str, Any], About(unused_by="score")] = field(default_factory=dict)
     """Further variables for the tokenizer's template, as in `{enable_thinking: false}`. A variable that the template
     does not read is refused."""
-    max_prompt_tokens: Count = 512
+    max_prompt_tokens: Annotated[Count, About(in_plan=2)] = 512
     """Maximum number of tokens of a prompt."""
-    over_long: Literal["drop", "refuse"] = "drop"
+    over_long: Annotated[Literal["drop", "refuse"], About(unused_by="chat score data")] = "drop"
     """What to do with prompts of more than `max_prompt_tokens`: drop and count them, or stop."""
-    shuffle: Switch = True
+    shuffle: Annotated[Switch, About(unused_by="eval generate chat score data")] = True
     """Draw prompts in a seeded random order, a new one every epoch."""
-    limit: Count | None = None
+    limit: Annotated[Count | None, About(unused_by="eval chat")] = None
     """Read only this many rows from the start of the training split."""
-    eval_limit: Count | None = None
+    eval_limit: Annotated[Count | None, _HELD_OUT] = None
     """Read only this many rows from the start of the evaluation split."""
 
     @model_validator(mode="after")

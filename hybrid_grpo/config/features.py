@@ -73,8 +73,6 @@ class FeatureConfig:
     """Whether the policy learns even if all rewards are equal, or there are none."""
     sees = True
     """Whether the feature can do with prompts that have pictures."""
-    free = frozenset[str]()
-    """Settings that may change when a run resumes: they affect how things are computed, not what is learned."""
 
     @property
     def is_on(self) -> bool:

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
+from hybrid_grpo.config.about import MAY_CHANGE, About
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.fields import (
     SECTION,
@@ -25,6 +26,9 @@ from hybrid_grpo.config.fields import (
 )
 from hybrid_grpo.config.presets import with_preset
 
+_FORM = About(rank=3)
+"""Marks what gives the objective its form."""
+
 
 def _tokens_or_share(value: float) -> float:
     if value < 0 or (value >= 1 and value != int(value)):
@@ -36,33 +40,36 @@ def _tokens_or_share(value: float) -> float:
 class GrpoConfig:
     """The training objective."""
 
+    about = About(rank=8)
     preset: Text | None = None
     """A published objective by name, which sets fields of this section; fields given beside it win
     (docs/objectives.md): grpo, dr_grpo, dapo, gspo, luspo, cispo, sapo, gmpo, dppo, dppo_kl, rloo, reinforce_pp,
     gdpo, maxrl, opo, otb, pass_at_k, top_entropy, clip_cov, kl_cov, icepop, prime_rl, kimi_k2.5, deepseek_v3.2."""
-    objective: Function | None = None
+    objective: Annotated[Function | None, _FORM] = None
     """Your own loss, as `path/to/file.py:name`. Default: the built-in loss, which the other settings describe."""
     whole_groups: Switch = False
     """Keep all completions of a group in one micro-batch, even if it becomes larger than policy.micro_batch_tokens, and
     tell `objective` each row's group, as `group_b`: for losses that compare completions."""
-    loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
+    loss_type: Annotated[Literal["dapo", "grpo", "dr_grpo"], About(usual=4), _FORM] = "dapo"
     """How token losses are averaged: over all tokens (dapo), within each completion and then over completions (grpo),
     or by dividing their sum by the constant B * max_completion_tokens (dr_grpo)."""
-    importance: Literal["token", "sequence", "product"] = "token"
+    importance: Annotated[Literal["token", "sequence", "product"], _FORM] = "token"
     """Whether the probability ratio of the policy to the policy that sampled belongs to a token, or to a completion: as
     the exponential of its tokens' mean log-ratio (GSPO, arXiv:2507.18071: `sequence` with loss_type grpo), or of their
     sum (`product`, as RLOO takes a completion for one action)."""
-    surrogate: Literal["clip", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "band", "ratio"] = "clip"
+    surrogate: Annotated[Literal["clip", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "band", "ratio"], _FORM] = (
+        "clip"
+    )
     """How the ratio enters the loss. `clip`: through PPO's clipped surrogate. `cispo`: as a constant weight of the
     log-probability, at most 1 + epsilon_high, which keeps every token's gradient (CISPO, arXiv:2506.13585). `sapo`:
     through a soft gate (SAPO, arXiv:2511.20347). `gmpo`: as the geometric mean of the completion's clipped ratios
     (GMPO, arXiv:2507.20673). `dppo_tv`, `dppo_kl`: as it is, until the token's probability, or the KL of its
     probability against all others, has moved by epsilon in the direction of the advantage (DPPO, arXiv:2602.04879).
     `band`: as it is, within the bounds of `clip` and only there (Kimi K2.5, arXiv:2602.02276). `ratio`: as it is."""
-    epsilon_low: Annotated[Number, Gt(0), Lt(1)] = 0.2
+    epsilon_low: Annotated[Number, Gt(0), Lt(1), _FORM] = 0.2
     """The ratio is clipped from below at 1 - epsilon_low. Not used by cispo, which has no lower bound. With dppo_tv, by
     how much a probability may fall, with dppo_kl, up to which KL (nats), and with gmpo, a log-ratio."""
-    epsilon_high: Positive = 0.2
+    epsilon_high: Annotated[Positive, _FORM] = 0.2
     """The ratio is clipped from above at 1 + epsilon_high (DAPO: 0.28; GSPO: 4e-4, with epsilon_low 3e-4). With
     dppo_tv, by how much a probability may rise, with dppo_kl, up to which KL (nats), and with gmpo, a log-ratio."""
     tau_pos: Positive = 1.0
@@ -90,12 +97,12 @@ class GrpoConfig:
     """Lower bound of the covariance of tokens that clip_cov leaves out."""
     cov_high: Number = 5.0
     """Upper bound of that covariance."""
-    baseline: Literal["mean", "leave_one_out", "length", "optimal", "best_other"] = "mean"
+    baseline: Annotated[Literal["mean", "leave_one_out", "length", "optimal", "best_other"], _FORM] = "mean"
     """What a reward is compared with: the mean of its group; the mean of the other rewards in it (RLOO,
     arXiv:2402.14740); the mean weighted by length (OPO, arXiv:2505.23585); the mean, at each token, weighted by what
     the tokens so far add to the gradient's variance (`optimal`, arXiv:2602.07078; one more forward); or, for the best
     reward alone, the best of the others (`best_other`: pass@k, arXiv:2503.19595)."""
-    scale_rewards: Literal["group", "batch", "mean", "none"] = "group"
+    scale_rewards: Annotated[Literal["group", "batch", "mean", "none"], _FORM] = "group"
     """Divide the centered rewards by their standard deviation within the group, over all completions of the step
     (REINFORCE++-baseline, arXiv:2501.03262), by the group's mean (MaxRL, arXiv:2602.02710), or not at all."""
     combine_rewards: Literal["sum", "normalize"] = "sum"
@@ -110,7 +117,7 @@ class GrpoConfig:
     """What the reward of the next step counts at a step; that of the one after it counts the square of this, and so on.
     0 gives each step its own reward only, which is right if that reward already says how much closer to a success the
     step has come (process advantages, arXiv:2410.08146)."""
-    beta: NotNegative = 0.0
+    beta: Annotated[NotNegative, About(usual=4, in_plan=4), _FORM] = 0.0
     """Weight of the KL divergence from the reference. If it is 0, no reference is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimate of the KL at a token, with d = ref_logp - logp: -d (k1), d^2 / 2 (k2) or exp(d) - d - 1 (k3)."""
@@ -122,7 +129,7 @@ class GrpoConfig:
     kl_target: Positive | None = None
     """Adapt the weight of the KL, starting from beta, to hold policy/kl at this many nats per token (arXiv:1909.08593).
     A KL that is off by 20% or more changes the weight by a fifth over 10,000 completions."""
-    entropy_coef: NotNegative = 0.0
+    entropy_coef: Annotated[NotNegative, _FORM] = 0.0
     """Weight of the entropy bonus in the loss."""
     entropy_target: Positive | None = None
     """Adapt entropy_coef after every step, to hold policy/entropy at this many nats: it grows by entropy_step while the
@@ -165,11 +172,11 @@ class GrpoConfig:
     """Weight of the policy in a refreshed reference: 1 replaces the reference (iterative GRPO), and a small weight with
     ref_every 1 makes it a moving average. Below 1 it is averaged in float32, which takes 4 bytes of host memory for
     each weight of a bfloat16 model, sharded over the ranks."""
-    num_iterations: Count = 1
+    num_iterations: Annotated[Count, About(rank=2)] = 1
     """Number of passes over each rollout (mu in DeepSeekMath)."""
-    num_minibatches: Count = 1
+    num_minibatches: Annotated[Count, About(rank=2)] = 1
     """Number of optimizer steps in each pass over a rollout."""
-    balance: Literal["auto", "off"] = "auto"
+    balance: Annotated[Literal["auto", "off"], MAY_CHANGE] = "auto"
     """Which rank trains on a group. `off`: the rank that sampled it. `auto`: another rank where ranks would wait for
     each other because their completions differ in length. The loss is the same up to rounding."""
 
@@ -277,17 +284,14 @@ class GrpoConfig:
         no_clip, no_high = used != "clip", used in ("sapo", "ratio")
         clips_nothing = f"grpo.surrogate {used}, which clips no gradient: set grpo.surrogate to clip"
         no_reference = "grpo.beta 0, which loads no reference: set grpo.beta"
-        of_wholes = "which is not defined for rewards of steps: set that to"
+        unbounded = f"grpo.surrogate {used}, which has no lower bound: set grpo.surrogate to clip"
+        steps, of_wholes = "step_credit step_discount", "which is not defined for rewards of steps: set that to"
         for names, idle, because in (
             ("kl_estimator kl_in kl_unbiased ref_every", self.beta == 0, no_reference),
             ("ref_mix", self.ref_every == 0, "grpo.ref_every 0: set grpo.ref_every"),
             ("whole_groups", self.objective is None, "the built-in loss, which compares none: set grpo.objective"),
             ("dual_clip", no_clip, f"grpo.surrogate {used}: set grpo.surrogate to clip"),
-            (
-                "epsilon_low",
-                used == "cispo",
-                f"grpo.surrogate {used}, which has no lower bound: set grpo.surrogate to clip",
-            ),
+            ("epsilon_low", used == "cispo", unbounded),
             ("epsilon_low epsilon_high", no_high, clips_nothing),
             ("tau_pos tau_neg", used != "sapo", f"grpo.surrogate {used}: set grpo.surrogate to sapo"),
             ("drift", self.drift_coef == 0, "grpo.drift_coef 0: set that"),
@@ -300,16 +304,8 @@ class GrpoConfig:
                 uncorrected,
                 "grpo.sampler_correction none: set that to truncate or mask",
             ),
-            (
-                "step_credit step_discount",
-                self.combine_rewards == "normalize",
-                f"grpo.combine_rewards normalize, {of_wholes} sum",
-            ),
-            (
-                "step_credit step_discount",
-                self.baseline == "best_other",
-                f"grpo.baseline best_other, {of_wholes} mean",
-            ),
+            (steps, self.combine_rewards == "normalize", f"grpo.combine_rewards normalize, {of_wholes} sum"),
+            (steps, self.baseline == "best_other", f"grpo.baseline best_other, {of_wholes} mean"),
             ("max_resamples", not self.dynamic_sampling, "grpo.dynamic_sampling false: set that to true"),
         ):
             for name in names.split() if idle else ():

@@ -4,20 +4,16 @@ import dataclasses
 import re
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
+from operator import itemgetter
 from typing import Any
 
-import yaml
-
 from hybrid_grpo.config.commands import SftConfig
-from hybrid_grpo.config.composition import setting_names, settings_of
+from hybrid_grpo.config.composition import about, has_effect, setting_names, settings_of
 from hybrid_grpo.config.errors import UserError, did_you_mean
 from hybrid_grpo.config.rewards import RewardConfig
 from hybrid_grpo.config.train import TrainConfig
 from hybrid_grpo.config.types import bounds, fields_of, type_name
 
-_USUAL: dict[str, str] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-"""Settings that most people change first, by configuration."""
 _OPTIONS = {
     "--config FILE": "YAML file of settings; later files and options override earlier ones",
     "--print_config": "print all settings as YAML, and exit",
@@ -36,15 +32,18 @@ def _overview(cls: Any, command: str) -> Iterator[str]:
     of_runs = {*setting_names(TrainConfig), *(() if cls is SftConfig else setting_names(SftConfig))}
     names = [name for name in setting_names(cls) if name not in of_runs]
     own = {f"--{name}": _brief(cls, name) for name in names}
-    shown = _USUAL.get(cls.__name__, _USUAL["TrainConfig"]).split()
-    usual = {f"--{name}": _brief(cls, name) for name in shown if name in setting_names(cls)}
+    of_command = f"in_{getattr(cls, 'command', '')}"
+    places = [(getattr(about(name), of_command, about(name).usual), name) for name in setting_names(cls)]
+    shown = sorted(filter(itemgetter(0), places), key=itemgetter(0))
+    usual = {f"--{name}": _brief(cls, name) for _, name in shown}
     for title, lines in (("options", _OPTIONS | own), ("settings to know first", usual)):
         if lines:
             yield f"{title}:"
             yield from (f"  {name:33} {text}" for name, text in lines.items())
             yield ""
     yield "sections, each shown in full by --help SECTION:"
-    sections = [name for name in fields_of(cls) if name not in getattr(cls, "without_effect", ())]
+    used = {name.partition(".")[0] for name in setting_names(cls) if has_effect(cls, name)}
+    sections = [name for name in fields_of(cls) if name in used]
     yield from (f"  {name:12} {_first_sentence(_meaning(cls, name))}" for name in sections)
 
 

@@ -11,34 +11,40 @@ from annotated_types import Ge, Le, Lt
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
+from hybrid_grpo.config.about import MAY_CHANGE, About
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.fields import HOME, SECTION, Count, NotNegative, Number, Positive, Switch, Text, Whole
 
 _Decay = Annotated[Number, Ge(0), Lt(1)]
+_LOADING = About(unused_by="score data", may_change=True)
+"""Marks settings that only loading a model needs."""
 
 
 @dataclass(frozen=True, config=SECTION)
 class PolicyConfig:
     """The model that is trained and its optimizer."""
 
-    model: Annotated[str, HOME] = ""
+    about = About(unused_by="eval generate chat score data", rank=9)
+    model: Annotated[str, HOME, About(usual=1, in_eval=1, in_plan=1, unused_by="", rank=0, is_place=True)] = ""
     """Folder or hub name of the initial model and its tokenizer."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Annotated[Literal["bfloat16", "float32"], About(usual=4, in_eval=5, in_plan=1, unused_by="score data")] = (
+        "bfloat16"
+    )
     """Data type of the weights in forward and backward passes. The optimizer always keeps float32 weights."""
-    attn_implementation: Literal["auto", "packed", "sdpa", "eager", "flash_attention_2"] = "auto"
+    attn_implementation: Annotated[Literal["auto", "packed", "sdpa", "eager", "flash_attention_2"], _LOADING] = "auto"
     """Attention implementation in training. `packed` computes no padding, using flash-attn's kernels if it is
     installed, and torch's otherwise. `auto` is `packed` for architectures that allow it, and `sdpa` for others. The
     other values are transformers' implementations, on padded rows (flash_attention_2 needs the extra `flash`)."""
-    shared_prefix: Literal["auto", "on", "off"] = "auto"
+    shared_prefix: Annotated[Literal["auto", "on", "off"], MAY_CHANGE] = "auto"
     """With `packed`, compute the prompt of a group only once in training too, as in sampling. The result is exact;
     `auto` does so if it saves time."""
     routing: Literal["auto", "replay", "free"] = "auto"
     """In a mixture of experts, `replay` makes training use the experts that each token used while it was sampled (R3,
     arXiv:2510.11370); with `free`, routers choose again, and rounding makes them choose others. `auto` replays in
     bfloat16 if the model's routers allow it. The reference is always free."""
-    gradient_checkpointing: Switch = False
+    gradient_checkpointing: Annotated[Switch, About(in_plan=2), MAY_CHANGE] = False
     """Recompute each layer's activations in the backward pass instead of keeping them."""
-    lr: Positive = 1e-6
+    lr: Annotated[Positive, About(usual=3, rank=1)] = 1e-6
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after warm-up; linear and cosine reach 0 at the last step."""
@@ -50,10 +56,10 @@ class PolicyConfig:
     """Decay rates of AdamW's first and second moments."""
     max_grad_norm: Positive = 1.0
     """Global gradient norm above which gradients are scaled down."""
-    micro_batch_tokens: Count | None = None
+    micro_batch_tokens: Annotated[Count | None, About(in_plan=1), MAY_CHANGE] = None
     """Maximum number of tokens in a forward and backward pass on a rank, padding included. A longer row gets its own
     pass. Default: 16,384 on a GPU; 4,096 on a CPU, where larger activations are slower to allocate for every layer."""
-    pickled_weights: Switch = False
+    pickled_weights: Annotated[Switch, _LOADING] = False
     """Also read weights that are pickled (pytorch_model.bin), without running code from them. If a model has both, its
     safetensors are read."""
 
@@ -62,7 +68,7 @@ class PolicyConfig:
     picture_cache_gb: Positive = 2.0
     """GiB of host memory of a rank for what the tower made of pictures, which is kept from sampling to training and
     from step to step."""
-    verify: Literal["auto", "on", "off"] = "auto"
+    verify: Annotated[Literal["auto", "on", "off"], MAY_CHANGE] = "auto"
     """Before the first step, compare the log-probabilities of 16 tokens with those of transformers' own model, which
     rank 0 loads on the CPU, and refuse a model that differs. `auto` does so up to 1.5 billion parameters."""
 
@@ -81,7 +87,8 @@ class LoraConfig:
     """Low-rank adapters (LoRA, arXiv:2106.09685): the model's weights stay as they are, and small matrices next to its
     linear layers are trained (needs the extra `lora`)."""
 
-    rank: Whole = 0
+    about = About(rank=9)
+    rank: Annotated[Whole, About(in_plan=4, rank=7)] = 0
     """Rank of the adapters; 0 trains the weights themselves."""
     alpha: Count = 32
     """An adapter adds alpha / rank times the product of its two matrices to the weight of its layer."""
@@ -113,16 +120,17 @@ _DEEPSPEED = yaml.safe_load(Path(__file__).with_name("deepspeed_settings.yaml").
 class EngineConfig:
     """The DeepSpeed engine."""
 
-    zero_stage: Annotated[Whole, Le(3)] | None = None
+    about = About(rank=11)
+    zero_stage: Annotated[Annotated[Whole, Le(3)] | None, About(usual=5, in_plan=3), MAY_CHANGE] = None
     """ZeRO stage of the policy: 3 shards weights, gradients and optimizer state over the ranks. Default: 3, or 2 on a
     single rank, where there is nothing to shard and stage 3 takes longer."""
-    offload_optimizer: Switch = False
+    offload_optimizer: Annotated[Switch, About(in_plan=3), MAY_CHANGE] = False
     """Keep optimizer state in host memory (ZeRO stage 1 or higher)."""
-    adam: Literal["auto", "torch", "deepspeed"] = "auto"
+    adam: Annotated[Literal["auto", "torch", "deepspeed"], MAY_CHANGE] = "auto"
     """AdamW kernels. `deepspeed` compiles its own on first use; `auto` uses them on GPUs with offload_optimizer."""
-    timeout_minutes: Positive = 30.0
+    timeout_minutes: Annotated[Positive, MAY_CHANGE] = 30.0
     """Minutes that a rank waits for the others in one collective operation before it fails."""
-    deepspeed: dict[str, Any] = field(default_factory=dict)
+    deepspeed: Annotated[dict[str, Any], MAY_CHANGE] = field(default_factory=dict)
     """DeepSpeed settings that are merged over the configuration built here, section by section."""
 
     @property

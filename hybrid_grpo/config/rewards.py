@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from hybrid_grpo.config.about import MAY_CHANGE, About
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.fields import (
     SECTION,
@@ -40,14 +41,14 @@ class RewardConfig:
     """Fixed keyword arguments for the function. A secret, recognized by its name at any depth (api_key) or by its form
     (a token, a login in an address), is written as *** wherever settings are written. It is better to give the name of
     an environment variable, as in `token_env: MY_TOKEN`."""
-    timeout_s: Seconds = 60.0
+    timeout_s: Annotated[Seconds, MAY_CHANGE] = 60.0
     """Maximum seconds for a call. A longer call is abandoned: its completions get no reward from this function."""
-    batch_size: Count | Literal["auto", "group"] = "auto"
+    batch_size: Annotated[Count | Literal["auto", "group"], MAY_CHANGE] = "auto"
     """Completions per call; `group`: all of one prompt; `auto`: the function's own `batch_size`, or 1 without one."""
     sources: list[Name] = field(default_factory=list)
     """Sources of `data.mixture` for whose prompts the function is called. It is called for all held-out prompts, since
     these belong to no source. Default: all sources."""
-    isolation: Literal["auto", "process", "none"] = "auto"
+    isolation: Annotated[Literal["auto", "process", "none"], MAY_CHANGE] = "auto"
     """`process` calls the function in worker processes. `none` calls it in a thread of the rank, for functions that
     hold a GPU; a crash then ends the rank. `auto` is `process`, except for simple built-ins."""
 
@@ -90,6 +91,7 @@ RewardList = Annotated[
     list[Annotated[RewardConfig, BeforeValidator(_read_entry)]],
     BeforeValidator(_read_list),
     AfterValidator(_check_names),
+    About(usual=1, in_eval=2, rank=4),
     Field(
         description="Functions, as `exact_match,mine.py:f`; with settings as `[{function: exact_match, weight: 0.5}]`."
     ),
@@ -100,11 +102,12 @@ RewardList = Annotated[
 class ScoringConfig:
     """How reward functions are run."""
 
+    about = About(may_change=True, rank=4)
     workers: Whole = 0
     """Worker processes per rank, which call functions concurrently; 0 means one for each of its cores, from 2 to 8."""
     memory_gb: Gibibytes = 4.0
     """GiB of memory that a worker may allocate. A function that needs more gets a MemoryError."""
-    max_failed_frac: NotNegative = 0.5
+    max_failed_frac: Annotated[NotNegative, About(unused_by="eval generate score")] = 0.5
     """Stop the run, with a checkpoint, if a function fails for more than this share of a step's completions."""
     secrets: list[Text] = field(default_factory=list)
     """Environment variables that functions in worker processes may see although their names look like secrets
@@ -112,5 +115,5 @@ class ScoringConfig:
     argument are visible anyway."""
     max_import_s: Seconds = 120.0
     """Maximum time for importing the files of the functions, in seconds."""
-    max_wait_s: Seconds = 600.0
+    max_wait_s: Annotated[Seconds, About(unused_by="generate score")] = 600.0
     """Seconds to wait for rewards after the last completion of a step. Rewards still missing after that have failed."""

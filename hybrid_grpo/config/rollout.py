@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, PlainSerializer, model_serializer, model_validator
 from pydantic.dataclasses import dataclass
 
+from hybrid_grpo.config.about import MAY_CHANGE, About
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.fields import (
     SECTION,
@@ -59,23 +60,12 @@ Environment = Annotated[
 
 
 ToolFormat = Literal[
-    "auto",
-    "hermes",
-    "mistral",
-    "qwen3_coder",
-    "glm45",
-    "kimi_k2",
-    "deepseek_v3",
-    "gemma4",
-    "minimax_m2",
-    "granite",
-    "phi4_mini",
-    "olmo3",
-    "lfm2",
-    "llama3",
-    "pythonic",
-]
+    "auto", "hermes", "mistral", "qwen3_coder", "glm45", "kimi_k2", "deepseek_v3", "gemma4", "minimax_m2", "granite",
+    "phi4_mini", "olmo3", "lfm2", "llama3", "pythonic",
+]  # fmt: skip
 """Names of the formats in turns/formats/."""
+_OF_SAMPLING = About(unused_by="eval", rank=6)
+_OF_TURNS = About(unused_by="chat")
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -110,26 +100,29 @@ class ToolConfig:
 class RolloutConfig:
     """How completions are sampled."""
 
-    prompts_per_step: Count = 32
+    about = About(rank=9)
+    prompts_per_step: Annotated[Count, About(usual=4, in_plan=2, unused_by="eval generate chat", rank=2)] = 32
     """Number of prompts in one rollout, over all ranks (P)."""
-    num_generations: Count = 8
+    num_generations: Annotated[Count, About(usual=4, in_plan=2, unused_by="eval chat", rank=2)] = 8
     """Number of completions per prompt (G). They form the group within which advantages are computed."""
-    max_completion_tokens: Count = 512
+    max_completion_tokens: Annotated[Count, About(usual=4, in_eval=4, in_plan=2, rank=6)] = 512
     """Maximum number of tokens sampled for a completion."""
     min_completion_tokens: Whole = 0
     """Minimum tokens of a completion: until then, stop ids are not drawn, and stop strings do not end it."""
-    temperature: NotNegative = 1.0
+    temperature: Annotated[NotNegative, About(usual=4), _OF_SAMPLING] = 1.0
     """Softmax temperature, for sampling and for every log-probability in the loss."""
-    top_p: PositiveShare = 1.0
+    top_p: Annotated[PositiveShare, _OF_SAMPLING] = 1.0
     """Nucleus sampling: keep the smallest set of tokens with at least this total probability; 1 keeps all tokens."""
-    top_k: Whole = 0
+    top_k: Annotated[Whole, _OF_SAMPLING] = 0
     """Keep the k most probable tokens; 0 keeps all."""
-    min_p: Share = 0.0
+    min_p: Annotated[Share, _OF_SAMPLING] = 0.0
     """After top-k and top-p, keep the tokens with at least this share of the largest probability; 0 keeps all."""
-    repetition_penalty: Positive = 1.0
+    repetition_penalty: Annotated[Positive, About(unused_by="eval")] = 1.0
     """Logits of tokens in the prompt or the completion so far are divided by this if they are positive, and multiplied
     by it otherwise (CTRL, arXiv:1909.05858); 1 changes nothing."""
-    logit_bias: Annotated[dict[str, Number], BeforeValidator(_text_keys)] = field(default_factory=dict)
+    logit_bias: Annotated[dict[str, Number], BeforeValidator(_text_keys), About(unused_by="eval")] = field(
+        default_factory=dict
+    )
     """Numbers that are added to the logits of tokens, by token id: `{"42": -100.0}`."""
     stop_ids: list[Whole] = field(default_factory=list)
     """Token ids that end a completion, in addition to the model's own end-of-sequence ids."""
@@ -137,24 +130,24 @@ class RolloutConfig:
     """Texts that end a completion as soon as it contains one of them. The text remains part of the completion."""
     ignore_eos: Switch = False
     """Let only a token limit end a completion, for benchmarks."""
-    logprobs: Literal["softmax", "sampling", "mask"] = "softmax"
+    logprobs: Annotated[Literal["softmax", "sampling", "mask"], About(unused_by="eval chat")] = "softmax"
     """Distribution under which `old_logp` is recorded: the `softmax` at the temperature, as in the training forward
     pass, or the filtered distribution that tokens were drawn from (`sampling`). `mask` also records the tokens that
     top_p, top_k and min_p left, and the training forward pass normalizes over the same tokens."""
     decoder: Literal["paged", "transformers"] = "paged"
     """`transformers` decodes with generate(), for architectures that the paged decoder cannot run."""
-    max_slots: Count = 256
+    max_slots: Annotated[Count, About(unused_by="chat"), MAY_CHANGE] = 256
     """Maximum number of completions that are decoded at the same time on one rank."""
-    prefill_tokens: Count | None = None
+    prefill_tokens: Annotated[Count | None, MAY_CHANGE] = None
     """Maximum number of prompt tokens in one prefill forward pass; a longer prompt takes several. Default: 2,048 on a
     CPU; on a GPU up to 16,384, as far as that leaves memory for the cache."""
-    cache_gb: Gibibytes | None = None
+    cache_gb: Annotated[Gibibytes | None, MAY_CHANGE] = None
     """Size of the key-value cache of one rank, in GiB. Default: as much as free memory allows."""
-    keep_cache: Literal["auto", "on", "off"] = "auto"
+    keep_cache: Annotated[Literal["auto", "on", "off"], About(unused_by="eval generate chat"), MAY_CHANGE] = "auto"
     """Whether a GPU keeps the cache, gathered weights and CUDA graphs from rollout to rollout, so that graphs are
     captured once per run. `auto` keeps them if the memory plan has room for them in training. A CPU keeps none."""
 
-    drafts: Literal["siblings", "off"] = "off"
+    drafts: Annotated[Literal["siblings", "off"], MAY_CHANGE] = "off"
     """`siblings`: where few completions are left, sample several tokens of each per forward pass, after a draft of what
     probably comes next: what followed the same tokens before, in the prompt or in a completion of the group. Tokens are
     those that would be sampled without drafts."""
@@ -165,50 +158,50 @@ class RolloutConfig:
     max_carries: Count = 4
     """Maximum number of steps into which a group is carried; in the last of these it is waited for."""
 
-    tools: list[ToolConfig] = field(default_factory=list)
+    tools: Annotated[list[ToolConfig], _OF_TURNS] = field(default_factory=list)
     """Functions that the model may call between its turns, as `path/to/file.py:name`. They need type hints, and a
     docstring that describes the arguments. Arguments that the model does not give are set as in `[{function: search,
     kwargs: {folder: texts}}]`."""
-    environment: Environment | None = None
+    environment: Annotated[Environment | None, _OF_TURNS] = None
     """Class whose instances answer the model's turns, as `path/to/file.py:Class`. Several classes are given as a
     mapping, from which the column `environment` selects one for each row. See docs/environments.md."""
-    tool_format: ToolFormat = "auto"
+    tool_format: Annotated[ToolFormat, _OF_TURNS] = "auto"
     """Format in which the model writes tool calls. `auto` takes the first format that can read a call written by the
     chat template. See docs/tools.md."""
-    max_turns: Count = 8
+    max_turns: Annotated[Count, _OF_TURNS] = 8
     """Maximum number of turns in a completion with tools, an environment or a user. The last turn is not answered."""
-    max_tool_tokens: Count = 512
+    max_tool_tokens: Annotated[Count, _OF_TURNS, About(rank=6)] = 512
     """Maximum number of tokens in the answer to a turn, including those of the chat template; longer answers of tools,
     environments and users are cut."""
-    tool_timeout_s: Seconds = 30.0
+    tool_timeout_s: Annotated[Seconds, _OF_TURNS] = 30.0
     """Maximum seconds for a tool call, after which the model reads an error message instead of a result; also for a
     step of an environment, after which the completion has failed."""
-    max_turn_calls: Count = 16
+    max_turn_calls: Annotated[Count, _OF_TURNS] = 16
     """Maximum number of tool calls in one turn. Further calls are not made, and the model reads an error message."""
-    environment_processes: Count | None = None
+    environment_processes: Annotated[Count | None, _OF_TURNS] = None
     """Maximum number of environment processes on one rank; further environments wait until one of these ends. Default:
     max_slots, but at most half the number of files that a process may open."""
-    keep_history: Switch = False
+    keep_history: Annotated[Switch, _OF_TURNS] = False
     """Allow a chat template that changes earlier turns, for example by removing their thinking. In training, the model
     still reads its turns as it wrote them. By default, such a template is refused."""
-    max_turn_tokens: Count | None = None
+    max_turn_tokens: Annotated[Count | None, About(rank=6)] = None
     """Maximum number of tokens sampled in one turn. A turn that reaches this without ending is the last one, and the
     completion counts as cut. Default: max_completion_tokens."""
-    max_total_tokens: Count | None = None
+    max_total_tokens: Annotated[Count | None, About(rank=6)] = None
     """Maximum total number of tokens: prompt, sampled tokens, and tokens inserted between turns. A completion that
     reaches this is cut. Default: what the other limits add up to."""
 
-    user: Function | None = None
+    user: Annotated[Function | None, _OF_TURNS] = None
     """Function that plays the user, as `path/to/file.py:name`. After each turn of the model without tool calls, it is
     called with the `messages` so far and the columns that it has arguments for. It returns what the user says, or None
     to end the conversation. See docs/users.md."""
-    user_model: Place | None = None
+    user_model: Annotated[Place | None, _OF_TURNS] = None
     """Folder or hub name of a model that plays the user. Every rank holds all of it, in addition to the policy."""
-    user_prompt: Text | None = None
+    user_prompt: Annotated[Text | None, _OF_TURNS] = None
     """System prompt of `user_model`: the user's role and goal. `{name}` is replaced by that column of the row."""
-    user_temperature: NotNegative = 1.0
+    user_temperature: Annotated[NotNegative, _OF_TURNS] = 1.0
     """Softmax temperature of `user_model`."""
-    user_stop: list[Text] = field(default_factory=list)
+    user_stop: Annotated[list[Text], _OF_TURNS] = field(default_factory=list)
     """The user ends the conversation by saying one of these texts. An empty message ends it too."""
 
     @property

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
+from hybrid_grpo.config.about import MAY_CHANGE, OF_PLACE, About
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.fields import SECTION, Count, Duration, Name, NotNegative, Place, Positive, Switch, Text, Whole
 
@@ -28,26 +29,27 @@ def unused_name(folder: Path) -> str:
 class RunConfig:
     """The run as a whole: where it writes, how long it lasts, how it resumes."""
 
-    name: Name | None = None
+    about = About(unused_by="eval generate chat plan")
+    name: Annotated[Name | None, About(usual=2), OF_PLACE] = None
     """Name of the run; its folder is DIR/NAME. Default: the time at which the run starts."""
-    dir: Place = "runs"
+    dir: Annotated[Place, OF_PLACE] = "runs"
     """Folder that holds the runs."""
-    seed: Whole = 0
+    seed: Annotated[Whole, About(usual=3, in_eval=6, unused_by="plan", rank=10)] = 0
     """Seed of the data order and of every sampled token."""
-    steps: Count = 100
+    steps: Annotated[Count, About(usual=2, rank=10), MAY_CHANGE] = 100
     """Steps to train: rollouts for `train`, optimizer steps for `sft` and `reward`."""
-    resume: Place = "never"
+    resume: Annotated[Place, About(usual=3), OF_PLACE] = "never"
     """Checkpoint to continue from. `auto` means the newest complete one of this run, or a new run if the folder is
     empty; without a name it is that of the newest run that has none. The folder of a checkpoint, of this run or
     another, continues from that one."""
-    allow_changes: Switch = False
+    allow_changes: Annotated[Switch, MAY_CHANGE] = False
     """Continue from a checkpoint even if settings that affect learning, or the data, have changed since."""
-    stop_after: Duration | None = None
+    stop_after: Annotated[Duration | None, MAY_CHANGE] = None
     """Time after which the run saves a checkpoint and ends with status 75: 90m, 11h30m, 1-00:00:00. Default: none."""
-    grace_s: Positive | None = None
+    grace_s: Annotated[Positive | None, MAY_CHANGE] = None
     """Seconds to save a checkpoint after a run is asked to stop; a rank that takes longer is killed. Default: 20 s plus
     twice the time that the last checkpoint took or, before the first one, plus 10 s for each GB that a rank writes."""
-    stall_minutes: NotNegative = 30.0
+    stall_minutes: Annotated[NotNegative, MAY_CHANGE] = 30.0
     """If no rank makes progress for this long, the run ends and reports which rank is behind; 0 waits forever."""
 
 
@@ -55,7 +57,8 @@ class RunConfig:
 class CheckpointConfig:
     """When checkpoints to resume from are written, and how many are kept."""
 
-    every_minutes: NotNegative = 15.0
+    about = About(unused_by="plan", may_change=True, is_place=True)
+    every_minutes: Annotated[NotNegative, About(usual=6)] = 15.0
     """Minutes between checkpoints; 0 ignores time. Unless this and `every` are both 0, a checkpoint is also written
     before the first step and after the last."""
     every: Whole = 0
@@ -87,10 +90,11 @@ TRACKERS = ("wandb", "tensorboard", "trackio", "mlflow")
 class LogConfig:
     """What is shown and written during the run."""
 
+    about = About(unused_by="plan", may_change=True, is_place=True)
     trackers: list[Text] = field(default_factory=lambda: ["wandb"])
     """Where the run is shown live: any of wandb, tensorboard, trackio and mlflow. A tracker that fails does not affect
     the run."""
-    wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
+    wandb: Annotated[Literal["auto", "online", "offline", "disabled"], About(usual=6)] = "auto"
     """`auto` is online if an account is configured, and offline otherwise."""
     wandb_project: Text = "hybrid_grpo"
     """Project on wandb and trackio, experiment on MLflow."""

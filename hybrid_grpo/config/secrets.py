@@ -22,10 +22,7 @@ _IN_TEXT = (
     (re.compile(r"(\w://)[^/\s@]+@"), rf"\1{MASK}@"),
     (re.compile(r"(//hooks\.slack\.com/)[^\s'\"]+|(/api/webhooks/)[^\s'\"]+"), rf"\1\2{MASK}"),
     (re.compile(r"([?&][^=&\s]*(?:token|key|secret|password|sig)[^=&\s]*=)[^&\s]+", re.IGNORECASE), rf"\1{MASK}"),
-    (
-        re.compile(r"(\b\w*(?:api_?key|token|secret|password|passwd)=)[^&\s'\"]+", re.IGNORECASE),
-        rf"\1{MASK}",
-    ),
+    (re.compile(r"(\b\w*(?:api_?key|token|secret|password|passwd)=)[^&\s'\"]+", re.IGNORECASE), rf"\1{MASK}"),
 )
 """Patterns of secrets in text, and what replaces them."""
 # Arguments named `key` or `end_token` are not secret.

@@ -1,35 +1,17 @@
 """Compares a run's settings with those of a checkpoint, and decides which of them may differ when the run resumes."""
 
 import json
-from fnmatch import fnmatch
 from typing import Any
 
 from hybrid_grpo.config import ModelRunConfig, to_dict
-from hybrid_grpo.config.features import feature_sections
+from hybrid_grpo.config.composition import about
 from hybrid_grpo.config.recipes import GONE
 from hybrid_grpo.run.fingerprints import REWARDS
 
-FREE = (
-    *("run.name", "run.dir", "run.steps", "run.resume", "run.allow_changes"),
-    *("run.stop_after", "run.grace_s", "run.stall_minutes"),
-    *("guard.*", "alarms.*", "log.*", "checkpoint.*", "scoring.*"),
-    *("eval.every", "eval.name", "eval.num_generations", "eval.temperature", "eval.top_p"),
-    *("eval.max_completion_tokens", "eval.sets", "eval.best", "eval.patience"),
-    *("data.eval_path", "data.eval_split", "data.eval_limit"),
-    *("engine.zero_stage", "engine.offload_optimizer", "engine.adam", "engine.timeout_minutes", "engine.deepspeed.*"),
-    *("policy.attn_implementation", "policy.shared_prefix", "policy.gradient_checkpointing"),
-    *("policy.micro_batch_tokens", "policy.pickled_weights", "policy.verify"),
-    *("rollout.max_slots", "rollout.prefill_tokens", "rollout.cache_gb", "rollout.keep_cache", "rollout.drafts"),
-    "grpo.balance",
-)
-"""Settings that may change between a checkpoint and the run that resumes from it: they decide how the run is computed,
-saved and shown. All others decide what is learned from which data; they may change only with run.allow_changes."""
 _LEARNED_BY = tuple(f"engine.deepspeed.{name}" for name in ("optimizer", "communication_data_type", "data_types"))
 """Sections of DeepSpeed's configuration that decide what is learned."""
 _OF_ROLL_BACKS = ("guard.non_finite", "guard.patience", "guard.lr_factor")
 """Guard settings that affect what is learned if a run may roll back. Alarms that skip or roll back affect it too."""
-_FREE_OF_REWARD = ("timeout_s", "batch_size", "isolation")
-"""Settings of a reward function that may change too."""
 
 
 def settings_of(config: ModelRunConfig) -> dict[str, Any]:
@@ -38,7 +20,8 @@ def settings_of(config: ModelRunConfig) -> dict[str, Any]:
     for section, values in to_dict(config).items():
         if section == "rewards":
             settings[section] = [
-                {name: value for name, value in reward.items() if name not in _FREE_OF_REWARD} for reward in values
+                {name: value for name, value in reward.items() if not about(f"rewards.{name}").may_change}
+                for reward in values
             ]
         elif isinstance(values, list):
             settings[section] = values
@@ -72,7 +55,7 @@ def changes(saved: dict[str, Any], config: ModelRunConfig) -> dict[str, str]:
 
 
 def is_free(setting: str, config: ModelRunConfig, saved: dict[str, Any] | None = None) -> bool:
-    """Return whether a setting may differ from its value in a checkpoint with the settings `saved`; see `FREE`."""
+    """Return whether a setting may differ from its value in a checkpoint with the settings `saved`; see `About`."""
     return _is_free(setting, config, [settings_of(config), saved or {}])
 
 
@@ -86,8 +69,7 @@ def _is_free(setting: str, config: ModelRunConfig, each: list[dict[str, Any]]) -
         return False
     if setting in _LEARNED_BY:
         return False
-    of_features = [pattern for feature in feature_sections().values() for pattern in feature.free]
-    return any(fnmatch(setting, pattern) for pattern in (*FREE, *of_features))
+    return bool(about(setting).may_change)
 
 
 def _acts(alarm: Any, actions: tuple[str, ...] = ("skip", "roll_back")) -> bool:

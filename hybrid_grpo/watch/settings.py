@@ -2,31 +2,14 @@
 
 import functools
 import itertools
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybrid_grpo.config import RewardStageConfig, SftConfig, TrainConfig
 from hybrid_grpo.config.building import to_dict
+from hybrid_grpo.config.composition import about
 from hybrid_grpo.records.files import as_json, flattened
 
-_ORDER = (
-    r"policy\.model",
-    r"(policy|sft|reward|reward_model)\.lr",
-    r"rollout\.(prompts_per_step|num_generations)|.*batch_size|grpo\.num_(iterations|minibatches)",
-    r"grpo\.(loss_type|objective|importance|surrogate|beta|epsilon_\w+|baseline|scale_rewards|entropy_coef)",
-    r"rewards|scoring\..*|reward\..*",
-    r"data\.(path|task|mixture)",
-    r"rollout\.(temperature|top_\w|min_p|max_\w+_tokens)",
-    r"lora\.rank|(critic|teacher|guests|curriculum)\..*",
-    r"grpo\..*",
-    r"policy\..*|lora\..*|rollout\..*|data\..*",
-    r"run\.(seed|steps)",
-    r"engine\..*",
-)
-"""Patterns of settings in the order in which people ask for them when curves differ; all others come after them."""
-_PLACES = (r"run\.(name|dir|resume)", r"log\..*", r"checkpoint\..*", r".*\.port")
-"""Settings that say where a run is and what is kept of it; they come last."""
 _OF_EVERY_RUN = ("run.name", "run.dir")
 """Settings that differ by nature and are not compared."""
 _DEEPEST, _LONGEST_NAME, _LONGEST_VALUE, _MOST_READ, _MOST = 6, 300, 1000, 5000, 500
@@ -60,12 +43,10 @@ def compared(settings: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-@functools.lru_cache(maxsize=4096)
 def importance(name: str) -> int:
     """Return the rank of a setting in the order of importance; 0 is the most important."""
-    if any(re.fullmatch(pattern, name) for pattern in _PLACES):
-        return len(_ORDER) + 1
-    return next((at for at, pattern in enumerate(_ORDER) if re.fullmatch(pattern, name)), len(_ORDER))
+    setting = about(name)
+    return setting.rank if setting.rank is not None else 13 if setting.is_place else 12
 
 
 def _texts(settings: Mapping[str, Any]) -> dict[str, str]:

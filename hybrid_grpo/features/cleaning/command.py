@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hybrid_grpo.config.checks import check_data, check_output
-from hybrid_grpo.config.commands import RecipeReader, all_but, in_part, refuse_mixture
+from hybrid_grpo.config.commands import RecipeReader, refuse_mixture
 from hybrid_grpo.config.data import DataConfig
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.fields import SECTION
@@ -39,7 +39,6 @@ class CheckDataConfig(RecipeReader):
     clean: CleanConfig = field(default_factory=CleanConfig)
 
     command = "data"
-    used = in_part(policy=frozenset({"model"}), data=all_but(DataConfig, "over_long shuffle"))
 
     @model_validator(mode="after")
     def _check_mixture(self) -> CheckDataConfig:

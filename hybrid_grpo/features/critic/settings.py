@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from annotated_types import Le
 from pydantic.dataclasses import dataclass
 
+from hybrid_grpo.config.about import MAY_CHANGE, About
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.features import FeatureConfig
 from hybrid_grpo.config.fields import SECTION, NotNegative, Place, Positive, PositiveShare, Share, Switch, Whole
@@ -50,18 +51,18 @@ class CriticConfig(FeatureConfig):
     even further (PPO's clipped value loss). In units of the reward; 0 does not clip."""
     whiten: Switch = True
     """Normalize the advantages of all tokens of a step, over all ranks, to mean 0 and standard deviation 1."""
-    zero_stage: Annotated[Whole, Le(3)] | None = None
+    zero_stage: Annotated[Annotated[Whole, Le(3)] | None, MAY_CHANGE] = None
     """ZeRO stage of the critic. Default: engine.zero_stage."""
-    offload_optimizer: Switch | None = None
+    offload_optimizer: Annotated[Switch | None, MAY_CHANGE] = None
     """Keep the critic's optimizer state in host memory. Default: engine.offload_optimizer."""
 
     section, method = "critic", "PPO"
+    about = About(rank=7)
     feature, planned = "critic:CriticFeature", "memory:CriticMemory"
     page = "docs/ppo.md"
     replaces_groups = "critic.enabled"
     sees = False
     gives_advantages = True
-    free = frozenset({"critic.zero_stage", "critic.offload_optimizer"})
 
     @property
     def is_on(self) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
+from hybrid_grpo.config.about import About
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.features import FeatureConfig
 from hybrid_grpo.config.fields import SECTION, Share
@@ -34,6 +35,7 @@ class CurriculumConfig(FeatureConfig):
     """Leave out prompts with a known success rate of at most this: they are out of reach."""
 
     section = "curriculum"
+    about = About(rank=7)
 
     @property
     def is_on(self) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
+from hybrid_grpo.config.about import About
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.features import FeatureConfig
 from hybrid_grpo.config.fields import SECTION, Count, Name, Place
@@ -56,6 +57,7 @@ class GuestsConfig(FeatureConfig):
     docs/guests.md."""
 
     section = "guests"
+    about = About(rank=7)
     feature, planned = "guests:Guests", "memory:GuestMemory"
     page = "docs/guests.md"
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from annotated_types import Lt
 from pydantic.dataclasses import dataclass
 
+from hybrid_grpo.config.about import MAY_CHANGE, About
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.features import FeatureConfig
 from hybrid_grpo.config.fields import SECTION, Place, Positive, Switch, Text, Whole
@@ -58,16 +59,16 @@ class TeacherConfig(FeatureConfig):
     prompt_column: Text | None = None
     """Column with the teacher's prompt, as text or a chat, such as the question with its solution. Default: the
     policy's prompt."""
-    offload: Switch = True
+    offload: Annotated[Switch, MAY_CHANGE] = True
     """Keep the weights of `model` in host memory and read them once per rollout, as for the reference; if false, keep
     them on the devices. In both cases they are sharded over the ranks."""
 
     section = "teacher"
+    about = About(rank=7)
     feature, planned = "teacher:Teacher", "memory:TeacherMemory"
     page = "docs/distillation.md"
     replaces_groups = "a teacher"
     learns_without_rewards = True
-    free = frozenset({"teacher.offload"})
 
     @property
     def sees(self) -> bool:  # type: ignore[override]

@@ -18,6 +18,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from hybrid_grpo.config import RewardStageConfig, SftConfig, TrainConfig, to_dict
+from hybrid_grpo.config.composition import about
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.features import feature_sections
 from hybrid_grpo.config.recipes import Dumper, read_recipe
@@ -35,8 +36,6 @@ _STAGES: dict[str, tuple[str, str, Any]] = {
 """Command, method and configuration class of each stage, by the section of settings that only this stage has."""
 ACCURACY = re.compile(r"eval/[^/]+/(accuracy|(pass|maj)@\d+)|reward_model/heldout_accuracy")
 _MEASURED = re.compile(r"eval/[^/]+/(?!stderr)[^/]+|reward_model/heldout_\w+")
-_OF_THE_PLACE = {"checkpoint": None, "log": None, "run": ("name", "dir", "resume"), "policy": ("model",)}
-"""Settings that do not affect what is learned, by section; None means the whole section."""
 _MOST_ROWS = 12
 """Maximum number of rows in the table of evaluations during the run."""
 
@@ -295,14 +294,15 @@ def _results(run: TrainedRun, numbers: list[Measurement]) -> list[EvalResult]:
 
 
 def differing(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that differ from the defaults, by section, without those in `_OF_THE_PLACE`."""
+    """Return the settings that differ from the defaults, by section, without those of `About.is_place`."""
     changed: dict[str, Any] = {}
     for section, values in settings.items():
-        left_out, usual = _OF_THE_PLACE.get(section, ()), defaults.get(section, {})
-        if isinstance(values, Mapping) and left_out is not None:
-            own = {name: value for name, value in values.items() if name not in left_out and value != usual.get(name)}
+        usual = defaults.get(section, {})
+        if isinstance(values, Mapping):
+            own = {name: value for name, value in values.items() if value != usual.get(name)}
+            own = {name: value for name, value in own.items() if not about(f"{section}.{name}").is_place}
             changed |= {section: own} if own else {}
-        elif values and left_out is not None:
+        elif values and not about(section).is_place:
             changed[section] = values
     return changed
 
