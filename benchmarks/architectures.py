@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import re
 import sys
 import tempfile
 import textwrap
@@ -28,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from machine import machine
+from plan_gpus import replaced
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -76,10 +76,6 @@ def faults(name: str, paged: bool) -> dict[str, Any]:
     return {"wrong": gaps.faults(bound), "gaps": as_numbers(gaps)}
 
 
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
-
-
 def _run(name: str, answers: Connection) -> None:
     """Send the refusal, if there is one, then the faults with the decoder that takes the model."""
     warnings.simplefilter("ignore")
@@ -89,7 +85,7 @@ def _run(name: str, answers: Connection) -> None:
     try:
         answers.send({} if by_both else faults(name, paged=reason is None))
     except Exception as error:
-        answers.send({"wrong": [_words(error)]})
+        answers.send({"wrong": [f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"]})
 
 
 def guarded(name: str) -> dict[str, Any]:
@@ -111,20 +107,15 @@ def guarded(name: str) -> dict[str, Any]:
     return {**found, "seconds": round(time.perf_counter() - start, 1)}
 
 
-def verdict(found: dict[str, Any]) -> str:
-    """Return how a model type stands: proven, refused, wrong; or `fallback` if `rollout.decoder: transformers` is
-    proven where the paged decoder refuses."""
-    if "wrong" not in found:
-        return "refused"
-    return "WRONG" if found["wrong"] else "fallback" if "refused" in found else "proven"
-
-
 def line(name: str, found: dict[str, Any]) -> str:
-    """Return the line that is printed for a model type."""
+    """Return the line that is printed for a model type; `fallback`: `rollout.decoder: transformers` is proven where the
+    paged decoder refuses."""
+    proven = "WRONG" if found.get("wrong") else "fallback" if "refused" in found else "proven"
     words = [found.get("refused", ""), *found.get("wrong", [])]
     if gaps := found.get("gaps"):
         words.append(f"decoding {gaps['decoded']:.0e}, training {gaps['packed']:.0e}, gradients {gaps['gradient']:.0e}")
-    return f"{verdict(found):8} {name:28} {'; '.join(filter(None, words))} ({found['seconds']} s)"
+    verdict = proven if "wrong" in found else "refused"
+    return f"{verdict:8} {name:28} {'; '.join(filter(None, words))} ({found['seconds']} s)"
 
 
 def counts(types: dict[str, dict[str, Any]]) -> dict[str, int]:
@@ -171,27 +162,18 @@ def _table(types: dict[str, Any]) -> str:
     return "\n".join(["| reason | types |", "|---|---|", *(f"| {why} | {', '.join(names)} |" for why, names in rows)])
 
 
-def replaced(page: str, text: str) -> str:
-    """Return the page with the lists between its two marks."""
-    done, count = re.subn(r"(?s)(<!-- architectures -->\n\n).*?(\n\n<!-- end -->)", lambda m: m[1] + text + m[2], page)
-    assert count == 1, "the page has no place for the lists"
-    return done
-
-
 def main() -> None:
-    """Measure, print, and write FILE."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path)
     parser.add_argument("--docs", action="store_true", help="write the lists in docs/rollouts.md")
     parser.add_argument("--only", nargs="*", help="model types or variants; FILE keeps the others; default: all")
-    parser.add_argument("--jobs", type=int, default=2)
     arguments = parser.parse_args()
     names = arguments.only or [*sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TOWERED}), *VARIANTS]
     start, found = time.perf_counter(), {}
     if arguments.only and arguments.json and arguments.json.exists():
         known = json.loads(arguments.json.read_text(encoding="utf-8"))
         found = {**known["types"], **known["variants"]}
-    with ThreadPoolExecutor(arguments.jobs) as pool:
+    with ThreadPoolExecutor(2) as pool:
         for name, result in zip(names, pool.map(guarded, names), strict=True):
             found[name] = result
             print(line(name, result), flush=True)
@@ -199,14 +181,13 @@ def main() -> None:
     variants = {name: result for name, result in found.items() if name in VARIANTS}
     summary = counts(types)
     print(", ".join(f"{name} {count}" for name, count in summary.items()), f"({time.perf_counter() - start:.0f} s)")
-    machine = {"transformers": transformers.__version__, "torch": torch.__version__}
-    result = {"machine": machine, "counts": summary, "types": types, "variants": variants}
+    result = {"machine": machine(), "counts": summary, "types": types, "variants": variants}
     if arguments.json:
         rows = {group: [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in result[group].items()] for group in result}
         groups = (f"{json.dumps(group)}: {{\n  " + ",\n  ".join(rows[group]) + "\n}" for group in rows)
         arguments.json.write_text("{\n" + ",\n".join(groups) + "\n}\n")
     if arguments.docs:
-        PAGE.write_text(replaced(PAGE.read_text(), lists(result)))
+        PAGE.write_text(replaced(PAGE.read_text(), lists(result), "architectures"))
 
 
 if __name__ == "__main__":

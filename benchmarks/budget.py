@@ -41,10 +41,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-import budget_training
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 from triton.runtime import interpreter
 
+from hybrid_grpo.data.packing import pack
 from hybrid_grpo.generation import Sampling, paged_attention
 from hybrid_grpo.generation.cache import Geometry, PagedCache
 from hybrid_grpo.generation.decoder import Decoder
@@ -53,10 +53,16 @@ from hybrid_grpo.model.attention import ATTENTION, Options
 from hybrid_grpo.model.kernels import build, gpu
 from hybrid_grpo.model.kernels.gpu import launcher
 from hybrid_grpo.model.kernels.states import recurrent_delta_rule
+from hybrid_grpo.model.layers import fuse
 from hybrid_grpo.model.logprobs import token_logprobs
 
 ROWS, PAGES_OF_A_SEQUENCE, RANKS = 256, 32, 8
-TOKENS, HIDDEN, VOCABULARY = 16384, 1536, 151936
+TOKENS, HIDDEN, VOCABULARY, LAYERS = 16384, 1536, 151936, 28
+SHAPES = {
+    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2},
+    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4},
+}
+"""Qwen2.5."""
 PRODUCTS = {"mm", "addmm", "bmm", "linear", "matmul", "addmm_"}
 _FREE = {
     *("view", "_unsafe_view", "transpose", "t", "unsqueeze", "squeeze", "expand", "slice", "select", "detach", "alias"),
@@ -146,10 +152,7 @@ def counted() -> Iterator[Count]:
 
 def qwen(fake: FakeTensorMode) -> Any:
     """Qwen2.5-1.5B in bfloat16 on fake tensors."""
-    config = Qwen2Config(
-        **{"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 8960, "num_hidden_layers": 28},
-        **{"num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True},
-    )
+    config = Qwen2Config(**SHAPES["1.5b"], vocab_size=VOCABULARY, num_hidden_layers=LAYERS, tie_word_embeddings=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION)
     with fake:
@@ -176,7 +179,7 @@ def switched(model: Any) -> tuple[Any, int]:
 
 def decode_step(model: Any, sampling: Sampling, rows: int) -> tuple[int, Count]:
     """The kernels of a captured step, and of it the choice of tokens."""
-    geometry = Geometry((((2, 128), (2, 128)),) * 28, torch.bfloat16, (Options(128**-0.5),) * 28)
+    geometry = Geometry((((2, 128), (2, 128)),) * LAYERS, torch.bfloat16, (Options(128**-0.5),) * LAYERS)
     cache = PagedCache(geometry, rows * PAGES_OF_A_SEQUENCE + 2, paged_attention.PAGE, torch.device("cpu"), rows)
     decoder = Decoder(model, cache, sampling, rows, PAGES_OF_A_SEQUENCE, capture=lambda step: (lambda: None, step()))
     with torch.inference_mode():
@@ -217,6 +220,36 @@ def delta() -> tuple[Count, Count]:
     return kernel, plain
 
 
+def training(size: str) -> int:
+    """The bytes that the layers of a model move; two layers say what one adds."""
+    one, two = (moved(size, layers) for layers in (1, 2))
+    return one + (LAYERS - 1) * (two - one)
+
+
+def moved(size: str, layers: int) -> int:
+    """The bytes moved in the forward and backward of a packed micro-batch of 32 rows with checkpointing, without the
+    matrix products, the kernel of attention, and the head."""
+    config = Qwen2Config(**SHAPES[size], vocab_size=VOCABULARY, num_hidden_layers=layers, tie_word_embeddings=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION).base_model
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake:
+        model.to_empty(device="cpu")
+    model.train()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    for parameter in model.parameters():
+        # The engine takes gradients as soon as they are there.
+        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    fuse(model, None)
+    rows = [[1] * 256 for _ in range(TOKENS // 512)]
+    [micro] = pack(rows, [[*row, 1] for row in rows], range(len(rows)), TOKENS, torch.device("cpu"), share="off")
+    assert micro.input_ids_bS.numel() == TOKENS
+    given = {"input_ids": micro.input_ids_bS, "position_ids": micro.position_ids, "batch": micro.segments}
+    with fake, counted() as count:
+        model(**given, use_cache=False).last_hidden_state.sum().backward()
+    return sum(n for name, n in count.bytes.items() if name not in PRODUCTS and "varlen" not in name)
+
+
 def measure() -> dict[str, float]:
     """All numbers of the budget."""
     # As on a GPU: no C kernels, but the variable-length kernel.
@@ -245,7 +278,7 @@ def measure() -> dict[str, float]:
         "delta_gb": by_kernel.bytes.total() / 1e9,
         "delta_torch_kernels": by_torch.kernels.total(),
         "delta_torch_gb": by_torch.bytes.total() / 1e9,
-        **budget_training.measure(counted, PRODUCTS),
+        **{f"training_elementwise_gb_{size}": training(size) / 1e9 for size in SHAPES},
     }
 
 

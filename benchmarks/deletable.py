@@ -1,10 +1,10 @@
 """Whether every feature can be taken out: deletes each in a copy of the tree, and checks and trains what is left.
 
-python benchmarks/deletable.py --json [--together] [FEATURE ...]
+    python benchmarks/deletable.py [--together] [FEATURE ...]
 
-The copy lacks the feature's folder, its tests, its page, a benchmark of its name and its registered entry. Lint, types,
-layers, the tests that start no processes and three steps of the quickstart must still pass. `left` names the files
-beyond these that failed, which would have to be touched: 0 where the feature is a folder.
+The copy lacks the feature's folder, its tests, its page and its registered entry. Lint, types, layers, the tests that
+start no processes and three steps of the quickstart must still pass. `left` names the files beyond these that failed,
+which would have to be touched: 0 where the feature is a folder.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def copy_without(features: dict[str, str], folder: Path) -> None:
     gone: list[str] = []
     for feature in features:
         settings = (ROOT / f"hybrid_grpo/features/{feature}/settings.py").read_text()
-        gone += [f"hybrid_grpo/features/{feature}/", f"tests/features/{feature}/", f"benchmarks/{feature}.py"]
+        gone += [f"hybrid_grpo/features/{feature}/", f"tests/features/{feature}/"]
         gone += re.findall(r'^    page = "(.+)"$', settings, re.M)
     for name in names:
         if name and not name.startswith(tuple(gone)) and (ROOT / name).is_file():
@@ -86,17 +86,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("features", nargs="*")
     parser.add_argument("--together", action="store_true", help="take them out of one copy, all at once")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a feature")
     given = parser.parse_args()
     entries = registered()
     chosen = {name: entries[name] for name in given.features or entries}
     results = [measure(chosen)] if given.together else [measure({name: entry}) for name, entry in chosen.items()]
     for result in results:
-        if given.json:
-            print(json.dumps(result))
-        else:
-            passed = [check for check in CHECKS if result[check]]
-            print(f"{result['feature']}: {', '.join(passed)} pass; other files: {result['left'] or 0}")
+        print(json.dumps(result))
     return 0 if all(result[check] for result in results for check in CHECKS) else 1
 
 

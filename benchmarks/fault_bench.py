@@ -77,13 +77,8 @@ class Bench:
 
     def launched(self, name: str) -> subprocess.Popen[str]:
         """The same through the launcher, as in a recipe."""
-        environment = {
-            **os.environ,
-            "GPUS": "2",
-            "DS_ACCELERATOR": "cpu",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-        }
+        environment = {**os.environ, "GPUS": "2", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = str(ROOT)
         environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
         line = f'. {ROOT}/training_scripts/launch.sh; launch "$@"'
         command = ["bash", "-c", line, "launch", *self.arguments(name)]

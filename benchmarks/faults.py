@@ -1,4 +1,4 @@
-"""Break real runs on two ranks in every way listed below, and check that nothing is lost.
+"""Break real runs on two ranks in every way that PARTS lists, and check that nothing is lost.
 
     python benchmarks/faults.py                                    all of it, about an hour on two cores
     python benchmarks/faults.py --kills 6 --corruptions 6          only these, as many as given
@@ -7,40 +7,26 @@
 Each entry of the result has `case` and `passed`, and where it did not pass, `why`. "Whole" is the same run, never
 broken: metrics (but for times, rates and memory), rollouts, success rates of prompts and exported weights are compared
 byte by byte. Ranks are forked from a process that has imported what they need; if the launcher is to be killed, the
-real one starts them.
-
-    kills        SIGKILL to a rank, to all, to the launcher or to its helper, at random moments and at named points; all
-                 processes must be gone within 15 s, and the next start must finish the run as the whole one
-    writes       SIGKILL to a rank or all while a checkpoint is written beside training, at points of it and random
-                 moments; the next start must go on from the newest checkpoint that is in place
-    signals      SIGTERM, SIGINT, SIGUSR1 at random moments: status 75 within 30 s, then as above
-    corruptions  every kind of file of a checkpoint cut, with a flipped byte, a block of zeros, deleted, swapped with
-                 another rank's, taken from another step: named in one line, and the checkpoint before is used
-    stalls       a rank that raises, exits, hangs or is stopped in each of six stages: all end, and print why
-    disk         a file system that is filled at points of a save, of rollouts and numbers, and of the export
-    worlds       resumed on another number of ranks, or at another ZeRO stage: within 1e-5 of the whole one
-    cost         a run that goes on samples its first token within 1.5 times the seconds of one that begins
-    poison       NaN in loss, gradient, reward or weights of one rank: all ranks stop, saved as they were before
+real one starts them. All processes must end within their limits, and the next start must finish the run as the whole
+one.
 """
 
 import argparse
 import json
 import os
-import platform
 import re
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from fault_bench import Bench, started
+from machine import machine
 
 STAGES = ("sampling", "scoring", "update", "evaluation", "saving", "export")
 ACTIONS = ("raise", "exit", "hang in Python", "hang in C", "stopped")
@@ -76,7 +62,7 @@ def tried(bench: Bench, case: str, break_it: Callable[..., Entry], arguments: tu
 
 
 def kills(bench: Bench, number: int) -> Iterator[Case]:
-    """Ranks at random moments, at named points, and the launcher."""
+    """SIGKILL to a rank, to all, to the launcher or to its helper, at random moments and at named points."""
     points = [(stage, nth) for nth in (2, 1) for stage in (*STAGES, "logging", "start", "fsync", "rename", "rename")]
     for count in range(number):
         target = ("rank 0", "rank 1", "all ranks")[count % 3]
@@ -138,7 +124,7 @@ def _kill_launcher(bench: Bench, name: str, program: str, moment: float) -> Entr
 
 
 def writes(bench: Bench, number: int) -> Iterator[Case]:
-    """Ranks while their threads copy, write and publish: before a call of it, or a moment after."""
+    """SIGKILL to ranks whose threads copy, write and publish a checkpoint: before a call of it, or a moment after."""
     # Of seven saves the first and the last are waited for. Each copies once, writes three files, and removes what was
     # replaced and, from the fourth on, the oldest.
     points = {"copying": (1, 5), "writing": (4, 18), "a note": (2, 6), "the manifest": (2, 6), "removing": (2, 9)}
@@ -165,7 +151,7 @@ def kill_writing(bench: Bench, name: str, fault: Entry) -> Entry:
 
 
 def signals(bench: Bench, number: int) -> Iterator[Case]:
-    """Requests to stop, to one rank or to all, at random moments after the start."""
+    """Requests to stop, to one rank or to all, at random moments after the start: status 75."""
     for count in range(number):
         name = ("SIGTERM", "SIGTERM", "SIGINT", "SIGUSR1")[count % 4]
         target = ("rank 0", "rank 1", "all ranks")[count % 3]
@@ -209,18 +195,16 @@ def corruptions(bench: Bench, number: int) -> Iterator[Case]:
         ]
         if other is not None and (newest / file).read_bytes() != (newest / other).read_bytes():
             cases.append((f"{file} swapped with {other}", lambda c, f=file, o=other: _swap(c / f, c / o)))
-    both = "both newest deleted", lambda c: [shutil.rmtree(c.parent / folder.name) for folder in (newest, before)]
     cases += [
-        both,
+        ("both newest deleted", lambda c: [shutil.rmtree(c.parent / folder.name) for folder in (newest, before)]),
         ("latest missing or not", lambda c: (c.parent / "latest").write_text("")),
         ("latest binary", lambda c: (c.parent / "latest").write_bytes(bytes(range(256)))),
         ("a folder more", lambda c: shutil.copytree(c, c.with_name("step_000099"))),
         ("a draft of a killed save", lambda c: shutil.copytree(c, c.with_name(".draft_step_000005"))),
-        ("all deleted but the oldest", both[1]),
     ]
     bench.random.shuffle(cases)
     for case, damage in cases[:number]:
-        harmless = case.startswith(("latest", "a draft", "both", "all"))
+        harmless = case.startswith(("latest", "a draft", "both"))
         yield f"corruption: {case}", _damage, (newest.name, damage, harmless)
 
 
@@ -339,33 +323,10 @@ def _poisoned(bench: Bench, name: str, fault: Entry) -> Entry:
     return {"said": said.strip().splitlines()[-1].replace(str(bench.folder), ""), **_resumed(bench, name, gone_s)}
 
 
-def cost(bench: Bench, number: int) -> Iterator[Case]:
-    """Seconds until the first token is sampled, of a new run and of a resumed one."""
-    bench.run("begun", fault=FOUR_STEPS)
-    yield f"cost: start and resume, medians of {number} in turn", _started_and_resumed, (number,)
-
-
-def _started_and_resumed(bench: Bench, name: str, number: int) -> Entry:
-    seconds: dict[str, list[float]] = {"anew": [], "resumed": []}
-    for _ in range(number):
-        shutil.copytree(bench.folder / "begun", bench.folder / name / "resumed")
-        # The journal has the completions of the interrupted step, so the next step is the first to sample.
-        for how, nth in (("anew", 1), ("resumed", 2)):
-            start = time.monotonic()
-            fault = {"point": "sampling", "nth": nth, "rank": "all", "action": "kill"}
-            with bench.ranks(f"{name}/{how}", fault=fault) as ranks:
-                started(ranks)
-                seconds[how].append(time.monotonic() - start)
-        shutil.rmtree(bench.folder / name)
-    anew, resumed = (statistics.median(seconds[how]) for how in ("anew", "resumed"))
-    assert resumed <= 1.5 * anew, f"{resumed:.2f} s against {anew:.2f} s"
-    return {"start_s": anew, "resume_s": resumed}
-
-
 PARTS: dict[str, tuple[Callable[[Bench, int], Iterator[Case]], int]] = {
     **{"kills": (kills, 60), "writes": (writes, 30)},
     **{"signals": (signals, 20), "corruptions": (corruptions, 999), "stalls": (stalls, 30)},
-    **{"disk": (disk, 10), "worlds": (worlds, 6), "poison": (poison, 4), "cost": (cost, 5)},
+    **{"disk": (disk, 10), "worlds": (worlds, 6), "poison": (poison, 4)},
 }
 
 
@@ -373,9 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the chosen cases; the status is 1 if one did not pass."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     for name, (_, number) in PARTS.items():
-        parser.add_argument(
-            f"--{name}", type=int, help=f"cases, or repeats of cost; {number} where no number is given for any"
-        )
+        parser.add_argument(f"--{name}", type=int, help=f"cases; {number} where no number is given for any")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = vars(parser.parse_args(arguments))
@@ -391,10 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     entries = [entry for name in PARTS for entry in result[name]]
     passed = sum(entry["passed"] for entry in entries)
     print("\n".join(f"{n}: {sum(e['passed'] for e in result[n])} of {len(result[n])}" for n in PARTS if result[n]))
-    packages = ("torch", "deepspeed", "transformers")
-    result["machine"] = f"{os.cpu_count()} cores, Python {platform.python_version()}, " + ", ".join(
-        f"{package} {version(package)}" for package in packages
-    )
+    result["machine"] = machine()
     if options["json"]:
         options["json"].write_text(json.dumps(result, indent=1, default=str) + "\n")
     return int(passed < len(entries))

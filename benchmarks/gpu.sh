@@ -115,17 +115,14 @@ if [ -z "$toy" ]; then
 fi
 if [ -n "$toy" ]; then
     part decode_tiny python benchmarks/rollout.py --workload toy --repeats 1 --threads 1 \
-        --engines hybrid,generate,generate_batch_tuned --json "$work/decode_tiny.json"
+        --engines hybrid,generate,generate_batch --json "$work/decode_tiny.json"
     part step "${step[@]}" --workload toy --sides hybrid-zero2,hybrid-zero3 --repeats 1 --threads 1 --json "$work/step.json"
     part trl "${step[@]}" --workload toy --sides trl --repeats 1 --threads 1 --json "$work/trl.json"
     part plan python benchmarks/plan.py quickstart --json "$work/plan.json"
 else
     for model in 0.5b 1.5b 7b; do
-        engines=hybrid,generate,generate_batch
-        # HybridEngineRollout always decodes to the limit, so once is enough.
-        if [ $model = 0.5b ]; then engines=$engines,deepspeed; fi
         part decode_$model python benchmarks/rollout.py --workload gpu_ragged --model $model --alone --repeats 2 \
-            --engines $engines --json "$work/decode_$model.json"
+            --engines hybrid,generate,generate_batch --json "$work/decode_$model.json"
     done
     part step "${step[@]}" --workload gpu_1.5b --sides hybrid-zero2,hybrid-zero3 --repeats 3 --json "$work/step.json"
     part trl_environment bash benchmarks/trl_env.sh "$TRL_ENV"

@@ -43,10 +43,6 @@ class Sizes:
     """(rows, context) of the steps whose kernels are listed."""
     prefills: tuple[tuple[int, int, int], ...]
     """(sequences, entries before, new tokens of each)."""
-    split: tuple[int, int]
-    """(rows, context)."""
-    splits: tuple[int | None, ...]
-    """Most programs that share a sequence; None: the default."""
     micro_batch: tuple[int, int, int]
     """(tokens of the prompt, completions, tokens of each)."""
 
@@ -62,8 +58,6 @@ REAL = Sizes(
     20,
     ((256, 1024), (8, 32_768)),
     ((16, 0, 1024), (2, 0, 8192), (64, 1024, 64), (64, 1024, 256), (60, 1024, 272)),
-    (8, 32_768),
-    (1, 4, 16, 64, None),
     (512, 31, 512),
 )
 _TOY = Sizes(
@@ -77,8 +71,6 @@ _TOY = Sizes(
     2,
     ((2, 20),),
     ((2, 0, 12), (2, 20, 3)),
-    (1, 40),
-    (1, None),
     (6, 3, 5),
 )
 

@@ -56,18 +56,14 @@ def _heads(bench: Bench) -> tuple[int, int, int]:
     return heads, bench.config.num_key_value_heads, bench.config.hidden_size // heads
 
 
-def layer_step(
-    bench: Bench, rows: int, context: int, group: int = 1
-) -> tuple[DecodeStep, Tensor, Tensor, Tensor, Options, bool]:
+def _layer_step(bench: Bench, rows: int, context: int) -> tuple[DecodeStep, Tensor, Tensor, Tensor, Options, bool]:
     """A decode step of one layer after `context` entries, with its query, keys and values, and whether a kernel reads
-    them. The rows of a `group` share seven eighths of their pages, as the completions of a long prompt do."""
+    them."""
     heads, kv, d = _heads(bench)
     width = -(-context // PAGE)
     pools = [torch.randn(rows * width, PAGE, kv, d, device=bench.device).to(bench.sizes.dtype) for _ in range(2)]
     cache = PagedCache(Geometry((((kv, d), (kv, d)),), bench.sizes.dtype), 1, PAGE, bench.device)
     table = torch.arange(rows * width, dtype=torch.int32, device=bench.device).view(rows, width)
-    common = width * 7 // 8
-    table[:, :common] = table[torch.arange(rows) // group * group, :common]
     position = torch.full((rows,), context - 1, device=bench.device)
     step = DecodeStep(cache, Rows(position, table, position, width))
     query, options = _drawn(bench, (rows, heads, 1, d))[0], Options(d**-0.5)
@@ -78,7 +74,7 @@ def layer_step(
 @torch.inference_mode()
 def _decoding_attention(bench: Bench) -> dict[str, Any]:
     context = bench.sizes.contexts[1]
-    step, query, keys, values, options, seen = layer_step(bench, 2, context)
+    step, query, keys, values, options, seen = _layer_step(bench, 2, context)
     expected = step.on_copies(query.float(), keys.float(), values.float(), options)[:, 0]
     gaps = {"used": seen, "entries": context}
     for most in (1, None):

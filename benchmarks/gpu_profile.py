@@ -13,14 +13,7 @@ late keeps what it has measured, the others still run, and the file is written a
     capturing         seconds of capturing all decode steps as CUDA graphs, at first and when all is compiled
     decode            milliseconds of a step of `Decoder`, by rows and context, and of reading weights and cache once
     decode_kernels    the longest kernels of these steps
-    drafts            milliseconds of a step with drafts that never hold, by tokens of each, and how many times as fast
-                      decoding would be if 0.8 of those that are reached held; without looking for drafts
     prefill           tokens per second, of prompts and of answers after a context
-    splits            attention of long sequences by one program for each, and by several
-    shared            attention of many sequences that share most of their pages, in groups, as the completions of a
-                      long prompt do, and the time of reading each page once
-    states            a token's recurrence in one layer of Qwen3.5 by the kernel and by transformers' function, and the
-                      time of reading and writing the state; the same with all rows of one sequence, as of a draft
     training          forward and backward of one micro-batch, with model FLOPs utilization (MFU)
     training_kernels  its longest kernels
     failed_capture    whether the process goes on after a capture that fails
@@ -63,11 +56,7 @@ PARTS: dict[str, tuple[Callable[[gpu_bench.Bench, Found], None], float]] = {
     "capturing": (parts.capturing, 90),
     "decode": (parts.decode, 40),
     "decode_kernels": (parts.decode_kernels, 20),
-    "drafts": (parts.drafts, 30),
     "prefill": (parts.prefill, 30),
-    "splits": (parts.splits, 20),
-    "shared": (parts.shared, 20),
-    "states": (parts.states, 20),
     "training": (parts.training, 60),
     "training_kernels": (parts.training_kernels, 30),
     # Last, because the process may not survive it.
@@ -118,28 +107,14 @@ def lines(name: str, found: Found) -> Iterator[str]:
     """The rows that are printed for a part."""
     yield f"== {name}, {found['part_seconds']} s" + (f", FAILED: {found['failed']}" if "failed" in found else "")
     for what, value in found.items():
-        if what in ("failed", "traceback", "warnings", "part_seconds"):
-            continue
-        if isinstance(value, list):
-            yield f"{what}:"
-            yield from (f"  {_row(row)}" for row in value)
-        else:
-            yield f"{what:28} {_row(value) if isinstance(value, dict) else _number(value)}"
-    yield from (f"WARNING: {text}" for text in found["warnings"])
+        if what not in ("failed", "traceback", "part_seconds"):
+            yield from (f"{what:28} {_words(row)}" for row in (value if isinstance(value, list) else [value]))
 
 
-def _row(row: Found) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {_number(value)}" for name, value in row.items())
-
-
-def _number(value: Any) -> str:
-    return (
-        f"{value:,.4g}"
-        if isinstance(value, float) and value < 1e4
-        else f"{value:,.0f}"
-        if isinstance(value, float)
-        else str(value)
-    )
+def _words(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name.replace('_', ' ')} {_words(part)}" for name, part in value.items())
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
 
 
 def main() -> None:

@@ -6,37 +6,28 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from importlib import metadata
-from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from gpu_bench import Bench, Found, first_line
-from gpu_checks import layer_step, micro_batch
+from gpu_checks import micro_batch
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
-from hybrid_grpo.generation import Drafter, Request, Sampling
-from hybrid_grpo.generation.loop import _Loop
+from hybrid_grpo.generation import Sampling
 from hybrid_grpo.generation.paged_attention import Prefill
-from hybrid_grpo.generation.requests import groups_of, sequences_of
-from hybrid_grpo.generation.scheduler import Scheduler
-from hybrid_grpo.generation.sequence import Callbacks, Sequence
+from hybrid_grpo.generation.sequence import Sequence
 from hybrid_grpo.model.attention import varlen_takes
 from hybrid_grpo.model.flops import Cost
 from hybrid_grpo.model.hardware import peak_flops
-from hybrid_grpo.model.kernels.states import recurrent_delta_rule
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.routing import recomputed
 
 LONGEST = 15
 """Kernels that are listed."""
-DRAFTS, HOLDS = (1, 3, 7), 0.8
-"""Tokens of drafts, and the share that holds, of each that is reached, for what they would gain."""
 
 
 def versions(bench: Bench, found: Found) -> None:
@@ -50,9 +41,7 @@ def versions(bench: Bench, found: Found) -> None:
         gpu_ = torch.cuda.get_device_properties(bench.device)
         found |= {"gpu": gpu_.name, "sm": f"{gpu_.major}{gpu_.minor}", "processors": gpu_.multi_processor_count}
         found |= {"gpu_gb": gpu_.total_memory / 1e9, "free_gb": torch.cuda.mem_get_info()[0] / 1e9}
-        found |= {
-            "cuda_of_torch": torch.version.cuda,
-        }
+        found["cuda_of_torch"] = torch.version.cuda
     found["product_tflops"] = bench.hardware.flops / 1e12
     found["read_gb_per_s"] = bench.hardware.bandwidth / 1e9
     found["varlen_attn"] = {name: varlen_takes(name) for name in ("enable_gqa", "seqused_k", "block_table")}
@@ -101,7 +90,7 @@ def _steps(bench: Bench, rows: int, context: int) -> Callable[[int], None]:
             pending.append(decoder.step(active))
             for sequence in active:
                 sequence.position += 1
-            if len(pending) > decoder.max_in_flight:
+            if len(pending) > decoder.lag:
                 decoder.read(pending.popleft())
         while pending:
             decoder.read(pending.popleft())
@@ -126,53 +115,6 @@ def decode(bench: Bench, found: Found) -> None:
                 "floor_ms": 1e3 * floor,
                 "tokens_per_s": rows / seconds,
             }
-
-
-class _Wrong(Drafter):
-    """Drafts as many tokens for every sequence, which hold by chance at most."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self._length = length
-
-    def may_help(self, rows: int, slots: int) -> bool:
-        return self._length > 0
-
-    def propose(self, active: list[Sequence], slots: int) -> list[list[int]]:
-        return [[0] * min(self._length, s.turn_end - len(s.tokens) - 1) for s in active]
-
-    def verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        pass
-
-
-@torch.inference_mode()
-def drafts(bench: Bench, found: Found) -> None:
-    """Steps of the decode loop, in which the host reads every outcome before it drafts again."""
-    decoder, sampling = bench.decoder, Sampling(5 * bench.sizes.steps)
-    for rows in bench.sizes.rows:
-        row: Found = {}
-        for length in (0, *DRAFTS):
-            if rows * (1 + length) > decoder.slots:
-                continue
-            steps = 0
-
-            def complete(rows: int = rows, length: int = length) -> None:
-                nonlocal steps
-                requests = [Request([1], [key]) for key in range(rows)]
-                groups = chain.from_iterable(map(groups_of, sequences := sequences_of(requests, sampling)))
-                decoder.begin(sampling)
-                schedule, drafter = Scheduler(decoder.cache, groups, rows, decoder.page_lookahead), _Wrong(length)
-                drafter.begin(sequences)
-                tokens = decoder.cache.prefill_tokens
-                loop = _Loop(bench.view, schedule, decoder, tokens, sampling, Callbacks(), drafter, None)
-                steps = loop.run().steps
-
-            milliseconds = 1e3 * bench.seconds(complete, 3)
-            row[f"ms, {length} tokens"] = milliseconds / steps
-            if length:
-                given = (1 - HOLDS ** (1 + length)) / (1 - HOLDS)
-                row[f"times as fast, {length} tokens"] = given * row["ms, 0 tokens"] / row[f"ms, {length} tokens"]
-        found[f"{rows} rows"] = row
 
 
 def _longest(bench: Bench, work: Callable[[], Any], runs: int) -> tuple[dict[str, float], list[Found]]:
@@ -230,75 +172,6 @@ def prefill(bench: Bench, found: Found) -> None:
 
         seconds = bench.seconds(read, 3)
         found[name] = {"ms": 1e3 * seconds, "tokens_per_s": count * new / seconds}
-
-
-@torch.inference_mode()
-def splits(bench: Bench, found: Found) -> None:
-    bench.release()
-    rows, context = bench.sizes.split
-    step, query, keys, values, options, found["kernel"] = layer_step(bench, rows, context)
-    found["floor_ms"] = 1e3 * (keys.nbytes + values.nbytes) / bench.hardware.bandwidth
-    on_gpu = bench.device.type == "cuda"
-    calls = 20 if on_gpu else 1
-    for most in bench.sizes.splits:
-
-        def work() -> list[Tensor]:
-            return [step.by_kernel(query, keys, values, options, splits=most) for _ in range(calls)]  # noqa: B023
-
-        work()
-        # Captured, since Python takes longer to launch a kernel than the kernel runs.
-        replay = bench.capture(work) if on_gpu else work
-        found[f"ms, splits {most or 'by default'}"] = 1e3 * bench.seconds(replay, 3 if on_gpu else 1) / calls
-
-
-@torch.inference_mode()
-def shared(bench: Bench, found: Found) -> None:
-    bench.release()
-    on_gpu = bench.device.type == "cuda"
-    rows, context, calls = bench.sizes.rows[-1], bench.sizes.contexts[1], 10 if on_gpu else 1
-    for group in (1, 8):
-        step, query, keys, values, options, _ = layer_step(bench, rows, context, group)
-
-        def work() -> list[Tensor]:
-            return [step.by_kernel(query, keys, values, options) for _ in range(calls)]  # noqa: B023
-
-        work()
-        seconds = bench.seconds(bench.capture(work) if on_gpu else work, 3 if on_gpu else 1) / calls
-        read = (keys.nbytes + values.nbytes) * (1 / 8 + 7 / 8 / min(group, rows))
-        found[f"groups of {group}"] = {"ms": 1e3 * seconds, "floor_ms": 1e3 * read / bench.hardware.bandwidth}
-
-
-@torch.inference_mode()
-def states(bench: Bench, found: Found) -> None:
-    bench.release()
-    on_gpu = bench.device.type == "cuda"
-    heads, key_heads, d = (32, 16, 128) if on_gpu else (2, 1, 8)
-    original = getattr(torch_recurrent_gated_delta_rule, "replaces", torch_recurrent_gated_delta_rule)
-
-    def numbers(*shape: int, dtype: torch.dtype = bench.sizes.dtype) -> Tensor:
-        return torch.rand(shape, device=bench.device).to(dtype)
-
-    for rows in bench.sizes.rows:
-        state = numbers(rows, heads, d, d, dtype=torch.float32)
-        (query, key), value = numbers(2, rows, 1, key_heads, d), numbers(rows, 1, heads, d)
-        given = query, key, value, -numbers(rows, 1, heads, dtype=torch.float32), numbers(rows, 1, heads)
-
-        def by_kernel(given: Any = given, state: Tensor = state, next_n: Tensor | None = None) -> list[Any]:
-            return [recurrent_delta_rule(*given, state, unit=True, next_n=next_n)]
-
-        # One sequence, whose draft takes all rows but the first.
-        behind = [1, *(~row for row in range(2, rows)), ~0] if rows > 1 else [0]
-        with_draft = partial(by_kernel, next_n=torch.tensor(behind, device=bench.device))
-
-        def by_torch(given: Any = given, state: Tensor = state) -> list[Any]:
-            out, after = original(*given, state, output_final_state=True, use_qk_l2norm_in_kernel=True)
-            return [out, state.copy_(after)]
-
-        row: Found = {"floor_ms": 2e3 * state.nbytes / bench.hardware.bandwidth}
-        for name, work in (("kernel", by_kernel), ("kernel, a draft", with_draft), ("torch", by_torch)):
-            if work()[0] is not None:
-                row[f"ms, {name}"] = 1e3 * bench.seconds(bench.capture(work) if on_gpu else work, 3)
-        found[f"{rows} rows"] = row
 
 
 def _micro_batch(bench: Bench, checkpointing: bool = True) -> tuple[Callable[[], None], float, int]:

@@ -1,6 +1,6 @@
 """Learning curves on the quickstart's task: our Trainer beside TRL's GRPOTrainer, from the same weights.
 
-    python benchmarks/learning.py --workload ragged --seeds 0,1,2 --grpo.num_iterations 2 --json FILE --png FILE
+    python benchmarks/learning.py --workload ragged --seeds 0,1,2 --grpo.num_iterations 2 --json FILE
 
 `ragged` has words of 3 to 24 letters, of log-normal lengths; `quickstart` those of the quickstart, 3 to 6.
 
@@ -15,10 +15,8 @@ decoder (ours) from the weights that each side writes. Seconds are those of the 
 Side `settings` is ours with additional settings, for features that the other side lacks. With the same reward, letter
 by letter:
 
-    python benchmarks/learning.py --sides hybrid,settings,trl --label 'hybrid_grpo, steps rewarded' --settings \\
+    python benchmarks/learning.py --sides hybrid,settings,trl --settings \\
         '--rewards "[{function: exact_match}, {function: letters_in_place, kwargs: {steps: true}}]"'
-
-Only --png needs matplotlib: pip install matplotlib.
 """
 
 from __future__ import annotations
@@ -33,10 +31,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from step import SIDES, Worker, machine, set_accelerator, trl_environment
+from step import SIDES, Worker, measured_on, set_accelerator, trl_environment
 from step_workloads import quickstart
 
-LABELS = {"hybrid": "hybrid_grpo", "trl": "TRL", "settings": "hybrid_grpo with --settings"}
+NAMES = ("hybrid", "trl", "settings")
 
 
 class Evaluation:
@@ -118,13 +116,8 @@ def curves(seed: int, arguments: argparse.Namespace, folder: Path) -> dict[str, 
 def sooner(side: str, sides: dict[str, dict[str, Any]]) -> str:
     """How long a side of ours took to reach TRL's final accuracy."""
     goal = sides["trl"]["evaluations"][-1]
-    reached = next((p for p in sides[side]["evaluations"] if p["accuracy"] >= goal["accuracy"]), None)
-    if reached is None:
-        return f"{side} does not reach TRL's {goal['accuracy']:.3f}"
-    return (
-        f"{side} reaches TRL's {goal['accuracy']:.3f} in {reached['seconds']:.1f} s against {goal['seconds']:.1f} s,"
-        f" {goal['seconds'] / max(reached['seconds'], 1e-9):.1f} times sooner"
-    )
+    reached = next((p["seconds"] for p in sides[side]["evaluations"] if p["accuracy"] >= goal["accuracy"]), None)
+    return f"{side} reaches TRL's {goal['accuracy']:.3f} after {reached} s, TRL after {goal['seconds']:.1f} s"
 
 
 def show(point: dict[str, float]) -> str:
@@ -132,51 +125,22 @@ def show(point: dict[str, float]) -> str:
     return f"{point['completions']:8,d} completions {point['seconds']:8.1f} s  accuracy {point['accuracy']:.3f}"
 
 
-def draw(found: dict[str, dict[str, dict[str, Any]]], file: Path) -> None:
-    """Accuracy and reward against completions and seconds: a thin line per seed, a thick one for their mean."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7), sharey="row", layout="constrained")
-    for row, (curve, what, label) in enumerate(
-        (("evaluations", "accuracy", "held-out greedy accuracy"), ("steps", "reward", "mean reward of the step"))
-    ):
-        axes[row][0].set_ylabel(label)
-        for column, x in enumerate(("completions", "seconds")):
-            axes[1][column].set_xlabel("seconds of training" if x == "seconds" else x)
-            axes[row][column].grid(alpha=0.3)
-            for colour, side in enumerate(LABELS):
-                lines = [seed[side][curve] for seed in found.values() if side in seed]
-                if not lines:
-                    continue
-                for points in lines:
-                    axes[row][column].plot([p[x] for p in points], [p[what] for p in points], f"C{colour}", alpha=0.3)
-                middle = [[mean(p[name] for p in points) for points in zip(*lines, strict=True)] for name in (x, what)]
-                axes[row][column].plot(*middle, f"C{colour}", linewidth=2.5, label=LABELS[side])
-    axes[0][0].legend()
-    figure.savefig(file, dpi=120)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workload", choices=("quickstart", "ragged"), default="ragged")
-    parser.add_argument("--sides", default="hybrid,trl", help=f"of {', '.join(LABELS)}")
+    parser.add_argument("--sides", default="hybrid,trl", help=f"of {', '.join(NAMES)}")
     parser.add_argument("--settings", default="", help="command line of side settings, beyond that of all")
-    parser.add_argument("--label", default=LABELS["settings"], help="of side settings in the figure")
     parser.add_argument("--seeds", default="0,1,2", help="separated by commas")
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--every", type=int, default=25, help="steps between evaluations")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every side")
     parser.add_argument("--trl-python", type=Path, help="see step.py")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--png", type=Path)
     arguments, arguments.common = parser.parse_known_args()
     set_accelerator()
     arguments.sides = tuple(arguments.sides.split(","))
-    if unknown := set(arguments.sides).difference(LABELS):
-        parser.error(f"--sides: {', '.join(sorted(unknown))} not known; there are {', '.join(LABELS)}")
+    if unknown := set(arguments.sides).difference(NAMES):
+        parser.error(f"--sides: {', '.join(sorted(unknown))} not known; there are {', '.join(NAMES)}")
     arguments.settings = shlex.split(arguments.settings)
     if "trl" in arguments.sides:
         arguments.trl_python = arguments.trl_python or trl_environment()
@@ -193,18 +157,9 @@ def main() -> None:
             if side != "trl":
                 print(f"seed {seed}: {sooner(side, sides)}")
     if arguments.json:
-        result = {
-            "workload": arguments.workload,
-            "common": arguments.common,
-            "settings": arguments.settings,
-            "machine": machine(arguments.threads, arguments.trl_python),
-            "seeds": found,
-        }
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        result = {name: getattr(arguments, name) for name in ("workload", "common", "settings")}
+        result |= {"machine": measured_on(arguments.threads, arguments.trl_python), "seeds": found}
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
-    if arguments.png:
-        LABELS["settings"] = arguments.label
-        draw(found, arguments.png)
 
 
 if __name__ == "__main__":

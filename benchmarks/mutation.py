@@ -4,17 +4,15 @@
     python benchmarks/mutation.py --seed 0 --faults 300 --json   numbers for benchmarks/results/mutation.json
     python benchmarks/mutation.py --files generation model       other files, here those of the engine
 
-It needs the extra `bench`. A fault is one of mutmut's changes at one place of the mathematics, the turns and the life
-of a run (FILES), or of what `--files` names; benchmarks/mutation_faults.py lists what is left out. Every place is
-equally likely. The tests are run once to measure which lines each of them covers (some minutes; kept in --work until
-code or tests change). For each fault, the tests that cover its lines are run, those that mirror its file first, until
-one fails. Then the survivors are tried with the tests that start processes. Everything runs in copies of the checkout,
-and tests are forked from one process that has imported torch, so a fault costs little more than its tests.
+It needs the extra `bench`. A fault is one of mutmut's changes at one place of FILES, or of what `--files` names;
+benchmarks/mutation_faults.py lists what is left out. Every place is equally likely. The tests are run once to measure
+which lines each of them covers (kept in --work until code or tests change). For each fault, the tests that cover its
+lines are run, those that mirror its file first, until one fails; then the survivors are tried with the tests that start
+processes. Everything runs in copies of the checkout, and tests are forked from one process that has imported torch.
 
-A fault is found if a test fails, the tests cannot be collected, or two tests hang; a single hanging test does not
-count. With the same --work a fault is not tried again while its file and the tests are unchanged, so an interrupted run
-continues, and after new tests only the survivors are tried. The results so far are also written on an interrupt. Each
-survivor shows a missing test, dead code, or a change without effect.
+A fault is found if a test fails, the tests cannot be collected, or two tests hang. With the same --work a fault is not
+tried again while its file and the tests are unchanged, so an interrupted run continues, and after new tests only the
+survivors are tried. Each survivor shows a missing test, dead code, or a change without effect.
 """
 
 import argparse
@@ -25,7 +23,6 @@ import importlib
 import json
 import math
 import os
-import platform
 import py_compile
 import shutil
 import signal
@@ -34,12 +31,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from machine import machine
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ("grpo", "turns", "run", "features/average/average.py", "data/packing.py", "generation/scheduler.py")
@@ -49,8 +46,6 @@ TOP = ("engine", "gpu_start", "policy", "trainer")
 NO_MORE_S = 60.0
 """Seconds, without a fault, of the tests that start no process, for one fault."""
 SLOW_NO_MORE_S = 60.0
-NOT_USED = ("t_loops",)
-"""Parts of names of tests that wait for a processor-time timer, and sometimes hang without any fault."""
 LAST = "test_bad_inputs"
 """Parts of names of tests that are many, and end before a model is loaded."""
 WARM = (
@@ -249,7 +244,7 @@ def chosen(tests: Entry, file: str, lines: tuple[int, int]) -> list[str]:
         Path(file).stem, f"test_{Path(file).stem}"
     )
     known = {test: tests["tests"][test] for test in found}
-    usable = [test for test, of in known.items() if of["passed"] and not any(name in test for name in NOT_USED)]
+    usable = [test for test, of in known.items() if of["passed"]]
     usable.sort(key=lambda test: (not test.startswith(mirror), LAST in test, known[test]["longest"], test))
     seconds, taken, begun = 0.0, list[str](), set[str]()
     for test in usable:
@@ -397,28 +392,15 @@ def report(entries: list[Entry], options: argparse.Namespace, places: int, broke
     print(f"\n{found} of {len(entries)} faults found: {found / max(1, len(entries)):.1%}")
     if not options.json or not entries:
         return
-    shares = {}
-    for name, of in (("by_kind", lambda e: e["kind"]), ("by_room", lambda e: e["file"].split("/")[1])):
-        all_of, lost = Counter(map(of, entries)), Counter(map(of, survivors))
-        shares[name] = {key: {"faults": all_of[key], "found": all_of[key] - lost[key]} for key in sorted(all_of)}
     plain = ("file", "line", "kind", "diff", "tests", "by", "seconds")
-    packages = ("torch", "transformers", "deepspeed", "pytest", "mutmut")
     result = {
-        **{
-            "seed": options.seed,
-            "tests": reached,
-            "places": places,
-            "asked": options.faults,
-            "faults": len(entries),
-            "found": found,
-        },
+        **{"seed": options.seed, "tests": reached, "places": places, "asked": options.faults},
+        **{"faults": len(entries), "found": found},
         "hung": sum(entry["result"] == "hung" for entry in entries),
         "found_share": round(found / len(entries), 3),
-        **shares,
         "tests_that_did_not_pass": broken,
         "survivors": [{name: entry[name] for name in plain if name in entry} for entry in survivors],
-        "machine": f"{os.cpu_count()} cores, Python {platform.python_version()}, "
-        + ", ".join(f"{package} {version(package)}" for package in packages),
+        "machine": machine("pytest", "mutmut"),
     }
     options.json.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -22,9 +21,10 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from machine import machine
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "training_scripts"))
@@ -67,27 +67,6 @@ CASES = {
         {**SIZES, "model_type": "llama", "num_hidden_layers": 12},
         {"engine.zero_stage": 2, "policy.micro_batch_tokens": 2048},
         ranks=2,
-    ),
-    "bfloat16 stage 2": Case(
-        {**SIZES, "model_type": "qwen3", "head_dim": 64, "num_hidden_layers": 8, "vocab_size": 32_768},
-        {"engine.zero_stage": 2, "policy.micro_batch_tokens": 4096, "policy.shared_prefix": "off"},
-        completion=192,
-    ),
-    "vocabulary stage 3": Case(
-        {**SIZES, "vocab_size": 100_000, "num_hidden_layers": 4, "hidden_size": 384, "tie_word_embeddings": False},
-        {**FLOAT32, "engine.zero_stage": 3, "policy.micro_batch_tokens": 2048},
-        ranks=2,
-    ),
-    "eight steps": Case(
-        {**SIZES, "num_hidden_layers": 24},
-        {**FLOAT32, "engine.zero_stage": 1, "policy.gradient_checkpointing": True, "run.steps": 8},
-        completion=128,
-    ),
-    "eager": Case(
-        {**SIZES, "model_type": "gemma2", "num_hidden_layers": 4, "head_dim": 64, "hidden_size": 768},
-        {**FLOAT32, "engine.zero_stage": 3, "policy.micro_batch_tokens": 4096, "policy.attn_implementation": "eager"},
-        prompt=192,
-        completion=320,
     ),
     "gpu": Case(
         {
@@ -194,12 +173,7 @@ def main() -> None:
 def add(path: Path, name: str, row: dict[str, Any]) -> None:
     """Put a case into the file of results, beside those that are there."""
     seen = json.loads(path.read_text())["cases"] if path.exists() else {}
-    machine = {
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        **{package: version(package) for package in ("torch", "deepspeed", "transformers")},
-    }
-    path.write_text(json.dumps({"machine": machine, "cases": {**seen, name: row}}, indent=2) + "\n")
+    path.write_text(json.dumps({"machine": machine(), "cases": {**seen, name: row}}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

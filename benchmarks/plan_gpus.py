@@ -134,52 +134,18 @@ def fits(plan: Plan) -> bool:
 
 
 def summary(plan: Plan) -> dict[str, Any]:
-    """The numbers of a plan, in GiB: each part's maximum over the phases, and the phases."""
-    parts: dict[str, int] = {}
-    for part in (part for phase in plan.phases for part in phase.parts):
-        parts[part.name] = max(parts.get(part.name, 0), part.bytes)
-    # The memory of this program's own process does not count.
+    """The numbers of a plan: GPUs, sequences at once, and GiB of host memory, without that of this program's own
+    process."""
     host = sum(part.bytes for part in plan.host.parts if part.name not in ("runtime", "copy to save"))
-    return {
-        "gpus": plan.ranks,
-        "sequences": plan.sequences,
-        "parts": {name: _gib(size) for name, size in parts.items()},
-        "phases": {phase.name: _gib(phase.bytes) for phase in plan.phases},
-        "host": _gib(host),
-    }
-
-
-def _gib(size: int) -> float:
-    return round(size / 2**30, 2)
+    return {"gpus": plan.ranks, "sequences": plan.sequences, "host": round(host / 2**30, 2)}
 
 
 def table(results: dict[str, Any]) -> str:
-    """Two tables in Markdown: the fewest GPUs by memory, and the parts on GPUs of 80 GB."""
-    fewest = ["| model | " + " | ".join(f"{memory} GB" for memory in GPUS) + " |", "|---|" + "---|" * len(GPUS)]
+    """The table in Markdown: the fewest GPUs by memory."""
+    rows = ["| model | " + " | ".join(f"{memory} GB" for memory in GPUS) + " |", "|---|" + "---|" * len(GPUS)]
     for name, result in results.items():
-        cells = (_fewest(result["fits"][memory]) for memory in GPUS)
-        fewest.append(f"| {name} | {' | '.join(cells)} |")
-    columns = [*_COLUMNS, "rest", "generation", "training", "sequences", "host"]
-    by_part = ["| model | GPUs | " + " | ".join(columns) + " |", "|---|---|" + "---|" * len(columns)]
-    for name, result in results.items():
-        for place, planned in result["fits"]["80"].items():
-            if planned is not None:
-                gpus = f"{planned['gpus']}{', offloaded' if place == 'in host memory' else ''}"
-                by_part.append(f"| {name} | {gpus} | {' | '.join(_cells(planned))} |")
-    return "\n".join([*fewest, "", *by_part])
-
-
-_COLUMNS = {
-    "weights": ("weights",),
-    "optimizer": ("float32 masters", "Adam's moments", "step"),
-    "gradients": ("gradients", "reduction"),
-    "whole weights": ("gathered weights",),
-    "cache": ("keys and values",),
-    "activations": ("activations", "one layer", "fetched weights"),
-    "LM head": ("LM head",),
-    "graphs": ("CUDA graphs",),
-}
-"""Parts of the plan by column."""
+        rows.append(f"| {name} | {' | '.join(_fewest(result['fits'][memory]) for memory in GPUS)} |")
+    return "\n".join(rows)
 
 
 def _fewest(of_memory: dict[str, Any]) -> str:
@@ -187,20 +153,20 @@ def _fewest(of_memory: dict[str, Any]) -> str:
     return on_gpu if on_gpu == offloaded else f"{on_gpu} ({offloaded})"
 
 
-def _cells(planned: dict[str, Any]) -> list[str]:
-    parts, phases = planned["parts"], planned["phases"]
-    columns = [sum(parts.get(part, 0.0) for part in of_column) for of_column in _COLUMNS.values()]
-    named = {part for of_column in _COLUMNS.values() for part in of_column}
-    rest = sum(size for part, size in parts.items() if part not in named)
-    training = max(size for phase, size in phases.items() if phase not in ("generation", "export"))
-    sizes = [*columns, rest, phases["generation"], training]
-    return [*(f"{size:.1f}" if size else "-" for size in sizes), str(planned["sequences"]), f"{planned['host']:.0f}"]
+def write(results: dict[str, Any], rows: str, arguments: argparse.Namespace, mark: str) -> None:
+    """Print the table, and write it and the results to the files that were given."""
+    print(rows)
+    if arguments.json:
+        lines = (f"{json.dumps(name)}: {json.dumps(result)}" for name, result in results.items())
+        arguments.json.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    if arguments.docs:
+        arguments.docs.write_text(replaced(arguments.docs.read_text(), rows, mark))
 
 
-def replaced(page: str, tables: str, mark: str = "plan_gpus") -> str:
-    """The page with the tables between the two marks."""
-    done, count = re.subn(rf"(?s)(<!-- {mark} -->\n\n).*?(\n\n<!-- end -->)", lambda m: m[1] + tables + m[2], page)
-    assert count == 1, "the page has no place for the tables"
+def replaced(page: str, rows: str, mark: str = "plan_gpus") -> str:
+    """The page with the table between the two marks."""
+    done, count = re.subn(rf"(?s)(<!-- {mark} -->\n\n).*?(\n\n<!-- end -->)", lambda m: m[1] + rows + m[2], page)
+    assert count == 1, "the page has no place for the table"
     return done
 
 
@@ -208,19 +174,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", help=f"of {', '.join(MODELS)}; not given: all")
     parser.add_argument("--json", type=Path, help="file that the plans are written to")
-    parser.add_argument("--docs", type=Path, help="page whose tables are replaced")
+    parser.add_argument("--docs", type=Path, help="page whose table is replaced")
     arguments = parser.parse_args()
     seen = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}
     for name in arguments.models or MODELS:
         seen[name] = plans(MODELS[name])
         print(f"{name}: {seen[name]['parameters']:,} parameters", flush=True)
     results = {name: seen[name] for name in MODELS if name in seen}
-    print(table(results))
-    if arguments.json:
-        lines = (f"{json.dumps(name)}: {json.dumps(result)}" for name, result in results.items())
-        arguments.json.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    if arguments.docs:
-        arguments.docs.write_text(replaced(arguments.docs.read_text(), table(results)))
+    write(results, table(results), arguments, "plan_gpus")
 
 
 if __name__ == "__main__":

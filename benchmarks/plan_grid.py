@@ -10,8 +10,7 @@ fit. The benchmark looks for three kinds of errors:
 - `does not help`: settings that a run is said to fit with do not make it fit;
 - `overlooked`: no settings were named, and some of all combinations fit.
 
-Dry runs on fake tensors take most of the time, though each model has two layers and three in them, from which those of
-the whole model follow: ten minutes for all.
+Dry runs on fake tensors, of two layers and of three, take most of the ten minutes.
 """
 
 from __future__ import annotations

@@ -8,11 +8,9 @@ returns the number of tokens of every completion, group after group.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,6 +28,7 @@ from transformers import (
 
 from hybrid_grpo.generation import Request, Sampling, Stats, Workspace, generate
 from hybrid_grpo.model.attention import ATTENTION
+from hybrid_grpo.model.hardware import of_device
 
 _SHAPES = {
     "tiny": Shape("qwen2", 0.0, 256, 1024, 4, 4, 2, 512, tied=True, head_dim=64),
@@ -146,15 +145,11 @@ def _in_chunks(chunk: Callable[[list[Any]], list[int]], items: list[Any], size: 
     return [n for start in range(0, len(items), size) for n in chunk(items[start : start + size])]
 
 
-def generate_batch(shape: str, device: str, tuned: bool = False) -> Engine:
-    """transformers' continuous batching, through the manager that accepts a length per request.
-
-    Args:
-        tuned: use the fastest settings found instead of transformers' defaults.
-    """
-    if tuned:
-        # Otherwise it repeats keys and values for every query head before masked attention: 25 % of its time here.
-        os.environ["TRANSFORMERS_SDPA_FORCE_GQA"] = "1"
+def generate_batch(shape: str, device: str) -> Engine:
+    """transformers' continuous batching with the fastest settings found, through the manager that accepts a length per
+    request."""
+    # Otherwise it repeats keys and values for every query head before masked attention: 25 % of its time here.
+    os.environ["TRANSFORMERS_SDPA_FORCE_GQA"] = "1"
     model = build_model(shape, "sdpa", device)
 
     @contextmanager
@@ -163,7 +158,7 @@ def generate_batch(shape: str, device: str, tuned: bool = False) -> Engine:
         config = GenerationConfig(
             do_sample=True, top_k=0, temperature=1.0, eos_token_id=-1, pad_token_id=0, max_new_tokens=workload.limit
         )
-        batching = _batching(rows, workload.slots, device) if tuned or device == "cuda" else ContinuousBatchingConfig()
+        batching = _batching(rows, workload.slots, device)
         with model.continuous_batching_context_manager(config, continuous_batching_config=batching) as manager:
             yield lambda: _through(manager, rows)
 
@@ -202,38 +197,6 @@ def _through(manager: Any, rows: list[tuple[list[int], int]]) -> list[int]:
     return [produced[name] for name in names]
 
 
-def deepspeed_rollout(shape: str, device: str) -> Engine:
-    """DeepSpeed's HybridEngineRollout, which ignores the end of a sequence and always decodes to the limit."""
-    import deepspeed
-    from deepspeed.runtime.rollout import HybridEngineRollout, RolloutRequest, SamplingConfig
-
-    from hybrid_grpo import engine as engines
-
-    engines.start()
-    # Whole weights (stage 0) and no optimizer, so that decoding need not gather anything.
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": shape != "tiny"},
-        "zero_optimization": {"stage": 0},
-        "hybrid_engine": {"enabled": True},
-        "steps_per_print": 10**9,
-    }
-    wrapped, *_ = deepspeed.initialize(model=build_model(shape, "sdpa", device), config=config)
-    wrapped.eval()
-    rollout = HybridEngineRollout(wrapped, SimpleNamespace(pad_token_id=0, eos_token_id=None))
-
-    @contextmanager
-    def engine(workload: Workload) -> Iterator[Callable[[], list[int]]]:
-        def chunk(rows: list[tuple[list[int], int]]) -> list[int]:
-            ids, mask = padded(rows, device)
-            out = rollout.generate(RolloutRequest(ids, mask), SamplingConfig(max_new_tokens=workload.limit))
-            return [out.input_ids.shape[1] - ids.shape[1]] * len(rows)
-
-        yield partial(_in_chunks, chunk, workload.rows, workload.slots)
-
-    return engine
-
-
 def bandwidth_floor(hybrid: Hybrid) -> float:
     """Seconds that the device would need to read the data of the last run's decode steps."""
     model = hybrid.model
@@ -246,30 +209,16 @@ def bandwidth_floor(hybrid: Hybrid) -> float:
     head_dim = config.hidden_size // config.num_attention_heads
     entry = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * size
     moved = hybrid.stats.steps * weights + hybrid.stats.context * entry
-    return moved / _copy_bandwidth(model.device)
+    return moved / _bandwidth(model.device)
 
 
 @cache
-def _copy_bandwidth(device: torch.device) -> float:
-    """Bytes read and written per second by the fastest of ten copies of 1 GiB on a GPU, or 64 MiB on a CPU."""
-    source = torch.ones(2**30 if device.type == "cuda" else 2**26, dtype=torch.uint8, device=device)
-    target = source.clone()
-    seconds = []
-    for _ in range(10):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        target.copy_(source)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return 2 * source.numel() / min(seconds)
+def _bandwidth(device: torch.device) -> float:
+    return of_device(device, "bfloat16" if device.type == "cuda" else "float32").bandwidth
 
 
 BUILDERS: dict[str, Callable[[str, str], Engine]] = {
     "hybrid": Hybrid,
     "generate": transformers_generate,
     "generate_batch": generate_batch,
-    "generate_batch_tuned": partial(generate_batch, tuned=True),
-    "deepspeed": deepspeed_rollout,
 }

@@ -58,24 +58,8 @@ def _groups(lengths: list[int]) -> list[list[int]]:
     return [lengths[i : i + 8] for i in range(0, len(lengths), 8)]
 
 
-def _ragged(limit: int, allowed: int | None = None) -> Workload:
-    return Workload(_prompts(16, 24, 96), _groups(_log_normal(128, limit)), allowed or limit)
-
-
-def _queue() -> Workload:
-    """Ten completions of the ragged mix for every slot."""
-    return Workload(_prompts(160, 24, 96), _groups(_log_normal(1280, 256)), 256)
-
-
-def _busy() -> Workload:
-    """An upper bound for `queue`: no slot is ever free, and the mean context is that of the same mix in a steady state.
-
-    In a steady state a slot holds a completion of n tokens with a probability proportional to n, on average half done,
-    so that length is sum(n^2) / sum(n).
-    """
-    mix = [n for _, n in _queue().rows]
-    length = round(sum(n * n for n in mix) / sum(mix))
-    return Workload(_prompts(16, 24, 96), _groups([length] * 128), length)
+def _ragged(limit: int) -> Workload:
+    return Workload(_prompts(16, 24, 96), _groups(_log_normal(128, limit)), limit)
 
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {
@@ -84,15 +68,10 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "uniform": lambda: Workload(_prompts(16, 24, 96), _groups([256] * 128), 256),
     "long_prompt": lambda: Workload(_prompts(16, 1024, 1024), _groups([64] * 128), 64),
     "one": lambda: Workload(_prompts(1, 60, 60), _groups([256] * 8), 256),
-    "limit": lambda: _ragged(256, allowed=4096),
-    "queue": _queue,
-    "busy": _busy,
     "toy": lambda: Workload(_prompts(2, 4, 9), [[1, 4, 2, 8], [3, 8, 5, 2]], 8, 6),
     "gpu_ragged": lambda: Workload(_prompts(32, 128, 512), _groups(_log_normal(256, 1024, 300)), 1024, 256),
 }
-"""`limit` is `ragged` with a limit above every length, to compare time and memory; compare `queue` with `busy` in
-tokens per second and with `ragged` in memory; `gpu_ragged` is for the larger models, and `toy` shows that everything
-runs."""
+"""`gpu_ragged` is for the larger models, and `toy` shows that everything runs."""
 
 MAIN = ("ragged", "tail", "uniform", "long_prompt", "one")
 """The workloads meant by `all`."""

@@ -10,12 +10,11 @@ the recipe, and completions too. It takes minutes.
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from plan_gpus import MODELS, ROOT, SEQUENCES, replaced, sizes_of, summary
+from plan_gpus import MODELS, ROOT, SEQUENCES, sizes_of, summary, write
 
 from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.config.checks import batch_plan
@@ -99,13 +98,7 @@ def main() -> None:
     parser.add_argument("--docs", type=Path, help="page whose table is replaced")
     arguments = parser.parse_args()
     results = plans()
-    print(table(results))
-    if arguments.json:
-        lines = (f"{json.dumps(name)}: {json.dumps(result)}" for name, result in results.items())
-        arguments.json.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    if arguments.docs:
-        page = arguments.docs.read_text()
-        arguments.docs.write_text(replaced(page, table(results), "small_gpus"))
+    write(results, table(results), arguments, "small_gpus")
 
 
 if __name__ == "__main__":

@@ -8,17 +8,14 @@ goes once through all sides. A step is everything from one start to the next. It
 (`generate`, including the gathering of weights), waiting for rewards, the reference, `train` (`forward`, with the loss
 and the packing of batches, `backward`, `optimizer`) and the rest.
 
-TRL runs in a separate environment, which is created unless --trl-python names one. The two sides differ, apart from the
-code, in two ways: our micro-batches are counted in tokens, TRL's in rows, as many as that budget allows at full length;
-and TRL uses its default AdamW, torch's fused one. If lengths are forced, `forcing_s` is the time this takes in TRL's
-step; on our side they are limits of requests and take no time.
+TRL runs in an environment of its own, which is created unless --trl-python names one. Our micro-batches are counted in
+tokens, TRL's in rows, as many as that budget allows at full length; and TRL uses its default AdamW, torch's fused one.
+If lengths are forced, `forcing_s` is the time this takes in TRL's step.
 
-`quickstart` is the step of training_scripts/quickstart.sh after its warm-up; completions end by themselves. `ragged`
-forces the lengths of rollout.py's workload of that name, `ragged_states` with a model like Qwen3.5. `head` measures
-memory: every side has a fresh process, alone; `plain` is our step with log-probabilities from whole logits. Peak memory
-is the maximum resident size during a step, and `increment` its excess over the memory before. A workload's results
-replace its earlier results in FILE. Further options are passed to both sides as settings of `train`, for example
---policy.micro_batch_tokens 4096.
+`quickstart` is the step of training_scripts/quickstart.sh after its warm-up. `ragged` forces the lengths of the
+workload of that name in rollout.py, `ragged_states` with a model like Qwen3.5. `head` measures memory: every side has a
+fresh process, alone; `plain` is our step with log-probabilities from whole logits. `increment` is the excess of the
+peak over the memory before. Further options are settings of both sides.
 
 `gpu_1.5b` trains the shape of Qwen2.5-1.5B in bfloat16 on the workload `gpu_ragged` of rollout.py, one side after the
 other. TRL keeps float32 weights and computes in bfloat16, as it does by default; ours, which needs ZeRO for bfloat16
@@ -31,17 +28,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from machine import machine
 from rollout import merge
 from step_worker import MARK
 from step_workloads import JOBS, ROOT, Job
@@ -232,24 +228,15 @@ def trl_environment() -> Path:
     return TRL / "bin/python"
 
 
-def trl_version(python: Path) -> str:
-    """Of the environment that this python is of."""
-    program = "from importlib.metadata import version; print(version('trl'))"
-    return subprocess.run([python, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
-
-
-def machine(threads: int, trl_python: Path | None) -> dict[str, Any]:
+def measured_on(threads: int, trl_python: Path | None) -> dict[str, Any]:
     """The machine and versions that the numbers were measured on."""
     import torch
 
-    return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "cores": os.cpu_count(),
-        "threads": threads,
-        "python": platform.python_version(),
-        **{package: version(package) for package in ("torch", "deepspeed", "transformers")},
-        **({"trl": trl_version(trl_python)} if trl_python else {}),
-    }
+    found = machine(device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", threads=threads)
+    if trl_python is not None:
+        program = "from importlib.metadata import version; print(version('trl'))"
+        found["trl"] = subprocess.check_output([trl_python, "-c", program], text=True).strip()
+    return found
 
 
 def set_accelerator() -> None:
@@ -290,7 +277,7 @@ def main() -> None:
         show(name, results)
         if arguments.json:
             trl = arguments.trl_python if any(SIDES[side].foreign for side in arguments.sides) else None
-            merge(arguments.json, machine(arguments.threads, trl), name, results)
+            merge(arguments.json, measured_on(arguments.threads, trl), name, results)
 
 
 if __name__ == "__main__":

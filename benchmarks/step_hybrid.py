@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -59,16 +59,15 @@ def build(arguments: list[str]) -> Trainer:
 
 
 @contextmanager
-def forced(lengths: list[list[int]] | Callable[[Any], list[int]] | None) -> Iterator[None]:
-    """Within the context, requests have the given lengths, in the order of the data or by a function of the request."""
+def forced(lengths: list[list[int]] | None) -> Iterator[None]:
+    """Within the context, requests have the given lengths, in the order of the data."""
     if lengths is None:
         yield
         return
     plain = generation.generate
 
     def generate(model: Any, requests: Any, *args: Any, **kwargs: Any) -> Any:
-        groups = map(lengths, requests) if callable(lengths) else lengths
-        limited = [replace(request, limits=group) for request, group in zip(requests, groups, strict=True)]
+        limited = [replace(request, limits=group) for request, group in zip(requests, lengths, strict=True)]
         return plain(model, limited, *args, **kwargs)
 
     generation.generate = generate
@@ -104,7 +103,6 @@ class Side:
     def __init__(self, trainer: Trainer, spec: dict[str, Any]) -> None:
         self.trainer = trainer
         self.lengths = spec["lengths"]
-        self.record = spec.get("rollouts")
         self.steps = 0
         self.watch = Stopwatch()
         self.watch.watch(trainer.policy.engine, "backward", "backward")
@@ -124,11 +122,7 @@ class Side:
         values = trainer.meter.reduce()
         assert trainer.last_rollout is not None
         rollout = trainer.last_rollout[0]
-        completions = [completion.token_ids for completion in rollout.completions]
-        produced = [len(ids) for ids in completions]
-        if self.record is not None:
-            prompts = [prompt.token_ids for prompt in rollout.row_prompts]
-            Path(self.record, f"{self.steps}.json").write_text(json.dumps([prompts, completions]))
+        produced = [len(completion.token_ids) for completion in rollout.completions]
         updates = dict(self.watch.seconds)
         stages = {
             "generate": values["time/generate_s"] + values["time/switch_s"],

@@ -19,7 +19,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +81,8 @@ def reward_functions(configs: list[dict[str, Any]], means: list[float]) -> list[
     return [wrap(RewardConfig(**config)) for config in configs]
 
 
-def settings(spec: dict[str, Any], **others: Any) -> GRPOConfig:
-    """Our settings as TRL's; `others` override them."""
+def settings(spec: dict[str, Any]) -> GRPOConfig:
+    """Our settings as TRL's."""
     config = spec["config"]
     policy, rollout, grpo = config["policy"], config["rollout"], config["grpo"]
     rows = rollout["prompts_per_step"] * rollout["num_generations"]
@@ -99,7 +98,7 @@ def settings(spec: dict[str, Any], **others: Any) -> GRPOConfig:
     # Ours may name a kernel that transformers does not know; then its own default.
     attention = policy["attn_implementation"]
     attention = attention if attention in ("eager", "flash_attention_2") else "sdpa"
-    known = dict(
+    return GRPOConfig(
         output_dir=str(Path(sys.argv[-1]).parent / "trl"),
         max_steps=10**6,
         seed=config["run"]["seed"],
@@ -138,19 +137,6 @@ def settings(spec: dict[str, Any], **others: Any) -> GRPOConfig:
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
-    return GRPOConfig(**{**known, **others})
-
-
-def replay(trainer: GRPOTrainer, folder: str) -> None:
-    """From now on the trainer does not sample, but uses the completions that the other side has left in a folder."""
-    files = (Path(folder, f"{step}.json") for step in count(1))
-
-    def generate(prompt_ids: Any, *_: Any) -> tuple[list[list[int]], None]:
-        prompts, completions = json.loads(next(files).read_text())
-        assert [list(ids) for ids in prompt_ids] == prompts, "prompts differ"
-        return completions, None
-
-    trainer._generate_single_turn = generate
 
 
 class Side(TrainerCallback):
@@ -262,11 +248,9 @@ def main() -> None:
     trainer = GRPOTrainer(
         model=spec["config"]["policy"]["model"],
         reward_funcs=reward_functions(spec["config"]["rewards"], means),
-        args=settings(spec, **spec.get("trl", {})),
+        args=settings(spec),
         train_dataset=Dataset.from_list(rows),
     )
-    if "rollouts" in spec:
-        replay(trainer, spec["rollouts"])
     trainer.add_callback(Side(spec, trainer, means))
     trainer.train()
 

@@ -106,12 +106,8 @@ class Measurement:
     ) -> dict[str, Any]:
         """The numbers of the step.
 
-        Args:
-            stages: seconds by stage; what is left of the step is `rest`.
-            generated: tokens of the completions.
-            trained: tokens of the completions and their prompts.
-            positions: those of the training forwards, with padding.
-            reward: mean of the completions.
+        `generated` are tokens of completions, `trained` those of the prompts too, `positions` those of the training
+        forwards with padding, `reward` is the mean; what is left of the step beside its `stages` is `rest`.
         """
         if self.on_gpu:
             torch.cuda.synchronize()

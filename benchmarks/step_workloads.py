@@ -48,15 +48,10 @@ class Job:
         micro_rows: int | None = None,
         foreign: bool = False,
     ) -> dict[str, Any]:
-        """A worker's specification: our command line, and the other side's settings derived from it.
+        """A worker's specification: our command line at a ZeRO stage with more `settings`, and the other side's.
 
-        Args:
-            stage: of ZeRO.
-            threads: of torch.
-            settings: more of our command line.
-            micro_rows: completions of one forward of a trainer that counts rows; None: as many as our budget of
-                tokens takes when all are as long as the longest may be.
-            foreign: for the other side, which has bfloat16 without ZeRO too.
+        `micro_rows` are completions of one forward of a trainer that counts rows; None: as many as our budget of tokens
+        takes when all are as long as the longest may be. A `foreign` side has bfloat16 without ZeRO too.
         """
         arguments = [*self.arguments, "--engine.zero_stage", str(stage or int(foreign)), *settings]
         config = parse(TrainConfig, arguments, "train").config

@@ -180,6 +180,19 @@ def test_every_block_of_commands_is_run_or_says_what_it_needs() -> None:
     ] == []
 
 
+def headings(page: Path) -> set[str]:
+    """The anchors of a page."""
+    titles = re.findall(r"^#+ (.+)$", re.sub(r"(?ms)^```.*?^```", "", page.read_text(encoding="utf-8")), re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "benchmarks/results.md"], ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
+    for file, anchor in re.findall(r"\]\((?!https?:)([^)\s#]*)#?([^)\s]*)\)", page.read_text(encoding="utf-8")):
+        target = page.parent / file if file else page
+        assert target.exists() and (not anchor or anchor in headings(target)), f"{file}#{anchor}"
+
+
 @pytest.mark.parametrize("block", COMMANDS, ids=str)
 def test_commands(block: Block, clone: Path) -> None:
     for command in commands(block):

@@ -1,7 +1,7 @@
 """The trace of a step shows more than its metrics: its groups, distributions of its numbers, and where its time went.
 
 Every rank collects its part during the step; `sinks.py` gathers the parts once per step and writes them to
-details.jsonl. docs/dashboards.md explains the format.
+details.jsonl. docs/watch.md explains the format.
 """
 
 from collections.abc import Sequence

@@ -48,4 +48,4 @@ def test_the_page_lists_the_verdicts_that_were_measured():
     found = json.loads((ROOT / "benchmarks/results/architectures.json").read_text(encoding="utf-8"))
     assert found["counts"]["wrong"] == 0 and found["counts"]["accepted"] == found["counts"]["proven"] > 70
     page = architectures.PAGE.read_text(encoding="utf-8")
-    assert page == architectures.replaced(page, architectures.lists(found))
+    assert page == architectures.replaced(page, architectures.lists(found), "architectures")

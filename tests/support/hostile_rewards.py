@@ -25,10 +25,10 @@ def reward(completion: str) -> float:
     return len(set(completion)) / 8
 
 
-def hostile(prompts, completions, *, faults=True):
+def hostile(prompts, completions):
     values = []
     for prompt, completion in zip(prompts, completions, strict=True):
-        what = fate(prompt, completion) if faults else "scored"
+        what = fate(prompt, completion)
         if what == "raises":
             raise RuntimeError("no reward for this one")
         if what == "hangs":

@@ -23,7 +23,7 @@ def test_a_hostile_reward_costs_its_completions_and_nothing_else(tmp_path: Path,
     spec.loader.exec_module(benchmark)
     benchmark.TIMEOUT = 1.0  # where tests share the processor, calls that do not hang have taken half a second
     benchmark.make_task(tmp_path)
-    rows = benchmark.train(tmp_path, "faults", 15, True)
+    rows = benchmark.train(tmp_path, "faults", 15)
     found = benchmark.counts(tmp_path / "faults", rows)
     assert [row["step"] for row in rows] == list(range(1, 16))
     assert found["completions"] == 15 * 16 * 8

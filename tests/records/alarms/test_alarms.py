@@ -1,7 +1,6 @@
 """When alarms go off, and when they are said."""
 
 import json
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -191,11 +190,10 @@ def test_an_alarm_is_said_once_for_every_time_that_it_begins_and_null_takes_it_o
     assert config.alarms.kl == AlarmConfig(above=1.0, patience=2) and build(TrainConfig, to_dict(config)) == config
 
 
-def test_every_alarm_has_its_line_in_the_docs_and_its_sick_run():
+def test_every_alarm_has_its_line_in_the_docs():
     page = (ROOT / "docs/when-something-looks-wrong.md").read_text()
-    program = (ROOT / "benchmarks/alarms.py").read_text()
     for name in AlarmsConfig().named:
-        assert f"\n| `{name}` | " in page and re.search(rf'Case\(\s*"{name}",', program), name
+        assert f"\n| `{name}` | " in page, name
 
 
 def test_what_an_alarm_does():

@@ -21,8 +21,8 @@ _TILE_BYTES = 32 << 10
 """Most bytes of keys and values that a program loads at a time; other such tiles are on their way meanwhile."""
 _LEAST = 128
 """Entries for which a program of its own is worth it, at least."""
-# Chosen on an H200 by benchmarks/gpu_attention.py. One of its multiprocessors has room for two programs with two tiles
-# on their way, which also add up several parts at once, and for four with one.
+# Chosen on an H200: benchmarks/results/gpu_attention.json. One of its multiprocessors has room for two programs with
+# two tiles on their way, which also add up several parts at once, and for four with one.
 _FEW, _MANY = 256, 512
 """How many programs of equal work end soonest, with two tiles on their way and with one."""
 _DEEP, _SHALLOW = 5, 2
