@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from rank_threads import in_ranks
 from torch import nn
+from zero_layouts import Sharded, weights
 
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.model import shards
@@ -46,6 +48,44 @@ def test_training_goes_on_from_the_files_to_the_bit(tmp_path: Path, steps: int) 
         assert its_optimizer.state[again[name].weight]["step"] == optimizer.state[module[name].weight]["step"]
     content = torch.load(tmp_path / POLICY, weights_only=True)
     assert content["shapes"].keys() == {"first.weight", "late.weight"}, "frozen weights come with the model"
+
+
+LAYOUTS = [(1, 0), (2, 0), (1, 3), (2, 3), (3, 3), (2, 1), (3, 2)]
+
+
+@pytest.mark.parametrize("saved", LAYOUTS)
+@pytest.mark.parametrize("resumed", LAYOUTS)
+def test_weights_and_moments_are_read_on_any_ranks_and_at_any_stage(
+    tmp_path: Path, saved: tuple, resumed: tuple
+) -> None:
+    """Of whatever padding one layout has, nothing reaches the other; and what the model computes with follows."""
+
+    def save(_: int) -> None:
+        own = Sharded(saved[1], weights(1), pad=float("nan"))
+        moments = own.split(weights(9), float("nan"))
+        for key, moment in zip(own.keys, moments, strict=True):
+            own.inner.state[key] = {"step": torch.tensor(3.0), "exp_avg": moment, "exp_avg_sq": 2 * moment}
+        shards.save_optimizer(tmp_path, own.module, own.optimizer, own.stage)
+        shards.save_copies(tmp_path, "copy", moments, own.module, own.optimizer, own.stage)
+
+    def load(_: int) -> None:
+        own = Sharded(resumed[1], weights(0), pad=-1.0)
+        copies = own.split(weights(0), -1.0)
+        shards.load_copies(tmp_path, "copy", copies, own.module, own.optimizer, own.stage)
+        shards.load_optimizer(tmp_path, own.module, own.optimizer, own.stage)
+        assert own.told == {0: [], 3: ["prologue", 0, 1, "partition", "epilogue"]}.get(own.stage, [0, 1])
+        states = [own.inner.state[key] for key in own.keys]
+        assert {float(state["step"]) for state in states} == {3.0}
+        first, second = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+        for found, start, pad, times in (
+            *((flats, 1, -1.0, 1) for flats in (own.flats, own.used if own.stage else own.flats)),
+            *((copies, 9, -1.0, 1), (first, 9, 0.0, 1), (second, 9, 0.0, 2)),
+        ):
+            for mine, expected in zip(found, own.split(weights(start), pad / times), strict=True):
+                assert torch.equal(mine, times * expected)
+
+    in_ranks(saved[0], save)
+    in_ranks(resumed[0], load)
 
 
 @pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (None, "cpu")])
@@ -100,6 +140,11 @@ def test_nothing_in_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_state_holds_plain_values_and_tensors(tmp_path: Path) -> None:
     state = {"seed": 3, "name": "a", "left": [True, None], "recent": torch.ones(2, 2)}
+    (tmp_path / "two").mkdir()
     shards.save_state(tmp_path, state)
     loaded = shards.load_state(tmp_path)
     assert torch.equal(loaded.pop("recent"), state.pop("recent")) and loaded == state
+    in_ranks(2, lambda rank: shards.save_state(tmp_path / "two", {"rank": rank}))
+    for world, found in ((2, [0, 1]), (3, [0, 0, 0])):
+        states = in_ranks(world, lambda _: shards.load_state(tmp_path / "two"))
+        assert [state["rank"] for state in states] == found, "a rank's own, where there are as many"

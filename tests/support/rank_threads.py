@@ -6,6 +6,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -36,7 +37,11 @@ def in_ranks(world: int, program: Callable[[int], T]) -> list[T]:
 class _Group:
     """Stands for torch.distributed."""
 
+    PrefixStore = staticmethod(torch.distributed.PrefixStore)
+
     def __init__(self, world: int) -> None:
+        store = torch.distributed.HashStore()
+        self.distributed_c10d = SimpleNamespace(_get_default_store=lambda: store)
         self._world, self._own = world, threading.local()
         self._barrier, self._values = threading.Barrier(world, timeout=60), [None] * world
 

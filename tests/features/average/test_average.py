@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from launching import ranks
+from rank_threads import in_ranks
 from safetensors.torch import load_file
 from workshop import Workshop
+from zero_layouts import Sharded, weights
 
+from hybrid_grpo.config import SftConfig
+from hybrid_grpo.engine import StepResult
+from hybrid_grpo.features.average.average import Average
+from hybrid_grpo.features.average.settings import AverageConfig
+from hybrid_grpo.model.ranks import barrier
 from hybrid_grpo.records.exports import exported
+from hybrid_grpo.records.metrics.meter import Meter
+from hybrid_grpo.run.feature import Features
+from hybrid_grpo.run.stage import Stage
 
 PROGRAMS = str(Path(__file__).with_name("programs.py"))
 
@@ -21,6 +34,67 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
     shop = Workshop(tmp_path_factory.mktemp("shop"))
     yield shop
     shop.close()
+
+
+class Steps(Stage):
+    """Steps that add 10 to every weight; those that are skipped do not. `followed` has what the weights were each time
+    that others took them over."""
+
+    def __init__(self, own: Sharded) -> None:
+        self.own, self.lr, self.frozen, self.followed = own, 0.0, None, list[torch.Tensor]()
+        self.engine = SimpleNamespace(engine=own, stage=own.stage)
+        self.policy, self.meter, self.applied = cast(Any, self), Meter(), True
+        average = Average(SftConfig(average=AverageConfig(decay=0.75)), None, None)
+        average.load(self.policy)
+        self.features = Features([average])
+
+    def follow(self) -> None:
+        self.followed.append(self.own.flats[0].clone())
+
+    def step(self, step: int = 0) -> Any:
+        for flat in self.own.flats if self.applied else ():
+            flat += 10
+        return StepResult(1.0, self.applied)
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 0), (2, 1), (3, 2), (2, 3), (3, 3)])
+def test_it_is_what_the_definition_says_however_the_weights_are_laid_out(
+    tmp_path: Path, world: int, stage: int
+) -> None:
+    """With weights w, w + 10 and w + 20, the average at 0.75 is w + 2.5 and then w + 6.875; a skipped step is none."""
+
+    def program(_: int) -> None:
+        steps = Steps(own := Sharded(stage, weights(0)))
+        [feature] = cast(list[Average], list(steps.features))
+
+        def shows(expected: float) -> None:
+            before = [flat.clone() for flat in own.flats]
+            with suppress(KeyError), feature.exports["model_ema"]():
+                found = own.joined(own.flats)
+                assert all(map(torch.equal, found.values(), weights(expected).values())), found
+                assert all(map(torch.equal, own.used if stage else own.flats, own.flats))
+                assert torch.equal(steps.followed.pop(), own.flats[0])
+                for misused in (feature.average.update, feature.average.used().__enter__):
+                    with pytest.raises(AssertionError):
+                        misused()
+                raise KeyError
+            assert all(map(torch.equal, own.flats, before)), "as before the average was used, to the bit"
+
+        for steps.applied in (True, False, True):
+            steps.step_optimizer()
+        shows(6.875)
+        with feature.exports["model_ema"]():
+            steps.followed.clear()
+        assert torch.equal(steps.followed.pop(), own.flats[0])
+        feature.average.save(tmp_path)
+        steps.step_optimizer()
+        shows(12.65625)
+        barrier()
+        feature.average.load(tmp_path)
+        shows(6.875)
+        assert feature.checkpoint_bytes(3) == 12, "float32"
+
+    in_ranks(world, program)
 
 
 @pytest.mark.ranks
