@@ -143,6 +143,6 @@ def step_seconds(plan: Plan) -> dict[str, float]:
     # Backward costs two forwards, and gradient checkpointing runs the forward once more.
     passes = (4 if plan.config.policy.gradient_checkpointing else 3) * plan.batch.num_iterations
     forward = plan.rows * plan.longest * product
-    others = {"reference": forward} if plan.config.grpo.beta else {}
+    others = {"reference": forward} if plan.config.grpo.has_reference else {}
     others |= {feature.name: feature.seconds(plan, forward, passes) for feature in plan.features}
     return {"generation": generation, "training": forward * passes, **others}

@@ -255,7 +255,7 @@ def _with_settings(trainer: Trainer, base: ReplayConfig, config: ReplayConfig, i
         return trainer
     inputs.load_models(engine.OffloadedModel)
     policy, plan = trainer.policy, check_train(config, trainer.plan.world_size)
-    album, had_one = trainer.inputs.sampler.album, config.grpo.beta and base.grpo.beta
+    album, had_one = trainer.inputs.sampler.album, config.grpo.has_reference and base.grpo.has_reference
     reference = trainer.reference if had_one else make_reference(config, policy, album)
     # Only the first trainer's inputs know what tools have done so far.
     inputs = replace(trainer.inputs, rewards=inputs.rewards, outcome=inputs.outcome, objective=inputs.objective)

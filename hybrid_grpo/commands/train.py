@@ -158,7 +158,7 @@ def make_reference(config: TrainConfig, policy: Policy, album: ImageStore | None
     """Return the starting weights, to which the KL term keeps the policy close; None if beta is 0. Collective."""
     from hybrid_grpo.run.reference import Reference, UnadaptedReference
 
-    if not config.grpo.beta:
+    if not config.grpo.has_reference:
         return None
     if policy.adapters and not is_adapter(config.policy.model):
         return UnadaptedReference(policy, policy.adapters, album)

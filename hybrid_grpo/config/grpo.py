@@ -26,6 +26,10 @@ from hybrid_grpo.config.fields import (
 )
 from hybrid_grpo.config.presets import with_preset
 
+LossType = Literal["dapo", "grpo", "dr_grpo"]
+Baseline = Literal["mean", "leave_one_out", "length", "optimal", "best_other"]
+Scale = Literal["group", "batch", "mean", "none"]
+KlEstimator = Literal["k1", "k2", "k3"]
 _FORM = About(rank=3)
 """Marks what gives the objective its form."""
 
@@ -43,14 +47,13 @@ class GrpoConfig:
     about = About(rank=8)
     preset: Text | None = None
     """A published objective by name, which sets fields of this section; fields given beside it win
-    (docs/objectives.md): grpo, dr_grpo, dapo, gspo, luspo, cispo, sapo, gmpo, dppo, dppo_kl, rloo, reinforce_pp,
-    gdpo, maxrl, opo, otb, pass_at_k, top_entropy, clip_cov, kl_cov, icepop, prime_rl, kimi_k2.5, deepseek_v3.2."""
+    (docs/objectives.md): {presets}."""
     objective: Annotated[Function | None, _FORM] = None
     """Your own loss, as `path/to/file.py:name`. Default: the built-in loss, which the other settings describe."""
     whole_groups: Switch = False
     """Keep all completions of a group in one micro-batch, even if it becomes larger than policy.micro_batch_tokens, and
     tell `objective` each row's group, as `group_b`: for losses that compare completions."""
-    loss_type: Annotated[Literal["dapo", "grpo", "dr_grpo"], About(usual=4), _FORM] = "dapo"
+    loss_type: Annotated[LossType, About(usual=4), _FORM] = "dapo"
     """How token losses are averaged: over all tokens (dapo), within each completion and then over completions (grpo),
     or by dividing their sum by the constant B * max_completion_tokens (dr_grpo)."""
     importance: Annotated[Literal["token", "sequence", "product"], _FORM] = "token"
@@ -97,12 +100,12 @@ class GrpoConfig:
     """Lower bound of the covariance of tokens that clip_cov leaves out."""
     cov_high: Number = 5.0
     """Upper bound of that covariance."""
-    baseline: Annotated[Literal["mean", "leave_one_out", "length", "optimal", "best_other"], _FORM] = "mean"
+    baseline: Annotated[Baseline, _FORM] = "mean"
     """What a reward is compared with: the mean of its group; the mean of the other rewards in it (RLOO,
     arXiv:2402.14740); the mean weighted by length (OPO, arXiv:2505.23585); the mean, at each token, weighted by what
     the tokens so far add to the gradient's variance (`optimal`, arXiv:2602.07078; one more forward); or, for the best
     reward alone, the best of the others (`best_other`: pass@k, arXiv:2503.19595)."""
-    scale_rewards: Annotated[Literal["group", "batch", "mean", "none"], _FORM] = "group"
+    scale_rewards: Annotated[Scale, _FORM] = "group"
     """Divide the centered rewards by their standard deviation within the group, over all completions of the step
     (REINFORCE++-baseline, arXiv:2501.03262), by the group's mean (MaxRL, arXiv:2602.02710), or not at all."""
     combine_rewards: Literal["sum", "normalize"] = "sum"
@@ -119,7 +122,7 @@ class GrpoConfig:
     step has come (process advantages, arXiv:2410.08146)."""
     beta: Annotated[NotNegative, About(usual=4, in_plan=4), _FORM] = 0.0
     """Weight of the KL divergence from the reference. If it is 0, no reference is loaded."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: KlEstimator = "k3"
     """Estimate of the KL at a token, with d = ref_logp - logp: -d (k1), d^2 / 2 (k2) or exp(d) - d - 1 (k3)."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Whether the KL is a term of the loss, or its sum over the completion is subtracted from the reward."""
@@ -179,6 +182,11 @@ class GrpoConfig:
     balance: Annotated[Literal["auto", "off"], MAY_CHANGE] = "auto"
     """Which rank trains on a group. `off`: the rank that sampled it. `auto`: another rank where ranks would wait for
     each other because their completions differ in length. The loss is the same up to rounding."""
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the run has a reference, from which the policy's KL is measured."""
+        return self.beta > 0
 
     @property
     def averages_reference(self) -> bool:
@@ -252,7 +260,7 @@ class GrpoConfig:
     @model_validator(mode="after")
     def _check_kl(self) -> GrpoConfig:
         refuse(
-            self.kl_target is not None and self.beta == 0,
+            self.kl_target is not None and not self.has_reference,
             f"grpo.kl_target {self.kl_target} multiplies grpo.beta, and 0 stays 0: set grpo.beta to what it starts"
             " from, such as 0.01",
         )
@@ -266,7 +274,7 @@ class GrpoConfig:
             "grpo.kl_unbiased cannot correct grpo.kl_estimator k2, whose mean is not the KL: set it to k3 or k1",
         )
         refuse(
-            self.kl_estimator == "k1" and self.beta > 0 and self.kl_in == "loss" and not self.kl_unbiased,
+            self.kl_estimator == "k1" and self.has_reference and self.kl_in == "loss" and not self.kl_unbiased,
             "grpo.kl_estimator k1 in the loss has a gradient of mean 0: set grpo.kl_unbiased to true, grpo.kl_in to"
             " reward, or grpo.kl_estimator to k3",
         )
@@ -287,7 +295,7 @@ class GrpoConfig:
         unbounded = f"grpo.surrogate {used}, which has no lower bound: set grpo.surrogate to clip"
         steps, of_wholes = "step_credit step_discount", "which is not defined for rewards of steps: set that to"
         for names, idle, because in (
-            ("kl_estimator kl_in kl_unbiased ref_every", self.beta == 0, no_reference),
+            ("kl_estimator kl_in kl_unbiased ref_every", not self.has_reference, no_reference),
             ("ref_mix", self.ref_every == 0, "grpo.ref_every 0: set grpo.ref_every"),
             ("whole_groups", self.objective is None, "the built-in loss, which compares none: set grpo.objective"),
             ("dual_clip", no_clip, f"grpo.surrogate {used}: set grpo.surrogate to clip"),

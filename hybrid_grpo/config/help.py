@@ -10,6 +10,7 @@ from typing import Any
 from hybrid_grpo.config.commands import SftConfig
 from hybrid_grpo.config.composition import about, has_effect, setting_names, settings_of
 from hybrid_grpo.config.errors import UserError, did_you_mean
+from hybrid_grpo.config.presets import presets
 from hybrid_grpo.config.rewards import RewardConfig
 from hybrid_grpo.config.train import TrainConfig
 from hybrid_grpo.config.types import bounds, fields_of, type_name
@@ -75,7 +76,8 @@ def _meaning(of: Any, name: str) -> str:
     texts = (
         cls.__pydantic_fields__[name].description for cls in of.__mro__ if name in vars(cls).get("__annotations__", ())
     )
-    return " ".join((next(texts) or fields_of(of)[name].__doc__).split())
+    text = " ".join((next(texts) or fields_of(of)[name].__doc__).split())
+    return text.replace("{presets}", ", ".join(presets()))
 
 
 def _first_sentence(text: str) -> str:

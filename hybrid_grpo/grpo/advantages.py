@@ -14,20 +14,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.config.errors import RunStopped
+from hybrid_grpo.config.grpo import Baseline, GrpoConfig, Scale
 from hybrid_grpo.data.batch import Numbers, Rollout, Scores
-from hybrid_grpo.grpo.baselines import (
-    BASELINES,
-    SCALES,
-    Baseline,
-    Scale,
-    Total,
-    centered,
-    differ,
-    group_scale,
-    on_one_rank,
-)
+from hybrid_grpo.grpo.baselines import BASELINES, SCALES, Total, centered, differ, group_scale, on_one_rank
 
 _LENGTH = "length/penalty"
 """Name of the length penalty among the reward functions; no function can have it, since names contain no slash."""

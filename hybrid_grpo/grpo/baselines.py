@@ -4,7 +4,6 @@ In all functions, `value_PN` holds the numbers of each group in float64, and `ap
 """
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,8 +12,6 @@ _STD_EPSILON = 1e-4  # keeps rounding noise in nearly equal rewards from becomin
 
 Total = Callable[[Tensor], Tensor]
 """Sums a tensor over ranks; the sum is on the CPU."""
-Baseline = Literal["mean", "leave_one_out", "length", "optimal", "best_other"]
-Scale = Literal["group", "batch", "mean", "none"]
 
 
 def on_one_rank(values: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ class KlController:
 
     @property
     def in_reward(self) -> bool:
-        return self._grpo.beta != 0 and self._grpo.kl_in == "reward"
+        return self._grpo.has_reference and self._grpo.kl_in == "reward"
 
     def of_reward(self, old_logp_BT: Tensor | None, ref_logp_BT: Tensor | None, mask_BT: Tensor) -> Tensor | None:
         """Return the KL of each token, float32 [B, T]; None if the KL is not part of the reward. See `reward_kl`."""

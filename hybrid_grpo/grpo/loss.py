@@ -9,12 +9,12 @@ arXiv:2503.20783. Shapes are explained in data/batch.py.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybrid_grpo.config import GrpoConfig
+from hybrid_grpo.config.grpo import GrpoConfig, KlEstimator, LossType
 from hybrid_grpo.data.batch import Numbers, TrainBatch
 from hybrid_grpo.grpo.correction import sampler_correction
 from hybrid_grpo.grpo.objective import Objective
@@ -105,14 +105,14 @@ AVERAGES: dict[str, Callable[[Tensor, int, int, int], Tensor | int]] = {
 
 def learns_from_advantages_alone(grpo: GrpoConfig, objective: Objective | None) -> bool:
     """Return whether tokens whose advantage is 0 add nothing to the gradient of `micro_batch_loss`."""
-    has_kl = grpo.beta != 0 and grpo.kl_in == "loss"
+    has_kl = grpo.has_reference and grpo.kl_in == "loss"
     has_bonus = grpo.entropy_coef != 0 or grpo.entropy_target is not None
     return not (has_kl or has_bonus or grpo.drift_coef) and objective is None
 
 
 def token_weights(
     mask_bT: Tensor,
-    loss_type: Literal["dapo", "grpo", "dr_grpo"],
+    loss_type: LossType,
     *,
     total_tokens: int,
     total_rows: int,
@@ -144,14 +144,12 @@ KL: dict[str, Callable[[Tensor], Tensor]] = {
 divergence"; k3 is DeepSeekMath eq. 4). k2 and k3 are never negative; k1 and k3 are unbiased."""
 
 
-def kl_penalty(logp: Tensor, ref_logp: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+def kl_penalty(logp: Tensor, ref_logp: Tensor, estimator: KlEstimator) -> Tensor:
     """Return the estimator of each element, in nats. A clamp keeps exp finite if policy and reference are far apart."""
     return KL[estimator]((ref_logp - logp).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
-def reward_kl(
-    old_logp_bT: Tensor, ref_logp_bT: Tensor, mask_bT: Tensor, estimator: Literal["k1", "k2", "k3"]
-) -> Tensor:
+def reward_kl(old_logp_bT: Tensor, ref_logp_bT: Tensor, mask_bT: Tensor, estimator: KlEstimator) -> Tensor:
     """Return each token's KL to the reference, [b, T], in nats, 0 outside the mask.
 
     `kl_in: reward` subtracts beta times this KL from the reward: summed over the completion's tokens (as in RLOO,

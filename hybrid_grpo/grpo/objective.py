@@ -42,7 +42,7 @@ def load_objective(grpo: GrpoConfig) -> Objective | None:
             with torch.random.fork_rng(devices=[]):
                 loss = _tried(found, grpo, rows)
         except Exception as error:
-            missing = "ref_logp_bT" in named and not grpo.beta
+            missing = "ref_logp_bT" in named and not grpo.has_reference
             hint = "; ref_logp_bT is None without a reference: set grpo.beta" if missing else ""
             code = getattr(found, "__code__", None)
             why = describe(error, code and code.co_filename)
@@ -63,8 +63,8 @@ def _tried(objective: Objective, grpo: GrpoConfig, rows: int) -> Any:
     old_logp_bT = logp_bT.detach() * 1.1
     sign_b1 = torch.ones(shape[0], 1) - 2 * torch.arange(shape[0])[:, None]
     weight_bT = real_bT / max(rows * shape[1], 1)
-    others: dict[str, Any] = {"ref_logp_bT": old_logp_bT * 1.1 if grpo.beta else None, "entropy_bT": -2 * logp_bT}
-    others |= {"correction_bT": None if grpo.sampler_correction == "none" else real_bT.float(), "beta": grpo.beta}
+    others: dict[str, Any] = {"ref_logp_bT": old_logp_bT * 1.1 if grpo.has_reference else None, "beta": grpo.beta}
+    others |= {"correction_bT": None if grpo.sampler_correction == "none" else real_bT.float()}
     others |= {"drifts_bT": real_bT} if grpo.tokens == "kl_cov" else {}
     others |= {"group_b": torch.zeros(shape[0], dtype=torch.long)} if grpo.whole_groups else {}
-    return objective(logp_bT, old_logp_bT, sign_b1 * real_bT, weight_bT, grpo, **others)
+    return objective(logp_bT, old_logp_bT, sign_b1 * real_bT, weight_bT, grpo, entropy_bT=-2 * logp_bT, **others)

@@ -6,10 +6,7 @@ from types import SimpleNamespace
 import pytest
 from user import User
 
-from hybrid_grpo.config import (
-    TrainConfig,
-    checks,
-)
+from hybrid_grpo.config import TrainConfig, checks
 from hybrid_grpo.config.checks import batch_plan, check_train
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import parse

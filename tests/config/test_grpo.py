@@ -7,7 +7,7 @@ from refusals import TWO, refusal, refused
 from hybrid_grpo.config import GrpoConfig, TrainConfig, build
 from hybrid_grpo.config.building import to_dict
 from hybrid_grpo.config.parsing import parse
-from hybrid_grpo.config.presets import preset_fact, presets
+from hybrid_grpo.config.presets import preset_fact
 
 REFUSED = refused("objectives")
 
@@ -86,13 +86,6 @@ def test_a_refusal_names_the_preset_that_set_a_field():
     message = refusal(grpo={"preset": "deepseek_v3.2", "beta": 0.0}, rewards=TWO)
     assert message.startswith("grpo.kl_unbiased true has no effect with grpo.beta 0")
     assert message.endswith("(grpo.preset deepseek_v3.2 sets grpo.kl_unbiased)")
-
-
-def test_help_names_the_presets(capsys):
-    with pytest.raises(SystemExit):
-        parse(TrainConfig, ["--help", "grpo"], "train")
-    said = " ".join(capsys.readouterr().out.split())
-    assert ": " + ", ".join(presets()) + "." in said
 
 
 def test_what_a_preset_sets_and_what_was_given_instead_is_said_in_full():

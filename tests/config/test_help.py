@@ -22,6 +22,7 @@ from hybrid_grpo.config.commands import RecipeReader
 from hybrid_grpo.config.composition import settings_of
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import Parsed, parse
+from hybrid_grpo.config.presets import presets
 
 
 def help_of(cls: Any, capsys: pytest.CaptureFixture[str], *section: str) -> str:
@@ -56,6 +57,7 @@ def test_help_of_sections_has_every_setting_with_its_documentation(
                 assert f"--{section}.{setting}\n" not in lines and issubclass(cls, RecipeReader)
                 continue
             assert (setting if section == "rewards" else f"--{section}.{setting}") in text
+            doc = doc.replace("{presets}", ",".join(presets()))
             assert doc and "".join(doc.split()) in text, f"{section}.{setting}"
 
 

@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -10,7 +11,10 @@ from paths import ROOT
 
 from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.config.presets import presets
-from hybrid_grpo.grpo.loss import policy_loss
+from hybrid_grpo.config.types import fields_of, plain_types
+from hybrid_grpo.grpo.baselines import BASELINES, SCALES
+from hybrid_grpo.grpo.correction import CORRECTIONS
+from hybrid_grpo.grpo.loss import AVERAGES, DRIFTS, KL, policy_loss
 from hybrid_grpo.grpo.surrogates import LOG_RATIOS, SURROGATES
 
 LIMIT = 8
@@ -172,6 +176,13 @@ def test_a_loss_is_that_of_its_paper(name, seed):
         assert (gradient - slopes).abs().max() < 1e-9 * slopes.abs().max()
         again, pieces = rows.ours(grpo, [slice(i, i + 2) for i in range(0, len(LENGTHS), 2)])
         assert again == pytest.approx(value, rel=1e-12) and torch.allclose(pieces, gradient, rtol=1e-12, atol=0)
+
+
+def test_every_name_of_a_setting_is_an_entry_of_its_table():
+    tables = {"loss_type": AVERAGES, "importance": LOG_RATIOS, "surrogate": SURROGATES, "baseline": BASELINES}
+    tables |= {"scale_rewards": SCALES, "kl_estimator": KL, "drift": DRIFTS, "sampler_correction": CORRECTIONS}
+    for name, table in tables.items():
+        assert set(get_args(plain_types(fields_of(GrpoConfig)[name])[0])) == table.keys(), name
 
 
 def test_every_definition_meets_both_sides_of_its_bounds():

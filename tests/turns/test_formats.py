@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from fuzzed_turns import fuzzed
@@ -10,6 +11,7 @@ from tool_tokenizers import WRITERS, tool_tokenizer, writer
 from written_calls import FAULT, SCHEMAS, WRITTEN
 
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.config.rollout import ToolFormat
 from hybrid_grpo.turns.calls import ToolCall
 from hybrid_grpo.turns.formats import FORMATS
 from hybrid_grpo.turns.reading import format_reader, reader_of
@@ -32,7 +34,7 @@ def test_calls_are_read_as_vllm_reads_them(name):
 
 
 def test_every_format_has_cases():
-    assert WRITTEN.keys() == FORMATS.keys()
+    assert WRITTEN.keys() == FORMATS.keys() == {*get_args(ToolFormat)} - {"auto"}
     assert min(map(len, WRITTEN.values())) >= 8
 
 

@@ -100,7 +100,7 @@ class GuestsConfig(FeatureConfig):
             " rollout.max_total_tokens and rollout.max_turn_tokens",
         )
         refuse(
-            grpo.beta > 0 and grpo.kl_in == "reward",
+            grpo.has_reference and grpo.kl_in == "reward",
             f"grpo.kl_in reward takes a KL from completions that the policy sampled, and guests.writers {names[0]}"
             " brings others: set grpo.kl_in to loss, or grpo.beta to 0",
         )

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hybrid_grpo.features.teacher.settings import DivergenceName
 from hybrid_grpo.model.logprobs import GPU_TILE_BYTES, TILE_BYTES, LogitShape, add_product, logits_of, slices
 from hybrid_grpo.model.upload import upload
 
@@ -73,7 +74,7 @@ class Divergence:
     for a `beta` between 0 and 1.
     """
 
-    kind: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
+    kind: DivergenceName = "reverse_kl"
     beta: float = 0.5
 
     def __call__(self, logp_NK: Tensor, teacher_logp_NK: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hybrid_grpo.config.data import DataConfig
     from hybrid_grpo.config.train import TrainConfig
 
+DivergenceName = Literal["reverse_kl", "forward_kl", "jsd"]
 _OF_POLICY = ("dtype", "attn_implementation", "shared_prefix", "pickled_weights")
 """Settings that the teacher takes from the policy."""
 
@@ -43,7 +44,7 @@ class TeacherConfig(FeatureConfig):
     """`advantage` lowers the advantage of every token by coef * (old_logp - teacher_logp), which only needs the
     teacher's log-probability of that token. `loss` adds coef times the divergence over the vocabulary at every token,
     which is less noisy, but keeps the teacher's distributions in host memory until the end of the step."""
-    divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
+    divergence: DivergenceName = "reverse_kl"
     """Divergence with `into` loss: `reverse_kl` is KL(policy || teacher), `forward_kl` is KL(teacher || policy), and
     `jsd` is the generalized Jensen-Shannon divergence of GKD."""
     jsd_beta: Annotated[Positive, Lt(1)] = 0.5

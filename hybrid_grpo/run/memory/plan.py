@@ -263,7 +263,7 @@ class Plan:
             self.reward_models(on_host=False),
         ]
         user = Part("user", self.user, "a smaller rollout.user_model")
-        tower = self.tower.at_rest(self.dtype, shards, has_reference=bool(self.config.grpo.beta))
+        tower = self.tower.at_rest(self.dtype, shards, has_reference=self.config.grpo.has_reference)
         parts += [*self.feature_parts(on_host=False), user, tower]
         if self.gpu:
             runtime = [Part("runtime", CUDA_CONTEXT_BYTES), Part("NCCL", NCCL_BYTES if self.ranks > 1 else 0)]

@@ -15,7 +15,7 @@ def held(plan: Plan) -> Part:
     """Return the reference in host memory, sharded over the ranks, and the float32 average that it may be the rounding
     of, with that of its tower. With new adapters, it takes no memory of its own."""
     grpo, each = plan.config.grpo, plan.n // plan.ranks
-    loaded = grpo.beta and (not plan.config.lora.rank or is_adapter(plan.config.policy.model))
+    loaded = grpo.has_reference and (not plan.config.lora.rank or is_adapter(plan.config.policy.model))
     average = 4 * (each + plan.tower.trained) if grpo.averages_reference and plan.dtype == 2 else 0
     return Part("reference", plan.dtype * each + average if loaded else 0, "grpo.beta 0, more ranks")
 
