@@ -111,7 +111,11 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
         requests = [Request(prompt_ids, [stream_key(config.run.seed, "chat", number)])]
         with _interruptible() as look, suppress(_Stopped):
             groups, _ = complete(
-                *(model, tokenizer, requests, sampling, rollout),
+                model,
+                tokenizer,
+                requests,
+                sampling,
+                rollout,
                 on_step=look,
                 on_token=lambda request, sample, token: write(stream.add(token)),
                 sight=sight() if min(prompt_ids) < 0 else None,
