@@ -59,7 +59,6 @@ setup(
         # SmolVLM's processor spells numbers.
         "pictures": ["num2words>=0.5.8", "pillow>=10.1"],
         "search": ["bm25s>=0.3"],
-        # The last versions whose environments are made by load_environment.
         "dev": [
             "bm25s>=0.3",
             "ftfy>=6.3",

@@ -24,7 +24,7 @@ from hybrid_grpo.config.parsing import leading_argument, parse
 from hybrid_grpo.records.files import reader_may_leave
 
 if TYPE_CHECKING:
-    from hybrid_grpo.commands.dialogue.chat_history import ChatHistory
+    from hybrid_grpo.commands.chat_history import ChatHistory
 
 COMMAND = "chat MODEL"
 Answer = Callable[[list[int], int, Callable[[str], None]], tuple[str, str]]
@@ -69,7 +69,7 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
     """Load the model; return an empty conversation and the function that samples answers. Raises UserError."""
     import torch
 
-    from hybrid_grpo.commands.dialogue.chat_history import ChatHistory, TextStream
+    from hybrid_grpo.commands.chat_history import ChatHistory, TextStream
     from hybrid_grpo.data.completions import unended_turn
     from hybrid_grpo.data.pictures import sight_of
     from hybrid_grpo.generation import Request, stream_key
@@ -98,7 +98,8 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
         history.prompt_ids("hello")
     warns = history.templated and not rollout.ignore_eos
     warning = unended_turn(tokenizer, sampler.stop_ids, rollout.stop_strings) if warns else ""
-    _announce(config, f"{sampler.fact}\n{warning}".strip())
+    sampled = f"{sampler.fact}\n{warning}".strip()
+    print(f"model: {config.policy.model}\nsampling: run.seed {config.run.seed}, {sampled}", file=sys.stderr)
     model = load_model(config.policy, attention_of(rollout.decoder))
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     decode, sampling = partial(tokenizer.decode, skip_special_tokens=True), sampling_of(rollout, sampler.stop_ids)
@@ -110,7 +111,11 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
         requests = [Request(prompt_ids, [stream_key(config.run.seed, "chat", number)])]
         with _interruptible() as look, suppress(_Stopped):
             groups, _ = complete(
-                *(model, tokenizer, requests, sampling, rollout),
+                model,
+                tokenizer,
+                requests,
+                sampling,
+                rollout,
                 on_step=look,
                 on_token=lambda request, sample, token: write(stream.add(token)),
                 sight=sight() if min(prompt_ids) < 0 else None,
@@ -122,12 +127,6 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
         return stream.text, why
 
     return history, answer
-
-
-def _announce(config: ChatConfig, sampling: str) -> None:
-    """Say on standard error what answers."""
-    print(f"model: {config.policy.model}", file=sys.stderr)
-    print(f"sampling: run.seed {config.run.seed}, {sampling}", file=sys.stderr)
 
 
 @contextmanager

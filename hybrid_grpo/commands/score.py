@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,8 +67,8 @@ def _score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
     loaded = load_rewards(config.rewards, config.scoring)
     tokenizer = _tokenizer(loaded, config.policy.model)
     count, parts = _saved_steps(config, source, tokenizer) if is_run else _rows(config, source, tokenizer)
-    callers = {reward.name: _RecordingCaller(reward.caller) for reward in loaded}
-    loaded = [replace(reward, caller=callers[reward.name]) for reward in loaded]
+    calls: dict[str, list[Future[Reply]]] = {reward.name: [] for reward in loaded}
+    loaded = [replace(reward, caller=partial(_recorded, reward.caller, calls[reward.name])) for reward in loaded]
     scoring = replace(config.scoring, max_wait_s=_FOREVER_S)
     rewards = Rewards(loaded, scoring, tokenizer, timeline=_timeline(source))
     rewards.load_models()
@@ -103,7 +103,7 @@ def _score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
         console.print(f"{written - _LINES_ON_TERMINAL} more lines are not shown: set score.output, or use a pipe")
     rewards.unread.report()
     scores = reduce(Scores.joined, everything)
-    table = {name: _summary(scores, name, callers[name].calls) for name in rewards.names}
+    table = {name: _summary(scores, name, calls[name]) for name in rewards.names}
     if before:
         for name, value_B in (*scores.by_function.items(), ("weighted sum", scores.reward_B)):
             # A function that the run does not have is compared with the run's weighted sum.
@@ -156,17 +156,10 @@ def _saved_steps(config: ScoreConfig, source: str, tokenizer: Any) -> Parts:
     return len(chosen), read()
 
 
-class _RecordingCaller:
-    """Passes calls on to another caller, and keeps the replies to report later how long the calls took."""
-
-    def __init__(self, caller: Caller) -> None:
-        self._caller = caller
-        self.calls: list[Future[Reply]] = []
-
-    def __call__(self, call: Call) -> Future[Reply]:
-        """Pass on a call, and keep the future reply in `calls`."""
-        self.calls.append(self._caller(call))
-        return self.calls[-1]
+def _recorded(caller: Caller, calls: list[Future[Reply]], call: Call) -> Future[Reply]:
+    """Pass on a call, and keep its future reply in `calls`, to report later how long the calls took."""
+    calls.append(caller(call))
+    return calls[-1]
 
 
 def _lines(rollout: Rollout, scores: Scores) -> list[Line]:

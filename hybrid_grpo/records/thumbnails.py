@@ -7,25 +7,10 @@ import io
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from hybrid_grpo.data.picture import Picture
 from hybrid_grpo.records.files import replace_bytes
-
-
-class Picture(Protocol):
-    """A picture that the model saw, as `data.pictures` has it."""
-
-    @property
-    def key(self) -> int: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def size(self) -> tuple[int, int]: ...
-
-    def open(self) -> Any: ...
-
 
 FOLDER = "pictures"
 _SIDE = 320

@@ -31,8 +31,8 @@ from hybrid_grpo.rewards.timeline import Timeline
 from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.fingerprints import Fingerprints, held_out_name, of_inputs
 from hybrid_grpo.run.sampling import Sampler
+from hybrid_grpo.turns.environments.environments import rewards_of
 from hybrid_grpo.turns.partners import Partners, partners_of, with_tools
-from hybrid_grpo.turns.rewards import rewards_of
 from hybrid_grpo.turns.tools.tools import tool_names
 
 

@@ -2,11 +2,10 @@
 
     trajectory.py     a completion under way, and the interface of partners (`Partner`)
     tools/            a partner: functions, called in worker processes
-    environments/     a partner: one environment instance per completion, in worker processes
+    environments/     a partner: one environment instance per completion, in worker processes; and its rewards
     users/            a partner: a function or a frozen model that plays the user
     openings.py       appends initial observations of environments to prompts
-    rewards.py        the rewards that environments give
-    calls.py          a parsed turn: text, calls, a fault
+    calls.py          a parsed turn: text, calls, a fault; and its parts, as formats find them
     formats/          the formats in which calls are written
     reading.py        finds the format of calls, and parses the text of a turn
     template.py       from answers to the tokens between two turns

@@ -1,8 +1,10 @@
-"""A parsed turn of the model: its text, its tool calls, and what is wrong with them."""
+"""A parsed turn of the model: its text, its tool calls, and what is wrong with them; and the parts into which the
+readers of `formats` divide a turn."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,3 +62,17 @@ def _plain(value: Any, depth: int) -> Any:
     if value is None or fits or (isinstance(value, float) and math.isfinite(value)):
         return value
     raise ValueError(f"an argument is not a value of JSON, but of type {type(value).__name__}, or too large")
+
+
+Part = str | ToolCall | Exception
+"""A part of a turn: text outside of calls, a call, or why a call cannot be read. Other parts may follow a fault."""
+Properties = Mapping[str, Any]
+"""The JSON schemas of a tool's arguments, by their names."""
+Format = Callable[[str, Mapping[str, Properties]], Iterator[Part]]
+"""Divides the text of a turn into parts; the `Properties` of tools, by name, type arguments that are written without
+types. An exception that it raises is a fault, too."""
+
+
+def unended(what: str) -> ValueError:
+    """A fault: the text ends within a call."""
+    return ValueError(f"{what} does not end")

@@ -31,15 +31,6 @@ def shows_pictures(subject: Any) -> bool:
     return getattr(subject, SHOWS, False) is True
 
 
-def as_text(result: Any) -> str:
-    """Return what was returned as the text that the model reads."""
-    if isinstance(result, bytes | bytearray):
-        result = bytes(result).decode(errors="replace")
-    if not isinstance(result, str):
-        result = json.dumps(result, ensure_ascii=False, default=str)
-    return checked_text(result)
-
-
 def observed(result: Any, *, shows: bool) -> Observation:
     """Return what was returned as the model reads it. If it `shows` pictures, they are PIL's, arrays or the bytes of a
     file, by themselves or in a list of texts and pictures, or parts of a chat's message. Raises Unreadable for a
@@ -68,7 +59,11 @@ def observed(result: Any, *, shows: bool) -> Observation:
 
 
 def _plain(result: Any) -> Observation:
-    return Observation(as_text(result).replace(PLACE, ""))
+    if isinstance(result, bytes | bytearray):
+        result = bytes(result).decode(errors="replace")
+    if not isinstance(result, str):
+        result = json.dumps(result, ensure_ascii=False, default=str)
+    return Observation(checked_text(result).replace(PLACE, ""))
 
 
 def _is_part(value: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -126,17 +127,16 @@ class Between:
         self._text = ChatText(tokenizer, str(tokenizer.get_chat_template()))
 
     @property
-    def _album(self) -> ImageStore:
+    def _sight(self) -> tuple[ImageStore, DataConfig]:
         assert self._seen is not None, "whoever shows pictures needs a model that sees"
-        return self._seen[0]
+        return self._seen
 
     def read(self, files: Sequence[bytes], where: str) -> list[Picture]:
         """Take the pictures of an answer, which are kept as long as what is returned. Raises UserError as
         `ImageStore.read` does; `where` describes the answer."""
         if not files:
             return []
-        assert self._seen is not None, "whoever shows pictures needs a model that sees"
-        album, data = self._seen
+        album, data = self._sight
         return album.read(files, None, where, data, keep=False)
 
     def cut(self, message: Message, tokens: int, pictures: Sequence[Picture]) -> Message:
@@ -163,13 +163,10 @@ class Between:
         """Raise UserError, which names `setting`, if the template has no place for pictures in messages that `example`
         makes."""
         message, _ = bared(example(Observation(f"{_MARK}{PLACE}", (b"",))))
-        try:
-            _, after = self._after([message])
-        except Exception:  # a template is a program of the model's authors
-            after = ""
+        after = self._after_if_written([message])
         said = "a tool's result" if message["role"] == "tool" else "an answer of the user"
         refuse(
-            len(unmarked(self._album.processor.image_token).findall(after)) != 1,
+            len(unmarked(self._sight[0].processor.image_token).findall(after)) != 1,
             f"{setting} shows pictures, and the chat template of policy.model has no place for them in {said}: take a"
             " model whose template has, or give the tokenizer another template",
         )
@@ -197,11 +194,7 @@ class Between:
     def takes_several(self, example: Callable[[str], Message]) -> bool:
         """Whether the template has a place for the results of two calls of a turn; `example` makes such a result."""
         results = [{**example(_MARK), "tool_call_id": _id(number, None)} for number in range(2)]
-        try:
-            _, after = self._after(results)
-        except Exception:  # a template is a program of the model's authors
-            return False
-        return after.count(_MARK) == len(results)
+        return self._after_if_written(results).count(_MARK) == len(results)
 
     def check_history(self, setting: str, example: Callable[[str], Message]) -> None:
         """Raise UserError, which names `setting`, if the template rewrites earlier turns: in training, the model reads
@@ -256,7 +249,13 @@ class Between:
         text = after.removeprefix(end) if self._ends.get(last) == end else after
         if not pictures:
             return self._text.ids(text)
-        return self._album.ids(text, pictures, self._text.ids, "an answer")
+        return self._sight[0].ids(text, pictures, self._text.ids, "an answer")
+
+    def _after_if_written(self, messages: list[Message]) -> str:
+        """Return the text of `_after`; empty if the template refuses the messages."""
+        with suppress(Exception):  # a template is a program of the model's authors
+            return self._after(messages)[1]
+        return ""
 
     def _after(self, messages: list[Message]) -> tuple[bool, str]:
         """Return whether a chat that ends with `messages` contains the end of the turn before them, and the chat's text

@@ -2,9 +2,8 @@
 
 `folders` finds all runs to watch, and `watched_run` is a single run. `metrics_file` reads a run's metrics into columns
 (`table`), and `trace_file` reads the traces of its steps (`prompt_rewards`, `histograms`). `rollouts` searches
-completions, `tokens` reads the tokens of a completion in a process of its own, and `layers` shows where the time of
-steps went. `answers` has the page's answers: `server` sends them to a browser, and `frozen` writes them with the page
-(`page/`) to report.html.
+completions, and `tokens` reads the tokens of a completion in a process of its own. `answers` has the page's answers:
+`server` sends them to a browser, and `frozen` writes them with the page (`page/`) to report.html.
 
 Nothing here imports torch or writes any file but report.html, and a run does not know that it is watched.
 """

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -131,16 +132,15 @@ class PromptRewards:
         """
         position = np.empty(len(self), np.int64)
         position[self._order(order)] = np.arange(len(self))
-        part = (position, low, high, first, last)
+        inside = partial(self._inside, position, low=low, high=high, first=first, last=last)
         tall = max(1, -(-(high - low) // rows))
         rows = max(1, -(-(high - low) // tall))
-        columns = max(
-            _FEWEST_COLUMNS, min(columns, sum(len(rewards) for _, _, rewards in self._inside(*part)) // (2 * rows))
-        )
+        entries = sum(len(rewards) for _, _, rewards in inside())
+        columns = max(_FEWEST_COLUMNS, min(columns, entries // (2 * rows)))
         wide = max(1, -(-(last - first + 1) // columns))
         columns = max(1, -(-(last - first + 1) // wide))
         sums, counts = np.zeros(rows * columns), np.zeros(rows * columns, np.int64)
-        for steps, prompts, rewards in self._inside(*part):
+        for steps, prompts, rewards in inside():
             cells = prompts // tall * columns + steps // wide
             sums += np.bincount(cells, rewards, rows * columns)
             counts += np.bincount(cells, minlength=rows * columns)

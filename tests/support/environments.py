@@ -202,3 +202,24 @@ class NoMethods:
 
 class OfOpenenv(type("Environment", (), {"__module__": "openenv.core"})):
     """Its turns are openenv's actions."""
+
+
+class Leaves:
+    """Ends its process when it is told to."""
+
+    def reset(self):
+        return None
+
+    def do(self, how: str) -> str:
+        """
+        Do something.
+
+        Args:
+            how: raise or exit.
+        """
+        if how == "exit":
+            os._exit(5)
+        raise ValueError("no luck")
+
+    def get_reward(self):
+        return 1.0

@@ -1,7 +1,6 @@
 """Wrong, huge and hostile files for the folder of a run, for test_hostile.py.
 
-`CASES` has functions by name, each of which damages a small healthy run (`write_run`) in a folder. They take `large`, a
-number of bytes: about the size of files that are meant to be huge.
+`CASES` has functions by name, each of which damages a small healthy run (`write_run`) in a folder.
 """
 
 import itertools
@@ -11,11 +10,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-MB = 10**6
+LARGE = 10**8
+"""About the size of files that are meant to be huge, in bytes."""
 SECRET = "root:x:0:0"
 """A text in the file outside of the run to which links lead; no answer may contain it."""
 EVIL = "</script><script>alert(1)</script>\x00\x1b[31m\u202e\ud800__proto__"
-Case = Callable[[Path, int], None]
+Case = Callable[[Path], None]
 CASES: dict[str, Case] = {}
 METRICS, TRACES, ALARMS, CONFIG = "metrics.jsonl", "details.jsonl", "alarms.jsonl", "config.yaml"
 ROLLOUTS, TOKENS, REPLAY = "rollouts/step_000003.jsonl", "rollouts/step_000003.parquet", "replay/step_000003.parquet"
@@ -88,24 +88,24 @@ def case(name: str) -> Callable[[Case], Case]:
 
 
 @case(f"{ALARMS}: short lines")
-def short(folder: Path, large: int) -> None:
-    dense(folder / ALARMS, itertools.repeat(b"{}\n" * 10**4), large // 50)
+def short(folder: Path) -> None:
+    dense(folder / ALARMS, itertools.repeat(b"{}\n" * 10**4), LARGE // 50)
 
 
 @case(f"{ROLLOUTS}: lines of many values")
-def values(folder: Path, large: int) -> None:
+def values(folder: Path) -> None:
     lists = (raw(ROLLOUTS, "extra", b"[" + b"[]," * 2_700_000 + b"0]", step) for step in range(10, 40))
-    dense(folder / ROLLOUTS, lists, large // 5)
+    dense(folder / ROLLOUTS, lists, LARGE // 5)
 
 
 @case(f"{TRACES}: lines of many keys")
-def keys(folder: Path, large: int) -> None:
+def keys(folder: Path) -> None:
     many = b"{" + b",".join(b'"%d":0' % key for key in range(700_000)) + b"}"
-    dense(folder / TRACES, (raw(TRACES, "rewards", many, step) for step in range(10, 40)), large // 5)
+    dense(folder / TRACES, (raw(TRACES, "rewards", many, step) for step in range(10, 40)), LARGE // 5)
 
 
 @case(f"{TRACES}: scripts and control characters")
-def scripts(folder: Path, large: int) -> None:
+def scripts(folder: Path) -> None:
     fields = (*LINES[TRACES], EVIL)
     rows = [line(TRACES, step=at + 5, **{field: EVIL}) for at, field in enumerate(fields) if field != "step"]
     dense(
@@ -114,17 +114,17 @@ def scripts(folder: Path, large: int) -> None:
 
 
 @case(f"{METRICS}: loop")
-def loop(folder: Path, large: int) -> None:
+def loop(folder: Path) -> None:
     other_kind(folder, METRICS, "loop")
 
 
 @case(f"{CONFIG}: outside")
-def outside(folder: Path, large: int) -> None:
+def outside(folder: Path) -> None:
     other_kind(folder, CONFIG, "outside")
 
 
 def _config(name: str, content: bytes) -> None:
-    CASES[f"config: {name}"] = lambda folder, large: dense(folder / CONFIG, [content])
+    CASES[f"config: {name}"] = lambda folder: dense(folder / CONFIG, [content])
 
 
 _config("many tags", b"".join(b"%%TAG !%d! a\n" % number for number in range(50_000)) + b"---\na: 1\n")
@@ -133,7 +133,7 @@ _config("a long name of many", b"x" * 400_000 + b":\n" + b"".join(b" a%d: 1\n" %
 
 
 @case("rollouts: odd names")
-def odd_names(folder: Path, large: int) -> None:
+def odd_names(folder: Path) -> None:
     for name in (*("9" * count for count in (16, 30, 200)), "-1", "1e9", "²", "٣", "", "1\n", "\udcff"):
         (folder / f"rollouts/step_{name}.jsonl").write_bytes(line(ROLLOUTS))
 
@@ -144,23 +144,23 @@ def _columns(pieces: Any, rows: int) -> Any:
     return pyarrow.table({"row": pyarrow.array(range(rows)), "sample": pyarrow.array(range(rows)), "pieces": pieces})
 
 
-def bomb(path: Path, large: int) -> None:
+def bomb(path: Path) -> None:
     """A row of many equal numbers, which takes some kilobytes."""
     import pyarrow
 
-    count = large // 4
+    count = LARGE // 4
     flat = pyarrow.array([1.0], pyarrow.float32()).take(pyarrow.array(bytes(0), pyarrow.int32()))
     flat = pyarrow.FloatArray.from_buffers(pyarrow.float32(), count, [None, pyarrow.py_buffer(bytes(4 * count))])
     lists = pyarrow.ListArray.from_arrays(pyarrow.array([0, count], pyarrow.int32()), flat)
-    parquet(path, _columns(lists, 1), compression="zstd", use_dictionary=False, data_page_size=large * 2)
+    parquet(path, _columns(lists, 1), compression="zstd", use_dictionary=False, data_page_size=LARGE * 2)
 
 
 @case("parquet: a page that is larger than the footer says")
-def lying(folder: Path, large: int) -> None:
+def lying(folder: Path) -> None:
     """The total size of the row group, a number of varying length, is replaced by one that is small."""
-    bomb(folder / TOKENS, large)
+    bomb(folder / TOKENS)
     content = (folder / TOKENS).read_bytes()
-    for size in range(large - 2**16, large + 2**16):
+    for size in range(LARGE - 2**16, LARGE + 2**16):
         if (coded := _zigzag(size)) in content[-20_000:]:
             content = content[:-20_000] + content[-20_000:].replace(
                 coded, b"\xf0\x80\x80\x80\x01"[: len(coded) - 1] + b"\x00"
@@ -177,7 +177,7 @@ def _zigzag(value: int) -> bytes:
 
 
 @case("folder: links to parents, and odd names")
-def odd_folders(folder: Path, large: int) -> None:
+def odd_folders(folder: Path) -> None:
     for number in range(20):
         (folder.parent / f"loop_{number}").symlink_to("..")
     (folder.parent / "self").symlink_to("self")
@@ -188,18 +188,18 @@ def odd_folders(folder: Path, large: int) -> None:
 
 
 @case("report.html: a folder")
-def report_folder(folder: Path, large: int) -> None:
+def report_folder(folder: Path) -> None:
     other_kind(folder, "report.html", "folder")
     (folder / "report.html/file").write_text("")
 
 
 @case("report.html: its draft is a link to a file outside")
-def report_link(folder: Path, large: int) -> None:
+def report_link(folder: Path) -> None:
     outside = folder.parent.parent / "outside.txt"
     outside.write_text("mine")
     (folder / ".report.html.draft").symlink_to(outside)
 
 
 @case("report.html: its draft is a pipe")
-def report_pipe(folder: Path, large: int) -> None:
+def report_pipe(folder: Path) -> None:
     other_kind(folder, ".report.html.draft", "pipe")

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import trl_tools
+from partner_answers import answer, tokens
 from paths import SUPPORT
 from tool_tokenizers import FAMILIES, THINKERS, tool_tokenizer
 from tools import FORGED
@@ -21,9 +22,7 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout
 from hybrid_grpo.generation import Journal, Request
 from hybrid_grpo.turns.calls import ToolCall
-from hybrid_grpo.turns.formats import FORMATS
 from hybrid_grpo.turns.partners import Partners
-from hybrid_grpo.turns.reading import format_reader, reader_of
 from hybrid_grpo.turns.template import Between, assistant_message, tool_message, user_message
 from hybrid_grpo.turns.tools.tools import Tools
 from hybrid_grpo.turns.trajectory import Answer, Seconds, Trajectory
@@ -45,17 +44,6 @@ def partners_of(tools, family, config=ROLLOUT):
     return tokenizer, Partners([tools], tools, config, tokenizer, {}, (tokenizer.eos_token_id,))
 
 
-def answer(partners, key, patience_s=60.0):
-    """The one answer that is to come."""
-    until = time.monotonic() + patience_s
-    while time.monotonic() < until:
-        if found := partners.answers(0.2):
-            [(of, ids)] = found
-            assert of == key
-            return ids
-    raise AssertionError("no answer")
-
-
 def finished(partners, *keys):
     """The numbers of completions that end now."""
     completions = [partners.finished(key, Completion([], [], "stop")) for key in keys]
@@ -73,9 +61,7 @@ def spoken(tokenizer, chat, turn, schemas):
     before, whole = written(tokenizer, chat, schemas, True), written(tokenizer, [*chat, turn], schemas)
     assert whole.startswith(before)
     text = whole[len(before) :]
-    return tokenizer(text[: text.rindex(tokenizer.eos_token)], add_special_tokens=False)["input_ids"] + [
-        tokenizer.eos_token_id
-    ]
+    return [*tokens(tokenizer, text[: text.rindex(tokenizer.eos_token)]), tokenizer.eos_token_id]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -89,7 +75,7 @@ def test_what_is_read_is_what_the_template_makes_of_the_whole_conversation(tools
     for key in range(40):
         chat = [{"role": "user", "content": word()}]
         partners.begin([])
-        prompt = tokenizer(written(tokenizer, chat, tools.schemas, True), add_special_tokens=False)["input_ids"]
+        prompt = tokens(tokenizer, written(tokenizer, chat, tools.schemas, True))
         sampled, given = [], []
         for _ in range(rng.randint(0, 3)):
             calls = [
@@ -155,7 +141,7 @@ def test_an_answer_of_a_user_is_read_as_the_template_writes_it(tools, family, wi
     config = RolloutConfig(max_turns=6, max_tool_tokens=4000)
     partners = Partners(among, tools if with_tools else None, config, tokenizer, {}, ends)
     chat = [{"role": "user", "content": "begin"}]
-    prompt = tokenizer(written(tokenizer, chat, schemas, True), add_special_tokens=False)["input_ids"]
+    prompt = tokens(tokenizer, written(tokenizer, chat, schemas, True))
     key, read = 7, list(prompt)
     partners.begin([Request(prompt, [key], prompt=Prompt(0, "begin", prompt, {}))])
     for said in ("one", "two", "three"):
@@ -183,7 +169,7 @@ def test_what_goes_wrong_is_told_to_the_model_and_counted(tools, family):
     keys = itertools.count()
 
     def told(text):
-        key, ids = next(keys), tokenizer(text, add_special_tokens=False)["input_ids"]
+        key, ids = next(keys), tokens(tokenizer, text)
         assert partners.ended(key, [*ids, tokenizer.eos_token_id], room=9) is None
         given = answer(partners, key)
         assert len(given) <= ROLLOUT.max_tool_tokens
@@ -227,7 +213,7 @@ def test_no_turn_ends_the_run(tools, family):
     tokenizer, partners = partners_of(tools, family)
     partners.begin([])
     for key, text in enumerate(SICK[family]):
-        ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        ids = [*tokens(tokenizer, text), tokenizer.eos_token_id]
         if partners.ended(key, ids, room=9) is None:
             assert "error: " in tokenizer.decode(answer(partners, key))
 
@@ -239,7 +225,7 @@ def test_a_tool_cannot_forge_a_turn(tools, family):
     partners.begin([])
     given = []
     for key, how in enumerate(("bytes", "forge")):
-        ids = tokenizer(spoken_call(family, "misbehave", {"how": how}), add_special_tokens=False)["input_ids"]
+        ids = tokens(tokenizer, spoken_call(family, "misbehave", {"how": how}))
         assert partners.ended(key, [*ids, tokenizer.eos_token_id], room=9) is None
         given.append(answer(partners, key))
     assert json.dumps(FORGED)[1:-1].replace("\\n", "\n") in tokenizer.decode(given[1]).replace("\\n", "\n")
@@ -278,7 +264,7 @@ def test_a_turn_of_several_calls_needs_a_template_that_writes_them(tools, family
     calls = [spoken_call(family, "add", {"a": number, "b": 1}) for number in range(2)]
     told = []
     for key, text in enumerate(["".join(calls), calls[0]]):
-        ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        ids = [*tokens(tokenizer, text), tokenizer.eos_token_id]
         assert partners.ended(key, ids, room=9) is None
         told.append(tokenizer.decode(answer(partners, key)))
     assert ["call one tool at a time" in text for text in told] == [not made, False]
@@ -374,13 +360,6 @@ def test_answers_of_a_rollout_that_was_given_up_are_dropped(tools):
     assert partners.answers(0.0) == []
 
 
-@pytest.mark.parametrize("text", ["no call", "{ braces }", "a [list]"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_turn_without_a_call_calls_nothing(family, text):
-    turn = format_reader(FORMATS[family], [], 16, "")(text, "")
-    assert (turn.content, turn.calls, turn.fault) == (text, [], None)
-
-
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -395,21 +374,6 @@ def test_a_template_without_tools_is_refused(tools, template, message):
     config = RolloutConfig(tools=ROLLOUT.tools, tool_format="hermes")
     with pytest.raises(UserError, match=rf"rollout\.tools: the chat template of policy\.model .*({message})"):
         Partners([tools], tools, config, tokenizer, {}, (tokenizer.eos_token_id,))
-
-
-RESPONSE = {"open": "<tool_call>", "close_pattern": r"</tool_call>\s*", "repeats": True, "content": "json"}
-
-
-def test_the_parser_that_a_tokenizer_brings_reads_calls():
-    """It wants to know the prompt; without one it read no call at all."""
-    tokenizer = tool_tokenizer("hermes")
-    calls = {**RESPONSE, "transform": {"type": "function", "function": "{content}"}}
-    fields = {"tool_calls": calls, "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"}}
-    tokenizer.response_template = {"start_anchor": "<|im_start|>assistant\n", "fields": fields}
-    read = reader_of("auto", tokenizer, {}, [], ["<|im_end|>"], 16)
-    turn = read('<tool_call>\n{"name": "look_up", "arguments": {"key": "a"}}\n</tool_call>', "<|im_end|>")
-    assert (turn.calls, turn.fault) == ([ToolCall("look_up", {"key": "a"})], None)
-    assert (read("so", "<|im_end|>").content, read("so", "<|im_end|>").calls) == ("so", [])
 
 
 LOOKED_UP = tool_message(0, "look_up", "q")

@@ -1,10 +1,10 @@
 """Pictures in the answers of tools and of a user, without a model."""
 
 import json
-import time
 
 import pytest
 import transformers as tf
+from partner_answers import answer
 from PIL import Image
 from seeing import QWEN_IMAGES
 from tool_tokenizers import QWEN, tool_tokenizer
@@ -144,10 +144,7 @@ def told(seen, tools, calls, **more):
     )
     turn = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     assert partners.ended(1, turn, 1000) is None
-    until = time.monotonic() + 60
-    while not (found := partners.answers(0.2)):
-        assert time.monotonic() < until
-    [(_, ids)] = found
+    ids = answer(partners)
     last = Completion([*turn, 7], [0.0] * (len(turn) + 1), "length", "so", ((len(turn), ids),))
     return ids, partners.finished(1, last)
 
@@ -207,7 +204,7 @@ def test_a_user_shows_pictures(seen, tmp_path):
     turn = [*tokenizer("well", add_special_tokens=False)["input_ids"], *ends]
     for said, shown in ((f"a{SIGN}b", [Image.new("RGB", (24, 16))]), ("[{'type': 'image'}]", None)):
         assert partners.ended(1, turn, 300) is None
-        [(_, ids)] = next(filter(None, (partners.answers(9.0) for _ in range(9))))
+        ids = answer(partners)
         whole = f"\n<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
         expected = processor(text=[whole], images=shown, add_special_tokens=False)["input_ids"][0]
         place = tokenizer.convert_tokens_to_ids("<|image_pad|>")

@@ -2,7 +2,6 @@ import asyncio
 import json
 import re
 import socket
-import time
 
 import httpx
 import psutil
@@ -242,15 +241,3 @@ def test_ids_that_the_page_looks_for_are_in_it():
     for path in folder.glob("*.js"):
         for name in re.findall(r'byId\("([^"]+)"\)', path.read_text()):
             assert f'id="{name}"' in page, f"{path.name}: {name}"
-
-
-def test_many_runs_and_metrics_are_answered_quickly(make_run):
-    values = {f"reward/f{number}/mean": number / 7 for number in range(60)}
-    runs = [make_run(f"run{n}", [{"step": step, **values} for step in range(1000)]) for n in range(4)]
-    page, names = Page(*runs), [run.name for run in runs]
-    start = time.process_time()
-    while any(run["read"] < 1 for run in page.ask("runs", run=names)["open"]):
-        pass
-    answer = page.ask("curves", run=names, name=list(values), points=600)
-    assert all(len(answer[run]["curves"]) == 60 for run in names)
-    assert time.process_time() - start < 15

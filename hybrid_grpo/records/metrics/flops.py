@@ -22,7 +22,8 @@ _TERA = 1e12
 def measure_flops(rollout: Rollout, passes: int, policy: Policy, meter: Meter) -> Numbers:
     """Return the floating-point operations of a step on this rank, with `passes` training passes over the rollout, and
     the model FLOPs utilization if the device's peak is known. `meter` has the other metrics of the step."""
-    generate, read, train = stage_flops(rollout, policy.cost)
+    generate, read_P, train_P = group_flops(rollout, policy.cost)
+    read, train = float(read_P.sum()), float(train_P.sum())
     # Groups that dynamic sampling left out are assumed to be like those that it kept.
     kept = sum(len(completion.token_ids) for completion in rollout.completions if not completion.writer)
     generate *= meter.total("completion/sampled_tokens") / max(kept, 1)
@@ -41,20 +42,14 @@ def measure_flops(rollout: Rollout, passes: int, policy: Policy, meter: Meter) -
     return numbers
 
 
-def stage_flops(rollout: Rollout, cost: Cost) -> tuple[float, float, float]:
-    """Return the floating-point operations of sampling the policy's completions, of one forward pass over the
-    completions that are learned from, and of one training pass over the same completions.
+def group_flops(rollout: Rollout, cost: Cost) -> tuple[float, Floats, Floats]:
+    """Return the floating-point operations of sampling the policy's completions, and for each group, [P], those of one
+    forward pass over the completions that are learned from, and of one training pass over the same completions.
 
     A prompt counts once for its group, even if training computes it once per completion. In a forward pass over whole
     sequences, attention counts at full length, as in PaLM, although causal attention needs only half of that. In
     decoding, only the tokens that are attended to count.
     """
-    generate, once_P, trained_P = group_flops(rollout, cost)
-    return generate, float(once_P.sum()), float(trained_P.sum())
-
-
-def group_flops(rollout: Rollout, cost: Cost) -> tuple[float, Floats, Floats]:
-    """Return what `stage_flops` does, the latter two for each group, [P]."""
     prompt_P = np.array([len(prompt.token_ids) for prompt in rollout.prompts], float)
     shape = len(rollout.prompts), rollout.num_generations
     sampled_PG = np.array(rollout.lengths, float).reshape(shape)

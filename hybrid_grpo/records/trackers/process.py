@@ -24,18 +24,15 @@ from hybrid_grpo.records.trackers.wandb import resolve_wandb_mode, wandb_host
 _NICENESS = "10"
 
 
-def chosen_trackers(config: LogConfig) -> list[str]:
-    """Return the names of the trackers in log.trackers, without wandb if it is disabled."""
-    disabled = "wandb" in config.trackers and resolve_wandb_mode(config.wandb) == "disabled"
-    return [name for name in config.trackers if not (disabled and name == "wandb")]
-
-
 def start_trackers(config: LogConfig, folder: Path, settings: dict[str, Any], done: int) -> list[TrackerProcess]:
-    started = []
-    if "wandb" in config.trackers and resolve_wandb_mode(config.wandb) == "online":
+    """Start the trackers in log.trackers, but not wandb if it is disabled."""
+    started, mode = [], resolve_wandb_mode(config.wandb) if "wandb" in config.trackers else None
+    if mode == "online":
         shown = f"wandb: settings, metrics, prompts and completions go to {wandb_host()}"
         _say(f"{shown}; --log.wandb offline keeps them in the run's folder", sys.stdout)
-    for name in chosen_trackers(config):
+    for name in config.trackers:
+        if name == "wandb" and mode == "disabled":
+            continue
         try:
             started.append(TrackerProcess(name, folder, config, settings, done))
         except OSError as error:
@@ -119,10 +116,6 @@ class TrackerProcess:
         for pipe in (self._input, self._output, self._errors):
             with suppress(OSError):
                 pipe.close()
-
-    @property
-    def ended(self) -> bool:
-        return self._process.poll() is not None
 
     def children(self) -> list[psutil.Process]:
         """Return the processes that the tracker started, such as wandb's service."""

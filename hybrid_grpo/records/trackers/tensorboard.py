@@ -58,8 +58,10 @@ class TensorboardTracker:
 
         with Image.open(path) as image:
             width, height = image.size
-        given = {"height": height, "width": width, "colorspace": 3, "encoded_image_string": path.read_bytes()}
-        return self._summary.Summary.Value(tag=tag, image=self._summary.Summary.Image(**given))
+        picture = self._summary.Summary.Image(
+            height=height, width=width, colorspace=3, encoded_image_string=path.read_bytes()
+        )
+        return self._summary.Summary.Value(tag=tag, image=picture)
 
     def _histogram(self, tag: str, numbers: list[float]) -> Any:
         low, high = min(numbers), max(numbers)

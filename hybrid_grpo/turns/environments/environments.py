@@ -1,4 +1,5 @@
-"""The environments of a run as a partner: one instance of the user's class per completion, in worker processes."""
+"""The environments of a run as a partner: one instance of the user's class per completion, in worker processes; and the
+rewards that they give, in addition to those of functions."""
 
 from __future__ import annotations
 
@@ -9,21 +10,25 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from hybrid_grpo.config import RolloutConfig, ScoringConfig, environment_rewards
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
-from hybrid_grpo.data.batch import Numbers, Rollout
+from hybrid_grpo.data.batch import Numbers, RewardStep, Rollout
 from hybrid_grpo.data.completion import Message, Prompt
 from hybrid_grpo.data.episodes import Episode, Observation, Opening
+from hybrid_grpo.rewards.functions import RewardValue
+from hybrid_grpo.rewards.loader import Reward
+from hybrid_grpo.rewards.scorer import EPISODES
 from hybrid_grpo.turns.calls import ToolCall, Turn
 from hybrid_grpo.turns.environments.instances import EnvironmentEntry
 from hybrid_grpo.turns.observations import digest
 from hybrid_grpo.turns.template import user_message
 from hybrid_grpo.turns.trajectory import Answer, Finish, Seconds, Trajectory
-from hybrid_grpo.workers.calls import Failure, Reply
+from hybrid_grpo.workers.calls import Call, Failure, Interface, Reply
 from hybrid_grpo.workers.leases import Lease
-from hybrid_grpo.workers.pool import Pool
+from hybrid_grpo.workers.pool import Pool, call_inline
 
 _COLUMN = "environment"
 """Column that chooses the environment if there are several."""
@@ -299,3 +304,39 @@ def _most_processes(config: RolloutConfig) -> int:
         f" it to {room} or lower, or raise the limit (ulimit -n)",
     )
     return min(config.max_slots, room) if most is None else most
+
+
+def rewards_of(names: list[str], *, by_turn: bool) -> list[Reward]:
+    """Return a reward of weight 1 for each of these names. A reward does not apply to completions of other
+    environments, or if the environment gave none; it fails if the environment failed.
+
+    Args:
+        by_turn: whether rewards of turns stay rewards of steps; otherwise they are added up.
+    """
+    interface = Interface([], [EPISODES], False, "group")
+    return [
+        Reward(name, 1.0, frozenset(), interface, partial(call_inline, partial(_score, name, by_turn)))
+        for name in dict.fromkeys(names)
+    ]
+
+
+def _score(name: str, by_turn: bool, call: Call) -> Reply:
+    episodes: list[Episode | None] = call.inputs[EPISODES]
+    own = [episode if episode is not None and episode.reward == name else None for episode in episodes]
+    return Reply(
+        [_value(episode, length, by_turn) for episode, length in zip(own, call.expected, strict=True)],
+        [Failure("invalid", e.failure) if e is not None and e.failure is not None else None for e in own],
+    )
+
+
+def _value(episode: Episode | None, length: int, by_turn: bool) -> RewardValue:
+    if episode is None or episode.failure is not None:
+        return None
+    steps: list[RewardStep] = list(episode.steps)
+    if steps and by_turn:
+        ends = dict(steps)
+        if episode.total is not None:
+            ends[length] = ends.get(length, 0.0) + episode.total
+        return sorted(ends.items())
+    earned = [reward for _, reward in steps] + ([] if episode.total is None else [episode.total])
+    return sum(earned) if earned else None

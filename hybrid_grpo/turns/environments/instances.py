@@ -55,8 +55,38 @@ class EnvironmentEntry:
     """Always empty, since environments have no fixed arguments."""
 
     def load(self, name: str) -> EnvironmentProcess:
-        """See `load_environment`."""
-        return load_environment(self, name)
+        """Find the class of the entry, which messages call `name`, and its methods. Raises UserError if there is no
+        such class, or if it is not an environment."""
+        place, setting = self.factory.rpartition(":")[0], f"{name} {self.factory}"
+        factory: Any = import_object(self.factory, setting)
+        kind = factory if inspect.isclass(factory) else type(_made(factory, setting))
+        refuse(
+            any(base.__module__.startswith("openenv.") for base in kind.__mro__),
+            f"{setting} is openenv's {kind.__name__}, whose turns are not text: give a class with reset and step around"
+            " it",
+        )
+        methods = dict(inspect.getmembers(kind, predicate=inspect.isfunction))
+        refuse(
+            "reset" not in methods,
+            f"{setting} has no method reset: an environment has one, which may return nothing",
+        )
+        tools, reset = _tools(methods, setting), inspect.signature(methods["reset"])
+        schema = {
+            "steps": not tools,
+            "silent": reset.return_annotation in (None, "None"),
+            "tools": tools,
+            "shares": _shares(kind, setting),
+            "shows": shows_pictures(kind),
+        }
+        needed = [
+            parameter.name
+            for parameter in list(reset.parameters.values())[1:]
+            if parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            and parameter.name != "seed"
+        ]
+        interface = Interface(needed, None, False, 1, schema=schema)
+        return EnvironmentProcess(place, factory, interface, getattr(import_place(place, setting), "__file__", None))
 
     def checked(self, value: Any, expected: str) -> dict[str, Any]:
         """Return the result of a request whose `do` is `expected`, in a form that is safe to use."""
@@ -77,10 +107,6 @@ def _reward(value: Any, method: str = "it") -> float | None:
     return number
 
 
-def _observation(value: Any) -> Observation | None:
-    return None if value is None else received(value)
-
-
 def _checked_state(state: Any) -> dict[str, Any]:
     return {
         "place": checked_text(state["place"]),
@@ -98,7 +124,7 @@ def _checked_texts(texts: Any) -> dict[str, str]:
 
 
 _FIELDS: dict[str, Callable[[Any], Any]] = {
-    "said": _observation,
+    "said": lambda value: None if value is None else received(value),
     "reward": _reward,
     "done": bool,
     "state": _checked_state,
@@ -254,33 +280,6 @@ def _stepped(result: Any) -> tuple[Any, Any, bool]:
             " object with observation, reward and done"
         )
     return observation, reward, done
-
-
-def load_environment(config: EnvironmentEntry, entry: str) -> EnvironmentProcess:
-    """Find the class of an entry and its methods; `entry` names the entry in messages. Raises UserError if there is
-    no such class, or if it is not an environment."""
-    place, setting = config.factory.rpartition(":")[0], f"{entry} {config.factory}"
-    factory: Any = import_object(config.factory, setting)
-    kind = factory if inspect.isclass(factory) else type(_made(factory, setting))
-    refuse(
-        any(base.__module__.startswith("openenv.") for base in kind.__mro__),
-        f"{setting} is openenv's {kind.__name__}, whose turns are not text: give a class with reset and step around it",
-    )
-    methods = dict(inspect.getmembers(kind, predicate=inspect.isfunction))
-    if "reset" not in methods:
-        raise UserError(f"{setting} has no method reset: an environment has one, which may return nothing")
-    tools = _tools(methods, setting)
-    schema = {
-        "steps": not tools,
-        "silent": inspect.signature(methods["reset"]).return_annotation in (None, "None"),
-        "tools": tools,
-        "shares": _shares(kind, setting),
-        "shows": shows_pictures(kind),
-    }
-    parameters = list(inspect.signature(methods["reset"]).parameters.values())[1:]
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    interface = Interface([n for n in needed if n != "seed"], None, False, 1, schema=schema)
-    return EnvironmentProcess(place, factory, interface, getattr(import_place(place, setting), "__file__", None))
 
 
 def _shares(kind: Any, setting: str) -> int:

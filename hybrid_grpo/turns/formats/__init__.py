@@ -1,6 +1,5 @@
 """Formats in which models write tool calls, by their names in `rollout.tool_format`.
 
-    parts.py        what all formats have in common
     json_calls.py   calls that are JSON, or whose arguments are
     xml_calls.py    arguments in tags, typed by the tool's schema
     literals.py     other calls: as in Python, or with Gemma's values
@@ -11,9 +10,9 @@ tests/tool_parsers).
 
 from __future__ import annotations
 
+from hybrid_grpo.turns.calls import Format
 from hybrid_grpo.turns.formats.json_calls import deepseek_v3, granite, hermes, kimi_k2, llama3, mistral, phi4_mini
 from hybrid_grpo.turns.formats.literals import gemma4, lfm2, olmo3, pythonic
-from hybrid_grpo.turns.formats.parts import Format
 from hybrid_grpo.turns.formats.xml_calls import glm45, minimax_m2, qwen3_coder
 
 # The first format that can read a call is used, so less specific formats are listed later.

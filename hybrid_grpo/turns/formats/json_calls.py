@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hybrid_grpo.turns.calls import ToolCall
-from hybrid_grpo.turns.formats.parts import Format, Part, Properties
+from hybrid_grpo.turns.calls import Format, Part, Properties, ToolCall
 
 _DECODER = json.JSONDecoder()
 _OBJECTS_TRIED = 64

@@ -13,8 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hybrid_grpo.turns.calls import ToolCall
-from hybrid_grpo.turns.formats.parts import Part, Properties, unended
+from hybrid_grpo.turns.calls import Part, Properties, ToolCall, unended
 
 _TOKEN = re.compile(
     r"""\s*(?:

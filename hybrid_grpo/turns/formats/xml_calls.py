@@ -7,9 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hybrid_grpo.turns.calls import ToolCall
+from hybrid_grpo.turns.calls import Format, Part, Properties, ToolCall, unended
 from hybrid_grpo.turns.formats.literals import literal
-from hybrid_grpo.turns.formats.parts import Format, Part, Properties, unended
 
 
 def xml_format(call: str, argument: str, around: str) -> Format:

@@ -34,8 +34,21 @@ class ToolEntry:
     """Arguments that are the same in every call; the description for the model omits them."""
 
     def load(self, name: str) -> Tool:
-        """See `load_tool`."""
-        return load_tool(self, name)
+        """Find the function of the entry, which messages call `name`, and describe it for the model. Raises UserError
+        if there is no such function, or if it lacks type hints or a docstring."""
+        setting = f"{name} {self.function}"
+        function, fixed = _function(self, setting)
+        plain = inspect.unwrap(function)
+        schema = described(plain, setting)
+        shown = schema["function"]["parameters"]
+        shown["properties"] = {name: shown["properties"][name] for name in shown["properties"] if name not in fixed}
+        if "required" in shown:
+            shown["required"] = [name for name in shown["required"] if name not in fixed]
+        of_tool = {"function": schema, "shows": shows_pictures(plain)}
+        interface = Interface(["arguments"], ["arguments"], inspect.iscoroutinefunction(plain), 1, schema=of_tool)
+        parameters = inspect.signature(function).parameters
+        signature = inspect.Signature([parameter for name, parameter in parameters.items() if name not in fixed])
+        return Tool(schema["function"]["name"], partial(function, **fixed), signature, interface)
 
     def checked(self, value: Any, expected: None) -> Any:
         """Return what a tool returned, as an `Observation`."""
@@ -93,24 +106,6 @@ def check_arguments(signature: inspect.Signature, arguments: dict[str, Any]) -> 
         signature.bind(**arguments)
     except TypeError as error:
         raise WrongArguments(str(error)) from None
-
-
-def load_tool(config: ToolEntry, entry: str) -> Tool:
-    """Find the function of an entry and describe it for the model; `entry` names the entry in messages. Raises
-    UserError if there is no such function, or if it lacks type hints or a docstring."""
-    setting = f"{entry} {config.function}"
-    function, fixed = _function(config, setting)
-    plain = inspect.unwrap(function)
-    schema = described(plain, setting)
-    shown = schema["function"]["parameters"]
-    shown["properties"] = {name: shown["properties"][name] for name in shown["properties"] if name not in fixed}
-    if "required" in shown:
-        shown["required"] = [name for name in shown["required"] if name not in fixed]
-    of_tool = {"function": schema, "shows": shows_pictures(plain)}
-    interface = Interface(["arguments"], ["arguments"], inspect.iscoroutinefunction(plain), 1, schema=of_tool)
-    parameters = inspect.signature(function).parameters
-    signature = inspect.Signature([parameter for name, parameter in parameters.items() if name not in fixed])
-    return Tool(schema["function"]["name"], partial(function, **fixed), signature, interface)
 
 
 def described(function: Callable[..., Any], setting: str) -> dict[str, Any]:

@@ -22,8 +22,23 @@ class UserEntry(ToolEntry):
     """`rollout.user`, as passed to worker processes."""
 
     def load(self, name: str) -> UserFunction:
-        """See `load_user`."""
-        return load_user(self, name)
+        """Find the function of the entry, which messages call `name`. Raises UserError if there is no such function, or
+        if it does not take messages."""
+        setting = f"{name} {self.function}"
+        function = import_object(self.function, setting)
+        signature = inspect.signature(function)
+        kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+        takes_any = inspect.Parameter.VAR_KEYWORD in kinds.values()
+        named = [name for name, kind in kinds.items() if kind.name in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")]
+        refuse(
+            MESSAGES not in named and not takes_any,
+            f"{setting} has no argument {MESSAGES}: it is called with the conversation as messages, and with columns",
+        )
+        needed = {name for name in named if signature.parameters[name].default is inspect.Parameter.empty}
+        plain = inspect.unwrap(function)
+        is_async, shows = inspect.iscoroutinefunction(plain), {"shows": shows_pictures(plain)}
+        interface = Interface(sorted(needed - {MESSAGES}), None if takes_any else named, is_async, 1, schema=shows)
+        return UserFunction(self.function.rpartition(":")[2], function, signature, interface)
 
     def checked(self, value: Any, expected: None) -> Observation | None:
         """Return what the user said."""
@@ -45,23 +60,3 @@ class UserFunction(Tool):
             return super()._reply(result)
         expected = f"return text, or None to end the conversation; to show pictures, set the attribute {SHOWS}"
         return failed(Failure("invalid", f"returned {type_of(result)}: {expected}"), 1)
-
-
-def load_user(config: UserEntry, entry: str) -> UserFunction:
-    """Find the function of an entry; `entry` names the entry in messages. Raises UserError if there is no such
-    function, or if it does not take messages."""
-    setting = f"{entry} {config.function}"
-    function = import_object(config.function, setting)
-    signature = inspect.signature(function)
-    kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
-    takes_any = inspect.Parameter.VAR_KEYWORD in kinds.values()
-    named = [name for name, kind in kinds.items() if kind.name in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")]
-    refuse(
-        MESSAGES not in named and not takes_any,
-        f"{setting} has no argument {MESSAGES}: it is called with the conversation as messages, and with columns",
-    )
-    needed = {name for name in named if signature.parameters[name].default is inspect.Parameter.empty}
-    plain = inspect.unwrap(function)
-    is_async, shows = inspect.iscoroutinefunction(plain), {"shows": shows_pictures(plain)}
-    interface = Interface(sorted(needed - {MESSAGES}), None if takes_any else named, is_async, 1, schema=shows)
-    return UserFunction(config.function.rpartition(":")[2], function, signature, interface)

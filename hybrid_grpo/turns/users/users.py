@@ -197,8 +197,10 @@ class ModelUser(User):
             self._complete([Request(self._ids([user_message(".")]), [0])], replace(self._sampling, max_tokens=1))
 
     def _complete(self, requests: list[Request], sampling: Sampling) -> list[list[Completion]]:
-        given = self._model, self._tokenizer, requests, sampling, self._config
-        return complete(*given, workspace=self._workspace)[0]
+        completions, _ = complete(
+            self._model, self._tokenizer, requests, sampling, self._config, workspace=self._workspace
+        )
+        return completions
 
     def answer(self, trajectory: Trajectory, turn: Turn, done: Callable[[Answer], None]) -> None:
         """Add the turn to those that wait for `speak`."""

@@ -20,6 +20,11 @@ def rollout_of(*completions: Completion) -> Rollout:
     return Rollout([Prompt(0, "?", [1] * 5, {})], list(completions), len(completions))
 
 
+def stage_flops(rollout: Rollout, cost: Cost) -> tuple[float, float, float]:
+    generate, read_P, train_P = flops.group_flops(rollout, cost)
+    return generate, float(read_P.sum()), float(train_P.sum())
+
+
 def test_the_stages_of_a_group_added_up_token_by_token():
     """Three tokens, and two behind each other with a tool's answer of four between; the prompt has five."""
     rollout = rollout_of(Completion([1] * 3, [], "stop"), Completion([1] * 2, [], "stop", given=((1, [7] * 4),)))
@@ -27,14 +32,14 @@ def test_the_stages_of_a_group_added_up_token_by_token():
     decoded = [range(6, 9), range(6, 12)]
     generate = 5 * (2000 + attend * 5) + sum(2000 + attend * n for tokens in decoded for n in tokens) + 5 * 600
     read = 5 * (2000 + attend * 5) + 3 * (2000 + attend * 8) + 6 * (2000 + attend * 11) + 5 * 600
-    assert flops.stage_flops(rollout, COST) == (generate, read, 3 * read)
+    assert stage_flops(rollout, COST) == (generate, read, 3 * read)
 
 
 def test_guests_are_not_sampled_and_what_is_not_learned_is_not_trained():
     own, guest = Completion([1] * 3, [], "stop"), Completion([1] * 3, [], "stop", writer="g", learned=False)
-    both, alone = (flops.stage_flops(rollout_of(*rows), COST) for rows in ((own, guest), (own,)))
+    both, alone = (stage_flops(rollout_of(*rows), COST) for rows in ((own, guest), (own,)))
     assert both == alone
-    assert flops.stage_flops(rollout_of(guest, guest), COST) == (0.0, 0.0, 0.0)
+    assert stage_flops(rollout_of(guest, guest), COST) == (0.0, 0.0, 0.0)
 
 
 def measured(monkeypatch, dtype: str, times: dict[str, float], peak: float | None = 1e6) -> dict[str, float]:
@@ -50,7 +55,7 @@ def measured(monkeypatch, dtype: str, times: dict[str, float], peak: float | Non
 
 def test_utilization_is_operations_a_second_over_the_peak(monkeypatch):
     times = {"time/generate_s": 0.5, "time/train_s": 0.25}
-    generate, read, train = flops.stage_flops(rollout_of(Completion([1] * 3, [], "stop")), COST)
+    generate, read, train = stage_flops(rollout_of(Completion([1] * 3, [], "stop")), COST)
     numbers = measured(monkeypatch, "bfloat16", {**times, "time/reference_s": 0.1})
     assert numbers == pytest.approx(
         {
@@ -98,9 +103,9 @@ def test_what_is_given_counts_for_the_completion_that_is_given_it():
     """Two prompts of two completions: an answer to the last one is read behind its own prompt."""
     plain = Completion([1] * 2, [], "stop")
     rows = [plain, plain, plain, replace(plain, given=((1, [7] * 4),))]
-    both = flops.stage_flops(Rollout([Prompt(n, "?", [1] * (1 + 4 * n), {}) for n in range(2)], rows, 2), COST)
+    both = stage_flops(Rollout([Prompt(n, "?", [1] * (1 + 4 * n), {}) for n in range(2)], rows, 2), COST)
     alone = [
-        flops.stage_flops(Rollout([Prompt(0, "?", [1] * (1 + 4 * n), {})], rows[2 * n : 2 * n + 2], 2), COST)
+        stage_flops(Rollout([Prompt(0, "?", [1] * (1 + 4 * n), {})], rows[2 * n : 2 * n + 2], 2), COST)
         for n in range(2)
     ]
     assert both == pytest.approx([sum(stage) for stage in zip(*alone, strict=True)])

@@ -79,6 +79,10 @@ def waited_for(condition):
         time.sleep(0.05)
 
 
+def has_ended(process):
+    return process._process.poll() is not None
+
+
 OFF = "wandb is off for the rest of this run: "
 
 
@@ -101,12 +105,12 @@ def test_a_tracker_that_fails_or_hangs_is_told_of_once_and_ends_alone(
     limit_s = {"init hangs": 5, "log hangs": 10}.get(fault, 300)
     process = TrackerProcess("wandb", folder, LogConfig(wandb="offline"), {}, limit_s=limit_s)
     if fault != "finish hangs":
-        waited_for(lambda: process.ended)
+        waited_for(lambda: has_ended(process))
     for _ in range(3):
         process.look()
     process.ask()
     process.close(4)
-    assert process.ended
+    assert has_ended(process)
     assert [line for line in capsys.readouterr().err.splitlines() if line] == [f"WARNING: {told}"]
 
 
@@ -124,7 +128,7 @@ def test_a_run_outlives_wandb_s_own_service_and_leaves_no_process(folder, tmp_pa
         child.kill()
     assert service
     write_lines(folder / "metrics.jsonl", [{"step": 3, "reward/mean": 0.75}])
-    waited_for(lambda: process.ended)
+    waited_for(lambda: has_ended(process))
     process.look()
     process.ask()
     process.close(60)

@@ -8,7 +8,7 @@ from run_folder import write_lines
 
 from hybrid_grpo.config import LogConfig
 from hybrid_grpo.records.trackers import process
-from hybrid_grpo.records.trackers.process import TrackerProcess, chosen_trackers
+from hybrid_grpo.records.trackers.process import TrackerProcess
 from hybrid_grpo.records.trackers.wandb import resolve_wandb_mode, run_id
 
 
@@ -39,10 +39,11 @@ def test_a_key_in_the_environment_is_an_account_and_the_start_says_where_texts_g
         assert told in out and bool(out) == bool(told)
 
 
-def test_disabled_wandb_starts_no_process(no_account):
+def test_disabled_wandb_starts_no_process(no_account, monkeypatch):
+    monkeypatch.setattr(process, "TrackerProcess", lambda name, *_: name)
     both = LogConfig(wandb="disabled", trackers=["wandb", "tensorboard"])
-    assert chosen_trackers(both) == ["tensorboard"]
-    assert chosen_trackers(LogConfig(wandb="offline")) == ["wandb"]
+    assert process.start_trackers(both, None, {}, -1) == ["tensorboard"]
+    assert process.start_trackers(LogConfig(wandb="offline"), None, {}, -1) == ["wandb"]
 
 
 def test_a_resumed_run_has_the_id_that_it_had_and_a_new_one_another(tmp_path):

@@ -3,10 +3,10 @@
 import functools
 import json
 import re
-import time
 from dataclasses import asdict, replace
 
 import pytest
+from partner_answers import answer, answers, tokens
 from paths import SUPPORT
 from tool_tokenizers import tool_tokenizer
 
@@ -18,9 +18,9 @@ from hybrid_grpo.generation import Request
 from hybrid_grpo.generation.journal import Journal
 from hybrid_grpo.rewards.loader import load_rewards
 from hybrid_grpo.rewards.scorer import Rewards
-from hybrid_grpo.turns.environments.instances import EnvironmentEntry, load_environment
+from hybrid_grpo.turns.environments.environments import rewards_of
+from hybrid_grpo.turns.environments.instances import EnvironmentEntry
 from hybrid_grpo.turns.partners import partners_of
-from hybrid_grpo.turns.rewards import rewards_of
 
 FILE = SUPPORT / "environments.py"
 NAMES = ["Counter", "Echo", "Wordle", "Owner", "Steps", "Gymnasium", "Bad"]
@@ -44,8 +44,7 @@ def partners(tokenizer):
 
 
 def prompt_of(tokenizer, number=0, **columns):
-    ids = tokenizer("Go.", add_special_tokens=False)["input_ids"]
-    return Prompt(number, PROMPT, ids, columns)
+    return Prompt(number, PROMPT, tokens(tokenizer, "Go."), columns)
 
 
 def call(name, **arguments):
@@ -57,7 +56,7 @@ def play(partners, tokenizer, prompt, turns, *, key=1, cut=False):
     partners.begin([Request(prompt.token_ids, [key], max_total_tokens=9999, prompt=prompt)])
     sampled, given, finish = [], [], None
     for number, text in enumerate(turns, 1):
-        ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        ids = [*tokens(tokenizer, text), tokenizer.eos_token_id]
         sampled += ids
         last = cut and number == len(turns)
         finish = partners.cut(key) if last else partners.ended(key, ids, room=1000)
@@ -68,16 +67,6 @@ def play(partners, tokenizer, prompt, turns, *, key=1, cut=False):
         given.append((len(sampled), finish))
     assert number == len(turns), "it ends with the last turn"
     return partners.finished(key, Completion(sampled, [0.0] * len(sampled), finish, text, tuple(given)))
-
-
-def answer(partners, key):
-    until = time.monotonic() + 120
-    while time.monotonic() < until:
-        if found := partners.answers(0.2):
-            [(of, said)] = found
-            assert of == key
-            return said
-    raise AssertionError("no answer")
 
 
 def said(completion):
@@ -223,14 +212,8 @@ def test_processes_have_a_bound_that_changes_nothing_of_what_environments_say_an
 
     def turn(partners, of, text):
         for key in of:
-            ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+            ids = [*tokens(tokenizer, text), tokenizer.eos_token_id]
             assert partners.ended(key, ids, room=1000) is None
-
-    def collected(partners, count):
-        found, until = {}, time.monotonic() + 120
-        while len(found) < count and time.monotonic() < until:
-            found |= dict(partners.answers(0.2))
-        return found
 
     draws = []
     for which, prompts in ((partners, opened), (many, first)):
@@ -239,17 +222,16 @@ def test_processes_have_a_bound_that_changes_nothing_of_what_environments_say_an
         )
         turn(which, keys, "go")
         waits = which is partners
-        answered = collected(which, 4 if waits else 5)
+        answered = answers(which, 4 if waits else 5)
         assert sorted(answered) == list(keys)[: 4 if waits else 5]
         said = {key: tokenizer.decode(ids) for key, ids in answered.items()}
         turn(which, [0], "bye")
-        ended = collected(which, 1)
-        assert ended[0] == "stop"
+        assert answer(which, 0) == "stop"
         which.finished(0, Completion([1], [0.0], "stop", "bye"))
         if waits:
-            said |= {key: tokenizer.decode(ids) for key, ids in collected(which, 1).items()}
+            said |= {key: tokenizer.decode(ids) for key, ids in answers(which).items()}
         turn(which, keys[1:], "go")
-        again = {key: tokenizer.decode(ids) for key, ids in collected(which, 4).items()}
+        again = {key: tokenizer.decode(ids) for key, ids in answers(which, 4).items()}
         processes = {re.search(r"(\d+) 0\.", text)[1] for text in (*said.values(), *again.values())}
         assert len(processes) == (2 if waits else 3)
         draws.append([re.search(r"0\.\d+", of[key])[0] for of in (said, again) for key in sorted(of)])
@@ -269,6 +251,17 @@ def test_an_opening_that_fails_is_counted_and_its_reason_is_printed(tokenizer, c
     assert "raised ValueError: no reset" in completion.episode.failure
     numbers = partners.numbers(Rollout(opened, [completion] * 4, 1))
     assert numbers["environment/openings_failed_frac"] == (0.25, 4) and numbers["environment/resets"] == (3, 1)
+
+
+@pytest.mark.process
+def test_a_method_that_raises_is_an_answer_and_a_process_that_ends_takes_the_environment_with_it(tokenizer):
+    """A new process of its seat would pay for an episode that never was."""
+    partners, [prompt] = opened_alone(tokenizer, "Leaves", [prompt_of(tokenizer)])
+    completion = play(partners, tokenizer, prompt, [call("do", how="raise"), "so"])
+    assert "error: ValueError: no luck" in said(completion)[0]
+    assert (completion.episode.failure, completion.episode.total) == (None, 1.0)
+    episode = play(partners, tokenizer, prompt, [call("do", how="exit")]).episode
+    assert (episode.failure, episode.total) == ("ended its process (exit status 5)", None)
 
 
 @pytest.mark.process
@@ -337,7 +330,7 @@ def test_what_came_of_an_environment_outlives_a_crash(tmp_path):
 )
 def test_a_class_that_is_no_environment_is_refused(place, message):
     with pytest.raises(UserError, match=rf"rollout\.environment .*{message}"):
-        load_environment(EnvironmentEntry(place), "rollout.environment")
+        EnvironmentEntry(place).load("rollout.environment")
 
 
 @pytest.mark.process

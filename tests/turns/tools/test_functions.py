@@ -7,14 +7,14 @@ from paths import SUPPORT
 from hybrid_grpo.config import TrainConfig, build
 from hybrid_grpo.config.building import dump, to_dict
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.turns.tools.functions import ToolEntry, load_tool
+from hybrid_grpo.turns.tools.functions import ToolEntry
 from hybrid_grpo.workers.calls import Call
 
 ADD = f"{SUPPORT / 'tools.py'}:add"
 
 
 def test_fixed_arguments_are_given_and_neither_told_nor_taken_from_the_model():
-    tool = load_tool(ToolEntry(ADD, {"b": 40}), "rollout.tools[0]")
+    tool = ToolEntry(ADD, {"b": 40}).load("rollout.tools[0]")
     told = tool.interface.schema["function"]["function"]["parameters"]
     assert (list(told["properties"]), told["required"]) == (["a"], ["a"])
     replies = [tool.reply(Call({"arguments": [given]}, [0])) for given in ({"a": 2}, {"a": 2, "b": 3}, {})]
@@ -24,7 +24,7 @@ def test_fixed_arguments_are_given_and_neither_told_nor_taken_from_the_model():
 
 def test_an_argument_that_the_function_does_not_have_is_refused():
     with pytest.raises(UserError, match=r"^rollout\.tools\[1\] .*:add: kwargs c: there is no such argument: known are"):
-        load_tool(ToolEntry(ADD, {"c": 1}), "rollout.tools[1]")
+        ToolEntry(ADD, {"c": 1}).load("rollout.tools[1]")
 
 
 def test_settings_of_tools_are_written_as_they_are_read_without_secrets():

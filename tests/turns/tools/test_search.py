@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.turns.tools.functions import ToolEntry, load_tool
+from hybrid_grpo.turns.tools.functions import ToolEntry
 from hybrid_grpo.turns.tools.search import passages_of, search_tool
 
 TEXTS = {
@@ -72,7 +72,7 @@ def test_passages_are_paragraphs_that_fit(text, letters, passages):
 
 
 def test_the_model_is_told_of_the_query_alone(folder):
-    tool = load_tool(ToolEntry("search", {"folder": str(folder)}), "rollout.tools[0]")
+    tool = ToolEntry("search", {"folder": str(folder)}).load("rollout.tools[0]")
     assert list(tool.interface.schema["function"]["function"]["parameters"]["properties"]) == ["query"]
 
 
@@ -95,10 +95,10 @@ def test_what_cannot_be_searched_is_refused(folder, monkeypatch, kwargs, message
         (folder / name / "a.txt").write_bytes(content)
     (folder / "empty").mkdir()
     with pytest.raises(UserError, match=rf"^rollout\.tools\[0\] search: {message}"):
-        load_tool(ToolEntry("search", kwargs), "rollout.tools[0]")
+        ToolEntry("search", kwargs).load("rollout.tools[0]")
 
 
 def test_without_the_library_it_says_what_to_install(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "bm25s", None)
     with pytest.raises(UserError, match=r"search needs bm25s.*pip install 'hybrid_grpo\[search\]'"):
-        load_tool(ToolEntry("search", {"folder": str(folder)}), "rollout.tools[0]")
+        ToolEntry("search", {"folder": str(folder)}).load("rollout.tools[0]")

@@ -1,11 +1,11 @@
 """Users without a policy: the turns of the model are written here."""
 
 import re
-import time
 
 import pytest
 import torch
 from cuda_graphs import Captures
+from partner_answers import answers, tokens
 from paths import SUPPORT
 from tiny_models import build, tiny_config
 from tool_tokenizers import FAMILIES, tool_tokenizer
@@ -18,7 +18,7 @@ from hybrid_grpo.model.loading import load_tokenizer
 from hybrid_grpo.turns.partners import Partners
 from hybrid_grpo.turns.template import assistant_message, user_message
 from hybrid_grpo.turns.trajectory import Answer
-from hybrid_grpo.turns.users.functions import UserEntry, load_user
+from hybrid_grpo.turns.users.functions import UserEntry
 from hybrid_grpo.turns.users.users import ModelUser, ScriptedUser, exchanged
 
 PLAYED = SUPPORT / "played_users.py"
@@ -37,18 +37,6 @@ def began(config, user, family, *rows, **more):
     prompts = [Prompt(key, [user_message(columns["asked"])], [1], columns) for key, columns in enumerate(rows)]
     partners.begin([Request([1], [key], prompt=prompt) for key, prompt in enumerate(prompts)])
     return tokenizer, partners
-
-
-def tokens(tokenizer, text):
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def answers(partners, count):
-    """As many answers, by key."""
-    found, until = {}, time.monotonic() + 60
-    while len(found) < count and time.monotonic() < until:
-        found.update(partners.answers(0.2))
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -143,16 +131,6 @@ def test_without_room_for_another_turn_the_conversation_is_cut(reader):
         assert partners.ended(0, [*tokens(tokenizer, "c"), tokenizer.eos_token_id], room=0) == finish
 
 
-def test_behind_the_last_turn_the_conversation_is_over_and_not_cut(reader):
-    config = played("reads_out")
-    tokenizer, partners = began(config, reader, "hermes", {"asked": "a", "words": ["b"] * 9})
-    turn = [*tokens(tokenizer, "c"), tokenizer.eos_token_id]
-    for _ in range(config.max_turns - 1):
-        assert partners.ended(0, turn, room=50) is None
-        assert isinstance(answers(partners, 1)[0], list)
-    assert partners.ended(0, turn, room=50) == "stop"
-
-
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -163,7 +141,7 @@ def test_behind_the_last_turn_the_conversation_is_over_and_not_cut(reader):
 )
 def test_a_function_that_is_no_user_is_refused(function, message):
     with pytest.raises(UserError, match=rf"^rollout\.user {re.escape(function)}.*{message}"):
-        load_user(UserEntry(function), "rollout.user")
+        UserEntry(function).load("rollout.user")
 
 
 def test_columns_that_are_missing_are_named(reader, model_folder):

@@ -2,7 +2,7 @@
 
 from hybrid_grpo.data.episodes import Episode
 from hybrid_grpo.rewards.scorer import EPISODES
-from hybrid_grpo.turns.rewards import _score
+from hybrid_grpo.turns.environments.environments import _score
 from hybrid_grpo.workers.calls import Call
 
 EPISODES_OF_A_STEP = [
