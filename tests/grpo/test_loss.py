@@ -21,10 +21,7 @@ SURROGATES = [
     {"surrogate": "clip", "epsilon_low": 0.9, "epsilon_high": 0.05},
     {"surrogate": "cispo"},
 ]
-KLS = [
-    {},
-    *({"kl_estimator": k, "kl_unbiased": unbiased} for k in ("k1", "k2", "k3") for unbiased in (False, True)),
-]
+KLS = [{}, *({"kl_estimator": k, "kl_unbiased": unbiased} for k in ("k1", "k2", "k3") for unbiased in (False, True))]
 
 
 def unchecked(**options):
