@@ -31,6 +31,6 @@ class Knowing(Drafter):
             room -= len(drafts[-1])
         return drafts if any(drafts) else []
 
-    def checked(self, sequence: Sequence, drafted: int, held: int) -> None:
+    def verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         self.drafted += drafted
-        self.held += held
+        self.accepted += accepted
