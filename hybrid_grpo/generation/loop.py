@@ -312,11 +312,13 @@ def _decoder(
         states_take_drafts(model, small)
     reserved = partial(_reserved, model, geometry, capture is not None)
     new_cache = partial(cache_for, geometry, page, cache_gb, device, prefill_tokens, reserved, waiting=waiting)
-    shifts = sight is not None and sight.axes > 1
+    has_offsets = sight is not None and sight.axes > 1
     if workspace is not None and capture is not None:
-        return workspace.decoder(model, sampling, longest[0], new_cache, capture, shifts=shifts)
+        return workspace.decoder(model, sampling, longest[0], new_cache, capture, has_offsets=has_offsets)
     cache = new_cache(longest, slots)
-    decoder = Decoder(model, cache, sampling, cache.slots, cache.pages_for(longest[0]), capture, shifts=shifts)
+    decoder = Decoder(
+        model, cache, sampling, cache.slots, cache.pages_for(longest[0]), capture, has_offsets=has_offsets
+    )
     if capture is not None and cache.states:
         # A capture runs a forward once more, which would change the states of sequences.
         decoder.capture_all()
