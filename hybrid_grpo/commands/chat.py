@@ -50,14 +50,14 @@ def run(arguments: list[str]) -> None:
     """Parse the arguments, load the model and chat until the input ends, or until the output's reader closes it."""
     name, options = leading_argument(arguments, f"{COMMAND} [--chat.system TEXT] [options]")
     defaults = options_of_run(name) if is_run(name) else ["--policy.model", name] if name else []
-    given = [*defaults, *options]
-    config = parse(ChatConfig, given, COMMAND).config
+    arguments = [*defaults, *options]
+    config = parse(ChatConfig, arguments, COMMAND).config
     check_chat(config, int(os.environ.get("WORLD_SIZE", "1")))
     if not is_run(name):
         from hybrid_grpo.model.limits import own_sampling
 
         own = [f"--rollout.{setting}={value}" for setting, value in own_sampling(str(config.policy.model)).items()]
-        config = parse(ChatConfig, [*own, *given], COMMAND).config
+        config = parse(ChatConfig, [*own, *arguments], COMMAND).config
     with reader_may_leave():
         terminal = _Terminal(*_loaded(config))
         # From here on Ctrl-C is for the conversation.

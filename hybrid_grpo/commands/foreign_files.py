@@ -90,13 +90,13 @@ def _of_shell(text: str) -> dict[str, Any]:
     while words:
         word = words.pop(0)
         name, equals, value = word.lstrip("+-").partition("=")
-        given = [_expanded(value, variables)] if equals else []
+        raw = [_expanded(value, variables)] if equals else []
         if equals and not word.startswith("--") and "." not in name:
-            variables[name] = given[0]
+            variables[name] = raw[0]
         elif name and (equals or word.startswith("--")):
-            while not equals and words and (not _LAST.fullmatch(words[0]) or (not given and words[0].endswith(".py"))):
-                given.append(_expanded(words.pop(0), variables))
-            values = [read_value(part) for part in given]
+            while not equals and words and (not _LAST.fullmatch(words[0]) or (not raw and words[0].endswith(".py"))):
+                raw.append(_expanded(words.pop(0), variables))
+            values = [read_value(part) for part in raw]
             names[name] = values[0] if len(values) == 1 else values or True
     launch = ("NPROC_PER_NODE", "NNODES", "CUDA_VISIBLE_DEVICES")
     return names and {**names, **{name: read_value(variables[name]) for name in launch if name in variables}}

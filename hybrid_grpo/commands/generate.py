@@ -54,8 +54,8 @@ def _options(arguments: list[str]) -> tuple[list[str], str | None]:
     name, options = leading_argument(arguments, f"{COMMAND} [options]", optional=True)
     if not is_run(name):
         return ["--policy.model", name, *options] if name else options, prompt
-    given = any(option.partition("=")[0] in ("--data.path", "--data.task") for option in options)
-    prompts = [] if given else ["--data.path", "", "--data.task", "null"]
+    has_data = any(option.partition("=")[0] in ("--data.path", "--data.task") for option in options)
+    prompts = [] if has_data else ["--data.path", "", "--data.task", "null"]
     return [*options_of_run(name), *prompts, *options], prompt
 
 

@@ -43,12 +43,12 @@ def port(path: Path, gpus: int = 0) -> str:
     framework, command, names = read_foreign(path)
     cls = _CLASSES[command]
     seen = len(str(names.pop("CUDA_VISIBLE_DEVICES", "")).strip(",").split(","))
-    given = {**conversions()["defaults"].get(framework, {}), **names}
-    found = (formula(text, given) for text in conversions()["formulas"]["processes"])
+    foreign = {**conversions()["defaults"].get(framework, {}), **names}
+    found = (formula(text, foreign) for text in conversions()["formulas"]["processes"])
     gpus = gpus or next((number for number in found if type(number) is int), seen)
-    settings, left = _converted(framework, given, cls)
+    settings, left = _converted(framework, foreign, cls)
     settings |= _sources(settings.pop("data.path", []))
-    _compute(settings, left, {**given, "rows": settings.get("data.limit"), "processes": gpus}, cls)
+    _compute(settings, left, {**foreign, "rows": settings.get("data.limit"), "processes": gpus}, cls)
     if command == "train":
         settings["rewards"] = _rewards(names)
     settings, refused = _accepted(settings, cls)
@@ -61,13 +61,13 @@ def port(path: Path, gpus: int = 0) -> str:
     return "\n".join([head, recipe, *(["# What is left of it:"] if lines else []), *lines])
 
 
-def _converted(framework: str, given: Settings, cls: Any) -> tuple[Settings, dict[str, str]]:
+def _converted(framework: str, foreign: Settings, cls: Any) -> tuple[Settings, dict[str, str]]:
     """Return our settings by dotted name, and the names that have none, each with what to do instead."""
     settings: Settings = {}
     several: Settings = {}
     left: dict[str, str] = {}
     known = setting_names(cls)
-    for name, value in given.items():
+    for name, value in foreign.items():
         if value in (None, "None", "null") or name in _REWARDS:
             continue
         here = name_here(name, framework) or (name if name in known else "unknown here")

@@ -137,8 +137,8 @@ class Completion:
         """All tokens after the prompt as the model reads them, including the given ones."""
         ids: list[int] = []
         begin = 0
-        for end, given in self.given:
-            ids += self.token_ids[begin:end] + given
+        for end, inserted in self.given:
+            ids += self.token_ids[begin:end] + inserted
             begin = end
         return ids + self.token_ids[begin:]
 

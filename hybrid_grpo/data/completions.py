@@ -73,10 +73,10 @@ def _group(number: int, row: Row, where: str, config: DataConfig, tokenizer: Any
     column = one if row.get(one) is not None else many
     if row.get(column) is None:
         raise UserError(f"{of_completion}: {where} has neither {one} nor {many}: {did_you_mean(one, row)}")
-    given = _texts_and_chats(row[column], f"{column}: {where}")
+    found = _texts_and_chats(row[column], f"{column}: {where}")
     columns = {name: value for name, value in row.items() if name not in (prompt_column, one, many)}
     if column == one and _is_conversation(columns.get("messages")):
-        given = [(given[0][0], columns.pop("messages"))]
+        found = [(found[0][0], columns.pop("messages"))]
     if isinstance(columns.get("columns"), dict | None):
         columns |= columns.pop("columns", None) or {}
     # Prompts written by `generate` and by runs already start with the recipe's system message.
@@ -84,19 +84,19 @@ def _group(number: int, row: Row, where: str, config: DataConfig, tokenizer: Any
         {"role": "system", "content": config.system_prompt}
     ]
     text = prompt_text(row, where, replace(config, system_prompt=None) if has_system else config)
-    completions = [Completion(_tokens(text, tokenizer), [], "stop", text, (), tuple(chat)) for text, chat in given]
+    completions = [Completion(_tokens(text, tokenizer), [], "stop", text, (), tuple(chat)) for text, chat in found]
     return Rollout([Prompt(number, text, [], columns)], completions, len(completions))
 
 
 def _texts_and_chats(value: Any, where: str) -> list[tuple[str, list[Message]]]:
     several = isinstance(value, list) and bool(value) and not isinstance(value[0], dict)
     found = []
-    for given in value if several else [value]:
-        is_chat = isinstance(given, list) and bool(given) and isinstance(given[-1], dict)
-        text = given[-1].get("content") if is_chat and given[-1].get("role") == "assistant" else given
+    for item in value if several else [value]:
+        is_chat = isinstance(item, list) and bool(item) and isinstance(item[-1], dict)
+        text = item[-1].get("content") if is_chat and item[-1].get("role") == "assistant" else item
         if not isinstance(text, str):
-            raise UserError(f"{where} has {given!r:.40}: give text, or a chat that ends with the assistant's message")
-        found.append((text, given if is_chat else []))
+            raise UserError(f"{where} has {item!r:.40}: give text, or a chat that ends with the assistant's message")
+        found.append((text, item if is_chat else []))
     return found
 
 

@@ -131,21 +131,21 @@ def _source(value: Any, folder: Path | None, where: str) -> tuple[str | None, by
         return None, written.getvalue(), f"of {where}"
     if not isinstance(value, str | Path) or not str(value):
         raise UserError(f"{where} has {value!r:.40} in the place of a picture: give a path or a file's bytes")
-    given = str(value)
+    text = str(value)
     refuse(
-        given.startswith(("http:", "https:", "data:")),
-        f"{where}: the picture {given:.60} is an address, and none are fetched: download it, and give its path",
+        text.startswith(("http:", "https:", "data:")),
+        f"{where}: the picture {text:.60} is an address, and none are fetched: download it, and give its path",
     )
-    path = Path(given.removeprefix("file://"))
+    path = Path(text.removeprefix("file://"))
     if not path.is_absolute():
         base = (folder or Path()).resolve()
         path = (base / path).resolve()
         refuse(
             not path.is_relative_to(base),
-            f"{where}: the picture {given} lies outside the folder of its data, {base}: copy it there, or give its"
+            f"{where}: the picture {text} lies outside the folder of its data, {base}: copy it there, or give its"
             " absolute path",
         )
-    return str(path), None, given
+    return str(path), None, text
 
 
 def _contents(path: Path, where: str, name: str) -> bytes:

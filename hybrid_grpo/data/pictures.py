@@ -273,8 +273,7 @@ def check_vision(policy: PolicyConfig, album: ImageStore | None) -> None:
 def trained_sight_of(
     album: ImageStore | None, policy: PolicyConfig, lora: LoraConfig | None, seed: int
 ) -> TrainedVisionEncoder:
-    """Return what sees the pictures of an album and is trained; see `TrainedVisionEncoder`. Raises UserError without
-    one."""
+    """Return what sees the pictures of an album and is trained. Raises UserError without one."""
     check_vision(policy, album)
     assert album is not None
     tower, cache_bytes = load_tower(policy), _cache_bytes(policy)

@@ -172,9 +172,9 @@ def _read_all(
         tokenizer.chat_template = album.template
     if not shared:
         return list(map(read, range(len(rows))))
-    given = (json.dumps(row[config.prompt_column], default=_kind, skipkeys=True) for row in rows)
+    lines = (json.dumps(row[config.prompt_column], default=_kind, skipkeys=True) for row in rows)
     refuse(
-        len(set(all_gather_objects((len(rows), of_texts(given) if world_size() > 1 else "")))) > 1,
+        len(set(all_gather_objects((len(rows), of_texts(lines) if world_size() > 1 else "")))) > 1,
         f"{source}: not all ranks read the same prompts: give every machine the same data",
     )
     # Columns, which every rank has, are not sent.
@@ -235,10 +235,10 @@ def read_prompt(
         if tokenizer.chat_template is None:
             tokenizer.chat_template = seen[0].template
     if isinstance(text, list) or config.chat_template == "always" or (pictures and config.chat_template == "auto"):
-        given, chat = prompt_text_of(tokenizer), _as_chat(text)
+        texts, chat = prompt_text_of(tokenizer), _as_chat(text)
         chat = placed(chat, len(pictures)) if pictures else chat
-        chat = [m if m["role"] in _TRUSTED else {**m, "content": given.marked(m["content"])} for m in chat]
-        token_ids = encode(_apply_template(chat, where, config, tokenizer), encode=given.ids)
+        chat = [m if m["role"] in _TRUSTED else {**m, "content": texts.marked(m["content"])} for m in chat]
+        token_ids = encode(_apply_template(chat, where, config, tokenizer), encode=texts.ids)
     else:
         token_ids = encode(text, encode=partial(text_ids, tokenizer))
     if not token_ids:
@@ -301,7 +301,7 @@ def _as_chat(text: str | list[Message]) -> list[Message]:
     return [{"role": "user", "content": text}] if isinstance(text, str) else text
 
 
-def check_template_kwargs(given: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+def check_template_kwargs(kwargs: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise UserError for variables that the template does not read, or that it always receives."""
     from jinja2 import Environment, TemplateError, meta
 
@@ -313,7 +313,7 @@ def check_template_kwargs(given: dict[str, Any], tokenizer: PreTrainedTokenizerB
     except TemplateError:
         return  # reported where the template is applied
     known = meta.find_undeclared_variables(syntax) - _GIVEN_TO_TEMPLATES - set(tokenizer.special_tokens_map)
-    for name in given:
+    for name in kwargs:
         refuse(
             name not in known,
             f"data.chat_template_kwargs {name}: the tokenizer's chat template reads no such variable:"

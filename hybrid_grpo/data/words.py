@@ -38,11 +38,11 @@ def language_codes() -> frozenset[str]:
     return frozenset(code for code, _ in py3langid.rank(""))
 
 
-def language_code(given: Any) -> str:
+def language_code(name: Any) -> str:
     """Return the code of a language that is given as `en`, `EN` or `en-US`; raise ValueError for anything else."""
-    code = str(given).lower().partition("-")[0]
+    code = str(name).lower().partition("-")[0]
     if code not in language_codes():
-        raise ValueError(f"{given!r} is not the code of a language: write a code of ISO 639-1, such as en, de or zh")
+        raise ValueError(f"{name!r} is not the code of a language: write a code of ISO 639-1, such as en, de or zh")
     return code
 
 

@@ -17,7 +17,7 @@ from hybrid_grpo.generation.sequence import Sequence
 from hybrid_grpo.generation.state_drafts import states_take_drafts
 from hybrid_grpo.model.upload import upload
 
-_TOKEN, _POSITION, _COUNT, _KEY, _ACTIVE, _SHIFT, _NEXT = range(7)
+_TOKEN, _POSITION, _COUNT, _KEY, _ACTIVE, _OFFSET, _NEXT = range(7)
 _SHORT = 128
 """Up to this many entries of a sequence, reading is faster by the kernel that decodes than by a forward on a CPU."""
 _SAMPLINGS = 4
@@ -27,7 +27,7 @@ _SAMPLINGS = 4
 class Decoder:
     """Up to `slots` sequences on the device, of at most `width` pages each; slots 0 to n - 1 are active.
 
-    With `shifts`, positions that are encoded may differ from those in the cache, as behind pictures.
+    With `has_offsets`, positions that are encoded may differ from those in the cache, as after pictures.
 
     `capture`, if given, captures steps as CUDA graphs: the forward, which serves any sampling, and the choice of tokens
     for each sampling. Between two steps the host then adds pages to the table, rarely, and copies what was chosen.
@@ -47,10 +47,10 @@ class Decoder:
         width: int,
         capture: Capture | None = None,
         *,
-        shifts: bool = False,
+        has_offsets: bool = False,
     ) -> None:
         self.cache, self._model, self._device, self._capture = cache, model, cache.device, capture
-        self._shifts = shifts
+        self._has_offsets = has_offsets
         self._fused: Any = fused_step(model, cache)
         self._state_7n = torch.zeros(7, slots, dtype=torch.int64, device=self._device)
         self._table_nw = torch.zeros(slots, width, dtype=torch.int32, device=self._device)
@@ -199,7 +199,7 @@ class Decoder:
         """Return logits_nV of slots 0 to n - 1, of at most `read` pages each, in `out` where the step can write to it.
         Only the cache changes, at each slot's position."""
         token_n, position_n, table_nw = self._state_7n[_TOKEN, :n], self._state_7n[_POSITION, :n], self._table_nw[:n]
-        rotary_n = position_n + self._state_7n[_SHIFT, :n] if self._shifts else position_n
+        rotary_n = position_n + self._state_7n[_OFFSET, :n] if self._has_offsets else position_n
         next_n = self._state_7n[_NEXT, :n] if self.cache.states else None
         rows = Rows(token_n, table_nw, position_n, read, rotary_n, next_n)
         if self._fused is not None:

@@ -34,7 +34,7 @@ _READ = 2000
 _MOST_ENTRIES = 1 << 20
 """Maximum number of tokens in the index, of about 150 bytes each; beyond, only tokens of sequences with drafts."""
 _MOST_PLACES = 1 << 32
-"""More than a text has tokens."""
+"""An upper bound on the length of a text."""
 _GAIN = 1.05
 """Drafts are used if a step is expected to give this many times the tokens per second of a step without drafts."""
 _BEST, _SURE = 0.8, 0.98

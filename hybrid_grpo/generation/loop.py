@@ -312,11 +312,13 @@ def _decoder(
         states_take_drafts(model, small)
     reserved = partial(_reserved, model, geometry, capture is not None)
     new_cache = partial(cache_for, geometry, page, cache_gb, device, prefill_tokens, reserved, waiting=waiting)
-    shifts = sight is not None and sight.axes > 1
+    has_offsets = sight is not None and sight.axes > 1
     if workspace is not None and capture is not None:
-        return workspace.decoder(model, sampling, longest[0], new_cache, capture, shifts=shifts)
+        return workspace.decoder(model, sampling, longest[0], new_cache, capture, has_offsets=has_offsets)
     cache = new_cache(longest, slots)
-    decoder = Decoder(model, cache, sampling, cache.slots, cache.pages_for(longest[0]), capture, shifts=shifts)
+    decoder = Decoder(
+        model, cache, sampling, cache.slots, cache.pages_for(longest[0]), capture, has_offsets=has_offsets
+    )
     if capture is not None and cache.states:
         # A capture runs a forward once more, which would change the states of sequences.
         decoder.capture_all()
@@ -343,7 +345,6 @@ def generate(
     sight: VisionEncoder | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """Return the completions of every request, in the order of `requests` and their keys, and statistics of the call.
-
     Raises UserError if `cache_gb`, or the free memory, cannot hold the longest single sequence.
 
     Args:
@@ -370,11 +371,9 @@ def generate(
     sequences = sequences_of(requests, sampling, sight)
     has_limits = all(request.max_total_tokens for request in requests)
     assert turns is None or (should_stop is None and has_limits), "turns end, and have a limit in all"
-    longest = lengths_of(sequences, several_turns=turns is not None)
-    slots, waiting = min(max_slots, len(longest)), turns is not None
-    decoder = _decoder(
-        model, sampling, longest, slots, prefill_tokens, cache_gb, workspace, waiting=waiting, sight=sight
-    )
+    longest = lengths_of(sequences, several_turns=(many := turns is not None))
+    slots = min(max_slots, len(longest))
+    decoder = _decoder(model, sampling, longest, slots, prefill_tokens, cache_gb, workspace, waiting=many, sight=sight)
     groups = chain.from_iterable(map(groups_of, sequences))
     schedule = Scheduler(decoder.cache, groups, min(slots, decoder.slots), decoder.page_lookahead)
     callbacks = Callbacks(on_finish, on_step, on_token, decode, turns, should_stop)

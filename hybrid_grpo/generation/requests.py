@@ -1,4 +1,4 @@
-"""What is asked of a call of `generate`, as the sequences that its loop decodes."""
+"""The requests of a call of `generate`, and the sequences that its loop decodes for them."""
 
 import sys
 from collections import deque

@@ -104,8 +104,7 @@ class Sequence:
     experts: np.ndarray | None = None
     """The experts of its tokens when it lost its pages, [tokens, layers, k]."""
     position_offset: int = 0
-    """How far encoded positions behind what was read are ahead of those in the cache; see
-    `VisionEncoder.position_offset`."""
+    """How far encoded positions after what was read are ahead of those in the cache."""
     resumed_from: Completion | None = None
     """The completion with the tokens that an earlier call has sampled; `tokens` is the prompt alone at first."""
 

@@ -30,11 +30,11 @@ class Workspace:
         new_cache: Callable[[list[int], int], PagedCache],
         capture: Capture,
         *,
-        shifts: bool,
+        has_offsets: bool,
     ) -> Decoder:
         """Return the decoder for a call whose longest sequence has `longest` tokens, with all pages and slots free.
-        `new_cache` makes a cache, given the lengths of the sequences and the number of slots; for `shifts`, the same in
-        every call, see `Decoder`."""
+        `new_cache` makes a cache, given the lengths of the sequences and the number of slots; for `has_offsets`, the
+        same in every call, see `Decoder`."""
         if longest > self.tokens:
             # The memory is given back first: the new cache may need it.
             self.tokens, self._decoder = longest, None
@@ -47,7 +47,9 @@ class Workspace:
         # The memory of the old graphs is given back before the new ones take theirs.
         self._decoder = kept = None
         cache.clear()
-        decoder = Decoder(model, cache, sampling, cache.slots, cache.pages_for(self.tokens), capture, shifts=shifts)
+        decoder = Decoder(
+            model, cache, sampling, cache.slots, cache.pages_for(self.tokens), capture, has_offsets=has_offsets
+        )
         decoder.capture_all()
         self._decoder, self._weights = decoder, weights
         return decoder

@@ -209,21 +209,21 @@ def ragged_attention(
     return kernel((query.contiguous(), key.contiguous(), value.contiguous(), *begins, *longest), options)
 
 
-def _flash(given: tuple[Any, ...], options: Options) -> Tensor:
+def _flash(inputs: tuple[Any, ...], options: Options) -> Tensor:
     scale, window, softcap, sinks = options
     assert sinks is None, "flash-attn's backward is not used with sinks"
     seen = (window - 1, 0) if window else (-1, -1)
-    out: Tensor = flash_attn_varlen_func(*given, softmax_scale=scale, causal=True, window_size=seen, softcap=softcap)
+    out: Tensor = flash_attn_varlen_func(*inputs, softmax_scale=scale, causal=True, window_size=seen, softcap=softcap)
     return out
 
 
-def _varlen(given: tuple[Any, ...], options: Options) -> Tensor:
+def _varlen(inputs: tuple[Any, ...], options: Options) -> Tensor:
     scale, window, softcap, sinks = options
     assert not softcap, "torch's kernel has no soft caps"
     if sinks is not None:
-        out: Tensor = _VarlenWithSinks.apply(*given, scale, window, sinks)
+        out: Tensor = _VarlenWithSinks.apply(*inputs, scale, window, sinks)
         return out
-    return varlen_kernel()(*given, **_varlen_options(scale, window))
+    return varlen_kernel()(*inputs, **_varlen_options(scale, window))
 
 
 def _varlen_options(scale: float, window: int) -> dict[str, Any]:
@@ -243,8 +243,8 @@ class _VarlenWithSinks(torch.autograd.Function):
     softmax from the output: both are exact if both include the sinks."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *given: Any) -> Tensor:
-        *ragged, scale, window, sinks = given
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
+        *ragged, scale, window, sinks = args
         ctx.ragged, options = ragged, _varlen_options(scale, window)
         ctx.scale, ctx.window = scale, options["window_size"]
         out, lse_HN = varlen_kernel()(query, key, value, *ragged, return_aux=log_sum_exp(), **options)

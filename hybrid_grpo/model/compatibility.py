@@ -45,8 +45,8 @@ def check_compatible(
         f" {setting.partition('.')[0]} of the same family of models{or_else}",
     )
     packs, policy_packs = (
-        training_attention(given, loaded) == ATTENTION
-        for given, loaded in ((own, model_config), (own, load_config(policy.model)))
+        training_attention(chosen, loaded) == ATTENTION
+        for chosen, loaded in ((own, model_config), (own, load_config(policy.model)))
     )
     refuse(
         packs != policy_packs,

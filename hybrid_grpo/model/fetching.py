@@ -23,9 +23,9 @@ def whole_layers(model: Any) -> list[nn.Module]:
     return layers
 
 
-def _with_gradient(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def _with_gradient(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Let the input of a layer have a gradient, although what is before it does not train or is cut off: DeepSpeed
     reduces the gradients of a whole layer when that of its input is known, which without one is too early."""
-    if not torch.is_grad_enabled() or not given or not isinstance(given[0], Tensor) or given[0].requires_grad:
+    if not torch.is_grad_enabled() or not inputs or not isinstance(inputs[0], Tensor) or inputs[0].requires_grad:
         return None
-    return given[0].detach().requires_grad_(), *given[1:]
+    return inputs[0].detach().requires_grad_(), *inputs[1:]

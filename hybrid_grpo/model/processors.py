@@ -44,8 +44,10 @@ def without_videos(kind: Any) -> Any:
 
     parts = {"tokenizer": AutoTokenizer, "image_processor": AutoImageProcessor}
 
-    def arguments(cls: Any, name: str, processor_dict: Any = None, **given: Any) -> list[Any]:
-        return [parts[part].from_pretrained(name, **given) if part in parts else None for part in cls.get_attributes()]
+    def arguments(cls: Any, name: str, processor_dict: Any = None, **options: Any) -> list[Any]:
+        return [
+            parts[part].from_pretrained(name, **options) if part in parts else None for part in cls.get_attributes()
+        ]
 
     def check(self: Any, name: str, argument: Any) -> Any:
         return None if argument is None else kind.check_argument_for_proper_class(self, name, argument)

@@ -38,7 +38,7 @@ class TowerWeights(nn.Module):
         return torch.stack([(weight * gradient).sum() for weight, gradient in pairs]).sum()
 
 
-def _require_gradient(module: nn.Module, given: Any, embeds: Tensor) -> None:
+def _require_gradient(module: nn.Module, inputs: Any, embeds: Tensor) -> None:
     if torch.is_grad_enabled():
         embeds.requires_grad_()
 
@@ -54,8 +54,8 @@ class SeeingModel(LogprobModel):
         # on all ranks, which gather the weights of the layers on the way together.
         text_of(model).get_input_embeddings().register_forward_hook(_require_gradient)
 
-    def forward(self, *given: Any) -> Any:
-        return self.tower(given[0]) if isinstance(given[0], list) else super().forward(*given)
+    def forward(self, *args: Any) -> Any:
+        return self.tower(args[0]) if isinstance(args[0], list) else super().forward(*args)
 
 
 class TrainedVisionEncoder(VisionEncoder):

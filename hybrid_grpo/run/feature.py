@@ -204,11 +204,11 @@ class Features:
 
     def write(self, prompts: Sequence[Prompt], step: int, beat: Callable[[], None]) -> dict[int, Completion]:
         """Return the completions that features supply, by the keys of their random streams."""
-        given: dict[int, Completion] = {}
+        off_policy: dict[int, Completion] = {}
         for feature in self._with("write"):
             with self._timed(feature):
-                given |= feature.write(prompts, step, beat)
-        return given
+                off_policy |= feature.write(prompts, step, beat)
+        return off_policy
 
     def measure(self, rollout: Rollout, scores: Scores) -> Numbers:
         """Return the features' metrics of a rollout and its scores."""
@@ -285,8 +285,8 @@ class Term:
         if not heads:
             return None
 
-        def all_heads(*given: Any) -> tuple[Tensor, ...]:
-            found = [head(*given) for head in heads]
+        def all_heads(*args: Any) -> tuple[Tensor, ...]:
+            found = [head(*args) for head in heads]
             self._counts = list(map(len, found))
             return tuple(tensor for part in found for tensor in part)
 
@@ -310,7 +310,7 @@ def make_features(
 ) -> list[Feature]:
     """Return the features of a run, the user's own last. Raise UserError if a feature does not fit the run."""
     given_here = config.features if isinstance(config, TrainConfig) else []
-    own = [(f"features {function_text(given)}", _own(given)) for given in given_here]
+    own = [(f"features {function_text(feature)}", _own(feature)) for feature in given_here]
     classes = [feature.load() for feature in config.active_features]
     features: list[Feature] = [make(config, plan, inputs) for make in classes if make is not None]
     for setting, make in own:
@@ -334,5 +334,5 @@ _STATES = {"loader", "kl"}
 """Names of the core's own parts of a checkpoint."""
 
 
-def _own(given: str | Callable[..., Any]) -> Callable[..., Any]:
-    return import_object(given, f"features {given}") if isinstance(given, str) else given
+def _own(feature: str | Callable[..., Any]) -> Callable[..., Any]:
+    return import_object(feature, f"features {feature}") if isinstance(feature, str) else feature

@@ -40,17 +40,17 @@ def adopt_rank() -> None:
             del os.environ[name]
     _check_accelerator()
     _check_numbers()
-    given = [name for name in _RANK if name in os.environ]
-    if "RANK" in given or "WORLD_SIZE" in given:
-        missing = [name for name in _RANK if name not in given]
+    named = [name for name in _RANK if name in os.environ]
+    if "RANK" in named or "WORLD_SIZE" in named:
+        missing = [name for name in _RANK if name not in named]
         refuse(
             bool(missing) and os.environ.get("WORLD_SIZE", "2") != "1",
-            f"{', '.join(given)} without {', '.join(missing)}: the environment describes ranks only in part: start with"
+            f"{', '.join(named)} without {', '.join(missing)}: the environment describes ranks only in part: start with"
             " deepspeed, torchrun, srun or mpirun, or unset these variables",
         )
         if missing:
             # A rank that is alone: the engine forms a group of one.
-            for name in given:
+            for name in named:
                 del os.environ[name]
         return
     for starter, names in _STARTERS.items():
@@ -75,10 +75,10 @@ def adopt_rank() -> None:
 
 def _check_accelerator() -> None:
     """Refuse a name that DeepSpeed does not know, or a device that the rest of this package does not know."""
-    given = os.environ.get("DS_ACCELERATOR", "cpu")
+    named = os.environ.get("DS_ACCELERATOR", "cpu")
     refuse(
-        given not in ("cpu", "cuda"),
-        f"DS_ACCELERATOR {given!r} in the environment must be cpu or cuda: set it to one of them, or unset it",
+        named not in ("cpu", "cuda"),
+        f"DS_ACCELERATOR {named!r} in the environment must be cpu or cuda: set it to one of them, or unset it",
     )
 
 

@@ -146,11 +146,7 @@ class Ranks:
 
 
 def start(
-    arguments: list[str],
-    cwd: Path,
-    environment: dict[str, str],
-    streams: Sequence[Path],
-    executable: str | None = None,
+    arguments: list[str], cwd: Path, environment: dict[str, str], streams: Sequence[Path], executable: str | None = None
 ) -> BaseProcess:
     """A fork that is `python ARGUMENTS`.
 
@@ -172,11 +168,7 @@ def start(
 
 
 def _main(
-    arguments: list[str],
-    cwd: Path,
-    environment: dict[str, str],
-    streams: Sequence[Path],
-    executable: str,
+    arguments: list[str], cwd: Path, environment: dict[str, str], streams: Sequence[Path], executable: str
 ) -> None:
     """Be the program: called in the fork."""
     assert sys.modules.pop("preloaded"), "all that takes long has been imported"

@@ -25,12 +25,12 @@ class Knowing(Drafter):
     def propose(self, active: list[Sequence], slots: int) -> list[list[int]]:
         room, drafts = slots - len(active), list[list[int]]()
         for sequence in active:
-            most = max(0, min(room, self._rng.randrange(5), sequence.until - len(sequence.tokens) - 1))
+            most = max(0, min(room, self._rng.randrange(5), sequence.turn_end - len(sequence.tokens) - 1))
             right = self._known[sequence.request, sequence.sample][len(sequence.logp) :][:most]
             drafts.append([t if self._rng.random() < 0.8 else self._rng.randrange(VOCABULARY) for t in right])
             room -= len(drafts[-1])
         return drafts if any(drafts) else []
 
-    def checked(self, sequence: Sequence, drafted: int, held: int) -> None:
+    def verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         self.drafted += drafted
-        self.held += held
+        self.accepted += accepted

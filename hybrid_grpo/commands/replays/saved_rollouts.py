@@ -88,11 +88,11 @@ def _shows(row: SavedRow) -> bool:
 
 
 def _completion(row: SavedRow) -> Completion:
-    line, given = row["line"], tuple((part["before"], part["ids"]) for part in row["given"])
+    line, observations = row["line"], tuple((part["before"], part["ids"]) for part in row["given"])
     ids, messages = row.get(SUPPORT), tuple(line.get("messages", ()))
     support = ids and SamplingMask.of([np.array(of_token) for of_token in ids])
     return Completion(
-        row["token_ids"], row["logp"], row["finish"], line["completion"], given, messages, support=support
+        row["token_ids"], row["logp"], row["finish"], line["completion"], observations, messages, support=support
     )
 
 

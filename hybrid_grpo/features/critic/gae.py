@@ -112,7 +112,7 @@ def generalized_advantages(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor,
         reward_BT, value_BT: floats; ignored outside the mask, even if NaN.
         mask_BT: bool, True on the tokens of each completion, which begin in the first column.
     """
-    reward_BT, value_BT = (torch.where(mask_BT, given, 0.0) for given in (reward_BT, value_BT))
+    reward_BT, value_BT = (torch.where(mask_BT, x, 0.0) for x in (reward_BT, value_BT))
     advantage_BT = torch.zeros_like(value_BT)
     next_value_B = next_advantage_B = torch.zeros_like(value_BT[:, 0])
     for t in reversed(range(value_BT.shape[1])):
@@ -148,7 +148,7 @@ def value_loss(
         weight_bT: float, 0 on padding; as in the policy's loss, see `token_weights`.
     """
     real_bT = (weight_bT > 0) & ~return_bT.isnan()
-    value_bT, old_bT, return_bT = (torch.where(real_bT, given, 0.0) for given in (value_bT, old_value_bT, return_bT))
+    value_bT, old_bT, return_bT = (torch.where(real_bT, x, 0.0) for x in (value_bT, old_value_bT, return_bT))
     error_bT, clipped_bT = (value_bT - return_bT).square(), torch.zeros_like(real_bT)
     if critic.clip:
         moved_bT = value_bT - old_bT

@@ -63,7 +63,7 @@ class Guests(Feature):
         """See `Feature`. Guests write the last completions of each group; each guest writes `per_group` of them."""
         requests = requests_of(prompts, self.config.rollout, self.config.run.seed, step)
         slot = self.plan.own_generations
-        given: dict[int, Completion] = {}
+        off_policy: dict[int, Completion] = {}
         for guest, writer in self._guests:
             groups = writer.write(prompts, step, beat)
             if guest.weight == "imitation":
@@ -74,9 +74,9 @@ class Guests(Feature):
                 named = [
                     replace(c, writer=guest.name, learned=guest.weight != "baseline", routing=None) for c in written
                 ]
-                given.update(zip(request.keys[slot : slot + guest.per_group], named, strict=False))
+                off_policy.update(zip(request.keys[slot : slot + guest.per_group], named, strict=False))
             slot += guest.per_group
-        return given
+        return off_policy
 
     def _as_own(self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]) -> list[list[Completion]]:
         """Return groups of completions with the policy's log-probabilities as those recorded. Collective."""

@@ -188,10 +188,10 @@ def _until_none(pieces: Any) -> Any:
     return takewhile(lambda piece: piece is not None, pieces)
 
 
-def _text(given: bytes) -> tuple[str, bool]:
+def _text(data: bytes) -> tuple[str, bool]:
     """Return the text of bytes up to the first that is not part of a character, and whether it begins one that only
     lacks its end."""
     try:
-        return given.decode(), False
+        return data.decode(), False
     except UnicodeDecodeError as error:
-        return given[: error.start].decode(), error.reason == "unexpected end of data"
+        return data[: error.start].decode(), error.reason == "unexpected end of data"

@@ -161,7 +161,7 @@ class DryRun:
         found = [more for head in heads if (more := head(len(micro.target_N), vocabulary)) is not None]
         if not found:
             return None
-        return lambda *given: tuple(tensor for more in found for tensor in more(*given))
+        return lambda *args: tuple(tensor for more in found for tensor in more(*args))
 
 
 @dataclass(frozen=True)

@@ -122,11 +122,10 @@ class Checkpoints:
             run = write_together(lambda: self._begin(draft, notes), self.folder)[0]
             if not all(write_together(collect, self.folder)):
                 return False
-        facts = run, step, world_size(), engine.stage, self._settings
-        rest = self.inputs, self.rollbacks
+        manifest = Manifest(run, step, world_size(), engine.stage, self._settings, {}, self.inputs, self.rollbacks)
 
         def publish(files: Files) -> None:
-            self._publish(Manifest(*facts, files, *rest), draft, tag)
+            self._publish(replace(manifest, files=files), draft, tag)
 
         self._writing = Writing(step, files, draft, notes, publish, copy=copy)
         return True

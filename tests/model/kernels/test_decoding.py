@@ -112,7 +112,7 @@ def test_what_is_read_behind_the_cache_attends_to_it(by, window, softcap, has_si
     heads, kv, d, starts, lengths = 4, 2, 16, [3, 0, 9, 4], [2, 5, 1, 6]
     cache = PagedCache(Geometry((((kv, d), (kv, d)),), torch.float32), 40, 4, torch.device("cpu"))
     ends = [start + new for start, new in zip(starts, lengths, strict=True)]
-    pages = [cache.take(cache.pages_for(end)) for end in ends]
+    pages = [cache.allocate(cache.pages_for(end)) for end in ends]
     query, keys, values = (random(4, h, 12, d, seed=seed) for seed, h in enumerate((heads, kv, kv)))
     options, expected = Options(0.3, window, softcap, 3 * random(heads, seed=4) if has_sinks else None), []
     for row, (start, end) in enumerate(zip(starts, ends, strict=True)):

@@ -322,7 +322,7 @@ def paged_attention(
     queries = _queries(group, longest, max(d, v), keys.itemsize)
     tiles = -(-group * longest // queries)
     programs = n * kv * tiles
-    splits, least = (given or chosen for given, chosen in zip((splits, least), _shares(programs), strict=True))
+    splits, least = (wanted or chosen for wanted, chosen in zip((splits, least), _shares(programs), strict=True))
     query = query if query.stride(2) == 1 else query.contiguous()
     (d0, d1), (v0, v1) = _halves(d), _halves(v)
     entries, stages = _tiling((d0 + d1 + v0 + v1) * keys.itemsize, keys.itemsize, programs)

@@ -180,8 +180,8 @@ class AddNorm(torch.autograd.Function):
         total, inverse, weight = ctx.saved_tensors
         if dout is None:
             return dtotal, dtotal if ctx.adds else None, None, None
-        flat, given = _rows(total), _rows(dout)
-        more = given if dtotal is None else _rows(dtotal)
+        flat, grad = _rows(total), _rows(dout)
+        more = grad if dtotal is None else _rows(dtotal)
         (rows, size), tile, train = flat.shape, _tile(total.shape[-1], 16), ctx.needs_input_grad[2]
         tiles = triton.cdiv(rows, tile["ROWS"])
         programs = min(tiles, _PROGRAMS)
@@ -191,7 +191,7 @@ class AddNorm(torch.autograd.Function):
         launch(
             _add_norm_backward,
             (programs,),
-            *(dx, dweights, given, more, flat, inverse, weight, given.stride(0), more.stride(0), flat.stride(0)),
+            *(dx, dweights, grad, more, flat, inverse, weight, grad.stride(0), more.stride(0), flat.stride(0)),
             *(rows, size, tiles, programs),
             **{"ADD": dtotal is not None, "OFFSET": ctx.formula.offset, "ROUND": ctx.formula.rounds},
             **{"TRAIN": train, **tile},
