@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-VOCABULARY = 76
+VOCABULARY = 73
 WINDOW = 6
 LAYERS = 4
 
