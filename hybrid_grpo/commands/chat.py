@@ -109,17 +109,13 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
         check_prompt_ids([prompt_ids], sampler.model_config)
         stream, why = TextStream(decode), "stopped"
         requests = [Request(prompt_ids, [stream_key(config.run.seed, "chat", number)])]
+
+        def show(request: int, sample: int, token: int) -> None:
+            write(stream.add(token))
+
         with _interruptible() as look, suppress(_Stopped):
-            groups, _ = complete(
-                model,
-                tokenizer,
-                requests,
-                sampling,
-                rollout,
-                on_step=look,
-                on_token=lambda request, sample, token: write(stream.add(token)),
-                sight=sight() if min(prompt_ids) < 0 else None,
-            )
+            seen = sight() if min(prompt_ids) < 0 else None
+            groups, _ = complete(model, tokenizer, requests, sampling, rollout, on_step=look, on_token=show, sight=seen)
             cut = groups[0][0].finish == "length"
             limit = min(("max_turn_tokens", "max_completion_tokens"), key=lambda n: getattr(rollout, n) or sys.maxsize)
             why = f"cut at rollout.{limit} {getattr(rollout, limit)}" if cut else ""
