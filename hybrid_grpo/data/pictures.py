@@ -245,8 +245,11 @@ class Album:
         if size not in self._layouts:
             from PIL import Image
 
-            given = {"text": [self.processor.image_token], "images": [Image.new("RGB", size)]}
-            found = self.processor(**given, return_text_replacement_offsets=True)
+            found = self.processor(
+                text=[self.processor.image_token],
+                images=[Image.new("RGB", size)],
+                return_text_replacement_offsets=True,
+            )
             [[replaced]] = found["text_replacement_offsets"]
             count = list(found["input_ids"][0]).count(self._token)
             self._layouts[size] = _Layout(replaced["replacement"], count)
