@@ -4,9 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import forks
 import pytest
-import yaml
 from char_tokenizer import IDS, TEMPLATE, char_tokenizer
 from reward_helpers import completion
 from tiny_models import build, tiny_config
@@ -317,32 +315,3 @@ def test_the_supervised_stage_learns_the_solutions_of_a_task(model):
         s + "<eos>" for s in solutions
     ]
     assert report.startswith("task letters [train]: 5 of 5 rows kept")
-
-
-@pytest.mark.parametrize("task", ["letters", "countdown"])
-@pytest.mark.process
-def test_a_run_of_a_task_starts_and_steps(task, model, tmp_path):
-    arguments = [
-        *(
-            "--policy.model",
-            str(model),
-            "--policy.dtype",
-            "float32",
-            "--engine.zero_stage",
-            "0",
-            "--log.wandb",
-            "disabled",
-        ),
-        *("--engine.adam", "torch", "--data.task", task, "--data.limit", "8", "--data.eval_limit", "4"),
-        *("--rollout.prompts_per_step", "4", "--rollout.num_generations", "2", "--rollout.max_completion_tokens", "6"),
-    ]
-    for command, more in (("plan", []), ("train", ["--run.steps", "2", "--run.dir", str(tmp_path)])):
-        done = forks.run("-m", "hybrid_grpo", command, *arguments, *more, cwd=tmp_path)
-        assert done.status == 0, done.err
-    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in metrics if "policy/loss" in row] == [1, 2]
-    assert "eval/heldout/accuracy" in metrics[0] and metrics[-1]["progress/completions"] == 16
-    stored = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    assert stored["data"]["task"] == task and [r["function"] for r in stored["rewards"]] == [
-        reward["function"] for reward in TASKS[task].settings["rewards"]
-    ]
