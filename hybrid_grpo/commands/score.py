@@ -24,11 +24,11 @@ from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.parsing import leading_argument, parse
 from hybrid_grpo.records.console import make_console
 from hybrid_grpo.records.files import json_lines, reader_may_leave
-from hybrid_grpo.rewards.timeline import Timeline
 
 if TYPE_CHECKING:
     from hybrid_grpo.data.batch import Rollout, Scores
     from hybrid_grpo.rewards.loader import Reward
+    from hybrid_grpo.rewards.scorer import Timeline
     from hybrid_grpo.workers.calls import Call, Reply
     from hybrid_grpo.workers.pool import Caller
 
@@ -123,6 +123,7 @@ def _score(config: ScoreConfig, source: str, *, is_run: bool) -> None:
 def _timeline(source: str) -> Timeline:
     """Return the length of a run as far as it has saved rollouts, as one epoch; that of a file is one step."""
     from hybrid_grpo.data.completions import saved_files
+    from hybrid_grpo.rewards.scorer import Timeline
 
     steps = max(saved_files(Path(source)), default=1)
     return Timeline(steps, steps)

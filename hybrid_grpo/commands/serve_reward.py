@@ -8,8 +8,7 @@ from hybrid_grpo.commands.configs import ServeRewardConfig
 from hybrid_grpo.config.checks import check_rewards
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.parsing import parse
-from hybrid_grpo.rewards.remote.access import bearer_token, is_loopback
-from hybrid_grpo.rewards.remote.options import ServeOptionsConfig
+from hybrid_grpo.rewards.remote.options import ServeOptionsConfig, bearer_token, is_loopback
 
 PATH = "/get_reward"
 """The path to which OpenRLHF sends its requests."""

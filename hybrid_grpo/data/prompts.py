@@ -172,9 +172,9 @@ def _read_all(
         tokenizer.chat_template = album.template
     if not shared:
         return list(map(read, range(len(rows))))
-    lines = (json.dumps(row[config.prompt_column], default=_kind, skipkeys=True) for row in rows)
+    texts = (json.dumps(row[config.prompt_column], default=_kind, skipkeys=True) for row in rows)
     refuse(
-        len(set(all_gather_objects((len(rows), of_texts(lines) if world_size() > 1 else "")))) > 1,
+        len(set(all_gather_objects((len(rows), of_texts(texts) if world_size() > 1 else "")))) > 1,
         f"{source}: not all ranks read the same prompts: give every machine the same data",
     )
     # Columns, which every rank has, are not sent.
@@ -228,19 +228,20 @@ def read_prompt(
         seen is None and has_images(text),
         f"{where} has a picture, and prompts have none here: take a policy.model that sees",
     )
-    encode, pictures = partial(_tokenized, where=where, config=config), list[Picture]()
+    pictures: list[Picture] = []
+    tokens: Callable[..., list[int]] = partial(_tokenized, where=where, config=config)
     if seen and (values or has_images(text)):
         pictures = seen[0].read(values, seen[1], where, config)
-        encode = partial(_seen, album=seen[0], pictures=pictures, where=where)
+        tokens = partial(seen[0].ids, pictures=pictures, where=where)
         if tokenizer.chat_template is None:
             tokenizer.chat_template = seen[0].template
     if isinstance(text, list) or config.chat_template == "always" or (pictures and config.chat_template == "auto"):
-        texts, chat = prompt_text_of(tokenizer), _as_chat(text)
+        untrusted, chat = prompt_text_of(tokenizer), _as_chat(text)
         chat = placed(chat, len(pictures)) if pictures else chat
-        chat = [m if m["role"] in _TRUSTED else {**m, "content": texts.marked(m["content"])} for m in chat]
-        token_ids = encode(_apply_template(chat, where, config, tokenizer), encode=texts.ids)
+        chat = [m if m["role"] in _TRUSTED else {**m, "content": untrusted.marked(m["content"])} for m in chat]
+        token_ids = tokens(_apply_template(chat, where, config, tokenizer), encode=untrusted.ids)
     else:
-        token_ids = encode(text, encode=partial(text_ids, tokenizer))
+        token_ids = tokens(text, encode=partial(text_ids, tokenizer))
     if not token_ids:
         if tokenizer.bos_token_id is None:
             raise UserError(
@@ -249,12 +250,6 @@ def read_prompt(
             )
         token_ids = [tokenizer.bos_token_id]
     return Prompt(number, text, token_ids, _columns(row, pictures, config), pictures=tuple(pictures))
-
-
-def _seen(
-    text: str, encode: Callable[[str], list[int]], album: ImageStore, pictures: Sequence[Picture], where: str
-) -> list[int]:
-    return album.ids(text, pictures, encode, where)
 
 
 def _tokenized(text: str, encode: Callable[[str], list[int]], where: str, config: DataConfig) -> list[int]:

@@ -79,8 +79,10 @@ def training_source(config: DataConfig) -> Source:
 
 
 def mixture_source(config: MixtureConfig) -> Source:
-    path, split = (f"data.mixture {config.name}: {name}" for name in ("path", "split"))
-    return Source(config.path, config.split, config.subset, config.limit, path, split, task=config.task)
+    setting = f"data.mixture {config.name}"
+    return Source(
+        config.path, config.split, config.subset, config.limit, f"{setting}: path", f"{setting}: split", config.task
+    )
 
 
 def evaluation_source(config: DataConfig) -> Source | None:
@@ -96,13 +98,12 @@ def evaluation_source(config: DataConfig) -> Source | None:
 
 
 def held_out_source(held_out: HeldOut) -> Source:
-    rows, setting = held_out.rows, held_out.setting
-    if rows is None:
-        source = evaluation_source(held_out.data)
-        assert source is not None, "without rows of its own a set has those of the run"
-        return source
-    path, split, task = f"{setting}.path", f"{setting}.split", held_out.data.task
-    return Source(rows.path, rows.split, rows.subset, rows.limit, path_setting=path, split_setting=split, task=task)
+    rows, setting, task = held_out.rows, held_out.setting, held_out.data.task
+    if rows is not None:
+        return Source(rows.path, rows.split, rows.subset, rows.limit, f"{setting}.path", f"{setting}.split", task)
+    source = evaluation_source(held_out.data)
+    assert source is not None, "without rows of its own a set has those of the run"
+    return source
 
 
 def standard_input(lines: Iterable[bytes], setting: str, limit: int | None, text_column: str | None = None) -> Source:
@@ -156,7 +157,8 @@ def _read(source: Source) -> list[Row]:
             " file or folder"
         ) from error
     except Exception as error:
-        if not isinstance(error, (OSError, ValueError, RuntimeError, *datasets_errors())):
+        datasets = sys.modules.get("datasets.exceptions")  # absent while it is not imported, which takes a second
+        if not isinstance(error, (OSError, ValueError, RuntimeError, *([datasets.DatasetsError] if datasets else []))):
             raise
         takes_subset = source.path_setting == "data.path" and not source.files
         subset = f" (data.subset {source.subset or 'not set'})" if takes_subset else ""
@@ -165,12 +167,6 @@ def _read(source: Source) -> list[Row]:
     for number, row in enumerate(rows):
         refuse(not isinstance(row, dict), f"{source.path_setting}: row {number} (from 0) is {type_of(row)}: give dicts")
     return rows
-
-
-def datasets_errors() -> tuple[type[Exception], ...]:
-    """Return the base class of the errors of `datasets`; none while it is not imported, which takes a second."""
-    exceptions = sys.modules.get("datasets.exceptions")
-    return () if exceptions is None else (exceptions.DatasetsError,)
 
 
 def open_source(source: Source) -> Mapping[str, Iterable[Row]]:

@@ -22,7 +22,6 @@ import asyncio
 import inspect
 import re
 import reprlib
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -36,8 +35,8 @@ from hybrid_grpo.config.errors import UserError, did_you_mean, type_of
 from hybrid_grpo.config.user_code import describe, functions_of, import_place, refuse_bare_file
 from hybrid_grpo.rewards import verl
 from hybrid_grpo.rewards.comparisons import comparison
-from hybrid_grpo.workers.calls import Call, Failure, Inputs, Interface, Reply, failed
-from hybrid_grpo.workers.messages import LONGEST_TRACEBACK, finite, stored
+from hybrid_grpo.workers.calls import Call, Failure, Inputs, Interface, Reply, failed, raised
+from hybrid_grpo.workers.messages import finite, stored
 from hybrid_grpo.workers.snapshots import Snapshot, restored
 
 
@@ -119,11 +118,11 @@ class RewardFunction:
 
     def __call__(self, inputs: Inputs, context: dict[str, Any] | None = None) -> Any:
         """Call the function with the inputs and context arguments that it accepts."""
-        given = inputs | (context or {})
-        given = {name: value for name, value in given.items() if self.interface.accepts(name)}
-        if ENVIRONMENTS in given:  # it may also be a column of the data
-            given[ENVIRONMENTS] = [restored(e) if isinstance(e, Snapshot) else e for e in given[ENVIRONMENTS]]
-        return self.function(**given)
+        known = inputs | (context or {})
+        arguments = {name: value for name, value in known.items() if self.interface.accepts(name)}
+        if ENVIRONMENTS in arguments:  # it may also be a column of the data
+            arguments[ENVIRONMENTS] = [restored(e) if isinstance(e, Snapshot) else e for e in arguments[ENVIRONMENTS]]
+        return self.function(**arguments)
 
     def reply(self, call: Call) -> Reply:
         """Call the function and check what it returns; an exception becomes a failure."""
@@ -147,14 +146,13 @@ class RewardFunction:
     def _raised(self, error: BaseException, call: Call) -> Reply:
         if isinstance(error, verl.AdapterError):
             return failed(Failure("invalid", str(error)), len(call.expected))
-        trace = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
+        hint = ""
         chats = any(isinstance(completion, list) for completion in call.inputs.get("completions", ()))
         if chats and isinstance(error, AttributeError | TypeError):
-            trace += _CHATS
+            hint = _CHATS
         elif not chats and re.search("string ind|'str' object has no attribute '(get|content)'", str(error)):
-            trace += _TEXTS
-        failure = Failure("raised", f"raised {describe(error, self.file)}", trace)
-        return failed(failure, len(call.expected), spent=isinstance(error, MemoryError))
+            hint = _TEXTS
+        return raised(error, f"raised {describe(error, self.file)}", len(call.expected), hint)
 
 
 class TrainerState(SimpleNamespace):

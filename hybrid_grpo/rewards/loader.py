@@ -19,7 +19,7 @@ from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.config.user_code import describe
 from hybrid_grpo.data.batch import Prompt
-from hybrid_grpo.model.ranks import own_cores, rank
+from hybrid_grpo.model.ranks import rank
 from hybrid_grpo.rewards.functions import BUILTINS, RewardEntry, load_function
 from hybrid_grpo.rewards.models.reward_model import RewardModel, held
 from hybrid_grpo.workers.calls import Interface
@@ -67,7 +67,7 @@ def load_entries(configs: Mapping[str, RewardConfig], scoring: ScoringConfig | N
             raise UserError(f"{entry} {config.function} needs {builtin.needs}: pip install it, or take the entry out")
     loaded = [(entry, found) for entry, config in entries.items() if (found := _isolated(config, entry))]
     isolated = [entry for entry, _ in loaded]
-    pool = Pool(loaded, scoring.workers or worker_count(), scoring)
+    pool = Pool(loaded, scoring)
     if pool.hidden and any(_called(entries[entry]) is None for entry in isolated):
         _notice(
             f"reward functions do not see the environment variables {', '.join(pool.hidden)}, which look like secrets:"
@@ -96,8 +96,8 @@ def load_entries(configs: Mapping[str, RewardConfig], scoring: ScoringConfig | N
                 f"{reward_name(config)} gets one completion in each call, but {compares} looks at several: set its"
                 " batch_size to group for all completions of a prompt, or to 1 if it does not compare them"
             )
-        named = reward_name(config), config.weight, frozenset(config.kwargs)
-        rewards.append(Reward(*named, interface, caller, model, frozenset(config.sources), inline))
+        name, kwargs, sources = reward_name(config), frozenset(config.kwargs), frozenset(config.sources)
+        rewards.append(Reward(name, config.weight, kwargs, interface, caller, model, sources, inline))
     return rewards
 
 
@@ -181,11 +181,6 @@ def _notice(text: str) -> None:
     """Print a line about a reward function on rank 0."""
     if rank() == 0:
         print(f"rewards: {text}", file=sys.stderr, flush=True)
-
-
-def worker_count() -> int:
-    """Return the number of workers of this rank: one per available core, but at least 2 and at most 8."""
-    return min(8, max(2, own_cores()))
 
 
 def _enter_gpu() -> Callable[[], None]:

@@ -9,12 +9,15 @@ and is left out of its group. If too many fail, the run ends.
 
 from __future__ import annotations
 
+import math
+import os
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +31,6 @@ from hybrid_grpo.rewards.loader import Reward
 from hybrid_grpo.rewards.models.reward_model import RewardModel, Shard
 from hybrid_grpo.rewards.steps import TokenEnds, token_steps
 from hybrid_grpo.rewards.sums import combined
-from hybrid_grpo.rewards.timeline import Timeline
 from hybrid_grpo.rewards.unread import UnreadAnswers
 from hybrid_grpo.workers.calls import Call, Failure, Inputs, Reply, failed
 from hybrid_grpo.workers.pool import busy_seconds
@@ -38,6 +40,26 @@ EPISODES = "episodes/"
 """Name of the input with the episodes, for environments' own rewards; no column or parameter can have this name."""
 _PATIENCE_S = 0.2
 """Seconds between two checks of whether the run is stopping."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The length of a run, as functions learn it."""
+
+    steps: int = 1
+    epoch_steps: float = 1.0
+    """Steps in which every prompt is drawn once."""
+
+    def state(self, done: int) -> dict[str, Any]:
+        """Return the fields of TRL's `trainer_state` when this number of steps is completed."""
+        return {
+            "global_step": done,
+            "max_steps": self.steps,
+            "epoch": done / self.epoch_steps,
+            "num_train_epochs": math.ceil(self.steps / self.epoch_steps),
+            "is_world_process_zero": os.environ.get("RANK", "0") == "0",
+            "is_local_process_zero": os.environ.get("LOCAL_RANK", "0") == "0",
+        }
 
 
 class Rewards:

@@ -34,7 +34,9 @@ def combined(rewards: Sequence[Reward], replies: dict[str, Reply], lengths: list
     for reward in rewards:
         reply = replies[reward.name]
         value_B = torch.tensor(list(map(_sum, reply.values)), dtype=torch.float64)
-        by_steps_B = _by_steps(reply.values, num_generations)
+        in_steps_B = torch.tensor([isinstance(value, list) for value in reply.values], dtype=torch.bool)
+        # All rows of a group in which the function scored the steps of at least one row.
+        by_steps_B = in_steps_B.view(-1, num_generations).any(1).repeat_interleave(num_generations)
         by_function[reward.name] = value_B
         status[reward.name] = torch.tensor(list(map(_status, reply.values, reply.failures)), dtype=torch.int8)
         weighted.append(reward.weight * value_B)
@@ -48,18 +50,15 @@ def combined(rewards: Sequence[Reward], replies: dict[str, Reply], lengths: list
     def total(parts: list[torch.Tensor]) -> torch.Tensor:
         return torch.stack(parts).nansum(dim=0).masked_fill(failed_B, math.nan)
 
+    failed = {name: reply.failures for name, reply in replies.items() if any(reply.failures)}
     return Scores(
-        total(weighted),
-        by_function,
-        status,
-        [sorted(row.items()) for row in steps] if scores_steps else None,
-        total(whole) if scores_steps else None,
-        {f"{name}/{column}": stored for name, reply in replies.items() for column, stored in reply.extra.items()},
-        {
-            name: [failure.message if failure else None for failure in reply.failures]
-            for name, reply in replies.items()
-            if any(reply.failures)
-        },
+        reward_B=total(weighted),
+        by_function=by_function,
+        status=status,
+        steps=[sorted(row.items()) for row in steps] if scores_steps else None,
+        whole_B=total(whole) if scores_steps else None,
+        extra={f"{name}/{column}": stored for name, reply in replies.items() for column, stored in reply.extra.items()},
+        failures={name: [each.message if each else None for each in rows] for name, rows in failed.items()},
     )
 
 
@@ -73,9 +72,3 @@ def _status(value: RewardValue, failure: Failure | None) -> int:
     if failure is None:
         return RewardStatus.SCORED if value is not None else RewardStatus.NOT_APPLICABLE
     return RewardStatus.TIMED_OUT if failure.kind == "timeout" else RewardStatus.FAILED
-
-
-def _by_steps(values: list[RewardValue], num_generations: int) -> torch.Tensor:
-    """Return bool [B]: True for all rows of a group in which the function scored the steps of at least one row."""
-    in_steps = torch.tensor([isinstance(value, list) for value in values], dtype=torch.bool)
-    return in_steps.view(-1, num_generations).any(1).repeat_interleave(num_generations)

@@ -26,8 +26,7 @@ from hybrid_grpo.model.lora import check_lora
 from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.rewards.loader import Reward, load_entries
 from hybrid_grpo.rewards.models.reward_model import RewardModel, Shard
-from hybrid_grpo.rewards.scorer import Rewards
-from hybrid_grpo.rewards.timeline import Timeline
+from hybrid_grpo.rewards.scorer import Rewards, Timeline
 from hybrid_grpo.run.evaluation import EvalSet
 from hybrid_grpo.run.fingerprints import Fingerprints, held_out_name, of_inputs
 from hybrid_grpo.run.sampling import Sampler

@@ -24,6 +24,7 @@ from typing import Any
 
 from hybrid_grpo.config import ScoringConfig
 from hybrid_grpo.config.user_code import describe
+from hybrid_grpo.model.ranks import own_cores
 from hybrid_grpo.workers.calls import Call, Callee, Entry, Failure, Reply, died, failed, timed_out
 from hybrid_grpo.workers.leases import Leases
 from hybrid_grpo.workers.processes import ForkServer, Worker
@@ -52,23 +53,18 @@ class Pool:
 
     Args:
         entries: what runs in worker processes; each entry comes with its name for messages.
-        workers: number of processes for callees that are not async.
-        scoring: limits of each process.
+        scoring: the limits of each process, and the number of processes for callees that are not async.
     """
 
-    def __init__(
-        self,
-        entries: Sequence[tuple[str, Entry]],
-        workers: int,
-        scoring: ScoringConfig,
-    ) -> None:
+    def __init__(self, entries: Sequence[tuple[str, Entry]], scoring: ScoringConfig) -> None:
         self._fork_server = ForkServer(entries, scoring) if entries else None
         self.interfaces = self._fork_server.interfaces if self._fork_server else []
         self.hidden = self._fork_server.hidden if self._fork_server else []
         self._loop = asyncio.new_event_loop()
         thread = threading.Thread(target=_serve, args=(self._loop, self._fork_server), name="workers", daemon=True)
         thread.start()
-        self._workers = Workers(self._fork_server, workers) if self._fork_server else None
+        count = scoring.workers or worker_count()
+        self._workers = Workers(self._fork_server, count) if self._fork_server else None
         self._finalizer = weakref.finalize(self, _close, self._loop, thread)
 
     def isolated(self, index: int, timeout_s: float) -> Caller:
@@ -95,6 +91,11 @@ class Pool:
     def close(self) -> None:
         """End the loop and all processes. This also happens when the pool is garbage-collected."""
         self._finalizer()
+
+
+def worker_count() -> int:
+    """Return the number of workers of this rank: one per available core, but at least 2 and at most 8."""
+    return min(8, max(2, own_cores()))
 
 
 def busy_seconds(replies: Iterable[Reply]) -> float:

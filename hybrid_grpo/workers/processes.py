@@ -212,26 +212,26 @@ class Worker:
         loop.add_reader(self._socket, self._read)
 
     async def ask(self, index: int, call: Call, timeout_s: float) -> Reply:
-        """Call the entry with this index, and wait for the reply. Raises EOFError if the worker ends before it."""
-        answer: asyncio.Future[Reply] = self._loop.create_future()
-
-        def done(reply: Reply | None) -> None:
-            if answer.done():
-                return
-            if reply is None:
-                answer.set_exception(EOFError())
-            else:
-                answer.set_result(reply)
-
+        """Call the entry with this index, and wait for the reply. Raises EOFError if the worker is gone, or is lost
+        before it replies."""
         if self.is_gone:
             raise EOFError
+        answer: asyncio.Future[Reply | None] = self._loop.create_future()
         pending = PendingCall.of(self._fork_server.entries[index], index, call, timeout_s)
+
+        def done(reply: Reply | None) -> None:
+            if not answer.done():
+                answer.set_result(reply)
+
         self.send(pending, done)
         try:
-            return await answer
+            reply = await answer
         finally:
             self._calls.pop(pending.number, None)
             self._waiting.pop(pending.number, None)
+        if reply is None:
+            raise EOFError
+        return reply
 
     def send(self, call: PendingCall, done: Callable[[Reply | None], None]) -> None:
         """Send a call; may be called on any thread. `done` is called once, on the loop's thread, with the reply, or

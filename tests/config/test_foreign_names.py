@@ -7,7 +7,6 @@ from paths import ROOT
 
 from hybrid_grpo.commands.configs import EvaluateConfig
 from hybrid_grpo.config import TrainConfig
-from hybrid_grpo.config.building import build
 from hybrid_grpo.config.commands import RewardStageConfig, SftConfig
 from hybrid_grpo.config.composition import setting_names
 from hybrid_grpo.config.errors import UserError
@@ -73,20 +72,6 @@ def test_the_page_has_the_same_settings_and_metrics_that_exist():
         others = rows.keys() - here.keys()
         assert not any(rows[theirs].split(".")[0] in fields_of(TrainConfig) for theirs in others)
         assert set(re.findall(r"\|`([^`]+)`\|$", metrics, re.M)) <= {metric.name for metric in CATALOGUE}
-
-
-@pytest.mark.parametrize(
-    ("recipe", "answer"),
-    [
-        ({"num_generations": 8}, "TRL's num_generations is rollout.num_generations"),
-        ({"grpo": {"kl_coef": 0.1}}, "verl's kl_coef is grpo.beta"),
-        ({"actor_rollout_ref": {"rollout": {"n": 8}}}, "verl's actor_rollout_ref.rollout.n is rollout.num_generations"),
-        ({"data": {"max_response_length": 8}}, "verl's data.max_response_length is rollout.max_completion_tokens"),
-    ],
-)
-def test_a_recipe_of_another_framework_is_answered_in_our_words(recipe, answer):
-    with pytest.raises(UserError, match=re.escape(answer)):
-        build(TrainConfig, recipe)
 
 
 @pytest.mark.parametrize(

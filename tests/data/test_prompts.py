@@ -2,7 +2,6 @@ import json
 
 import pytest
 from char_tokenizer import TEMPLATE, char_tokenizer, ids
-from datasets import Dataset
 from transformers import AutoTokenizer
 
 from hybrid_grpo.config import DataConfig
@@ -118,16 +117,6 @@ def test_bos_is_there_once_and_eos_not_at_all_whoever_adds_them(data, tmp_path, 
     assert read.token_ids == (token_ids or ids("<bos>", "<user>", "Hi?", "<assistant>"))
 
 
-def test_keys_that_arrow_fills_in_do_not_reach_the_template(tmp_path):
-    """Templates ask `'tool_calls' in message`; saved data sets answered yes, with None, for every message."""
-    rows = [{"prompt": CHAT}, {"prompt": [{"role": "user", "content": "b", "tool_calls": [{"name": "f"}]}]}]
-    Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
-    config = DataConfig(path=str(tmp_path / "saved"), limit=1)
-    (read,), _ = read_prompts(config, char_tokenizer(TEMPLATE))
-    assert read.text == CHAT
-    assert read.token_ids == ids("<bos>", "<user>", "Hi?", "<assistant>")
-
-
 def test_an_empty_prompt_starts_from_bos_or_is_refused(data):
     rows = [{"prompt": "a"}, {"prompt": ""}]
     prompts, report = read_prompts(data(rows), char_tokenizer())
@@ -198,16 +187,6 @@ def test_what_the_template_itself_refuses_is_named_with_the_row(data):
     rows = [{"prompt": CHAT}, {"prompt": [{"role": "judge", "content": "a"}]}]
     with pytest.raises(UserError, match=r"^data.chat_template: the tokenizer's template refuses row 1 .*unknown role"):
         read_prompts(data(rows), char_tokenizer(TEMPLATE))
-
-
-def test_a_template_that_reads_parts_only_gets_text_as_a_part(data):
-    """Templates of Idefics 3 and SmolVLM go over the parts of a message, and left out what is not in parts."""
-    part = "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
-    tokenizer = char_tokenizer(TEMPLATE.replace("{{ message.content }}", part))
-    parts = [{"role": "user", "content": [{"type": "text", "text": "Hi?"}]}]
-    for prompt in (CHAT, parts):
-        [read], _ = read_prompts(data([{"prompt": prompt}]), tokenizer)
-        assert read.token_ids == ids("<bos>", "<user>", "Hi?", "<assistant>") and read.text == prompt
 
 
 THINKING = TEMPLATE.replace(

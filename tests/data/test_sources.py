@@ -99,12 +99,6 @@ def test_jsonl_columns_may_mix_types_and_lack_keys(tmp_path):
     assert read_rows(Source(path)) == [{"prompt": "a", "level": None}, {"prompt": chat, "level": 2}]
 
 
-def test_jsonl_may_have_blank_lines_and_a_byte_order_mark(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}\n\n')
-    assert read_rows(Source(str(path))) == [{"prompt": "a"}, {"prompt": "b"}]
-
-
 def test_parquet_keeps_mixed_columns_and_does_not_invent_any_from_its_folders(tmp_path):
     rows = [{"prompt": "a"}, {"prompt": [{"role": "user", "content": "b"}]}]
     path = tmp_path / "level=3" / "rows.parquet"

@@ -128,15 +128,6 @@ def test_reward_to_go_takes_length_and_kl_with_the_outcome():
     assert advantages_BT[1, :2].tolist() == [-0.25, -0.25 + 0.5]
 
 
-@pytest.mark.parametrize(
-    ("credit", "first"), [("reward_to_go", 0.5 + (1.0 - 0.0) / 2), ("normalized", 0.5 + 1.0 - 1 / 3)]
-)
-def test_with_discount_0_a_step_gets_its_own_reward_beside_the_outcome(credit, first):
-    rollout, scores = scored([1.0, 0.0], [[(1, 1.0), (3, 0.0)], [(2, 0.0)]], lengths=[3, 2])
-    advantages_BT = advantages(rollout, scores, scale_rewards="none", step_credit=credit, step_discount=0.0)
-    assert advantages_BT[0, 0].item() == pytest.approx(first)
-
-
 def in_letters(tokenizer=None, *answers) -> tuple[Rollout, Scores]:
     """Two completions of three and two tokens, each of which is two letters."""
     prompts = [Prompt(0, "p", [1], {})]

@@ -27,13 +27,9 @@ GSM8K = "He sells 16 - 3 - 4 = <<16-3-4=9>>9 eggs.\nThat is 9 * 2 = $<<9*2=18>>1
 @pytest.mark.parametrize(
     "completion, answer",
     [
-        ("#### 18", GSM8K), ("#### 18", "18"), ("#### 18", 18), ("#### 18", 18.0), ("#### $18", GSM8K),
-        ("#### 18.", GSM8K), ("#### 18.00", GSM8K), ("#### 18 dollars", GSM8K), ("####18", GSM8K),
-        ("a\n\n#### **18**\n", GSM8K), (r"\boxed{18}", GSM8K), (r"\boxed{\$18}", GSM8K), (r"\boxed{36/2}", GSM8K),
-        (r"\boxed{\frac{36}{2}}", GSM8K), ("#### 9\n#### 18", GSM8K), ("#### 1,234", "#### 1234"),
-        ("#### 1234", "#### 1,234"), ("#### 1,234,567", 1234567), ("#### -5", "-5"), ("#### \u22125", -5),
-        ("#### -$5", "-5"), ("#### 0.1", 0.1), ("#### 1/10", 0.1), ("#### .5", "1/2"), ("#### 50%", "50"),
-        ("#### 50", "50%"), (r"\boxed{50\%}", "#### 50"), (r"\boxed{0.5}", r"\boxed{\frac{1}{2}}"),
+        ("#### 18", GSM8K), ("#### 18", "18"), ("#### 18", 18), ("#### 18", 18.0), ("#### 18 dollars", GSM8K),
+        ("a\n\n#### **18**\n", GSM8K), (r"\boxed{\frac{36}{2}}", GSM8K), ("#### 1234", "#### 1,234"), ("#### -$5", -5),
+        ("#### 1/10", 0.1), ("#### 50", "50%"), (r"\boxed{50\%}", "#### 50"), (r"\boxed{0.5}", r"\boxed{\frac{1}{2}}"),
     ],
 )  # fmt: skip
 def test_numeric_answer_right(completion: str, answer: object) -> None:
@@ -44,12 +40,10 @@ def test_numeric_answer_right(completion: str, answer: object) -> None:
 @pytest.mark.parametrize(
     "completion, answer",
     [
-        ("18", GSM8K), ("The answer is 18.", GSM8K), ("#### 19", GSM8K), ("#### -18", GSM8K), ("#### 1.8", GSM8K),
-        ("#### 180", GSM8K), ("#### 118", GSM8K), ("#### 18 or 19", GSM8K), ("#### 18, 19", GSM8K),
-        ("#### 18\n#### 19", GSM8K), (r"#### 18 \boxed{19}", GSM8K), (r"\boxed{18", GSM8K), (r"\boxed{}", GSM8K),
-        ("# 18", GSM8K), ("### 18", GSM8K), ("#### eighteen", GSM8K), ("#### 18.01", GSM8K), ("#### 2*9", GSM8K),
-        ("#### 1,8", GSM8K), ("#### 0.33", "1/3"), ("#### 0.5", "50%"), ("#### 12,34", "1234"), ("", GSM8K),
-        ("#### 18/0", GSM8K), (r"\boxed{1\frac{1}{2}}", "11/2"), ("#### 1.234", "1,234"),
+        ("18", GSM8K), ("#### 19", GSM8K), ("#### -18", GSM8K), ("#### 18 or 19", GSM8K), ("#### 18\n#### 19", GSM8K),
+        (r"#### 18 \boxed{19}", GSM8K), (r"\boxed{}", GSM8K), ("# 18", GSM8K), ("### 18", GSM8K), ("#### 18.01", GSM8K),
+        ("#### 0.33", "1/3"), ("#### 0.5", "50%"), ("", GSM8K), (r"\boxed{1\frac{1}{2}}", "11/2"),
+        ("#### 1.234", "1,234"),
     ],
 )  # fmt: skip
 def test_numeric_answer_wrong(completion: str, answer: object) -> None:

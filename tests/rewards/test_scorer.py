@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from foreign_rewards import boxed_equals, longer_is_better, only_maths, slow_length, thinks_then_answers
+from foreign_rewards import boxed_equals, longer_is_better
 from reward_helpers import inline, rows, statuses
 
 from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.config.errors import RunStopped, UserError
-from hybrid_grpo.data.batch import Scores
 from hybrid_grpo.rewards.functions import CONTEXT, load_function
 from hybrid_grpo.rewards.loader import load_rewards
 from hybrid_grpo.rewards.scorer import Rewards
@@ -31,22 +30,6 @@ def refusal(call: Callable[[], Any]) -> str:
         call()
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-def test_trl_functions_run_unchanged() -> None:
-    prompts, completions = rows(r"\boxed{4}", r"\boxed{5}x", ground_truth=["4", "4"], task=["math", "code"])
-    scores = rewards(longer_is_better, boxed_equals, only_maths, slow_length).score(prompts, completions)
-    assert scores.by_function["longer_is_better"].tolist() == [9.0, 10.0]
-    assert scores.by_function["boxed_equals"].tolist() == [1.0, 0.0]
-    assert scores.by_function["only_maths"].nan_to_num(-7).tolist() == [1.0, -7.0]
-    assert scores.by_function["slow_length"].tolist() == [9.0, 10.0]
-    assert scores.reward_B.tolist() == [20.0, 20.0]
-
-
-def test_trl_functions_on_chats_run_unchanged() -> None:
-    good = "<think>a</think><answer>b</answer>"
-    scores = rewards(thinks_then_answers).score(*rows(good, "b", chat=True))
-    assert scores.reward_B.tolist() == [1.0, 0.0]
 
 
 def test_what_a_function_is_given() -> None:
@@ -84,27 +67,6 @@ def test_columns_that_some_rows_lack_are_not_given() -> None:
     assert rewards(names).score(prompts, completions).reward_B.tolist() == [0.0, 0.0]
 
 
-def test_a_function_may_change_what_it_is_given() -> None:
-    """Popping a token, or appending the completion to the prompt's messages, must not reach the rollout."""
-
-    def spoils(prompts, completions, completion_ids, answer):
-        for prompt, ids in zip(prompts, completion_ids, strict=True):
-            prompt.append("more")
-            prompt[0]["content"] = "spoilt"
-            ids.clear()
-        answer.clear()
-        completions.pop()
-        return [1.0, 2.0]
-
-    def counts(answer, completions):
-        return [float(len(answer)), float(len(completions))]
-
-    prompts, completions = rows("a", "b", chat=True, answer=[1, 2])
-    in_threads = [RewardConfig(function, batch_size="group", isolation="none") for function in (spoils, counts)]
-    assert Rewards(load_rewards(in_threads)).score(prompts, completions, 2).reward_B.tolist() == [3.0, 4.0]
-    assert prompts[0].text == [{"role": "user", "content": "p0"}] and completions[0].token_ids == [97]
-
-
 def test_weighted_sum_leaves_out_what_does_not_apply() -> None:
     def first(completions):
         return [1.0, None, 3.0]
@@ -123,15 +85,6 @@ def test_weighted_sum_leaves_out_what_does_not_apply() -> None:
     assert unweighted.reward_B.tolist() == [0.5, 0.25, 0.0] and unweighted.by_function["first"][2] == 3.0
 
 
-def test_a_row_to_which_nothing_applies_gets_0() -> None:
-    def some(completions):
-        return [None if c == "b" else 1.0 for c in completions]
-
-    scores = rewards(some).score(*rows("a", "b"))
-    assert scores.reward_B.tolist() == [1.0, 0.0]
-    assert statuses(scores, "some") == ["scored", "not_applicable"]
-
-
 def test_values_may_be_any_kind_of_number() -> None:
     def kinds(completions):
         return [True, 2, np.float32(0.5), np.int64(3), np.bool_(False), torch.tensor(1.5), None]
@@ -146,14 +99,6 @@ def test_values_may_be_any_kind_of_number() -> None:
     assert scores.by_function["kinds"].nan_to_num(9).tolist() == [1.0, 2.0, 0.5, 3.0, 0.0, 1.5, 9.0]
     assert scores.by_function["array"].tolist() == list(range(7))
     assert scores.by_function["tensor"].tolist() == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0]
-
-
-def test_no_rows_call_no_function() -> None:
-    def breaks(completions, answer):
-        return [max(completions)]
-
-    scores = rewards(breaks).score([], [])
-    assert isinstance(scores, Scores) and scores.reward_B.shape == scores.by_function["breaks"].shape == (0,)
 
 
 def inverse(completions, **kwargs):
@@ -235,14 +180,6 @@ def test_functions_that_compare_the_completions_of_a_call_are_known(tmp_path, bo
     (tmp_path / "f.py").write_text(f"def f(completions, answer=None, log_metric=None):\n    {body}\n")
     compares = load_function(RewardConfig(f"{tmp_path}/f.py:f"), "f").interface.schema["compares"]
     assert compares is None if found is None else compares.startswith(found)
-
-
-def test_a_batch_that_fails_though_no_row_of_it_does() -> None:
-    def all_alike(completions):
-        assert len(set(completions)) == 1, "they differ"
-        return [1.0] * len(completions)
-
-    assert rewards(all_alike).score(*rows("a", "b")).reward_B.tolist() == [1.0, 1.0]
 
 
 def test_a_wrong_number_of_values() -> None:
@@ -329,10 +266,3 @@ def test_missing_columns_are_refused_before_anything_is_called() -> None:
     assert "did you mean ground_truths?" in refusal(lambda: scorer.check_columns(["ground_truths", "task"]))
     assert "needs ground_truth" in refusal(lambda: scorer.score(*rows("a")))
     scorer.check_columns(["ground_truth"])
-
-
-def test_names_keep_the_order_of_the_configuration() -> None:
-    scorer = rewards(only_maths, boxed_equals)
-    assert scorer.names == ["only_maths", "boxed_equals"]
-    prompts, completions = rows("4", ground_truth=["4"], task=["math"])
-    assert list(scorer.score(prompts, completions).by_function) == scorer.names

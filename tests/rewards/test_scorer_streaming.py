@@ -11,7 +11,6 @@ from paths import SUPPORT
 from reward_helpers import completion, in_time, inline, isolated, statuses
 
 from hybrid_grpo.config import RewardConfig
-from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Scores
 from hybrid_grpo.rewards.scorer import Rewards
 
@@ -136,11 +135,6 @@ def test_failures_are_those_of_their_rows():
         scores = streamed(rewards(length, inverse, batch_size=batch_size), [prompt(i) for i in range(4)], groups)
         assert statuses(scores, "inverse") == ["scored"] * 7 + ["failed"] + ["scored"] * 4
         assert scores.reward_B.isnan().nonzero().tolist() == [[7]]
-
-
-def test_columns_are_checked_before_anything_is_sampled():
-    with pytest.raises(UserError, match="rewards: column completions of the data has the name"):
-        rewards(length).stream([prompt(0, completions=1)], G)
 
 
 def test_completions_that_are_lost_or_double_are_noticed():

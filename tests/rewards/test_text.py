@@ -113,22 +113,7 @@ def test_countdown_refuses_numbers_that_are_text(nums: object, target: object) -
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "answer is ",
-        "the answer is (",
-        "**A. ",
-        "(",
-        "{",
-        "\\boxed{",
-        "A ",
-        " ",
-        "\n",
-        "*",
-        "_",
-        "<think>",
-        "A.\n",
-        "A or",
-    ],
+    ["answer is ", "answer is (", "**A. ", "(", "{", r"\boxed{", "A ", " ", "\n", "*", "_", "<think>", "A.\n", "A or"],
 )
 @pytest.mark.parametrize("before", ["", "answer is ", "**A. ", "<answer>"])
 def test_rules_take_linear_time(before: str, text: str) -> None:

@@ -6,10 +6,12 @@ import json
 import socket
 import socketserver
 import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -104,6 +106,15 @@ class Service(socketserver.ThreadingTCPServer):
     def __exit__(self, *error: Any) -> None:
         self.shutdown()
         super().__exit__(*error)
+
+
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """Return the files of a self-signed certificate for 127.0.0.1 and of its key."""
+    certificate, key = folder / "cert.pem", folder / "key.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -subj /CN=test"
+    extra = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*command.split(), *extra], check=True, capture_output=True)
+    return certificate, key
 
 
 def _received(connection: socket.socket) -> bytes:

@@ -28,7 +28,7 @@ LOST = {
 @pytest.fixture(scope="module")
 def pool():
     entry = EnvironmentEntry(f"{SUPPORT / 'acting_environment.py'}:Acts")
-    pool = Pool([("rollout.environment", entry)], 1, ScoringConfig())
+    pool = Pool([("rollout.environment", entry)], ScoringConfig(workers=1))
     yield pool
     pool.close()
 

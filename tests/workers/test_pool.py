@@ -296,7 +296,7 @@ def test_a_group_is_scored_in_torch_s_normal_modes() -> None:
 
     from hybrid_grpo.workers.pool import Pool
 
-    pool = Pool([], 1, ScoringConfig())
+    pool = Pool([], ScoringConfig(workers=1))
     function = bind(modes, RewardConfig("test:modes", batch_size=1), "rewards[0]")
     caller = pool.threaded(function, 5.0, lambda: None)
     with torch.inference_mode():

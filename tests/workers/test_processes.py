@@ -17,7 +17,7 @@ from reward_helpers import command_lines, completion, in_time, isolated, rows, s
 from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.rewards.functions import RewardEntry
-from hybrid_grpo.rewards.timeline import Timeline
+from hybrid_grpo.rewards.scorer import Timeline
 from hybrid_grpo.workers import forking
 from hybrid_grpo.workers.calls import Call
 from hybrid_grpo.workers.pool import Pool
@@ -31,7 +31,7 @@ from hybrid_grpo.rewards.functions import RewardEntry
 from hybrid_grpo.workers.calls import Call
 from hybrid_grpo.workers.pool import Pool
 
-pool = Pool([("rewards[0]", RewardEntry(RewardConfig(sys.argv[1])))], 2, ScoringConfig())
+pool = Pool([("rewards[0]", RewardEntry(RewardConfig(sys.argv[1])))], ScoringConfig(workers=2))
 caller = pool.isolated(0, 60.0)
 calls = [caller(Call({"completions": [text]}, [1])) for text in ("hangs with children", "1")]
 calls[1].result()
@@ -74,7 +74,7 @@ def wait_for_end(processes: list[psutil.Process]) -> None:
 def test_a_pool_that_is_closed_ends_by_itself() -> None:
     """A second reference kept the socket open: every close took two seconds, and then a kill."""
     others = family()
-    pool = Pool([("rewards[0]", RewardEntry(act()))], 1, ScoringConfig())
+    pool = Pool([("rewards[0]", RewardEntry(act()))], ScoringConfig(workers=1))
     new = [process for process in family() if process not in others]
     (server,) = [process for process in new if "serve_forks" in " ".join(process.cmdline())]
     start = time.monotonic()
@@ -85,7 +85,7 @@ def test_a_pool_that_is_closed_ends_by_itself() -> None:
 
 def test_a_function_that_stops_its_parent_leaves_no_process() -> None:
     others = family()
-    pool = Pool([("rewards[0]", RewardEntry(act()))], 1, ScoringConfig())
+    pool = Pool([("rewards[0]", RewardEntry(act()))], ScoringConfig(workers=1))
     before = family()
     caller = pool.isolated(0, 60.0)
     replies = [caller(Call({"completions": [text]}, [1])) for text in ("stops its parent", "3")]
@@ -146,15 +146,6 @@ def test_verl_s_functions_run_unchanged(chat: bool) -> None:
     assert scores.by_function["compute_score_async"].tolist() == [0.0, 0.0, 1.0, 1.0]
     assert scores.by_function["compute_score_batch"].tolist() == [1.0, 1.0, 2.0, 2.0]
     assert scores.extra["compute_score_batch/split"] == ["train"] * 4
-
-
-def test_a_row_that_verl_s_functions_cannot_be_called_with_is_named(capfd) -> None:
-    """It read "compute_score raised TypeError", though it had never been called."""
-    prompts, completions = rows("1", "2", reward_model=[None, {"ground_truth": "2"}], extra_info=[{"split": 1}] * 2)
-    scores = isolated(foreign("compute_score_batch", batch_size=2)).score(prompts, completions)
-    assert statuses(scores, "compute_score_batch") == ["failed", "scored"]
-    message = "compute_score_batch was not called: the row's reward_model is None, which has no ground_truth."
-    assert f"{message} The completion of row 100 (from 0) has no reward" in capfd.readouterr().err
 
 
 def test_what_foreign_functions_cannot_do_here_is_said_at_the_start(capfd, monkeypatch) -> None:
@@ -259,9 +250,8 @@ def test_dead_processes_do_not_pile_up() -> None:
 def test_what_functions_print_has_a_limit(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A function that prints in every call filled the log of the run."""
     monkeypatch.setattr("hybrid_grpo.workers.processes._MOST_PRINTED", 100_000)
-    pool = Pool(
-        [("rewards[0]", RewardEntry(RewardConfig(f"{SUPPORT / 'acting_rewards.py'}:prints")))], 1, ScoringConfig()
-    )
+    entry = RewardEntry(RewardConfig(f"{SUPPORT / 'acting_rewards.py'}:prints"))
+    pool = Pool([("rewards[0]", entry)], ScoringConfig(workers=1))
     caller = pool.isolated(0, 60.0)
     calls = [caller(Call({"completions": ["x"]}, [1])) for _ in range(4)]
     assert [call.result(60).values for call in calls] == [[1.0]] * 4

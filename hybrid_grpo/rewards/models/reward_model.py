@@ -265,11 +265,11 @@ class RewardModel:
         cut = [0] * len(prompts)
         values: list[Any] = [None] * len(prompts)
         failures: list[Failure | None] = [None] * len(prompts)
-        for row, given in enumerate(zip(prompts, completions, pictures, strict=True)):
+        for row, (prompt, completion, shown) in enumerate(zip(prompts, completions, pictures, strict=True)):
             try:
-                found, cut[row] = self.row(*given)
+                found, cut[row] = self.row(prompt, completion, shown)
                 # The rows of a group have the same pictures, whose pixels are kept once.
-                of_pictures = kept.setdefault(tuple(picture.key for picture in given[2]), found.seen)
+                of_pictures = kept.setdefault(tuple(picture.key for picture in shown), found.seen)
                 pixels = {name: value for name, value in of_pictures.items() if name not in TOKEN_KINDS}
                 read[row] = found._replace(seen=found.seen | pixels)
             except Exception as error:  # most likely from the chat template
@@ -307,8 +307,8 @@ def reward_model(
     """
     values = (model, device, dtype, batch_tokens, max_tokens, template, sigmoid, zero_stage)
     held_model = _held(checked_settings(RewardModelSettings, *values))
-    pictures = prompt_images or [()] * len(prompts)
-    rows = [held_model.row(*given) for given in zip(prompts, completion_texts(completions), pictures, strict=True)]
+    asked = zip(prompts, completion_texts(completions), prompt_images or [()] * len(prompts), strict=True)
+    rows = [held_model.row(prompt, completion, pictures) for prompt, completion, pictures in asked]
     if log_extra is not None and any(cut for _, cut in rows):
         log_extra("cut_tokens", [cut for _, cut in rows])
     return held_model.scores([row for row, _ in rows]) if rows else []

@@ -7,15 +7,15 @@ This is the protocol of openrlhf/utils/agent.py and openrlhf/cli/serve_rm.py.
 
 import json
 import math
-from functools import partial
+from functools import cache, partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AllowInfNan, Strict, TypeAdapter, ValidationError
 
 from hybrid_grpo.config.fields import Switch, checked_settings
+from hybrid_grpo.data.chat_template import apply_template
 from hybrid_grpo.rewards.remote.connection import AttemptError, Connection, client
-from hybrid_grpo.rewards.remote.request import request_body
-from hybrid_grpo.rewards.rules import Completions, LogExtra, PromptText
+from hybrid_grpo.rewards.rules import Completions, LogExtra, PromptText, completion_texts
 
 _REWARDS = TypeAdapter(list[Annotated[float, Strict(), AllowInfNan(False)] | Switch | None])
 
@@ -63,16 +63,12 @@ async def remote(
         return []
     if completion_ids is not None:
         row_columns["completion_ids"] = completion_ids
-    body = request_body(
-        prompts,
-        completions,
-        row_columns,
-        format=format,
-        label_column=label_column,
-        sent=columns,
-        tokenizer=tokenizer,
-    )
-    rewards, extra = await client(settings).request(body, partial(_read, rows=len(prompts)))
+    row_columns["completions"] = texts = completion_texts(completions)
+    if format == "full":
+        payload = {"prompts": prompts, **_chosen(row_columns, columns), "completions": texts}
+    else:
+        payload = _openrlhf(prompts, texts, row_columns, label_column, columns or [], tokenizer)
+    rewards, extra = await client(settings).request(_json(payload), partial(_read, rows=len(prompts)))
     if log_extra is not None:
         for name, logged in extra.items():
             log_extra(name, logged)
@@ -103,3 +99,56 @@ def _read(text: str, rows: int) -> _Answer:
     if all(failed):
         raise AttemptError(f"failed: {' '.join(str(errors[0]).split())[:300]}", retry=False)
     return [math.nan if fails else reward for reward, fails in zip(rewards, failed, strict=True)], extra
+
+
+def _openrlhf(
+    prompts: list[PromptText],
+    texts: list[str],
+    columns: dict[str, list[Any]],
+    label_column: str | None,
+    sent: list[str],
+    tokenizer: str | None,
+) -> dict[str, Any]:
+    """Return the content of a request in OpenRLHF's format, with the columns `sent`."""
+    pairs = [(p, "") if isinstance(p, str) else rendered(p, tokenizer) for p in prompts]
+    payload: dict[str, Any] = {
+        "query": [prompt + between + text for (prompt, between), text in zip(pairs, texts, strict=True)],
+        "prompts": [prompt for prompt, _ in pairs],
+        "labels": [""] * len(texts) if label_column is None else _chosen(columns, [label_column])[label_column],
+    }
+    for name, column in _chosen(columns, sent).items():
+        if payload.setdefault(name, column) is not column:
+            raise ValueError(f"column {name} has a name that is reserved in the format openrlhf: rename it")
+    return payload
+
+
+def rendered(chat: list[dict[str, Any]], tokenizer: str | None) -> tuple[str, str]:
+    """Return a chat as text, and the text that stands between it and the completion."""
+    if tokenizer is None:
+        return "\n".join(str(message["content"]) for message in chat), "\n"
+    return apply_template(_tokenizer(tokenizer), chat), ""
+
+
+@cache
+def _tokenizer(name: str) -> Any:
+    from hybrid_grpo.model.loading import load_tokenizer
+
+    return load_tokenizer(name, "tokenizer")
+
+
+def _chosen(columns: dict[str, Any], names: list[str] | None) -> dict[str, Any]:
+    """Return the columns with these names, by default all. Raises ValueError if one is missing."""
+    for name in names or []:
+        if name not in columns:
+            raise ValueError(f"column {name} is not in the data, which has {', '.join(columns)}")
+    return columns if names is None else {name: columns[name] for name in names}
+
+
+def _json(payload: dict[str, Any]) -> bytes:
+    parts = []
+    for name, values in payload.items():
+        try:
+            parts.append(f"{json.dumps(name)}: {json.dumps(values, allow_nan=False)}")
+        except (TypeError, ValueError):
+            raise ValueError(f"{name} has values that cannot be written as JSON: leave it out of `columns`") from None
+    return f"{{{', '.join(parts)}}}".encode()

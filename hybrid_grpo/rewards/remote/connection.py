@@ -18,7 +18,7 @@ import tenacity
 from pydantic.dataclasses import dataclass
 
 from hybrid_grpo.config.fields import Count, NotNegative, Positive, Whole
-from hybrid_grpo.rewards.remote.access import bearer_token, is_loopback
+from hybrid_grpo.rewards.remote.options import bearer_token, is_loopback
 
 for _library in ("httpx", "httpcore"):
     logging.getLogger(_library).setLevel(logging.WARNING)  # at lower levels they log URLs and headers

@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any
 
 from hybrid_grpo.config.fields import checked_settings
+from hybrid_grpo.rewards.remote.client import rendered
 from hybrid_grpo.rewards.remote.connection import AttemptError, Connection, client
-from hybrid_grpo.rewards.remote.request import rendered
 from hybrid_grpo.rewards.rules import Completions, LogExtra, PromptText, completion_texts
 
 RUBRIC = "The answer is correct, complete and clear, and does what was asked."

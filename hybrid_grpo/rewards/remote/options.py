@@ -1,7 +1,10 @@
-"""Settings of `serve-reward`: where rewards are served, and to whom."""
+"""Settings of `serve-reward`, and what its servers and the clients check of bearer tokens and host names."""
 
 from __future__ import annotations
 
+import ipaddress
+import os
+import re
 from dataclasses import field
 from typing import Annotated
 
@@ -49,3 +52,22 @@ class ServeOptionsConfig:
         lone_key = self.key is not None and self.certificate is None
         refuse(lone_key, "serve.key is set: give serve.certificate as well")
         return self
+
+
+def bearer_token(setting: str, variable: str) -> str:
+    """Return the bearer token in an environment variable. Raises ValueError if there is none, or if it is not valid in
+    a header; the error message begins with `setting` and does not show the token."""
+    value = os.environ.get(variable, "").strip()
+    if not value:
+        raise ValueError(f"{setting} {variable}: there is no such environment variable, or it is empty: set it")
+    if not re.fullmatch(r"[!-~]+", value):
+        raise ValueError(f"{setting} {variable}: a token may have visible ASCII characters only: set another")
+    return value
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the host name refers to this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

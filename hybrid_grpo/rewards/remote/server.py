@@ -26,8 +26,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from hybrid_grpo.rewards.remote.access import is_loopback
-from hybrid_grpo.rewards.remote.options import ServeOptionsConfig
+from hybrid_grpo.rewards.remote.options import ServeOptionsConfig, is_loopback
 
 _MOST_CONNECTIONS = 1024
 _LONGEST_HEAD = 16 * 2**10

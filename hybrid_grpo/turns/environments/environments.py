@@ -96,7 +96,7 @@ class Environments:
         named = config.environments
         settings = [f"{self.setting}.{name}" if name else self.setting for name in named]
         entries = [(s, EnvironmentEntry(place)) for s, place in zip(settings, named.values(), strict=True)]
-        pool = self._pool = Pool(entries, 1, scoring)
+        pool = self._pool = Pool(entries, scoring)
         self._most = _most_processes(config)
         # generate() continues only once all completions are answered: none may wait until another one ends.
         self._leases = pool.leases(config.tool_timeout_s, self._most if config.decoder == "paged" else None)

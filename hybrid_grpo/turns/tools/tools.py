@@ -16,7 +16,6 @@ from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.data.batch import Numbers, Rollout
 from hybrid_grpo.data.completion import Message
 from hybrid_grpo.data.episodes import Observation
-from hybrid_grpo.rewards.loader import worker_count
 from hybrid_grpo.turns.calls import ToolCall, Turn
 from hybrid_grpo.turns.environments.environments import Environments, Kind
 from hybrid_grpo.turns.template import tool_message
@@ -52,7 +51,7 @@ class Tools:
             (f"rollout.tools[{k}]", ToolEntry(function_text(tool.function), tool.kwargs))
             for k, tool in enumerate(config.tools)
         ]
-        pool = Pool(entries, scoring.workers or worker_count(), scoring)
+        pool = Pool(entries, scoring)
         self._functions: list[dict[str, Any]] = [interface.schema["function"] for interface in pool.interfaces]
         names = [str(schema["function"]["name"]) for schema in self._functions]
         kinds = list(environments.kinds.values()) if environments is not None else []

@@ -30,7 +30,6 @@ from hybrid_grpo.model.files import check_files
 from hybrid_grpo.model.hardware import device_bytes
 from hybrid_grpo.model.limits import stop_ids
 from hybrid_grpo.model.loading import load_config, load_model, load_tokenizer
-from hybrid_grpo.rewards.loader import worker_count
 from hybrid_grpo.turns.calls import Turn
 from hybrid_grpo.turns.template import user_message
 from hybrid_grpo.turns.trajectory import Answer, Seconds, Trajectory, call_numbers
@@ -114,7 +113,7 @@ class ScriptedUser(User):
         assert config.user is not None
         self._name = function_text(config.user)
         entry = UserEntry(self._name)
-        self._pool = Pool([(self.setting, entry)], scoring.workers or worker_count(), scoring)
+        self._pool = Pool([(self.setting, entry)], scoring)
         self._call = self._pool.isolated(0, config.tool_timeout_s)
         self.shows = self._pool.interfaces[0].schema["shows"]
 

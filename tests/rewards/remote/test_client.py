@@ -8,10 +8,8 @@ import math
 import pickle
 import re
 import ssl
-import subprocess
 import time
 import traceback
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +23,7 @@ from hostile_service import (
     drops,
     hangs_up,
     lengths,
+    make_certificate,
     says,
 )
 
@@ -270,16 +269,6 @@ def test_columns_are_refused_by_name():
             ask("http://127.0.0.1:9/", data=columns, **settings)
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory) -> Path:
-    """Self-signed, for 127.0.0.1, with its key in the same file."""
-    path = tmp_path_factory.mktemp("tls") / "cert.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -subj /CN=test"
-    extra = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "-", "-out", "-"]
-    path.write_bytes(subprocess.run([*command.split(), *extra], check=True, capture_output=True).stdout)
-    return path
-
-
 @pytest.mark.parametrize("file", ["no.pem", __file__])
 def test_a_wrong_file_of_certificates_is_refused_before_rows_are_there(file, monkeypatch):
     """It once failed on every row, with a message that did not name the file or the variable."""
@@ -289,9 +278,10 @@ def test_a_wrong_file_of_certificates_is_refused_before_rows_are_there(file, mon
 
 
 @pytest.mark.process
-def test_certificates(certificate, monkeypatch):
+def test_certificates(tmp_path, monkeypatch):
+    certificate, key = make_certificate(tmp_path)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(certificate)
+    context.load_cert_chain(certificate, key)
     with Service(lengths, tls=context) as service:
         assert "has a certificate that is not trusted" in refusal(service.url)
         assert service.asked == []
