@@ -136,7 +136,7 @@ def has_delta(layer: Any) -> bool:
 
 
 def is_gated(attention: Any) -> bool:
-    """Whether `q_proj` returns, behind the query of each head, a gate for its output."""
+    """Whether `q_proj` returns, after the query of each head, a gate for its output."""
     return len(attention.q_proj.weight) == 2 * attention.o_proj.in_features
 
 

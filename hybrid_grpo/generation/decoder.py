@@ -182,7 +182,7 @@ class Decoder:
         return _to_host([part[:n] for part in self._replayed(self._graphs, size_for(n, self.slots))])
 
     def _write(self, active: list[Sequence], drafts: list[list[int]]) -> None:
-        """Set the slots to the sequences, and the rows behind them to their drafts."""
+        """Set the slots to the sequences, and the rows after them to their drafts."""
         rows = [[*_state_7(s), slot] for slot, s in enumerate(active)]
         for slot, (s, draft) in enumerate(zip(active, drafts, strict=True)):
             for k, token in enumerate(draft, 1):

@@ -120,7 +120,7 @@ def _agrees(kind: type[CpuStep] | type[GpuStep], model: Any, like: PagedCache) -
     step = kind(model, other)
     for at in (0, 1, 2, far):
         position, token = torch.full((3,), at, device=device), torch.tensor([1, 2, 0], device=device) + at % 7
-        # As behind a picture: fewer positions than entries.
+        # As after a picture: fewer positions than entries.
         rows = Rows(token, table, position, table.shape[1], position // 2)
         expected = decode_step(model, own, rows).float()
         logits = step(rows).float()

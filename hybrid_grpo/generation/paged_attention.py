@@ -185,7 +185,7 @@ class Prefill:
         return self._before("recurrent", layer_idx, state_idx)
 
     def update_conv_state(self, x: Tensor, layer_idx: int, state_idx: int = 0, **_: object) -> Tensor:
-        """Store the last tokens [1, C, N] of each sequence; return all new tokens, behind those from before."""
+        """Store the last tokens [1, C, N] of each sequence; return all new tokens, after those from before."""
         state = self._cache.states.of("conv", layer_idx, state_idx)
         known = self._before("conv", layer_idx, state_idx)
         before = None if known is None else known.transpose(1, 2).clone()

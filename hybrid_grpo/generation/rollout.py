@@ -56,7 +56,7 @@ def sampling_of(config: RolloutConfig, stop_ids: tuple[int, ...], *, greedy: boo
 
 
 def requests_of(prompts: Sequence[Prompt], config: RolloutConfig, seed: int, step: int) -> list[Request]:
-    """Return requests for completions. Their random streams depend neither on ranks nor on the order of prompts.""" ""
+    """Return requests for completions. Their random streams depend neither on ranks nor on the order of prompts."""
     size = config.num_generations
     return [
         request_of(p, config, [stream_key(seed, p.begun or step, p.epoch, p.id, k) for k in range(size)])
@@ -93,21 +93,22 @@ def complete(
     """Complete every request with the decoder that `config` names. `model` has the attention that `attention_of` names;
     `drafter` has an effect with `rollout.drafts` only; default: one that knows nothing. For the other arguments and the
     result see `generation.generate`."""
-    decoder: Callable[..., Any] = fallback.generate
     never = tuple((token, -math.inf) for token in gaps_of(tokenizer))
     bias = (*sampling.logit_bias, *never)
     sampling = replace(sampling, vocabulary=vocabulary_of(tokenizer), logit_bias=bias)
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    decoder: Callable[..., Any] = partial(fallback.generate, max_slots=config.max_slots)
     if config.decoder == "paged":
-        memory: dict[str, Any] = {
-            "prefill_tokens": config.prefill_tokens,
-            "cache_gb": config.cache_gb,
-            "workspace": workspace,
-            "drafter": None if config.drafts == "off" else drafter or Drafter(),
-            "should_stop": should_stop,
-            "sight": sight,
-        }
-        decoder = partial(generation.generate, **memory)
-    called: dict[str, Any] = {"on_finish": on_finish, "on_step": on_step, "on_token": on_token, "turns": turns}
-    called["decode"] = partial(tokenizer.decode, skip_special_tokens=True)
-    groups, stats = decoder(model, requests, sampling, max_slots=config.max_slots, **called)
-    return groups, stats
+        decoder = partial(
+            generation.generate,
+            max_slots=config.max_slots,
+            prefill_tokens=config.prefill_tokens,
+            cache_gb=config.cache_gb,
+            workspace=workspace,
+            drafter=None if config.drafts == "off" else drafter or Drafter(),
+            should_stop=should_stop,
+            sight=sight,
+        )
+    return decoder(
+        model, requests, sampling, on_finish=on_finish, on_step=on_step, on_token=on_token, decode=decode, turns=turns
+    )

@@ -13,7 +13,7 @@ def whole_layers(model: Any) -> list[nn.Module]:
     together when the layer's backward pass has ended. By default it does so for each module of a layer, which takes
     Python longer than a GPU takes to compute a small one.
 
-    These are the first layer that trains and those behind it. From now on their inputs have gradients in training.
+    These are the first layer that trains and those after it. From now on their inputs have gradients in training.
     """
     layers = list(getattr(text_of(model), "layers", ()))
     while layers and not any(p.requires_grad for p in layers[0].parameters()):
