@@ -25,7 +25,7 @@ POINTS = {
     "evaluation": ("hybrid_grpo.policy", "Policy.complete"),
     "logging": ("hybrid_grpo.records.sinks", "Log.write"),
     "saving": ("hybrid_grpo.engine", "Engine.save"),
-    "copying": ("hybrid_grpo.model.tensor_files", "Postponed.copy"),
+    "copying": ("hybrid_grpo.distributed.tensor_files", "Postponed.copy"),
     "writing": ("hybrid_grpo.run.saving.writing", "_synced"),
     "a note": ("hybrid_grpo.run.saving.writing", "replace_text"),
     "the manifest": ("hybrid_grpo.run.saving.manifest", "Manifest.write"),

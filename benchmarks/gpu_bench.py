@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from hybrid_grpo.distributed.hardware import Hardware, of_device
 from hybrid_grpo.generation import Sampling, graphs
 from hybrid_grpo.generation.cache import Geometry, PagedCache, free_bytes
 from hybrid_grpo.generation.decoder import Decoder
 from hybrid_grpo.generation.loop import _prepared
 from hybrid_grpo.generation.paged_attention import PAGE
 from hybrid_grpo.model.attention import ATTENTION
-from hybrid_grpo.model.hardware import Hardware, of_device
 from hybrid_grpo.model.kernels import build
 from hybrid_grpo.model.view import View, meta_copy
 

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from hybrid_grpo.distributed.hardware import peak_flops
 from hybrid_grpo.generation import Sampling
 from hybrid_grpo.generation.paged_attention import Prefill
 from hybrid_grpo.generation.sequence import Sequence
 from hybrid_grpo.model.attention import varlen_takes
 from hybrid_grpo.model.flops import Cost
-from hybrid_grpo.model.hardware import peak_flops
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.routing import recomputed
 

@@ -24,7 +24,7 @@ from transformers import AutoConfig
 from hybrid_grpo.commands.shapes import SHAPES
 from hybrid_grpo.config import EngineConfig, PolicyConfig, RolloutConfig, TrainConfig
 from hybrid_grpo.config.checks import batch_plan
-from hybrid_grpo.model.hardware import of_table
+from hybrid_grpo.distributed.hardware import of_table
 from hybrid_grpo.run.memory.dry_run import Footprint, Sizes, measure
 from hybrid_grpo.run.memory.plan import Plan
 

@@ -30,7 +30,7 @@ from plan_gpus import MODELS, PROMPT, RANKS, Shape, recipe, sizes_of
 from hybrid_grpo.commands.memory.search import sufficient, with_settings
 from hybrid_grpo.config import BatchPlan, LoraConfig, TrainConfig
 from hybrid_grpo.config.checks import batch_plan
-from hybrid_grpo.model.hardware import GPUS, of_table
+from hybrid_grpo.distributed.hardware import GPUS, of_table
 from hybrid_grpo.run.memory.dry_run import Sizes
 from hybrid_grpo.run.memory.plan import Plan
 

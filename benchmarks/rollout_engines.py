@@ -26,9 +26,9 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from hybrid_grpo.distributed.hardware import of_device
 from hybrid_grpo.generation import Request, Sampling, Stats, Workspace, generate
 from hybrid_grpo.model.attention import ATTENTION
-from hybrid_grpo.model.hardware import of_device
 
 _SHAPES = {
     "tiny": Shape("qwen2", 0.0, 256, 1024, 4, 4, 2, 512, tied=True, head_dim=64),

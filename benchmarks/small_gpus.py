@@ -19,7 +19,7 @@ from plan_gpus import MODELS, ROOT, SEQUENCES, sizes_of, summary, write
 from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.config.parsing import parse
-from hybrid_grpo.model.hardware import of_table
+from hybrid_grpo.distributed.hardware import of_table
 from hybrid_grpo.run.memory.dry_run import Footprint, Sizes
 from hybrid_grpo.run.memory.plan import Plan
 

@@ -25,8 +25,8 @@ from hybrid_grpo import engine, generation
 from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.config.parsing import parse
+from hybrid_grpo.distributed.hardware import of_device
 from hybrid_grpo.model import logprobs
-from hybrid_grpo.model.hardware import of_device
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.run.memory.plan import estimate

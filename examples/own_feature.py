@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, stack, zeros
 
 from hybrid_grpo.data.batch import Numbers, TrainBatch
-from hybrid_grpo.model.ranks import all_reduce
+from hybrid_grpo.distributed.ranks import all_reduce
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.feature import Feature
 

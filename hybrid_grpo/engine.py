@@ -36,12 +36,10 @@ from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_conf
 
 from hybrid_grpo.config import EngineConfig, PolicyConfig
 from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
-from hybrid_grpo.model import fetching, shards, tensor_files
-from hybrid_grpo.model.blend import blend
-from hybrid_grpo.model.hardware import refuse_idle_gpus, take_gpu
-from hybrid_grpo.model.kernels.compilation_lock import one_at_a_time
-from hybrid_grpo.model.lora import Adapter
-from hybrid_grpo.model.ranks import (
+from hybrid_grpo.distributed import shards, tensor_files
+from hybrid_grpo.distributed.compilation_lock import one_at_a_time
+from hybrid_grpo.distributed.hardware import refuse_idle_gpus, take_gpu
+from hybrid_grpo.distributed.ranks import (
     all_reduce,
     check_shared_memory,
     form_group_of_one,
@@ -50,6 +48,9 @@ from hybrid_grpo.model.ranks import (
     release_shared_memory,
     world_size,
 )
+from hybrid_grpo.model import fetching
+from hybrid_grpo.model.blend import blend
+from hybrid_grpo.model.lora import Adapter
 from hybrid_grpo.model.view import View
 
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")

@@ -18,6 +18,8 @@ from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout
 from hybrid_grpo.data.measuring import measured
 from hybrid_grpo.data.packing import Places, Supports, pack, pack_pairs, pad, pad_pairs, token_budget
 from hybrid_grpo.data.pictures import ImageStore, sight_of, trained_sight_of
+from hybrid_grpo.distributed.movement import Movement, UnchangedTensors
+from hybrid_grpo.distributed.ranks import all_reduce, rank
 from hybrid_grpo.engine import StepResult
 from hybrid_grpo.generation import (
     Drafter,
@@ -40,9 +42,7 @@ from hybrid_grpo.model.limits import vocabulary_of
 from hybrid_grpo.model.loading import dequantized, load_config, load_model, plain_attention, training_attention
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.lora import Adapters
-from hybrid_grpo.model.movement import Movement, UnchangedTensors
 from hybrid_grpo.model.original import Original
-from hybrid_grpo.model.ranks import all_reduce, rank
 from hybrid_grpo.model.routing import Routing, described, replays
 from hybrid_grpo.model.scalar_model import ScalarModel, load_scalar_model, scalar_config
 from hybrid_grpo.model.sight import VisionEncoder

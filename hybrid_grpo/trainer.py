@@ -12,6 +12,7 @@ from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.data.batch import MicroBatch, Numbers, Prompt, Rollout, Scores, TrainBatch
 from hybrid_grpo.data.measuring import measured
 from hybrid_grpo.data.training_prompts import StepLoader
+from hybrid_grpo.distributed.ranks import exchange_objects, max_over_ranks, rank, sum_over_ranks
 from hybrid_grpo.generation import OnFinish
 from hybrid_grpo.grpo.advantages import informative, mean_over_tokens, token_advantages
 from hybrid_grpo.grpo.balance import Assignment, assign
@@ -22,7 +23,6 @@ from hybrid_grpo.grpo.minibatches import Signals, optimizer_steps
 from hybrid_grpo.grpo.resampling import group_slots, resample
 from hybrid_grpo.grpo.selection import OldPolicy, select_tokens
 from hybrid_grpo.model.logprobs import squared_probabilities
-from hybrid_grpo.model.ranks import exchange_objects, max_over_ranks, rank, sum_over_ranks
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.metrics.flops import group_flops
 from hybrid_grpo.records.metrics.measurements import (

@@ -16,8 +16,8 @@ from torch.utils.cpp_extension import get_default_build_root
 
 from hybrid_grpo.config import EngineConfig, PolicyConfig
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.distributed import hardware
 from hybrid_grpo.generation import cache, graphs
-from hybrid_grpo.model import hardware
 
 SCRIPTS = ROOT / "training_scripts"
 

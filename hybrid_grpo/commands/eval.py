@@ -90,9 +90,9 @@ def measure(config: EvaluateConfig) -> Measured:
     """Complete and score the held-out sets with `policy.model`; only rank 0 has numbers of prompts. Collective."""
     from hybrid_grpo import engine
     from hybrid_grpo.data.pictures import sight_of
+    from hybrid_grpo.distributed.ranks import gather_objects, rank
     from hybrid_grpo.generation.rollout import attention_of, complete
     from hybrid_grpo.model.loading import load_model
-    from hybrid_grpo.model.ranks import gather_objects, rank
     from hybrid_grpo.run.inputs import read_eval_inputs
 
     device = engine.start()

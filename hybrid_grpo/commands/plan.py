@@ -30,7 +30,7 @@ def run(arguments: list[str]) -> None:
     plan = (_of_recipe if data.path or data.task or data.mixture else _of_shapes)(config, ranks)
 
     from hybrid_grpo.commands.memory.shortage import shortage
-    from hybrid_grpo.model.ranks import rank
+    from hybrid_grpo.distributed.ranks import rank
 
     status, verdict = 0, "it fits"
     try:
@@ -49,7 +49,7 @@ def _of_recipe(config: PlanConfig, ranks: int) -> Plan:
     batch = check_train(config, ranks)
 
     from hybrid_grpo import engine
-    from hybrid_grpo.model.hardware import of_device, of_table
+    from hybrid_grpo.distributed.hardware import of_device, of_table
     from hybrid_grpo.run.feature import make_features
     from hybrid_grpo.run.memory.plan import estimate
 
@@ -69,7 +69,7 @@ def _of_shapes(config: PlanConfig, ranks: int) -> Plan:
 
     from hybrid_grpo import engine
     from hybrid_grpo.commands.shapes import known_config
-    from hybrid_grpo.model.hardware import of_device, of_table
+    from hybrid_grpo.distributed.hardware import of_device, of_table
     from hybrid_grpo.model.loading import load_config
     from hybrid_grpo.model.lora import check_lora
     from hybrid_grpo.run.memory.plan import estimate

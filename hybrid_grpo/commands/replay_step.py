@@ -176,7 +176,7 @@ def _arrive(
     from hybrid_grpo import engine
     from hybrid_grpo.commands.replays.replay import LoggedSkips, LossRecorder, same
     from hybrid_grpo.commands.replays.saved_rollouts import SavedCompletions, SavedRewards
-    from hybrid_grpo.model.ranks import world_size
+    from hybrid_grpo.distributed.ranks import world_size
     from hybrid_grpo.run.feature import make_features
     from hybrid_grpo.run.saving.checkpoint import Checkpoints
     from hybrid_grpo.run.saving.saver import load_stage
@@ -271,7 +271,7 @@ def _with_settings(trainer: Trainer, base: ReplayConfig, config: ReplayConfig, i
 def _make(trainer: Trainer, step: int, saved: SavedRollouts) -> tuple[pyarrow.Table | None, dict[str, float]]:
     """Make the step. Return the metrics and, on rank 0, a table of the inputs of the loss of all ranks. Collective."""
     from hybrid_grpo.commands.replays.replay import LossRecorder, in_saved_order
-    from hybrid_grpo.model.ranks import gather_objects, rank
+    from hybrid_grpo.distributed.ranks import gather_objects, rank
     from hybrid_grpo.records.tokens import TokenText
 
     recorder = trainer.trace
@@ -300,7 +300,7 @@ def _write(target: Path, table: pyarrow.Table, summary: dict[str, Any]) -> None:
 
 
 def _say(message: str) -> None:
-    from hybrid_grpo.model.ranks import rank
+    from hybrid_grpo.distributed.ranks import rank
 
     if rank() == 0:
         print(message, flush=True)

@@ -110,7 +110,7 @@ def read_inputs(config: TrainConfig) -> RunInputs:
 
 def planned_memory(config: TrainConfig, plan: BatchPlan, inputs: RunInputs, device: torch.device) -> Plan | None:
     """Return the memory plan for this rank's device, or None if none can be made; see `estimate`."""
-    from hybrid_grpo.model.hardware import of_device
+    from hybrid_grpo.distributed.hardware import of_device
     from hybrid_grpo.run.memory.plan import estimate
 
     hardware = of_device(device)

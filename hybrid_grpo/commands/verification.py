@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hybrid_grpo.config.adapters import base_of
 from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.distributed.ranks import from_first_rank, rank
 from hybrid_grpo.model.loading import add_adapter, dequantizing, load_config
-from hybrid_grpo.model.ranks import from_first_rank, rank
 from hybrid_grpo.model.towers import has_tower
 from hybrid_grpo.policy import Policy
 

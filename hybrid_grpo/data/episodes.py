@@ -44,6 +44,6 @@ class Episode:
     total: float | None = None
     """The reward of the completion as a whole; None if the environment gives none."""
     state: dict[str, Any] | None = None
-    """The attributes of the environment at the end, see `workers/snapshots.py`; None if it failed."""
+    """The attributes of the environment at the end, see `distributed/workers/snapshots.py`; None if it failed."""
     failure: str | None = None
     """Why the environment failed, as the rest of a sentence that begins with its name; None if it did not."""

@@ -16,8 +16,8 @@ import torch
 
 from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.data.batch import MicroBatch
+from hybrid_grpo.distributed.ranks import all_reduce
 from hybrid_grpo.model.attention import Segments
-from hybrid_grpo.model.ranks import all_reduce
 from hybrid_grpo.model.routing import Replay, Routing, joined
 from hybrid_grpo.model.selection import Selection
 from hybrid_grpo.model.sight import VisionEncoder, beside, pictures_of, positions_of

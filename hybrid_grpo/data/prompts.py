@@ -23,8 +23,8 @@ from hybrid_grpo.data.pictures import ImageStore, given_pictures, has_images, pl
 from hybrid_grpo.data.row_shapes import way_out
 from hybrid_grpo.data.sources import Row, Source, mixture_source, read_rows, training_source
 from hybrid_grpo.data.special_tokens import text_ids
+from hybrid_grpo.distributed.ranks import all_gather_objects, shared_out, world_size
 from hybrid_grpo.model.fingerprints import of_texts
-from hybrid_grpo.model.ranks import all_gather_objects, shared_out, world_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

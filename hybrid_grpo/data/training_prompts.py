@@ -11,7 +11,7 @@ from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.data.batch import Numbers, Prompt
 from hybrid_grpo.data.loader import PromptLoader
 from hybrid_grpo.data.mixture import Mixture
-from hybrid_grpo.model.ranks import rank
+from hybrid_grpo.distributed.ranks import rank
 
 
 class StepLoader(Protocol):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hybrid_grpo.model.tensor_files import settle
+from hybrid_grpo.distributed.tensor_files import settle
 
 
 @torch.no_grad()

@@ -22,11 +22,11 @@ from transformers.integrations import deepspeed as integration
 from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.config.adapters import base_of, is_adapter
 from hybrid_grpo.config.errors import UserError, refuse
+from hybrid_grpo.distributed.ranks import all_gather_objects, rank
 from hybrid_grpo.model import hub
 from hybrid_grpo.model.adapter_files import changes
 from hybrid_grpo.model.architectures import unsupported
 from hybrid_grpo.model.attention import ATTENTION
-from hybrid_grpo.model.ranks import all_gather_objects, rank
 from hybrid_grpo.model.routing import recomputed
 from hybrid_grpo.model.towers import causal_lm, has_tower, loader, outside_deepspeed
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hybrid_grpo.distributed.ranks import world_size
 from hybrid_grpo.model.lora import Adapter
-from hybrid_grpo.model.ranks import world_size
 
 _ALIGNED_BYTES = 128
 TOGETHER = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybrid_grpo.model.ranks import rank
+from hybrid_grpo.distributed.ranks import rank
 from hybrid_grpo.records.files import replace_folder, replace_text, sync_tree
 from hybrid_grpo.records.write_failures import WriteFailed, write_together
 

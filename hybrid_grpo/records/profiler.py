@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from hybrid_grpo.model.ranks import rank
+from hybrid_grpo.distributed.ranks import rank
 from hybrid_grpo.records.metrics.meter import Meter
 
 STAGE = "stage/"

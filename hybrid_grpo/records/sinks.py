@@ -15,7 +15,7 @@ from torch import Tensor
 from hybrid_grpo.config import LogConfig
 from hybrid_grpo.config.errors import RunInterrupted
 from hybrid_grpo.data.batch import Rollout, Scores
-from hybrid_grpo.model import ranks
+from hybrid_grpo.distributed import ranks
 from hybrid_grpo.records import thumbnails
 from hybrid_grpo.records.alarm_records import ALARMS_FILE
 from hybrid_grpo.records.alarms.alarms import RollBack

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hybrid_grpo.config import LogConfig
 from hybrid_grpo.data.batch import Rollout, Scores, TrainBatch
+from hybrid_grpo.distributed.ranks import world_size
 from hybrid_grpo.generation import Timeline
-from hybrid_grpo.model.ranks import world_size
 from hybrid_grpo.records.metrics.meter import Span
 
 BUCKETS = 20

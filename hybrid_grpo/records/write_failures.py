@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.model.ranks import all_gather_objects, rank
+from hybrid_grpo.distributed.ranks import all_gather_objects, rank
 from hybrid_grpo.records.files import replace_text
 
 T = TypeVar("T")

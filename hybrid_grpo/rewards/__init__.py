@@ -2,5 +2,5 @@
 
 A run uses `scorer.Rewards`, with the functions that `loader` loads. `functions` defines the calling convention and
 lists the built-in functions, which are in `rules`, `text`, `countdown`, `maths/`, `code/`, `models/` and `remote/`.
-The package `workers/` calls the functions, and `grpo/` turns rewards into advantages.
+The package `distributed/workers/` calls the functions, and `grpo/` turns rewards into advantages.
 """

@@ -33,11 +33,11 @@ import dill
 from hybrid_grpo.config import RewardConfig, reward_name
 from hybrid_grpo.config.errors import UserError, did_you_mean, type_of
 from hybrid_grpo.config.user_code import describe, functions_of, import_place, refuse_bare_file
+from hybrid_grpo.distributed.workers.calls import Call, Failure, Inputs, Interface, Reply, failed, raised
+from hybrid_grpo.distributed.workers.messages import finite, stored
+from hybrid_grpo.distributed.workers.snapshots import Snapshot, restored
 from hybrid_grpo.rewards import verl
 from hybrid_grpo.rewards.comparisons import comparison
-from hybrid_grpo.workers.calls import Call, Failure, Inputs, Interface, Reply, failed, raised
-from hybrid_grpo.workers.messages import finite, stored
-from hybrid_grpo.workers.snapshots import Snapshot, restored
 
 
 @dataclass(frozen=True)

@@ -25,16 +25,16 @@ import torch
 from hybrid_grpo.config import ScoringConfig
 from hybrid_grpo.config.errors import RunStopped, UserError, did_you_mean
 from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Scores
-from hybrid_grpo.model.ranks import all_reduce
+from hybrid_grpo.distributed.ranks import all_reduce
+from hybrid_grpo.distributed.workers.calls import Call, Failure, Inputs, Reply, failed
+from hybrid_grpo.distributed.workers.pool import busy_seconds
+from hybrid_grpo.distributed.workers.snapshots import Snapshot
 from hybrid_grpo.rewards.functions import ENVIRONMENTS, INPUTS, PICTURES, PROMPT_PICTURES, RewardValue
 from hybrid_grpo.rewards.loader import Reward
 from hybrid_grpo.rewards.models.reward_model import RewardModel, Shard
 from hybrid_grpo.rewards.steps import TokenEnds, token_steps
 from hybrid_grpo.rewards.sums import combined
 from hybrid_grpo.rewards.unread import UnreadAnswers
-from hybrid_grpo.workers.calls import Call, Failure, Inputs, Reply, failed
-from hybrid_grpo.workers.pool import busy_seconds
-from hybrid_grpo.workers.snapshots import Snapshot
 
 EPISODES = "episodes/"
 """Name of the input with the episodes, for environments' own rewards; no column or parameter can have this name."""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import torch
 
 from hybrid_grpo.data.batch import RewardStatus, Scores
+from hybrid_grpo.distributed.workers.calls import Failure, Reply
 from hybrid_grpo.rewards.functions import RewardValue
 from hybrid_grpo.rewards.loader import Reward
-from hybrid_grpo.workers.calls import Failure, Reply
 
 
 def combined(rewards: Sequence[Reward], replies: dict[str, Reply], lengths: list[int], num_generations: int) -> Scores:

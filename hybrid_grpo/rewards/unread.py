@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable, Mapping
 
 from hybrid_grpo.data.batch import Scores
-from hybrid_grpo.model.ranks import rank
+from hybrid_grpo.distributed.ranks import rank
 
 ANSWERS = ("answer", "pred")
 """Names under which outcome functions store the answers that they read; `pred` is verl's."""

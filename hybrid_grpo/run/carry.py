@@ -27,9 +27,9 @@ from hybrid_grpo.data.batch import Numbers, Rollout, Scores
 from hybrid_grpo.data.completion import Completion, Prompt
 from hybrid_grpo.data.completion_records import completion_of, record_of
 from hybrid_grpo.data.training_prompts import StepLoader
+from hybrid_grpo.distributed.ranks import Board, all_gather_objects, rank
 from hybrid_grpo.generation import OnFinish
 from hybrid_grpo.grpo.resampling import group_slots
-from hybrid_grpo.model.ranks import Board, all_gather_objects, rank
 
 _LOOK_S = 0.01
 """Seconds between two looks at whether a step's sampling is to end."""

@@ -16,9 +16,9 @@ import torch
 from hybrid_grpo.config.held_out import HeldOut
 from hybrid_grpo.data.batch import Completion, Numbers, Prompt, RewardStatus, Scores
 from hybrid_grpo.data.loader import rank_share
+from hybrid_grpo.distributed.ranks import all_gather_objects, rank, world_size
 from hybrid_grpo.generation import Request, Sampling, stream_key
 from hybrid_grpo.generation.rollout import request_of, sampling_of
-from hybrid_grpo.model.ranks import all_gather_objects, rank, world_size
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.metrics.measurements import measure_lengths
 from hybrid_grpo.records.metrics.statistics import Floats, majority_at_k, pass_at_k, standard_error

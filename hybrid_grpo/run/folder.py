@@ -18,7 +18,7 @@ from hybrid_grpo.config.kept_code import keep_code
 from hybrid_grpo.config.recipes import load_yaml
 from hybrid_grpo.config.run import NAMED_BY_TIME, RunConfig, unused_name
 from hybrid_grpo.config.secrets import masked_text
-from hybrid_grpo.model.ranks import from_first_rank, rank, world_size
+from hybrid_grpo.distributed.ranks import from_first_rank, rank, world_size
 from hybrid_grpo.records.alarm_records import ALARMS_FILE
 from hybrid_grpo.records.console_log import CONSOLE_FILE, ConsoleLog
 from hybrid_grpo.records.exports import exported

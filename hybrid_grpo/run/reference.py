@@ -10,11 +10,11 @@ from hybrid_grpo.config import EngineConfig, PolicyConfig
 from hybrid_grpo.data.batch import MicroBatch
 from hybrid_grpo.data.measuring import measured
 from hybrid_grpo.data.pictures import ImageStore, sight_of
-from hybrid_grpo.model import shards, tensor_files
+from hybrid_grpo.distributed import shards, tensor_files
+from hybrid_grpo.distributed.ranks import rank
 from hybrid_grpo.model.loading import load_model, training_attention
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.lora import Adapters
-from hybrid_grpo.model.ranks import rank
 from hybrid_grpo.model.routing import routed
 from hybrid_grpo.model.sight import VisionEncoder
 from hybrid_grpo.policy import Policy

@@ -15,9 +15,9 @@ from hybrid_grpo.config import ModelRunConfig, TrainConfig, to_dict
 from hybrid_grpo.config.building import dump
 from hybrid_grpo.config.errors import RunInterrupted, RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
+from hybrid_grpo.distributed.ranks import barrier, rank, world_size
 from hybrid_grpo.generation import Journal
 from hybrid_grpo.model.doing import Doing
-from hybrid_grpo.model.ranks import barrier, rank, world_size
 from hybrid_grpo.records.alarm_records import write_alarm
 from hybrid_grpo.records.alarms.alarms import Alarms, RollBack
 from hybrid_grpo.records.exports import export, exported

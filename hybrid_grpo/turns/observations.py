@@ -14,7 +14,7 @@ from typing import Any
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.episodes import PLACE, Observation
 from hybrid_grpo.data.picture import checked_size
-from hybrid_grpo.workers.messages import LONGEST_TEXT, checked_text
+from hybrid_grpo.distributed.workers.messages import LONGEST_TEXT, checked_text
 
 SHOWS = "shows_pictures"
 """Attribute of a tool's or a user's function, or of an environment's class, whose observations may have pictures."""

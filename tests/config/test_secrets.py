@@ -6,8 +6,8 @@ from reward_helpers import isolated, rows
 
 from hybrid_grpo.config import RewardConfig, TrainConfig, build, dump, to_dict
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.distributed.workers.processes import hidden_variables
 from hybrid_grpo.records.publishing.redaction import publishable, publishable_text
-from hybrid_grpo.workers.processes import hidden_variables
 
 
 @pytest.mark.parametrize("name, seen", [

@@ -7,9 +7,9 @@ import torch
 from rank_threads import in_ranks
 
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
+from hybrid_grpo.distributed.ranks import exchange_objects
 from hybrid_grpo.grpo.balance import Assignment, assign
 from hybrid_grpo.grpo.minibatches import minibatch_rows
-from hybrid_grpo.model.ranks import exchange_objects
 
 CPU = torch.device("cpu")
 

@@ -8,13 +8,13 @@ from rank_threads import in_ranks
 from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.config.errors import RunStopped
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
+from hybrid_grpo.distributed.ranks import all_reduce
 from hybrid_grpo.grpo.advantages import group_advantages, token_advantages
 from hybrid_grpo.grpo.baselines import path_variances
 from hybrid_grpo.grpo.controllers import EntropyController
 from hybrid_grpo.grpo.correction import sampler_correction
 from hybrid_grpo.grpo.minibatches import Signals, correction_means
 from hybrid_grpo.model.logprobs import LogitShape, squared_probabilities
-from hybrid_grpo.model.ranks import all_reduce
 
 NAN = float("nan")
 

@@ -4,8 +4,8 @@ from rank_threads import in_ranks
 
 from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.data.batch import Numbers
+from hybrid_grpo.distributed.ranks import all_reduce
 from hybrid_grpo.grpo.controllers import KlController
-from hybrid_grpo.model.ranks import all_reduce
 
 ADAPTED = GrpoConfig(beta=0.1, kl_target=0.02)
 

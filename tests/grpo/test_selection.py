@@ -7,8 +7,8 @@ from rank_threads import in_ranks
 
 from hybrid_grpo.config import GrpoConfig
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout
+from hybrid_grpo.distributed.ranks import all_reduce
 from hybrid_grpo.grpo.selection import OldPolicy, nth_largest, select_tokens
-from hybrid_grpo.model.ranks import all_reduce
 
 
 @pytest.mark.parametrize("seed", range(6))

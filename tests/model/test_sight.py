@@ -9,7 +9,7 @@ from tiny_architectures import tiny_architecture
 
 from hybrid_grpo.config import DataConfig, LoraConfig, PolicyConfig
 from hybrid_grpo.data.pictures import ImageStore
-from hybrid_grpo.model import tensor_files
+from hybrid_grpo.distributed import tensor_files
 from hybrid_grpo.model.loading import load_config
 from hybrid_grpo.model.lora import check_lora
 from hybrid_grpo.model.processors import load_tower

@@ -8,7 +8,7 @@ import torch
 
 from hybrid_grpo.config import LogConfig
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
-from hybrid_grpo.model import ranks as distributed
+from hybrid_grpo.distributed import ranks as distributed
 from hybrid_grpo.records.files import as_json, json_safe
 from hybrid_grpo.records.sinks import JsonlSink, Log, rollout_lines
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from hybrid_grpo.config import LogConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
-from hybrid_grpo.model import ranks as distributed
+from hybrid_grpo.distributed import ranks as distributed
 from hybrid_grpo.records.sinks import Log
 from hybrid_grpo.records.tokens import SCHEMA, TokenText, read_tokens, token_table
 

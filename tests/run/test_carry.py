@@ -20,10 +20,10 @@ from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores, TrainBat
 from hybrid_grpo.data.completion_records import record_of
 from hybrid_grpo.data.packing import pack
 from hybrid_grpo.data.training_prompts import TrainingPrompts
+from hybrid_grpo.distributed.ranks import exchange_objects, rank
 from hybrid_grpo.generation import Stats, stream_key
 from hybrid_grpo.grpo.loss import micro_batch_loss
 from hybrid_grpo.grpo.resampling import group_slots
-from hybrid_grpo.model.ranks import exchange_objects, rank
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.metrics.measurements import measure_parity
 from hybrid_grpo.records.tokens import read_tokens

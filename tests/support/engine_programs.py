@@ -17,9 +17,9 @@ from transformers import modeling_utils
 from hybrid_grpo import engine
 from hybrid_grpo.config import EngineConfig, PolicyConfig
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.distributed.ranks import all_reduce, barrier, rank, world_size
 from hybrid_grpo.model.layers import fuse
 from hybrid_grpo.model.loading import load_model
-from hybrid_grpo.model.ranks import all_reduce, barrier, rank, world_size
 
 _ALL_SHARDED = {"stage3_param_persistence_threshold": 0}
 _FROM_HOST = {"offload_param": {"device": "cpu"}, **_ALL_SHARDED}

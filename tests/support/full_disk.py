@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_grpo.__main__ import entry
+from hybrid_grpo.distributed.ranks import barrier, rank
 from hybrid_grpo.engine import Engine
-from hybrid_grpo.model.ranks import barrier, rank
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.saving.saver import Saver
 from hybrid_grpo.run.saving.writing import Writing

@@ -6,7 +6,7 @@ from hybrid_grpo.config import EngineConfig, PolicyConfig, TrainConfig
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.data.batch import MicroBatch
 from hybrid_grpo.data.packing import pack
-from hybrid_grpo.model.hardware import Hardware
+from hybrid_grpo.distributed.hardware import Hardware
 from hybrid_grpo.run.memory.dry_run import Footprint, Sizes
 from hybrid_grpo.run.memory.plan import Plan
 

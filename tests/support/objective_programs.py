@@ -13,9 +13,9 @@ from rank_programs import build, counted, main
 
 from hybrid_grpo.config import GrpoConfig, RewardConfig
 from hybrid_grpo.config.checks import batch_plan
+from hybrid_grpo.distributed import shards
+from hybrid_grpo.distributed.ranks import rank, world_size
 from hybrid_grpo.grpo.objective import load_objective
-from hybrid_grpo.model import shards
-from hybrid_grpo.model.ranks import rank, world_size
 from hybrid_grpo.rewards.loader import load_rewards
 from hybrid_grpo.rewards.scorer import Rewards
 from hybrid_grpo.run.reference import Reference

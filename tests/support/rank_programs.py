@@ -23,8 +23,8 @@ from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.config import build as build_config
 from hybrid_grpo.config.checks import check_train
 from hybrid_grpo.config.errors import RunStopped
+from hybrid_grpo.distributed.ranks import barrier, rank, world_size
 from hybrid_grpo.generation import Workspace
-from hybrid_grpo.model.ranks import barrier, rank, world_size
 from hybrid_grpo.run.feature import make_features
 from hybrid_grpo.run.inputs import RunInputs
 from hybrid_grpo.run.stage import RunServices

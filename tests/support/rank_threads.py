@@ -25,7 +25,7 @@ _REDUCED = {
 def in_ranks(world: int, program: Callable[[int], T]) -> list[T]:
     """What the program returns on each rank; it is given the rank's number."""
     group = _Group(world)
-    with mock.patch("hybrid_grpo.model.ranks.dist", group), ThreadPoolExecutor(world) as threads:
+    with mock.patch("hybrid_grpo.distributed.ranks.dist", group), ThreadPoolExecutor(world) as threads:
         ended = [threads.submit(group.run, rank, program) for rank in range(world)]
     # A rank that raised is the reason why the others were not answered.
     failed = [e for e in (done.exception() for done in ended) if e is not None]

@@ -10,7 +10,7 @@ from typing import Any
 
 from rank_programs import made, main
 
-from hybrid_grpo.model.ranks import barrier, rank
+from hybrid_grpo.distributed.ranks import barrier, rank
 from hybrid_grpo.trainer import Trainer
 
 METRICS = ("policy/loss", "policy/grad_norm", "policy/entropy", "policy/kl", "policy/kl_coef", "reward/mean")

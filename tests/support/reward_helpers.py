@@ -12,10 +12,10 @@ import psutil
 
 from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Scores
+from hybrid_grpo.distributed.workers.pool import call_inline
 from hybrid_grpo.rewards.functions import bind
 from hybrid_grpo.rewards.loader import Reward, load_rewards
 from hybrid_grpo.rewards.scorer import Rewards
-from hybrid_grpo.workers.pool import call_inline
 
 ALL = 1 << 20
 """A `batch_size` that gives a function all rows at once."""

@@ -16,7 +16,7 @@ from hybrid_grpo import engine as engines
 from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.data.picture import read_picture
-from hybrid_grpo.model.ranks import rank, world_size
+from hybrid_grpo.distributed.ranks import rank, world_size
 from hybrid_grpo.rewards.loader import load_rewards
 from hybrid_grpo.rewards.models.reward_model import reward_model
 from hybrid_grpo.rewards.scorer import Rewards

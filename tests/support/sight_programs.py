@@ -10,7 +10,7 @@ import torch
 from rank_programs import made, main
 from safetensors.torch import load_file
 
-from hybrid_grpo.model.ranks import world_size
+from hybrid_grpo.distributed.ranks import world_size
 from hybrid_grpo.run.saving.checkpoint import Checkpoints
 from hybrid_grpo.trainer import Trainer
 

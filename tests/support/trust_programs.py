@@ -12,7 +12,7 @@ from hybrid_grpo import engine as engines
 from hybrid_grpo.commands.verification import verified
 from hybrid_grpo.config import EngineConfig, PolicyConfig
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.model import shards
+from hybrid_grpo.distributed import shards
 from hybrid_grpo.model.loading import load_tokenizer
 from hybrid_grpo.policy import Policy
 

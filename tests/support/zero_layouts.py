@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hybrid_grpo.model.ranks import all_gather_objects, rank, world_size
+from hybrid_grpo.distributed.ranks import all_gather_objects, rank, world_size
 
 SHAPES = {"a": (3, 5), "b": (7,), "c": (2, 2), "d": (1,)}
 COUNTS = {name: prod(shape) for name, shape in SHAPES.items()}

@@ -10,8 +10,8 @@ import torch
 
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Scores
+from hybrid_grpo.distributed.ranks import rank
 from hybrid_grpo.generation import Journal, OnFinish, Request, Stats, complete_rest, stream_key
-from hybrid_grpo.model.ranks import rank
 from hybrid_grpo.model.support import SamplingMask
 from hybrid_grpo.records.json_lines import read_jsonl
 from hybrid_grpo.records.tokens import SUPPORT, read_tokens

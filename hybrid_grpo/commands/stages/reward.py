@@ -13,7 +13,7 @@ from hybrid_grpo.commands.stages.preferences import Preference
 from hybrid_grpo.config import RewardStageConfig
 from hybrid_grpo.data.batch import MicroBatch, Numbers
 from hybrid_grpo.data.loader import PromptLoader, rank_share
-from hybrid_grpo.model.ranks import all_reduce, rank, world_size
+from hybrid_grpo.distributed.ranks import all_reduce, rank, world_size
 from hybrid_grpo.model.upload import upload
 from hybrid_grpo.policy import Scorer
 from hybrid_grpo.records.metrics.measurements import measure_machine

@@ -8,7 +8,7 @@ import torch
 from hybrid_grpo.commands.stages.pairs import Pair
 from hybrid_grpo.config import SftConfig
 from hybrid_grpo.data.loader import PromptLoader
-from hybrid_grpo.model.ranks import rank, world_size
+from hybrid_grpo.distributed.ranks import rank, world_size
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.metrics.measurements import measure_machine
 from hybrid_grpo.records.metrics.meter import Meter

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from hybrid_grpo.config import BatchPlan, ModelRunConfig
+from hybrid_grpo.distributed import shards
 from hybrid_grpo.features.average.settings import AverageConfig
-from hybrid_grpo.model import shards
 from hybrid_grpo.policy import TrainedModel
 from hybrid_grpo.run.feature import Feature
 from hybrid_grpo.run.inputs import RunInputs

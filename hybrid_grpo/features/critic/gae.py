@@ -16,10 +16,10 @@ from torch import Tensor
 
 from hybrid_grpo.config import TrainConfig
 from hybrid_grpo.data.batch import Numbers, RewardStep, Rollout, Scores
+from hybrid_grpo.distributed.ranks import sum_over_ranks
 from hybrid_grpo.features.critic.settings import CriticConfig
 from hybrid_grpo.grpo.advantages import penalized_rewards
 from hybrid_grpo.grpo.baselines import Total
-from hybrid_grpo.model.ranks import sum_over_ranks
 
 _STD_EPSILON = 1e-4  # keeps nearly equal advantages from being scaled up to size 1
 

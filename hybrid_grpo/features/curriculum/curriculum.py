@@ -15,8 +15,8 @@ from torch import Tensor
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.data.batch import Numbers, Prompt
 from hybrid_grpo.data.training_prompts import ListLoader, StepLoader, TrainingPrompts
+from hybrid_grpo.distributed.ranks import all_reduce, rank
 from hybrid_grpo.features.curriculum.settings import CurriculumConfig
-from hybrid_grpo.model.ranks import all_reduce, rank
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -17,6 +17,7 @@ from hybrid_grpo.data.completions import end_of, read_completions
 from hybrid_grpo.data.picture import Picture, read_picture
 from hybrid_grpo.data.pictures import ImageStore, given_pictures, sight_of
 from hybrid_grpo.data.special_tokens import ended_ids
+from hybrid_grpo.distributed.hardware import device_bytes
 from hybrid_grpo.features.guests.settings import GuestConfig
 from hybrid_grpo.generation import Request, stream_key
 from hybrid_grpo.generation.beside import workspace_beside
@@ -24,7 +25,6 @@ from hybrid_grpo.generation.rollout import attention_of, complete, sampling_of
 from hybrid_grpo.model.architectures import check_architecture
 from hybrid_grpo.model.compatibility import check_sight
 from hybrid_grpo.model.files import check_files
-from hybrid_grpo.model.hardware import device_bytes
 from hybrid_grpo.model.limits import check_lengths, stop_ids
 from hybrid_grpo.model.loading import load_config, load_model, load_tokenizer
 

@@ -13,7 +13,7 @@ from statistics import fmean
 
 from hybrid_grpo.config import AlarmConfig, AlarmsConfig, GuardConfig, ModelRunConfig
 from hybrid_grpo.config.errors import RunStopped, did_you_mean, refuse
-from hybrid_grpo.model.ranks import all_gather_objects, rank
+from hybrid_grpo.distributed.ranks import all_gather_objects, rank
 from hybrid_grpo.records.alarm_records import AlarmRecord
 from hybrid_grpo.records.alarms.symptoms import CHANCE, HELD_OUT_FLAT, NON_FINITE, Sign, Symptoms, evaluated_sets
 from hybrid_grpo.records.json_lines import read_jsonl

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from hybrid_grpo.data.batch import Numbers, Rollout
+from hybrid_grpo.distributed.hardware import peak_flops
 from hybrid_grpo.model.flops import Cost, Floats
-from hybrid_grpo.model.hardware import peak_flops
 from hybrid_grpo.records.metrics.meter import Meter
 
 if TYPE_CHECKING:

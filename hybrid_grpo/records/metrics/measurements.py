@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.data.batch import Completion, Numbers, RewardStatus, Rollout, Scores, TrainBatch
+from hybrid_grpo.distributed.ranks import world_size
 from hybrid_grpo.grpo.advantages import group_stats
-from hybrid_grpo.model.ranks import world_size
 from hybrid_grpo.records.metrics.flops import measure_flops
 from hybrid_grpo.records.metrics.meter import Meter, Span
 from hybrid_grpo.rewards.rules import repeated_share

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from hybrid_grpo.model import ranks
+from hybrid_grpo.distributed import ranks
 from hybrid_grpo.records.metrics.catalogue import FIXED, PATTERNS, Reduction, describe
 
 Span = tuple[str, float, float]

@@ -16,7 +16,7 @@ import huggingface_hub
 from huggingface_hub.errors import HTTPError
 
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
-from hybrid_grpo.model.ranks import rank
+from hybrid_grpo.distributed.ranks import rank
 from hybrid_grpo.records.exports import FACTS, exported
 from hybrid_grpo.records.files import replace_folder, sync_tree
 from hybrid_grpo.records.lock import FolderLock

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from hybrid_grpo.config.fields import Count, Switch, Text, checked_settings
 from hybrid_grpo.config.user_code import describe
 from hybrid_grpo.data.picture import Picture
+from hybrid_grpo.distributed.workers.calls import Call, Failure, Reply
 from hybrid_grpo.rewards.models.reward_text import TOKEN_KINDS, chat_tokens, seen_chat, text_tokens
 from hybrid_grpo.rewards.rules import Completions, LogExtra, PromptText, completion_texts
-from hybrid_grpo.workers.calls import Call, Failure, Reply
 
 Template = Literal["auto", "chat", "text"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -208,7 +208,7 @@ class RewardModel:
 
     def scores(self, rows_B: Sequence[Row]) -> list[float]:
         """Return the scores, [B], of rows. Collective if sharded; each rank may have any number of rows."""
-        from hybrid_grpo.model.ranks import all_reduce
+        from hybrid_grpo.distributed.ranks import all_reduce
 
         self.load()
         scores_B = [0.0] * len(rows_B)

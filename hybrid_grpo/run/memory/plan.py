@@ -16,13 +16,13 @@ import torch
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.pictures import ImageStore
+from hybrid_grpo.distributed.hardware import CUDA_CONTEXT_BYTES, Hardware
 from hybrid_grpo.generation import Workspace
 from hybrid_grpo.generation.beside import user_workspace
 from hybrid_grpo.generation.cache import GPU_SHARE, MARGIN, prefill_that_fits
 from hybrid_grpo.generation.graphs import bytes_of
 from hybrid_grpo.generation.loop import PAGE
 from hybrid_grpo.generation.state_pool import rows_for
-from hybrid_grpo.model.hardware import CUDA_CONTEXT_BYTES, Hardware
 from hybrid_grpo.model.loading import load_config, parameters_of
 from hybrid_grpo.model.logprobs import HeadFunction
 from hybrid_grpo.rewards.models.reward_model import RewardModel

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hybrid_grpo.config import EvalConfig
-from hybrid_grpo.model.ranks import all_gather_objects
+from hybrid_grpo.distributed.ranks import all_gather_objects
 from hybrid_grpo.policy import TrainedModel
 from hybrid_grpo.records.exports import export, exported
 from hybrid_grpo.records.write_failures import WriteFailed

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from hybrid_grpo.distributed.ranks import all_gather_objects, all_reduce, barrier, from_first_rank, rank, world_size
+from hybrid_grpo.distributed.tensor_files import Postponed, foreign_types
 from hybrid_grpo.engine import Engine
-from hybrid_grpo.model.ranks import all_gather_objects, all_reduce, barrier, from_first_rank, rank, world_size
-from hybrid_grpo.model.tensor_files import Postponed, foreign_types
 from hybrid_grpo.records.files import replace_text, sync
 from hybrid_grpo.records.write_failures import WriteFailed, write_together
 from hybrid_grpo.run.fingerprints import Fingerprints

@@ -10,8 +10,8 @@ import torch
 
 from hybrid_grpo.config.errors import RunStopped, refuse
 from hybrid_grpo.config.run import CheckpointConfig
+from hybrid_grpo.distributed.ranks import all_reduce, rank
 from hybrid_grpo.generation import Journal
-from hybrid_grpo.model.ranks import all_reduce, rank
 from hybrid_grpo.records.files import sync
 from hybrid_grpo.records.write_failures import WriteFailed, write_together
 from hybrid_grpo.run.folder import say

@@ -9,8 +9,8 @@ import psutil
 
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.run import CheckpointConfig
-from hybrid_grpo.model.hardware import host_free_bytes
-from hybrid_grpo.model.ranks import local_ranks
+from hybrid_grpo.distributed.hardware import host_free_bytes
+from hybrid_grpo.distributed.ranks import local_ranks
 from hybrid_grpo.policy import TrainedModel
 from hybrid_grpo.run.folder import say
 from hybrid_grpo.run.parts import SavedModel

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
 
-from hybrid_grpo.model.ranks import rank, world_size
-from hybrid_grpo.model.tensor_files import Postponed, settle
+from hybrid_grpo.distributed.ranks import rank, world_size
+from hybrid_grpo.distributed.tensor_files import Postponed, settle
 from hybrid_grpo.records.files import replace_text, sync
 from hybrid_grpo.run.saving.manifest import measure
 

@@ -1,8 +1,7 @@
 """Removes files in shared memory that ranks killed during start-up leave behind: 66 MiB each, until the next boot.
 
-A rank that has connected to the others unlinks its buffer (`model.ranks.release_shared_memory`). If a rank is killed
-before that, the watcher of any rank unlinks it; if all are killed at once, the next run does. Nothing here is slow to
-import.
+A rank that has connected to the others unlinks its buffer (`ranks.release_shared_memory`). If a rank is killed before
+that, the watcher of any rank unlinks it; if all are killed at once, the next run does. Nothing here is slow to import.
 """
 
 import os

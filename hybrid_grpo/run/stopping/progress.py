@@ -15,7 +15,7 @@ import torch
 from hybrid_grpo.config import RunConfig
 from hybrid_grpo.config.errors import RunInterrupted
 from hybrid_grpo.config.fields import duration_seconds
-from hybrid_grpo.model.ranks import all_reduce
+from hybrid_grpo.distributed.ranks import all_reduce
 from hybrid_grpo.run.stopping.status import LAUNCHER_GONE, TIME_OVER, SharedStatus, own_status
 
 _ABANDONED_AT = ("scoring", "old_logp", "update")

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from hybrid_grpo.config.errors import RESUME_STATUS
+from hybrid_grpo.distributed.workers.family import adopt_orphans, descendants, die_with_parent, kill
 from hybrid_grpo.run.stopping.leftovers import unlink_buffers, unlink_leftovers
 from hybrid_grpo.run.stopping.status import (
     LAUNCHER_GONE,
@@ -35,7 +36,6 @@ from hybrid_grpo.run.stopping.status import (
     set_own_status,
     shared_status,
 )
-from hybrid_grpo.workers.family import adopt_orphans, descendants, die_with_parent, kill
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _LOOK_SECONDS, _LONG_SECONDS = 0.5, 5.0

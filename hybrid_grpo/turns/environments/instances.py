@@ -30,12 +30,12 @@ from typing import Any
 from hybrid_grpo.config.errors import UserError, refuse
 from hybrid_grpo.config.user_code import describe, import_object, import_place
 from hybrid_grpo.data.episodes import Observation
+from hybrid_grpo.distributed.workers.calls import Call, Failure, Interface, Reply, failed, raised
+from hybrid_grpo.distributed.workers.messages import checked_text
+from hybrid_grpo.distributed.workers.snapshots import state_of
 from hybrid_grpo.rewards.functions import finite_reward
 from hybrid_grpo.turns.observations import Unreadable, digest, observed, received, sent, shows_pictures
 from hybrid_grpo.turns.tools.functions import WrongArguments, check_arguments, described
-from hybrid_grpo.workers.calls import Call, Failure, Interface, Reply, failed, raised
-from hybrid_grpo.workers.messages import checked_text
-from hybrid_grpo.workers.snapshots import state_of
 
 _SHARES = "objects_per_process"
 """Attribute of a class that allows its objects to share a process."""

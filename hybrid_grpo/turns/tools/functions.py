@@ -15,10 +15,10 @@ from typing import Any
 
 from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.config.user_code import describe, import_object
+from hybrid_grpo.distributed.workers.calls import Call, Failure, Interface, Reply, failed, raised
+from hybrid_grpo.distributed.workers.messages import LONGEST_TEXT
 from hybrid_grpo.turns.observations import Unreadable, observed, received, sent, shows_pictures
 from hybrid_grpo.turns.tools import builtins
-from hybrid_grpo.workers.calls import Call, Failure, Interface, Reply, failed, raised
-from hybrid_grpo.workers.messages import LONGEST_TEXT
 
 BUILTINS = ("calculator", "python", "search")
 """Tools that a configuration names without a path."""

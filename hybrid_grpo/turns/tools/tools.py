@@ -16,13 +16,13 @@ from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.data.batch import Numbers, Rollout
 from hybrid_grpo.data.completion import Message
 from hybrid_grpo.data.episodes import Observation
+from hybrid_grpo.distributed.workers.calls import Call, Failure, Reply
+from hybrid_grpo.distributed.workers.pool import Caller, Pool
 from hybrid_grpo.turns.calls import ToolCall, Turn
 from hybrid_grpo.turns.environments.environments import Environments, Kind
 from hybrid_grpo.turns.template import tool_message
 from hybrid_grpo.turns.tools.functions import ToolEntry
 from hybrid_grpo.turns.trajectory import Answer, Seconds, Trajectory, call_numbers
-from hybrid_grpo.workers.calls import Call, Failure, Reply
-from hybrid_grpo.workers.pool import Caller, Pool
 
 UNKNOWN = "unknown"
 """Stands for the tool, in counts and messages, if a call names no known tool or cannot be read."""

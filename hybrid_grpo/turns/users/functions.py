@@ -9,9 +9,9 @@ from typing import Any
 from hybrid_grpo.config.errors import refuse, type_of
 from hybrid_grpo.config.user_code import import_object
 from hybrid_grpo.data.episodes import Observation
+from hybrid_grpo.distributed.workers.calls import Call, Failure, Interface, Reply, failed
 from hybrid_grpo.turns.observations import SHOWS, received, shows_pictures
 from hybrid_grpo.turns.tools.functions import Tool, ToolEntry
-from hybrid_grpo.workers.calls import Call, Failure, Interface, Reply, failed
 
 MESSAGES = "messages"
 """The argument that receives the conversation."""

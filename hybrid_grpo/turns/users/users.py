@@ -22,20 +22,20 @@ from hybrid_grpo.data.chat_template import apply_template
 from hybrid_grpo.data.chat_text import ChatText
 from hybrid_grpo.data.completion import Completion, Message, Prompt
 from hybrid_grpo.data.episodes import Observation
+from hybrid_grpo.distributed.hardware import device_bytes
+from hybrid_grpo.distributed.workers.calls import Call, Failure, Reply, failed
+from hybrid_grpo.distributed.workers.pool import Pool
 from hybrid_grpo.generation import Request, Sampling, stream_key
 from hybrid_grpo.generation.beside import user_workspace
 from hybrid_grpo.generation.rollout import attention_of, complete
 from hybrid_grpo.model.architectures import check_architecture
 from hybrid_grpo.model.files import check_files
-from hybrid_grpo.model.hardware import device_bytes
 from hybrid_grpo.model.limits import stop_ids
 from hybrid_grpo.model.loading import load_config, load_model, load_tokenizer
 from hybrid_grpo.turns.calls import Turn
 from hybrid_grpo.turns.template import user_message
 from hybrid_grpo.turns.trajectory import Answer, Seconds, Trajectory, call_numbers
 from hybrid_grpo.turns.users.functions import MESSAGES, UserEntry
-from hybrid_grpo.workers.calls import Call, Failure, Reply, failed
-from hybrid_grpo.workers.pool import Pool
 
 _COLUMN = re.compile(r"\{(\w+)\}")
 

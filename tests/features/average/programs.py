@@ -11,9 +11,9 @@ from torch import Tensor
 
 from hybrid_grpo.config import EngineConfig, LoraConfig, PolicyConfig, SftConfig
 from hybrid_grpo.data.batch import MicroBatch
+from hybrid_grpo.distributed.ranks import barrier
 from hybrid_grpo.features.average.average import Average, MovingAverage
 from hybrid_grpo.features.average.settings import AverageConfig
-from hybrid_grpo.model.ranks import barrier
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.run.stage import Stage

@@ -17,10 +17,10 @@ from workshop import Workshop
 from zero_layouts import Sharded, weights
 
 from hybrid_grpo.config import SftConfig
+from hybrid_grpo.distributed.ranks import barrier
 from hybrid_grpo.engine import StepResult
 from hybrid_grpo.features.average.average import Average
 from hybrid_grpo.features.average.settings import AverageConfig
-from hybrid_grpo.model.ranks import barrier
 from hybrid_grpo.records.exports import exported
 from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.run.feature import Features

@@ -10,7 +10,7 @@ import torch
 from rank_programs import made, main
 
 import hybrid_grpo as hg
-from hybrid_grpo.model.ranks import world_size
+from hybrid_grpo.distributed.ranks import world_size
 
 BYTES: dict[str, Any] = {"other_tokenizer": True, "clamp": 5.0}
 METRICS = (

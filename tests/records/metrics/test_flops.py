@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout
+from hybrid_grpo.distributed.hardware import peak_flops
 from hybrid_grpo.model.flops import Cost
-from hybrid_grpo.model.hardware import peak_flops
 from hybrid_grpo.records.metrics import flops
 from hybrid_grpo.records.metrics.meter import Meter
 

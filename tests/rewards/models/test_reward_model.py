@@ -21,13 +21,13 @@ from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Scores
 from hybrid_grpo.data.picture import read_picture
-from hybrid_grpo.model.hardware import Hardware
+from hybrid_grpo.distributed.hardware import Hardware
+from hybrid_grpo.distributed.workers.calls import Call
 from hybrid_grpo.model.processors import load_processor
 from hybrid_grpo.rewards.loader import load_rewards
 from hybrid_grpo.rewards.models.reward_model import forwards, held, reward_model
 from hybrid_grpo.rewards.scorer import Rewards
 from hybrid_grpo.run.memory.plan import estimate
-from hybrid_grpo.workers.calls import Call
 
 PROMPTS = [f"{'abcdefgh' * (k % 4)}{k}? " for k in range(12)]
 SHARDED = {"zero_stage": 3}

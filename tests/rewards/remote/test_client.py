@@ -28,9 +28,9 @@ from hostile_service import (
 )
 
 from hybrid_grpo.config import RewardConfig
+from hybrid_grpo.distributed.workers.calls import Call
 from hybrid_grpo.rewards.functions import load_function
 from hybrid_grpo.rewards.remote.client import remote
-from hybrid_grpo.workers.calls import Call
 
 TOKEN = "s3cr3t-0123456789"
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]

@@ -23,9 +23,9 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import parse
 from hybrid_grpo.config.run import CheckpointConfig
 from hybrid_grpo.data.packing import token_budget
-from hybrid_grpo.model import hardware as hardware_module
+from hybrid_grpo.distributed import hardware as hardware_module
+from hybrid_grpo.distributed.hardware import CUDA_CONTEXT_BYTES, GPUS, host_free_bytes, of_device, of_table
 from hybrid_grpo.model.attention import ATTENTION
-from hybrid_grpo.model.hardware import CUDA_CONTEXT_BYTES, GPUS, host_free_bytes, of_device, of_table
 from hybrid_grpo.model.layers import fuse
 from hybrid_grpo.model.logprobs import TILE_COLUMNS, LogprobModel
 from hybrid_grpo.run.memory import plan as plans

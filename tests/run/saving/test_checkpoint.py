@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybrid_grpo.model import tensor_files
+from hybrid_grpo.distributed import tensor_files
 from hybrid_grpo.records.write_failures import WriteFailed
 from hybrid_grpo.run.saving.checkpoint import Checkpoints
 from hybrid_grpo.run.saving.manifest import Damaged, Manifest, measure, owner

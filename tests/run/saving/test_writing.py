@@ -8,8 +8,8 @@ import torch
 from launching import make_task, ranks
 from rank_threads import in_ranks
 
-from hybrid_grpo.model import tensor_files
-from hybrid_grpo.model.ranks import barrier, rank
+from hybrid_grpo.distributed import tensor_files
+from hybrid_grpo.distributed.ranks import barrier, rank
 from hybrid_grpo.records.write_failures import WriteFailed
 from hybrid_grpo.run.saving import space
 from hybrid_grpo.run.saving.checkpoint import Checkpoints

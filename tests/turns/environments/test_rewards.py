@@ -1,9 +1,9 @@
 """Rewards of environments, from what their episodes say."""
 
 from hybrid_grpo.data.episodes import Episode
+from hybrid_grpo.distributed.workers.calls import Call
 from hybrid_grpo.rewards.scorer import EPISODES
 from hybrid_grpo.turns.environments.environments import _score
-from hybrid_grpo.workers.calls import Call
 
 EPISODES_OF_A_STEP = [
     Episode("game", ((3, 1.0), (5, 0.25)), 0.5),

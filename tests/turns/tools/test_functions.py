@@ -7,8 +7,8 @@ from paths import SUPPORT
 from hybrid_grpo.config import TrainConfig, build
 from hybrid_grpo.config.building import dump, to_dict
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.distributed.workers.calls import Call
 from hybrid_grpo.turns.tools.functions import ToolEntry
-from hybrid_grpo.workers.calls import Call
 
 ADD = f"{SUPPORT / 'tools.py'}:add"
 

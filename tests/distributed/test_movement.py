@@ -5,7 +5,7 @@ import torch
 from rank_threads import in_ranks
 from torch import nn
 
-from hybrid_grpo.model.movement import Movement, UnchangedTensors
+from hybrid_grpo.distributed.movement import Movement, UnchangedTensors
 
 LR, WIDTH = 1e-3, 4
 

@@ -26,9 +26,9 @@ from typing import Any
 
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.user_code import describe
-from hybrid_grpo.workers.calls import Call, Callee, timed_out
-from hybrid_grpo.workers.family import adopt_orphans, children, descendants, die_with_parent, kill
-from hybrid_grpo.workers.messages import encode_reply, framed, read_frame
+from hybrid_grpo.distributed.workers.calls import Call, Callee, timed_out
+from hybrid_grpo.distributed.workers.family import adopt_orphans, children, descendants, die_with_parent, kill
+from hybrid_grpo.distributed.workers.messages import encode_reply, framed, read_frame
 
 
 def serve_forks(descriptor: int, rank: int) -> None:

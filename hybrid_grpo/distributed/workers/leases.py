@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid_grpo.config.user_code import describe
-from hybrid_grpo.workers.calls import Call, Failure, Reply, died, failed, timed_out
-from hybrid_grpo.workers.messages import PendingCall
-from hybrid_grpo.workers.processes import ForkServer, Worker
+from hybrid_grpo.distributed.workers.calls import Call, Failure, Reply, died, failed, timed_out
+from hybrid_grpo.distributed.workers.messages import PendingCall
+from hybrid_grpo.distributed.workers.processes import ForkServer, Worker
 
 Done = Callable[[Reply], None]
 """Called with the reply to a request, on any thread."""

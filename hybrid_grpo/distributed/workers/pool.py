@@ -24,10 +24,10 @@ from typing import Any
 
 from hybrid_grpo.config import ScoringConfig
 from hybrid_grpo.config.user_code import describe
-from hybrid_grpo.model.ranks import own_cores
-from hybrid_grpo.workers.calls import Call, Callee, Entry, Failure, Reply, died, failed, timed_out
-from hybrid_grpo.workers.leases import Leases
-from hybrid_grpo.workers.processes import ForkServer, Worker
+from hybrid_grpo.distributed.ranks import own_cores
+from hybrid_grpo.distributed.workers.calls import Call, Callee, Entry, Failure, Reply, died, failed, timed_out
+from hybrid_grpo.distributed.workers.leases import Leases
+from hybrid_grpo.distributed.workers.processes import ForkServer, Worker
 
 _ASYNC_CALLS = 64
 _ASYNC_GRACE_SECONDS = 2.0  # a worker cancels slow coroutines itself, unless one of them blocks its event loop

@@ -16,20 +16,20 @@ from reward_helpers import command_lines, completion, in_time, isolated, rows, s
 
 from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.distributed.workers import forking
+from hybrid_grpo.distributed.workers.calls import Call
+from hybrid_grpo.distributed.workers.pool import Pool
+from hybrid_grpo.distributed.workers.processes import IMPORT_ROOT
 from hybrid_grpo.rewards.functions import RewardEntry
 from hybrid_grpo.rewards.scorer import Timeline
-from hybrid_grpo.workers import forking
-from hybrid_grpo.workers.calls import Call
-from hybrid_grpo.workers.pool import Pool
-from hybrid_grpo.workers.processes import IMPORT_ROOT
 
 pytestmark = pytest.mark.process
 RANK = """
 import os, sys
 from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.rewards.functions import RewardEntry
-from hybrid_grpo.workers.calls import Call
-from hybrid_grpo.workers.pool import Pool
+from hybrid_grpo.distributed.workers.calls import Call
+from hybrid_grpo.distributed.workers.pool import Pool
 
 pool = Pool([("rewards[0]", RewardEntry(RewardConfig(sys.argv[1])))], ScoringConfig(workers=2))
 caller = pool.isolated(0, 60.0)
@@ -43,7 +43,7 @@ sys.stdin.readline()
 
 def test_workers_import_the_package_from_where_the_rank_has_it():
     """A move of the file had made it the folder above, unnoticed where the package was installed too."""
-    assert (IMPORT_ROOT / "hybrid_grpo" / "workers" / "forking.py").samefile(forking.__file__)
+    assert (IMPORT_ROOT / "hybrid_grpo" / "distributed" / "workers" / "forking.py").samefile(forking.__file__)
 
 
 def act(**fields: Any) -> RewardConfig:
@@ -249,7 +249,7 @@ def test_dead_processes_do_not_pile_up() -> None:
 
 def test_what_functions_print_has_a_limit(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A function that prints in every call filled the log of the run."""
-    monkeypatch.setattr("hybrid_grpo.workers.processes._MOST_PRINTED", 100_000)
+    monkeypatch.setattr("hybrid_grpo.distributed.workers.processes._MOST_PRINTED", 100_000)
     entry = RewardEntry(RewardConfig(f"{SUPPORT / 'acting_rewards.py'}:prints"))
     pool = Pool([("rewards[0]", entry)], ScoringConfig(workers=1))
     caller = pool.isolated(0, 60.0)
@@ -269,6 +269,7 @@ def test_what_functions_print_has_a_limit(capfd: pytest.CaptureFixture[str], mon
 
 def test_a_fork_server_starts_without_the_settings():
     """They take longer to import than all else of it, and every rank has fork servers."""
-    program = "import sys, hybrid_grpo.workers.forking; print({'pydantic', 'numpy', 'torch'} & sys.modules.keys())"
+    program = "import sys, hybrid_grpo.distributed.workers.forking as forking"
+    program += "; print({'pydantic', 'numpy', 'torch'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

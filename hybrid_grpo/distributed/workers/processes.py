@@ -21,14 +21,14 @@ import psutil
 from hybrid_grpo.config import ScoringConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.user_code import HIDDEN_VARIABLES
-from hybrid_grpo.workers.calls import Call, Entry, Interface, Reply
-from hybrid_grpo.workers.messages import PendingCall, decode_reply, unframed
+from hybrid_grpo.distributed.workers.calls import Call, Entry, Interface, Reply
+from hybrid_grpo.distributed.workers.messages import PendingCall, decode_reply, unframed
 
 _VARIABLE = re.compile(
     r"(^|_)(TOKENS?|KEY|KEYS|KEY_ID|AUTH|CREDENTIALS?)$|SECRET|PASSWORD|PASSWD|PASSPHRASE|_TOKEN_|API_?KEY",
     re.IGNORECASE,
 )
-IMPORT_ROOT = Path(__file__).parents[2]
+IMPORT_ROOT = Path(__file__).parents[3]
 """The folder from which the package hybrid_grpo is imported, in worker processes as well."""
 _MOST_PRINTED = 4 << 20
 """Maximum number of bytes that the processes of a fork server may print to each stream."""
@@ -58,7 +58,7 @@ class ForkServer:
         self._control, theirs = socket.socketpair()
         code = (
             f"import sys; sys.path.insert(0, {str(IMPORT_ROOT)!r});"
-            " from hybrid_grpo.workers.forking import serve_forks;"
+            " from hybrid_grpo.distributed.workers.forking import serve_forks;"
             f" serve_forks({theirs.fileno()}, {os.getpid()})"
         )
         with theirs:

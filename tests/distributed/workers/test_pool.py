@@ -18,10 +18,10 @@ from reward_helpers import command_lines, completion, inline, isolated, rows, st
 
 from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.data.batch import Scores
+from hybrid_grpo.distributed.workers.calls import Call, Reply
+from hybrid_grpo.distributed.workers.pool import busy_seconds
 from hybrid_grpo.rewards.functions import bind
 from hybrid_grpo.rewards.scorer import Rewards
-from hybrid_grpo.workers.calls import Call, Reply
-from hybrid_grpo.workers.pool import busy_seconds
 
 pytestmark = pytest.mark.process
 
@@ -201,7 +201,7 @@ def test_sixty_four_of_a_hundred_coroutines_wait_together() -> None:
     ],
 )
 def test_a_coroutine_that_ends_or_blocks_its_process_costs_itself_only(monkeypatch, what: str, outcome: str) -> None:
-    monkeypatch.setattr("hybrid_grpo.workers.pool._ASYNC_GRACE_SECONDS", 0.3)
+    monkeypatch.setattr("hybrid_grpo.distributed.workers.pool._ASYNC_GRACE_SECONDS", 0.3)
     # The others wait for new processes where theirs have gone.
     rewards = isolated(acting("act_async", timeout_s=1.0 if what == "hangs" else 10.0), workers=4)
     scores = rewards.score(*rows(*"12", what, *"3456789"))
@@ -294,7 +294,7 @@ def test_a_group_is_scored_in_torch_s_normal_modes() -> None:
         seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled(), threading.get_ident()))
         return [1.0] * len(completions)
 
-    from hybrid_grpo.workers.pool import Pool
+    from hybrid_grpo.distributed.workers.pool import Pool
 
     pool = Pool([], ScoringConfig(workers=1))
     function = bind(modes, RewardConfig("test:modes", batch_size=1), "rewards[0]")

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.model.ranks import local_ranks, own_cores
+from hybrid_grpo.distributed.ranks import local_ranks, own_cores
 
 _CGROUPS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),

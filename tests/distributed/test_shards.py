@@ -12,7 +12,7 @@ from torch import nn
 from zero_layouts import Sharded, weights
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.model import shards
+from hybrid_grpo.distributed import shards
 
 POLICY = "policy_00000_of_00001.pt"
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybrid_grpo.model import shards
-from hybrid_grpo.model.ranks import all_reduce
+from hybrid_grpo.distributed import shards
+from hybrid_grpo.distributed.ranks import all_reduce
 
 _CHECKS = (1, 10, 100)
 """Optimizer steps after which weights are compared with those of the previous check."""

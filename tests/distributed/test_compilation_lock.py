@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.model.kernels.compilation_lock import compilation_lock
+from hybrid_grpo.distributed.compilation_lock import compilation_lock
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_a_compiler_at_work_is_waited_for_and_only_by_those_who_need_its_kernel(
 import sys, time
 from pathlib import Path
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.model.kernels.compilation_lock import compilation_lock
+from hybrid_grpo.distributed.compilation_lock import compilation_lock
 with {held.format(kernels_of)}:
     Path({str(kernels_of)!r}).touch()
     print("compiling", flush=True)

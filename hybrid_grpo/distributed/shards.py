@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_grpo.config.errors import UserError, refuse
-from hybrid_grpo.model import tensor_files
-from hybrid_grpo.model.ranks import rank, world_size
+from hybrid_grpo.distributed import tensor_files
+from hybrid_grpo.distributed.ranks import rank, world_size
 
 _POLICY, _STATE = "policy", "state"
 _WEIGHT = "weight"

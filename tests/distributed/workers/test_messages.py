@@ -9,12 +9,12 @@ import pytest
 
 from hybrid_grpo.config import RewardConfig
 from hybrid_grpo.data.episodes import PLACE, Observation
+from hybrid_grpo.distributed.workers.calls import Failure, Reply
+from hybrid_grpo.distributed.workers.messages import PendingCall, decode_reply, encode_reply
 from hybrid_grpo.rewards.functions import RewardEntry
 from hybrid_grpo.turns.environments.instances import EnvironmentEntry
 from hybrid_grpo.turns.observations import sent
 from hybrid_grpo.turns.tools.functions import ToolEntry
-from hybrid_grpo.workers.calls import Failure, Reply
-from hybrid_grpo.workers.messages import PendingCall, decode_reply, encode_reply
 
 EVENTS = EnvironmentEntry("a:B")
 CALLS = {

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.model import ranks
+from hybrid_grpo.distributed import ranks
 from hybrid_grpo.run.local_ranks import free_port
 
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from hybrid_grpo.workers.calls import LONGEST_TRACEBACK, Call, Entry, Failure, Kind, Reply
+from hybrid_grpo.distributed.workers.calls import LONGEST_TRACEBACK, Call, Entry, Failure, Kind, Reply
 
 LONGEST_TEXT = 1 << 20
 """Maximum number of characters of a failure's message, and of a value that is text."""
