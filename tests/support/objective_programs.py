@@ -195,13 +195,13 @@ def zeros(folder: Path) -> dict[str, Any]:
     trainer.policy.lr_scale = 0.0
     rollout, scores = trainer.collect(1)
     trainer.meter.reduce()
-    highest = trainer.highest
+    highest = trainer.max_over_ranks
     for name, kept in {"uneven": [] if rank() else [0, 2], "all": []}.items():
         advantages_PT = torch.zeros(len(rollout.prompts), 12)
         advantages_PT[kept] = 0.5
         trainer.advantages = lambda *_, of=advantages_PT: of.repeat_interleave(4, 0)  # type: ignore[method-assign]
         for way in (highest, None):
-            trainer.highest = way
+            trainer.max_over_ranks = way
             trainer.learn(rollout, scores)
             seen[f"{name}, {'left out' if way else 'trained on'}"] = trainer.meter.reduce()
     return seen
