@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -10,11 +12,17 @@ import torch
 from launching import make_task, ranks
 from tiny_models import build, tiny_config
 
-from hybrid_grpo.config import PolicyConfig
+from hybrid_grpo.config import PolicyConfig, TrainConfig
+from hybrid_grpo.config import build as build_config
+from hybrid_grpo.config.checks import batch_plan
+from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores, TrainBatch
 from hybrid_grpo.data.packing import pack, pad
+from hybrid_grpo.engine import StepResult
 from hybrid_grpo.features.critic.critic import Critic
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.scalar_model import ScalarModel, load_scalar_model
+from hybrid_grpo.policy import Scorer
+from hybrid_grpo.run.feature import Scored
 
 Seen = dict[str, Any]
 
@@ -97,3 +105,72 @@ def test_a_value_is_that_of_the_state_before_its_token(tmp_path: Path, share: An
         assert expected_T.abs().min() > 1e-4
         assert value_BT[row, : len(completion)].tolist() == pytest.approx(expected_T.tolist(), abs=1e-5)
         assert not value_BT[row, len(completion) :].any()
+
+
+class Table:
+    """An engine whose model has one number for each token: the value of the token that follows it."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.values, self.rates = torch.zeros(20, requires_grad=True), list[float]()
+
+    def __call__(self, ids_bS: torch.Tensor, positions: Any, source: Any, segments: Any) -> torch.Tensor:
+        return source(self.values[ids_bS].flatten())
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self, lr: float) -> StepResult:
+        assert self.values.grad is not None
+        self.values.data -= lr * self.values.grad
+        self.values.grad = None
+        self.rates.append(lr)
+        return StepResult(1.0, True)
+
+
+def test_a_critic_learns_the_returns_at_its_own_rate_and_at_first_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over all optimizer steps of the run, at a rate that falls to 0; the policy waits for the first two steps."""
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(Scorer, "__init__", lambda self, policy, *_, **given: made.update(given, policy=policy))
+    own = {"enabled": True, "lr": 0.5, "warmup_steps": 2, "clip": 0.0, "whiten": False}
+    config = build_config(TrainConfig, {
+        "run": {"steps": 3}, "critic": own, "policy": {"model": "m", "lr": 1e-6, "lr_schedule": "linear"},
+        "rollout": {"prompts_per_step": 2, "num_generations": 1}, "grpo": {"num_iterations": 2, "beta": 0.5},
+    })  # fmt: skip
+    critic, table = Critic(config, batch_plan(config, 1), None), Table()
+    assert made["total_steps"] == 6 and made["head_std"] == 0.0 and made["policy"].lr == 0.5
+    critic.config, critic.total_steps, critic.engine = made["policy"], made["total_steps"], cast(Any, table)
+    critic.movement = cast(Any, SimpleNamespace(begin=lambda: None, end=lambda lr: None))
+    critic.optimizer_steps = critic.skipped_steps = 0
+    rollout = Rollout(
+        [Prompt(k, "", [1], {}) for k in range(2)],
+        [Completion([2, 3], [-1.0] * 2, "stop"), Completion([4], [-1.0], "stop")],
+        1,
+    )
+    monkeypatch.setattr("hybrid_grpo.data.packing.all_reduce", lambda value, op: value + 1)
+    batches = pack([[1], [1]], [[2, 3], [4]], range(2), 2, Table.device, share="off")
+    assert [len(micro.rows) for micro in batches] == [1, 1, 0], "another rank has more"
+    kl_BT, reward_B = torch.tensor([[0.5, 1.0], [2.0, 0.0]]), torch.tensor([1.0, 3.0], dtype=torch.float64)
+    returns, alone, lines, beats = {(0, 1): 1 - 0.1 * 1.5, (0, 2): 1 - 0.1 * 1.0, (1, 1): 3 - 0.1 * 2.0}, [], [], []
+    expected = torch.zeros(20)
+    for step in range(3):
+        scored = Scored(rollout, Scores(reward_B, {}, {}), None, kl_BT, 0.1)
+        advantages_BT, _ = critic.advantages(scored, batches)
+        for (row, token), value in returns.items():
+            assert advantages_BT[row, token - 1].item() == pytest.approx(value - expected[token].item(), abs=1e-6)
+        for _ in range(2):
+            alone.append(critic.learns_alone)
+            given = [
+                TrainBatch(micro, kl_BT, None, None, kl_BT, micro.mask_bT * 0.25) for micro in batches if micro.rows
+            ]
+            numbers = list(critic.learn(given, partial(beats.append, step)))
+            old, rate = expected.clone(), 0.5 * (1 - len(lines) / 6)
+            for (_, token), value in returns.items():
+                expected[token] -= rate * 0.25 * (old[token] - value)
+            assert torch.allclose(table.values.detach(), expected)
+            loss = sum(0.125 * (old[token] - value) ** 2 for (_, token), value in returns.items())
+            assert sum(of["critic/loss"][0].item() for of in numbers[:-1]) == pytest.approx(float(loss) / 2)
+            lines.append(numbers[-1]["critic/lr"][0])
+    assert alone == [True] * 4 + [False] * 2 and beats == [0] * 4 + [1] * 4 + [2] * 4
+    assert lines == table.rates == pytest.approx([0.5 * (1 - k / 6) for k in range(6)])
