@@ -29,6 +29,7 @@ from hybrid_grpo.model.movement import Movement
 from hybrid_grpo.model.tensor_files import settle
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.exports import exported
+from hybrid_grpo.records.json_lines import read_jsonl
 from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.run import settings, training
 from hybrid_grpo.run.feature import Features
@@ -37,6 +38,8 @@ from hybrid_grpo.run.settings import identity
 from hybrid_grpo.run.stage import Stage
 from hybrid_grpo.run.training import TrainingRun
 
+DIVERGED = 0.5
+"""The reward of steps after which a number is not finite; what they have made is not kept."""
 STEPS, METRIC = 5, "eval/heldout/accuracy"
 Table = Callable[[int, int], float]
 """A number of each step, and of how often the run had gone back when the completion of the step was sampled."""
@@ -116,7 +119,9 @@ class Steps(Stage):
         if (step, back) == self.killed:
             raise Killed
         self.policy.engine.learned = float(back)
-        self.meter.update({f"reward/{name}": (self.reward(step, back), 1) for name in ("min", "max")})
+        reward = self.reward(step, back)
+        self.meter.update({f"reward/{name}": (reward, 1) for name in ("min", "max")})
+        self.meter.add("policy/kl", float("nan") if reward == DIVERGED else 0.1)
         self.meter.add("critic/lr", self.critic.lr)
         self.critic.step()
         self.step_optimizer()
@@ -126,13 +131,14 @@ class Steps(Stage):
         self.meter.add(METRIC, self.accuracy(step, self.run.checkpoints.rollbacks))
 
 
-def by_definition(reward: Table, accuracy: Table, patience: int, most: int) -> dict[str, Any]:
+def by_definition(reward: Table, accuracy: Table, patience: int, most: int, worse: int) -> dict[str, Any]:
     """What is left of a run that goes back after `patience` steps in a row of a reward that is too high, at half the
-    rate and at most `most` times, and stops after two in a row of one that is too low."""
+    rate and at most `most` times, stops after two in a row of one that is too low, and ends after `worse` evaluations
+    that are not the best."""
     saved: dict[int, Any] = {0: ([], [], 0)}
     numbers, rates, step, back, back_to, high, low = list[float](), list[float](), 0, 0, -1, 0, 0
-    best, stopped, abandoned = (0, accuracy(0, 0), []), False, 0
-    while step < STEPS and not stopped:
+    best, stopped, abandoned, noted = (0, accuracy(0, 0), []), False, 0, list[int]()
+    while step < STEPS and not stopped and not 0 <= best[0] <= step - worse:
         step, rate = step + 1, round(0.5**back * (1 - step / STEPS), 5)
         numbers, rates, found = [*numbers, round(back + rate, 5)], [*rates, rate], reward(step, back)
         high, low = high + 1 if found > 5 else 0, low + 1 if found < -5 else 0
@@ -144,6 +150,7 @@ def by_definition(reward: Table, accuracy: Table, patience: int, most: int) -> d
             if stopped := not whole or back == most:
                 continue
             back, step = back + 1, max(whole)
+            noted = [*(at for at in noted if at <= step), step + (step > 0)]
             saved, back_to = {of: saved[of] for of in whole}, step
             numbers, rates, low = saved[step]
             high = 0
@@ -154,13 +161,13 @@ def by_definition(reward: Table, accuracy: Table, patience: int, most: int) -> d
             continue
         if stopped := low == 2:
             low = 0
-        elif accuracy(step, back) > best[1]:
+        elif found != DIVERGED and accuracy(step, back) > best[1]:
             best = step, accuracy(step, back), numbers
-        if not high or step == STEPS:
+        if (not high or step == STEPS or 0 <= best[0] <= step - worse) and found != DIVERGED:
             saved[step] = numbers, rates, low
     return {
         **{"stopped": stopped, "saved": sorted(saved), "rates": rates, "back": back},
-        **{"best": (best[0], best[2]), "abandoned": abandoned},
+        **{"best": (best[0], best[2]), "abandoned": abandoned, "noted": noted},
         "model": None if stopped else numbers,
     }
 
@@ -184,6 +191,7 @@ def what_is_left(folder: Path, stopped: bool) -> dict[str, Any]:
             "back": newest.manifest.rollbacks,
             "best": (exported(folder / "model_best").get("step", -1), numbers("model_best") or []),
             "abandoned": len(list(folder.glob("abandoned_*"))),
+            "noted": sorted(of["step"] for of in read_jsonl(folder / "alarms.jsonl") if of["alarm"] == "roll_back"),
             "model": numbers("model"),
         },
     }
@@ -195,11 +203,16 @@ def test_a_run_goes_back_as_the_definition_says_and_a_kill_changes_nothing(
 ) -> None:
     monkeypatch.setattr(training, "loaded_objects_kept", nullcontext)
     draw = random.Random(seed)
-    rewards = {(step, back): draw.choice([1.0, 1.0, 9.0, 9.0, -9.0]) for step in range(6) for back in range(9)}
+    rewards = {
+        (step, back): draw.choice([1.0, 1.0, 9.0, 9.0, -9.0, DIVERGED if seed % 4 else 1.0])
+        for step in range(6)
+        for back in range(9)
+    }
     values = {(step, back): draw.random() / (1 + back) for step in range(6) for back in range(9)}
     reward, accuracy = (lambda step, back, of=of: of[step, back] for of in (rewards, values))
     patience, most = draw.choice([1, 2]), draw.choice([1, 3])
-    expected = by_definition(reward, accuracy, patience, most)
+    worse = 9 if DIVERGED in rewards.values() else 2
+    expected = by_definition(reward, accuracy, patience, most, worse)
 
     def run(name: str, killed: Any = None) -> tuple[dict[str, Any], Counter[Any]]:
         numbers = {
@@ -209,9 +222,9 @@ def test_a_run_goes_back_as_the_definition_says_and_a_kill_changes_nothing(
         config = build(TrainConfig, {
             "run": {"dir": str(tmp_path), "name": name, "steps": STEPS, "resume": "auto"}, "policy": {"model": "none"},
             "checkpoint": {"every": 1, "keep": 9, "asynchronous": bool(seed % 2)}, "log": {"trackers": []},
-            "alarms": {"numbers": numbers}, "guard": {"max_rollbacks": most},
+            "alarms": {"numbers": numbers}, "guard": {"max_rollbacks": most, "non_finite": "say"},
         })  # fmt: skip
-        config = replace(config, eval=replace(config.eval, best=METRIC))
+        config = replace(config, eval=replace(config.eval, best=METRIC, patience=worse))
         sampled, stopped = Counter[Any](), False
         for at in (killed, None) if killed else (None,):
             made = TrainingRun(Parsed(config, ""), {})
@@ -227,9 +240,24 @@ def test_a_run_goes_back_as_the_definition_says_and_a_kill_changes_nothing(
 
     left, sampled = run("whole")
     assert left == expected
-    again, sampled_again = run("killed", draw.choice(list(sampled)))
+    again, sampled_again = run("killed", draw.choice([at for at in sampled if at[1]] or list(sampled)))
     assert again == expected
     assert set(sampled_again.values()) == {1} and sampled_again == sampled, "what was sampled is in the journal"
+
+
+def test_a_skipped_step_is_counted_and_all_that_holds_weights_follows_the_engine() -> None:
+    policy, again = TinyPolicy(), TinyPolicy()
+    followed, restarted = list[Any](), list[Any]()
+    for one in (policy, again):
+        one.follow = lambda: followed.append(1)  # type: ignore[method-assign]
+        one.movement.restart = lambda: restarted.append(1)  # type: ignore[method-assign]
+    policy.engine.step = lambda lr: StepResult(1.0, lr != 0.8)  # type: ignore[method-assign]
+    rates = [(policy.lr, policy.step())[0] for _ in range(4)]
+    assert rates == pytest.approx([1.0, 0.8, 0.6, 0.4]) and len(followed) == 4 and not restarted
+    policy.lr_scale = 0.5
+    again.load_state_dict(policy.state_dict())
+    assert (again.optimizer_steps, again.skipped_steps, again.lr) == (4, 1, pytest.approx(0.1))
+    assert (len(followed), len(restarted)) == (5, 1)
 
 
 def test_completions_of_a_step_that_other_settings_would_sample_are_not_taken_from_the_journal(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""A critic beside the policy: the same steps on one rank and on two, at any ZeRO stage, and after going on."""
+"""A critic beside the policy: its values, how it learns, and a run with one."""
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from launching import make_task, ranks
 from tiny_models import build, tiny_config
+from workshop import Workshop
 
 from hybrid_grpo.config import PolicyConfig, TrainConfig
 from hybrid_grpo.config import build as build_config
@@ -24,63 +25,23 @@ from hybrid_grpo.model.scalar_model import ScalarModel, load_scalar_model
 from hybrid_grpo.policy import Scorer
 from hybrid_grpo.run.feature import Scored
 
-Seen = dict[str, Any]
 
-PROGRAMS = str(Path(__file__).with_name("programs.py"))
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Seen, Seen]:
-    """What one rank of two has seen, and then one alone."""
-    folder = make_task(tmp_path_factory.mktemp("task"))
-    two, _ = ranks(2, "two", folder, programs=PROGRAMS)
-    (one,) = ranks(1, "one", folder, programs=PROGRAMS)
-    return two, one
-
-
-def assert_close(ours: Seen, theirs: Seen) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        if isinstance(value, float | int):
-            assert ours[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
-        else:
-            for weight, numbers in value.items():
-                assert ours[name][weight] == pytest.approx(numbers, abs=1e-5), weight
-
-
-@pytest.mark.ranks
-def test_a_step_depends_neither_on_the_ranks_nor_on_the_stage(runs: tuple[Seen, Seen]) -> None:
-    two, one = runs
-    for ours, theirs in zip(two["steps"], one["steps"], strict=True):
-        assert_close(ours, theirs)
-    assert_close(one["resumed"][0], one["steps"][2])
-
-
-@pytest.mark.ranks
-def test_a_run_goes_on_to_the_bit(runs: tuple[Seen, Seen]) -> None:
-    two, _ = runs
-    assert two["again"] == two["resumed"] == two["steps"][2:]
-
-
-@pytest.mark.ranks
-def test_the_critic_learns_alone_and_then_with_the_policy(runs: tuple[Seen, Seen]) -> None:
-    alone, *later = runs[1]["steps"]
-    assert alone["critic/value"] == 0.0 and alone["critic/explained_variance"] == pytest.approx(0.0, abs=1e-12)
-    assert alone.keys() & {"policy/loss", "policy/grad_norm"} == set()
-    for step in later:
-        assert step["critic/value"] != 0.0 and step["policy/grad_norm"] > 0 and step["critic/grad_norm"] > 0
-        assert 0 < step["critic/clip_frac"] < 1
-    assert later[0]["Critic"] != later[1]["Critic"] and later[0]["Policy"] != alone["Policy"]
-
-
-@pytest.mark.ranks
-def test_the_command_trains_both_and_saves_both(runs: tuple[Seen, Seen]) -> None:
+@pytest.mark.process
+def test_the_command_trains_both_and_saves_both(tmp_path: Path) -> None:
     """The rates fall to 0 at the end of the run: the critic's over three steps, the policy's over its two."""
-    alone, *both = runs[1]["metrics"]
+    shop = Workshop(tmp_path)
+    told = ["--critic.enabled=true", "--critic.model=model", "--critic.warmup_steps=1", "--policy.lr_schedule=linear"]
+    rates = ["--critic.lr=1e-5", "--policy.lr=1e-6"]
+    done = shop.run("train", "--config=train.yaml", "--run.name=run", "--run.steps=3", "--lora.rank=2", *told, *rates)
+    shop.close()
+    assert done.status == 0, done.err
+    lines = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
+    alone, *both = [line for line in lines if line["step"]]
     assert [line["critic/lr"] for line in (alone, *both)] == pytest.approx([1e-5, 1e-5 * 2 / 3, 1e-5 / 3])
     assert "policy/lr" not in alone and [line["policy/lr"] for line in both] == pytest.approx([1e-6, 1e-6 / 2])
-    assert both[-1]["time/critic_s"] > 0
-    assert runs[1]["files"] == ["policy_00000_of_00001.pt", "state_00000_of_00001.pt"]
+    assert alone["critic/value"] == 0.0 and both[-1]["critic/value"] != 0.0 and both[-1]["time/critic_s"] > 0
+    files = {path.name for path in (tmp_path / "runs/run/checkpoints/step_000003/critic").iterdir()}
+    assert files == {"policy_00000_of_00001.pt", "state_00000_of_00001.pt"}
 
 
 @pytest.mark.parametrize("share", ["on", "off", "padded"])
