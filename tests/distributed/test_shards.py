@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rank_threads import in_ranks
-from torch import nn
+from torch import Tensor, nn
 from zero_layouts import Sharded, weights
 
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.distributed import shards
+from hybrid_grpo.distributed.ranks import all_gather_objects
+from hybrid_grpo.engine import OffloadedModel
 
 POLICY = "policy_00000_of_00001.pt"
 
@@ -86,6 +91,58 @@ def test_weights_and_moments_are_read_on_any_ranks_and_at_any_stage(
 
     in_ranks(saved[0], save)
     in_ranks(resumed[0], load)
+
+
+class Reference(OffloadedModel):
+    """A frozen model of these weights, without DeepSpeed."""
+
+    def __init__(self, whole: dict[str, Tensor], dtype: torch.dtype) -> None:
+        own = Sharded(3, whole)
+        del own.module["frozen"]
+        for parameter in own.module.parameters():
+            count = parameter.ds_tensor.numel()
+            parameter.ds_tensor = parameter.ds_tensor.to(dtype)
+            parameter.ds_tensor.ds_numel = count
+        self.engine, self._averages, self.released = own, {}, 0
+        own.optimizer.empty_partition_cache = lambda: setattr(self, "released", self.released + 1)
+
+    def whole(self, averages: bool) -> Iterator[Tensor]:
+        for name, parameter in self.engine.module.named_parameters():
+            shard = self._averages[name] if averages else parameter.ds_tensor
+            yield torch.cat(all_gather_objects(shard[: parameter.ds_numel]))[: parameter.ds_numel]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("worlds", "stage"), [((1, 2), 3), ((2, 3), 2), ((3, 1), 3)])
+def test_a_reference_moves_in_small_steps_and_goes_on_from_its_files_on_any_ranks(
+    tmp_path: Path, dtype: torch.dtype, worlds: tuple[int, int], stage: int
+) -> None:
+    """Each step was rounded to bfloat16, in which 1 % of a difference of 5 % is nothing: the average never moved."""
+    start = {name: of + 1 for name, of in weights(0).items()}
+    goal = {name: 1.05 * of.to(dtype).float() for name, of in start.items()}
+
+    def go(steps: int, file: str, _: int) -> list[Tensor]:
+        reference, policy = Reference(start, dtype), SimpleNamespace(engine=Sharded(stage, goal), stage=stage)
+        if file:
+            reference.load(tmp_path)
+        for _ in range(steps):
+            reference.blend(policy, 0.01)
+        reference.save(tmp_path)
+        assert reference.released == steps + bool(file), "no small weight stays gathered"
+        found = list(reference.whole(dtype != torch.float32))
+        assert all(map(torch.equal, reference.whole(False), (of.to(dtype) for of in found)))
+        reference.blend(policy, 1.0)
+        assert not reference._averages, "a copy"
+        assert all(map(torch.equal, reference.whole(False), (of.to(dtype).flatten() for of in goal.values())))
+        return found
+
+    whole = in_ranks(worlds[0], partial(go, 300, ""))[0]
+    in_ranks(worlds[0], partial(go, 150, ""))
+    again = in_ranks(worlds[1], partial(go, 150, "saved"))[0]
+    for average, other, begin, end in zip(whole, again, start.values(), goal.values(), strict=True):
+        begin, way = begin.to(dtype).float().flatten(), 1 - 0.99**300
+        torch.testing.assert_close(average, begin + way * (end.flatten() - begin), rtol=1e-5, atol=1e-5)
+        assert torch.equal(average, other)
 
 
 @pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (None, "cpu")])

@@ -1,5 +1,8 @@
 """Models that see, against transformers alone: one family after another, tiny and random."""
 
+import random
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -61,6 +64,73 @@ def test_adapters_of_a_tower_are_trained_and_merged(name, tmp_path):
     merged = VisionEncoder(tower, album.pixels, torch.device("cpu"), 1).look(picture.key).rows_ND
     torch.testing.assert_close(merged, leaf.rows_ND.detach(), rtol=1e-3, atol=1e-4)
     assert (merged - before).abs().max() > 1e-2
+
+
+class Toy(torch.nn.Module):
+    """A tower of one layer, which makes two embeddings of a picture, and what is added deeper."""
+
+    config = SimpleNamespace(model_type="toy", get_text_config=lambda decoder: None)
+
+    def __init__(self):
+        super().__init__()
+        self.base_model, self.unused = SimpleNamespace(get_image_features=self.features), torch.nn.Linear(2, 2)
+        self.layer = torch.nn.Linear(3, 4, bias=False)
+
+    def features(self, pixels, return_dict):
+        rows = self.layer(pixels)
+        return SimpleNamespace(pooler_output=[rows], deepstack_features=[[rows * rows]])
+
+
+def toy_pixels(key):
+    return {"pixels": torch.arange(6.0).view(2, 3) + key}
+
+
+BYTES = 4 * 2 * (2 * 4)
+"""Of what the toy makes of a picture."""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_looks_are_those_of_the_present_weights_and_the_latest_are_kept(seed):
+    """Against a list of the pictures that were looked at: whatever changes the weights, all are looked at anew."""
+    draw, tower = random.Random(seed), Toy()
+    sight = VisionEncoder(tower, toy_pixels, torch.device("cpu"), 3 * BYTES + 5)
+    kept, runs, saved = [], 0, {name: of.clone() for name, of in sight.saved().items()}
+    for _ in range(60):
+        act = draw.choice(["look"] * 8 + ["blend", "restore"])
+        if act == "blend":
+            sight.blend({"layer.weight": torch.full((4, 3), draw.random())}, 0.5)
+        elif act == "restore":
+            sight.restore(saved)
+        else:
+            runs, kept = runs + ((key := draw.randrange(5)) not in kept), [*(k for k in kept if k != key), key][-3:]
+            look, rows = sight.look(key), tower.layer(**{"input": toy_pixels(key)["pixels"]})
+            assert torch.equal(look.rows_ND, rows) and torch.equal(look.deep[0], rows * rows)
+            continue
+        kept = []
+    assert sight.runs == runs
+    large = VisionEncoder(tower, toy_pixels, torch.device("cpu"), 1)
+    assert [large.look(k).rows_ND[0, 0].item() for k in (1, 1, 2)] and large.runs == 2, "one that is too large is kept"
+
+
+def test_a_trained_tower_has_the_gradient_of_every_place_of_a_picture_once():
+    sight = TrainedVisionEncoder(Toy(), toy_pixels, 10**6, toy_pixels(0), None, 0)
+    assert list(sight.state()) == ["layer.weight"], "what no picture reaches is not trained"
+    for step in range(2):
+        # Three micro-batches; the picture 3 is in two of them, the picture 7 only in one, and only deeper.
+        for key, deep in ((3, 1.0), (3, 2.0), (7, 0.5)):
+            look = sight.embeddings(key)
+            (deep * look.deep[0].sum() + (look.rows_ND**3).sum() * (key == 3)).backward()
+        weight = sight.tower.layer.weight.detach().clone().requires_grad_()
+        three, seven = (toy_pixels(key)["pixels"] @ weight.T for key in (3, 7))
+        (expected,) = torch.autograd.grad(3 * (three**2).sum() + 2 * (three**3).sum() + 0.5 * (seven**2).sum(), weight)
+        (found,) = sight.gradients()
+        torch.testing.assert_close(found, expected)
+        assert not sight.gradients()[0].any(), "it was given out"
+        (sight.embeddings(3).rows_ND.sum() * 5).backward()
+        [trained] = sight.weights.parameters()
+        sight.follow({trained: torch.full((4, 3), 0.25 + step)})
+        assert torch.equal(sight.embeddings(3).rows_ND.detach(), sight.tower.layer(toy_pixels(3)["pixels"]).detach())
+        assert sight.tower.layer.weight[0, 0].item() == 0.25 + step and not sight.gradients()[0].any()
 
 
 def test_the_tower_of_a_moving_average_moves_in_bfloat16_and_from_a_checkpoint_too(tmp_path):

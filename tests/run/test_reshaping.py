@@ -6,15 +6,11 @@ not interrupted.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launching import make_task, ranks
-from workshop import Workshop
-
-from hybrid_grpo.records.exports import exported
 
 Runs = dict[str, list[dict[str, Any]]]
 
@@ -71,9 +67,7 @@ def test_losses_and_weights_go_on_as_if_the_layout_were_the_same(runs: Runs, res
 
 def test_on_the_same_layout_the_steps_are_the_same_to_the_bit(runs: Runs) -> None:
     for of_rank, theirs in zip(runs["the same"], runs["two_3"], strict=True):
-        assert {key: of_rank[key] for key in ("metrics", "tokens", "weights")} == {
-            key: theirs[key] for key in ("metrics", "tokens", "weights")
-        }
+        assert of_rank == {name: of for name, of in theirs.items() if name != "again"}
     for saved in ("one_3", "one_0", "two_3", "two_bf16", "two_lora"):
         assert all(of_rank["again"] for of_rank in runs[saved]), "going back in an engine that has trained on"
 
@@ -83,38 +77,3 @@ def test_bfloat16_weights_are_those_that_were_saved(runs: Runs) -> None:
     (ours,), (theirs, _) = runs["bfloat16"], runs["two_bf16"]
     assert ours["metrics"][0] == pytest.approx(theirs["metrics"][0], rel=1e-4)
     assert ours["metrics"][1] == pytest.approx(theirs["metrics"][1], rel=0.1)
-
-
-def test_a_rank_has_its_own_state_again_where_there_are_as_many(runs: Runs) -> None:
-    assert [of_rank["state of rank"] for of_rank in runs["the same"]] == [0, 1]
-    assert [of_rank["state of rank"] for of_rank in runs["two to three"]] == [0, 0, 0]
-
-
-@pytest.mark.process
-def test_a_run_of_two_ranks_is_resumed_by_one_with_the_same_command(tmp_path: Path) -> None:
-    shop = Workshop(tmp_path)
-    best = "--eval.best=eval/heldout/reward_mean"
-    command = ["train", "--config=train.yaml", "--engine.zero_stage=2", "--eval.every=1", best]
-    for arguments, world in (
-        (["--run.name=whole"], 1),
-        (["--run.name=parts", "--run.steps=2", "--checkpoint.every=2"], 2),
-        (["--run.name=parts", "--run.resume=auto"], 1),
-    ):
-        done = shop.run(*command, *arguments, ranks=world)
-        assert done.status == 0, done.out + done.err
-    shop.close()
-    whole, parts = (
-        [json.loads(line) for line in (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("whole", "parts")
-    )
-    # The first of the two runs was evaluated after its last step, which is in the middle of the other.
-    assert [line["step"] for line in parts] == [line["step"] for line in whole] == [0, 1, 2, 3, 4]
-    for ours, theirs in zip(parts[1:], whole[1:], strict=True):
-        for name in ("policy/loss", "policy/grad_norm", "reward/mean", "completion/length_mean", "data/epoch"):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), (ours["step"], name)
-    bests = [exported(tmp_path / "runs" / name / "model_best") for name in ("whole", "parts")]
-    assert bests[0]["step"] > 0 and bests[1] == pytest.approx(bests[0], rel=1e-6)
-
-    refused = shop.run(*command, "--run.name=parts", "--run.resume=auto", ranks=3)
-    assert refused.status == 2
-    assert "rollout.prompts_per_step 4 does not divide by ranks" in refused.err

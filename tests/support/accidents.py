@@ -1,7 +1,4 @@
-"""`python accidents.py STAGE STEP RANK ACCIDENT train ...`: a run in which something happens to one rank in a stage.
-
-The variable NTH says at which time that the stage of the step begins (default: the first).
-"""
+"""`python accidents.py STAGE STEP RANK ACCIDENT train ...`: a run in which something happens to one rank in a stage."""
 
 import os
 import re
@@ -53,7 +50,7 @@ ACCIDENTS = {
 def main() -> None:
     stage, step, rank, accident, *arguments = sys.argv[1:]
     enter = progresses.Progress.enter
-    left = [lambda: None] * (int(os.environ.get("NTH", "1")) - 1) + [ACCIDENTS[accident]]
+    left = [ACCIDENTS[accident]]
     if os.environ.get("RANK", "0") != rank:
         left = []
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from paths import ROOT, SUPPORT
-from rank_programs import build, counted, main
+from rank_programs import build, main
 
 from hybrid_grpo.config import GrpoConfig, RewardConfig
 from hybrid_grpo.config.checks import batch_plan
-from hybrid_grpo.distributed import shards
 from hybrid_grpo.distributed.ranks import rank, world_size
 from hybrid_grpo.grpo.objective import load_objective
 from hybrid_grpo.rewards.loader import load_rewards
@@ -107,15 +105,12 @@ def objectives(folder: Path) -> dict[str, Any]:
     return {
         "objectives": seen,
         "refresh": {str(stage): refreshed(folder, stage) for stage in (3, 0)},
-        "averaged": {str(stage): averaged(folder, stage) for stage in (3, 2)},
-        "iterated": iterated(folder),
         "zeros": zeros(folder),
-        "balanced": balanced(folder),
     }
 
 
 def refreshed(folder: Path, stage: int) -> dict[str, Any]:
-    """How far a reference is from the policy it is refreshed from, and what a checkpoint gives back."""
+    """How far a reference is from the policy it is refreshed from."""
     trainer = build(folder, stage=stage)
     policy = trainer.policy
     reference = Reference(policy.config, trainer.config.engine)
@@ -128,8 +123,6 @@ def refreshed(folder: Path, stage: int) -> dict[str, Any]:
         trainer.step(1)
     reference.refresh(policy, 0.5)
     half = weights(reference)
-    half_logp_BT = reference.logprobs(batches, shape, 1.0)
-    reference.save(folder / f"checkpoint.{stage}.{world_size()}")
     reference.refresh(policy, 1.0)
     full = weights(reference)
     seen = {
@@ -144,47 +137,7 @@ def refreshed(folder: Path, stage: int) -> dict[str, Any]:
         if micro.rows:
             apart = (logp_bT - ref_logp_BT[micro.rows, : logp_bT.shape[1]]).abs().max()
             seen["apart"] = max(seen["apart"], float(apart))
-    reference.load(folder / f"checkpoint.{stage}.{world_size()}")
-    seen["restored"] = torch.equal(reference.logprobs(batches, shape, 1.0), half_logp_BT)
-    seen["changed"] = not torch.equal(half_logp_BT, ref_logp_BT)
     return seen
-
-
-def averaged(folder: Path, stage: int) -> dict[str, Any]:
-    """A reference in bfloat16 that is refreshed 300 times from a policy whose weights have grown by 5 %, with a weight
-    of 1 %: the share of the way that its average goes; whether the weights are its rounding; and whether it gets there
-    from checkpoints of one rank too, of the start (with weights only, as in earlier versions) and of the middle."""
-    trainer = build(folder, stage=stage, dtype="bfloat16")
-    reference = Reference(trainer.policy.config, trainer.config.engine)
-    for parameter in trainer.policy.engine.engine.module.parameters():
-        getattr(parameter, "ds_tensor", parameter.data).mul_(1.05)
-
-    def path(name: str) -> Path:
-        return folder / f"averaged.{stage}" / name
-
-    def after(refreshes: int, name: str, mix: float = 0.01) -> list[torch.Tensor]:
-        for _ in range(refreshes):
-            reference.refresh(trainer.policy, mix)
-        reference.save(path(name) / str(world_size()))
-        (file,) = (path(name) / str(world_size())).glob(f"reference_{rank():05d}_*.pt")
-        return [flat["tensors"]["weight"] for flat in shards.read_file(file)["flats"]]
-
-    start, _, end, rounded = after(0, "start"), after(150, "middle"), after(150, "end"), weights(reference)
-    same = []
-    for name, refreshes in (("start", 300), ("middle", 150)):
-        reference.load(path(name) / "1")
-        same.append(all(map(torch.equal, after(refreshes, f"end from {name}"), end)))
-    copy, went, way = after(1, "copy", 1.0), 0.0, 0.0
-    for begin, average, goal in zip(start, end, copy, strict=True):
-        whole = (goal.float() - begin.float())[: len(average)]
-        went += float(whole @ (average - begin[: len(average)]))
-        way += float(whole @ whole)
-    return {
-        "share": went / way,
-        "rounded": all(torch.equal(a.bfloat16().float(), r[: len(a)]) for a, r in zip(end, rounded, strict=True)),
-        "same": same,
-        "types": [sorted({str(weight.dtype) for weight in of}) for of in (start, end, copy)],
-    }
 
 
 def zeros(folder: Path) -> dict[str, Any]:
@@ -207,61 +160,9 @@ def zeros(folder: Path) -> dict[str, Any]:
     return seen
 
 
-def balanced(folder: Path) -> dict[str, Any]:
-    """A rollout whose completions are shorter on the first rank, trained on where it was sampled and balanced."""
-    trainer, seen = build(folder, num_minibatches=2, num_iterations=2, beta=0.1), {}
-    trainer.policy.lr_scale = 0.0
-    rollout, scores = trainer.collect(1)
-    trainer.meter.reduce()
-    longest = 12 if rank() else 3
-    rows = [replace(c, token_ids=c.token_ids[:longest], logp=c.logp[:longest]) for c in rollout.completions]
-    for way in ("auto", "off"):
-        trainer.config = replace(trainer.config, grpo=replace(trainer.config.grpo, balance=way))
-        trainer.learn(replace(rollout, completions=rows), scores)
-        assert trainer.last_rollout is not None and trainer.last_advantages_BT is not None
-        seen[way] = {
-            "metrics": trainer.meter.reduce(),
-            "moves": trainer.assignment.moves,
-            "mean": trainer.last_rollout[2].tolist(),
-            "advantages": [
-                of[: len(c.token_ids)].tolist() for of, c in zip(trainer.last_advantages_BT, rows, strict=True)
-            ],
-        }
-    return seen
-
-
 def weights(reference: Reference) -> list[torch.Tensor]:
     """This rank's shards."""
     return [p.ds_tensor.float().clone() for p in reference.engine.engine.module.parameters()]
-
-
-def iterated(folder: Path) -> dict[str, Any]:
-    """Four passes over one rollout, with the log-probabilities of the policy as `old_logp`, step by step."""
-    trainer = build(folder, num_iterations=4, beta=0.1, prompts_per_step=12)
-    grpo = replace(trainer.config.grpo, old_logp="policy", epsilon_low=1e-3, epsilon_high=1e-3)
-    trainer = with_objective(trainer, grpo, trainer.reference)
-    calls: Counter[str] = Counter()
-    for part in (trainer.reference, trainer.policy):
-        part.logprobs = counted(calls, type(part).__name__, part.logprobs)  # type: ignore[union-attr,method-assign]
-    trainer.policy.forward = counted(calls, "forward", trainer.policy.forward)  # type: ignore[method-assign]
-    clipped: list[float] = []
-    step = trainer.policy.step
-
-    def watched() -> Any:
-        added = trainer.meter._added
-        names = ("policy/clip_frac_low", "policy/clip_frac_high")
-        clipped.append(sum(float(value * count) for name in names for value, count in added.pop(name)))
-        return step()
-
-    trainer.policy.step = watched  # type: ignore[method-assign]
-    trainer.step(1)
-    assert trainer.last_rollout is not None
-    rollout, *_ = trainer.last_rollout
-    scored, trained = (
-        len(trainer.micro_batches(rollout, range(48 // world_size()), gradients=gradients))
-        for gradients in (False, True)
-    )
-    return {"calls": dict(calls), "clipped": clipped, "scored": scored, "trained": trained}
 
 
 if __name__ == "__main__":

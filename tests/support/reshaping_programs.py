@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rank_programs import made, main
+import rank_programs
+from rank_programs import made, main, restore
 
-from hybrid_grpo.distributed.ranks import barrier, rank
 from hybrid_grpo.trainer import Trainer
 
 METRICS = ("policy/loss", "policy/grad_norm", "policy/entropy", "policy/kl", "policy/kl_coef", "reward/mean")
@@ -59,11 +59,7 @@ def save(folder: Path, tag: str, **settings: Any) -> dict[str, Any]:
     for step in (1, 2):
         trainer.step(step)
     trainer.meter.reduce()
-    state = {name: part.state_dict() for name, part in trainer.all_parts.items()}
-    trainer.policy.engine.save(folder, tag, {"policy": trainer.policy.state_dict(), "rank": rank(), **state})
-    if trainer.shards is not None:
-        trainer.shards.save(folder / tag)
-    barrier()
+    rank_programs.save(trainer, folder, tag)
     seen = finish(trainer)
     restore(trainer, folder, tag)
     return {**seen, "again": finish(trainer) == seen}
@@ -72,18 +68,8 @@ def save(folder: Path, tag: str, **settings: Any) -> dict[str, Any]:
 def resume(folder: Path, tag: str, **settings: Any) -> dict[str, Any]:
     """The last two steps after what `save` has written, on this layout."""
     trainer = build(folder, **settings)
-    return {"state of rank": restore(trainer, folder, tag), **finish(trainer)}
-
-
-def restore(trainer: Trainer, folder: Path, tag: str) -> int:
-    """Go on from a checkpoint; returns the rank whose state it was."""
-    state = trainer.policy.engine.load(folder, tag)
-    if trainer.shards is not None:
-        trainer.shards.load(folder / tag)
-    trainer.policy.load_state_dict(state["policy"])
-    for name, part in trainer.all_parts.items():
-        part.load_state_dict(state[name])
-    return int(state["rank"])
+    restore(trainer, folder, tag)
+    return finish(trainer)
 
 
 def finish(trainer: Trainer) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hybrid_grpo.distributed.ranks import all_gather_objects, rank, world_size
+from hybrid_grpo.distributed.ranks import rank, world_size
 
 SHAPES = {"a": (3, 5), "b": (7,), "c": (2, 2), "d": (1,)}
 COUNTS = {name: prod(shape) for name, shape in SHAPES.items()}
@@ -49,7 +49,8 @@ class Sharded:
         if stage == 3:
             for name, parameter in list(self.module.named_parameters())[:-1]:
                 parameter.ds_shape, parameter.ds_numel = parameter.shape, parameter.numel()  # type: ignore[attr-defined]
-                parameter.ds_tensor = torch.empty(-(-COUNTS[name] // world_size()))  # type: ignore[attr-defined]
+                padded = F.pad(whole[name].flatten(), (0, -COUNTS[name] % world_size()), value=pad)
+                parameter.ds_tensor = padded.chunk(world_size())[rank()].clone()  # type: ignore[attr-defined]
                 parameter.ds_tensor.ds_numel = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
             kept = SimpleNamespace(partition=lambda some: self.told.append("partition"))
             vars(self.optimizer).update(
@@ -85,21 +86,3 @@ class Sharded:
             cut = [F.pad(row, (0, -len(row) % world_size()), value=pad).chunk(world_size())[rank()] for row in rows]
             flats.append(torch.cat(cut))
         return flats
-
-    def joined(self, flats: list[Tensor]) -> Whole:
-        """The weights that all ranks' flat tensors hold. Collective."""
-        if self.stage == 0:
-            return dict(zip(SHAPES, flats, strict=True))
-        found = {}
-        for names, *parts in zip(self._groups, *all_gather_objects(flats), strict=True):
-            counts = [COUNTS[name] for name in names]
-            sizes = [-(-count // world_size()) for count in counts]
-            rows = (
-                [torch.cat(cut) for cut in zip(*(part.split(sizes) for part in parts), strict=True)]
-                if self.stage == 3
-                else torch.cat(parts)[: sum(counts)].split(counts)
-            )
-            found |= {
-                name: row[:count].view(SHAPES[name]) for name, row, count in zip(names, rows, counts, strict=True)
-            }
-        return {name: found[name] for name in SHAPES}

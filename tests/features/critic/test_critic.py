@@ -1,78 +1,47 @@
-"""A critic beside the policy: the same steps on one rank and on two, at any ZeRO stage, and after going on."""
+"""A critic beside the policy: its values, how it learns, and a run with one."""
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from launching import make_task, ranks
 from tiny_models import build, tiny_config
+from workshop import Workshop
 
-from hybrid_grpo.config import PolicyConfig
+from hybrid_grpo.config import PolicyConfig, TrainConfig
+from hybrid_grpo.config import build as build_config
+from hybrid_grpo.config.checks import batch_plan
+from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores, TrainBatch
 from hybrid_grpo.data.packing import pack, pad
+from hybrid_grpo.engine import StepResult
 from hybrid_grpo.features.critic.critic import Critic
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.scalar_model import ScalarModel, load_scalar_model
-
-Seen = dict[str, Any]
-
-PROGRAMS = str(Path(__file__).with_name("programs.py"))
+from hybrid_grpo.policy import Scorer
+from hybrid_grpo.run.feature import Scored
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Seen, Seen]:
-    """What one rank of two has seen, and then one alone."""
-    folder = make_task(tmp_path_factory.mktemp("task"))
-    two, _ = ranks(2, "two", folder, programs=PROGRAMS)
-    (one,) = ranks(1, "one", folder, programs=PROGRAMS)
-    return two, one
-
-
-def assert_close(ours: Seen, theirs: Seen) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        if isinstance(value, float | int):
-            assert ours[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
-        else:
-            for weight, numbers in value.items():
-                assert ours[name][weight] == pytest.approx(numbers, abs=1e-5), weight
-
-
-@pytest.mark.ranks
-def test_a_step_depends_neither_on_the_ranks_nor_on_the_stage(runs: tuple[Seen, Seen]) -> None:
-    two, one = runs
-    for ours, theirs in zip(two["steps"], one["steps"], strict=True):
-        assert_close(ours, theirs)
-    assert_close(one["resumed"][0], one["steps"][2])
-
-
-@pytest.mark.ranks
-def test_a_run_goes_on_to_the_bit(runs: tuple[Seen, Seen]) -> None:
-    two, _ = runs
-    assert two["again"] == two["resumed"] == two["steps"][2:]
-
-
-@pytest.mark.ranks
-def test_the_critic_learns_alone_and_then_with_the_policy(runs: tuple[Seen, Seen]) -> None:
-    alone, *later = runs[1]["steps"]
-    assert alone["critic/value"] == 0.0 and alone["critic/explained_variance"] == pytest.approx(0.0, abs=1e-12)
-    assert alone.keys() & {"policy/loss", "policy/grad_norm"} == set()
-    for step in later:
-        assert step["critic/value"] != 0.0 and step["policy/grad_norm"] > 0 and step["critic/grad_norm"] > 0
-        assert 0 < step["critic/clip_frac"] < 1
-    assert later[0]["Critic"] != later[1]["Critic"] and later[0]["Policy"] != alone["Policy"]
-
-
-@pytest.mark.ranks
-def test_the_command_trains_both_and_saves_both(runs: tuple[Seen, Seen]) -> None:
+@pytest.mark.process
+def test_the_command_trains_both_and_saves_both(tmp_path: Path) -> None:
     """The rates fall to 0 at the end of the run: the critic's over three steps, the policy's over its two."""
-    alone, *both = runs[1]["metrics"]
+    shop = Workshop(tmp_path)
+    told = ["--critic.enabled=true", "--critic.model=model", "--critic.warmup_steps=1", "--policy.lr_schedule=linear"]
+    rates = ["--critic.lr=1e-5", "--policy.lr=1e-6"]
+    done = shop.run("train", "--config=train.yaml", "--run.name=run", "--run.steps=3", "--lora.rank=2", *told, *rates)
+    shop.close()
+    assert done.status == 0, done.err
+    lines = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
+    alone, *both = [line for line in lines if line["step"]]
     assert [line["critic/lr"] for line in (alone, *both)] == pytest.approx([1e-5, 1e-5 * 2 / 3, 1e-5 / 3])
     assert "policy/lr" not in alone and [line["policy/lr"] for line in both] == pytest.approx([1e-6, 1e-6 / 2])
-    assert both[-1]["time/critic_s"] > 0
-    assert runs[1]["files"] == ["policy_00000_of_00001.pt", "state_00000_of_00001.pt"]
+    assert alone["critic/value"] == 0.0 and both[-1]["critic/value"] != 0.0 and both[-1]["time/critic_s"] > 0
+    files = {path.name for path in (tmp_path / "runs/run/checkpoints/step_000003/critic").iterdir()}
+    assert files == {"policy_00000_of_00001.pt", "state_00000_of_00001.pt"}
 
 
 @pytest.mark.parametrize("share", ["on", "off", "padded"])
@@ -97,3 +66,72 @@ def test_a_value_is_that_of_the_state_before_its_token(tmp_path: Path, share: An
         assert expected_T.abs().min() > 1e-4
         assert value_BT[row, : len(completion)].tolist() == pytest.approx(expected_T.tolist(), abs=1e-5)
         assert not value_BT[row, len(completion) :].any()
+
+
+class Table:
+    """An engine whose model has one number for each token: the value of the token that follows it."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.values, self.rates = torch.zeros(20, requires_grad=True), list[float]()
+
+    def __call__(self, ids_bS: torch.Tensor, positions: Any, source: Any, segments: Any) -> torch.Tensor:
+        return source(self.values[ids_bS].flatten())
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self, lr: float) -> StepResult:
+        assert self.values.grad is not None
+        self.values.data -= lr * self.values.grad
+        self.values.grad = None
+        self.rates.append(lr)
+        return StepResult(1.0, True)
+
+
+def test_a_critic_learns_the_returns_at_its_own_rate_and_at_first_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over all optimizer steps of the run, at a rate that falls to 0; the policy waits for the first two steps."""
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(Scorer, "__init__", lambda self, policy, *_, **given: made.update(given, policy=policy))
+    own = {"enabled": True, "lr": 0.5, "warmup_steps": 2, "clip": 0.0, "whiten": False}
+    config = build_config(TrainConfig, {
+        "run": {"steps": 3}, "critic": own, "policy": {"model": "m", "lr": 1e-6, "lr_schedule": "linear"},
+        "rollout": {"prompts_per_step": 2, "num_generations": 1}, "grpo": {"num_iterations": 2, "beta": 0.5},
+    })  # fmt: skip
+    critic, table = Critic(config, batch_plan(config, 1), None), Table()
+    assert made["total_steps"] == 6 and made["head_std"] == 0.0 and made["policy"].lr == 0.5
+    critic.config, critic.total_steps, critic.engine = made["policy"], made["total_steps"], cast(Any, table)
+    critic.movement = cast(Any, SimpleNamespace(begin=lambda: None, end=lambda lr: None))
+    critic.optimizer_steps = critic.skipped_steps = 0
+    rollout = Rollout(
+        [Prompt(k, "", [1], {}) for k in range(2)],
+        [Completion([2, 3], [-1.0] * 2, "stop"), Completion([4], [-1.0], "stop")],
+        1,
+    )
+    monkeypatch.setattr("hybrid_grpo.data.packing.all_reduce", lambda value, op: value + 1)
+    batches = pack([[1], [1]], [[2, 3], [4]], range(2), 2, Table.device, share="off")
+    assert [len(micro.rows) for micro in batches] == [1, 1, 0], "another rank has more"
+    kl_BT, reward_B = torch.tensor([[0.5, 1.0], [2.0, 0.0]]), torch.tensor([1.0, 3.0], dtype=torch.float64)
+    returns, alone, lines, beats = {(0, 1): 1 - 0.1 * 1.5, (0, 2): 1 - 0.1 * 1.0, (1, 1): 3 - 0.1 * 2.0}, [], [], []
+    expected = torch.zeros(20)
+    for step in range(3):
+        scored = Scored(rollout, Scores(reward_B, {}, {}), None, kl_BT, 0.1)
+        advantages_BT, _ = critic.advantages(scored, batches)
+        for (row, token), value in returns.items():
+            assert advantages_BT[row, token - 1].item() == pytest.approx(value - expected[token].item(), abs=1e-6)
+        for _ in range(2):
+            alone.append(critic.learns_alone)
+            given = [
+                TrainBatch(micro, kl_BT, None, None, kl_BT, micro.mask_bT * 0.25) for micro in batches if micro.rows
+            ]
+            numbers = list(critic.learn(given, partial(beats.append, step)))
+            old, rate = expected.clone(), 0.5 * (1 - len(lines) / 6)
+            for (_, token), value in returns.items():
+                expected[token] -= rate * 0.25 * (old[token] - value)
+            assert torch.allclose(table.values.detach(), expected)
+            loss = sum(0.125 * (old[token] - value) ** 2 for (_, token), value in returns.items())
+            assert sum(of["critic/loss"][0].item() for of in numbers[:-1]) == pytest.approx(float(loss) / 2)
+            lines.append(numbers[-1]["critic/lr"][0])
+    assert alone == [True] * 4 + [False] * 2 and beats == [0] * 4 + [1] * 4 + [2] * 4
+    assert lines == table.rates == pytest.approx([0.5 * (1 - k / 6) for k in range(6)])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rank_threads import in_ranks
 
 from hybrid_grpo.config import GrpoConfig, RewardConfig, RolloutConfig, TrainConfig
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores
+from hybrid_grpo.distributed.ranks import sum_over_ranks
 from hybrid_grpo.features.critic.gae import (
     critic_advantages,
     generalized_advantages,
@@ -131,30 +134,13 @@ def test_returns_that_are_equal_have_no_variance_to_be_explained() -> None:
 
 
 def test_moments_over_ranks_are_those_of_all() -> None:
-    values = padded(random_rows(6))
-    seen: list[list[torch.Tensor]] = [[], []]
+    values, flat, rows = padded(random_rows(6)), np.concatenate(random_rows(6)), (slice(0, 1), slice(1, 4))
 
-    def parts(totals: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What each of two ranks gets, where the sums of both are known so far."""
-        found = []
-        for rank, rows in enumerate((slice(0, 1), slice(1, 4))):
-            given = iter(totals)
+    def moments_of(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        own = values[rows[rank]]
+        return moments((own, 3 * own + 1), MASK_BT[rows[rank]], partial(sum_over_ranks, device=CPU))
 
-            def total(local: torch.Tensor, rank: int = rank, given: Any = given) -> torch.Tensor:
-                seen[rank].append(local)
-                return next(given, local)
-
-            found.append(moments((values[rows], 3 * values[rows] + 1), MASK_BT[rows], total))
-        return found
-
-    totals: list[torch.Tensor] = []
-    for call in range(2):
-        seen[0].clear()
-        seen[1].clear()
-        parts(totals)
-        totals.append(seen[0][call] + seen[1][call])
-    flat = np.concatenate(random_rows(6))
-    for mean_2, variance_2 in parts(totals):
+    for mean_2, variance_2 in in_ranks(2, moments_of):
         assert mean_2.tolist() == pytest.approx([flat.mean(), 3 * flat.mean() + 1])
         assert variance_2.tolist() == pytest.approx([flat.var(ddof=1), 9 * flat.var(ddof=1)])
 

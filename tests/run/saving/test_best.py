@@ -6,10 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-from safetensors.torch import load_file
-from workshop import Workshop
-
 from hybrid_grpo.config import EvalConfig
 from hybrid_grpo.records.exports import exported
 from hybrid_grpo.run.saving.best import Best
@@ -91,39 +87,3 @@ def test_a_best_that_cannot_be_written_is_said_and_leaves_the_one_before(tmp_pat
     assert kept(tmp_path) == ("0", {"step": 0, METRIC: 0.5})
     played(best, policy, [0.8], first=2)
     assert kept(tmp_path)[0] == "2"
-
-
-@pytest.mark.ranks
-def test_a_run_that_gets_no_better_ends_and_knows_it(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The accuracy reaches 1 and can rise no further. In one go, and interrupted by a smaller number of steps."""
-    workshop = Workshop(tmp_path_factory.mktemp("best"))
-    folder = workshop.folder / "runs"
-    arguments = ("train", "--config=train.yaml", f"--eval.best={METRIC}", "--eval.every=1", "--checkpoint.every=1")
-
-    def run(name: str, *more: str) -> str:
-        done = workshop.run(*arguments, f"--run.name={name}", *more)
-        assert done.status == 0, done.err
-        return done.out
-
-    def weights(name: str) -> dict[str, Any]:
-        return load_file(folder / name / "model.safetensors")
-
-    says = run("whole", "--eval.patience=2", "--run.steps=30")
-    lines = [json.loads(line) for line in (folder / "whole/metrics.jsonl").read_text().splitlines()]
-    accuracies = [line[METRIC] for line in lines]
-    best, last = accuracies.index(max(accuracies)), len(accuracies) - 1
-    assert best > 0 and last == best + 2 < 30 and exported(folder / "whole/model") == {"step": last}
-    assert exported(folder / "whole/model_best") == {"step": best, METRIC: max(accuracies)}
-    assert f"stopped after step {last}: eval.patience evaluations without a better {METRIC}" in says
-    assert f"model_best (step {best}, {METRIC} {max(accuracies):.3f})" in says
-    run("part", f"--run.steps={best}")
-    # The weights are those of the step, not those at the end.
-    kept_weights, of_step, at_end = map(weights, ("whole/model_best", "part/model", "whole/model"))
-    assert all(tensor.equal(of_step[name]) for name, tensor in kept_weights.items())
-    assert not all(tensor.equal(at_end[name]) for name, tensor in kept_weights.items())
-    go_on = ("--eval.patience=2", "--run.steps=30", "--run.resume=auto")
-    run("part", *go_on)
-    for name in ("model", "model_best"):
-        assert exported(folder / "part" / name) == exported(folder / "whole" / name)
-    assert f"is finished after {last} steps: raise eval.patience to go on" in run("part", *go_on)
-    workshop.close()

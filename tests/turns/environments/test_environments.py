@@ -1,4 +1,5 @@
-"""Environments of both kinds in their processes, with turns that are written down here in place of a model."""
+"""Environments of both kinds, with turns that are written down here in place of a model. Most run in this process, and
+those that go wrong in theirs."""
 
 import functools
 import json
@@ -6,6 +7,7 @@ import re
 from dataclasses import asdict, replace
 
 import pytest
+from inline_pool import InlinePool
 from partner_answers import answer, answers, tokens
 from paths import SUPPORT
 from tool_tokenizers import tool_tokenizer
@@ -18,6 +20,7 @@ from hybrid_grpo.generation import Request
 from hybrid_grpo.generation.journal import Journal
 from hybrid_grpo.rewards.loader import load_rewards
 from hybrid_grpo.rewards.scorer import Rewards
+from hybrid_grpo.turns.environments import environments
 from hybrid_grpo.turns.environments.environments import rewards_of
 from hybrid_grpo.turns.environments.instances import EnvironmentEntry
 from hybrid_grpo.turns.partners import partners_of
@@ -40,7 +43,12 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def partners(tokenizer):
     config = settings({name.lower(): f"{FILE}:{name}" for name in NAMES})
-    return partners_of(config, tokenizer, (tokenizer.eos_token_id,))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(environments, "Pool", InlinePool)
+        partners = partners_of(config, tokenizer, (tokenizer.eos_token_id,))
+    yield partners
+    partners.begin([])
+    assert not partners.environments._pool.held, "every environment was released"
 
 
 def prompt_of(tokenizer, number=0, **columns):
@@ -75,7 +83,7 @@ def said(completion):
 
 @functools.cache
 def functions():
-    entries = [f"{FILE}:{name}" for name in ("counted", "reward_func", "locks")]
+    entries = [{"function": f"{FILE}:{name}", "isolation": "none"} for name in ("counted", "reward_func", "locks")]
     return {reward.name: reward for reward in load_rewards(build(TrainConfig, {"rewards": entries}).rewards)}
 
 
@@ -112,7 +120,6 @@ CASES = [
 ]
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(("name", "columns", "turns", "read", "finish", "function", "reward"), CASES)
 def test_environments_answer_turns_and_give_rewards(
     partners, tokenizer, name, columns, turns, read, finish, function, reward
@@ -126,7 +133,6 @@ def test_environments_answer_turns_and_give_rewards(
     assert scores([completion], function, by_turn=False).reward_B.tolist() == [reward]
 
 
-@pytest.mark.process
 def test_rewards_of_turns_are_rewards_of_steps_at_their_ends(partners, tokenizer):
     [prompt] = partners.opened([prompt_of(tokenizer, environment="steps")], 7)
     completions = [play(partners, tokenizer, prompt, turns) for turns in (["one", "bye"], ["bye"])]
@@ -137,13 +143,15 @@ def test_rewards_of_turns_are_rewards_of_steps_at_their_ends(partners, tokenizer
     assert [message["content"] for message in completion.messages] == ["one", "1!", "tw"]
 
 
-@pytest.mark.process
 def test_the_beginning_is_the_groups_and_depends_on_seed_step_and_prompt(partners, tokenizer):
     rows = [prompt_of(tokenizer, number, environment="gymnasium") for number in range(6)]
     first, again, other = (partners.opened(rows, step) for step in (7, 7, 8))
+    later = partners.opened([replace(row, epoch=1) for row in rows], 7)
     texts = [prompt.text[-1]["content"] for prompt in first]
     assert texts == [prompt.text[-1]["content"] for prompt in again]
     assert len(set(texts)) > 2, "prompts begin differently"
+    assert all(re.fullmatch(r"Go\. <\d\d>", text) for text in texts)
+    assert texts != [prompt.text[-1]["content"] for prompt in later], "and a prompt in another epoch"
     assert texts != [prompt.text[-1]["content"] for prompt in other], "and so do steps"
     for prompt in first:
         written = tokenizer.apply_chat_template(prompt.text, tokenize=False, add_generation_prompt=True)
@@ -160,17 +168,27 @@ def test_the_beginning_is_the_groups_and_depends_on_seed_step_and_prompt(partner
     )
 
 
+def test_what_a_rollout_leaves_behind_is_released_and_begins_anew(partners, tokenizer):
+    pool, [prompt] = partners.environments._pool, partners.opened([prompt_of(tokenizer, environment="steps")], 7)
+    assert said(play(partners, tokenizer, prompt, ["one", "bye"])) == ["1!"] and not pool.held
+    request = Request(prompt.token_ids, [1], max_total_tokens=9999, prompt=prompt)
+    partners.begin([request])
+    ids = [*tokenizer("one", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    assert partners.ended(1, ids, room=1000) is None and answer(partners, 1) != "stop" and len(pool.held) == 1
+    partners.begin([request])
+    assert not pool.held
+    assert said(play(partners, tokenizer, prompt, ["one", "bye"])) == ["1!"]
+
+
 BAD = [
     ({"how": "reset"}, "fine", "raised ValueError: no reset"),
     ({"how": "differs"}, "fine", "when it was reset for the prompt"),
     ({}, "raise", "raised KeyError: 'oh'"),
-    ({}, "exit", "ended its process (exit status 5)"),
     ({}, "nan", "returned the reward nan from step"),
     ({}, "what", "returned 'no step' from step"),
 ]
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(("columns", "turn", "why"), BAD)
 def test_an_environment_that_fails_ends_its_completion_without_a_reward(partners, tokenizer, columns, turn, why):
     [prompt] = partners.opened([prompt_of(tokenizer, environment="bad", **columns)], 7)
@@ -288,7 +306,6 @@ def test_a_step_that_hangs_is_ended(tokenizer):
     assert completion.episode.failure == "took longer than its timeout_s, 1"
 
 
-@pytest.mark.process
 def test_a_function_that_asks_for_what_was_left_behind_is_told_why(partners, tokenizer):
     [prompt] = partners.opened([prompt_of(tokenizer, environment="echo")], 7)
     assert prompt.text[-1]["content"] == "Go. [Go.]"
@@ -333,7 +350,6 @@ def test_a_class_that_is_no_environment_is_refused(place, message):
         EnvironmentEntry(place).load("rollout.environment")
 
 
-@pytest.mark.process
 def test_rows_without_what_their_environment_needs_are_refused(partners, tokenizer):
     with pytest.raises(UserError, match=r"row 4 .* has environment 'ovner': did you mean owner"):
         partners.check([prompt_of(tokenizer, 4, environment="ovner")])
