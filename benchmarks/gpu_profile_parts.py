@@ -90,7 +90,7 @@ def _steps(bench: Bench, rows: int, context: int) -> Callable[[int], None]:
             pending.append(decoder.step(active))
             for sequence in active:
                 sequence.position += 1
-            if len(pending) > decoder.lag:
+            if len(pending) > decoder.max_in_flight:
                 decoder.read(pending.popleft())
         while pending:
             decoder.read(pending.popleft())

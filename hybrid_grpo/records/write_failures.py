@@ -62,7 +62,7 @@ def write_together(work: Callable[[], T], folder: Path, errors: tuple[type[Excep
 
 
 @contextmanager
-def one_line(folder: Path, go_on: str = ", then go on with --run.resume auto") -> Iterator[None]:
+def one_line(folder: Path, go_on: str = ", then continue with --run.resume auto") -> Iterator[None]:
     """Turn a failed write to `folder` into a UserError of one line, which ends with `go_on`."""
     try:
         yield

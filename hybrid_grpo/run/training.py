@@ -276,7 +276,7 @@ class TrainingRun:
         asked, step = f"stopped ({stage.progress.stop_reason()})", self.saver.step
         if step is None:
             return RunInterrupted(f"{asked}; nothing could be saved")
-        return RunInterrupted(f"{asked}, saved after step {step} in {self.folder}: go on with --run.resume auto")
+        return RunInterrupted(f"{asked}, saved after step {step} in {self.folder}: continue with --run.resume auto")
 
     def _save(self, stage: Stage, step: int, *, beside: bool = False) -> None:
         """Save the run after a step; the time that it waits for this is one of the step's metrics."""

@@ -261,7 +261,7 @@ def _way_out(record: AlarmRecord, saved: str) -> str:
             f"checkpoints of steps before {record.since} are kept: look at rollouts/, lower policy.lr or"
             " policy.max_grad_norm, and go on from one of them with --run.resume auto --run.allow_changes true"
         )
-    return f"{saved}: fix the cause and go on with --run.resume auto, or give an earlier checkpoint as run.resume"
+    return f"{saved}: fix the cause and continue with --run.resume auto, or give an earlier checkpoint as run.resume"
 
 
 def _is_bad(limit: AlarmConfig, value: float) -> bool:

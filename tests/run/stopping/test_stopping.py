@@ -69,9 +69,7 @@ def test_a_run_stopped_again_and_again_ends_as_if_it_had_not_been(workshop):
             assert done.status == 0, done.err
         else:
             signal_name = name.split()[0]
-            line = (
-                f"hybrid-grpo: stopped ({signal_name}), saved after step {saved} in {folder}: go on with --run.resume"
-            )
+            line = f"stopped ({signal_name}), saved after step {saved} in {folder}: continue with --run.resume"
             assert done.status == 75 and done.err.count(line) == 1 and "Traceback" not in done.err, done.err
     assert results(workshop.folder / "runs/stopped") == results(workshop.folder / "runs/whole")
 
