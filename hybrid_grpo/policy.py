@@ -22,6 +22,7 @@ from hybrid_grpo.distributed.movement import Movement, UnchangedTensors
 from hybrid_grpo.distributed.ranks import all_reduce, rank
 from hybrid_grpo.engine import StepResult
 from hybrid_grpo.generation import (
+    Callbacks,
     Drafter,
     Journal,
     OnFinish,
@@ -257,7 +258,8 @@ class Policy(TrainedModel):
         with record_function("stage/generate"), self.engine.generation() as view:
 
             def sample(requests: list[Request], on_finish: OnFinish | None) -> Any:
-                return self._complete(view, requests, sampling, config, on_finish, on_step, should_stop)
+                callbacks = Callbacks(on_finish, on_step, should_stop=should_stop)
+                return self._complete(view, requests, sampling, config, callbacks)
 
             if self.journal is None:
                 groups, stats = complete_rest(requests, given, on_finish, sample, resumed_from=goes_on)
@@ -277,23 +279,14 @@ class Policy(TrainedModel):
     ) -> list[list[Completion]]:
         """Complete requests, bypassing the journal. Ranks enter and leave together."""
         with self.engine.generation() as view:
-            groups, _ = self._complete(view, requests, sampling, config, None, on_step)
+            groups, _ = self._complete(view, requests, sampling, config, Callbacks(on_step=on_step))
         return groups
 
     def _complete(
-        self,
-        view: Any,
-        requests: list[Request],
-        sampling: Sampling,
-        config: RolloutConfig,
-        on_finish: OnFinish | None,
-        on_step: OnStep | None,
-        should_stop: ShouldStop | None = None,
+        self, view: Any, requests: list[Request], sampling: Sampling, config: RolloutConfig, callbacks: Callbacks
     ) -> tuple[list[list[Completion]], Stats]:
-        task = requests, sampling, config
-        kept: dict[str, Any] = {"workspace": self.workspace, "turns": self.turns, "drafter": self.drafter}
-        kept |= {"should_stop": should_stop, "sight": self.sight}
-        return complete(view, self.tokenizer, *task, on_finish, on_step, **kept)
+        callbacks = dataclasses.replace(callbacks, turns=self.turns, drafter=self.drafter, sight=self.sight)
+        return complete(view, self.tokenizer, requests, sampling, config, callbacks, self.workspace)
 
     def micro_batches(
         self,

@@ -72,7 +72,7 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
     from hybrid_grpo.commands.chat_history import ChatHistory, TextStream
     from hybrid_grpo.data.completions import unended_turn
     from hybrid_grpo.data.pictures import sight_of
-    from hybrid_grpo.generation import Request, stream_key
+    from hybrid_grpo.generation import Callbacks, Request, stream_key
     from hybrid_grpo.generation.rollout import attention_of, complete, sampling_of
     from hybrid_grpo.model.limits import check_prompt_ids
     from hybrid_grpo.model.loading import load_model
@@ -115,7 +115,8 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
 
         with _interruptible() as look, suppress(_Stopped):
             seen = sight() if min(prompt_ids) < 0 else None
-            groups, _ = complete(model, tokenizer, requests, sampling, rollout, on_step=look, on_token=show, sight=seen)
+            callbacks = Callbacks(on_step=look, on_token=show, sight=seen)
+            groups, _ = complete(model, tokenizer, requests, sampling, rollout, callbacks)
             cut = groups[0][0].finish == "length"
             limit = min(("max_turn_tokens", "max_completion_tokens"), key=lambda n: getattr(rollout, n) or sys.maxsize)
             why = f"cut at rollout.{limit} {getattr(rollout, limit)}" if cut else ""

@@ -91,6 +91,7 @@ def measure(config: EvaluateConfig) -> Measured:
     from hybrid_grpo import engine
     from hybrid_grpo.data.pictures import sight_of
     from hybrid_grpo.distributed.ranks import gather_objects, rank
+    from hybrid_grpo.generation import Callbacks
     from hybrid_grpo.generation.rollout import attention_of, complete
     from hybrid_grpo.model.loading import load_model
     from hybrid_grpo.run.inputs import read_eval_inputs
@@ -112,7 +113,7 @@ def measure(config: EvaluateConfig) -> Measured:
         rollout = held_out.settings.rollout
         prompts = held_out.own_prompts()
         requests, sampling, turns = held_out.requests(prompts), held_out.sampling, inputs.partners
-        groups, _ = complete(model, inputs.tokenizer, requests, sampling, rollout, turns=turns, sight=sight)
+        groups, _ = complete(model, inputs.tokenizer, requests, sampling, rollout, Callbacks(turns=turns, sight=sight))
         results = held_out.results(prompts, groups)
         meter.update(results.numbers())
         ids = [prompt.id for prompt in prompts]

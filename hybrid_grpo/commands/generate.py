@@ -70,6 +70,7 @@ def generate(
     from hybrid_grpo.data.loader import rank_share
     from hybrid_grpo.data.pictures import sight_of
     from hybrid_grpo.data.prompts import read_prompts
+    from hybrid_grpo.generation import Callbacks
     from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
     from hybrid_grpo.model.loading import load_model
     from hybrid_grpo.run.sampling import Sampler
@@ -111,7 +112,7 @@ def generate(
                 bar.advance(task)
 
             drawn = sampling_of(rollout, ends)
-            complete(model, tokenizer, requests, drawn, rollout, on_finish, turns=partners, sight=sight)
+            complete(model, tokenizer, requests, drawn, rollout, Callbacks(on_finish, turns=partners, sight=sight))
 
 
 def _source(config: GenerateConfig, prompt: str | None) -> Source:

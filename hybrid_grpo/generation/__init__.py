@@ -10,12 +10,13 @@ from hybrid_grpo.generation.journal import Journal, complete_rest
 from hybrid_grpo.generation.loop import Stats, generate
 from hybrid_grpo.generation.requests import Request
 from hybrid_grpo.generation.sampler import GREEDY, Sampling, stream_key
-from hybrid_grpo.generation.sequence import OnFinish, OnStep, OnToken, ShouldStop, Turns
+from hybrid_grpo.generation.sequence import Callbacks, OnFinish, OnStep, OnToken, ShouldStop, Turns
 from hybrid_grpo.generation.timeline import Timeline
 from hybrid_grpo.generation.workspace import Workspace
 
 __all__ = [
     "GREEDY",
+    "Callbacks",
     "Drafter",
     "Journal",
     "OnFinish",

@@ -19,7 +19,7 @@ from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.generation.loop import PATIENCE_S, Stats
 from hybrid_grpo.generation.requests import Request, sequences_of
 from hybrid_grpo.generation.sampler import Sampler, Sampling, to_lists
-from hybrid_grpo.generation.sequence import Callbacks, Decode, OnFinish, OnStep, OnToken, Sequence, Turns
+from hybrid_grpo.generation.sequence import Callbacks, Sequence
 
 
 @contextmanager
@@ -97,13 +97,9 @@ def generate(
     model: Any,
     requests: list[Request],
     sampling: Sampling,
+    callbacks: Callbacks | None = None,
     *,
     max_slots: int = 256,
-    on_finish: OnFinish | None = None,
-    on_step: OnStep | None = None,
-    on_token: OnToken | None = None,
-    decode: Decode | None = None,
-    turns: Turns | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """Complete every request as `generate` in loop.py does; see there for the other arguments and the result.
 
@@ -112,10 +108,11 @@ def generate(
             implementations and without hooks that communicate.
         max_slots: most completions that are decoded at the same time; only texts of equal length are decoded together.
     """
-    batches = _Batches(model, sampling, Callbacks(on_finish, on_step, on_token, decode, turns))
+    callbacks = callbacks or Callbacks()
+    batches = _Batches(model, sampling, callbacks)
     groups = sequences_of(requests, sampling)
-    if turns is not None:
-        turns.begin(requests)
+    if callbacks.turns is not None:
+        callbacks.turns.begin(requests)
     todo = [row for group in groups for row in group]
     with _no_defaults(model):
         while todo:

@@ -20,14 +20,13 @@ import torch
 from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.generation.cache import Geometry, PagedCache, cache_for
 from hybrid_grpo.generation.decoder import Decoder
-from hybrid_grpo.generation.drafts import Drafter
 from hybrid_grpo.generation.fused_step import fused_step
 from hybrid_grpo.generation.graphs import bytes_of, capture_on
 from hybrid_grpo.generation.paged_attention import PAGE, Prefill
 from hybrid_grpo.generation.requests import Request, groups_of, lengths_of, sequences_of
 from hybrid_grpo.generation.sampler import Sampling
 from hybrid_grpo.generation.scheduler import Group, Scheduler
-from hybrid_grpo.generation.sequence import Callbacks, Decode, OnFinish, OnStep, OnToken, Sequence, ShouldStop, Turns
+from hybrid_grpo.generation.sequence import Callbacks, Sequence
 from hybrid_grpo.generation.state_drafts import states_take_drafts
 from hybrid_grpo.generation.timeline import Stats, Timeline
 from hybrid_grpo.generation.workspace import Workspace
@@ -84,11 +83,9 @@ class _Loop:
         prefill_tokens: int,
         sampling: Sampling,
         callbacks: Callbacks,
-        drafter: Drafter | None,
-        sight: VisionEncoder | None,
     ) -> None:
-        self.model, self.schedule, self.decoder, self.drafter = model, schedule, decoder, drafter
-        self.sight = sight
+        self.model, self.schedule, self.decoder = model, schedule, decoder
+        self.drafter, self.sight = callbacks.drafter, callbacks.sight
         self.prefill_tokens, self.sampling = prefill_tokens, sampling
         # With the cache alone: a method of this object would be a cycle, which keeps the memory until it is collected.
         self.callbacks = replace(callbacks, routing=partial(_routing, schedule.cache, {}))
@@ -330,19 +327,12 @@ def generate(
     model: Any,
     requests: list[Request],
     sampling: Sampling,
+    callbacks: Callbacks | None = None,
     *,
     max_slots: int = 256,
     prefill_tokens: int | None = None,
     cache_gb: float | None = None,
     workspace: Workspace | None = None,
-    on_finish: OnFinish | None = None,
-    on_step: OnStep | None = None,
-    on_token: OnToken | None = None,
-    decode: Decode | None = None,
-    turns: Turns | None = None,
-    drafter: Drafter | None = None,
-    should_stop: ShouldStop | None = None,
-    sight: VisionEncoder | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
     """Return the completions of every request, in the order of `requests` and their keys, and statistics of the call.
     Raises UserError if `cache_gb`, or the free memory, cannot hold the longest single sequence.
@@ -357,31 +347,24 @@ def generate(
             sequences, fewer are decoded at a time, or some are preempted and read again later.
         workspace: keeps the memory for further calls with the same model; `cache_gb` then counts only when memory is
             allocated. Default: all memory is freed at the end.
-        on_finish: called as soon as a completion is finished.
-        on_step: called before every decode step; an exception from it ends the call.
-        on_token: called with every token as soon as it is known.
-        decode: turns tokens into text. Default: texts are empty. Required for `Sampling.stop_strings`.
-        turns: answers the turns of a completion. Default: a completion is one turn.
-        drafter: proposes drafts, where the model and `sampling` allow them. Default: there are none.
-        should_stop: says when to leave the rest of the completions open. Default: all end. Not with `turns`.
-        sight: sees the pictures in prompts. Required if there are any.
     """
     if not requests:
         return [], Stats()
+    callbacks = callbacks or Callbacks()
+    sight, turns = callbacks.sight, callbacks.turns
     sequences = sequences_of(requests, sampling, sight)
     has_limits = all(request.max_total_tokens for request in requests)
-    assert turns is None or (should_stop is None and has_limits), "turns end, and have a limit in all"
+    assert turns is None or (callbacks.should_stop is None and has_limits), "turns end, and have a limit in all"
     longest = lengths_of(sequences, several_turns=(many := turns is not None))
     slots = min(max_slots, len(longest))
     decoder = _decoder(model, sampling, longest, slots, prefill_tokens, cache_gb, workspace, waiting=many, sight=sight)
     groups = chain.from_iterable(map(groups_of, sequences))
     schedule = Scheduler(decoder.cache, groups, min(slots, decoder.slots), decoder.page_lookahead)
-    callbacks = Callbacks(on_finish, on_step, on_token, decode, turns, should_stop)
-    drafter = drafter if decoder.takes_drafts else None
-    if drafter is not None:
-        drafter.begin(sequences)
-    prefill_tokens = prefill_tokens or decoder.cache.prefill_tokens
-    loop = _Loop(model, schedule, decoder, prefill_tokens, sampling, callbacks, drafter, sight)
+    if not decoder.takes_drafts:
+        callbacks = replace(callbacks, drafter=None)
+    if callbacks.drafter is not None:
+        callbacks.drafter.begin(sequences)
+    loop = _Loop(model, schedule, decoder, prefill_tokens or decoder.cache.prefill_tokens, sampling, callbacks)
     if turns is not None:
         turns.begin(requests)
     stats = loop.run()

@@ -1,7 +1,7 @@
 """Generation with the settings of `rollout`: makes the `Sampling` and the requests, and calls the chosen decoder."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -9,23 +9,9 @@ from typing import Any, Literal
 from hybrid_grpo import generation
 from hybrid_grpo.config import RolloutConfig
 from hybrid_grpo.data.batch import Completion, Prompt
-from hybrid_grpo.generation import (
-    Drafter,
-    OnFinish,
-    OnStep,
-    OnToken,
-    Request,
-    Sampling,
-    ShouldStop,
-    Stats,
-    Turns,
-    Workspace,
-    fallback,
-    stream_key,
-)
+from hybrid_grpo.generation import Callbacks, Drafter, Request, Sampling, Stats, Workspace, fallback, stream_key
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.limits import gaps_of, vocabulary_of
-from hybrid_grpo.model.sight import VisionEncoder
 
 
 def sampling_of(config: RolloutConfig, stop_ids: tuple[int, ...], *, greedy: bool = False) -> Sampling:
@@ -81,34 +67,28 @@ def complete(
     requests: list[Request],
     sampling: Sampling,
     config: RolloutConfig,
-    on_finish: OnFinish | None = None,
-    on_step: OnStep | None = None,
+    callbacks: Callbacks | None = None,
     workspace: Workspace | None = None,
-    on_token: OnToken | None = None,
-    turns: Turns | None = None,
-    drafter: Drafter | None = None,
-    should_stop: ShouldStop | None = None,
-    sight: VisionEncoder | None = None,
 ) -> tuple[list[list[Completion]], Stats]:
-    """Complete every request with the decoder that `config` names. `model` has the attention that `attention_of` names;
-    `drafter` has an effect with `rollout.drafts` only; default: one that knows nothing. For the other arguments and the
-    result see `generation.generate`."""
+    """Complete every request with the decoder that `config` names. `model` has the attention that `attention_of` names.
+    The drafter of `callbacks` has an effect with `rollout.drafts` only; default: one that knows nothing. For the other
+    arguments and the result see `generation.generate`."""
     never = tuple((token, -math.inf) for token in gaps_of(tokenizer))
     bias = (*sampling.logit_bias, *never)
     sampling = replace(sampling, vocabulary=vocabulary_of(tokenizer), logit_bias=bias)
+    callbacks = callbacks or Callbacks()
+    drafter = None if config.drafts == "off" else callbacks.drafter or Drafter()
     decode = partial(tokenizer.decode, skip_special_tokens=True)
-    decoder: Callable[..., Any] = partial(fallback.generate, max_slots=config.max_slots)
-    if config.decoder == "paged":
-        decoder = partial(
-            generation.generate,
-            max_slots=config.max_slots,
-            prefill_tokens=config.prefill_tokens,
-            cache_gb=config.cache_gb,
-            workspace=workspace,
-            drafter=None if config.drafts == "off" else drafter or Drafter(),
-            should_stop=should_stop,
-            sight=sight,
-        )
-    return decoder(
-        model, requests, sampling, on_finish=on_finish, on_step=on_step, on_token=on_token, decode=decode, turns=turns
+    callbacks = replace(callbacks, decode=decode, drafter=drafter)
+    if config.decoder != "paged":
+        return fallback.generate(model, requests, sampling, callbacks, max_slots=config.max_slots)
+    return generation.generate(
+        model,
+        requests,
+        sampling,
+        callbacks,
+        max_slots=config.max_slots,
+        prefill_tokens=config.prefill_tokens,
+        cache_gb=config.cache_gb,
+        workspace=workspace,
     )

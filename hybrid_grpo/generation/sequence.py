@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
@@ -13,6 +13,10 @@ from hybrid_grpo.data.completion import Completion, Given, whole_characters
 from hybrid_grpo.generation.sampler import Sampling, text_ends
 from hybrid_grpo.model.routing import Routing
 from hybrid_grpo.model.support import SamplingMask
+
+if TYPE_CHECKING:
+    from hybrid_grpo.generation.drafts import Drafter
+    from hybrid_grpo.model.sight import VisionEncoder
 
 OnFinish = Callable[[int, int, Completion], None]
 """Called with the index of the request, the index of the sample within the request, and the completion."""
@@ -52,16 +56,26 @@ class Turns(Protocol):
 
 @dataclass(frozen=True)
 class Callbacks:
-    """The callbacks of a call of `generate`; see the arguments of `generate` with the same names."""
+    """What `generate` calls besides the model; by default nothing is called."""
 
     on_finish: OnFinish | None = None
+    """Called as soon as a completion is finished."""
     on_step: OnStep | None = None
+    """Called before every decode step; an exception from it ends the call."""
     on_token: OnToken | None = None
+    """Called with every token as soon as it is known."""
     decode: Decode | None = None
+    """Turns tokens into text. Without it texts are empty. Required for `Sampling.stop_strings`."""
     turns: Turns | None = None
+    """Answers the turns of a completion. Without it a completion is one turn."""
     should_stop: ShouldStop | None = None
+    """Says when to leave the rest of the completions open; without it all end. Not with `turns`."""
+    drafter: Drafter | None = None
+    """Proposes drafts, where the model and the sampling allow them."""
+    sight: VisionEncoder | None = None
+    """Sees the pictures in prompts and answers. Required if there are any."""
     routing: Callable[[Sequence], Routing | None] | None = None
-    """Returns the experts of a sequence that has ended."""
+    """Returns the experts of a sequence that has ended; the loop's own."""
 
 
 @dataclass(eq=False)

@@ -4,11 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from decoders import generate
 from scripted_turns import Scripted
 from tiny_models import ARCHITECTURES, STATES, WINDOW, build, tiny_config
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.generation import Request, Sampling, generate, state_pool, stream_key
+from hybrid_grpo.generation import Request, Sampling, state_pool, stream_key
 from hybrid_grpo.generation import cache as cache_module
 from hybrid_grpo.generation.cache import Geometry, PagedCache, cache_for, cache_keyword
 from hybrid_grpo.generation.state_pool import StatePool, StateShape

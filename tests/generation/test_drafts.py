@@ -4,11 +4,12 @@ import random
 
 import pytest
 from cuda_graphs import Captures
+from decoders import generate
 from knowing_drafter import Knowing
 from scripted_turns import Scripted
 from tiny_models import STATES, VOCABULARY, build, tiny_config
 
-from hybrid_grpo.generation import Drafter, Request, Sampling, generate, stream_key
+from hybrid_grpo.generation import Drafter, Request, Sampling, stream_key
 from hybrid_grpo.generation import loop as loops
 from hybrid_grpo.generation.drafts import _Times
 from hybrid_grpo.generation.sequence import Sequence

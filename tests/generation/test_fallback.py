@@ -2,12 +2,12 @@ import random
 
 import pytest
 import torch
+from decoders import generate as paged
+from decoders import generate_by_transformers as generate
 from tiny_models import STATEFUL, VOCABULARY, build, pair, tiny_config
 from transformers import GenerationConfig
 
 from hybrid_grpo.generation import GREEDY, Request, Sampling, stream_key
-from hybrid_grpo.generation import generate as paged
-from hybrid_grpo.generation.fallback import generate
 
 LENGTHS = [1, 2, 7, 19, 7, 1, 12]
 LIMIT = 12

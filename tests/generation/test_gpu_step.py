@@ -3,13 +3,14 @@
 import gpu_attention
 import pytest
 import torch
+from decoders import generate
 from gpu_kernels import DEVICE
 from knowing_drafter import Knowing
 from scripted_turns import Scripted
 from tiny_architectures import tiny_architecture
 from tiny_models import ARCHITECTURES, VOCABULARY, build, pair, tiny_config
 
-from hybrid_grpo.generation import Request, Sampling, generate, loop, paged_attention, stream_key
+from hybrid_grpo.generation import Request, Sampling, loop, paged_attention, stream_key
 from hybrid_grpo.generation.cache import Geometry, PagedCache
 from hybrid_grpo.generation.fused_step import fused_step
 from hybrid_grpo.generation.gpu_step import GpuStep

@@ -10,10 +10,11 @@ import gpu_attention
 import pytest
 import torch
 from cuda_graphs import CaptureRefused, Captures
+from decoders import generate
 from tiny_models import ARCHITECTURES, VOCABULARY, build, tiny_config
 
 from hybrid_grpo.config import RolloutConfig
-from hybrid_grpo.generation import GREEDY, Request, Sampling, Workspace, generate, graphs, stream_key
+from hybrid_grpo.generation import GREEDY, Request, Sampling, Workspace, graphs, stream_key
 from hybrid_grpo.generation import fused_step as fusing
 from hybrid_grpo.generation import loop as loops
 from hybrid_grpo.generation.beside import user_workspace, workspace_beside

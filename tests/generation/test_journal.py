@@ -5,10 +5,11 @@ import zlib
 
 import numpy as np
 import pytest
+from decoders import generate
 from tiny_models import pair
 
 from hybrid_grpo.data.batch import Completion
-from hybrid_grpo.generation import Journal, Request, Sampling, Stats, generate, stream_key
+from hybrid_grpo.generation import Journal, Request, Sampling, Stats, stream_key
 from hybrid_grpo.model.routing import Routing
 from hybrid_grpo.model.support import SamplingMask
 

@@ -5,12 +5,13 @@ from functools import partial
 
 import pytest
 import torch
+from decoders import generate
 from scripted_turns import Scripted, logp_of_training
 from tiny_architectures import tiny_architecture
 from tiny_models import VOCABULARY, build
 from torch import nn
 
-from hybrid_grpo.generation import Request, Sampling, generate, stream_key
+from hybrid_grpo.generation import Request, Sampling, stream_key
 from hybrid_grpo.generation.cache import Geometry
 from hybrid_grpo.generation.paged_attention import masked_attention
 from hybrid_grpo.model.attention import ATTENTION, Options

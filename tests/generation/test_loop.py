@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from decoders import generate
 from tiny_models import ARCHITECTURES, MORE_ATTENTION, VOCABULARY, WINDOW, pair
 
 from hybrid_grpo.config.errors import UserError
-from hybrid_grpo.generation import GREEDY, Request, Sampling, decoder, generate, stream_key
+from hybrid_grpo.generation import GREEDY, Request, Sampling, decoder, stream_key
 from hybrid_grpo.generation import loop as loops
 from hybrid_grpo.generation.cache import PREFILL_TOKENS
 from hybrid_grpo.model.kernels import build as kernels

@@ -3,10 +3,11 @@
 import random
 
 import pytest
+from decoders import generate
 from tiny_models import STATES, VOCABULARY, build, tiny_config
 
 from hybrid_grpo.data.completion_records import completion_of, record_of
-from hybrid_grpo.generation import Journal, Request, Sampling, generate, stream_key
+from hybrid_grpo.generation import Journal, Request, Sampling, stream_key
 from hybrid_grpo.generation import loop as loops
 from hybrid_grpo.model.attention import ATTENTION
 

@@ -9,13 +9,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from decoders import generate, generate_by_transformers
 from experts_used import differing, experts_used
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_turns import Scripted, logp_of_training
 from tiny_models import ARCHITECTURES, STATES, VOCABULARY, build, pair, tiny_config
 
-from hybrid_grpo.generation import GREEDY, Request, Sampling, decoder, fallback, generate, scheduler, stream_key
+from hybrid_grpo.generation import GREEDY, Request, Sampling, decoder, scheduler, stream_key
 from hybrid_grpo.generation import loop as loops
 from hybrid_grpo.model.attention import ATTENTION
 
@@ -75,7 +76,7 @@ def test_logp_of_every_turn_is_that_of_a_forward_over_all_that_was_read(architec
     ]
     sampling = Sampling(24, stop_ids=tuple(range(20)))
     groups, stats = generate(view, requests, sampling, max_slots=5, turns=Scripted(4, (0, 3, 8)), decode=str)
-    plainly, _ = fallback.generate(plain, requests, sampling, max_slots=5, turns=Scripted(4), decode=str)
+    plainly, _ = generate_by_transformers(plain, requests, sampling, max_slots=5, turns=Scripted(4), decode=str)
     for group, other in zip(groups, plainly, strict=True):
         alike(group, other, gap=1e-4 if architecture in STATES else 2e-5)
     several = [c for group in groups for c in group if c.turns > 2]
@@ -175,7 +176,7 @@ def test_limits_cut_what_is_sampled_and_change_nothing_before(turn_limit, most):
     sampling = Sampling(60, stop_ids=tuple(range(20)))
     [free], _ = generate(view, [Request([7, 8], keys, max_total_tokens=1000)], sampling, turns=Scripted(4))
     limited = replace(sampling, max_turn_tokens=turn_limit)
-    for decoder_, model in ((generate, view), (fallback.generate, plain)):
+    for decoder_, model in ((generate, view), (generate_by_transformers, plain)):
         [group], _ = decoder_(model, [Request([7, 8], keys, max_total_tokens=most)], limited, turns=Scripted(4, (0, 2)))
         found = [(c.token_ids, c.given, c.finish) for c in group]
         assert found == [cut(completion, 2, turn_limit, most) for completion in free]

@@ -99,19 +99,19 @@ class Streams(Policy):
     def __init__(self):
         self.engine, self._album, self.journal = SimpleNamespace(generation=nullcontext), None, None
 
-    def _complete(self, view, requests, sampling, config, on_finish, on_step, should_stop=None):
+    def _complete(self, view, requests, sampling, config, callbacks):
         draw = random.Random(rank())
         rows = [(i, k) for i, request in enumerate(requests) for k in range(len(request.keys))]
         made = {(i, k): requests[i].resumed_from[k] or Completion([], [], "open") for i, k in rows}
         while left := [row for row in rows if made[row].finish == "open"]:
-            if should_stop(lambda: min(made[row].new_tokens for row in left)):
+            if callbacks.should_stop(lambda: min(made[row].new_tokens for row in left)):
                 break
             for i, k in draw.sample(left, draw.randint(1, len(left))):
                 whole, tokens = stream(requests[i].keys[k]), len(made[i, k].token_ids) + 1
                 finish = "stop" if tokens >= len(whole) else "open"
                 made[i, k] = replace(made[i, k], token_ids=whole[:tokens], logp=[-1.0] * tokens, finish=finish)
                 if finish == "stop":
-                    on_finish(i, k, made[i, k])
+                    callbacks.on_finish(i, k, made[i, k])
         return [[made[i, k] for k in range(len(request.keys))] for i, request in enumerate(requests)], Stats()
 
 

@@ -25,7 +25,7 @@ from hybrid_grpo.config import DataConfig, PolicyConfig, RolloutConfig
 from hybrid_grpo.data.completion import Completion
 from hybrid_grpo.data.packing import pack
 from hybrid_grpo.data.pictures import ImageStore
-from hybrid_grpo.generation import GREEDY, Request, Sampling, stream_key
+from hybrid_grpo.generation import GREEDY, Callbacks, Request, Sampling, stream_key
 from hybrid_grpo.generation.rollout import complete
 from hybrid_grpo.generation.sequence import Finish
 from hybrid_grpo.model.attention import ATTENTION
@@ -201,10 +201,9 @@ def _decoding(
             )
             for i, p in enumerate(prompts)
         ]
-        given = Sampling(LIMIT, temperature=temperature, max_turn_tokens=TURN if turns else sys.maxsize), config
-        groups, _ = complete(
-            view.module, _NoText(policy.config.get_text_config().vocab_size), requests, *given, sight=sight, turns=turns
-        )
+        sampling = Sampling(LIMIT, temperature=temperature, max_turn_tokens=TURN if turns else sys.maxsize)
+        tokenizer, callbacks = _NoText(policy.config.get_text_config().vocab_size), Callbacks(turns=turns, sight=sight)
+        groups, _ = complete(view.module, tokenizer, requests, sampling, config, callbacks)
         for prompt, group in zip(prompts, groups, strict=True):
             if temperature == GREEDY:
                 options = {"max_new_tokens": LIMIT, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}

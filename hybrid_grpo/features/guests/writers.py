@@ -19,7 +19,7 @@ from hybrid_grpo.data.pictures import ImageStore, given_pictures, sight_of
 from hybrid_grpo.data.special_tokens import ended_ids
 from hybrid_grpo.distributed.hardware import device_bytes
 from hybrid_grpo.features.guests.settings import GuestConfig
-from hybrid_grpo.generation import Request, stream_key
+from hybrid_grpo.generation import Callbacks, Request, stream_key
 from hybrid_grpo.generation.beside import workspace_beside
 from hybrid_grpo.generation.rollout import attention_of, complete, sampling_of
 from hybrid_grpo.model.architectures import check_architecture
@@ -160,10 +160,8 @@ class GuestModel:
         ]
         assert self._model is not None, "load() comes first"
         sampling = sampling_of(config.rollout, self._learner.ends)
-        model, tokenizer, space, sight = self._model, self._learner.tokenizer, self._workspace, self._sight
-        groups, _ = complete(
-            model, tokenizer, requests, sampling, config.rollout, on_step=beat, workspace=space, sight=sight
-        )
+        model, tokenizer, callbacks = self._model, self._learner.tokenizer, Callbacks(on_step=beat, sight=self._sight)
+        groups, _ = complete(model, tokenizer, requests, sampling, config.rollout, callbacks, self._workspace)
         # A tokenizer may have more tokens than the policy has embeddings.
         return [[c for c in group if max(c.token_ids) < self._learner.vocabulary] for group in groups]
 
