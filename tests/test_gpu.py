@@ -34,10 +34,7 @@ from hybrid_grpo.model.kernels.gpu import norm
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.rewards.models.reward_model import reward_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 LIMIT = 24
 STOPS = (4, 9)

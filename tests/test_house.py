@@ -20,9 +20,9 @@ PACKAGE = ROOT / "hybrid_grpo"
 MOST_ENTRIES = 16
 MOST_FILE = 400
 MOST_FUNCTION = 60
-MOST_LINES = 51897
-MOST_CORE_LINES = 33415
-MOST_TEST_LINES = 43074
+MOST_LINES = 51866
+MOST_CORE_LINES = 33383
+MOST_TEST_LINES = 43061
 MOST_BENCHMARK_LINES = 7000
 MOST_WORDS_OF_DOCS = 54400
 MOST_SETTINGS = 220
@@ -36,10 +36,7 @@ BESIDE_THE_CORE = (
 )
 """Rooms that a run with plain functions as rewards does not enter; everything else is the core, which trains GRPO."""
 LONG_FILES: set[str] = set()
-LONG_FUNCTIONS = {
-    "model/kernels/gpu/attention.py:_attend",
-    "model/kernels/gpu/sampling.py:_sample",
-}
+LONG_FUNCTIONS = {"model/kernels/gpu/attention.py:_attend", "model/kernels/gpu/sampling.py:_sample"}
 FEATURES = re.compile("critic|teacher|guest|curriculum", re.IGNORECASE)
 REGISTRATION = "config/features.py"
 

@@ -58,10 +58,7 @@ BAD = [
     ({"model": torch.nn.Linear(2, 2)}, "model is a Linear: give a folder"),
     ({"model": LlamaForCausalLM}, "model is the class LlamaForCausalLM: give a folder"),
     ({"model": b"path"}, "model is a bytes: give a folder"),
-    (
-        {"model": LlamaForCausalLM(SMALL)},
-        "model is an object, and its tokenizer is not where it was loaded from",
-    ),
+    ({"model": LlamaForCausalLM(SMALL)}, "model is an object, and its tokenizer is not where it was loaded from"),
     ({"data": 5}, "data is 5: give a file, a folder"),
     ({"data": b"rows"}, "data is a bytes: give a file"),
     ({"data": reward}, "data is the function reward: give a file"),

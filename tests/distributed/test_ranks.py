@@ -92,8 +92,5 @@ Error while creating shared memory segment /dev/shm/nccl-8fXk2q (size 9637888), 
     assert "No space left on device (28): " in text and "100 MiB free" in text and "docker run --ipc host" in text
     assert "MASTER_PORT that is free" not in text and "\n" not in text
     monkeypatch.setattr(ranks.shutil, "disk_usage", lambda path: SimpleNamespace(free=8 << 30))
-    with (
-        pytest.raises(UserError, match=r"\): Duplicate GPU detected: NCCL_DEBUG=INFO says more$"),
-        ranks.meeting(),
-    ):
+    with pytest.raises(UserError, match=r"\): Duplicate GPU detected: NCCL_DEBUG=INFO says more$"), ranks.meeting():
         raise torch.distributed.DistBackendError("NCCL error\nLast error:\nDuplicate GPU detected")

@@ -253,10 +253,7 @@ def test_a_batch_size_that_is_none(tmp_path: Path) -> None:
         ("import absent_dependency\n", "raised ModuleNotFoundError: No module named 'absent_dependency' (broken.py:1)"),
         ("import sys\nsys.exit('no\\nluck')\n", "rewards[0]: importing them raised SystemExit: no luck"),
         ("import os\nos._exit(0)\n", "rewards[0]: the process that imports them died: import them by hand"),
-        (
-            "import time\ntime.sleep(100)\n",
-            "takes longer than scoring.max_import_s 1: look for what",
-        ),
+        ("import time\ntime.sleep(100)\n", "takes longer than scoring.max_import_s 1: look for what"),
         ("def f(): return []\ndef f(completion_id): return []\n", None),
         ("def g(completions): return []\n", "f does not exist in"),
     ],

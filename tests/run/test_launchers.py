@@ -113,10 +113,7 @@ def test_two_tasks_and_two_machines_are_one_run(folder, started_by):
         port = str(probe.getsockname()[1])
     launcher = [str(programs() / "deepspeed"), "--quiet", "--hostfile", "hosts", "--no_ssh"]
     launcher += ["--master_addr", "127.0.0.1", "--master_port", port, "--no_local_rank", "--node_rank"]
-    in_parallel(
-        [[*launcher, str(node), "--module", "hybrid_grpo", *train, "machines"] for node in range(2)],
-        folder,
-    )
+    in_parallel([[*launcher, str(node), "--module", "hybrid_grpo", *train, "machines"] for node in range(2)], folder)
     assert "# ranks: 2\n" in (folder / "runs/tasks/config.yaml").read_text()
     assert len(metrics(folder, "tasks")) == 2
     assert metrics(folder, "machines") == metrics(folder, "tasks")

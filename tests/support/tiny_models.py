@@ -88,7 +88,7 @@ _OWN: dict[str, dict[str, Any]] = {
         **{"mamba_d_state": 8, "mamba_expand": 2, "mamba_chunk_size": 16},
     },
     "falcon_h1": {
-        **{"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1},
+        **{"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
     },
     "qwen3_next": {
         **{**_EXPERTS, "shared_expert_intermediate_size": 16, "head_dim": 8},

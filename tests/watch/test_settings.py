@@ -20,7 +20,7 @@ def test_settings_that_differ_come_in_the_order_in_which_people_ask_for_them():
     runs["b"]["sft"] = {"batch_size": 3}
     entries = compared(runs)
     assert names(entries, "differ") == [
-        *("policy.lr", "grpo.num_iterations", "policy.betas", "run.seed", "own.thing", "log.tags", "sft.batch_size"),
+        *("policy.lr", "grpo.num_iterations", "policy.betas", "run.seed", "own.thing", "log.tags", "sft.batch_size")
     ], "run.name is not compared, and what only one run has comes last"
     rate = next(entry for entry in entries if entry["name"] == "policy.lr")
     assert (rate["values"], rate["default"]) == ({"a": "1.0", "b": "0.1"}, "1e-06")

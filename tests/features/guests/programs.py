@@ -101,7 +101,7 @@ def one(folder: Path) -> dict[str, Any]:
                 {"name": "large", "model": str(folder / "large"), "weight": "importance"},
                 {"name": "written", "path": str(folder / "written.jsonl"), "weight": "importance"},
                 {"name": "answers", "path": str(folder / "right.jsonl"), "weight": "imitation"},
-            ],
+            ]
         },
         log={"wandb": "disabled", "rollouts_every": 1},
     )

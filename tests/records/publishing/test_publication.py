@@ -47,10 +47,7 @@ TRAIN: dict[str, Any] = {
     "run": {"name": "run", "steps": 5},
     "policy": {"model": "some/base"},
     "data": {
-        "mixture": [
-            {"path": "some/questions", "weight": 3},
-            {"path": "/home/me/my data/train.jsonl", "name": "mine"},
-        ],
+        "mixture": [{"path": "some/questions", "weight": 3}, {"path": "/home/me/my data/train.jsonl", "name": "mine"}],
         "eval_path": "some/answers",
     },
     "grpo": {"beta": 0.01},
