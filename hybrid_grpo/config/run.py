@@ -15,7 +15,6 @@ from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.fields import SECTION, Count, Duration, Name, NotNegative, Place, Positive, Switch, Text, Whole
 
 NAMED_BY_TIME = f"run-{'[0-9]' * 8}-{'[0-9]' * 6}"
-"""Pattern of the names of `unused_name`."""
 
 
 def unused_name(folder: Path) -> str:
@@ -39,9 +38,8 @@ class RunConfig:
     steps: Annotated[Count, About(usual=2, rank=10), MAY_CHANGE] = 100
     """Steps to train: rollouts for `train`, optimizer steps for `sft` and `reward`."""
     resume: Annotated[Place, About(usual=3), OF_PLACE] = "never"
-    """Checkpoint to continue from. `auto` means the newest complete one of this run, or a new run if the folder is
-    empty; without a name it is that of the newest run that has none. The folder of a checkpoint, of this run or
-    another, continues from that one."""
+    """Checkpoint to continue from. `auto` is the newest complete one of this run (without a name, of the newest run
+    without one), or a new run if there is none. The folder of any run's checkpoint continues from that one."""
     allow_changes: Annotated[Switch, MAY_CHANGE] = False
     """Continue from a checkpoint even if settings that affect learning, or the data, have changed since."""
     stop_after: Annotated[Duration | None, MAY_CHANGE] = None

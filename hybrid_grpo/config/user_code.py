@@ -112,8 +112,11 @@ def _import_file(path: Path) -> ModuleType:
 @contextmanager
 def _first_on_path(folder: Path) -> Iterator[None]:
     sys.path.insert(0, str(folder))
+    # It may be the folder of a run, whose files are only read.
+    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         yield
     finally:
+        sys.dont_write_bytecode = writes
         with suppress(ValueError):  # the imported code may have rearranged the path
             sys.path.remove(str(folder))

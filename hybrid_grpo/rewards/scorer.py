@@ -130,10 +130,10 @@ class Rewards:
         if needed and not needed & {*self.inputs}:
             columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in needed}
             reply = reward.caller(Call({"completions": empty, **columns}, [0] * len(prompts))).result()
-            for prompt, failure in zip(prompts, reply.failures, strict=True):
-                if failure is not None:
+            for row, why in zip(prompts, reply.failures, strict=True):
+                if why is not None:
                     raise UserError(
-                        f"rewards: {reward.name} cannot judge row {prompt.id} (from 0) of {data}: it {failure.message}"
+                        f"rewards: {reward.name} cannot judge row {row.id} (from 0) of {data}: {why.message}"
                     )
 
     def check_columns(self, columns: Collection[str], data: str = "the data") -> None:
