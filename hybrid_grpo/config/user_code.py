@@ -112,8 +112,7 @@ def _import_file(path: Path) -> ModuleType:
 @contextmanager
 def _first_on_path(folder: Path) -> Iterator[None]:
     sys.path.insert(0, str(folder))
-    # It may be the folder of a run, whose files are only read.
-    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # it may be that of a run, which is only read
     try:
         yield
     finally:
