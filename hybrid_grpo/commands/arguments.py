@@ -61,7 +61,7 @@ def settings_from(
         settings["rewards"] = _rewards(rewards)
     if model is not None:
         run = settings.get("run", {}) if command in ("train", "sft", "reward") else None
-        settings = overlay(settings, {"policy": {"model": _model(model, run)}})
+        settings = overlay(settings, {"policy": {"model": _model(model, run, command)}})
     return settings
 
 
@@ -172,7 +172,7 @@ def _rewards(rewards: Any) -> list[Any]:
     return entries
 
 
-def _model(model: Any, run: Any) -> str:
+def _model(model: Any, run: Any, command: str) -> str:
     """Return the folder or hub name of a model. For a model object, return where `save_model` will put it: next to the
     folder of the run, whose checkpoints refer to it, or, without a run, a folder that is removed at the end."""
     if isinstance(model, str | os.PathLike):
@@ -191,7 +191,7 @@ def _model(model: Any, run: Any) -> str:
     )
     if isinstance(run, Mapping):
         runs = Path(str(run.get("dir", "runs")))
-        return str(runs / f"{run.get('name') or unused_name(runs)}-start")
+        return str(runs / f"{run.get('name') or unused_name(runs, command)}-start")
     folder = tempfile.mkdtemp(prefix="hybrid_grpo_")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

@@ -49,6 +49,8 @@ class SftConfig(ModelRunConfig):
 
     sft: SftLoopConfig = field(default_factory=SftLoopConfig)
 
+    command = "sft"
+
     @model_validator(mode="after")
     def _check_agreement(self) -> SftConfig:
         refuse_mixture(self.data, "sft")
@@ -95,6 +97,8 @@ class RewardStageConfig(ModelRunConfig):
 
     reward: RewardLoopConfig = field(default_factory=RewardLoopConfig)
     eval: PairEvalConfig = field(default_factory=PairEvalConfig)
+
+    command = "reward"
 
     @model_validator(mode="after")
     def _check_agreement(self) -> RewardStageConfig:

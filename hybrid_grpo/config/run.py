@@ -14,12 +14,12 @@ from hybrid_grpo.config.about import MAY_CHANGE, OF_PLACE, About
 from hybrid_grpo.config.errors import did_you_mean, refuse
 from hybrid_grpo.config.fields import SECTION, Count, Duration, Name, NotNegative, Place, Positive, Switch, Text, Whole
 
-NAMED_BY_TIME = f"run-{'[0-9]' * 8}-{'[0-9]' * 6}"
+NAMED_BY_TIME = "{}-" + "[0-9]" * 8 + "-" + "[0-9]" * 6
 
 
-def unused_name(folder: Path) -> str:
-    """Return the name of a run that begins now: the time in seconds, of which there is no run in `folder` yet."""
-    while (folder / (name := time.strftime("run-%Y%m%d-%H%M%S"))).exists():
+def unused_name(folder: Path, command: str) -> str:
+    """Return the name of a run that begins now: its command and the time, of which there is no run in `folder` yet."""
+    while (folder / (name := time.strftime(f"{command}-%Y%m%d-%H%M%S"))).exists():
         time.sleep(0.1)
     return name
 
@@ -30,7 +30,7 @@ class RunConfig:
 
     about = About(unused_by="eval generate chat plan")
     name: Annotated[Name | None, About(usual=2), OF_PLACE] = None
-    """Name of the run; its folder is DIR/NAME. Default: the time at which the run starts."""
+    """Name of the run; its folder is DIR/NAME. Default: the command and the time."""
     dir: Annotated[Place, OF_PLACE] = "runs"
     """Folder that holds the runs."""
     seed: Annotated[Whole, About(usual=3, in_eval=6, unused_by="plan", rank=10)] = 0
@@ -38,8 +38,8 @@ class RunConfig:
     steps: Annotated[Count, About(usual=2, rank=10), MAY_CHANGE] = 100
     """Steps to train: rollouts for `train`, optimizer steps for `sft` and `reward`."""
     resume: Annotated[Place, About(usual=3), OF_PLACE] = "never"
-    """Checkpoint to continue from. `auto` is the newest complete one of this run (without a name, of the newest run
-    without one), or a new run if there is none. The folder of any run's checkpoint continues from that one."""
+    """Checkpoint to continue from. `auto` is the newest complete one of this run (without a name, of the command's
+    newest run without one), or a new run if there is none. The folder of any run's checkpoint continues from there."""
     allow_changes: Annotated[Switch, MAY_CHANGE] = False
     """Continue from a checkpoint even if settings that affect learning, or the data, have changed since."""
     stop_after: Annotated[Duration | None, MAY_CHANGE] = None

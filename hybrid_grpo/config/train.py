@@ -42,6 +42,8 @@ class ModelRunConfig:
     guard: GuardConfig = field(default_factory=GuardConfig)
     alarms: AlarmsConfig = field(default_factory=AlarmsConfig)
 
+    command = ""
+
     @property
     def feature_configs(self) -> list[FeatureConfig]:
         """The sections of the features that the command has, whether they are on or off."""
@@ -84,6 +86,7 @@ class ModelRunConfig:
 class TrainConfig(ModelRunConfig):
     """GRPO training. Registered features add their sections (see config/features.py)."""
 
+    command = "train"
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
     rewards: RewardList = field(default_factory=list)

@@ -16,28 +16,34 @@ _MOST = 1.0
 """Largest coefficient."""
 
 
-class StepMean:
-    """Gathers a metric that is a mean over the tokens of each micro-batch. `device` is that of its values."""
+class Controller:
+    """Adapts a coefficient after every step to the step's mean of a metric over all tokens, if there is a `target`.
+    `device` is that of the metric's values."""
 
-    def __init__(self, metric: str, device: torch.device) -> None:
-        self._metric = metric
+    def __init__(self, metric: str, target: float | None, device: torch.device) -> None:
+        self._metric, self._target = metric, target
         self._seen = torch.zeros(2, dtype=torch.float64, device=device)
 
     def add(self, numbers: Numbers) -> None:
-        """Record the metric of a micro-batch, if its `numbers` have it."""
-        if self._metric in numbers:
+        """Record the metric of a micro-batch, a mean over its tokens, if its `numbers` have it."""
+        if self._target is not None and self._metric in numbers:
             value, tokens = numbers[self._metric]
             self._seen[0] += value * tokens
             self._seen[1] += tokens
 
-    def take(self, sum_over_ranks: Total) -> float | None:
-        """Return the mean over all tokens since the last call, on all ranks; None if there were none."""
-        value, tokens = sum_over_ranks(self._seen).tolist()
-        self._seen.zero_()
-        return value / tokens if tokens else None
+    def update(self, sum_over_ranks: Total) -> None:
+        """Set the coefficient for the next step from this step's mean, unless no rank has tokens."""
+        if self._target is not None:
+            value, tokens = sum_over_ranks(self._seen).tolist()
+            self._seen.zero_()
+            if tokens:
+                self._adapt(value / tokens, self._target)
+
+    def _adapt(self, mean: float, target: float) -> None:
+        raise NotImplementedError
 
 
-class KlController:
+class KlController(Controller):
     """Controls beta, the coefficient of the KL: it stays at `grpo.beta`, or only starts there with `grpo.kl_target`.
 
     `rows` is the number of completions of a step over all ranks; `device` is the device of the KLs that `add` sums.
@@ -45,7 +51,7 @@ class KlController:
 
     def __init__(self, grpo: GrpoConfig, rows: int, device: torch.device) -> None:
         self.beta, self._grpo, self._rows = grpo.beta, grpo, rows
-        self._mean = StepMean("policy/kl", device)
+        super().__init__("policy/kl", grpo.kl_target, device)
 
     @property
     def in_reward(self) -> bool:
@@ -58,24 +64,15 @@ class KlController:
         assert old_logp_BT is not None and ref_logp_BT is not None
         return reward_kl(old_logp_BT, ref_logp_BT, mask_BT.to(old_logp_BT.device), self._grpo.kl_estimator)
 
-    def add(self, numbers: Numbers) -> None:
-        """Record the KL of a micro-batch: `policy/kl` in its `numbers`, a mean over its tokens."""
-        if self._grpo.kl_target is not None:
-            self._mean.add(numbers)
-
-    def update(self, sum_over_ranks: Total) -> None:
-        """Set the coefficient for the next step from this step's KL per token."""
-        if self._grpo.kl_target is None:
-            return
-        if (kl := self._mean.take(sum_over_ranks)) is not None:
-            self.beta = adaptive_beta(self.beta, kl, self._grpo.kl_target, _HORIZON, self._rows)
+    def _adapt(self, mean: float, target: float) -> None:
+        self.beta = adaptive_beta(self.beta, mean, target, _HORIZON, self._rows)
 
     def state_dict(self) -> dict[str, float]:
         return {"beta": self.beta}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Continue from a saved state; without a target, beta stays as configured."""
-        if self._grpo.kl_target is not None:
+        if self._target is not None:
             self.beta = state["beta"]
 
 
@@ -89,7 +86,7 @@ def adaptive_beta(beta: float, kl: float, target: float, horizon: int, rows: int
     return beta * (1 + error * min(rows / horizon, 1.0))
 
 
-class EntropyController:
+class EntropyController(Controller):
     """Controls the coefficient of the entropy bonus, which stays at `entropy_coef`, or only starts there with
     `entropy_target` (Skywork-OR1, arXiv:2505.22312).
 
@@ -99,7 +96,7 @@ class EntropyController:
 
     def __init__(self, grpo: GrpoConfig, device: torch.device) -> None:
         self._grpo, self._coef, self._is_low = grpo, grpo.entropy_coef, True
-        self._mean = StepMean("policy/entropy", device)
+        super().__init__("policy/entropy", grpo.entropy_target, device)
 
     @property
     def settings(self) -> GrpoConfig:
@@ -108,19 +105,10 @@ class EntropyController:
             return self._grpo
         return replace(self._grpo, entropy_coef=self._coef if self._is_low else 0.0)
 
-    def add(self, numbers: Numbers) -> None:
-        """Record the entropy of a micro-batch: `policy/entropy` in its `numbers`, a mean over its tokens."""
-        if self._grpo.entropy_target is not None:
-            self._mean.add(numbers)
-
-    def update(self, sum_over_ranks: Total) -> None:
-        """Set the coefficient for the next step from this step's entropy per token."""
-        if self._grpo.entropy_target is None:
-            return
-        if (entropy := self._mean.take(sum_over_ranks)) is not None:
-            self._is_low = entropy <= self._grpo.entropy_target
-            change = self._grpo.entropy_step if self._is_low else -self._grpo.entropy_step
-            self._coef = min(max(self._coef + change, 0.0), _MOST)
+    def _adapt(self, mean: float, target: float) -> None:
+        self._is_low = mean <= target
+        change = self._grpo.entropy_step if self._is_low else -self._grpo.entropy_step
+        self._coef = min(max(self._coef + change, 0.0), _MOST)
 
     def state_dict(self) -> dict[str, float]:
         return {"entropy_coef": self._coef, "is_low": self._is_low}

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch
 
+from hybrid_grpo.config import ModelRunConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.kept_code import keep_code
 from hybrid_grpo.config.recipes import load_yaml
-from hybrid_grpo.config.run import NAMED_BY_TIME, RunConfig, unused_name
+from hybrid_grpo.config.run import NAMED_BY_TIME, unused_name
 from hybrid_grpo.config.secrets import masked_text
 from hybrid_grpo.distributed.ranks import from_first_rank, rank, world_size
 from hybrid_grpo.records.alarm_records import ALARMS_FILE
@@ -42,14 +43,14 @@ def say(message: str) -> None:
             print(message, flush=True)
 
 
-def named(run: RunConfig) -> RunConfig:
-    """Return the settings of a run with its name. Without one it is named by rank 0's clock or, if it resumes, is the
-    newest run that was named so. Collective."""
-    name = run.name
+def named(config: ModelRunConfig) -> ModelRunConfig:
+    """Return the configuration with a name of the run. Without one it is named by its command and rank 0's clock or, if
+    it resumes, is the newest run of the command that was named so. Collective."""
+    run, name = config.run, config.run.name
     if not name and rank() == 0:
-        earlier = [path.name for path in Path(run.dir).glob(NAMED_BY_TIME)] if run.resume == "auto" else []
-        name = max(earlier, default="") or unused_name(Path(run.dir))
-    return dataclasses.replace(run, name=from_first_rank(name))
+        earlier = Path(run.dir).glob(NAMED_BY_TIME.format(config.command)) if run.resume == "auto" else ()
+        name = max((path.name for path in earlier), default="") or unused_name(Path(run.dir), config.command)
+    return dataclasses.replace(config, run=dataclasses.replace(run, name=from_first_rank(name)))
 
 
 class RunFolder:

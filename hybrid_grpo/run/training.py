@@ -5,7 +5,6 @@ import json
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +50,8 @@ class TrainingRun:
     def __init__(
         self, parsed: Parsed[ModelRunConfig], facts: dict[str, str], device: torch.device, inputs: Fingerprints = dict
     ) -> None:
-        run = named(parsed.config.run)
-        self.config = replace(parsed.config, run=run)
+        self.config = named(parsed.config)
+        run = self.config.run
         self._steps, self._inputs, self._alarms = run.steps, inputs, Alarms.of(self.config)
         self._back_to = -1
         """Step of the checkpoint that the run last rolled back to; -1 if there is none."""

@@ -72,7 +72,7 @@ def test_the_readme_runs_twice_and_is_stopped_and_begun_again_in_one_kernel(kern
         assert 'max="3" value="3"' in of("update_display_data", shown)[-1]["data"]["text/html"]
         [result] = of("execute_result", shown)
         assert "<table>" in result["data"]["text/html"] and "<svg" in result["data"]["text/html"]
-        assert len(list((kernel.folder / "runs").glob("run-*"))) == number
+        assert len(list((kernel.folder / "runs").glob("train-*"))) == number
 
     long = short.replace('"steps": 3', '"steps": 100_000, "name": "long"')
     shown = kernel.run(long, stop_at=r" step [2-9]/")

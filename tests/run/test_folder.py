@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from rank_threads import in_ranks
 
-from hybrid_grpo.config import LogConfig, RunConfig, TrainConfig
+from hybrid_grpo.config import LogConfig, RunConfig, SftConfig, TrainConfig
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.records.json_lines import read_jsonl
 from hybrid_grpo.records.sinks import Log
@@ -25,16 +25,16 @@ def begun(config):
     return run
 
 
-def test_ranks_agree_on_the_time_that_names_a_run_and_resuming_without_a_name_finds_the_newest(tmp_path):
-    run = RunConfig(dir=str(tmp_path))
-    (tmp_path / "run-1").mkdir()
-    for _ in range(2):
-        names = {mine.name for mine in in_ranks(2, lambda rank: named(run))}
-        assert len(names) == 1
-        (newest := tmp_path / names.pop()).mkdir()
-    assert len([*tmp_path.iterdir()]) == 3
-    assert named(replace(run, resume="auto")).name == newest.name
-    assert named(replace(run, resume="auto", name="mine")).name == "mine"
+def test_ranks_agree_on_the_time_that_names_a_run_and_resuming_without_a_name_finds_the_newest_of_the_command(tmp_path):
+    configs = [cls(run=RunConfig(dir=str(tmp_path))) for cls in (TrainConfig, TrainConfig, SftConfig)]
+    (tmp_path / "train-1").mkdir()
+    made = []
+    for config in configs:
+        (name,) = {of.run.name for of in in_ranks(2, lambda rank, config=config: named(config))}
+        (tmp_path / name).mkdir()
+        made.append(name)
+    assert len({*made}) == 3 and [name.partition("-")[0] for name in made] == ["train", "train", "sft"]
+    assert named(replace(configs[0], run=replace(configs[0].run, resume="auto"))).run.name == made[1]
 
 
 def test_whatever_is_damaged_is_set_aside_and_named(tmp_path, capsys):
