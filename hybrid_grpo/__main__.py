@@ -19,7 +19,7 @@ if __name__ == "__main__" or os.path.basename(sys.argv[0]) == "hybrid-grpo":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from hybrid_grpo import __version__
-from hybrid_grpo.config.errors import RESUME_STATUS, RunInterrupted, UserError, refuse
+from hybrid_grpo.config.errors import RESUME_STATUS, RunInterrupted, RunStopped, UserError, refuse
 from hybrid_grpo.config.features import feature_commands
 from hybrid_grpo.run.launchers import adopt_rank
 from hybrid_grpo.run.stopping.status import own_status, set_own_status, shared_status
@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
         return RESUME_STATUS
     except UserError as error:
         rank = os.environ.get("RANK", "0")
-        where = "" if rank == "0" else f" [rank {rank}]"
+        where = "" if rank == "0" or isinstance(error, RunStopped) else f" [rank {rank}]"  # RunStopped: of all ranks
         line = f"error: {' '.join(str(error).split())}"
         if own_status().is_first_to_say(line, _GRACE_SECONDS):
             print(f"hybrid-grpo{where}: {line}", file=sys.stderr, flush=True)

@@ -64,7 +64,7 @@ def learning_rate(config: PolicyConfig, step: int, total: int) -> float:
 
 
 def _without_adapter(policy: PolicyConfig, lora: LoraConfig | None) -> PolicyConfig:
-    """Return the policy with the base of its adapter as its model, if training goes on with the adapter."""
+    """Return the policy with the base of its adapter as its model, if training continues with the adapter."""
     return dataclasses.replace(policy, model=base_of(policy.model)) if lora is not None and lora.rank else policy
 
 

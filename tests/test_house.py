@@ -83,8 +83,7 @@ def test_limits_only_fall():
     file = "tests/test_house.py"
     git = ["git", "-C", str(ROOT), "--no-pager"]
     commits = subprocess.run([*git, "log", "-n50", "--format=%h", "--", file], capture_output=True, text=True).stdout
-    now = limits((ROOT / file).read_text(encoding="utf-8"))
-    assert len(now) == 12
+    assert len(now := limits((ROOT / file).read_text(encoding="utf-8"))) == 12
     for commit in commits.split():
         before = limits(subprocess.run([*git, "show", f"{commit}:{file}"], capture_output=True, text=True).stdout)
         assert not {name: n for name, n in now.items() if n > before.get(name, n)}, f"raised since {commit}"

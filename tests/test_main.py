@@ -5,11 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from launching import make_task
 
 from hybrid_grpo import __main__ as program
+from hybrid_grpo.config.errors import RunStopped, UserError
 
 pytestmark = pytest.mark.process
 
@@ -66,3 +69,15 @@ def test_libraries_draw_bars_on_a_terminal_with_colors_only(monkeypatch, is_term
     monkeypatch.delenv("TQDM_DISABLE")
     program.entry()
     assert ended == [0] and ("TQDM_DISABLE" in os.environ) == off
+
+
+@pytest.mark.parametrize(("error", "where"), [(UserError, " [rank 1]"), (RunStopped, "")])
+def test_a_rank_names_itself_unless_all_stop_alike(monkeypatch, capsys, error, where):
+    """Whichever is first prints what all say: the line of a full disk had depended on which that was."""
+    command = SimpleNamespace(run=Mock(side_effect=error("no")))
+    monkeypatch.setattr(program.importlib, "import_module", lambda _: command)
+    monkeypatch.setattr(program, "_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(program, "adopt_rank", lambda: None)
+    monkeypatch.setenv("RANK", "1")
+    assert program.main(["plan"]) == 2
+    assert capsys.readouterr().err == f"hybrid-grpo{where}: error: no\n"

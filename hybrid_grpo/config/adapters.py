@@ -42,8 +42,8 @@ def read_adapter(folder: str, setting: str = "policy.model") -> dict[str, Any]:
 
 
 def continued(model: str, lora: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section `lora` of a run that starts from an adapter: it goes on training this adapter, unless the rank
-    is set to 0. Raises UserError for other values than the adapter's."""
+    """Return the section `lora` of a run that starts from an adapter, which it trains further unless the rank is set to
+    0. Raises UserError for other values than the adapter's."""
     if lora.get("rank") == 0:
         return dict(lora)
     config = read_adapter(model)
@@ -51,7 +51,7 @@ def continued(model: str, lora: Mapping[str, Any]) -> dict[str, Any]:
     for name in own.keys() & lora.keys():
         refuse(
             lora[name] != own[name],
-            f"lora.{name} {lora[name]}: training goes on with policy.model {model}, an adapter with {own[name]}: leave"
-            " it out, or set lora.rank to 0 to merge the adapter and train all weights",
+            f"lora.{name} {lora[name]}: training continues with policy.model {model}, an adapter with {own[name]}:"
+            " leave it out, or set lora.rank to 0 to merge the adapter and train all weights",
         )
     return own

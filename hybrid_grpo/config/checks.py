@@ -138,7 +138,7 @@ def check_reward(config: RewardStageConfig, world_size: int) -> None:
     _check_training(config, world_size)
     refuse(
         config.policy.vision == "trained",
-        "policy.vision trained: a reward model is trained on texts alone: take it out",
+        "policy.vision trained: a reward model is trained on texts alone: remove it",
     )
     refuse_indivisible("reward.batch_size", config.reward.batch_size, world_size, "ranks")
 
@@ -154,7 +154,7 @@ def _check_training(config: ModelRunConfig, world_size: int) -> None:
     for package in config.log.trackers:
         refuse(
             not _is_installed(package) and not (package == "wandb" and config.log.wandb == "disabled"),
-            f"log.trackers {package}: the package is not installed: pip install {package}, or take it out",
+            f"log.trackers {package}: the package is not installed: pip install {package}, or remove it",
         )
     _check_run_folder(config.run.dir)
     config.engine.check(world_size)

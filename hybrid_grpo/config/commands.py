@@ -29,7 +29,7 @@ def refuse_mixture(data: DataConfig, command: str) -> None:
     """Refuse a mixture of sources for a command that reads only one. Raises UserError."""
     refuse(
         bool(data.mixture),
-        f"data.mixture is for train: {command} reads one source: take it out, and set data.path or data.task",
+        f"data.mixture is for train: {command} reads one source: remove it, and set data.path or data.task",
     )
 
 
@@ -57,7 +57,7 @@ class SftConfig(ModelRunConfig):
         for name in ("eval_path", "eval_split", "eval_limit"):
             refuse(
                 getattr(self.data, name) is not None,
-                f"data.{name} is set, but sft does not evaluate: take it out, and use `hybrid-grpo eval` on the result",
+                f"data.{name} is set, but sft does not evaluate: remove it, and use `hybrid-grpo eval` on the result",
             )
         return self
 
@@ -106,7 +106,7 @@ class RewardStageConfig(ModelRunConfig):
         for name, instead in (("max_prompt_tokens", "max_tokens"), ("completion_column", "chosen_column")):
             refuse(
                 getattr(data, name) != getattr(default, name),
-                f"data.{name} {getattr(data, name)} is not for pairs of texts: take it out, and set reward.{instead}",
+                f"data.{name} {getattr(data, name)} is not for pairs of texts: remove it, and set reward.{instead}",
             )
         columns = [data.prompt_column, *(getattr(self.reward, f"{name}_column") for name in ("chosen", "rejected"))]
         twice = next((name for name in columns if columns.count(name) > 1), None)

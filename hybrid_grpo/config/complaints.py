@@ -48,7 +48,7 @@ def unknown_settings(names: Sequence[str], cls: Any) -> str:
 def unknown_setting(name: str, cls: Any) -> str:
     """Return the message for a setting that the command does not have."""
     if issubclass(cls, RecipeReader) and is_unused(cls, name):
-        return f"{name} is a setting of training, which {cls.command} does not use: take it out"
+        return f"{name} is a setting of training, which {cls.command} does not use: remove it"
     return f"there is no setting {name}: {_suggestion(name, cls)}"
 
 
@@ -146,7 +146,7 @@ def _wrong_value(place: _Place, kind: str, value: Any, context: Mapping[str, Any
         return f"{name} is not set: give one"
     if kind == "string_too_short":
         in_list = bool(place.rest) and isinstance(place.rest[0], int)
-        return f"{name} {'has an empty text:' if in_list else 'is empty: give a value or'} take it out"
+        return f"{name} {'has an empty text:' if in_list else 'is empty: give a value or'} remove it"
     if kind == "less_than_equal" and context["le"] in LIMITS:
         return f"{name} {value} must be {context['le']:.16g} or less"
     if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):

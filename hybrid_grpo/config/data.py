@@ -108,7 +108,7 @@ class DataConfig:
         refuse(
             bool(self.chat_template_kwargs) and self.chat_template == "never",
             f"data.chat_template_kwargs {self.chat_template_kwargs} needs a chat template, and data.chat_template is"
-            " never: set it to auto, or take out data.chat_template_kwargs",
+            " never: set it to auto, or remove data.chat_template_kwargs",
         )
         return self
 

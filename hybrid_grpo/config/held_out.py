@@ -191,7 +191,7 @@ def _rollout(config: EvaluationConfig, given: EvalSetConfig, setting: str) -> Ro
     refuse(
         values["temperature"] == 0 and count > 1,
         f"{setting}.num_generations {count}: at temperature 0 all completions of a prompt are the same: set"
-        f" {setting}.temperature above 0, or take out num_generations",
+        f" {setting}.temperature above 0, or remove num_generations",
     )
     refuse(
         longest < config.rollout.min_completion_tokens,

@@ -101,7 +101,7 @@ class LoraConfig:
         for name, default in (("alpha", 32), ("target_modules", "all-linear")):
             refuse(
                 not self.rank and getattr(self, name) != default,
-                f"lora.{name} is set, but without lora.rank there are no adapters: set lora.rank, or take it out",
+                f"lora.{name} is set, but without lora.rank there are no adapters: set lora.rank, or remove it",
             )
         refuse(
             not self.target_modules,
@@ -153,9 +153,9 @@ class EngineConfig:
             "engine.offload_optimizer needs engine.zero_stage 1 or higher: set engine.zero_stage to 1, 2 or 3",
         )
         for owned, origin in _DEEPSPEED["owned"].items():
-            refuse(bool(self._given(owned)), f"engine.deepspeed.{owned} is {origin}: take it out of engine.deepspeed")
+            refuse(bool(self._given(owned)), f"engine.deepspeed.{owned} is {origin}: remove it from engine.deepspeed")
         for name, why in _DEEPSPEED["unsupported"].items():
-            refuse(any(self._given(name)), f"engine.deepspeed.{name} is not supported ({why}): take it out")
+            refuse(any(self._given(name)), f"engine.deepspeed.{name} is not supported ({why}): remove it")
         for name, why in (
             ("offload_param", "generation gathers weights from memory"),
             ("offload_optimizer", "checkpoints hold what is in memory"),
@@ -168,7 +168,7 @@ class EngineConfig:
             refuse(
                 bool(self._given(f"zero_optimization.{name}")) and self.zero_stage in (0, 1, 2),
                 f"engine.deepspeed.zero_optimization.{name} concerns sharded weights, which engine.zero_stage"
-                f" {self.zero_stage} does not have: take it out, or set engine.zero_stage to 3",
+                f" {self.zero_stage} does not have: remove it, or set engine.zero_stage to 3",
             )
         return self
 

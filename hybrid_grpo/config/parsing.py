@@ -99,7 +99,7 @@ def _recipe(cls: Any, file: str) -> Settings:
         recipe = with_kept_code(recipe, path.parent)
     for section in fields_of(cls).keys() & recipe.keys() - {"rewards", "features"}:
         has_settings = isinstance(recipe[section], dict)
-        refuse(not has_settings, f"--config {file}: {section} must have settings below it, or be taken out")
+        refuse(not has_settings, f"--config {file}: {section} must have settings below it, or be removed")
     return recipe
 
 

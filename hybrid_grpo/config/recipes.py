@@ -75,7 +75,7 @@ def load_yaml(text: str, of: type[_Loader] = _Loader) -> Any:
     if len(text) > _MOST_LETTERS:
         raise ValueError(f"it has more than {_MOST_LETTERS} letters: give data in a file")
     if text.count("\n%") > _MOST_DIRECTIVES:  # libyaml compares each with all others
-        raise ValueError(f"it has more than {_MOST_DIRECTIVES} directives (%): take them out")
+        raise ValueError(f"it has more than {_MOST_DIRECTIVES} directives (%): remove them")
     depth = 0
     # Parsing does not recurse; composing does, in C without a limit.
     for count, event in enumerate(yaml.parse(text, _Loader)):
@@ -103,7 +103,7 @@ def _check(root: yaml.Node) -> None:
     while rest:
         node, depth = rest.pop()
         if depth > _DEEPEST:
-            raise ValueError(f"it is nested beyond {_DEEPEST} levels, or contains itself: take out aliases (*)")
+            raise ValueError(f"it is nested beyond {_DEEPEST} levels, or contains itself: remove aliases (*)")
         if isinstance(node, yaml.ScalarNode):
             check_text(node.value, "a value")
             letters += len(node.value)
@@ -118,7 +118,7 @@ def _check(root: yaml.Node) -> None:
         values += len(below)
         if values > _MOST_VALUES or letters > _MOST_LETTERS:
             many = f"{_MOST_VALUES} values" if values > _MOST_VALUES else f"{_MOST_LETTERS} letters"
-            raise ValueError(f"it holds more than {many}: take out aliases (*), or give data in a file")
+            raise ValueError(f"it holds more than {many}: remove aliases (*), or give data in a file")
         rest += [(part, depth + 1) for part in below]
 
 

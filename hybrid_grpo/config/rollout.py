@@ -154,7 +154,7 @@ class RolloutConfig:
 
     carry: Share = 0.0
     """Share of prompts_per_step, rounded to at least one prompt, whose groups are not waited for: a step ends when all
-    but so many are complete. Those go on in the next step, under its policy. 0 waits for all. See docs/carry.md."""
+    but so many are complete. Those continue in the next step, under its policy. 0 waits for all. See docs/carry.md."""
     max_carries: Count = 4
     """Maximum number of steps into which a group is carried; in the last of these it is waited for."""
 
@@ -257,12 +257,12 @@ class RolloutConfig:
     def _check_turns(self) -> RolloutConfig:
         refuse(
             self.has_turns and self.ignore_eos,
-            f"{self.turns_setting} speaks between turns, and rollout.ignore_eos lets no turn end: take out one of them",
+            f"{self.turns_setting} speaks between turns, and rollout.ignore_eos lets no turn end: remove one of them",
         )
-        refuse(self.environment == {}, "rollout.environment is an empty mapping: name an environment, or take it out")
+        refuse(self.environment == {}, "rollout.environment is an empty mapping: name an environment, or remove it")
         refuse(
             self.user is not None and self.user_model is not None,
-            "rollout.user and rollout.user_model both play the user: take out one of them",
+            "rollout.user and rollout.user_model both play the user: remove one of them",
         )
         refuse(
             self.user_model is not None and self.user_prompt is None,
@@ -279,7 +279,7 @@ class RolloutConfig:
         refuse(
             self.environment_processes is not None and not self.environment,
             f"rollout.environment_processes {self.environment_processes} has no effect without rollout.environment:"
-            " take it out",
+            " remove it",
         )
         return self
 
@@ -319,7 +319,7 @@ class RolloutConfig:
         refuse(
             bool(self.carry) and self.has_turns,
             f"rollout.carry {self.carry:g} leaves completions open after a step, and those of {self.turns_setting} may"
-            " wait for an answer: take out one of them",
+            " wait for an answer: remove one of them",
         )
         refuse(
             bool(self.carry) and self.logprobs == "sampling",
@@ -341,7 +341,7 @@ class RolloutConfig:
             refuse(
                 getattr(self, name) != default,
                 f"rollout.{name} changes probabilities, and rollout.logprobs mask only knows which tokens were left:"
-                f" take out rollout.{name}, or set rollout.logprobs to sampling",
+                f" remove rollout.{name}, or set rollout.logprobs to sampling",
             )
         return self
 
@@ -360,7 +360,7 @@ class RolloutConfig:
             refuse(
                 is_set,
                 f"rollout.{name} {getattr(self, name)} has no effect with rollout.decoder transformers, which {why}:"
-                " take out one of them",
+                " remove one of them",
             )
         return self
 

@@ -64,7 +64,7 @@ class CheckpointConfig:
     keep: Count = 2
     """How many of the newest checkpoints are kept."""
     asynchronous: Switch = True
-    """Write checkpoints while training goes on, from a copy in host memory. The first and the last one of a run are
+    """Write checkpoints while training continues, from a copy in host memory. The first and the last one of a run are
     waited for, and so are all if memory is short."""
     on_failure: Literal["say", "stop"] = "say"
     """What to do if a checkpoint cannot be written: report it and continue, or stop the run. The previous checkpoint is
@@ -126,10 +126,10 @@ class LogConfig:
         refuse(unknown != "", f"log.trackers {unknown} is not a tracker: {did_you_mean(unknown, TRACKERS)}")
         refuse(
             len(set(self.profiled)) < len(self.profiled),
-            f"log.profile {self.profile} names a step twice: take one out",
+            f"log.profile {self.profile} names a step twice: remove one",
         )
         twice = next((name for name in self.trackers if self.trackers.count(name) > 1), None)
-        refuse(twice is not None, f"log.trackers names {twice} twice: take one out")
+        refuse(twice is not None, f"log.trackers names {twice} twice: remove one")
         return self
 
     @property

@@ -70,7 +70,7 @@ class ModelRunConfig:
         refuse(
             rounds and self.policy.lr < _LEAST_BF16_LR,
             f"engine.deepspeed.bf16.bf16_master_weights_and_grads keeps no float32 weights, and at policy.lr"
-            f" {self.policy.lr:g} most updates would round to nothing in bfloat16: take it out, or set policy.lr to"
+            f" {self.policy.lr:g} most updates would round to nothing in bfloat16: remove it, or set policy.lr to"
             f" {_LEAST_BF16_LR:g} or more",
         )
         last = max(self.log.profiled, default=0)
@@ -181,7 +181,7 @@ class TrainConfig(ModelRunConfig):
         ):
             refuse(
                 is_set and bool(carry),
-                f"rollout.carry {carry:g} leaves groups open after a step, and {what}: take out one of them",
+                f"rollout.carry {carry:g} leaves groups open after a step, and {what}: remove one of them",
             )
 
     def _check_alone(self) -> None:
@@ -213,7 +213,7 @@ class TrainConfig(ModelRunConfig):
             refuse(
                 all(reward.sources and source not in reward.sources for reward in self.rewards),
                 f"rewards: no function is for source {source} of data.mixture, whose completions would all have reward"
-                f" 0: add {source} to the `sources` of one, or take it out of data.mixture",
+                f" 0: add {source} to the `sources` of one, or remove it from data.mixture",
             )
 
 
@@ -241,7 +241,7 @@ def _check_objective(grpo: GrpoConfig, rollout: RolloutConfig, lora: LoraConfig,
     refuse(
         lora.rank > 0 and grpo.ref_every > 0,
         f"grpo.ref_every {grpo.ref_every} refreshes the reference, which with lora.rank is the model without"
-        " adapters: take out one of them",
+        " adapters: remove one of them",
     )
     refuse(
         grpo.combine_rewards == "normalize" and len(rewards) == 1,

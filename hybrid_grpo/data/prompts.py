@@ -229,19 +229,19 @@ def read_prompt(
         f"{where} has a picture, and prompts have none here: take a policy.model that sees",
     )
     pictures: list[Picture] = []
-    tokens: Callable[..., list[int]] = partial(_tokenized, where=where, config=config)
+    tokenize: Callable[..., list[int]] = partial(_tokenized, where=where, config=config)
     if seen and (values or has_images(text)):
         pictures = seen[0].read(values, seen[1], where, config)
-        tokens = partial(seen[0].ids, pictures=pictures, where=where)
+        tokenize = partial(seen[0].ids, pictures=pictures, where=where)
         if tokenizer.chat_template is None:
             tokenizer.chat_template = seen[0].template
     if isinstance(text, list) or config.chat_template == "always" or (pictures and config.chat_template == "auto"):
         untrusted, chat = prompt_text_of(tokenizer), _as_chat(text)
         chat = placed(chat, len(pictures)) if pictures else chat
         chat = [m if m["role"] in _TRUSTED else {**m, "content": untrusted.marked(m["content"])} for m in chat]
-        token_ids = tokens(_apply_template(chat, where, config, tokenizer), encode=untrusted.ids)
+        token_ids = tokenize(_apply_template(chat, where, config, tokenizer), encode=untrusted.ids)
     else:
-        token_ids = tokens(text, encode=partial(text_ids, tokenizer))
+        token_ids = tokenize(text, encode=partial(text_ids, tokenizer))
     if not token_ids:
         if tokenizer.bos_token_id is None:
             raise UserError(

@@ -42,7 +42,7 @@ def way_out(setting: str, column: str, row: Row) -> str:
 
 def shape_of(config: DataConfig, columns: Collection[str]) -> Callable[[Row], Row]:
     """Return a function that converts a row of a source with these columns: it returns the columns that change. It
-    raises ValueError, which continues from the row's name, if the row is not as its columns promise."""
+    raises ValueError, whose message continues after the row's name, if the row is not as its columns promise."""
     prompt, completion = config.prompt_column, config.completion_column
     is_absent = prompt == DataConfig.prompt_column and prompt not in columns
     column = next((name for name in _CHATS if name in columns and (is_absent or name == prompt)), None)

@@ -19,7 +19,7 @@ _SHOWN, _WIDEST = 60, 60
 
 class Profiler:
     """Profiles the steps in `steps`. Every rank writes its trace to the folder, and rank 0 also writes a table. If
-    writing fails, a warning is printed and the run goes on."""
+    writing fails, a warning is printed and the run continues."""
 
     def __init__(self, steps: Sequence[int], folder: Path) -> None:
         self._steps, self._folder = frozenset(steps), folder

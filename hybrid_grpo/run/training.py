@@ -81,7 +81,7 @@ class TrainingRun:
             say(f"{name}: {fact}")
         if self.finished:
             setting = "run.steps" if self.start.step == run.steps else "eval.patience"
-            say(f"{self.folder} is finished after {self.start.step} steps: raise {setting} to go on")
+            say(f"{self.folder} is finished after {self.start.step} steps: raise {setting} to continue")
 
     @property
     def finished(self) -> bool:

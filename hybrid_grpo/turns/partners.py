@@ -107,7 +107,7 @@ class Partners:
         if begun is not None:
             raise UserError(
                 f"data.prompt_column: row {begun.id} (from 0) ends with a message of the assistant, which is continued"
-                " only in completions of one turn: end it with the user's, or take out tools, environment and user"
+                " only in completions of one turn: end it with the user's, or remove tools, environment and user"
             )
         if self.user is not None:
             self.user.check_columns(prompts[0].columns)
@@ -322,7 +322,7 @@ def partners_of(
     if user is not None:
         refuse(
             environments is not None and any(kind.steps for kind in environments.kinds.values()),
-            f"{user.setting} answers the turns that rollout.environment, which has a step, answers too: take out one of"
+            f"{user.setting} answers the turns that rollout.environment, which has a step, answers too: remove one of"
             " them",
         )
         partners.append(user)

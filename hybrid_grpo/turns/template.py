@@ -207,9 +207,9 @@ class Between:
         found = [self._rewriting(example, separate=separate) for separate in (False, True)]
         refuse(
             None not in found,
-            f"{setting}: the chat template of policy.model {found[1]}, while the model goes on reading its turns as it"
-            " wrote them: set rollout.keep_history true to train so all the same, or give the tokenizer a template that"
-            " keeps them",
+            f"{setting}: the chat template of policy.model {found[1]}, while the model continues to read its turns"
+            " as it wrote them: set rollout.keep_history true to train so all the same, or give the tokenizer a"
+            " template that keeps them",
         )
 
     def _rewriting(self, example: Callable[[str], Message], *, separate: bool) -> str | None:

@@ -37,7 +37,7 @@ def test_what_a_command_does_not_use_is_refused_where_it_is_asked_for(cls: Any) 
     others = [name for training in (TrainConfig, SftConfig) for name in setting_names(training) if is_unused(cls, name)]
     assert len(others) > 100 and not set(others) & set(setting_names(cls))
     for name in others:
-        expected = f"{name} is a setting of training, which {cls.command} does not use: take it out"
+        expected = f"{name} is a setting of training, which {cls.command} does not use: remove it"
         with pytest.raises(UserError) as refused:
             parse(cls, [f"--{name}=1"], cls.command)
         assert str(refused.value) == expected

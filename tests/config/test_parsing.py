@@ -268,8 +268,8 @@ def test_sft_refuses_to_be_asked_for_an_evaluation(user: User) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--data.max_prompt_tokens=9"], "data.max_prompt_tokens 9 is not for pairs of texts: take it out, and set"),
-        (["--data.completion_column=x"], "data.completion_column x is not for pairs of texts: take it out"),
+        (["--data.max_prompt_tokens=9"], "data.max_prompt_tokens 9 is not for pairs of texts: remove it, and set"),
+        (["--data.completion_column=x"], "data.completion_column x is not for pairs of texts: remove it"),
         (["--eval.every=5"], "eval.every 5 needs held-out pairs: set data.eval_path or data.eval_split"),
         (["--data.eval_limit=5"], "data.eval_limit 5 needs held-out pairs"),
         (["--reward.rejected_column=prompt"], "reward.chosen_column chosen, reward.rejected_column prompt and data."),

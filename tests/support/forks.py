@@ -197,6 +197,7 @@ def _main(
     elif arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path.insert(0, "")
+        sys.modules.pop(f"{arguments[1]}.__main__", None)  # runpy warns of one that the caller has imported
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = arguments

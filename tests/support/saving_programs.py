@@ -1,4 +1,4 @@
-"""Program of tests/run/saving/test_writing.py: a checkpoint that is written while training goes on, and the same one
+"""Program of tests/run/saving/test_writing.py: a checkpoint that is written while training continues, and the same one
 written while it waits. See rank_programs.py."""
 
 from __future__ import annotations

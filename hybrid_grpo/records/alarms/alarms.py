@@ -259,7 +259,7 @@ def _way_out(record: AlarmRecord, saved: str) -> str:
     if record.alarm == NON_FINITE:
         return (
             f"checkpoints of steps before {record.since} are kept: look at rollouts/, lower policy.lr or"
-            " policy.max_grad_norm, and go on from one of them with --run.resume auto --run.allow_changes true"
+            " policy.max_grad_norm, and continue from one of them with --run.resume auto --run.allow_changes true"
         )
     return f"{saved}: fix the cause and continue with --run.resume auto, or give an earlier checkpoint as run.resume"
 

@@ -84,7 +84,7 @@ def _read(settings: _Settings) -> list[tuple[str, str]]:
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
-            refuse(True, f"kwargs folder {settings.folder}: {path} is not UTF-8 text: take it out, or convert it")
+            refuse(True, f"kwargs folder {settings.folder}: {path} is not UTF-8 text: remove it, or convert it")
         passages += [(path.relative_to(folder).as_posix(), passage) for passage in passages_of(text, settings.letters)]
     refuse(
         not any(_WORD.search(text) for _, text in passages),

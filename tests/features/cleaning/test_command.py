@@ -134,7 +134,7 @@ def test_languages_are_told_apart_where_this_is_asked_for(there: Path, capsys: p
         (["--data.eval_path=q.jsonl"], "data.prompt_column prompt: q.jsonl has no such column: known are question"),
         (
             ["--data.path=", "--data.mixture=[{path: rows.jsonl}]"],
-            "data.mixture is for train: data reads one source: take it out",
+            "data.mixture is for train: data reads one source: remove it",
         ),
         (["--clean.similarity=0"], "clean.similarity 0 must be in (0, 1]"),
     ],

@@ -1,5 +1,5 @@
-"""Whatever happens to a tracker, the run goes on and has one line about it, which rank 0 prints (capsys sees nothing of
-other processes): the tracker's own process would write into the live line of the terminal."""
+"""Whatever happens to a tracker, the run continues and has one line about it, which rank 0 prints (capsys sees nothing
+of other processes): the tracker's own process would write into the live line of the terminal."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A checkpoint that threads write while the run goes on."""
+"""A checkpoint that threads write while the run continues."""
 
 import threading
 import time

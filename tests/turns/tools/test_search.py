@@ -83,7 +83,7 @@ def test_the_model_is_told_of_the_query_alone(folder):
         ({"folder": "no"}, "kwargs folder no: there is no such folder"),
         ({"folder": "empty"}, r"kwargs folder empty has no file that ends with \.txt or \.md"),
         ({"folder": "blank"}, "kwargs folder blank has no words in its 1 files"),
-        ({"folder": "bytes"}, r"kwargs folder bytes: bytes.a\.txt is not UTF-8 text: take it out"),
+        ({"folder": "bytes"}, r"kwargs folder bytes: bytes.a\.txt is not UTF-8 text: remove it"),
         ({"folder": "a", "results": 0}, "results: .*greater than or equal to 1"),
         ({"foldr": "a"}, "kwargs foldr: there is no such argument: did you mean folder"),
     ],
