@@ -55,6 +55,7 @@ from hybrid_grpo.model.kernels.gpu import launcher
 from hybrid_grpo.model.kernels.states import recurrent_delta_rule
 from hybrid_grpo.model.layers import fuse
 from hybrid_grpo.model.logprobs import token_logprobs
+from hybrid_grpo.model.sidecars import TokenRow
 
 ROWS, PAGES_OF_A_SEQUENCE, RANKS = 256, 32, 8
 TOKENS, HIDDEN, VOCABULARY, LAYERS = 16384, 1536, 151936, 28
@@ -242,7 +243,7 @@ def moved(size: str, layers: int) -> int:
         parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
     fuse(model, None)
     rows = [[1] * 256 for _ in range(TOKENS // 512)]
-    [micro] = pack(rows, [[*row, 1] for row in rows], range(len(rows)), TOKENS, torch.device("cpu"), share="off")
+    [micro] = pack(TokenRow.of(rows, [[*row, 1] for row in rows]), TOKENS, torch.device("cpu"), share="off")
     assert micro.input_ids_bS.numel() == TOKENS
     given = {"input_ids": micro.input_ids_bS, "position_ids": micro.position_ids, "batch": micro.segments}
     with fake, counted() as count:

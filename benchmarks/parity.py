@@ -28,6 +28,7 @@ from hybrid_grpo.data.packing import pack  # noqa: E402
 from hybrid_grpo.generation import Request, Sampling, generate, stream_key  # noqa: E402
 from hybrid_grpo.model.attention import ATTENTION  # noqa: E402
 from hybrid_grpo.model.logprobs import LogprobModel  # noqa: E402
+from hybrid_grpo.model.sidecars import TokenRow  # noqa: E402
 
 DELTA = {
     "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
@@ -76,7 +77,8 @@ def gaps_by_position(family: str, dtype: torch.dtype, tokens: int) -> Tensor:
     with torch.no_grad():
         for row, completion in enumerate(completions):
             prompt = prompts[row // 4]
-            for micro in pack([prompt], [completion.token_ids], [0], 2 * tokens + 99, torch.device("cpu"), share="on"):
+            row_of = TokenRow.of([prompt], [completion.token_ids])
+            for micro in pack(row_of, 2 * tokens + 99, torch.device("cpu"), share="on"):
                 logp_N, _ = scored(*micro.inputs, 1.0)
                 gaps[row] = (logp_N - torch.tensor(completion.logp)).abs()
     return gaps

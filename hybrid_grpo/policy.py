@@ -16,7 +16,7 @@ from hybrid_grpo.config import EngineConfig, LoraConfig, PolicyConfig, RolloutCo
 from hybrid_grpo.config.adapters import base_of, is_adapter
 from hybrid_grpo.data.batch import Completion, MicroBatch, Prompt, Rollout
 from hybrid_grpo.data.measuring import measured
-from hybrid_grpo.data.packing import Places, Supports, pack, pack_pairs, pad, pad_pairs, token_budget
+from hybrid_grpo.data.packing import pack, pack_pairs, pad, pad_pairs, token_budget
 from hybrid_grpo.data.pictures import ImageStore, sight_of, trained_sight_of
 from hybrid_grpo.distributed.movement import Movement, UnchangedTensors
 from hybrid_grpo.distributed.ranks import all_reduce, rank
@@ -44,9 +44,10 @@ from hybrid_grpo.model.loading import dequantized, load_config, load_model, plai
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.lora import Adapters
 from hybrid_grpo.model.original import Original
-from hybrid_grpo.model.routing import Routing, described, replays
+from hybrid_grpo.model.reading import TEXT, Reading
+from hybrid_grpo.model.routing import described, replays
 from hybrid_grpo.model.scalar_model import ScalarModel, load_scalar_model, scalar_config
-from hybrid_grpo.model.sight import VisionEncoder
+from hybrid_grpo.model.sidecars import TokenRow
 from hybrid_grpo.model.towers import lacks_towers
 from hybrid_grpo.model.trained_sight import SeeingModel, TrainedVisionEncoder
 from hybrid_grpo.model.view import meta_copy
@@ -188,14 +189,12 @@ class Policy(TrainedModel):
     other arguments see `TrainedModel`.
 
     Attributes:
-        sight: sees the pictures; None if there are none.
+        reading: how it reads pictures and recorded experts.
         vocabulary: the number of ids, the first of the model's, that it samples and that its softmax is over.
-        replays: whether its experts are those of the sampler in training; None if experts are not recorded.
-        experts: the same as a line for the user; None without experts.
+        experts: what training does with experts, as a line for the user; None without experts.
     """
 
-    sight: VisionEncoder | None = None
-    replays: bool | None = None
+    reading = TEXT
 
     def __init__(
         self,
@@ -225,12 +224,12 @@ class Policy(TrainedModel):
             keep_view=workspace is not None,
         )
         self._album = album
-        self.sight = self.tower or sight_of(album, policy, self.engine.device)
+        sight = self.tower or sight_of(album, policy, self.engine.device)
         if self.tower is not None:
             self.tower.to(self.engine.device)
         model = self.engine.engine.module.model
-        self.replays = replays(model, policy, paged=self.packs and decoder == "paged")
-        self.experts = described(model, self.replays)
+        self.reading = Reading(sight, replays(model, policy, paged=self.packs and decoder == "paged"))
+        self.experts = described(model, self.reading.replays)
 
     def rollout(
         self,
@@ -285,31 +284,16 @@ class Policy(TrainedModel):
     def _complete(
         self, view: Any, requests: list[Request], sampling: Sampling, config: RolloutConfig, callbacks: Callbacks
     ) -> tuple[list[list[Completion]], Stats]:
-        callbacks = dataclasses.replace(callbacks, turns=self.turns, drafter=self.drafter, sight=self.sight)
+        callbacks = dataclasses.replace(callbacks, turns=self.turns, drafter=self.drafter, reading=self.reading)
         return complete(view, self.tokenizer, requests, sampling, config, callbacks, self.workspace)
 
-    def micro_batches(
-        self,
-        prompt_ids: Sequence[list[int]],
-        completion_ids: Sequence[list[int]],
-        rows: Sequence[int] | None = None,
-        *,
-        gradients: bool = True,
-        places: Places | None = None,
-        supports: Supports | None = None,
-        routing: Sequence[Routing | None] | None = None,
-        together: int = 1,
-    ) -> list[MicroBatch]:
-        """Split rows (default: all) into micro-batches within `token_budget`, the same number on every rank. The
-        targets are the completion tokens at the indices `places` (default: all); for `supports` and `routing`, what
-        the sampler recorded, and `together`, see `pack`. Collective."""
-        rows = range(len(prompt_ids)) if rows is None else rows
-        given = prompt_ids, completion_ids, rows, self.budget(gradients), self.engine.device
+    def micro_batches(self, rows: Sequence[TokenRow], *, gradients: bool = True, together: int = 1) -> list[MicroBatch]:
+        """Split rows into micro-batches within `token_budget`, the same number on every rank. Rows of a group are not
+        separated if `together` is its size; see `pack`. Collective."""
+        budget, device, share = self.budget(gradients), self.engine.device, self.config.shared_prefix
         if self.packs:
-            recorded: dict[str, Any] = {"supports": supports, "routing": routing, "replays": self.replays}
-            recorded |= {"places": places, "sight": self.sight, "together": together}
-            return pack(*given, share=self.config.shared_prefix, **recorded)
-        return pad(*given, places, supports, self.sight, together)
+            return pack(rows, budget, device, share=share, reading=self.reading, together=together)
+        return pad(rows, budget, device, reading=self.reading, together=together)
 
     def forward(self, micro: MicroBatch, temperature: float, more: HeadFunction | None = None) -> tuple[Tensor, ...]:
         """Return the log-probabilities and entropies of the completion tokens, then the outputs of `more` for them,
@@ -326,7 +310,7 @@ class Policy(TrainedModel):
         micro-batch. For each with rows, yield its mean cross-entropy in nats and its number of tokens. Collective."""
         tokens = sum(map(len, completion_ids))
         total_tokens = int(all_reduce(torch.tensor(tokens, device=self.engine.device)))
-        for micro in self.micro_batches(prompt_ids, completion_ids):
+        for micro in self.micro_batches(TokenRow.of(prompt_ids, completion_ids)):
             beat()
             logp_bT, _ = self.forward(micro, temperature=1.0)
             # A filler has no rows: its token counts for nothing.

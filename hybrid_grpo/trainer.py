@@ -298,10 +298,8 @@ class Trainer(Stage):
 
     def micro_batches(self, rollout: Rollout, rows: Sequence[int], *, gradients: bool = True) -> list[MicroBatch]:
         """Split rows into micro-batches within the token budget, the same number on every rank. Collective."""
-        prompts, completions, places = rollout.read_ids
-        recorded: dict[str, Any] = {"supports": rollout.supports, "routing": rollout.routing}
-        recorded["together"] = rollout.num_generations if self.config.grpo.whole_groups and gradients else 1
-        return self.policy.micro_batches(prompts, completions, rows, gradients=gradients, places=places, **recorded)
+        together = rollout.num_generations if self.config.grpo.whole_groups and gradients else 1
+        return self.policy.micro_batches(rollout.token_rows(rows), gradients=gradients, together=together)
 
     def refresh_reference(self, step: int) -> None:
         """Move the reference toward the policy every `ref_every` steps (iterative GRPO)."""

@@ -32,6 +32,7 @@ from hybrid_grpo.model import layers, softmax
 from hybrid_grpo.model.attention import ATTENTION, Options, has_ragged_kernel
 from hybrid_grpo.model.kernels.gpu import norm
 from hybrid_grpo.model.logprobs import LogprobModel
+from hybrid_grpo.model.sidecars import TokenRow
 from hybrid_grpo.rewards.models.reward_model import reward_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -107,7 +108,7 @@ def test_the_kernels_of_training_compute_what_torch_does(dtype):
 def test_fused_layers_train_as_those_of_transformers(architecture, checkpointing, monkeypatch):
     """In float32, on the GPU both."""
     prompts, completions = [[1, 2, 3]] * 4, [[row] * (4 + row) for row in range(4)]
-    [micro] = pack(prompts, completions, range(4), 10_000, torch.device("cuda"), share="on")
+    [micro] = pack(TokenRow.of(prompts, completions), 10_000, torch.device("cuda"), share="on")
     results = []
     for adopt in (layers.install_fused_layers, lambda *_: None):
         monkeypatch.setattr("hybrid_grpo.model.logprobs.install_fused_layers", adopt)
@@ -272,7 +273,7 @@ def test_packed_training_in_half_precision_is_that_of_the_cpu(architecture, shar
 
     def scored(device, dtype):
         model = build(tiny_config(architecture, hidden=128), ATTENTION).to(device, dtype)
-        [micro] = pack(prompts, completions, range(8), 10_000, torch.device(device), share=share)
+        [micro] = pack(TokenRow.of(prompts, completions), 10_000, torch.device(device), share=share)
         logp, _ = LogprobModel(model)(*micro.inputs, 1.0)
         (logp * torch.linspace(-1, 1, len(logp), device=device)).sum().backward()
         return logp.detach().cpu(), [p.grad.float().cpu() for p in model.parameters()]
@@ -286,7 +287,7 @@ def test_packed_training_in_half_precision_is_that_of_the_cpu(architecture, shar
 def test_two_packed_backwards_on_a_gpu_are_equal_to_the_bit():
     prompts, completions = [[1, 2, 3]] * 8, [[rng] * (4 + rng) for rng in range(8)]
     model = build(tiny_config("qwen2", hidden=128), ATTENTION).to("cuda")
-    [micro] = pack(prompts, completions, range(8), 10_000, torch.device("cuda"), share="on")
+    [micro] = pack(TokenRow.of(prompts, completions), 10_000, torch.device("cuda"), share="on")
 
     def gradients():
         model.zero_grad()

@@ -52,8 +52,8 @@ class Sampler:
                 on_finish(i, k, rows[-1])
         return Rollout(prompts, rows, G), Stats()
 
-    def micro_batches(self, prompt_ids, completion_ids, rows, *, gradients, places, supports, routing, together):
-        return pad(prompt_ids, completion_ids, rows, 16384, torch.device("cpu"), together=together)
+    def micro_batches(self, rows, *, gradients, together):
+        return pad(rows, 16384, torch.device("cpu"), together=together)
 
     def forward(self, micro, temperature):
         return torch.full(micro.mask_bT.shape, math.log(0.5), requires_grad=True), torch.zeros(micro.mask_bT.shape)
@@ -282,8 +282,8 @@ class InBfloat16(Policy):
         self.engine, self.waits, self.forwards = LogprobModel(model), waits, []
         self.engine.backward = lambda loss: loss.backward()
 
-    def micro_batches(self, prompt_ids, completion_ids, rows, *, gradients, places, supports, routing, together):
-        return pack(prompt_ids, completion_ids, rows, 60, torch.device("cpu"), share="on", supports=supports)
+    def micro_batches(self, rows, *, gradients, together):
+        return pack(rows, 60, torch.device("cpu"), share="on")
 
     def forward(self, micro, temperature, more=None):
         self.forwards.append(len(self.waits.seen))
@@ -316,7 +316,8 @@ def test_the_host_waits_for_nothing_between_the_first_forward_and_the_last_step(
     ]
     if filtered:
         rows = [
-            replace(c, support=SamplingMask.of([np.unique([token, 1, 2, 3]) for token in c.token_ids])) for c in rows
+            replace(c, sidecars=(SamplingMask.of([np.unique([token, 1, 2, 3]) for token in c.token_ids]),))
+            for c in rows
         ]
     rollout = Rollout(prompts, rows, G)
     given_BT, run.reference = rollout.logp_BT, object()

@@ -76,6 +76,7 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
     from hybrid_grpo.generation.rollout import attention_of, complete, sampling_of
     from hybrid_grpo.model.limits import check_prompt_ids
     from hybrid_grpo.model.loading import load_model
+    from hybrid_grpo.model.reading import Reading
     from hybrid_grpo.run.sampling import Sampler
 
     rollout = config.rollout
@@ -115,7 +116,7 @@ def _loaded(config: ChatConfig) -> tuple[ChatHistory, Answer]:
 
         with _interruptible() as look, suppress(_Stopped):
             seen = sight() if min(prompt_ids) < 0 else None
-            callbacks = Callbacks(on_step=look, on_token=show, sight=seen)
+            callbacks = Callbacks(on_step=look, on_token=show, reading=Reading(seen))
             groups, _ = complete(model, tokenizer, requests, sampling, rollout, callbacks)
             cut = groups[0][0].finish == "length"
             limit = min(("max_turn_tokens", "max_completion_tokens"), key=lambda n: getattr(rollout, n) or sys.maxsize)

@@ -94,6 +94,7 @@ def measure(config: EvaluateConfig) -> Measured:
     from hybrid_grpo.generation import Callbacks
     from hybrid_grpo.generation.rollout import attention_of, complete
     from hybrid_grpo.model.loading import load_model
+    from hybrid_grpo.model.reading import Reading
     from hybrid_grpo.run.inputs import read_eval_inputs
 
     device = engine.start()
@@ -106,14 +107,15 @@ def measure(config: EvaluateConfig) -> Measured:
     inputs.load_models(engine.OffloadedModel)
     inputs.load_user(device)
     model = load_model(config.policy, attention_of(config.rollout.decoder)).to(device).eval()
-    sight = sight_of(inputs.sampler.album, config.policy, device)
+    reading = Reading(sight_of(inputs.sampler.album, config.policy, device))
     meter = inputs.meter(device)
     measured = Measured(config.policy.model, {})
     for held_out in inputs.eval_sets:
         rollout = held_out.settings.rollout
         prompts = held_out.own_prompts()
-        requests, sampling, turns = held_out.requests(prompts), held_out.sampling, inputs.partners
-        groups, _ = complete(model, inputs.tokenizer, requests, sampling, rollout, Callbacks(turns=turns, sight=sight))
+        requests, sampling = held_out.requests(prompts), held_out.sampling
+        callbacks = Callbacks(turns=inputs.partners, reading=reading)
+        groups, _ = complete(model, inputs.tokenizer, requests, sampling, rollout, callbacks)
         results = held_out.results(prompts, groups)
         meter.update(results.numbers())
         ids = [prompt.id for prompt in prompts]

@@ -73,6 +73,7 @@ def generate(
     from hybrid_grpo.generation import Callbacks
     from hybrid_grpo.generation.rollout import attention_of, complete, requests_of, sampling_of
     from hybrid_grpo.model.loading import load_model
+    from hybrid_grpo.model.reading import Reading
     from hybrid_grpo.run.sampling import Sampler
     from hybrid_grpo.turns.partners import partners_of, with_tools
 
@@ -100,7 +101,7 @@ def generate(
         if partners is not None:
             partners.load(device, rollout.longest(max(len(prompt.token_ids) for prompt in prompts)))
         model = load_model(config.policy, attention_of(rollout.decoder)).to(device).eval()
-        sight = sight_of(sampler.album, config.policy, device)
+        reading = Reading(sight_of(sampler.album, config.policy, device))
         requests = requests_of(prompts, rollout, config.run.seed, step=0)
         with bar:
             task = bar.add_task("completions", total=len(prompts) * count)
@@ -112,7 +113,7 @@ def generate(
                 bar.advance(task)
 
             drawn = sampling_of(rollout, ends)
-            complete(model, tokenizer, requests, drawn, rollout, Callbacks(on_finish, turns=partners, sight=sight))
+            complete(model, tokenizer, requests, drawn, rollout, Callbacks(on_finish, turns=partners, reading=reading))
 
 
 def _source(config: GenerateConfig, prompt: str | None) -> Source:

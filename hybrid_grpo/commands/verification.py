@@ -16,6 +16,7 @@ from hybrid_grpo.config.adapters import base_of
 from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.distributed.ranks import from_first_rank, rank
 from hybrid_grpo.model.loading import add_adapter, dequantizing, load_config
+from hybrid_grpo.model.sidecars import TokenRow
 from hybrid_grpo.model.towers import has_tower
 from hybrid_grpo.policy import Policy
 
@@ -39,7 +40,7 @@ def verified(policy: Policy) -> str:
         why = "policy.verify off" if config.verify == "off" else f"{size / 1e9:.1f}B parameters; policy.verify on does"
         return f"not compared with transformers' own model ({why})"
     ids = _ids(policy)
-    (micro,) = policy.micro_batches([ids[:1]], [ids[1:]], gradients=False)
+    (micro,) = policy.micro_batches(TokenRow.of([ids[:1]], [ids[1:]]), gradients=False)
     logp_T = policy.forward(micro, temperature=1.0)[0].flatten().float().cpu()
     refuse(
         float(logp_T.max() - logp_T.min()) == 0.0,

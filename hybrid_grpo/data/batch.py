@@ -25,10 +25,9 @@ from torch import Tensor
 
 from hybrid_grpo.data.completion import Completion, Prompt
 from hybrid_grpo.model.attention import Segments
-from hybrid_grpo.model.routing import Routing
 from hybrid_grpo.model.selection import Selection
+from hybrid_grpo.model.sidecars import TokenRow
 from hybrid_grpo.model.sight import ImageInputs, VisionEncoder
-from hybrid_grpo.model.support import MaskColumns, SamplingMask
 
 if TYPE_CHECKING:
     from hybrid_grpo.data.picture import Picture
@@ -65,23 +64,10 @@ class Rollout:
         of_prompts = [picture for prompt in self.prompts for picture in prompt.pictures]
         return of_prompts + [picture for completion in self.completions for picture in completion.pictures]
 
-    @property
-    def read_ids(self) -> tuple[list[list[int]], list[list[int]], list[list[int] | None]]:
-        """[B] each: the prompt tokens, all tokens after the prompt, and the indices of the sampled ones among the
-        latter (None if all were sampled)."""
-        completions = self.completions
-        prompts = [prompt.token_ids for prompt in self.row_prompts]
-        return prompts, [c.read_ids for c in completions], [c.sampled_places for c in completions]
-
-    @property
-    def supports(self) -> list[SamplingMask | None]:
-        """[B], see `Completion.support`."""
-        return [completion.support for completion in self.completions]
-
-    @property
-    def routing(self) -> list[Routing | None]:
-        """[B], the experts of each row."""
-        return [completion.routing for completion in self.completions]
+    def token_rows(self, rows: Sequence[int]) -> list[TokenRow]:
+        """The chosen rows as a model reads them in training."""
+        prompts = self.row_prompts
+        return [self.completions[row].token_row(row, prompts[row].token_ids) for row in rows]
 
     @property
     def num_tokens(self) -> int:
@@ -267,20 +253,19 @@ class MicroBatch:
     token."""
     segments: Segments | None
     """Which tokens attend to which when packed; None for padded rows."""
-    support: MaskColumns | None = None
-    """The tokens that log-probabilities are normalized over; None for the whole vocabulary."""
-    shown: ImageInputs | None = None
-    """The pictures among the tokens; None if there are none."""
+    sidecars: tuple[Any, ...] = ()
+    """What the forward takes beside the tokens; see `Reading.sidecars`."""
 
     @property
     def inputs(self) -> tuple[Any, ...]:
         """The arguments of `LogprobModel` except the temperature."""
         tokens = self.input_ids_bS, self.position_ids, self.source, self.target_N
-        return *tokens, self.segments, self.support, self.shown
+        return *tokens, self.segments, self.sidecars
 
     def seen_by(self, sight: VisionEncoder) -> MicroBatch:
         """This micro-batch for another model, which sees the pictures by `sight`."""
-        return self if self.shown is None else replace(self, shown=replace(self.shown, sight=sight))
+        seen = (replace(each, sight=sight) if isinstance(each, ImageInputs) else each for each in self.sidecars)
+        return replace(self, sidecars=tuple(seen))
 
     def of_rows(self, values_BT: Tensor) -> Tensor:
         """This micro-batch's rows of the values of a whole rollout: [b, T], or [b, 1] if the values are [B, 1]. A

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
 from hybrid_grpo.data.episodes import Episode, Opening
-from hybrid_grpo.model.routing import Routing
-from hybrid_grpo.model.support import SamplingMask
+from hybrid_grpo.model.sidecars import Sidecar, TokenRow
 
 if TYPE_CHECKING:
     from hybrid_grpo.data.picture import Picture
@@ -90,10 +90,8 @@ class Completion:
     """The outcome of the completion's environment; None without one."""
     calls: tuple[Called, ...] = ()
     """The completion's tool calls, and a call `user` for each turn that the user answered, sorted."""
-    support: SamplingMask | None = None
-    """The tokens among which each token was drawn; None if log-probabilities are over the whole vocabulary."""
-    routing: Routing | None = field(default=None, compare=False)
-    """The experts of the tokens that were read while sampling; None if they were not recorded."""
+    sidecars: tuple[Sidecar, ...] = ()
+    """What the sampler recorded beside the tokens."""
     carried: tuple[int, ...] = ()
     """The number of its tokens each time that it was carried into another step, ascending: policies before that step
     sampled them."""
@@ -123,14 +121,17 @@ class Completion:
         """The completion as it was when it had this many tokens: open, unless it had already ended."""
         if len(self.token_ids) < tokens or (len(self.token_ids) == tokens and self.finish != "open"):
             return self
-        ids, logp, support, routing = self.token_ids[:tokens], self.logp[:tokens], self.support, self.routing
-        support = SamplingMask.of(support.lists()[:tokens]) if tokens and support is not None else None
-        routing = Routing(routing.prompt, routing.completion[: tokens - 1]) if tokens and routing is not None else None
-        return replace(self, token_ids=ids, logp=logp, finish="open", text="", support=support, routing=routing)
+        ids, logp = self.token_ids[:tokens], self.logp[:tokens]
+        sidecars = tuple(each.cut(tokens) for each in self.sidecars) if tokens else ()
+        return replace(self, token_ids=ids, logp=logp, finish="open", text="", sidecars=sidecars)
 
     def carry(self) -> Completion:
         """The completion at the end of a step after which it is carried on."""
         return replace(self, carried=(*self.carried, len(self.token_ids)))
+
+    def token_row(self, index: int, prompt_ids: list[int]) -> TokenRow:
+        """The completion as a model reads it in training, after its prompt; its targets are the sampled tokens."""
+        return TokenRow(index, prompt_ids, self.read_ids, self.sampled_places, self.sidecars)
 
     @property
     def read_ids(self) -> list[int]:
@@ -143,9 +144,9 @@ class Completion:
         return ids + self.token_ids[begin:]
 
     @property
-    def sampled_places(self) -> list[int] | None:
-        """The index in `read_ids` of each sampled token; None if all were sampled."""
+    def sampled_places(self) -> Sequence[int]:
+        """The index in `read_ids` of each sampled token."""
         if not self.given:
-            return None
+            return range(len(self.token_ids))
         ends, shifts = [end for end, _ in self.given], list(accumulate((len(ids) for _, ids in self.given), initial=0))
         return [place + shifts[bisect_right(ends, place)] for place in range(len(self.token_ids))]

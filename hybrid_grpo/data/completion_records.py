@@ -13,6 +13,9 @@ from hybrid_grpo.data.picture import Picture
 from hybrid_grpo.model.routing import Routing
 from hybrid_grpo.model.support import SamplingMask
 
+KINDS = (SamplingMask, Routing)
+"""The sidecars that the sampler makes."""
+
 
 def record_of(completion: Completion) -> dict[str, Any]:
     """Return all of a completion that the policy sampled, as plain data."""
@@ -22,14 +25,11 @@ def record_of(completion: Completion) -> dict[str, Any]:
         "finish": completion.finish,
         "text": completion.text,
     }
-    if (support := completion.support) is not None:
-        row["support"] = [_encoded(part) for part in (support.id_K, support.count_N)]
+    row |= {each.name: list(map(_encoded, each.arrays())) for each in completion.sidecars}
     kept = "given", "messages", "calls", "carried"
     row |= {name: value for name in kept if (value := getattr(completion, name))}
     if completion.pictures:
         row["pictures"] = [{**vars(p), "data": p.data and b64encode(p.data).decode()} for p in completion.pictures]
-    if completion.routing is not None:
-        row["experts"] = [_encoded(part) for part in (completion.routing.prompt, completion.routing.completion)]
     return row if completion.episode is None else {**row, "episode": asdict(completion.episode)}
 
 
@@ -49,8 +49,7 @@ def completion_of(row: Mapping[str, Any]) -> Completion:
         pictures=tuple(map(_picture, row.get("pictures", ()))),
         episode=episode,
         calls=tuple((name, has_failed) for name, has_failed in row.get("calls", ())),
-        support=SamplingMask(*map(_decoded, row["support"])) if "support" in row else None,
-        routing=Routing(*map(_decoded, row["experts"])) if "experts" in row else None,
+        sidecars=tuple(kind(*map(_decoded, row[kind.name])) for kind in KINDS if kind.name in row),
         carried=tuple(row.get("carried", ())),
     )
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -18,10 +18,10 @@ from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.data.batch import MicroBatch
 from hybrid_grpo.distributed.ranks import all_reduce
 from hybrid_grpo.model.attention import Segments
-from hybrid_grpo.model.routing import Replay, Routing, joined
+from hybrid_grpo.model.reading import TEXT, Reading
 from hybrid_grpo.model.selection import Selection
-from hybrid_grpo.model.sight import VisionEncoder, beside, pictures_of, positions_of
-from hybrid_grpo.model.support import MaskColumns, SamplingMask
+from hybrid_grpo.model.sidecars import TokenRow
+from hybrid_grpo.model.sight import joined_positions
 from hybrid_grpo.model.upload import upload
 
 _WORTH_SHARING = 0.1
@@ -31,59 +31,17 @@ _ON_GPU, _ON_CPU = 16_384, 4_096
 _SCORED = 4
 """Budget factor for forwards without gradients; large, since an offloaded reference streams its weights in each one."""
 
-Places = Sequence[Sequence[int] | None]
-"""For each row, the indices of some of its tokens, ascending; None stands for all."""
-Supports = Sequence[SamplingMask | None]
-"""For each row, the support of its targets; None for the whole vocabulary."""
-
-
-@dataclass(frozen=True)
-class _Row:
-    index: int
-    prompt: list[int]
-    completion: list[int]
-    targets: Sequence[int]
-    """Indices of the completion tokens that are targets, ascending; the last is the completion's last token."""
-    support: SamplingMask | None = None
-    routing: Routing | None = None
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens to compute; the last token of the row is left out, since it predicts nothing."""
-        return len(self.prompt) + len(self.completion) - 1
-
 
 @dataclass(frozen=True)
 class _Group:
     """Rows that belong in the same micro-batch."""
 
-    parts: list[list[_Row]]
+    parts: list[list[TokenRow]]
     """Indexed as [part][row]. The rows of a part have the same prompt and share its forward."""
 
     @cached_property
     def tokens(self) -> int:
         return sum(len(part[0].prompt) + sum(len(row.completion) - 1 for row in part) for part in self.parts)
-
-
-def _rows(
-    prompt_ids: Sequence[list[int]],
-    completion_ids: Sequence[list[int]],
-    rows: Sequence[int],
-    places: Places | None,
-    supports: Supports | None,
-    routing: Sequence[Routing | None] | None = None,
-) -> list[_Row]:
-    def targets(row: int) -> Sequence[int]:
-        chosen = None if places is None else places[row]
-        return range(len(completion_ids[row])) if chosen is None else chosen
-
-    def of(values: Sequence[Any] | None, row: int) -> Any:
-        return None if values is None else values[row]
-
-    return [
-        _Row(row, prompt_ids[row], completion_ids[row], targets(row), of(supports, row), of(routing, row))
-        for row in rows
-    ]
 
 
 def token_budget(policy: PolicyConfig, *, on_gpu: bool, gradients: bool) -> int:
@@ -97,43 +55,30 @@ def token_budget(policy: PolicyConfig, *, on_gpu: bool, gradients: bool) -> int:
 
 
 def pack(
-    prompt_ids: Sequence[list[int]],
-    completion_ids: Sequence[list[int]],
-    rows: Sequence[int],
+    rows: Sequence[TokenRow],
     budget: int,
     device: torch.device,
     *,
     share: Literal["auto", "on", "off"],
-    places: Places | None = None,
-    supports: Supports | None = None,
-    routing: Sequence[Routing | None] | None = None,
-    replays: bool | None = None,
-    sight: VisionEncoder | None = None,
+    reading: Reading = TEXT,
     together: int = 1,
 ) -> list[MicroBatch]:
     """Make micro-batches without padding, of about equal numbers of tokens, the same number on every rank. Collective.
 
     Args:
-        prompt_ids, completion_ids: tokens of every row; neither is empty.
-        rows: indices of the rows to take, as in `MicroBatch.rows`.
         budget: maximum tokens of a micro-batch; a longer row gets a micro-batch of its own.
-        places: for each row, the completion tokens that are targets. Default: all.
-        supports: for each row, what its targets are normalized over. Default: the whole vocabulary, as also for a
-            micro-batch with a row that has none.
-        routing: for each row, the experts that were recorded for its tokens. Rows that share a prompt use the first
-            one's for it.
-        replays: see `Replay`; None ignores `routing`.
-        sight: sees the pictures in prompts and answers; None if there are none.
-        together: the rows k * together to (k + 1) * together - 1, which have one prompt, are not separated.
+        share: whether the prompt of consecutive rows is computed once; auto: if that saves a tenth of the tokens.
+        reading: how the model reads pictures and sidecars.
+        together: rows whose indices are k * together to (k + 1) * together - 1, and whose prompt is the same, are not
+            separated.
     """
-    chosen = _rows(prompt_ids, completion_ids, rows, places, supports, routing)
-    units = _units(chosen, together)
+    units = _units(rows, together)
     alone = [_Group([[row] for row in unit]) for unit in units]
-    shared = _groups(chosen, budget) if together == 1 else [_Group([unit]) for unit in units]
-    return _balanced(_worth_it(alone, shared, share), budget, device, replays, sight)
+    shared = _groups(rows, budget) if together == 1 else [_Group([unit]) for unit in units]
+    return _balanced(_worth_it(alone, shared, share), budget, device, reading)
 
 
-def _units(rows: list[_Row], together: int) -> list[list[_Row]]:
+def _units(rows: Sequence[TokenRow], together: int) -> list[list[TokenRow]]:
     """Return the rows that are not separated; see `pack`."""
     return [list(unit) for _, unit in groupby(rows, lambda row: row.index // together)]
 
@@ -161,10 +106,11 @@ def pack_pairs(
     return _balanced(_worth_it(alone, shared, share), budget, device)
 
 
-def _pair(number: int, texts: tuple[list[int], list[int]], common: int = 0) -> list[_Row]:
+def _pair(number: int, texts: tuple[list[int], list[int]], common: int = 0) -> list[TokenRow]:
     """Return the two rows of a pair. Their prompt is the first `common` tokens; their target is an arbitrary token."""
     return [
-        _Row(2 * number + k, text[:common], [*text[common:], 0], [len(text) - common]) for k, text in enumerate(texts)
+        TokenRow(2 * number + k, text[:common], [*text[common:], 0], [len(text) - common])
+        for k, text in enumerate(texts)
     ]
 
 
@@ -183,8 +129,7 @@ def _balanced(
     groups: list[_Group],
     budget: int,
     device: torch.device,
-    replays: bool | None = None,
-    sight: VisionEncoder | None = None,
+    reading: Reading = TEXT,
 ) -> list[MicroBatch]:
     """Make micro-batches without splitting groups; see `pack`. Collective."""
     # A row longer than the budget counts as filling it.
@@ -195,10 +140,10 @@ def _balanced(
         count += 1
     most = int(all_reduce(torch.tensor(count, device=device), "max"))
     parts = [part for part in _spread(groups, most) if part]
-    return [_packed(part, device, replays, sight) for part in parts] + _fillers(most - len(parts), device)
+    return [_packed(part, device, reading) for part in parts] + _fillers(most - len(parts), device)
 
 
-def _groups(rows: list[_Row], budget: int) -> list[_Group]:
+def _groups(rows: Sequence[TokenRow], budget: int) -> list[_Group]:
     """Return groups of consecutive rows with the same prompt, each as large as the budget allows."""
     groups: list[_Group] = []
     for row in rows:
@@ -221,31 +166,26 @@ def _spread(groups: list[_Group], count: int) -> list[list[_Group]]:
     return parts
 
 
-def _packed(
-    groups: list[_Group], device: torch.device, replays: bool | None, sight: VisionEncoder | None
-) -> MicroBatch:
+def _packed(groups: list[_Group], device: torch.device, reading: Reading) -> MicroBatch:
     """Make one sequence: the prompt of each part, followed by the part's completions without their last tokens."""
     tokens: list[int] = []
     positions: list[np.ndarray] = []
     source: list[int] = []
     own: list[tuple[int, int]] = []
     prefix: list[tuple[int, int]] = []
-    experts: list[tuple[np.ndarray | None, int]] = []
     parts = [part for group in groups for part in group.parts]
     for part in parts:
         prompt, start, shared = part[0].prompt, len(tokens), len(part) > 1
         tokens += prompt
-        of_prompt, after = positions_of(prompt, sight)
+        of_prompt, after = reading.positions(prompt)
         positions.append(of_prompt)
-        experts.append((next((row.routing.prompt for row in part if row.routing), None), len(prompt)))
         if shared:
             own.append((start, len(prompt)))
             prefix.append((start, 0))
         for row in part:
             completion, begin = row.completion[:-1], len(tokens)
             tokens += completion
-            positions.append(positions_of(completion, sight)[0] + after)
-            experts.append((row.routing.completion if row.routing else None, len(completion)))
+            positions.append(reading.positions(completion)[0] + after)
             before = [start + len(prompt) - 1, *range(begin, len(tokens))]
             source += [before[target] for target in row.targets]
             if not shared:
@@ -254,27 +194,17 @@ def _packed(
             elif completion:
                 own.append((begin, len(completion)))
                 prefix.append((start, len(prompt)))
-    recorded, rows = joined(experts), [row for part in parts for row in part]
-    routes = None if recorded is None or replays is None else Replay(recorded, replays, device)
-    segments = Segments(own, prefix, device, routes, pictures_of(tokens, sight))
-    return _micro_batch(rows, [tokens], beside(positions), source, segments, device, sight)
+    segments = Segments(own, prefix, device, reading.blocks(tokens))
+    return _micro_batch(parts, [tokens], joined_positions(positions), source, segments, device, reading)
 
 
 def pad(
-    prompt_ids: Sequence[list[int]],
-    completion_ids: Sequence[list[int]],
-    rows: Sequence[int],
-    budget: int,
-    device: torch.device,
-    places: Places | None = None,
-    supports: Supports | None = None,
-    sight: VisionEncoder | None = None,
-    together: int = 1,
+    rows: Sequence[TokenRow], budget: int, device: torch.device, *, reading: Reading = TEXT, together: int = 1
 ) -> list[MicroBatch]:
     """Make micro-batches as `pack` does, but pad rows to the longest, for models that cannot be packed. Collective."""
-    units = _units(_rows(prompt_ids, completion_ids, rows, places, supports), together)
+    units = _units(rows, together)
     parts = plan_rows([max(row.tokens for row in unit) for unit in units], budget, list(map(len, units)))
-    return _filled([_padded([row for i in part for row in units[i]], device, sight) for part in parts], device)
+    return _filled([_padded([row for i in part for row in units[i]], device, reading) for part in parts], device)
 
 
 def pad_pairs(pairs: Sequence[tuple[list[int], list[int]]], budget: int, device: torch.device) -> list[MicroBatch]:
@@ -304,30 +234,30 @@ def plan_rows(lengths: Sequence[int], budget: int, sizes: Sequence[int] | None =
     return parts
 
 
-def _padded(rows: list[_Row], device: torch.device, sight: VisionEncoder | None = None) -> MicroBatch:
+def _padded(rows: list[TokenRow], device: torch.device, reading: Reading = TEXT) -> MicroBatch:
     width = max(row.tokens for row in rows)
     texts = [(row.prompt + row.completion)[:-1] for row in rows]
     source = [i * width + len(row.prompt) - 1 + t for i, row in enumerate(rows) for t in row.targets]
     tokens = [text + [0] * (width - len(text)) for text in texts]
-    positions = beside([positions_of(text, sight)[0] for text in tokens]).reshape(-1, len(rows), width)
-    return _micro_batch(rows, tokens, positions if len(positions) > 1 else positions[0], source, None, device, sight)
+    positions = joined_positions([reading.positions(text)[0] for text in tokens]).reshape(-1, len(rows), width)
+    positions = positions if len(positions) > 1 else positions[0]
+    return _micro_batch([[row] for row in rows], tokens, positions, source, None, device, reading)
 
 
 def _micro_batch(
-    rows: list[_Row],
+    parts: list[list[TokenRow]],
     tokens: list[list[int]],
     positions: np.ndarray,
     source: list[int],
     segments: Segments | None,
     device: torch.device,
-    sight: VisionEncoder | None,
+    reading: Reading,
 ) -> MicroBatch:
+    rows = [row for part in parts for row in part]
     lengths = np.array([len(row.targets) for row in rows])
     indices = [row.index for row in rows]
     mask_bT = np.arange(lengths.max()) < lengths[:, None]
     target_N = np.array([row.completion[target] for row in rows for target in row.targets])
-    supports = [row.support for row in rows if row.support is not None]
-    support = MaskColumns(SamplingMask.joined(supports), target_N, device) if len(supports) == len(rows) else None
     return MicroBatch(
         indices,
         upload(indices, device),
@@ -338,8 +268,7 @@ def _micro_batch(
         upload(mask_bT, device),
         upload(np.flatnonzero(mask_bT), device),
         segments,
-        support,
-        None if sight is None else sight.shown([token for text in tokens for token in text], device),
+        reading.sidecars(parts, [token for text in tokens for token in text], target_N, device),
     )
 
 

@@ -110,7 +110,7 @@ def generate(
     """
     callbacks = callbacks or Callbacks()
     batches = _Batches(model, sampling, callbacks)
-    groups = sequences_of(requests, sampling)
+    groups = sequences_of(requests, sampling, callbacks.reading)
     if callbacks.turns is not None:
         callbacks.turns.begin(requests)
     todo = [row for group in groups for row in group]

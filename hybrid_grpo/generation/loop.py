@@ -33,10 +33,9 @@ from hybrid_grpo.generation.workspace import Workspace
 from hybrid_grpo.model.kernels.decoding import install_kernels
 from hybrid_grpo.model.layers import install_fused_layers
 from hybrid_grpo.model.routing import Routing, joined
-from hybrid_grpo.model.sight import VisionEncoder, beside, pictures_of, positions_of, text_forward
+from hybrid_grpo.model.sight import joined_positions, text_forward
 from hybrid_grpo.model.states import install_state_functions
 from hybrid_grpo.model.upload import upload
-from hybrid_grpo.model.visual_tokens import whole_until
 
 PATIENCE_S = 0.2
 """Longest wait for answers to turns between two calls of `on_step`, in seconds."""
@@ -85,7 +84,7 @@ class _Loop:
         callbacks: Callbacks,
     ) -> None:
         self.model, self.schedule, self.decoder = model, schedule, decoder
-        self.drafter, self.sight = callbacks.drafter, callbacks.sight
+        self.drafter, self.reading = callbacks.drafter, callbacks.reading
         self.prefill_tokens, self.sampling = prefill_tokens, sampling
         # With the cache alone: a method of this object would be a cycle, which keeps the memory until it is collected.
         self.callbacks = replace(callbacks, routing=partial(_routing, schedule.cache, {}))
@@ -149,8 +148,8 @@ class _Loop:
         idle = not (schedule.active or schedule.can_start or self.in_flight)
         for key, observation in turns.answers(PATIENCE_S if idle else 0.0):
             sequence, finish = schedule.answer(key, observation)
-            if self.sight is not None and not isinstance(observation, str):
-                sequence.position_offset += self.sight.position_offset(observation)
+            if not isinstance(observation, str):
+                sequence.position_offset += self.reading.offset(observation)
             if finish is not None:
                 sequence.end(finish, self.callbacks)
 
@@ -191,13 +190,12 @@ class _Loop:
         done = 0
         while done < longest:
             end = done + self.prefill_tokens
-            if self.sight is not None and end < longest:
-                # A picture is read as a whole, since its tokens may attend to each other.
-                end = whole_until(rows[0][1], rows[0][2] + end) - rows[0][2]
+            if end < longest:
+                end = self.reading.whole_until(rows[0][1], rows[0][2] + end) - rows[0][2]
             parts = [ids[start + done : start + end] for _, ids, start, _ in rows]
             begins, lengths = [start + done for _, _, start, _ in rows], list(map(len, parts))
             owned, done = [pages for pages, *_ in rows], end
-            if self.sight is None and self.decoder.prefill(owned, begins, parts):
+            if not self.reading.sees and self.decoder.prefill(owned, begins, parts):
                 continue
             read = [token for part in parts for token in part]
             states = [holder.state for *_, holder in rows]
@@ -206,15 +204,11 @@ class _Loop:
                 for (*_, holder), begin in zip(rows, begins, strict=True)
             ]
             known = joined(list(zip(seen, lengths, strict=True)))
-            batch = Prefill(self.schedule.cache, owned, begins, lengths, states, known, pictures_of(read, self.sight))
-            positions, device, shown = batch.position_1N, self.schedule.cache.device, None
-            if self.sight is not None:
-                shown = self.sight.shown(read, device)
-                of_rows = zip(rows, begins, lengths, strict=True)
-                found = [positions_of(ids[: at + n], self.sight)[0][:, at:] for (_, ids, *_), at, n in of_rows]
-                positions = upload(beside(found), device)
-            forward = partial(text_forward, self.model, shown=shown)
-            batch.read(forward, self.model, upload([read], device), positions)
+            batch = Prefill(self.schedule.cache, owned, begins, lengths, states, known, self.reading.blocks(read))
+            of_rows, device = zip(rows, begins, lengths, strict=True), self.schedule.cache.device
+            found = [self.reading.positions(ids[: at + n])[0][:, at:] for (_, ids, *_), at, n in of_rows]
+            forward = partial(text_forward, self.model, shown=self.reading.shown(read, device))
+            batch.read(forward, self.model, upload([read], device), upload(joined_positions(found), device))
 
     def _step(self, drafts: list[list[int]]) -> bool:
         """Start sampling one token for every active sequence, and one more for each token of its draft, if there are
@@ -297,7 +291,7 @@ def _decoder(
     workspace: Workspace | None,
     *,
     waiting: bool,
-    sight: VisionEncoder | None,
+    has_offsets: bool,
 ) -> Decoder:
     """Return the decoder for a call of `generate`, with a cache for sequences of the lengths `longest` (descending)."""
     device = next(model.parameters()).device
@@ -309,7 +303,6 @@ def _decoder(
         states_take_drafts(model, small)
     reserved = partial(_reserved, model, geometry, capture is not None)
     new_cache = partial(cache_for, geometry, page, cache_gb, device, prefill_tokens, reserved, waiting=waiting)
-    has_offsets = sight is not None and sight.axes > 1
     if workspace is not None and capture is not None:
         return workspace.decoder(model, sampling, longest[0], new_cache, capture, has_offsets=has_offsets)
     cache = new_cache(longest, slots)
@@ -351,13 +344,23 @@ def generate(
     if not requests:
         return [], Stats()
     callbacks = callbacks or Callbacks()
-    sight, turns = callbacks.sight, callbacks.turns
-    sequences = sequences_of(requests, sampling, sight)
+    reading, turns = callbacks.reading, callbacks.turns
+    sequences = sequences_of(requests, sampling, reading)
     has_limits = all(request.max_total_tokens for request in requests)
     assert turns is None or (callbacks.should_stop is None and has_limits), "turns end, and have a limit in all"
     longest = lengths_of(sequences, several_turns=(many := turns is not None))
     slots = min(max_slots, len(longest))
-    decoder = _decoder(model, sampling, longest, slots, prefill_tokens, cache_gb, workspace, waiting=many, sight=sight)
+    decoder = _decoder(
+        model,
+        sampling,
+        longest,
+        slots,
+        prefill_tokens,
+        cache_gb,
+        workspace,
+        waiting=many,
+        has_offsets=reading.has_offsets,
+    )
     groups = chain.from_iterable(map(groups_of, sequences))
     schedule = Scheduler(decoder.cache, groups, min(slots, decoder.slots), decoder.page_lookahead)
     if not decoder.takes_drafts:

@@ -10,7 +10,7 @@ from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.generation.sampler import Sampling
 from hybrid_grpo.generation.scheduler import Group
 from hybrid_grpo.generation.sequence import Sequence
-from hybrid_grpo.model.sight import VisionEncoder
+from hybrid_grpo.model.reading import Reading
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,15 @@ class Request:
     """For each completion, the partial completion of an earlier call to resume, or None."""
 
 
-def sequences_of(
-    requests: Iterable[Request], sampling: Sampling, sight: VisionEncoder | None = None
-) -> list[list[Sequence]]:
-    """Create the sequences of each request, with nothing sampled in this call yet. `sight` sees the pictures."""
+def sequences_of(requests: Iterable[Request], sampling: Sampling, reading: Reading) -> list[list[Sequence]]:
+    """Create the sequences of each request, with nothing sampled in this call yet."""
     groups = []
     for index, request in enumerate(requests):
         assert request.prompt_ids and request.keys, "a prompt has tokens, a request keys"
         prompt, limits = request.prompt_ids, request.limits or [sampling.max_tokens] * len(request.keys)
         total, turn = request.max_total_tokens or sys.maxsize, sampling.max_turn_tokens
         assert len(prompt) < total, "there is room for a token after the prompt"
-        offset = 0 if sight is None else sight.position_offset(prompt)
+        offset = reading.offset(prompt)
         new = partial(Sequence, prompt=len(prompt), max_total_tokens=total, turn_limit=turn, position_offset=offset)
         none = [None] * len(request.keys)
         each = zip(request.keys, limits, request.resumed_from or none, strict=True)

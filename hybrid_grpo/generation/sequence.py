@@ -11,12 +11,13 @@ import numpy as np
 
 from hybrid_grpo.data.completion import Completion, Given, whole_characters
 from hybrid_grpo.generation.sampler import Sampling, text_ends
+from hybrid_grpo.model.reading import TEXT, Reading
 from hybrid_grpo.model.routing import Routing
+from hybrid_grpo.model.sidecars import find
 from hybrid_grpo.model.support import SamplingMask
 
 if TYPE_CHECKING:
     from hybrid_grpo.generation.drafts import Drafter
-    from hybrid_grpo.model.sight import VisionEncoder
 
 OnFinish = Callable[[int, int, Completion], None]
 """Called with the index of the request, the index of the sample within the request, and the completion."""
@@ -72,8 +73,8 @@ class Callbacks:
     """Says when to leave the rest of the completions open; without it all end. Not with `turns`."""
     drafter: Drafter | None = None
     """Proposes drafts, where the model and the sampling allow them."""
-    sight: VisionEncoder | None = None
-    """Sees the pictures in prompts and answers. Required if there are any."""
+    reading: Reading = TEXT
+    """How the model reads pictures in prompts and answers."""
     routing: Callable[[Sequence], Routing | None] | None = None
     """Returns the experts of a sequence that has ended; the loop's own."""
 
@@ -128,9 +129,10 @@ class Sequence:
             self.tokens += self.resumed_from.token_ids
             self.sampled += self.resumed_from.token_ids
             self.logp += self.resumed_from.logp
-            self.kept += self.resumed_from.support.lists() if self.resumed_from.support else []
-            if (routing := self.resumed_from.routing) is not None:
-                self.experts = np.concatenate([routing.prompt, routing.completion])
+            if (mask := find(self.resumed_from.sidecars, SamplingMask)) is not None:
+                self.kept += mask.lists()
+            if (routing := find(self.resumed_from.sidecars, Routing)) is not None:
+                self.experts = np.concatenate(routing.arrays())
 
     def _begin_turn(self) -> None:
         self.begin = len(self.tokens)
@@ -197,6 +199,8 @@ class Sequence:
         """Set `completion`, and pass it to the callbacks unless it is left open."""
         text = callbacks.decode(self.tokens[self.begin :]) if callbacks.decode else ""
         text = whole_characters(text) if finish == "length" else text
+        mask = SamplingMask.of(self.kept) if self.kept else None
+        routing = callbacks.routing(self) if callbacks.routing else None
         self.waits = False
         self.completion = Completion(
             token_ids=self.sampled,
@@ -204,8 +208,7 @@ class Sequence:
             finish=finish,
             text=text,
             given=tuple(self.observations),
-            support=SamplingMask.of(self.kept) if self.kept else None,
-            routing=callbacks.routing(self) if callbacks.routing else None,
+            sidecars=tuple(each for each in (mask, routing) if each is not None),
             carried=self.resumed_from.carried if self.resumed_from else (),
         )
         if callbacks.turns is not None:

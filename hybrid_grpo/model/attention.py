@@ -28,7 +28,6 @@ from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.model.kernels.attention import SegmentAttention, sink_gradient
 from hybrid_grpo.model.kernels.build import usable
 from hybrid_grpo.model.latents import caches_latents
-from hybrid_grpo.model.routing import Replay
 from hybrid_grpo.model.runs import Runs
 from hybrid_grpo.model.selection import Selection
 from hybrid_grpo.model.upload import upload
@@ -295,7 +294,6 @@ class Segments:
         own: (start, length) of every segment; together they fill the row, in order.
         prefix: (start, length) of each segment's prefix; length 0 means no prefix. A prefix is another whole segment,
             or keys and values without queries; these follow the row's own keys and values, in segment order.
-        routes: what the row's tokens are routed by; None: by the routers.
         blocks: tokens that also attend to later ones.
     """
 
@@ -304,10 +302,9 @@ class Segments:
         own: Sequence[tuple[int, int]],
         prefix: Sequence[tuple[int, int]],
         device: torch.device,
-        routes: Replay | None = None,
         blocks: Blocks | None = None,
     ) -> None:
-        self.routes, self._blocks = routes, blocks
+        self._blocks = blocks
         self._own, self._prefix, self._device = list(own), list(prefix), device
         if on_gpu(device):
             # Upload now, so that no forward begins with uploads.

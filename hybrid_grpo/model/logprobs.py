@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from hybrid_grpo.model.attention import Segments
 from hybrid_grpo.model.layers import install_fused_layers
-from hybrid_grpo.model.routing import routed
+from hybrid_grpo.model.routing import Replay, routed
 from hybrid_grpo.model.selection import Selection
+from hybrid_grpo.model.sidecars import find
 from hybrid_grpo.model.sight import ImageInputs, text_forward
 from hybrid_grpo.model.softmax import TiledSoftmax, on_gpu_kernel, softmax_gradient
 from hybrid_grpo.model.states import install_state_functions
@@ -264,8 +265,7 @@ class LogprobModel(nn.Module):
         source: Selection,
         target_N: Tensor,
         segments: Segments | None,
-        support: MaskColumns | None,
-        shown: ImageInputs | None,
+        sidecars: tuple[Any, ...],
         temperature: float,
         more: HeadFunction | None = None,
     ) -> tuple[Tensor, ...]:
@@ -276,14 +276,15 @@ class LogprobModel(nn.Module):
                 one packed row that `segments` divides, for a model whose attention is `ATTENTION`. See `text_forward`.
             source: picks, among all b * S tokens, the one before each token to score.
             target_N: int64, the tokens to score.
-            support: the tokens to normalize over; None for the whole vocabulary.
-            shown: the pictures among the tokens.
+            sidecars: the tokens to normalize over (default: the whole vocabulary), the experts to route by (default:
+                those that the routers choose), and the pictures among the tokens.
             more: called with the hidden states that `source` picks, weight and bias of the head, its `LogitShape` and
                 the temperature, while the weight is gathered.
         """
         install_fused_layers(self.model, input_ids_bS)
         packed = {} if segments is None else {"batch": segments}
-        with routed(None if segments is None else segments.routes):
+        support, shown = find(sidecars, MaskColumns), find(sidecars, ImageInputs)
+        with routed(find(sidecars, Replay)):
             out = text_forward(self.model, input_ids_bS, position_ids, shown, use_cache=False, **packed)
         hidden_ND = source(out.last_hidden_state.flatten(0, 1))
         found: tuple[Tensor, ...] = self.model.get_output_embeddings()(hidden_ND, target_N, support, temperature, more)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.config.errors import refuse
+from hybrid_grpo.model.sidecars import TokenRow, find
 from hybrid_grpo.model.upload import upload
 
 FREE = -1
@@ -45,6 +46,18 @@ class Routing:
     """[prompt tokens, layers, k]; one array for the completions of a group."""
     completion: np.ndarray
     """[tokens after the prompt - 1, layers, k]: the last token is not read."""
+    name: ClassVar = "experts"
+
+    def cut(self, tokens: int) -> Routing:
+        """See `Sidecar`."""
+        return Routing(self.prompt, self.completion[: tokens - 1])
+
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """See `Sidecar`."""
+        return self.prompt, self.completion
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Routing) and all(map(np.array_equal, self.arrays(), other.arrays()))
 
 
 class Routes(Protocol):
@@ -218,6 +231,19 @@ class Replay:
         self._recorded_SLk, self._replays = upload(recorded, device), replays
         self._own: dict[int, Tensor] = {}
         self._counts: dict[int, int] = {}
+
+    @classmethod
+    def of(cls, parts: Sequence[Sequence[TokenRow]], replays: bool, device: torch.device) -> Replay | None:
+        """Return the replay of packed rows; None if nothing is recorded. The rows of a part share a prompt, whose
+        experts are those of the first row that has any."""
+        recorded: list[tuple[np.ndarray | None, int]] = []
+        for part in parts:
+            routing = [find(row.sidecars, Routing) for row in part]
+            recorded.append((next((each.prompt for each in routing if each), None), len(part[0].prompt)))
+            own = zip(part, routing, strict=True)
+            recorded += [(each.completion if each else None, len(row.completion) - 1) for row, each in own]
+        experts = joined(recorded)
+        return None if experts is None else cls(experts, replays, device)
 
     def route(self, layer: int, experts_Sk: Tensor, count: int) -> Tensor:
         """See `Routes`."""

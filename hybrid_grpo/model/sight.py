@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.model.blend import averages_in, blend
-from hybrid_grpo.model.blocks import Blocks
 from hybrid_grpo.model.towers import lacks_towers, text_of
 from hybrid_grpo.model.upload import upload
 from hybrid_grpo.model.visual_tokens import key_of, keys_of
@@ -172,41 +171,18 @@ class VisionEncoder:
                 at += extent.advance
         return np.concatenate(parts, axis=1), at
 
-    def position_offset(self, tokens: Sequence[int]) -> int:
-        """Return how far positions after a text are ahead of its number of tokens; below 0 after most pictures."""
-        return positions_of(tokens, self)[1] - len(tokens)
-
     def shown(self, tokens: Sequence[int], device: torch.device) -> ImageInputs | None:
         """Return the pictures in the flat tokens of a forward; None if there are none."""
         place_M = np.flatnonzero(np.array(tokens, dtype=np.int64) < 0)
         return ImageInputs(self, keys_of(tokens), upload(place_M, device)) if len(place_M) else None
 
 
-def positions_of(tokens: Sequence[int], sight: VisionEncoder | None) -> tuple[np.ndarray, int]:
-    """Return the positions of a text's tokens on each axis, [axes, tokens], and the position after them; there is one
-    axis if the text has no pictures. See `VisionEncoder.positions`."""
-    if sight is None or sight.axes == 1 or not any(token < 0 for token in tokens):
-        return np.arange(len(tokens))[None], len(tokens)
-    return sight.positions(tokens)
-
-
-def beside(parts: Sequence[np.ndarray]) -> np.ndarray:
+def joined_positions(parts: Sequence[np.ndarray]) -> np.ndarray:
     """Join the positions of several texts, [axes, tokens] each, in one row: [1, tokens] if all have one axis, else
     [axes, 1, tokens]."""
     axes = max(map(len, parts))
     joined = np.concatenate([np.broadcast_to(part, (axes, part.shape[1])) for part in parts], axis=1)
     return joined if axes == 1 else joined[:, None]
-
-
-def pictures_of(tokens: Sequence[int], sight: VisionEncoder | None) -> Blocks | None:
-    """Return the runs of picture tokens in a row that attend to themselves in both directions; None if there are
-    none."""
-    if sight is None or sight.both_ways is None:
-        return None
-    is_seen = np.array(tokens, dtype=np.int64) < 0
-    edges = np.flatnonzero(np.diff(is_seen, prepend=False, append=False)).reshape(-1, 2)
-    runs = [(int(begin), int(end - begin)) for begin, end in edges]
-    return Blocks(runs, windows_only=sight.both_ways == "windows") if runs else None
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid_grpo.model.sidecars import TokenRow, find
 from hybrid_grpo.model.upload import upload
 
 _HIDDEN = -1e6
@@ -30,6 +32,7 @@ class SamplingMask:
     """int32, the ids of the first token in ascending order, then those of the second, and so on."""
     count_N: np.ndarray
     """int32, the number of ids of each token."""
+    name: ClassVar = "support"
 
     @classmethod
     def of(cls, ids: Sequence[np.ndarray]) -> SamplingMask:
@@ -44,6 +47,14 @@ class SamplingMask:
     def lists(self) -> list[np.ndarray]:
         """Return the ids of each token; undoes `of`."""
         return np.split(self.id_K, np.cumsum(self.count_N)[:-1])
+
+    def cut(self, tokens: int) -> SamplingMask:
+        """See `Sidecar`."""
+        return SamplingMask.of(self.lists()[:tokens])
+
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """See `Sidecar`."""
+        return self.id_K, self.count_N
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -83,6 +94,12 @@ class MaskColumns:
         self._column_K, order = upload(place_V[support.id_K], device).sort(stable=True)
         self._row_K = upload(np.repeat(np.arange(len(target_N), dtype=np.int32), support.count_N), device)[order]
         self._ends = np.concatenate([[0], np.cumsum(count_V[count_V > 0])])
+
+    @classmethod
+    def of(cls, rows: Sequence[TokenRow], target_N: np.ndarray, device: torch.device) -> MaskColumns | None:
+        """Return the columns for the targets of rows; None, for the whole vocabulary, if a row has no mask."""
+        masks = [mask for row in rows if (mask := find(row.sidecars, SamplingMask)) is not None]
+        return cls(SamplingMask.joined(masks), target_N, device) if len(masks) == len(rows) else None
 
     def hide(self, logits: Tensor, rows: slice, columns: slice) -> Tensor:
         """Overwrite the logits of a tile at tokens outside the support of its rows; `columns` are indices in `id_U`."""

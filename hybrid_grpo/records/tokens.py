@@ -12,6 +12,8 @@ from pyarrow import parquet
 
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.episodes import PLACE
+from hybrid_grpo.model.sidecars import find
+from hybrid_grpo.model.support import SamplingMask
 from hybrid_grpo.model.visual_tokens import keys_of
 from hybrid_grpo.records.files import replace_bytes
 
@@ -108,7 +110,8 @@ def token_table(rollout: Rollout, first_group: int, advantages_BT: Tensor | None
         "finish": [completion.finish for _, completion in rows],
     }
     table = pa.table({name: pa.array(columns[name], SCHEMA.field(name).type) for name in SCHEMA.names})
-    supports = [support and support.lists() for support in rollout.supports]
+    masks = (find(completion.sidecars, SamplingMask) for completion in rollout.completions)
+    supports = [mask and mask.lists() for mask in masks]
     carried = [list(completion.carried) for _, completion in rows]
     for name, values, kind in ((SUPPORT, supports, pa.list_(_IDS)), (CARRIED, carried, _IDS)):
         if any(values):

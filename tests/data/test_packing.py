@@ -1,5 +1,6 @@
 import random
 import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -14,6 +15,7 @@ from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.data.packing import pack, pack_pairs, pad, pad_pairs, plan_rows
 from hybrid_grpo.model.attention import ATTENTION, routed_attention
 from hybrid_grpo.model.logprobs import LogprobModel
+from hybrid_grpo.model.sidecars import TokenRow
 from hybrid_grpo.model.support import SamplingMask
 
 sys.path.append(str(ROOT / "benchmarks"))
@@ -43,12 +45,17 @@ def ragged(groups=7, size=4, seed=0):
     return rollout([(rng.randint(1, 12), [rng.randint(1, 20) for _ in range(size)]) for _ in range(groups)])
 
 
+def token_rows(prompts, completions, rows=None):
+    every = TokenRow.of(prompts, completions)
+    return every if rows is None else [every[row] for row in rows]
+
+
 def packed(prompts, completions, budget, share, rows=None):
-    return pack(prompts, completions, range(len(prompts)) if rows is None else rows, budget, CPU, share=share)
+    return pack(token_rows(prompts, completions, rows), budget, CPU, share=share)
 
 
 def padded(prompts, completions, budget, rows=None):
-    return pad(prompts, completions, range(len(prompts)) if rows is None else rows, budget, CPU)
+    return pad(token_rows(prompts, completions, rows), budget, CPU)
 
 
 def sizes(batches):
@@ -137,7 +144,7 @@ def test_micro_batches_are_balanced(groups, budget, share):
 def test_rows_that_belong_together_are_not_separated(groups, budget, share, taken):
     prompts, completions = rollout(groups)
     rows = sorted(taken & set(range(len(prompts))))
-    given = prompts, completions, rows, budget, CPU
+    given = token_rows(prompts, completions, rows), budget, CPU
     for batches in (pack(*given, share=share, together=3), pad(*given, together=3)):
         assert sorted(row for micro in batches for row in micro.rows) == rows
         for micro in batches:
@@ -272,27 +279,28 @@ def test_given_tokens_are_read_and_nothing_else(architecture, share, filtered):
         cuts = sorted(rng.sample(range(1, len(ids)), min(row, len(ids) - 1)))
         given = tuple((cut, [rng.randrange(1, 60) for _ in range(rng.randint(1, 6))]) for cut in cuts)
         completions.append(Completion(ids, [0.0] * len(ids), "stop", given=given))
-    read, places = [c.read_ids for c in completions], [c.sampled_places for c in completions]
     others = [[rng.sample(range(VOCABULARY), rng.randint(0, 20)) for _ in ids] for ids in sampled]
     kept = [
         [sorted({token, *more}) for token, more in zip(*row, strict=True)] for row in zip(sampled, others, strict=True)
     ]
-    supports = [SamplingMask.of([np.array(ids) for ids in row]) for row in kept] if filtered else None
+    for row, ids in enumerate(kept if filtered else ()):
+        completions[row] = replace(completions[row], sidecars=(SamplingMask.of(list(map(np.array, ids))),))
     advantages = [torch.rand(len(ids)) for ids in sampled]
     model = build(tiny_config(architecture), "eager" if share is None else ATTENTION)
     plain = build(tiny_config(architecture), "eager")
     expected = torch.zeros(())
     for prompt, completion, advantage, left in zip(prompts, completions, advantages, kept, strict=True):
         logits = plain(torch.tensor([prompt + completion.read_ids])).logits[0, len(prompt) - 1 : -1]
-        chosen = completion.sampled_places or range(len(completion.token_ids))
+        chosen = completion.sampled_places
         for place, token, value, ids in zip(chosen, completion.token_ids, advantage, left, strict=True):
             among = logits[place][ids] if filtered else logits[place]
             expected = expected - value * (logits[place, token] - among.logsumexp(-1))
     expected.backward()
+    rows = [completion.token_row(row, prompts[row]) for row, completion in enumerate(completions)]
     if share is None:
-        batches = pad(prompts, read, range(len(read)), 40, CPU, places, supports)
+        batches = pad(rows, 40, CPU)
     else:
-        batches = pack(prompts, read, range(len(read)), 40, CPU, share=share, places=places, supports=supports)
+        batches = pack(rows, 40, CPU, share=share)
     total = torch.zeros(())
     for micro in batches:
         logp_bT = micro.unflatten(LogprobModel(model)(*micro.inputs, 1.0)[0])

@@ -78,8 +78,8 @@ def test_both_decoders_sample_the_same(qwen2, sampling, limits):
     assert tokens(mine) == tokens(theirs)
     for a, b in zip((c for g in mine for c in g), (c for g in theirs for c in g), strict=True):
         assert a.finish == b.finish
-        assert a.logp == pytest.approx(b.logp, abs=1e-4) and a.support == b.support
-        assert (a.support is not None) == (sampling.logprobs == "mask")
+        assert a.logp == pytest.approx(b.logp, abs=1e-4) and a.sidecars == b.sidecars
+        assert bool(a.sidecars) == (sampling.logprobs == "mask")
     assert my_stats.rows == their_stats.rows
     assert my_stats.context == their_stats.context
 

@@ -48,7 +48,7 @@ def test_a_conversation_comes_back_whole(tmp_path):
     said = ({"role": "assistant", "content": "a\n"}, {"role": "tool", "content": "é"})
     support = SamplingMask.of([np.array(ids) for ids in ([7], [3, 60_000], [1, 9, 200_000])])
     routing = Routing(np.full((1, 2, 3), 255, np.uint8), np.arange(24, dtype=np.int16).reshape(4, 2, 3) * 11)
-    others = {"calls": (("user", True),), "support": support, "routing": routing}
+    others = {"calls": (("user", True),), "sidecars": (support, routing)}
     completion = Completion([7, 3, 9], [-0.5, -0.25, -1.0], "stop", "é", ((2, [5, 6]),), said, **others)
     request = Request([1], [11], max_total_tokens=9)
 
@@ -59,9 +59,8 @@ def test_a_conversation_comes_back_whole(tmp_path):
     Journal(tmp_path, 0).complete(1, [request], None, sample)
     groups, _ = Journal(tmp_path, 0).complete(1, [request], None, lambda requests, on_finish: ([], Stats()))
     assert groups == [[completion]]
-    for name in ("prompt", "completion"):
-        array, expected = (getattr(of, name) for of in (groups[0][0].routing, routing))
-        assert array.dtype == expected.dtype and np.array_equal(array, expected)
+    for array, expected in zip(groups[0][0].sidecars[1].arrays(), routing.arrays(), strict=True):
+        assert array.dtype == expected.dtype
     assert completion.read_ids == [7, 3, 5, 6, 9] and completion.sampled_places == [0, 1, 4]
 
 
@@ -74,7 +73,7 @@ def test_what_was_finished_is_not_sampled_again_and_nothing_differs(tmp_path, sa
     heard = {}
     resumed = Journal(tmp_path, 0)
     groups, stats = resumed.complete(5, REQUESTS, lambda r, k, c: heard.update({(r, k): c}), sample)
-    assert groups == whole and all(c.support is not None for group in groups for c in group)
+    assert groups == whole and all(c.sidecars for group in groups for c in group)
     assert heard == {(r, k): c for r, group in enumerate(whole) for k, c in enumerate(group)}
     assert len(list(tmp_path.glob("step_000005.rank_*"))) == ranks_before
     assert 0 < stats.rows < of_whole.rows

@@ -36,7 +36,7 @@ def assert_alike(groups, others):
     assert tokens(groups) == tokens(others)
     for mine, theirs in zip((c for g in groups for c in g), (c for g in others for c in g), strict=True):
         assert mine.finish == theirs.finish
-        assert mine.logp == pytest.approx(theirs.logp, abs=2e-5) and mine.support == theirs.support
+        assert mine.logp == pytest.approx(theirs.logp, abs=2e-5) and mine.sidecars == theirs.sidecars
 
 
 def through_transformers(model, prompts, stop_ids):

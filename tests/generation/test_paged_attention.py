@@ -22,6 +22,7 @@ from hybrid_grpo.model import attention
 from hybrid_grpo.model.attention import ATTENTION, Options
 from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.model.logprobs import LogprobModel
+from hybrid_grpo.model.sidecars import TokenRow
 
 pytestmark = pytest.mark.usefixtures("torch_only")
 LENGTHS = (1, 30, 7, 19, 4)
@@ -98,7 +99,7 @@ def test_packed_rows_of_training(monkeypatch, architecture):
     model = in_bfloat16(architecture).train()
     rows = [ids for ids in prompts() for _ in range(3)]
     completions = [ids[: 2 + row % 5] or [1] for row, ids in enumerate(reversed(rows))]
-    [micro] = pack(rows, completions, range(len(rows)), 10_000, torch.device("cpu"), share="on")
+    [micro] = pack(TokenRow.of(rows, completions), 10_000, torch.device("cpu"), share="on")
 
     calls, attend, one_by_one = [], attention.Segments.attend, attention.Segments._one_by_one
     monkeypatch.setattr(attention.Segments, "attend", lambda *given: calls.append(given) or attend(*given))

@@ -158,7 +158,7 @@ def test_no_completion_is_lost_doubled_or_changed(
     assert finished == Counter((row, k) for row, (_, samples) in enumerate(prompts) for k in range(samples))
     every = [completion for group in groups for completion in group]
     alike(every, alone)
-    assert [completion.support for completion in every] == [completion.support for completion in alone]
+    assert [completion.sidecars for completion in every] == [completion.sidecars for completion in alone]
     if turns:
         for request, group in zip(requests, groups, strict=True):
             assert all(len(request.prompt_ids) + len(c.read_ids) <= request.max_total_tokens for c in group)
@@ -214,10 +214,11 @@ def test_the_recorded_experts_are_those_of_a_forward_over_the_whole_text(archite
     for prompt, group in zip(prompts, groups, strict=True):
         assert any(completion.given for completion in group)
         for completion in group:
-            recorded = np.concatenate([completion.routing.prompt, completion.routing.completion])
+            (routing,) = completion.sidecars
+            recorded = np.concatenate(routing.arrays())
             with torch.no_grad(), experts_used(plain) as used:
                 plain(torch.tensor([(prompt + completion.read_ids)[:-1]]))
-            assert len(completion.routing.prompt) == len(prompt) and differing(used, recorded) == 0
+            assert len(routing.prompt) == len(prompt) and differing(used, recorded) == 0
 
 
 def test_tokens_that_are_read_again_keep_the_experts_they_had(monkeypatch):
@@ -238,5 +239,5 @@ def test_tokens_that_are_read_again_keep_the_experts_they_had(monkeypatch):
     groups, stats = generate(view, requests, Sampling(70), max_slots=8, cache_gb=cache_gb)
     assert stats.preempted and lost
     for (request, sample), experts in lost.items():
-        routing = groups[request][sample].routing
-        assert (np.concatenate([routing.prompt, routing.completion])[: len(experts)] == experts).all()
+        (routing,) = groups[request][sample].sidecars
+        assert (np.concatenate(routing.arrays())[: len(experts)] == experts).all()

@@ -10,6 +10,7 @@ from hybrid_grpo.data.packing import pack, pad
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.selection import Selection
+from hybrid_grpo.model.sidecars import TokenRow
 
 CPU = torch.device("cpu")
 TEMPERATURE = 0.8
@@ -62,7 +63,7 @@ def test_packed_scores_and_gradients_are_those_of_the_models_own_forward(archite
     prompts, completions = rollout()
     expected = own_logprobs(own, prompts, completions)
     weighted(expected).backward()
-    batches = pack(prompts, completions, range(len(prompts)), 70, CPU, share=share)
+    batches = pack(TokenRow.of(prompts, completions), 70, CPU, share=share)
     assert len(batches) > 1
     found = scored(LogprobModel(packed), batches)
     for mine, theirs in zip(found, expected, strict=True):
@@ -79,7 +80,7 @@ def test_padded_rows_score_the_same():
     model = build(tiny_config("qwen2"))
     prompts, completions = rollout()
     expected = own_logprobs(model, prompts, completions)
-    found = scored(LogprobModel(model), pad(prompts, completions, range(len(prompts)), 70, CPU))
+    found = scored(LogprobModel(model), pad(TokenRow.of(prompts, completions), 70, CPU))
     assert all(torch.allclose(mine, theirs, atol=2e-5) for mine, theirs in zip(found, expected, strict=True))
 
 
@@ -91,7 +92,7 @@ def test_windows_are_seen_across_the_end_of_a_shared_prompt(by):
     prompt = [rng.randrange(60) for _ in range(30)]
     completions = [[rng.randrange(60) for _ in range(n)] for n in (3, 9, 25)]
     expected = own_logprobs(own, [prompt] * 3, completions)
-    [micro] = pack([prompt] * 3, completions, range(3), 1000, CPU, share="on")
+    [micro] = pack(TokenRow.of([prompt] * 3, completions), 1000, CPU, share="on")
     found = scored(LogprobModel(packed), [micro])
     assert all(torch.allclose(mine, theirs, atol=2e-5) for mine, theirs in zip(found, expected, strict=True))
 
@@ -100,7 +101,7 @@ def test_windows_are_seen_across_the_end_of_a_shared_prompt(by):
 def test_gradient_checkpointing_changes_nothing(architecture):
     """Layers that are computed again in backward find the keys and values of others, and give gradients to sinks."""
     prompts, completions = rollout()
-    batches = pack(prompts, completions, range(len(prompts)), 1000, CPU, share="on")
+    batches = pack(TokenRow.of(prompts, completions), 1000, CPU, share="on")
     model = build(tiny_config(architecture), ATTENTION).train()
     scorer = LogprobModel(model)
     weighted(scored(scorer, batches)).backward()

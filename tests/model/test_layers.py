@@ -19,6 +19,7 @@ from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.model.kernels.gpu import launcher
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.lora import Adapters
+from hybrid_grpo.model.sidecars import TokenRow
 
 CPU = torch.device("cpu")
 TAKEN = {
@@ -70,7 +71,7 @@ def micro_batch():
     prompts = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in (9, 9, 4)]
     completions = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in (5, 8, 3)]
     prompts[1] = prompts[0]  # a group, which shares its prompt
-    return pack(prompts, completions, range(3), 10_000, CPU, share="on")[0]
+    return pack(TokenRow.of(prompts, completions), 10_000, CPU, share="on")[0]
 
 
 def trained(model, micro):

@@ -1,6 +1,7 @@
 """What the sampler records is what training uses: seen by hooks on the experts themselves."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ from hybrid_grpo.data.packing import pack
 from hybrid_grpo.generation import Request, Sampling, generate, stream_key
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.logprobs import LogprobModel
-from hybrid_grpo.model.routing import FREE, Routing, install_routers, joined, recomputed, replays, routed
+from hybrid_grpo.model.reading import Reading
+from hybrid_grpo.model.routing import FREE, Replay, Routing, install_routers, joined, recomputed, replays, routed
+from hybrid_grpo.model.sidecars import TokenRow, find
 
 CPU = torch.device("cpu")
 ROUTERS = {
@@ -37,11 +40,14 @@ def sampled(view):
     return [(prompt, completion) for prompt, group in zip(PROMPTS, groups, strict=True) for completion in group]
 
 
+def token_rows(rows, routing):
+    every = TokenRow.of([prompt for prompt, _ in rows], [completion.token_ids for _, completion in rows])
+    return [replace(row, sidecars=(each,) if each else ()) for row, each in zip(every, routing, strict=True)]
+
+
 def packed(rows, routing, replayed):
-    prompts, completions = [prompt for prompt, _ in rows], [c.token_ids for _, c in rows]
-    given = prompts, completions, range(len(rows)), 10_000, CPU
-    [micro] = pack(*given, share="on", routing=routing, replays=replayed)
-    order = [(rows[r][0], routing[r], len(completions[r]) - 1, k) for k, r in enumerate(micro.rows)]
+    [micro] = pack(token_rows(rows, routing), 10_000, CPU, share="on", reading=Reading(replays=replayed))
+    order = [(rows[r][0], routing[r], len(rows[r][1].token_ids) - 1, k) for k, r in enumerate(micro.rows)]
     parts = []
     for prompt, of_row, length, k in order:
         parts += [(of_row.prompt, len(prompt))] if k == 0 or order[k - 1][0] is not prompt else []
@@ -59,7 +65,7 @@ def test_training_uses_the_recorded_experts_and_the_gap_shrinks(architecture):
     """The sampler has float32 weights here and training bfloat16 ones, so that routers differ more than by rounding."""
     model = model_of(architecture)
     rows = sampled(copy.deepcopy(model))
-    routing = [completion.routing for _, completion in rows]
+    routing = [completion.sidecars[0] for _, completion in rows]
     assert all(r.prompt is routing[k - k % 3].prompt for k, r in enumerate(routing)), "a group's prompt has one array"
     model = model.to(torch.bfloat16)
     install_routers(model)
@@ -71,7 +77,7 @@ def test_training_uses_the_recorded_experts_and_the_gap_shrinks(architecture):
         shares[replayed] = differing(used, recorded)
         expected_N = torch.cat([torch.tensor(rows[row][1].logp) for row in micro.rows])
         gaps[replayed] = float((logp_N - expected_N).abs().mean())
-        numbers = {name: float(value) for name, (value, _) in micro.segments.routes.numbers().items()}
+        numbers = {name: float(value) for name, (value, _) in find(micro.sidecars, Replay).numbers().items()}
         assert numbers["moe/differs_frac"] == pytest.approx(shares[replayed])
         assert numbers["moe/would_differ_frac"] >= shares[replayed] and numbers["moe/load_max"] > 1
     assert shares[False] > 0.01 and shares[True] == 0
@@ -82,7 +88,7 @@ def test_training_uses_the_recorded_experts_and_the_gap_shrinks(architecture):
 def test_gradients_are_those_of_free_routers_where_these_agree_and_go_through_the_recorded_experts(architecture):
     model = model_of(architecture)
     rows = sampled(copy.deepcopy(model))
-    routing = [completion.routing for _, completion in rows]
+    routing = [completion.sidecars[0] for _, completion in rows]
     others = [rolled(each, 16 if architecture != "gpt_oss" else 8) for each in routing]
     install_routers(model)
 
@@ -120,11 +126,11 @@ def test_tokens_without_a_recording_and_forwards_within_routed_none_are_free():
     model = model_of("qwen3_moe")
     rows = sampled(copy.deepcopy(model))
     install_routers(model)
-    routing = [rolled(completion.routing, 16) for _, completion in rows]
-    routing[1:3], own = [None, None], rows[0][1].routing
-    prompts, completions = [prompt for prompt, _ in rows[:3]], [c.token_ids for _, c in rows[:3]]
-    [micro] = pack(prompts, completions, range(3), 10_000, CPU, share="off", routing=routing, replays=True)
-    lengths = [len(prompts[row]) + len(completions[row]) - 1 for row in micro.rows]
+    (own,) = rows[0][1].sidecars
+    routing = [rolled(own, 16), None, None]
+    given = token_rows(rows[:3], routing)
+    [micro] = pack(given, 10_000, CPU, share="off", reading=Reading(replays=True))
+    lengths = [given[row].tokens for row in micro.rows]
     begin = sum(lengths[: micro.rows.index(0)])
     recorded = slice(begin, begin + lengths[micro.rows.index(0)])
 
@@ -134,7 +140,7 @@ def test_tokens_without_a_recording_and_forwards_within_routed_none_are_free():
         return differing([layer[recorded] for layer in used], np.concatenate([of_row.prompt, of_row.completion]))
 
     assert differs(routing[0]) == 0 and differs(own) == 1
-    assert int(micro.segments.routes.numbers()["moe/differs_frac"][1]) == recorded.stop - recorded.start
+    assert int(find(micro.sidecars, Replay).numbers()["moe/differs_frac"][1]) == recorded.stop - recorded.start
     with routed(None):
         assert differs(routing[0]) == 1 and differs(own) == 0
 

@@ -24,6 +24,7 @@ from hybrid_grpo.distributed.ranks import exchange_objects, rank
 from hybrid_grpo.generation import Stats, stream_key
 from hybrid_grpo.grpo.loss import micro_batch_loss
 from hybrid_grpo.grpo.resampling import group_slots
+from hybrid_grpo.model.sidecars import TokenRow
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.metrics.measurements import measure_parity
 from hybrid_grpo.records.tokens import read_tokens
@@ -54,7 +55,7 @@ def test_tokens_of_older_policies_have_their_recorded_log_probabilities(recomput
     logp_bT = torch.tensor([[-1.0, -2.0, -0.5, -1.5]], requires_grad=True)
     recorded_bT, is_old_bT = torch.tensor([[-1.2, -1.7, -9.0, -9.0]]), torch.tensor([[True, True, False, False]])
     given = logp_bT.detach() if recomputed else None
-    (micro,) = pack([[1, 2]], [[3, 4, 5, 6]], [0], 100, torch.device("cpu"), share=True)
+    (micro,) = pack(TokenRow.of([[1, 2]], [[3, 4, 5, 6]]), 100, torch.device("cpu"), share="on")
     batch = TrainBatch(micro, recorded_bT, given, None, torch.ones(1, 4), torch.full((1, 4), 0.25))
     grpo = GrpoConfig(epsilon_low=0.5, epsilon_high=0.5)
     loss, numbers = micro_batch_loss(replace(batch, is_old_bT=is_old_bT), logp_bT, torch.zeros(1, 4), grpo, 0.0)

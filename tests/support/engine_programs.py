@@ -20,6 +20,7 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.distributed.ranks import all_reduce, barrier, rank, world_size
 from hybrid_grpo.model.layers import fuse
 from hybrid_grpo.model.loading import load_model
+from hybrid_grpo.model.sidecars import TokenRow
 
 _ALL_SHARDED = {"stage3_param_persistence_threshold": 0}
 _FROM_HOST = {"offload_param": {"device": "cpu"}, **_ALL_SHARDED}
@@ -118,7 +119,7 @@ def fused(folder: Path) -> dict[str, Any]:
             fuse(model, None)
             assert sum("forward" in module.__dict__ for module in model.base_model.modules()) > 6
         for _ in range(2):  # DeepSpeed notes the order of weights in the first forward, and follows it in the second
-            [micro] = trainer.policy.micro_batches([[1 + rank(), 2, 3]], [[4, 5, 6, 7]])
+            [micro] = trainer.policy.micro_batches(TokenRow.of([[1 + rank(), 2, 3]], [[4, 5, 6, 7]]))
             logp_bT, _ = trainer.policy.forward(micro, 1.0)
             trainer.policy.engine.backward(-logp_bT.sum())
             norm = trainer.policy.step().grad_norm

@@ -7,6 +7,7 @@ from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.data.batch import MicroBatch
 from hybrid_grpo.data.packing import pack
 from hybrid_grpo.distributed.hardware import Hardware
+from hybrid_grpo.model.sidecars import TokenRow
 from hybrid_grpo.run.memory.dry_run import Footprint, Sizes
 from hybrid_grpo.run.memory.plan import Plan
 
@@ -41,4 +42,4 @@ def micro_batch(rows: int, tokens: int) -> MicroBatch:
     """Rows of so many tokens, half of them the prompt's."""
     prompts = [[row] * (tokens // 2) for row in range(rows)]
     completions = [[0] * (tokens // 2 + 1)] * rows
-    return pack(prompts, completions, range(rows), 10**6, torch.device("cpu"), share="off")[0]
+    return pack(TokenRow.of(prompts, completions), 10**6, torch.device("cpu"), share="off")[0]

@@ -145,7 +145,7 @@ def masked(folder: Path) -> dict[str, Any]:
         trainer.step(1)
         assert trainer.last_rollout is not None
         completions = trainer.last_rollout[0].completions
-        sizes = [size for c in completions if c.support is not None for size in c.support.count_N.tolist()]
+        sizes = [size for c in completions for mask in c.sidecars for size in mask.arrays()[1].tolist()]
         seen[name] = {"metrics": trainer.meter.reduce(), "sizes": sizes, "tokens": [c.token_ids for c in completions]}
     return seen
 

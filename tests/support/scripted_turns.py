@@ -52,5 +52,5 @@ def logp_of_training(model, prompt, completion, temperature=1.0):
     sequence = torch.tensor([prompt + completion.read_ids])
     with torch.no_grad():
         logp = (model(sequence, use_cache=False).logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(-1)
-    places = completion.sampled_places or range(len(completion.token_ids))
+    places = completion.sampled_places
     return [float(logp[place, token]) for place, token in zip(places, completion.token_ids, strict=True)]

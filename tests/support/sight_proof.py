@@ -32,6 +32,7 @@ from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.loading import load_config, load_model
 from hybrid_grpo.model.logprobs import LogprobModel
 from hybrid_grpo.model.processors import load_tower
+from hybrid_grpo.model.reading import Reading
 from hybrid_grpo.model.sight import VisionEncoder, image_token
 from hybrid_grpo.model.trained_sight import TrainedVisionEncoder
 from hybrid_grpo.model.view import View, meta_copy
@@ -202,7 +203,8 @@ def _decoding(
             for i, p in enumerate(prompts)
         ]
         sampling = Sampling(LIMIT, temperature=temperature, max_turn_tokens=TURN if turns else sys.maxsize)
-        tokenizer, callbacks = _NoText(policy.config.get_text_config().vocab_size), Callbacks(turns=turns, sight=sight)
+        tokenizer = _NoText(policy.config.get_text_config().vocab_size)
+        callbacks = Callbacks(turns=turns, reading=Reading(sight))
         groups, _ = complete(view.module, tokenizer, requests, sampling, config, callbacks)
         for prompt, group in zip(prompts, groups, strict=True):
             if temperature == GREEDY:
@@ -240,7 +242,7 @@ def _scores(
     plain: Any, prompt: Seen, completion: Completion, answer: Seen | None, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     given = prompt.with_completion(completion, answer)
-    places = completion.sampled_places or range(len(completion.token_ids))
+    places = completion.sampled_places
     logits = plain(**given, use_cache=False).logits[0, [prompt.length - 1 + place for place in places]]
     logp_TV = (logits / temperature).log_softmax(-1)
     token_T1 = torch.tensor(completion.token_ids)[:, None]
@@ -251,9 +253,8 @@ def _policy_pass(
     policy: Any, sight: VisionEncoder, rows: list[tuple[Seen, Completion]]
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     model, logp = LogprobModel(policy).train(), [torch.zeros(0)] * len(rows)
-    read = [list(prompt.ids) for prompt, _ in rows], [completion.read_ids for _, completion in rows], range(len(rows))
-    places = [completion.sampled_places for _, completion in rows]
-    for micro in pack(*read, 500, CPU, share="on", places=places, sight=sight):
+    read = [completion.token_row(row, list(prompt.ids)) for row, (prompt, completion) in enumerate(rows)]
+    for micro in pack(read, 500, CPU, share="on", reading=Reading(sight)):
         scores = torch.stack(model(*micro.inputs, 1.0))
         lengths = [len(rows[row][1].token_ids) for row in micro.rows]
         weights = torch.cat([weights_of(n, row) for n, row in zip(lengths, micro.rows, strict=True)], dim=1)

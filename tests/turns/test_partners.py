@@ -109,7 +109,7 @@ def test_what_is_read_is_what_the_template_makes_of_the_whole_conversation(tools
             tokenizer.decode(prompt + completion.read_ids)
             == whole[: whole.rindex(tokenizer.eos_token)] + tokenizer.eos_token
         )
-        assert [completion.read_ids[place] for place in completion.sampled_places or range(len(sampled))] == sampled
+        assert [completion.read_ids[place] for place in completion.sampled_places] == sampled
         assert [*chat[:1], *completion.messages] == chat
 
 

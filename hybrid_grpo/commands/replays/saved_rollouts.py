@@ -90,9 +90,9 @@ def _shows(row: SavedRow) -> bool:
 def _completion(row: SavedRow) -> Completion:
     line, observations = row["line"], tuple((part["before"], part["ids"]) for part in row["given"])
     ids, messages = row.get(SUPPORT), tuple(line.get("messages", ()))
-    support = ids and SamplingMask.of([np.array(of_token) for of_token in ids])
+    sidecars = (SamplingMask.of([np.array(of_token) for of_token in ids]),) if ids else ()
     return Completion(
-        row["token_ids"], row["logp"], row["finish"], line["completion"], observations, messages, support=support
+        row["token_ids"], row["logp"], row["finish"], line["completion"], observations, messages, sidecars=sidecars
     )
 
 

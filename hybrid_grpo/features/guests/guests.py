@@ -19,6 +19,8 @@ from hybrid_grpo.grpo.advantages import informative
 from hybrid_grpo.grpo.loss import LossStats, policy_loss
 from hybrid_grpo.model.limits import vocabulary_of
 from hybrid_grpo.model.loading import load_config
+from hybrid_grpo.model.routing import Routing
+from hybrid_grpo.model.sidecars import TokenRow, without
 from hybrid_grpo.run.feature import Feature
 
 if TYPE_CHECKING:
@@ -71,8 +73,10 @@ class Guests(Feature):
             for request, written in zip(requests, groups, strict=True):
                 # A writer may have fewer completions than slots.
                 # The policy's own routers choose the experts for a text that it did not write.
+                learned = guest.weight != "baseline"
                 named = [
-                    replace(c, writer=guest.name, learned=guest.weight != "baseline", routing=None) for c in written
+                    replace(c, writer=guest.name, learned=learned, sidecars=without(c.sidecars, Routing))
+                    for c in written
                 ]
                 off_policy.update(zip(request.keys[slot : slot + guest.per_group], named, strict=False))
             slot += guest.per_group
@@ -82,7 +86,7 @@ class Guests(Feature):
         """Return groups of completions with the policy's log-probabilities as those recorded. Collective."""
         prompt_ids = [p.token_ids for p, group in zip(prompts, groups, strict=True) for _ in group]
         token_ids = [completion.token_ids for group in groups for completion in group]
-        batches = self._policy.micro_batches(prompt_ids, token_ids, range(len(token_ids)), gradients=False)
+        batches = self._policy.micro_batches(TokenRow.of(prompt_ids, token_ids), gradients=False)
         shape = len(token_ids), max(map(len, token_ids), default=0)
         found = measured(self._policy.engine, batches, shape, self.config.rollout.temperature)
         rows = iter(found[0] if found else ())

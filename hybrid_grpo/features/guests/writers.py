@@ -27,6 +27,7 @@ from hybrid_grpo.model.compatibility import check_sight
 from hybrid_grpo.model.files import check_files
 from hybrid_grpo.model.limits import check_lengths, stop_ids
 from hybrid_grpo.model.loading import load_config, load_model, load_tokenizer
+from hybrid_grpo.model.reading import Reading
 
 _SMALLEST_LOGP, _LARGEST_LOGP = -1e9, 1e-3
 """Bounds in nats. Log-probabilities computed in half precision may be above 0 because of rounding."""
@@ -160,7 +161,8 @@ class GuestModel:
         ]
         assert self._model is not None, "load() comes first"
         sampling = sampling_of(config.rollout, self._learner.ends)
-        model, tokenizer, callbacks = self._model, self._learner.tokenizer, Callbacks(on_step=beat, sight=self._sight)
+        callbacks = Callbacks(on_step=beat, reading=Reading(self._sight))
+        model, tokenizer = self._model, self._learner.tokenizer
         groups, _ = complete(model, tokenizer, requests, sampling, config.rollout, callbacks, self._workspace)
         # A tokenizer may have more tokens than the policy has embeddings.
         return [[c for c in group if max(c.token_ids) < self._learner.vocabulary] for group in groups]

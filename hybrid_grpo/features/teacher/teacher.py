@@ -6,6 +6,7 @@ distillation.py explains what the policy learns from a teacher.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -24,6 +25,8 @@ from hybrid_grpo.features.teacher.spans import NOT_TEXT, spread
 from hybrid_grpo.model.limits import vocabulary_of
 from hybrid_grpo.model.loading import load_config
 from hybrid_grpo.model.logprobs import HeadFunction
+from hybrid_grpo.model.routing import Routing
+from hybrid_grpo.model.sidecars import TokenRow, without
 from hybrid_grpo.model.upload import upload
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.run.feature import Feature, Scored
@@ -104,14 +107,15 @@ class Teacher(Feature):
         self, teacher: TeacherModel, rollout: Rollout, prompt_ids: list[list[int]], rows: list[int], logp_BT: Tensor
     ) -> dict[int, NextTokens]:
         """Write a teacher's log-probabilities of the policy's tokens into `logp_BT`; see `read`. Collective."""
-        _, completion_ids, places = rollout.read_ids
         head: HeadFunction | None = None
         if self._settings.into == "loss":
             head = partial(most_likely, vocabulary=self._vocabulary, top_k=self._settings.top_k)
         found: dict[int, NextTokens] = {}
-        for micro in self._policy.micro_batches(
-            prompt_ids, completion_ids, rows, gradients=False, places=places, supports=rollout.supports
-        ):
+        token_rows = [
+            replace(row, prompt=prompt_ids[row.index], sidecars=without(row.sidecars, Routing))
+            for row in rollout.token_rows(rows)
+        ]
+        for micro in self._policy.micro_batches(token_rows, gradients=False):
             logp_N, _, *kept = teacher.engine(*teacher.seen(micro).inputs, self._temperature, head)
             if not micro.rows:
                 continue
@@ -129,8 +133,8 @@ class Teacher(Feature):
         another tokenizer. Collective."""
         alignments = {row: teacher.aligns(rollout.completions[row], len(prompt_ids[row])) for row in rows}
         teacher_ids = [alignments[row].teacher_ids if row in alignments else [] for row in range(len(prompt_ids))]
-        read = [row for row in rows if teacher_ids[row]]
-        batches = self._policy.micro_batches(prompt_ids, teacher_ids, read, gradients=False)
+        every = TokenRow.of(prompt_ids, teacher_ids)
+        batches = self._policy.micro_batches([every[row] for row in rows if teacher_ids[row]], gradients=False)
         shape = len(teacher_ids), max(map(len, teacher_ids))
         # A step may have no row of its source, on any rank.
         found_BU = measured(teacher.engine, batches, shape, self._temperature) or [torch.zeros(shape)]

@@ -16,6 +16,8 @@ from torch import Tensor
 from hybrid_grpo.data.batch import Completion, Numbers, RewardStatus, Rollout, Scores, TrainBatch
 from hybrid_grpo.distributed.ranks import world_size
 from hybrid_grpo.grpo.advantages import group_stats
+from hybrid_grpo.model.routing import Replay
+from hybrid_grpo.model.sidecars import find
 from hybrid_grpo.records.metrics.flops import measure_flops
 from hybrid_grpo.records.metrics.meter import Meter, Span
 from hybrid_grpo.rewards.rules import repeated_share
@@ -167,7 +169,7 @@ def measure_parity(batch: TrainBatch, logp_bT: Tensor) -> Numbers:
     own_bT = batch.own_bT if batch.is_old_bT is None else batch.own_bT & ~batch.is_old_bT
     gap_bT = torch.where(own_bT, (logp_bT.detach() - batch.sampler_logp_bT).abs(), 0.0)
     tokens = len(batch.micro.target_N) if batch.is_old_bT is None and not batch.writers else own_bT.sum()
-    routes = batch.micro.segments and batch.micro.segments.routes
+    routes = find(batch.micro.sidecars, Replay)
     return {
         **(routes.numbers() if routes else {}),
         "parity/logp_abs_diff_mean": (gap_bT.sum() / tokens, tokens),

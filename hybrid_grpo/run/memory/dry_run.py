@@ -27,6 +27,7 @@ from hybrid_grpo.model.loading import training_attention, without_dropout
 from hybrid_grpo.model.logprobs import HeadFunction, LogprobModel
 from hybrid_grpo.model.lora import Adapters
 from hybrid_grpo.model.memory_tracker import MemoryTracker
+from hybrid_grpo.model.sidecars import TokenRow
 from hybrid_grpo.model.states import install_state_functions
 from hybrid_grpo.model.towers import loader
 
@@ -239,8 +240,11 @@ def largest_micro_batch(config: TrainConfig, batch: BatchPlan, prompt: int, *, p
     prompt_ids = [[row // batch.num_generations] * prompt for row in range(prompts * batch.num_generations)]
     completion_ids = [[0] * (config.rollout.longest(prompt) - prompt)] * len(prompt_ids)
     budget = token_budget(config.policy, on_gpu=on_gpu, gradients=True)
-    rows, cpu = (prompt_ids, completion_ids, range(len(prompt_ids)), budget), torch.device("cpu")
+    rows, cpu = TokenRow.of(prompt_ids, completion_ids), torch.device("cpu")
     together = batch.num_generations if config.grpo.whole_groups else 1
     share = config.policy.shared_prefix
-    parts = pack(*rows, cpu, share=share, together=together) if packs else pad(*rows, cpu, together=together)
+    if packs:
+        parts = pack(rows, budget, cpu, share=share, together=together)
+    else:
+        parts = pad(rows, budget, cpu, together=together)
     return max(parts, key=lambda part: part.input_ids_bS.numel())

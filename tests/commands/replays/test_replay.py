@@ -124,12 +124,12 @@ def test_every_pass_has_a_row_once_and_rows_that_are_not_learned_are_null():
     assert rows[12]["new_logp"][0] == pytest.approx(rows[4]["new_logp"][0] + 2, abs=1e-5)
 
 
-def make_saved(folder, steps=None, support=None) -> tuple[Rollout, Scores, SavedRollouts]:
+def make_saved(folder, steps=None, sidecars=()) -> tuple[Rollout, Scores, SavedRollouts]:
     """Two groups of two completions and the files of their step, of which one was made with a tool."""
     prompts = [Prompt(7, "p", [1, 2], {}, epoch=1), Prompt(7, "p", [1, 2], {}, epoch=2)]
     given = ((1, ids("4")),)
     completions = [
-        Completion(ids("ab"), [-0.5, -1.5], "stop", "b", given, ({"role": "tool", "content": "4"},), support=support),
+        Completion(ids("ab"), [-0.5, -1.5], "stop", "b", given, ({"role": "tool", "content": "4"},), sidecars=sidecars),
         *(Completion(ids(text), [-0.25] * len(text), "length", text) for text in ("c", "ab", "d")),
     ]
     rollout = Rollout(prompts, completions, 2)
@@ -150,10 +150,10 @@ def make_saved(folder, steps=None, support=None) -> tuple[Rollout, Scores, Saved
 
 
 @pytest.mark.parametrize(
-    "support", [None, SamplingMask.of([np.array([1, 2]), np.array([3])])], ids=["whole", "filtered"]
+    "sidecars", [(), (SamplingMask.of([np.array([1, 2]), np.array([3])]),)], ids=["whole", "filtered"]
 )
-def test_saved_completions_take_the_place_of_sampling(tmp_path, support):
-    rollout, _, saved = make_saved(tmp_path / "rollouts", support=support)
+def test_saved_completions_take_the_place_of_sampling(tmp_path, sidecars):
+    rollout, _, saved = make_saved(tmp_path / "rollouts", sidecars=sidecars)
     prompts = [*rollout.prompts, Prompt(8, "q", [3], {})]
     requests = requests_of(prompts, RolloutConfig(num_generations=2), seed=5, step=3)
     other, heard = Completion([9], [-1.0], "stop", "new"), []

@@ -14,6 +14,7 @@ from hybrid_grpo.data.batch import MicroBatch
 from hybrid_grpo.distributed.ranks import barrier
 from hybrid_grpo.features.average.average import Average, MovingAverage
 from hybrid_grpo.features.average.settings import AverageConfig
+from hybrid_grpo.model.sidecars import TokenRow
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.metrics.meter import Meter
 from hybrid_grpo.run.stage import Stage
@@ -56,7 +57,7 @@ def followed(policy: Policy, folder: Path) -> tuple[dict[str, Any], MovingAverag
     average = steps.average.shards
     folder.mkdir(exist_ok=True)
     texts = [policy.tokenizer(text)["input_ids"] for text in ("dcab=abcd", "tac=act", "god=dgo", "zxy=xyz")]
-    batches = policy.micro_batches([ids[:4] for ids in texts], [ids[4:] for ids in texts])
+    batches = policy.micro_batches(TokenRow.of([ids[:4] for ids in texts], [ids[4:] for ids in texts]))
     defined = weights(policy)
     for number in range(4):
         if number == 3:

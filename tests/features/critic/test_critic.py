@@ -22,6 +22,7 @@ from hybrid_grpo.engine import StepResult
 from hybrid_grpo.features.critic.critic import Critic
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.scalar_model import ScalarModel, load_scalar_model
+from hybrid_grpo.model.sidecars import TokenRow
 from hybrid_grpo.policy import Scorer
 from hybrid_grpo.run.feature import Scored
 
@@ -56,7 +57,7 @@ def test_a_value_is_that_of_the_state_before_its_token(tmp_path: Path, share: An
     critic.engine.device = torch.device("cpu")
     prompts = [[1, 2, 3], [1, 2, 3], [1, 2, 3], [9, 8]]
     completions = [[4], [5, 6, 7], [5, 8], [10, 11, 12, 13]]
-    given = prompts, completions, range(4), 9, torch.device("cpu")
+    given = TokenRow.of(prompts, completions), 9, torch.device("cpu")
     batches = pad(*given) if share == "padded" else pack(*given, share=share)
     assert len(batches) > 1
     value_BT = critic.values(batches, (4, 4))
@@ -110,7 +111,7 @@ def test_a_critic_learns_the_returns_at_its_own_rate_and_at_first_alone(monkeypa
         1,
     )
     monkeypatch.setattr("hybrid_grpo.data.packing.all_reduce", lambda value, op: value + 1)
-    batches = pack([[1], [1]], [[2, 3], [4]], range(2), 2, Table.device, share="off")
+    batches = pack(TokenRow.of([[1], [1]], [[2, 3], [4]]), 2, Table.device, share="off")
     assert [len(micro.rows) for micro in batches] == [1, 1, 0], "another rank has more"
     kl_BT, reward_B = torch.tensor([[0.5, 1.0], [2.0, 0.0]]), torch.tensor([1.0, 3.0], dtype=torch.float64)
     returns, alone, lines, beats = {(0, 1): 1 - 0.1 * 1.5, (0, 2): 1 - 0.1 * 1.0, (1, 1): 3 - 0.1 * 2.0}, [], [], []

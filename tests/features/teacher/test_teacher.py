@@ -108,16 +108,15 @@ def test_it_tells_what_it_expects_after_its_own_prompt(
     plain.load_state_dict(model.state_dict())
     cpu = torch.device("cpu")
 
-    def micro_batches(prompts: Any, completions: Any, rows: Any, gradients: bool, places: Any, supports: Any) -> Any:
-        given = prompts, completions, rows, 20, cpu
-        return pack(*given, share="on", places=places, supports=supports) if packed else pad(*given, places, supports)
+    def micro_batches(rows: Any, gradients: bool) -> Any:
+        return pack(rows, 20, cpu, share="on") if packed else pad(rows, 20, cpu)
 
     texts = ["ab", "hello"]
     prompts = [Prompt(i, "", [5], {"solved": text}) for i, text in enumerate(texts)]
     rows = [[4], [5, 6, 7], [5, 8], [10, 11, 12, 13]]
     left = [np.array([1, 2, 3, token, 20]) for token in range(4, 14)]
-    supports = [SamplingMask.of([left[token - 4] for token in ids]) if filtered else None for ids in rows]
-    completions = [Completion(ids, [-1.0] * len(ids), "stop", support=s) for ids, s in zip(rows, supports, strict=True)]
+    masks = [(SamplingMask.of([left[token - 4] for token in ids]),) if filtered else () for ids in rows]
+    completions = [Completion(ids, [-1.0] * len(ids), "stop", sidecars=s) for ids, s in zip(rows, masks, strict=True)]
     rollout = Rollout(prompts, completions, 2)
     plain.config.save_pretrained(tmp_path)
     config = TrainConfig(
@@ -176,8 +175,8 @@ def test_a_teacher_of_another_size_speaks_of_the_tokens_that_both_know(
         teacher=TeacherConfig(model=str(tmp_path / "teacher"), into="loss", offload=offload),
     )
 
-    def micro_batches(prompts: Any, completions: Any, rows: Any, gradients: bool, places: Any, supports: Any) -> Any:
-        return pad(prompts, completions, rows, 20, torch.device("cpu"), places)
+    def micro_batches(rows: Any, gradients: bool) -> Any:
+        return pad(rows, 20, torch.device("cpu"))
 
     policy: Any = SimpleNamespace(engine=None, micro_batches=micro_batches)
     inputs: Any = SimpleNamespace(tokenizer=tokenizer, partners=None, **BLIND)
@@ -249,10 +248,8 @@ def test_teachers_read_their_own_sources_one_after_the_other(tmp_path: Path, mon
         teacher=TeacherConfig(by_source=by_source, other_tokenizer=True, coef=0.5),
     )
 
-    def micro_batches(
-        prompts: Any, completions: Any, rows: Any, gradients: bool, places: Any = None, supports: Any = 0
-    ):
-        return pad(prompts, completions, rows, 50, torch.device("cpu"), places)
+    def micro_batches(rows: Any, gradients: bool) -> Any:
+        return pad(rows, 50, torch.device("cpu"))
 
     chat = [{"role": "user", "content": "ab"}]
     prompts = [Prompt(0, "", [10, 11], {}, source="same"), Prompt(1, chat, [5, 6, 7], {}, source="bytes")]

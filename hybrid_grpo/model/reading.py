@@ -1,0 +1,81 @@
+"""How a model reads tokens: where the pictures among them are placed, and which sidecars its training forward takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from hybrid_grpo.model.blocks import Blocks
+from hybrid_grpo.model.routing import Replay
+from hybrid_grpo.model.sidecars import TokenRow
+from hybrid_grpo.model.sight import ImageInputs, VisionEncoder
+from hybrid_grpo.model.support import MaskColumns
+from hybrid_grpo.model.visual_tokens import whole_until
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a model reads tokens. By default it is a model of texts that has no experts, or whose routers choose again.
+
+    Attributes:
+        sight: sees the pictures; None if there are none.
+        replays: whether recorded experts are used again in training, or only compared; None if none are recorded.
+    """
+
+    sight: VisionEncoder | None = None
+    replays: bool | None = None
+
+    @property
+    def sees(self) -> bool:
+        """Whether there may be pictures."""
+        return self.sight is not None
+
+    @property
+    def has_offsets(self) -> bool:
+        """Whether positions may differ from the numbers of tokens before them."""
+        return self.sight is not None and self.sight.axes > 1
+
+    def positions(self, tokens: Sequence[int]) -> tuple[np.ndarray, int]:
+        """Return the positions of a text's tokens on each axis, [axes, tokens], and the position after them; there is
+        one axis if the text has no pictures. See `VisionEncoder.positions`."""
+        if self.sight is None or self.sight.axes == 1 or not any(token < 0 for token in tokens):
+            return np.arange(len(tokens))[None], len(tokens)
+        return self.sight.positions(tokens)
+
+    def offset(self, tokens: Sequence[int]) -> int:
+        """Return how far positions after a text are ahead of its number of tokens; below 0 after most pictures."""
+        return self.positions(tokens)[1] - len(tokens)
+
+    def blocks(self, tokens: Sequence[int]) -> Blocks | None:
+        """Return the runs of picture tokens in a row that attend to themselves in both directions; None if there are
+        none."""
+        if self.sight is None or self.sight.both_ways is None:
+            return None
+        is_seen = np.array(tokens, dtype=np.int64) < 0
+        edges = np.flatnonzero(np.diff(is_seen, prepend=False, append=False)).reshape(-1, 2)
+        runs = [(int(begin), int(end - begin)) for begin, end in edges]
+        return Blocks(runs, windows_only=self.sight.both_ways == "windows") if runs else None
+
+    def shown(self, tokens: Sequence[int], device: torch.device) -> ImageInputs | None:
+        """Return the pictures in the flat tokens of a forward; None if there are none."""
+        return None if self.sight is None else self.sight.shown(tokens, device)
+
+    def whole_until(self, tokens: Sequence[int], end: int) -> int:
+        """Return `end`, or the end of the picture that it would divide: its tokens may attend to each other."""
+        return end if self.sight is None else whole_until(tokens, end)
+
+    def sidecars(
+        self, parts: Sequence[Sequence[TokenRow]], tokens: Sequence[int], target_N: np.ndarray, device: torch.device
+    ) -> tuple[Any, ...]:
+        """Return what a training forward of `tokens` takes beside them. The rows of a part share a prompt."""
+        columns = MaskColumns.of([row for part in parts for row in part], target_N, device)
+        replay = None if self.replays is None else Replay.of(parts, self.replays, device)
+        return tuple(each for each in (columns, replay, self.shown(tokens, device)) if each is not None)
+
+
+TEXT = Reading()
+"""Reads texts alone."""

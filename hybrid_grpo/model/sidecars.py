@@ -1,0 +1,63 @@
+"""Sidecars: records that travel beside the tokens of a completion, from the sampler to the training forward.
+
+What samples, stores, cuts and packs completions holds sidecars in a tuple and does not know their kinds. `KINDS` in
+data/completion_records.py lists those that the sampler makes; `Reading` makes of them what a training forward takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, Self, TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+
+
+class Sidecar(Protocol):
+    """One record of a completion, with entries for its tokens. A kind is built from the arrays that it returns."""
+
+    name: ClassVar[str]
+    """Names the kind in the journal and in checkpoints."""
+
+    def cut(self, tokens: int) -> Self:
+        """Return the record of the first `tokens` sampled tokens, at least one."""
+
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """Return the record as arrays."""
+
+
+def find(sidecars: Iterable[object], kind: type[T]) -> T | None:
+    """Return the sidecar of this kind, or None."""
+    return next((each for each in sidecars if isinstance(each, kind)), None)
+
+
+def without(sidecars: Iterable[Sidecar], kind: type[Sidecar]) -> tuple[Sidecar, ...]:
+    """Return the sidecars that are not of this kind."""
+    return tuple(each for each in sidecars if not isinstance(each, kind))
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """A prompt and a completion as a model reads them in training."""
+
+    index: int
+    """Index of the row in its rollout."""
+    prompt: list[int]
+    completion: list[int]
+    """All tokens after the prompt, at least one."""
+    targets: Sequence[int]
+    """Indices of the completion tokens that are targets, ascending; the last is the completion's last token."""
+    sidecars: tuple[Sidecar, ...] = ()
+
+    @classmethod
+    def of(cls, prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]]) -> list[TokenRow]:
+        """Return rows without sidecars, all of whose completion tokens are targets."""
+        pairs = enumerate(zip(prompt_ids, completion_ids, strict=True))
+        return [cls(index, prompt, ids, range(len(ids))) for index, (prompt, ids) in pairs]
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens to compute; the last token of the row is left out, since it predicts nothing."""
+        return len(self.prompt) + len(self.completion) - 1
