@@ -127,7 +127,7 @@ def _training_layers(bench: Bench) -> dict[str, float]:
         p.data = p.data.to(bench.sizes.dtype)
     logp, grads = [], []
     for made, device in ((used, bench.device), (exact, torch.device("cpu"))):
-        logp_N, _ = LogprobModel(made).train()(*micro_batch(device, 16, 3, 16), None, None, 1.0)
+        logp_N, _ = LogprobModel(made).train()(*micro_batch(device, 16, 3, 16), (), 1.0)
         logp_N.mean().backward()
         logp.append(logp_N.detach().cpu())
         grads.append(torch.cat([p.grad.flatten().cpu().float() for p in made.parameters()]))

@@ -184,7 +184,7 @@ def _micro_batch(bench: Bench, checkpointing: bool = True) -> tuple[Callable[[],
     scored, given = LogprobModel(bench.model).train(), micro_batch(bench.device, prompt, count, length)
 
     def work() -> None:
-        logp_N, _ = scored(*given, None, None, 1.0)
+        logp_N, _ = scored(*given, (), 1.0)
         (-logp_N.mean()).backward()
         scored.zero_grad(set_to_none=True)
 

@@ -201,7 +201,7 @@ def scores_of(model, ids, mask, temperature):
     before = mask.flatten().nonzero()[:, 0].numpy() - 1
     source = Selection(before, ids.device)
     positions = torch.arange(ids.shape[1]).expand_as(ids)
-    return LogprobModel(model)(ids, positions, source, ids[mask], None, None, None, temperature)
+    return LogprobModel(model)(ids, positions, source, ids[mask], None, (), temperature)
 
 
 def plain_scores(model, ids, mask, lengths, temperature):
