@@ -96,6 +96,7 @@ def _interrupted(number: int, _: object) -> NoReturn:
     """End the process at once. An exception in the middle of an import would become others, or abort C++ code; and
     processes of workers end with this one."""
     with suppress(OSError):
+        own_status().forget_file()
         os.write(2, b"hybrid-grpo: interrupted\n")
     os._exit(128 + number)
 
@@ -108,18 +109,18 @@ def entry() -> NoReturn:
     if os.environ.get("NO_COLOR") or not sys.stderr.isatty():
         # The bars of libraries, such as those of `datasets`, draw with control characters in log files too.
         os.environ.setdefault("TQDM_DISABLE", "1")
+    with suppress(UserError):
+        adopt_rank()
     if sys.argv[1:2] in (["train"], ["sft"], ["reward"], ["eval"], ["replay-step"]) and sys.platform == "linux":
-        with suppress(UserError):
-            adopt_rank()
         # Off until the engine starts: looking for garbage takes a seventh of the time that imports take.
         gc.disable()
         watched(main)
     signal.signal(signal.SIGINT, _interrupted)
-    with suppress(UserError):
-        adopt_rank()
     set_own_status(shared := shared_status())
-    status = main()
-    shared.forget_file()
+    try:
+        status = main()
+    finally:
+        shared.forget_file()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()

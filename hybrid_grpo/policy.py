@@ -143,7 +143,7 @@ class TrainedModel:
         return self.lr_scale * learning_rate(self.config, self.optimizer_steps, self.total_steps)
 
     def scale_lr(self, lr_scale: float) -> None:
-        """Multiply the schedule's learning rate by this factor from now on."""
+        """Set the factor on the schedule's learning rate from now on, in place of an earlier one."""
         self.lr_scale = lr_scale
 
     def state_dict(self) -> dict[str, Any]:
@@ -217,12 +217,12 @@ class Policy(TrainedModel):
             self.tower = trained_sight_of(album, policy, lora, seed)
             wrap = functools.partial(SeeingModel, vocabulary=self.vocabulary, tower=self.tower.weights)
         super().__init__(
-            *(policy, engine, tokenizer, total_steps, lora, seed),
+            policy, engine, tokenizer, total_steps, lora, seed,
             load=functools.partial(load_model, _without_adapter(policy, lora)),
             wrap=wrap,
             view_attention=attention_of(decoder),
             keep_view=workspace is not None,
-        )
+        )  # fmt: skip
         self._album = album
         sight = self.tower or sight_of(album, policy, self.engine.device)
         if self.tower is not None:

@@ -113,9 +113,9 @@ class Trainer(Stage):
         selected = select_tokens(trained, advantages_BT, old, self.config.grpo, self.sum_over_ranks)
         advantages_BT, drifts_BT, numbers = selected
         self.meter.update(numbers)
-        given = trained.logp_BT.to(self.device), old.logp_BT, ref_logp_BT, advantages_BT
-        is_old_BT = trained.is_old_BT
-        signals = Signals(*given, None if is_old_BT is None else is_old_BT.to(self.device), drifts_BT)
+        is_old_BT = None if trained.is_old_BT is None else trained.is_old_BT.to(self.device)
+        logp_BT = trained.logp_BT.to(self.device)
+        signals = Signals(logp_BT, old.logp_BT, ref_logp_BT, advantages_BT, is_old_BT, drifts_BT)
         with self.meter.time("time/train_s"):
             self.improve(trained, signals)
         advantages_BT = self.assignment.gather_tokens(advantages_BT, trained, rollout)
@@ -191,7 +191,7 @@ class Trainer(Stage):
         start, seed = time.perf_counter(), self.config.run.seed
         settings = self.config.rollout, self.inputs.stop_ids
         rollout, stats = self.policy.rollout(prompts, *settings, seed=seed, step=step, **called)
-        self.meter.spans.extend(spans := sampling_spans(start, self.policy.engine))
+        self.meter.add_spans(spans := sampling_spans(start, self.policy.engine))
         if self.carry is not None:
             rollout = self.carry.end(rollout)
         captures = None if self.device.type == "cpu" else stats.captures
@@ -209,10 +209,10 @@ class Trainer(Stage):
         # Rows that are not learned from may have no record of what filters left, and the others need theirs.
         rows = range(len(rollout.lengths)) if grpo.baseline == "optimal" else rollout.learned
         batches = self.micro_batches(rollout, rows, gradients=False)
-        given = batches, (len(rollout.lengths), max(rollout.lengths)), self.config.rollout.temperature
+        shape, temperature = (len(rollout.lengths), max(rollout.lengths)), self.config.rollout.temperature
         with self.meter.time("time/old_logp_s"):
             more = squared_probabilities if grpo.baseline == "optimal" else None
-            return OldPolicy(*measured(self.policy.engine, *given, more))
+            return OldPolicy(*measured(self.policy.engine, batches, shape, temperature, more))
 
     def old_logprobs(self, rollout: Rollout) -> Tensor | None:
         """Return the log-probabilities [B, T] under the policy that sampled: those that the sampler recorded, or those

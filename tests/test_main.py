@@ -13,6 +13,7 @@ from launching import make_task
 
 from hybrid_grpo import __main__ as program
 from hybrid_grpo.config.errors import RunStopped, UserError
+from hybrid_grpo.run.stopping.status import own_status
 
 pytestmark = pytest.mark.process
 
@@ -69,6 +70,27 @@ def test_libraries_draw_bars_on_a_terminal_with_colors_only(monkeypatch, is_term
     monkeypatch.delenv("TQDM_DISABLE")
     program.entry()
     assert ended == [0] and ("TQDM_DISABLE" in os.environ) == off
+
+
+@pytest.mark.parametrize("end", [lambda: 0, lambda: 1 / 0, lambda: program._interrupted(2, None)])
+def test_nothing_of_the_memory_that_ranks_share_stays_however_a_command_ends(monkeypatch, end):
+    """A traceback or Ctrl-C left its file in /dev/shm."""
+    files = []
+
+    def main():
+        files.append(own_status().path)
+        assert files[0].exists()
+        return end()
+
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": str(os.getpid())}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(program, "main", main)
+    monkeypatch.setattr(os, "_exit", Mock(side_effect=SystemExit))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["hybrid-grpo", "generate"])
+    with pytest.raises((SystemExit, ZeroDivisionError)):
+        program.entry()
+    assert not files[0].exists()
 
 
 @pytest.mark.parametrize(("error", "where"), [(UserError, " [rank 1]"), (RunStopped, "")])

@@ -1,6 +1,8 @@
 """The scripts that users start: what they hand to the launcher parses into a valid configuration."""
 
+import ast
 import os
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -52,6 +54,32 @@ def handed_over(script: str, tmp_path: Path, *arguments: str) -> list[list[str]]
     }
     subprocess.run(["bash", str(SCRIPTS / script), *arguments], check=True, env=environment, capture_output=True)
     return [line.split("\x1f")[:-1] for line in (tmp_path / "calls").read_text().splitlines()]
+
+
+def test_what_scripts_and_pages_import_of_the_package_is_there():
+    """The drawings of the pictures' recipe imported a module that was gone, which only a run on a GPU noticed."""
+    files = [
+        path for folder in ("training_scripts", "examples", "benchmarks") for path in ROOT.glob(f"{folder}/**/*.py")
+    ]
+    programs = {str(path): path.read_text(encoding="utf-8") for path in files}
+    for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]:
+        blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+        programs |= {f"{page} {number}": block for number, block in enumerate(blocks)}
+    ours = []
+    for place, program in programs.items():
+        for node in ast.walk(ast.parse(program)):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+                names = [module + name.name for name in node.names]
+                ours += [(name, place) for name in names if name.startswith("hybrid_grpo.")]
+    assert len(ours) > 100
+    absent = []
+    for name, place in ours:
+        try:
+            pkgutil.resolve_name(name)
+        except (ImportError, AttributeError):
+            absent.append(f"{place}: {name}")
+    assert not absent
 
 
 @pytest.mark.parametrize("script", RECIPES)

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hybrid_grpo.config.tasks import Row
-from hybrid_grpo.data.tasks.columns import column
+from hybrid_grpo.config.tasks import Row, column
 
 SIDE = 3
 """Cells of a drawing from left to right, and from top to bottom."""

@@ -17,7 +17,6 @@ from typing import Any
 
 from hybrid_grpo.config.errors import UserError, refuse, type_of
 from hybrid_grpo.config.recipes import Settings, overlay, read_recipe
-from hybrid_grpo.config.run import unused_name
 from hybrid_grpo.config.types import fields_of
 
 _AS_PYTHON = (
@@ -61,7 +60,7 @@ def settings_from(
         settings["rewards"] = _rewards(rewards)
     if model is not None:
         run = settings.get("run", {}) if command in ("train", "sft", "reward") else None
-        settings = overlay(settings, {"policy": {"model": _model(model, run, command)}})
+        settings = overlay(settings, _model(model, run, command))
     return settings
 
 
@@ -172,11 +171,12 @@ def _rewards(rewards: Any) -> list[Any]:
     return entries
 
 
-def _model(model: Any, run: Any, command: str) -> str:
-    """Return the folder or hub name of a model. For a model object, return where `save_model` will put it: next to the
-    folder of the run, whose checkpoints refer to it, or, without a run, a folder that is removed at the end."""
+def _model(model: Any, run: Any, command: str) -> Settings:
+    """Return the setting of a model, which for an object is where `save_model` will put it: next to the folder of the
+    run, whose checkpoints refer to it and whose name is therefore set too, or, if `run` is None, a folder that is
+    removed at the end."""
     if isinstance(model, str | os.PathLike):
-        return os.fspath(model)
+        return {"policy": {"model": os.fspath(model)}}
     refuse(
         isinstance(model, type) or not (hasattr(model, "save_pretrained") and hasattr(model, "config")),
         f"model is {_kind(model)}: give a folder, a hub name, or a model of transformers",
@@ -190,11 +190,14 @@ def _model(model: Any, run: Any, command: str) -> str:
         "model has adapters: merge them (merge_and_unload) and give the result, or use the section lora",
     )
     if isinstance(run, Mapping):
+        from hybrid_grpo.run.folder import unnamed
+
         runs = Path(str(run.get("dir", "runs")))
-        return str(runs / f"{run.get('name') or unused_name(runs, command)}-start")
+        name = run.get("name") or unnamed(runs, command, run.get("resume", "never"))
+        return {"policy": {"model": str(runs / f"{name}-start")}, "run": {"name": name}}
     folder = tempfile.mkdtemp(prefix="hybrid_grpo_")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+    return {"policy": {"model": folder}}
 
 
 def save_model(model: Any, folder: str) -> None:

@@ -22,14 +22,14 @@ def run(arguments: list[str]) -> None:
 
 def clean(folder: Path) -> int:
     """Remove the checkpoints of a finished run; return the size of their files. Raises UserError."""
-    from hybrid_grpo.records.exports import exported
+    from hybrid_grpo.records.exports import is_finished
     from hybrid_grpo.records.lock import FolderLock
 
     refuse(not (folder / "config.yaml").is_file(), f"{folder} is not the folder of a run: it has no config.yaml")
     lock = FolderLock(folder)
     try:
-        checkpoints, step = sorted((folder / "checkpoints").glob("step_*")), exported(folder / "model").get("step", -1)
-        if checkpoints and int(checkpoints[-1].name.removeprefix("step_")) > step:
+        checkpoints = sorted((folder / "checkpoints").glob("step_*"))
+        if checkpoints and not is_finished(folder):
             raise UserError(f"{folder}: {checkpoints[-1].name} is newer than the model: finish the run first")
         size = sum(file.stat().st_size for path in checkpoints for file in path.rglob("*"))
         for path in checkpoints:

@@ -113,10 +113,10 @@ def planned_memory(config: TrainConfig, plan: BatchPlan, inputs: RunInputs, devi
     from hybrid_grpo.distributed.hardware import of_device
     from hybrid_grpo.run.memory.plan import estimate
 
-    hardware = of_device(device)
-    held_out = inputs.held_out_rows, inputs.held_out_longest
-    given = inputs.longest_prompt, hardware, inputs.reward_models, *held_out
-    return estimate(config, plan, *given, album=inputs.sampler.album)
+    return estimate(
+        config, plan, inputs.longest_prompt, of_device(device), inputs.reward_models, held_out=inputs.held_out_rows,
+        held_out_longest=inputs.held_out_longest, album=inputs.sampler.album,
+    )  # fmt: skip
 
 
 def make_trainer(

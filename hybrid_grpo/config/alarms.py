@@ -94,7 +94,7 @@ class AlarmsConfig:
     @field_validator("*", mode="before")
     @classmethod
     def _over_default(cls, given: Any, info: ValidationInfo) -> Any:
-        default = getattr(cls(), info.field_name or "")
+        default = getattr(_DEFAULTS, info.field_name or "")
         return {**vars(default), **given} if isinstance(default, AlarmConfig) and isinstance(given, Mapping) else given
 
     @model_validator(mode="after")
@@ -117,6 +117,9 @@ class AlarmsConfig:
     def named(self) -> dict[str, AlarmConfig]:
         """The alarms that are on, by symptom."""
         return {name: alarm for name, alarm in vars(self).items() if isinstance(alarm, AlarmConfig)}
+
+
+_DEFAULTS = AlarmsConfig()
 
 
 @dataclass(frozen=True, config=SECTION)

@@ -77,7 +77,7 @@ def training_with(name: str) -> Any:
     return next(found, None)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=1 << 14)  # more than the watch page reads of several runs
 def about(name: str) -> About:
     """Return what a setting, by its dotted name, or else its section says about it; nothing if training has neither."""
     section, _, key = name.partition(".")

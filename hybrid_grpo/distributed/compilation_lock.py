@@ -89,10 +89,11 @@ def _say(text: str) -> None:
 
 
 def _wait_while(busy: Callable[[], bool], library: Path) -> None:
-    """Wait while another process compiles a library, or loads it; print a line after five seconds of the former."""
+    """Wait while another process compiles a library, or loads it; print a line after five seconds of the former. A
+    library that exists may be an old one that is compiled again, but only loading a new one takes less than 30 s."""
     start, printed = time.monotonic(), False
     while busy():
-        if not printed and time.monotonic() - start > 5 and not library.exists():
+        if not printed and time.monotonic() - start > (30 if library.exists() else 5):
             _say(f"another process is compiling DeepSpeed's kernel {library.stem}: waiting")
             printed = True
         time.sleep(0.1)

@@ -103,14 +103,14 @@ class Geometry:
         )
 
 
-def cached_forward(forward: Any, model: Any, ids: Tensor, positions: Tensor, batch: Any, **more: Any) -> Any:
+def cached_forward(forward: Any, model: Any, ids: Tensor, positions: Tensor, batch: Any) -> Any:
     """Return what `forward`, of a transformers model or its base, returns for the new tokens `ids`; `ids` and
     `positions` are int64 [rows, n]. It receives `batch` twice: as its cache, and as the `Batch` that `routed_attention`
     uses."""
     kind: Any = type(model.base_model)
-    more[cache_keyword(kind)] = batch
     with routed(batch.routes):
-        return forward(input_ids=ids, position_ids=positions, use_cache=True, batch=batch, **more)
+        as_cache = {cache_keyword(kind): batch}
+        return forward(input_ids=ids, position_ids=positions, use_cache=True, batch=batch, **as_cache)
 
 
 @functools.cache

@@ -119,8 +119,10 @@ def _delta_rule(
     """`chunk_gated_delta_rule` (arXiv:2412.06464) and KDA's; all [1, S, heads, ...]."""
     more = {name: value for name, value in more.items() if name != "cu_seqlens"}
     if batch is None:
-        more |= {"initial_state": initial_state, "output_final_state": output_final_state, "chunk_size": chunk_size}
-        return original(query, key, value, g=g, beta=beta, **more)
+        return original(
+            query, key, value, g=g, beta=beta, initial_state=initial_state, output_final_state=output_final_state,
+            chunk_size=chunk_size, **more,
+        )  # fmt: skip
 
     def scan(inputs: tuple[Tensor, ...], initial: Tensor | None) -> tuple[Tensor, Tensor]:
         q, k, v, decay, strength = inputs
@@ -152,8 +154,10 @@ def _delta_step(
         )
         if out is not None:
             return out, initial_state
-    more |= {"initial_state": initial_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
-    return original(query, key, value, g=g, beta=beta, **more)
+    return original(
+        query, key, value, g=g, beta=beta, initial_state=initial_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        **more,
+    )  # fmt: skip
 
 
 def _mamba2_scan(
@@ -175,9 +179,10 @@ def _mamba2_scan(
 ) -> Any:
     """`mamba2_chunk_scan` (arXiv:2405.21060); hidden_states, B and C are [1, S, heads, ...], dt is [1, S, heads]."""
     if batch is None:
-        more |= {"D": D, "dt_bias": dt_bias, "initial_states": initial_states}
-        more |= {"dt_softplus": dt_softplus, "dt_limit": dt_limit, "return_final_states": return_final_states}
-        return original(hidden_states, dt, A, B, C, chunk_size, **more)
+        return original(
+            hidden_states, dt, A, B, C, chunk_size, D=D, dt_bias=dt_bias, initial_states=initial_states,
+            dt_softplus=dt_softplus, dt_limit=dt_limit, return_final_states=return_final_states, **more,
+        )  # fmt: skip
     dt = _steps(dt, dt_bias, dt_softplus).clamp(*dt_limit)
 
     def scan(inputs: tuple[Tensor, ...], initial: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -208,8 +213,10 @@ def _selective_scan(
     mixer, keywords = _running.get()
     batch, cache = keywords.get("batch"), keywords.get("cache", keywords.get("past_key_values"))
     if batch is None:
-        more |= {"D": D, "z": z, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
-        return original(hidden_states, dt, A, B, C, return_last_state=return_last_state, **more)
+        return original(
+            hidden_states, dt, A, B, C, D=D, z=z, delta_bias=delta_bias, delta_softplus=delta_softplus,
+            return_last_state=return_last_state, **more,
+        )  # fmt: skip
     dt = _steps(dt, None if delta_bias is None else delta_bias[:, None], delta_softplus)
 
     def scan(inputs: tuple[Tensor, ...], initial: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -38,6 +38,8 @@ from hybrid_grpo.rewards.unread import UnreadAnswers
 
 EPISODES = "episodes/"
 """Name of the input with the episodes, for environments' own rewards; no column or parameter can have this name."""
+_CHECKED_AT_ONCE = 1000
+"""Rows that a function judges in one call before a run; if it fails, each of them is judged again by itself."""
 _PATIENCE_S = 0.2
 """Seconds between two checks of whether the run is stopping."""
 
@@ -112,7 +114,8 @@ class Rewards:
 
     def check_prompts(self, prompts: Sequence[Prompt], data: str = "the data") -> None:
         """Raise UserError unless the functions can score completions of these prompts, of which there is at least one:
-        see `check_columns`. Reward models that see must be able to read pictures, if there are any."""
+        see `check_columns`. Functions that the rank itself calls must be able to judge an empty completion of each, and
+        reward models that see to read the pictures, if there are any."""
         self.check_columns(prompts[0].columns, data)
         for reward in self.functions:
             if reward.inline:
@@ -126,11 +129,14 @@ class Rewards:
 
     def _check_answers(self, reward: Reward, prompts: Sequence[Prompt], data: str) -> None:
         """Refuse the first row that an inline function could not judge, whatever is answered."""
-        needed, empty = {*reward.interface.required} - {"completions"}, [""] * len(prompts)
-        if needed and not needed & {*self.inputs}:
-            columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in needed}
-            reply = reward.caller(Call({"completions": empty, **columns}, [0] * len(prompts))).result()
-            for row, why in zip(prompts, reply.failures, strict=True):
+        needed = {*reward.interface.required} - {"completions"}
+        if not needed or needed & {*self.inputs}:
+            return
+        for first in range(0, len(prompts), _CHECKED_AT_ONCE):
+            rows = prompts[first : first + _CHECKED_AT_ONCE]
+            columns = {name: [row.columns.get(name) for row in rows] for name in needed}
+            reply = reward.caller(Call({"completions": [""] * len(rows), **columns}, [0] * len(rows))).result()
+            for row, why in zip(rows, reply.failures, strict=True):
                 if why is not None:
                     raise UserError(
                         f"rewards: {reward.name} cannot judge row {row.id} (from 0) of {data}: {why.message}"

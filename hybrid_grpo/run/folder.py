@@ -22,7 +22,7 @@ from hybrid_grpo.config.secrets import masked_text
 from hybrid_grpo.distributed.ranks import from_first_rank, rank, world_size
 from hybrid_grpo.records.alarm_records import ALARMS_FILE
 from hybrid_grpo.records.console_log import CONSOLE_FILE, ConsoleLog
-from hybrid_grpo.records.exports import exported
+from hybrid_grpo.records.exports import exported, is_finished
 from hybrid_grpo.records.files import replace_text, set_aside
 from hybrid_grpo.records.json_lines import parse_step
 from hybrid_grpo.records.lock import FolderLock
@@ -44,13 +44,29 @@ def say(message: str) -> None:
 
 
 def named(config: ModelRunConfig) -> ModelRunConfig:
-    """Return the configuration with a name of the run. Without one it is named by its command and rank 0's clock or, if
-    it resumes, is the newest run of the command that was named so. Collective."""
+    """Return the configuration with a name of the run; without one, rank 0 makes it by `unnamed`. Collective."""
     run, name = config.run, config.run.name
     if not name and rank() == 0:
-        earlier = Path(run.dir).glob(NAMED_BY_TIME.format(config.command)) if run.resume == "auto" else ()
-        name = max((path.name for path in earlier), default="") or unused_name(Path(run.dir), config.command)
+        name = unnamed(Path(run.dir), config.command, run.resume)
     return dataclasses.replace(config, run=dataclasses.replace(run, name=from_first_rank(name)))
+
+
+def unnamed(folder: Path, command: str, resume: str) -> str:
+    """Return the name in `folder` of a run of `command` that was given none: the command and the time or, if `resume`
+    is "auto", the newest such run that is not finished, which is printed. Earlier versions named them all "run"."""
+    earlier = sorted(folder.glob(NAMED_BY_TIME.format(command)), reverse=True) if resume == "auto" else []
+    if resume == "auto" and _is_of(folder / "run", command):
+        earlier.append(folder / "run")
+    if unfinished := next((path for path in earlier if not is_finished(path)), None):
+        say(f"run.resume auto: {unfinished} is the newest unfinished run of {command} without a name")
+        return unfinished.name
+    return unused_name(folder, command)
+
+
+def _is_of(run: Path, command: str) -> bool:
+    """Return whether `run` is the folder of a run of `command`: each command has a section that no other has."""
+    section, config = "grpo" if command == "train" else command, run / "config.yaml"
+    return config.is_file() and f"\n{section}:" in config.read_text(encoding="utf-8", errors="replace")
 
 
 class RunFolder:

@@ -19,7 +19,7 @@ from hybrid_grpo.data.batch import Numbers, Prompt, Rollout
 from hybrid_grpo.data.overlap import count_equal
 from hybrid_grpo.data.pictures import check_vision
 from hybrid_grpo.data.prompts import read_prompts
-from hybrid_grpo.data.sources import held_out_source
+from hybrid_grpo.data.sources import held_out_source, training_source
 from hybrid_grpo.data.training_prompts import TrainingPrompts
 from hybrid_grpo.grpo.objective import Objective, load_objective
 from hybrid_grpo.model.lora import check_lora
@@ -140,7 +140,8 @@ class RunInputs(EvalInputs):
         training = read_training_prompts(config, sampler, partners)
         timeline = Timeline(config.run.steps, len(training.prompts) / config.rollout.prompts_per_step)
         rewards = reward_sets.ready(sampler.tokenizer, timeline, by_turn=config.grpo.combine_rewards == "sum")
-        rewards["rewards"].check_prompts(training.prompts)
+        source = "data.mixture" if config.data.mixture else f"data.path {training_source(config.data)}"
+        rewards["rewards"].check_prompts(training.prompts, source)
         facts = {"data": training.fact}
         eval_sets: list[EvalSet] = []
         for held_out in sets:

@@ -156,3 +156,8 @@ def test_a_model_object_is_saved_with_its_tokenizer_once_the_settings_are_right(
     # Without a run, whatever its section says, the folder is temporary.
     folder = settings(EvaluateConfig, "evaluate", model=model, run={"seed": 1})["policy"]["model"]
     assert not folder.startswith("runs")
+    # Without a name, the model was saved by another name than the run's each time, and no run could be resumed.
+    first = settings(model=model, run={"resume": "auto"})
+    (tmp_path / "runs" / (name := first["run"]["name"])).mkdir()
+    monkeypatch.setattr("hybrid_grpo.run.folder.unused_name", lambda *_: "later")
+    assert first["policy"]["model"] == f"runs/{name}-start" and settings(model=model, run={"resume": "auto"}) == first

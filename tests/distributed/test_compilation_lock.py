@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.distributed import compilation_lock as locks
 from hybrid_grpo.distributed.compilation_lock import compilation_lock
 
 
@@ -38,6 +39,7 @@ def test_a_compiler_at_work_is_waited_for_and_only_by_those_who_need_its_kernel(
 import sys, time
 from pathlib import Path
 from hybrid_grpo.config.errors import UserError
+from hybrid_grpo.distributed import compilation_lock as locks
 from hybrid_grpo.distributed.compilation_lock import compilation_lock
 with {held.format(kernels_of)}:
     Path({str(kernels_of)!r}).touch()
@@ -61,6 +63,20 @@ with {held.format(kernels_of)}:
         other.stdin.close()
         waiting.join(60)
         assert len(entered) == 1
+
+
+@pytest.mark.parametrize("seconds, exists, said", [(4, 0, 0), (6, 0, 1), (20, 1, 0), (40, 1, 1)])
+def test_waiting_is_announced_also_where_an_old_library_is_compiled_again(
+    tmp_path, monkeypatch, capsys, seconds, exists, said
+):
+    """On a loaded machine a library that is there takes seconds to load, which is not worth a line."""
+    now = [0.0]
+    monkeypatch.setattr(locks.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(locks.time, "sleep", lambda passed: now.append(now.pop() + passed))
+    if exists:
+        (tmp_path / "adam.so").touch()
+    locks._wait_while(lambda: now[0] < seconds, tmp_path / "adam.so")
+    assert capsys.readouterr().err.count("another process is compiling DeepSpeed's kernel adam: waiting") == said
 
 
 def test_compiling_is_announced_and_a_program_that_is_no_compiler_is_one_line(kernels_of, monkeypatch, capsys):

@@ -13,8 +13,10 @@ from reward_helpers import inline, rows, statuses
 
 from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.config.errors import RunStopped, UserError
+from hybrid_grpo.rewards import rules
 from hybrid_grpo.rewards.functions import CONTEXT, load_function
 from hybrid_grpo.rewards.loader import load_rewards
+from hybrid_grpo.rewards.rules import _text_or_number
 from hybrid_grpo.rewards.scorer import Rewards
 
 
@@ -258,6 +260,19 @@ def test_a_column_named_as_an_input_is_refused(name: str) -> None:
 def test_a_column_named_as_a_fixed_argument_is_refused() -> None:
     message = refusal(lambda: rewards(longer_is_better, level=1).score(*rows("a", level=[2])))
     assert "longer_is_better has level both in kwargs and as a column" in message
+
+
+def test_the_first_row_that_cannot_be_judged_is_refused_without_asking_all_again(monkeypatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(rules, "_text_or_number", lambda gold: asked.append(gold) or _text_or_number(gold))
+    prompts, _ = rows(*"a" * 9999, answer=["b", *[{}] * 2, *"b" * 9996])
+    functions = Rewards(load_rewards([RewardConfig("exact_match")]))
+    assert "exact_match cannot judge row 101 (from 0) of data.path x" in refusal(
+        lambda: functions.check_prompts(prompts, "data.path x")
+    )
+    assert 0 < len(asked) < 2000
+    functions.check_prompts(prompts[3:])
+    assert len(asked) > 9996
 
 
 def test_missing_columns_are_refused_before_anything_is_called() -> None:

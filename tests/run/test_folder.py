@@ -25,7 +25,9 @@ def begun(config):
     return run
 
 
-def test_ranks_agree_on_the_time_that_names_a_run_and_resuming_without_a_name_finds_the_newest_of_the_command(tmp_path):
+def test_ranks_agree_on_the_time_that_names_a_run_and_resuming_without_a_name_finds_the_newest_of_the_command(
+    tmp_path, capsys
+):
     configs = [cls(run=RunConfig(dir=str(tmp_path))) for cls in (TrainConfig, TrainConfig, SftConfig)]
     (tmp_path / "train-1").mkdir()
     made = []
@@ -34,7 +36,23 @@ def test_ranks_agree_on_the_time_that_names_a_run_and_resuming_without_a_name_fi
         (tmp_path / name).mkdir()
         made.append(name)
     assert len({*made}) == 3 and [name.partition("-")[0] for name in made] == ["train", "train", "sft"]
-    assert named(replace(configs[0], run=replace(configs[0].run, resume="auto"))).run.name == made[1]
+    for run, command in (("run", "grpo"), ("run-of-another-name", "sft")):
+        (tmp_path / run).mkdir()
+        (tmp_path / run / "config.yaml").write_text(f"policy:\n  model: m\n{command}:\n")
+
+    def resumed(model="", step=0, newest=0):
+        """The name of the run that train resumes after a run got a model of `step` and a checkpoint `newest`."""
+        if model:
+            (tmp_path / model / f"checkpoints/step_{newest:06}").mkdir(parents=True)
+            (tmp_path / model / "model").mkdir(exist_ok=True)
+            (tmp_path / model / "model/run.json").write_text(json.dumps({"step": step}))
+        return named(replace(configs[0], run=replace(configs[0].run, resume="auto"))).run.name
+
+    # A finished run ended every later command that was to resume one; with a newer checkpoint it is not finished.
+    assert [resumed(), resumed(made[1], 7, 7), resumed(made[0], 7, 9)] == [made[1], made[0], made[0]]
+    assert resumed(made[0], 10, 10) == "run" and resumed("run") not in ("run", *made)
+    assert capsys.readouterr().out.count("is the newest unfinished run of train without a name") == 4
+    assert named(replace(configs[2], run=replace(configs[2].run, resume="auto"))).run.name == made[2]
 
 
 def test_whatever_is_damaged_is_set_aside_and_named(tmp_path, capsys):

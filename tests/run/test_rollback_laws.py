@@ -178,9 +178,8 @@ def what_is_left(folder: Path, stopped: bool) -> dict[str, Any]:
 
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(len(lines)))
-    for name in ("policy/lr", "critic/lr"):
-        rates = [round(line[name], 5) for line in lines[1:]]
-    assert [round(line["critic/lr"], 5) for line in lines[1:]] == rates, "the critic is as careful as the policy"
+    rates, of_critic = ([round(line[name], 5) for line in lines[1:]] for name in ("policy/lr", "critic/lr"))
+    assert of_critic == rates, "the critic is as careful as the policy"
     checkpoints = Checkpoints(folder / "checkpoints", 9)
     newest, _ = checkpoints.newest_whole()
     assert newest is not None

@@ -14,7 +14,7 @@ CALLBACKS = {field.name for field in fields(Callbacks)}
 def _flat(decoder: Callable[..., Any]) -> Callable[..., Any]:
     def call(*task: Any, **arguments: Any) -> Any:
         called = {name: arguments.pop(name) for name in CALLBACKS & arguments.keys()}
-        return decoder(*task, Callbacks(**called), **arguments)
+        return decoder(*task, Callbacks(**called) if called else None, **arguments)
 
     return call
 

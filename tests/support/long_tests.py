@@ -18,8 +18,10 @@ from xml.etree import ElementTree
 TESTS = Path(__file__).parent.parent
 LIST = TESTS / "long.txt"
 LEAST_SECONDS = 10
-SECONDS, LONGEST = 6.0, 45.0
-"""How long the cases of a function that a run takes may take, but for a first one; and that, or all are left out."""
+SECONDS = 6.0
+"""A run takes as many cases of a function as take this long together, and at least one."""
+LONGEST = 45.0
+"""Of a function whose cases take longer than this on average, a run takes none."""
 
 
 def listed() -> dict[str, int]:
@@ -29,8 +31,8 @@ def listed() -> dict[str, int]:
 
 
 def few(cases: Sequence[Any], seconds: float) -> list[Any]:
-    """Return of the cases of a function, which together take `seconds`, those that a run takes: each adds as many
-    values of parameters as a case can that no earlier one has, the first of equals."""
+    """Return those of a function's cases that a run takes. All together take `seconds`, of which each counts its equal
+    share. Each one taken has the most values of parameters that none before it has, and is the first of equals."""
     kept: list[Any] = []
     seen: set[tuple[str, int]] = set()
     rest = {case: set(case.callspec.indices.items()) if hasattr(case, "callspec") else set() for case in cases}

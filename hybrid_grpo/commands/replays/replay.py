@@ -59,6 +59,7 @@ class LossRecorder(StepTrace):
         self.seen: dict[tuple[int, int], dict[str, list[float] | None]] = {}
 
     def begin(self, step: int) -> None:
+        super().begin(step)
         self._has_begun = True
 
     def learned(self, batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor) -> None:

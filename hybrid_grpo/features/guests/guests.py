@@ -109,12 +109,9 @@ class Guests(Feature):
             )
             if self.inputs.objective is not None:
                 loss = self.inputs.objective(
-                    *(logp_bT, old_logp_bT, advantages_bT, weight_bT, grpo),
-                    beta=0.0,
-                    ref_logp_bT=batch.ref_logp_bT,
-                    entropy_bT=zeros_bT,
-                    correction_bT=None,
-                )
+                    logp_bT, old_logp_bT, advantages_bT, weight_bT, grpo, beta=0.0, ref_logp_bT=batch.ref_logp_bT,
+                    entropy_bT=zeros_bT, correction_bT=None,
+                )  # fmt: skip
             total, numbers = total + loss, numbers | _numbers(name, stats)
         return total, numbers
 

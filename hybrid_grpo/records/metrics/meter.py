@@ -6,7 +6,7 @@
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -88,6 +88,10 @@ class Meter:
         weight = sum(float(count) for _, count in pairs)
         return sum(float(value) * float(count) for value, count in pairs) / weight if weight else 0.0
 
+    def add_spans(self, spans: Iterable[Span]) -> None:
+        """Add stages of the step that were timed elsewhere."""
+        self.spans.extend(spans)
+
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
         """Time the `with` block as a stage of the step, in seconds. Waits for the GPU before and after the block."""
@@ -99,7 +103,7 @@ class Meter:
         self._synchronize()
         end = time.perf_counter()
         self.add(name, end - start)
-        self.spans.append((stage, start, end))
+        self.add_spans([(stage, start, end)])
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

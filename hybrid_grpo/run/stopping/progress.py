@@ -39,7 +39,9 @@ class Progress:
         mine = self._shared.mine
         mine.grace_s, mine.stall_s = config.grace_s or _GRACE_S, config.stall_minutes * 60
         if config.stop_after:
-            self._deadline = (mine.started or time.monotonic()) + duration_seconds(config.stop_after)
+            # Without a watcher, the process may have made other runs before this one.
+            began = mine.started if mine.watcher else time.monotonic()
+            self._deadline = began + duration_seconds(config.stop_after)
         if mine.watcher:
             # All ranks of the machine share the memory by now; the file would outlive watchers that are killed.
             self._shared.forget_file()

@@ -26,9 +26,9 @@ LAUNCHER_GONE, TIME_OVER = 101, 102
 class RankStatus(ctypes.Structure):
     """The state of one rank. Numbers are 0 until they are known."""
 
-    watcher: int  # process id of the watcher
-    started: float  # when the watcher began
-    tick: float  # when the watcher last looked after its rank
+    watcher: int  # process id of the watcher; 0 if the rank has none
+    started: float  # when the watcher began, or the process of a rank without one
+    tick: float  # when the watcher last looked after its rank, or the rank was about to print an error
     status: int  # exit status of the rank, or RUNNING
     phase: int  # index into PHASES
     entered: float  # when that phase began

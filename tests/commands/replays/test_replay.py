@@ -112,7 +112,9 @@ def test_the_loss_is_the_sum_of_what_was_recorded(settings, made):
 def test_every_pass_has_a_row_once_and_rows_that_are_not_learned_are_null():
     batch, logp_bT, entropy_bT = make_batch()
     recorder = LossRecorder(GrpoConfig())
+    recorder.decoded("of an earlier step")
     recorder.begin(1)
+    assert not recorder._timelines, "a trace is of one step"
     for more in (10, 12):
         recorder.learned(batch, logp_bT + more, entropy_bT)
     prompts = [Prompt(n, "p", [1], {}) for n in range(4)]

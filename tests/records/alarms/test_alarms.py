@@ -1,12 +1,14 @@
 """When alarms go off, and when they are said."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from paths import ROOT
 
 from hybrid_grpo.config import AlarmConfig, AlarmsConfig, RunConfig, TrainConfig, build, to_dict
+from hybrid_grpo.config import alarms as alarm_settings
 from hybrid_grpo.config.errors import RunStopped, UserError
 from hybrid_grpo.config.parsing import Parsed
 from hybrid_grpo.records.alarms.alarms import Alarms, RollBack
@@ -278,6 +280,16 @@ def test_only_what_is_looked_at_is_remembered(tmp_path):
 def test_a_number_of_ones_own_that_is_no_metric_is_refused():
     with pytest.raises(UserError, match=r"alarms\.numbers policy/kul is not a metric: did you mean policy/kl\?"):
         Alarms(AlarmsConfig(numbers={"policy/kul": AlarmConfig(above=1.0)}))
+
+
+def test_what_an_alarm_is_not_given_is_its_default_which_is_made_once(monkeypatch):
+    checked = []
+    monkeypatch.setattr(alarm_settings, "refuse", lambda *refused: checked.append(refused))
+    default = AlarmsConfig()
+    once = len(checked)
+    config = AlarmsConfig(**{name: {"patience": 77} for name in default.named})
+    assert config.named == {name: replace(alarm, patience=77) for name, alarm in default.named.items()}
+    assert len(checked) == 2 * once
 
 
 def test_a_reward_that_rises_where_held_out_accuracy_does_not_is_a_warning_before_a_fall_is_proven():

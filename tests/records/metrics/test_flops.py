@@ -20,26 +20,37 @@ def rollout_of(*completions: Completion) -> Rollout:
     return Rollout([Prompt(0, "?", [1] * 5, {})], list(completions), len(completions))
 
 
-def stage_flops(rollout: Rollout, cost: Cost) -> tuple[float, float, float]:
-    generate, read_P, train_P = flops.group_flops(rollout, cost)
-    return generate, float(read_P.sum()), float(train_P.sum())
+def by_token(rollout: Rollout) -> tuple[float, list[float], list[float]]:
+    """What `group_flops` returns, one token after the other."""
+    generated, read = 0.0, []
+    for group, prompt in enumerate(rollout.prompts):
+        size = len(prompt.token_ids)
+        rows = rollout.completions[group * rollout.num_generations :][: rollout.num_generations]
+
+        def token(seen: int) -> float:
+            return 2 * COST.body + 2 * 2 * COST.width * seen
+
+        generated += any(not row.writer for row in rows) * size * token(size)
+        read.append(any(row.learned for row in rows) * size * token(size))
+        for row in rows:
+            tokens, heads = (
+                len(row.token_ids) + sum(len(ids) for _, ids in row.given),
+                2 * COST.head * len(row.token_ids),
+            )
+            generated += (not row.writer) * (sum(token(size + n) for n in range(1, tokens + 1)) + heads)
+            read[-1] += row.learned * (tokens * token(size + tokens) + heads)
+    return generated, read, [3 * forward for forward in read]
 
 
-def test_the_stages_of_a_group_added_up_token_by_token():
-    """Three tokens, and two behind each other with a tool's answer of four between; the prompt has five."""
-    rollout = rollout_of(Completion([1] * 3, [], "stop"), Completion([1] * 2, [], "stop", given=((1, [7] * 4),)))
-    attend = 2 * 8 * 2
-    decoded = [range(6, 9), range(6, 12)]
-    generate = 5 * (2000 + attend * 5) + sum(2000 + attend * n for tokens in decoded for n in tokens) + 5 * 600
-    read = 5 * (2000 + attend * 5) + 3 * (2000 + attend * 8) + 6 * (2000 + attend * 11) + 5 * 600
-    assert stage_flops(rollout, COST) == (generate, read, 3 * read)
-
-
-def test_guests_are_not_sampled_and_what_is_not_learned_is_not_trained():
-    own, guest = Completion([1] * 3, [], "stop"), Completion([1] * 3, [], "stop", writer="g", learned=False)
-    both, alone = (stage_flops(rollout_of(*rows), COST) for rows in ((own, guest), (own,)))
-    assert both == alone
-    assert stage_flops(rollout_of(guest, guest), COST) == (0.0, 0.0, 0.0)
+def test_a_step_costs_what_its_tokens_cost_one_after_the_other():
+    """With prompts of two lengths, an answer of a tool, guests, and what is not learned: a guest is not sampled, and
+    what is given counts for the completion that is given it, behind its own prompt."""
+    plain, guest = Completion([1] * 3, [], "stop"), Completion([1] * 4, [], "stop", writer="g", learned=False)
+    answered = replace(plain, token_ids=[1] * 2, given=((1, [7] * 4),))
+    rows = [plain, answered, plain, guest, replace(guest, learned=True), replace(plain, learned=False), guest, guest]
+    rollout = Rollout([Prompt(n, "?", [1] * (5 + 4 * n), {}) for n in range(4)], rows, 2)
+    for counted, expected in zip(flops.group_flops(rollout, COST), by_token(rollout), strict=True):
+        assert counted == pytest.approx(expected)
 
 
 def measured(monkeypatch, dtype: str, times: dict[str, float], peak: float | None = 1e6) -> dict[str, float]:
@@ -55,7 +66,7 @@ def measured(monkeypatch, dtype: str, times: dict[str, float], peak: float | Non
 
 def test_utilization_is_operations_a_second_over_the_peak(monkeypatch):
     times = {"time/generate_s": 0.5, "time/train_s": 0.25}
-    generate, read, train = stage_flops(rollout_of(Completion([1] * 3, [], "stop")), COST)
+    generate, [read], [train] = by_token(rollout_of(Completion([1] * 3, [], "stop")))
     numbers = measured(monkeypatch, "bfloat16", {**times, "time/reference_s": 0.1})
     assert numbers == pytest.approx(
         {
@@ -97,15 +108,3 @@ def test_groups_that_were_left_out_count_and_steps_that_were_not_made_do_not(mon
 )
 def test_the_peak_is_that_of_the_whole_device_by_its_name(name, tera):
     assert peak_flops(name) == (tera and tera * 1e12)
-
-
-def test_what_is_given_counts_for_the_completion_that_is_given_it():
-    """Two prompts of two completions: an answer to the last one is read behind its own prompt."""
-    plain = Completion([1] * 2, [], "stop")
-    rows = [plain, plain, plain, replace(plain, given=((1, [7] * 4),))]
-    both = stage_flops(Rollout([Prompt(n, "?", [1] * (1 + 4 * n), {}) for n in range(2)], rows, 2), COST)
-    alone = [
-        stage_flops(Rollout([Prompt(0, "?", [1] * (1 + 4 * n), {})], rows[2 * n : 2 * n + 2], 2), COST)
-        for n in range(2)
-    ]
-    assert both == pytest.approx([sum(stage) for stage in zip(*alone, strict=True)])

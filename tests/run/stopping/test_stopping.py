@@ -346,6 +346,7 @@ def test_progress_stops_at_its_time_and_at_stop_points_and_without_a_run_never(m
     shared = SharedStatus()
     monkeypatch.setattr(progresses, "own_status", lambda: shared)
     monkeypatch.setattr(SharedStatus, "listen", lambda self, stops, patience: None)
+    now[0] += 7200.0  # In a notebook, `run.stop_after` counted from the first run, and ended the second at once.
     progress = progresses.Progress(RunConfig(stop_after="1h", stall_minutes=2.0))
     progress.start()
     progress.expect_saving(100.0)
@@ -370,6 +371,14 @@ def test_progress_stops_at_its_time_and_at_stop_points_and_without_a_run_never(m
     unwatched._shared.ask(signal.SIGTERM)
     unwatched.enter("update", 1)
     assert unwatched.stop_requested() and not unwatched.stops() and unwatched.stop_reason() == "SIGTERM"
+    # A watched run counts its imports too.
+    shared.mine.watcher, shared.mine.started, progress = (
+        1,
+        now[0] - 3601,
+        progresses.Progress(RunConfig(stop_after="1h")),
+    )
+    progress.start()
+    assert progress.stop_requested()
 
 
 @pytest.mark.parametrize("status, lives, found", [
