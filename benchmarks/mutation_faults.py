@@ -1,4 +1,4 @@
-"""The faults of benchmarks/mutation.py: mutmut's changes to a syntax tree, except those that cannot change behaviour.
+"""The faults of benchmarks/mutation.py: mutmut's changes to a syntax tree, except those that cannot change behavior.
 
 Left out, since either no test or every test would find them: annotations, names of types, decorators, imports, strings
 (names and messages), raise and assert statements, printed text, `strict` of a zip, `encoding` and `indent` of a file,
@@ -90,14 +90,14 @@ class _Visitor(cst.CSTVisitor):
             if isinstance(node, _COMPOUND):
                 last = max(span.start.line, self.get_metadata(PositionProvider, node.body).start.line - 1)
             self._lines = (span.start.line, last)
-        if _without_behaviour(node):
+        if _without_behavior(node):
             return False
         if changes := list(_changes(node)):
             self.places.append((node, self._lines, changes))
         return True
 
 
-def _without_behaviour(node: cst.CSTNode) -> bool:
+def _without_behavior(node: cst.CSTNode) -> bool:
     match node:
         case cst.Call(func=cst.Name(value=name) | cst.Attribute(attr=cst.Name(value=name))):
             return name in _SAYING
@@ -123,7 +123,7 @@ def _changes(node: cst.CSTNode) -> Iterator[Change]:
 
 
 def _is_told(argument: cst.Arg) -> bool:
-    """Whether an argument is a message, a device, or a name without effect on behaviour."""
+    """Whether an argument is a message, a device, or a name without effect on behavior."""
     named = argument.keyword is not None and argument.keyword.value in _ARGUMENTS
     match argument.value:
         case cst.Name(value=name) | cst.Attribute(attr=cst.Name(value=name)):

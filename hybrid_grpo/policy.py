@@ -74,7 +74,7 @@ class TrainedModel:
 
     `load` reads the model, given the attention implementation for training; `wrap` turns it into the module to train.
     `total_steps` counts the optimizer steps of the whole run. With a `lora` of rank above 0, adapters are trained
-    instead of the weights, and `seed` initialises them. The engine's view uses the attention `view_attention` (default:
+    instead of the weights, and `seed` initializes them. The engine's view uses the attention `view_attention` (default:
     transformers' own); for `keep_view` see `View`.
 
     Attributes:
@@ -328,7 +328,7 @@ class Policy(TrainedModel):
 class Scorer(TrainedModel):
     """A model inside one DeepSpeed engine that outputs one number per token (`ScalarModel`), for scoring and training.
 
-    `padding` is the token that the exported classifier treats as padding; `seed` and `head_std` initialise a new head
+    `padding` is the token that the exported classifier treats as padding; `seed` and `head_std` initialize a new head
     (see `load_scalar_model`); `setting` is the setting that names the model. For other arguments see `TrainedModel`.
     """
 

@@ -34,7 +34,7 @@ def test_the_true_score_is_that_of_the_quickstart(completion, score):
     assert true_score(completion, "abcd") == pytest.approx(score)
 
 
-def test_pairs_are_clear_and_as_many_as_stated_are_labelled_the_wrong_way_round():
+def test_pairs_are_clear_and_as_many_as_stated_are_labeled_the_wrong_way_round():
     task = make_rows(seed=3)
     rows = task["sft"][:1500]
     samples = make_samples(rows)

@@ -42,7 +42,8 @@ def train(
         sections: sections of the configuration, as in `policy={"lr": 1e-6}`; `hybrid-grpo train --help` lists them.
             `lora` may be a `peft.LoraConfig`.
 
-    A run without a name is named by the time. In a notebook, the square button saves a checkpoint and ends the run.
+    A run without a name is named by its command and the time. In a notebook, the square button saves a checkpoint and
+    ends the run.
     """
     from hybrid_grpo.commands.train import train as run
 

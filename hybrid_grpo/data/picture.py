@@ -31,7 +31,7 @@ _MOST_UNEVEN = 200
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 """Formats that are read. Others, as vector graphics or documents, need programs of their own."""
 _ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
-"""What a whole file of a format has at its end; others may stand behind it."""
+"""What a whole file of a format has at its end; others may have more after it."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def _quiet() -> Iterator[None]:
 
 def _orientation(image: Image) -> int:
     """Return how a picture is to be turned (EXIF), without reading its pixels."""
-    # Of a PNG, all of it would be read to look for this behind the pixels.
+    # Of a PNG, all of it would be read to look for this after the pixels.
     return int(image.getexif().get(0x0112, 1)) if image.format != "PNG" or "exif" in image.info else 1
 
 

@@ -106,7 +106,7 @@ class Drafter:
         self._misses, self._pause = 0, _PAUSE
         return [draft[: taken.count(row)] for row, (draft, _) in enumerate(found)]
 
-    def verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+    def record_verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Learn that the first `accepted` of the `drafted` tokens were those that were sampled."""
         self.drafted += drafted
         self.accepted += accepted
@@ -268,7 +268,7 @@ class _Trace:
         self.matched, self.seen = _match(self.text.tokens, source, at), len(self.text.tokens)
 
     def follow(self) -> None:
-        """Go on by the sequence's new tokens, as long as they are repeated."""
+        """Advance over the sequence's new tokens, as long as they repeat the source."""
         for token in self.text.tokens[self.seen :]:
             if self.source is None or self.at == len(self.source) or self.source[self.at] != token:
                 self.source = None
@@ -291,7 +291,7 @@ def _match(tokens: list[int], source: list[int], at: int) -> int:
 
 @dataclass
 class _Hits:
-    """How many tokens of drafts held, of those that were checked; earlier ones count less."""
+    """How many draft tokens were accepted, of those that were verified; earlier ones count less."""
 
     accepted: float
     verified: float

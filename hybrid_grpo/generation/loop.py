@@ -273,7 +273,7 @@ class _Loop:
                 accepted += 1
             if draft:
                 sequence.position = len(sequence.tokens) - 1
-                self.drafter.verified(sequence, len(draft), accepted)
+                self.drafter.record_verified(sequence, len(draft), accepted)
             if accepted and sequence.completion is None:
                 rows, slots = [*rows, row + accepted - 1], [*slots, slot]
             row += len(draft)

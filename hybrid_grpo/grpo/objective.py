@@ -20,11 +20,11 @@ returns the scalar loss."""
 def load_objective(grpo: GrpoConfig) -> Objective | None:
     """Return the loss that `grpo.objective` names or is; None for the built-in one. Raises UserError if the name is
     wrong, `grpo.whole_groups` does not fit the loss's arguments, or a small example shows that it cannot learn."""
-    named_as = grpo.objective
-    if named_as is None:
+    chosen = grpo.objective
+    if chosen is None:
         return None
-    found: Objective = import_object(named_as, f"grpo.objective {named_as}") if isinstance(named_as, str) else named_as
-    text, named = function_text(named_as), signature(found).parameters
+    found: Objective = import_object(chosen, f"grpo.objective {chosen}") if isinstance(chosen, str) else chosen
+    text, named = function_text(chosen), signature(found).parameters
     needs = "group_b" in named and named["group_b"].default is Parameter.empty
     takes = "group_b" in named or any(each.kind is Parameter.VAR_KEYWORD for each in named.values())
     refuse(

@@ -167,7 +167,7 @@ class View:
         for dtype in sorted({p.ds_tensor.dtype for p in every}, key=str):
             places, size = self._places([p for p in every if p.ds_tensor.dtype == dtype])
             flat = memory(dtype, size, dtype)
-            # In order: the padding behind a weight lies where its neighbor's is gathered next.
+            # In order: the padding after a weight lies where its neighbor's is gathered next.
             for p, begin in places.items():
                 target = flat[begin : begin + world_size() * p.ds_tensor.numel()]
                 torch.distributed.all_gather_into_tensor(target, p.ds_tensor.to(self._device).view(-1))
@@ -176,7 +176,7 @@ class View:
 
     def _places(self, parameters: list[Any]) -> tuple[dict[Any, int], int]:
         """Return where in one buffer each weight begins, and the buffer's size. Each begins where a kernel can load it
-        fastest, and right behind the last one where they are to be neighbors and sizes allow it."""
+        fastest, and right after the last one where they are to be neighbors and sizes allow it."""
         unit = _ALIGNED_BYTES // parameters[0].ds_tensor.element_size()
         before: dict[Any, Any] = {p: q for group in self._together for q, p in pairwise(group)}
         group_of = {p: group for group in self._together for p in group}

@@ -149,7 +149,7 @@ def test_the_completions_are_those_of_step_0_of_a_rollout(terminal: Terminal, fo
     assert sum(a["completion"] != b["completion"] for a, b in zip(rows, others, strict=True)) > len(rows) // 2
 
 
-def test_neither_slots_nor_neighbours_change_a_completion(terminal: Terminal) -> None:
+def test_neither_slots_nor_neighbors_change_a_completion(terminal: Terminal) -> None:
     rows = terminal.generate(*DATA, "--rollout.num_generations=2")
     few = terminal.generate(*DATA, "--rollout.num_generations=2", "--rollout.max_slots=3", "--data.limit=4")
     assert [row["completion"] for row in few] == [row["completion"] for row in rows[:8]]

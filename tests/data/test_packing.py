@@ -174,7 +174,7 @@ def test_auto_shares_prompts_that_are_a_tenth_of_the_tokens_or_more(length, comp
     assert sum(sizes(packed(prompts, completions, 1000, "auto"))) == computed
 
 
-def test_only_neighbours_share_and_chosen_rows_keep_their_own_numbers():
+def test_only_neighbors_share_and_chosen_rows_keep_their_own_numbers():
     prompts, completions = ragged(groups=3)
     chosen = [7, 2, 11, 3, 4]
     [micro] = packed(prompts, completions, 1000, "on", rows=chosen)

@@ -146,10 +146,10 @@ def test_drafts_are_as_long_as_they_pay():
     drafter = drafter_of(group, {1: 1.0, 2: 1.1, 4: 1.2, 8: 4.0, 16: 9.0})
     assert drafter.propose([mine], 16) == [[4, 5, 6]]
     for _ in range(40):
-        drafter.verified(mine, 3, 0)
+        drafter.record_verified(mine, 3, 0)
     assert drafter.propose([mine], 16) == [], "they never held"
     for _ in range(40):
-        drafter.verified(mine, 3, 3)
+        drafter.record_verified(mine, 3, 3)
     assert drafter.propose([mine], 16) == [[4, 5, 6]]
     for _ in range(200):
         drafter.record_time(4, 6.0, drafts=True)

@@ -147,7 +147,7 @@ def test_the_split_over_ranks_changes_neither_advantages_nor_gradient(baseline, 
 
 
 def gdpo(by_function, weights, groups: int, size: int) -> np.ndarray:
-    """Function by function, over those it applies to; then the sum, normalised over the batch."""
+    """Function by function, over those it applies to; then the sum, normalized over the batch."""
     total = np.zeros((groups, size))
     for name, values in by_function.items():
         for g, row in enumerate(values.reshape(groups, size)):

@@ -16,7 +16,7 @@ LOSS_TYPES = ["dapo", "grpo", "dr_grpo"]
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_a_row_s_weights_depend_on_the_totals_and_not_on_its_neighbours_or_padding(loss_type):
+def test_a_row_s_weights_depend_on_the_totals_and_not_on_its_neighbors_or_padding(loss_type):
     mask = Batch(5).mask
     totals = {"total_tokens": 1000, "total_rows": 64, "max_completion_tokens": 50}
     whole = token_weights(mask, loss_type, **totals)

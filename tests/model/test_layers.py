@@ -209,7 +209,7 @@ def test_only_models_on_a_gpu_take_kernels(launches, monkeypatch):
     assert_same(trained(deepcopy(model), micro_batch()), expected, 2e-5)
 
 
-def test_prefills_of_a_recognised_model_take_kernels(launches, torch_only):
+def test_prefills_of_a_recognized_model_take_kernels(launches, torch_only):
     """What is sampled in float32 is what the model's own code gives."""
     requests = [Request([1, 2, 3, 4, 5], [0]), Request([7], [1])]
     model, plain = (build(tiny_config("qwen3"), ATTENTION) for _ in range(2))

@@ -24,10 +24,10 @@ class Asked:
     body: Any
 
 
-Behaviour = Callable[[socket.socket, Asked], None]
+Behavior = Callable[[socket.socket, Asked], None]
 
 
-def answer(body: str | bytes, status: str = "200 OK", **headers: str) -> Behaviour:
+def answer(body: str | bytes, status: str = "200 OK", **headers: str) -> Behavior:
     """A whole answer; `Retry_After` is the header Retry-After."""
 
     def send(connection: socket.socket, asked: Asked) -> None:
@@ -39,7 +39,7 @@ def answer(body: str | bytes, status: str = "200 OK", **headers: str) -> Behavio
     return send
 
 
-def says(**fields: Any) -> Behaviour:
+def says(**fields: Any) -> Behavior:
     """An answer in JSON."""
     return answer(json.dumps(fields))
 
@@ -49,7 +49,7 @@ def lengths(connection: socket.socket, asked: Asked) -> None:
     says(rewards=[len(query) for query in asked.body["query"]])(connection, asked)
 
 
-def after(seconds: float, then: Behaviour = lengths) -> Behaviour:
+def after(seconds: float, then: Behavior = lengths) -> Behavior:
     """An answer that comes late."""
 
     def send(connection: socket.socket, asked: Asked) -> None:
@@ -89,14 +89,14 @@ class Endless:
 
 
 class Service(socketserver.ThreadingTCPServer):
-    """Answers each request by the next behaviour; the last one answers all further requests."""
+    """Answers each request by the next behavior; the last one answers all further requests."""
 
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self, *behaviours: Behaviour, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, *behaviors: Behavior, tls: ssl.SSLContext | None = None) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.behaviours: Sequence[Behaviour] = behaviours
+        self.behaviors: Sequence[Behavior] = behaviors
         self.asked: list[Asked] = []
         self.lock = threading.Lock()
         self.tls = tls
@@ -144,7 +144,7 @@ class _Handler(socketserver.BaseRequestHandler):
             with self.server.lock:
                 number = len(self.server.asked)
                 self.server.asked.append(asked)
-            self.server.behaviours[min(number, len(self.server.behaviours) - 1)](connection, asked)
+            self.server.behaviors[min(number, len(self.server.behaviors) - 1)](connection, asked)
             connection.close()
         except OSError:  # the client has gone
             pass

@@ -1,4 +1,4 @@
-"""Training with a tool and an environment or a user, from the command: a random model whose logits favour calls."""
+"""Training with a tool and an environment or a user, from the command: a random model whose logits favor calls."""
 
 import json
 

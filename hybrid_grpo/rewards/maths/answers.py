@@ -88,7 +88,7 @@ def _reference_number(gold: Any) -> Fraction:
         number = parse_number(gold)
         number = stated_number(gold) if number is None else number
     elif isinstance(gold, int | float) and not isinstance(gold, bool) and math.isfinite(gold):
-        # str gives the shortest decimal of a float: 0.1 in the data is the number 0.1, not its binary neighbour.
+        # str gives the shortest decimal of a float: 0.1 in the data is the number 0.1, not its binary neighbor.
         number = Fraction(str(gold))
     if number is None:
         raise ValueError(f"answer {gold!r:.40} is not a number and gives none after #### or in \\boxed{{}}")

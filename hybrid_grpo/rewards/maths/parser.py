@@ -184,9 +184,9 @@ def _list(text: str) -> Answer | None:
     names = [part.name for part in parts if isinstance(part, Quantity) and re.fullmatch(r"[A-Za-z]", part.name)]
     if len(set(names)) == len(parts):  # x = 1, y = 2 is the point (1, 2)
         point = tuple(parts[names.index(name)] for name in sorted(names))
-        # Without names, the order of the values is only known if the names are neighbours in the alphabet.
-        neighbours = ord(max(names)) - ord(min(names)) < len(names)
-        return Either((Ordered("()", point), Ordered(",", point if neighbours else tuple(parts))))
+        # Without names, the order of the values is only known if the names are neighbors in the alphabet.
+        neighbors = ord(max(names)) - ord(min(names)) < len(names)
+        return Either((Ordered("()", point), Ordered(",", point if neighbors else tuple(parts))))
     if all(re.match(r"\s*[^(\[⦃\s].*[<>]", part) for part in texts) and not re.search(r"\band\b", text):
         return Unordered("union", tuple(parts))
     return Unordered("list", tuple(parts))

@@ -18,7 +18,7 @@ from hybrid_grpo.run.memory.parts import Part
 
 _BESIDE_PRODUCTS = 1.25
 """Bytes that are kept for a backward pass, relative to what goes into linear layers and comes out: 0.9 to 1.4 were
-measured in ten families, 2.2 in Gemma 4. Layers behind a merger, which have fewer rows, are counted as if they had all.
+measured in ten families, 2.2 in Gemma 4. Layers after a merger, which have fewer rows, are counted as if they had all.
 """
 
 

@@ -60,7 +60,7 @@ def test_products_are_not_much_slower_than_those_of_torch():
 @needs_compiler
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("size", [8, 32, 100])
-def test_norms_of_either_kind_are_recognised_and_others_left(offset, size):
+def test_norms_of_either_kind_are_recognized_and_others_left(offset, size):
     class SomeRMSNorm(nn.Module):
         def __init__(self, power):
             super().__init__()

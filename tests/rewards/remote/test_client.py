@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from hostile_service import (
-    Behaviour,
+    Behavior,
     Endless,
     Service,
     after,
@@ -99,7 +99,7 @@ def test_a_chat_template_makes_the_query(tmp_path):
     assert body["query"] == ["<system>Be brief.<user>2+2?<assistant>4"]
 
 
-TRANSIENT: dict[str, tuple[Behaviour, str]] = {
+TRANSIENT: dict[str, tuple[Behavior, str]] = {
     "500": (answer("", "500 Internal Server Error"), "answered 500"),
     "429": (answer("", "429 Too Many Requests"), "answered 429"),
     "408": (answer("", "408 Request Timeout"), "answered 408"),
@@ -122,11 +122,11 @@ TRANSIENT: dict[str, tuple[Behaviour, str]] = {
 
 @pytest.mark.parametrize("name", TRANSIENT)
 def test_temporary_trouble_is_tried_again(name):
-    behaviour, says_what = TRANSIENT[name]
-    with Service(behaviour, behaviour, lengths) as service:
+    behavior, says_what = TRANSIENT[name]
+    with Service(behavior, behavior, lengths) as service:
         assert ask(service.url, retries=2) == [4.0]
         assert len(service.asked) == 3
-    with Service(behaviour) as service:
+    with Service(behavior) as service:
         message = refusal(service.url, retries=1)
         assert says_what in message and message.endswith("(attempt 2)")
         assert message.startswith(service.url)
@@ -146,10 +146,10 @@ def test_redirects_are_not_followed():
         assert (len(service.asked), len(other.asked)) == (1, 0)
 
 
-@pytest.mark.parametrize("behaviour", [after(30.0), drips])
-def test_an_attempt_ends_in_time(behaviour):
+@pytest.mark.parametrize("behavior", [after(30.0), drips])
+def test_an_attempt_ends_in_time(behavior):
     start = time.monotonic()
-    with Service(behaviour) as service:
+    with Service(behavior) as service:
         assert "gave no complete answer within 0.2 s (attempt 2)" in refusal(service.url, timeout_s=0.2, retries=1)
     assert 0.4 <= time.monotonic() - start < 8
 
@@ -295,8 +295,8 @@ def test_the_token_goes_to_the_service_and_nowhere_else(monkeypatch, caplog):
     moved = answer("", "302 Found", Location=f"http://evil.example/{TOKEN}")
     reason = answer("", f"400 {TOKEN}")
     with caplog.at_level(logging.DEBUG):
-        for behaviour in (echo, moved, reason, drops, answer(TOKEN), says(rewards=[TOKEN]), after(9.0)):
-            with Service(behaviour) as service:
+        for behavior in (echo, moved, reason, drops, answer(TOKEN), says(rewards=[TOKEN]), after(9.0)):
+            with Service(behavior) as service:
                 with pytest.raises(RuntimeError) as caught:
                     ask(service.url, token_env="REWARD_TOKEN", retries=1, timeout_s=0.4)
                 assert service.asked[0].headers["authorization"] == f"Bearer {TOKEN}"
