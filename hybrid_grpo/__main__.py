@@ -63,14 +63,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     command, *rest = arguments
     try:
-        launched = next(
-            (argument for argument in arguments if argument.startswith(("--local_rank", "--local-rank"))), ""
-        )
-        refuse(
-            bool(launched),
-            f"the deepspeed launcher added {launched}, which is not a setting: start it with --no_local_rank, as in"
-            " deepspeed --no_local_rank --module hybrid_grpo train ...",
-        )
+        for argument in arguments:
+            refuse(
+                argument.startswith(("--local_rank", "--local-rank")),
+                f"the deepspeed launcher added {argument}, which is not a setting: start it with --no_local_rank, as in"
+                " deepspeed --no_local_rank --module hybrid_grpo train ...",
+            )
         if command not in commands:
             raise UserError(f"there is no command {command}; the commands are {', '.join(commands)}")
         adopt_rank()

@@ -166,18 +166,13 @@ def test_the_quickstart_warms_up_and_then_trains_on_what_it_made(tmp_path, monke
 
 
 @pytest.mark.process
-def test_the_quickstart_takes_a_model_of_one_s_own(tmp_path):
-    (call,) = handed_over("quickstart.sh", tmp_path, "--policy.model", "mine", "--data.path", "my.jsonl")
-    assert call[call.index("train") :][-4:] == ["--policy.model", "mine", "--data.path", "my.jsonl"]
-    assert not (tmp_path / "runs/quickstart-task").exists()
-
-
-@pytest.mark.process
-def test_a_finished_run_is_set_aside_and_not_overwritten(tmp_path):
+def test_the_quickstart_takes_a_model_of_one_s_own_and_sets_a_finished_run_aside(tmp_path):
     finished = tmp_path / "runs/quickstart/metrics.jsonl"
     finished.parent.mkdir(parents=True)
     finished.write_text("mine")
-    handed_over("quickstart.sh", tmp_path, "--policy.model", "mine")
+    (call,) = handed_over("quickstart.sh", tmp_path, "--policy.model", "mine", "--data.path", "my.jsonl")
+    assert call[call.index("train") :][-4:] == ["--policy.model", "mine", "--data.path", "my.jsonl"]
+    assert not (tmp_path / "runs/quickstart-task").exists()
     (kept,) = (tmp_path / "runs").glob("quickstart.*")
     assert (kept / "metrics.jsonl").read_text() == "mine"
 

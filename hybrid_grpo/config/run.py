@@ -39,8 +39,8 @@ class RunConfig:
     """Steps to train: rollouts for `train`, optimizer steps for `sft` and `reward`."""
     resume: Annotated[Place, About(usual=3), OF_PLACE] = "never"
     """Checkpoint to continue from. `auto` is the newest complete one of this run (without a name, of the command's
-    newest unfinished run without one), or a new run if there is none. The folder of any run's checkpoint continues from
-    there."""
+    newest unfinished one without), or a new run if there is none. Any run's checkpoint can also be given by its folder.
+    """
     allow_changes: Annotated[Switch, MAY_CHANGE] = False
     """Continue from a checkpoint even if settings that affect learning, or the data, have changed since."""
     stop_after: Annotated[Duration | None, MAY_CHANGE] = None

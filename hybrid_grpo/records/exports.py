@@ -48,8 +48,7 @@ def export(policy: TrainedModel, model: Path, facts: dict[str, float]) -> None:
 def is_finished(run: Path) -> bool:
     """Return whether a run in its folder has its model, of the step of its newest checkpoint if it has any."""
     tags = (path.name.removeprefix("step_") for path in run.glob("checkpoints/step_*"))
-    steps = (int(tag) for tag in tags if tag.isdecimal())
-    return exported(run / "model").get("step", -1) >= max(steps, default=0)
+    return exported(run / "model").get("step", -1) >= max((int(tag) for tag in tags if tag.isdecimal()), default=0)
 
 
 def exported(model: Path) -> dict[str, float]:

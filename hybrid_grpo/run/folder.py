@@ -54,12 +54,12 @@ def named(config: ModelRunConfig) -> ModelRunConfig:
 def unnamed(folder: Path, command: str, resume: str) -> str:
     """Return the name in `folder` of a run of `command` that was given none: the command and the time or, if `resume`
     is "auto", the newest such run that is not finished, which is printed. Earlier versions named them all "run"."""
-    earlier = sorted(folder.glob(NAMED_BY_TIME.format(command)), reverse=True) if resume == "auto" else []
-    if resume == "auto" and _is_of(folder / "run", command):
-        earlier.append(folder / "run")
-    if unfinished := next((path for path in earlier if not is_finished(path)), None):
-        say(f"run.resume auto: {unfinished} is the newest unfinished run of {command} without a name")
-        return unfinished.name
+    earlier = sorted(folder.glob(NAMED_BY_TIME.format(command)), reverse=True)
+    earlier += [folder / "run"] if _is_of(folder / "run", command) else []
+    for run in earlier if resume == "auto" else ():
+        if not is_finished(run):
+            say(f"run.resume auto: {run} is the newest unfinished run of {command} without a name")
+            return run.name
     return unused_name(folder, command)
 
 

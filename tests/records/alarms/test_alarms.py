@@ -89,12 +89,6 @@ def test_an_accuracy_that_is_as_good_again_is_the_one_to_compare_with():
     assert said and "0.500 after 0.600 at step 4, while the training reward rose from 0.550 to 0.750" in said
 
 
-def test_accuracy_that_falls_below_that_of_the_start_is_an_alarm():
-    assert played([line(None, 0.5), line(0.2), line(0.4, 0.4)])[-1].startswith(
-        "held_out: held-out accuracy is 0.400 after 0.500"
-    )
-
-
 HEALTHY = {
     **{"reward/mean": 0.5, "reward/max": 1.0, "reward/min": 0.0, "reward/right/mean": 0.5, "reward/style/mean": 0.2},
     **{"reward/right/failed_frac": 0.0, "reward/style/failed_frac": 0.01, "policy/entropy": 0.8, "policy/kl": 0.1},

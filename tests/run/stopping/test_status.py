@@ -30,12 +30,15 @@ def test_an_error_of_several_ranks_is_printed_by_one_and_an_error_of_rank_1_by_r
 
 
 @pytest.mark.parametrize("depth", [0, 20])
-@pytest.mark.parametrize("file, blames", [("lib/torch/distributed/c10d.py", True), ("lib/torch/nn/linear.py", False)])
-def test_an_exchange_that_fails_is_blamed_on_the_rank_that_is_dead(monkeypatch, capsys, depth, file, blames):
-    """However deep in the program it was begun."""
+@pytest.mark.parametrize("file, says, blames", [
+    ("lib/torch/distributed/c10d.py", "no answer", True), ("lib/torch/nn/linear.py", "no answer", False),
+    ("lib/torch/nn/linear.py", "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] no answer", True),
+])  # fmt: skip
+def test_an_exchange_that_fails_is_blamed_on_the_rank_that_is_dead(monkeypatch, capsys, depth, file, says, blames):
+    """However deep in the program it was begun; outside of the collectives' own code, a gather is waited for."""
     monkeypatch.setattr(watcher, "_dead_rank", lambda shared: (1, 137))
     inner = {}
-    exec(compile("def fail():\n    raise RuntimeError('no answer')", file, "exec"), inner)
+    exec(compile(f"def fail():\n    raise RuntimeError({says!r})", file, "exec"), inner)
 
     def work(left: int = depth) -> int:
         return work(left - 1) if left else inner["fail"]()

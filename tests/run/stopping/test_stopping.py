@@ -210,27 +210,6 @@ def test_the_recipes_pass_signals_on_and_end_with_the_status_of_the_run(tmp_path
     assert (tmp_path / "heard").read_text() == heard
 
 
-@pytest.mark.parametrize("says, status", [
-    ("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection reset by peer", 75),
-    ("a mistake of our own", None),
-])  # fmt: skip
-def test_an_exchange_that_a_dead_rank_breaks_is_not_a_fault_of_this_one(says, status, capfd):
-    """Outside of the collectives' own code: where a gather that was begun before is waited for."""
-    shared = SharedStatus(0, 2)
-    other = shared.entries[1]
-    other.status, other.tick = 75, time.monotonic()
-
-    def work():
-        raise RuntimeError(says)
-
-    if status is None:
-        with pytest.raises(RuntimeError, match=says):
-            watcher._outcome(work, shared)
-    else:
-        assert watcher._outcome(work, shared) == status
-        assert "ended in starting, because rank 1 has ended with status 75" in capfd.readouterr().err
-
-
 def test_a_rank_that_dies_before_its_watcher_has_looked_twice_is_noticed():
     """It began before this one did, and both have met since."""
     shared = SharedStatus(0, 2)
