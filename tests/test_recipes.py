@@ -58,9 +58,7 @@ def handed_over(script: str, tmp_path: Path, *arguments: str) -> list[list[str]]
 
 def test_what_scripts_and_pages_import_of_the_package_is_there():
     """The drawings of the pictures' recipe imported a module that was gone, which only a run on a GPU noticed."""
-    files = [
-        path for folder in ("training_scripts", "examples", "benchmarks") for path in ROOT.glob(f"{folder}/**/*.py")
-    ]
+    files = [path for room in ("training_scripts", "examples", "benchmarks") for path in (ROOT / room).rglob("*.py")]
     programs = {str(path): path.read_text(encoding="utf-8") for path in files}
     for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]:
         blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
@@ -70,8 +68,8 @@ def test_what_scripts_and_pages_import_of_the_package_is_there():
         for node in ast.walk(ast.parse(program)):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-                names = [module + name.name for name in node.names]
-                ours += [(name, place) for name in names if name.startswith("hybrid_grpo.")]
+                ours += [(module + name.name, place) for name in node.names]
+    ours = [(name, place) for name, place in ours if name.startswith("hybrid_grpo.")]
     assert len(ours) > 100
     absent = []
     for name, place in ours:
