@@ -6,21 +6,21 @@ is below the target, and falls while it is above.
 The command is in docs/features.md.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, stack, zeros
 
 from hybrid_grpo.data.batch import Numbers, TrainBatch
 from hybrid_grpo.distributed.ranks import all_reduce
-from hybrid_grpo.policy import Policy
-from hybrid_grpo.run.feature import Feature
+from hybrid_grpo.run.feature import Feature, LossTerm
 
 
 class EntropyTarget(Feature):
     """Holds the mean entropy of a token at `target`, in nats."""
 
-    name, numbers = "entropy_target", ("entropy_coef",)
+    name, names = "entropy_target", {"<number>": ["entropy_coef"]}
     target, change = 3.0, 0.005
 
     def __init__(self, *run: Any) -> None:
@@ -38,7 +38,10 @@ class EntropyTarget(Feature):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.coef = state["coef"]
 
-    def loss(
+    def loss(self, batch: TrainBatch) -> LossTerm:
+        return LossTerm(partial(self.bonus, batch))
+
+    def bonus(
         self, batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor, found: Sequence[Tensor]
     ) -> tuple[Tensor, Numbers]:
         """Minus the mean entropy, times the coefficient."""
@@ -48,9 +51,8 @@ class EntropyTarget(Feature):
         bonus = (entropy_bT.where(real_bT, 0.0) * batch.weight_bT).sum()
         return -self.coef * bonus, {"feature/entropy_coef": (self.coef, 1)}
 
-    def gradient(self, policy: Policy, beat: Callable[[], None]) -> Numbers:
+    def stepped(self) -> None:
         """Once per optimizer step: compare the entropy, over all ranks, with the target."""
         total, tokens = all_reduce(self.sums).tolist()
         self.sums = zeros(2)
         self.coef = max(0.0, self.coef + (self.change if total < self.target * tokens else -self.change))
-        return {}

@@ -84,6 +84,7 @@ class Trainer(Stage):
         if config.rollout.carry:
             self.carry = Carry(config.rollout, plan, inputs.training.prompts, self.exchange)
             self.parts["carry"] = self.carry
+        self.reward_weights = config.reward_weights
         self.shards = reference if config.grpo.ref_every else None
         self.shards_are_float32 = config.grpo.averages_reference
 
@@ -242,35 +243,38 @@ class Trainer(Stage):
         instead, plus the bonuses of features. Collective."""
         config, limit = self.config, self.config.rollout.max_completion_tokens
         kl_BT, beta = self.kl.of_reward(old.logp_BT, ref_logp_BT, rollout.mask_BT), self.kl.beta
-        scored = Scored(rollout, scores, old.logp_BT, kl_BT, beta)
+        split = partial(self.micro_batches, rollout, range(len(rollout.completions)), gradients=False)
+        found = self.features.advantages(Scored(rollout, scores, old.logp_BT, kl_BT, beta, split))
         variance_BT: Tensor | None = None
         if old.logp_BT is not None and old.squares_BT is not None:
             variance_BT = path_variances(old.logp_BT, old.squares_BT, rollout.mask_BT)
-        bonuses, of_bonuses = self.features.bonus(scored)
-        split = partial(self.micro_batches, rollout, range(len(rollout.completions)), gradients=False)
-        advantages_BT, numbers = self.features.advantages(scored, split) or token_advantages(
-            rollout, scores, config.grpo, limit, config.reward_weights, kl_BT, beta, self.sum_over_ranks, variance_BT
-        )
-        self.meter.update(of_bonuses | numbers)
-        return sum(bonuses, start=advantages_BT.to(self.device))
+        advantages_BT = next((of.value_BT for of in found if of.replaces), None)
+        if advantages_BT is None:
+            weights, total = self.reward_weights, self.sum_over_ranks
+            advantages_BT, numbers = token_advantages(
+                rollout, scores, config.grpo, limit, weights, kl_BT, beta, total, variance_BT
+            )
+            self.meter.update(numbers)
+        for of in found:
+            self.meter.update(of.numbers)
+        terms = [of.value_BT for of in found if of.value_BT is not None and not of.replaces]
+        return sum(terms, start=advantages_BT.to(self.device))
 
     def improve(self, rollout: Rollout, signals: Signals) -> None:
         """Make `num_iterations` passes of `num_minibatches` optimizer steps, all with the `old_logp` of the rollout."""
         self.progress.enter("update")
         settings = self.entropy.settings, self.kl.beta, self.inputs.objective
-        waits, beat, temperature = self.features.policy_waits, self.progress.heartbeat, self.config.rollout.temperature
+        beat, temperature = self.progress.heartbeat, self.config.rollout.temperature
         for number, batches in enumerate(map(list, self.optimizer_steps(rollout, signals))):
-            for numbers in self.features.update(batches, beat):
-                self.meter.update(numbers)
-            if waits:
+            if self.features.update(batches, beat, self.meter.update):
                 continue
             for batch in batches:
                 beat()
-                term = self.features.term(batch.micro)
+                term = self.features.loss(batch)
                 with torch.set_grad_enabled(batch.has_gradient):
                     logp_bT, entropy_bT, *found = self.policy.forward(batch.micro, temperature, term.head)
                     loss, numbers = micro_batch_loss(batch, logp_bT, entropy_bT, *settings)
-                    added, of_term = term.loss(batch, logp_bT, entropy_bT, found)
+                    added, of_term = term.value(logp_bT, entropy_bT, found)
                 loss, numbers = loss + added, numbers | of_term
                 if batch.has_gradient:
                     self.policy.engine.backward(loss)
@@ -281,7 +285,6 @@ class Trainer(Stage):
                 self.meter.add("policy/loss", loss / self.plan.optimizer_steps)
                 if number == 0:
                     self.meter.update(measure_parity(batch, logp_bT))
-            self.meter.update(self.features.gradient(self.policy, beat))
             self.step_optimizer()
         if self.reference is not None:
             self.meter.add("policy/kl_coef", self.kl.beta)

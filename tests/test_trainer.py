@@ -253,14 +253,14 @@ def test_an_own_loss_takes_the_place_of_the_built_in_one(tmp_path):
 class Waiting(Feature):
     """Learns by itself, while the policy must not learn yet."""
 
-    name, policy_waits = "waiting", True
+    name = "waiting"
 
     def __init__(self):
         self.updates = []
 
-    def update(self, batches, beat):
+    def update(self, batches, beat, log):
         self.updates.append(sorted(row for batch in batches for row in batch.micro.rows))
-        yield {}
+        return True
 
 
 def test_while_a_feature_makes_the_policy_wait_only_the_feature_learns():

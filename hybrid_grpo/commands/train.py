@@ -6,7 +6,7 @@ import os
 import resource
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.adapters import is_adapter
@@ -61,11 +61,10 @@ def _train(parsed: Parsed[TrainConfig], plan: BatchPlan, doing: Doing) -> Path:
     doing("estimating the memory that a step needs")
     memory = planned_memory(config, plan, inputs, device)
     warning = shortage(memory) if memory else None
-    facts, rows = _facts(config, plan, inputs, memory, device), dict[str, Sequence[Any]]()
+    facts = _facts(config, plan, inputs, memory, device)
     for feature in features:
         facts |= feature.facts
-        rows |= feature.rows
-    training = TrainingRun(parsed, facts, device, inputs.fingerprints(config, rows))
+    training = TrainingRun(parsed, facts, device, inputs.fingerprints(config))
     if training.finished:
         return training.folder
     if warning:

@@ -1,8 +1,10 @@
 """The settings of features: the base class of their sections, and the list of features that this package has.
 
 A feature is a folder of `hybrid_grpo/features/`. Its settings are read, checked and explained like those of the core. A
-feature that takes part in training has a `Feature` (run/feature.py) and a section in `TrainConfig`, and also in the
-configurations of `sft` and `reward` if it needs no rollouts. A feature can also add a command to the command line.
+feature that takes part in training has a section in `TrainConfig`, and also in the configurations of `sft` and `reward`
+if it needs no rollouts. What it does in a run is a `Feature` (run/feature.py), which its section names and `load`
+imports once a run starts: settings are read, checked and explained without torch, and a resumed run compares them,
+while the work of a feature holds models. A feature can also add a command to the command line.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field
 
@@ -54,23 +56,16 @@ class FeatureConfig:
     feature = ""
     """The `run.feature.Feature` that implements the feature, as `module:Class` in its folder; empty if the feature
     takes no part in steps."""
-    planned = ""
-    """The `run.memory.plan.FeatureMemory` that plans the feature's memory, named like `feature`; empty if the feature
-    needs no memory worth planning."""
     page = ""
     """Path of the feature's page in the documentation."""
-    command = ""
-    """Name of the command that the feature adds (`run` in its `command.py`); empty if it adds none."""
-    summary = ""
-    """One line that says what the command does."""
+    command = "", ""
+    """Name of the command that the feature adds (`run` in its `command.py`), and one line that says what it does; empty
+    if it adds none."""
     method = ""
-    """What papers call training with this feature, if not GRPO. Such a feature needs a setting `enabled`."""
+    """What papers call training with this feature, if not GRPO. Such a feature needs a setting `enabled`, and its
+    advantages replace the group-relative ones."""
     replaces_groups = ""
     """The setting that lets a run learn from groups of one completion; empty if the feature needs groups too."""
-    gives_advantages = False
-    """Whether the feature's advantages replace the group-relative ones."""
-    learns_without_rewards = False
-    """Whether the policy learns even if all rewards are equal, or there are none."""
     sees = True
     """Whether the feature can do with prompts that have pictures."""
 
@@ -111,9 +106,10 @@ class FeatureConfig:
         return {}
 
     @property
-    def learns_from_given(self) -> bool:
-        """Whether the feature's term of the loss also learns from completions that other features supply."""
-        return False
+    def teaches(self) -> Literal["nothing", "sampled", "all"]:
+        """From which completions the policy learns even if all rewards are equal, or there are none: from those that it
+        sampled, or also from those that other features supply."""
+        return "nothing"
 
     @property
     def rows_per_group(self) -> int:
@@ -133,17 +129,10 @@ class FeatureConfig:
         UserError for prompts that the model cannot read. Collective."""
         return None
 
-    def memory(self, config: TrainConfig) -> Any:
-        """Return the feature's share of the memory plan; None if it has none (see `planned`). Imports torch."""
-        return self._imported(self.planned)(config) if self.planned else None
-
     def load(self) -> Any:
         """Return the class that implements the feature; None if there is none (see `feature`). Imports torch."""
-        return self._imported(self.feature) if self.feature else None
-
-    def _imported(self, entry: str) -> Any:
-        module, _, name = entry.partition(":")
-        return getattr(import_module(f"{type(self).__module__.rpartition('.')[0]}.{module}"), name)
+        module, _, name = self.feature.partition(":")
+        return getattr(import_module(f"{type(self).__module__.rpartition('.')[0]}.{module}"), name) if module else None
 
 
 @functools.cache
@@ -161,9 +150,9 @@ def feature_sections() -> dict[str, type[FeatureConfig]]:
 def feature_commands() -> dict[str, tuple[str, str]]:
     """Return the module and the summary of every command that a feature adds, keyed by the command's name."""
     return {
-        settings.command: (f"hybrid_grpo.features.{folder}.command", settings.summary)
+        settings.command[0]: (f"hybrid_grpo.features.{folder}.command", settings.command[1])
         for folder, settings in registered().items()
-        if settings.command
+        if settings.command[0]
     }
 
 

@@ -186,7 +186,7 @@ class TrainConfig(ModelRunConfig):
 
     def _check_alone(self) -> None:
         """Refuse settings about groups if each group is a single completion."""
-        if self.rollout.num_generations > 1 or any(feature.gives_advantages for feature in self.active_features):
+        if self.rollout.num_generations > 1 or any(feature.method for feature in self.active_features):
             return
         compares = ("baseline", "scale_rewards", "combine_rewards", "step_credit", "step_discount")
         for name in (*compares, "overlong_buffer", "kl_in", "dynamic_sampling"):
@@ -206,7 +206,7 @@ class TrainConfig(ModelRunConfig):
                 f"rewards: {reward_name(reward)} is for source {source}, which data.mixture does not have:"
                 f" {did_you_mean(source, known)}",
             )
-        taught = self.features or any(feature.learns_without_rewards for feature in self.active_features)
+        taught = self.features or any(feature.teaches != "nothing" for feature in self.active_features)
         if not self.rewards or taught or environment_rewards(self.rollout):
             return
         for source in known:

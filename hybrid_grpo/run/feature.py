@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -23,10 +24,14 @@ from hybrid_grpo.data.batch import Completion, MicroBatch, Numbers, Prompt, Roll
 from hybrid_grpo.model.logprobs import HeadFunction
 from hybrid_grpo.policy import Policy
 from hybrid_grpo.records.metrics.meter import Meter
-from hybrid_grpo.run.parts import SavedModel, Shards, Stateful
+from hybrid_grpo.run.parts import SideModel, Stateful
 
 if TYPE_CHECKING:
     from hybrid_grpo.run.inputs import RunInputs
+    from hybrid_grpo.run.memory.plan import FeatureMemory
+
+Log = Callable[[Numbers], None]
+"""Function that adds metrics to those of the step."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,31 @@ class Scored:
     """KL to the reference if the KL is part of the reward, else None."""
     beta: float
     """Coefficient of this KL in the reward."""
+    micro_batches: Callable[[], list[MicroBatch]] = list
+    """Returns all rows of the rollout in micro-batches, without gradients. Collective."""
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """What a feature contributes to the advantages of a rollout, and the metrics of it."""
+
+    value_BT: Tensor | None
+    """Float32 [B, T]; None contributes nothing."""
+    numbers: Numbers
+    replaces: bool = False
+    """Whether they are taken instead of those within groups, not added."""
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """A term of the policy's loss on a micro-batch."""
+
+    value: Callable[[Tensor, Tensor, Sequence[Tensor]], tuple[Tensor | float, Numbers]]
+    """Returns the term and its metrics, from the log-probabilities and entropies of the tokens and what `head` has
+    computed, each [b, T]."""
+    head: HeadFunction | None = None
+    """What the policy's head must compute in addition. Every rank must give the same, even for a micro-batch without
+    rows."""
 
 
 class Feature:
@@ -59,11 +89,19 @@ class Feature:
     name = ""
     """Name of the feature in metrics and checkpoints."""
     is_timed = False
-    """Whether the metric `time/<name>_s` measures the time of `write`, `advantages`, `bonus` and `update`."""
+    """Whether the metric `time/<name>_s` measures the time of `write`, `advantages` and `update`."""
     needs_old_logp = False
     """Whether the feature needs `Scored.old_logp_BT`."""
-    numbers: Sequence[str] = ()
-    """Names of the feature's metrics that are not in the catalogue: `x` is logged as `feature/x`."""
+    names: Mapping[str, Sequence[str]] = {}
+    """Values for the placeholders in the names of the feature's metrics. A metric `x` that is not in the catalogue is
+    logged as `feature/x` if it is listed here: `{"<number>": ["x"]}`."""
+    facts: Mapping[str, str] = {}
+    """What the feature has read, as lines for the console and the run folder, by name."""
+    model: SideModel | None = None
+    """Weights that the feature keeps beside the policy's, which checkpoints hold and which may be exported. Set by
+    `load`."""
+    memory: type[FeatureMemory] | None = None
+    """Plans the feature's memory; None if it needs none worth planning."""
 
     def __init__(self, config: TrainConfig, plan: BatchPlan, inputs: RunInputs) -> None:
         self.config, self.plan, self.inputs = config, plan, inputs
@@ -75,49 +113,9 @@ class Feature:
         return other
 
     @property
-    def facts(self) -> dict[str, str]:
-        """What the feature has read, as lines for the console and the run folder, by name."""
-        return {}
-
-    @property
-    def names(self) -> Mapping[str, Sequence[str]]:
-        """Values for the placeholders in the names of the feature's metrics, such as `{"<number>": ["target"]}`."""
-        return {}
-
-    @property
-    def rows(self) -> Mapping[str, Sequence[Any]]:
-        """The rows from which the feature learns, by a name for them. A resumed run must find the same rows."""
-        return {}
-
-    @property
     def state(self) -> Stateful | None:
         """The feature's part of a checkpoint, saved under `name`; None if it has no state."""
         return None
-
-    @property
-    def model(self) -> SavedModel | None:
-        """A model that the feature trains, whose shards are part of a checkpoint; None if there is no such model."""
-        return None
-
-    @property
-    def shards(self) -> Shards | None:
-        """Tensors, other than those of `model`, that a checkpoint holds in shards."""
-        return None
-
-    def checkpoint_bytes(self, weights: int) -> int:
-        """Return the bytes of `shards` in a checkpoint, over all ranks, if the policy trains `weights` weights."""
-        return 0
-
-    @property
-    def exports(self) -> Mapping[str, Callable[[], AbstractContextManager[None]]]:
-        """More models to export: maps the name of a model's folder, `model_...`, to a function that makes a context
-        manager, within which the policy has the weights of that model."""
-        return {}
-
-    @property
-    def policy_waits(self) -> bool:
-        """Whether the policy must not learn yet."""
-        return False
 
     def load(self, policy: Policy) -> None:
         """Load the feature's models. Collective."""
@@ -131,33 +129,19 @@ class Feature:
         """Return metrics of a rollout and its scores, which are added to the core's metrics or replace them."""
         return {}
 
-    def advantages(self, scored: Scored, micro_batches: list[MicroBatch]) -> tuple[Tensor, Numbers] | None:
-        """Return advantages [B, T] that replace those within groups, or None to keep them. Called once per rollout;
-        `micro_batches` has all its rows. Collective."""
+    def advantages(self, scored: Scored) -> Advantages | None:
+        """Return a term of the advantages, or advantages that replace those within groups. Called once per rollout.
+        Collective."""
         return None
 
-    def bonus(self, scored: Scored) -> tuple[Tensor | None, Numbers]:
-        """Return what is added to the advantages, [B, T], or None. Called once per rollout. Collective."""
-        return None, {}
+    def update(self, batches: Sequence[TrainBatch], beat: Callable[[], None], log: Log) -> bool:
+        """Learn from the micro-batches of an optimizer step before the policy, and pass the metrics to `log`; call
+        `beat` before each. Return whether the policy must not learn from them yet. Collective."""
+        return False
 
-    def update(self, batches: Sequence[TrainBatch], beat: Callable[[], None]) -> Iterator[Numbers]:
-        """Learn from the micro-batches of an optimizer step before the policy; call `beat` before each. Collective."""
-        yield from ()
-
-    def head(self, micro: MicroBatch) -> HeadFunction | None:
-        """Return what the policy's head must compute in addition for a micro-batch; None for nothing. Every rank must
-        return the same, even for a micro-batch without rows."""
+    def loss(self, batch: TrainBatch) -> LossTerm | None:
+        """Return a term of the policy's loss on a micro-batch. It may also go back to the policy's head."""
         return None
-
-    def loss(
-        self, batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor, found: Sequence[Tensor]
-    ) -> tuple[Tensor | float, Numbers]:
-        """Return a term of the policy's loss on a micro-batch; `found` has what `head` computed, each [b, T]."""
-        return 0.0, {}
-
-    def gradient(self, policy: Policy, beat: Callable[[], None]) -> Numbers:
-        """Add a gradient of the feature's own to the policy's, before the optimizer steps. Collective."""
-        return {}
 
     def stepped(self) -> None:
         """Called after each optimizer step of the policy, unless it was skipped because of its gradient. Collective."""
@@ -183,24 +167,14 @@ class Features:
         return bool(self._with("loss") or self._with("update"))
 
     @property
-    def policy_waits(self) -> bool:
-        """Whether any feature requires that the policy must not learn yet."""
-        return any(feature.policy_waits for feature in self._features)
-
-    @property
     def states(self) -> dict[str, Stateful]:
         """The features' parts of a checkpoint, by the name of the feature."""
         return {feature.name: feature.state for feature in self._features if feature.state is not None}
 
     @property
-    def models(self) -> list[SavedModel]:
-        """The models that the features train."""
+    def models(self) -> list[SideModel]:
+        """The weights that features keep beside the policy's."""
         return [feature.model for feature in self._features if feature.model is not None]
-
-    @property
-    def shards(self) -> list[Shards]:
-        """Everything that features have in the shards of a checkpoint, including their models."""
-        return [*self.models, *(feature.shards for feature in self._features if feature.shards is not None)]
 
     def write(self, prompts: Sequence[Prompt], step: int, beat: Callable[[], None]) -> dict[int, Completion]:
         """Return the completions that features supply, by the keys of their random streams."""
@@ -217,43 +191,44 @@ class Features:
             numbers |= feature.measure(rollout, scores)
         return numbers
 
-    def advantages(self, scored: Scored, split: Callable[[], list[MicroBatch]]) -> tuple[Tensor, Numbers] | None:
-        """Return the advantages of the first feature that replaces those within groups; None if no feature does.
-        `split` returns all rows in micro-batches. Collective."""
+    def advantages(self, scored: Scored) -> list[Advantages]:
+        """Return what features contribute to the advantages. Collective."""
+        found = []
         for feature in self._with("advantages"):
             with self._timed(feature):
-                found = feature.advantages(scored, split())
-            if found is not None:
-                return found
-        return None
+                found.append(feature.advantages(scored))
+        return [of_feature for of_feature in found if of_feature is not None]
 
-    def bonus(self, scored: Scored) -> tuple[list[Tensor], Numbers]:
-        """Return what each feature adds to the advantages. Collective."""
-        tensors, numbers = [], Numbers()
-        for feature in self._with("bonus"):
-            with self._timed(feature):
-                bonus_BT, of_feature = feature.bonus(scored)
-            numbers |= of_feature
-            if bonus_BT is not None:
-                tensors.append(bonus_BT)
-        return tensors, numbers
-
-    def update(self, batches: Sequence[TrainBatch], beat: Callable[[], None]) -> Iterator[Numbers]:
-        """Let each feature learn from the micro-batches of an optimizer step. Collective."""
+    def update(self, batches: Sequence[TrainBatch], beat: Callable[[], None], log: Log) -> bool:
+        """Let each feature learn from the micro-batches of an optimizer step. Return whether the policy must not learn
+        from them yet. Collective."""
+        waits = False
         for feature in self._with("update"):
             with self._timed(feature):
-                yield from feature.update(batches, beat)
+                waits |= feature.update(batches, beat, log)
+        return waits
 
-    def term(self, micro: MicroBatch) -> Term:
-        """Return what the features add to the loss of a micro-batch."""
-        return Term(self._with("loss"), micro)
+    def loss(self, batch: TrainBatch) -> LossTerm:
+        """Return the sum of what features add to the loss of a micro-batch, each with its part of the head."""
+        terms = [term for feature in self._with("loss") if (term := feature.loss(batch)) is not None]
+        heads = [term.head for term in terms if term.head is not None]
+        counts: list[int] = []
 
-    def gradient(self, policy: Policy, beat: Callable[[], None]) -> Numbers:
-        """Add the features' gradients to the policy's. Collective."""
-        numbers = Numbers()
-        for feature in self._with("gradient"):
-            numbers |= feature.gradient(policy, beat)
-        return numbers
+        def head(*args: Any) -> tuple[Tensor, ...]:
+            found = [of_term(*args) for of_term in heads]
+            counts[:] = map(len, found)
+            return tuple(tensor for part in found for tensor in part)
+
+        def value(logp_bT: Tensor, entropy_bT: Tensor, found: Sequence[Tensor]) -> tuple[Tensor | float, Numbers]:
+            total: Tensor | float = 0.0
+            numbers, rest, computed = Numbers(), iter(counts), iter(found)
+            for term in terms:
+                own = list(islice(computed, next(rest) if term.head is not None else 0))
+                added, of_term = term.value(logp_bT, entropy_bT, own)
+                total, numbers = total + added, numbers | of_term
+            return total, numbers
+
+        return LossTerm(value, head if heads else None)
 
     def _with(self, method: str) -> list[Feature]:
         """Return the features that override a method."""
@@ -263,46 +238,13 @@ class Features:
         return self._meter.time(f"time/{feature.name}_s") if feature.is_timed and self._meter else nullcontext()
 
 
-def metric_names(features: Sequence[Feature]) -> dict[str, Sequence[str]]:
+def metric_names(features: Sequence[Feature]) -> Mapping[str, Sequence[str]]:
     """Return values for the placeholders in the names of the features' metrics."""
-    names: dict[str, Sequence[str]] = {"<number>": [number for feature in features for number in feature.numbers]}
+    names: dict[str, list[str]] = {}
     for feature in features:
-        names |= feature.names
+        for placeholder, values in feature.names.items():
+            names.setdefault(placeholder, []).extend(values)
     return names
-
-
-class Term:
-    """What features add to the loss of a micro-batch: first to the head of the forward pass, then to the loss."""
-
-    def __init__(self, features: Sequence[Feature], micro: MicroBatch) -> None:
-        self._heads = [(feature, feature.head(micro)) for feature in features]
-        self._counts: list[int] = []
-
-    @property
-    def head(self) -> HeadFunction | None:
-        """What the policy's head must compute in addition; None for nothing."""
-        heads = [head for _, head in self._heads if head is not None]
-        if not heads:
-            return None
-
-        def all_heads(*args: Any) -> tuple[Tensor, ...]:
-            found = [head(*args) for head in heads]
-            self._counts = list(map(len, found))
-            return tuple(tensor for part in found for tensor in part)
-
-        return all_heads
-
-    def loss(
-        self, batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor, found: Sequence[Tensor]
-    ) -> tuple[Tensor | float, Numbers]:
-        """Return the sum of the features' terms; `found` has what `head` computed, each [b, T]."""
-        total: Tensor | float = 0.0
-        numbers, counts, first = Numbers(), iter(self._counts), 0
-        for feature, head in self._heads:
-            count = next(counts) if head is not None else 0
-            term, of_feature = feature.loss(batch, logp_bT, entropy_bT, found[first : first + count])
-            total, numbers, first = total + term, numbers | of_feature, first + count
-        return total, numbers
 
 
 def make_features(

@@ -184,13 +184,13 @@ class RunInputs(EvalInputs):
         """Number of completions in the largest evaluation, over all ranks."""
         return max((held_out.rows for held_out in self.eval_sets), default=0)
 
-    def fingerprints(self, config: TrainConfig, more: Mapping[str, Sequence[Any]]) -> Fingerprints:
-        """Return the fingerprints of all inputs. `more` has the rows of features."""
+    def fingerprints(self, config: TrainConfig) -> Fingerprints:
+        """Return the fingerprints of all inputs."""
         default = config.data.eval_path, config.data.eval_split, config.data.eval_limit
         rows: dict[str, Sequence[Any]] = {"training rows": self.prompts}
         for held_out in self.eval_sets:
             rows[held_out_name(held_out.name, held_out.settings.rows or default)] = held_out.prompts
-        return of_inputs(config, self.tokenizer, rows | dict(more))
+        return of_inputs(config, self.tokenizer, rows)
 
     def opened(self, prompts: list[Prompt], step: int) -> list[Prompt]:
         """Return prompts with the initial observations for a step; see `Partners.opened`."""

@@ -1,9 +1,9 @@
 """Interfaces of the parts of a checkpoint other than the policy."""
 
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
-
-from hybrid_grpo.engine import Engine
 
 
 class Stateful(Protocol):
@@ -22,9 +22,27 @@ class Shards(Protocol):
     def load(self, folder: Path) -> None: ...
 
 
-class SavedModel(Shards, Protocol):
-    """A model that is trained along with the policy."""
+class SideModel:
+    """Weights that a feature keeps beside the policy's: of a model that it trains, or a copy. A checkpoint holds them
+    in shards (see `Shards`)."""
 
-    engine: Engine
+    def save(self, folder: Path) -> None:
+        """Write this rank's shards into the folder of a checkpoint."""
+        raise NotImplementedError
 
-    def scale_lr(self, lr_scale: float) -> None: ...
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote, on any number of ranks; raises UserError if nothing was saved. Collective."""
+        raise NotImplementedError
+
+    def checkpoint_bytes(self, weights: int) -> int:
+        """Return the bytes of the shards over all ranks, if the policy trains `weights` weights."""
+        raise NotImplementedError
+
+    def scale_lr(self, lr_scale: float) -> None:
+        """Set the factor of the learning rate, after a run has gone back to a checkpoint."""
+
+    @property
+    def exports(self) -> Mapping[str, Callable[[], AbstractContextManager[None]]]:
+        """More models to export: maps the name of a model's folder, `model_...`, to a function that makes a context
+        manager, within which the policy has the weights of that model."""
+        return {}

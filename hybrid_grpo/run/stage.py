@@ -80,7 +80,7 @@ class Stage:
     @property
     def all_shards(self) -> list[Shards]:
         """All shards in a checkpoint other than the weights and their optimizer states."""
-        return [*([] if self.shards is None else [self.shards]), *self.features.shards]
+        return [*([] if self.shards is None else [self.shards]), *self.features.models]
 
     def step(self, step: int) -> None:
         """Execute the step with this number; the first is 1."""

@@ -293,7 +293,7 @@ class TrainingRun:
         """Export the models of features, and then `model/`, whose presence means that the run is finished. Each is
         written completely or not at all. Raise UserError if that fails."""
         self.saver.finish(stage)
-        modes = [mode for feature in stage.features for mode in feature.exports.items()]
+        modes = [mode for model in stage.features.models for mode in model.exports.items()]
         model = self.folder
         try:
             for name, mode in [*modes, ("model", nullcontext)]:

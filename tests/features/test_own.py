@@ -67,7 +67,7 @@ def test_settings_name_features_and_a_resumed_run_knows_when_they_change():
 
 def test_own_features_come_after_the_built_in_ones_and_log_what_they_name():
     example, own = made(f"{EXAMPLE}:EntropyTarget", Own)
-    meter = Meter(features={"<number>": example.numbers})
+    meter = Meter(features=example.names)
     features = Features([example, own], meter)
     assert features.states == {"entropy_target": example}
     meter.update({"feature/entropy_coef": (0.25, 1)})
@@ -83,10 +83,10 @@ def test_the_entropy_target_pushes_entropy_towards_the_target_and_keeps_its_coef
 
     def step(entropy: float) -> torch.Tensor:
         entropy_bT = torch.tensor([[entropy, entropy, float("nan")]], requires_grad=True)
-        loss, numbers = feature.loss(batch, torch.zeros(1, 3), entropy_bT, [])
+        loss, numbers = feature.loss(batch).value(torch.zeros(1, 3), entropy_bT, [])
         loss.backward()
         assert numbers == {"feature/entropy_coef": (before, 1)}
-        feature.gradient(None, lambda: None)
+        feature.stepped()
         return entropy_bT.grad
 
     before = feature.coef

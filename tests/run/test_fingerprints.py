@@ -38,9 +38,8 @@ def workshop(tmp_path, monkeypatch):
 def taken() -> dict[str, str]:
     config = build(TrainConfig, SETTINGS)
     inputs = RunInputs.read(config)
-    features = make_features(config, check_train(config, 1), inputs)
-    rows = {name: of for feature in features for name, of in feature.rows.items()}
-    return inputs.fingerprints(config, rows)()
+    make_features(config, check_train(config, 1), inputs)
+    return inputs.fingerprints(config)()
 
 
 def test_the_fingerprint_of_rows_is_that_of_runs_of_earlier_versions() -> None:

@@ -101,7 +101,7 @@ class Steps(Stage):
     def __init__(self, run: TrainingRun, reward: Table, accuracy: Table, sampled: Counter[Any], killed: Any) -> None:
         self.run, self.reward, self.accuracy, self.sampled, self.killed = run, reward, accuracy, sampled, killed
         critic = CriticFeature.__new__(CriticFeature)
-        critic.critic = self.critic = TinyCritic()
+        critic.model = self.critic = TinyCritic()
         super().__init__(TinyPolicy(), Meter(evals=["heldout"]), [critic], services=run.services)
         self.policy.journal = run.services.journal
         self.shards = MovingAverage(self.policy.engine.module, self.policy.engine.optimizer, 0, 0.5)

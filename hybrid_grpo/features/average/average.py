@@ -14,21 +14,27 @@ from torch import nn
 
 from hybrid_grpo.config import BatchPlan, ModelRunConfig
 from hybrid_grpo.distributed import shards
+from hybrid_grpo.features.average.memory import AverageMemory
 from hybrid_grpo.features.average.settings import AverageConfig
 from hybrid_grpo.policy import TrainedModel
 from hybrid_grpo.run.feature import Feature
 from hybrid_grpo.run.inputs import RunInputs
+from hybrid_grpo.run.parts import SideModel
 
 _NAME = "average"
 """Name of the average's files in a checkpoint."""
 
 
-class MovingAverage:
+class MovingAverage(SideModel):
     """Average of the weights of `module`, which DeepSpeed's `optimizer` trains at ZeRO `stage`. After n updates the
-    initial weights have the coefficient `decay`^n, and the weights of k updates ago (1 - `decay`) * `decay`^k."""
+    initial weights have the coefficient `decay`^n, and the weights of k updates ago (1 - `decay`) * `decay`^k.
+    `follow` is called when the module has got other weights to export, or its own again. It is exported as
+    `model_ema/`."""
 
-    def __init__(self, module: nn.Module, optimizer: Any, stage: int, decay: float) -> None:
-        self._layout = module, optimizer, stage
+    def __init__(
+        self, module: nn.Module, optimizer: Any, stage: int, decay: float, follow: Callable[[], None] = lambda: None
+    ) -> None:
+        self._layout, self._follow = (module, optimizer, stage), follow
         self._decay = decay
         self._average = [flat.to("cpu", torch.float32, copy=True) for flat in shards.trained_tensors(*self._layout)]
         self._is_used = False
@@ -51,6 +57,17 @@ class MovingAverage:
         finally:
             self._exchange()
 
+    @property
+    def exports(self) -> Mapping[str, Callable[[], AbstractContextManager[None]]]:
+        return {"model_ema": self._exported}
+
+    @contextmanager
+    def _exported(self) -> Iterator[None]:
+        with self.used():
+            self._follow()
+            yield
+        self._follow()
+
     @torch.no_grad()
     def _exchange(self) -> None:
         _, optimizer, stage = self._layout
@@ -62,20 +79,23 @@ class MovingAverage:
         self._is_used = not self._is_used
 
     def save(self, folder: Path) -> None:
-        """Write this rank's shards into a checkpoint's folder."""
+        """See `SideModel`."""
         shards.save_copies(folder, _NAME, self._average, *self._layout)
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote, on any number of ranks and at any ZeRO stage; raises UserError if the checkpoint has
-        no average."""
+        """See `SideModel`. The ZeRO stage may be another one, too."""
         shards.load_copies(folder, _NAME, self._average, *self._layout)
+
+    def checkpoint_bytes(self, weights: int) -> int:
+        """See `SideModel`."""
+        return 4 * weights
 
 
 class Average(Feature):
-    """Keeps the moving average in a run of any kind, and exports it as `model_ema/`."""
+    """Keeps the moving average in a run of any kind."""
 
-    name = "average"
-    average: MovingAverage
+    name, memory = "average", AverageMemory
+    model: MovingAverage
 
     def __init__(self, config: ModelRunConfig, plan: BatchPlan | None, inputs: RunInputs | None) -> None:
         self._decay = config.of(AverageConfig).decay
@@ -83,27 +103,9 @@ class Average(Feature):
     def load(self, policy: TrainedModel) -> None:
         """Start the average as a copy of the policy's weights."""
         assert self._decay is not None
-        trained = policy.engine.engine
-        self.average = MovingAverage(trained.module, trained.optimizer, policy.engine.stage, self._decay)
-        self._follow = policy.follow
+        engine = policy.engine
+        trained, optimizer = engine.engine.module, engine.engine.optimizer
+        self.model = MovingAverage(trained, optimizer, engine.stage, self._decay, policy.follow)
 
     def stepped(self) -> None:
-        self.average.update()
-
-    @property
-    def shards(self) -> MovingAverage:
-        return self.average
-
-    def checkpoint_bytes(self, weights: int) -> int:
-        return 4 * weights
-
-    @property
-    def exports(self) -> Mapping[str, Callable[[], AbstractContextManager[None]]]:
-        return {"model_ema": self._used}
-
-    @contextmanager
-    def _used(self) -> Iterator[None]:
-        with self.average.used():
-            self._follow()
-            yield
-        self._follow()
+        self.model.update()

@@ -22,7 +22,7 @@ class AverageConfig(FeatureConfig):
     ranks at ZeRO stages 1 to 3. Default: no average is kept."""
 
     section = "average"
-    feature, planned = "average:Average", "memory:AverageMemory"
+    feature = "average:Average"
     needs_rollouts = False
 
     @property

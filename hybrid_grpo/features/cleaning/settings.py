@@ -62,5 +62,7 @@ class CleanConfig(FeatureConfig):
     of at least 8 words counts if all of it is found. Word sequences that many prompts share do not count."""
 
     page = "docs/cleaning.md"
-    command = "data"
-    summary = "duplicates, overlap with held-out prompts and faults of a data set: a report, and the cleaned rows"
+    command = (
+        "data",
+        "duplicates, overlap with held-out prompts and faults of a data set: a report, and the cleaned rows",
+    )

@@ -11,19 +11,22 @@ from hybrid_grpo import engine as engines
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.data.batch import MicroBatch, Numbers, TrainBatch
 from hybrid_grpo.features.critic.gae import ValueTargets, critic_advantages, value_loss
+from hybrid_grpo.features.critic.memory import CriticMemory
 from hybrid_grpo.features.critic.settings import CriticConfig
 from hybrid_grpo.model.compatibility import check_compatible
 from hybrid_grpo.model.limits import check_lengths
 from hybrid_grpo.model.scalar_model import check_scalar
 from hybrid_grpo.policy import Policy, Scorer
-from hybrid_grpo.run.feature import Feature, Scored
+from hybrid_grpo.run.feature import Advantages, Feature, Log, Scored
 from hybrid_grpo.run.inputs import RunInputs
+from hybrid_grpo.run.parts import SideModel
+from hybrid_grpo.run.saving.space import states_bytes
 
 _FOLDER = "critic"
 """Name of the critic's folder in a checkpoint."""
 
 
-class Critic(Scorer):
+class Critic(Scorer, SideModel):
     """Predicts, before each token of a completion, the reward that the completion will still earn.
 
     It reads the same tokens as the policy. The value of a token is computed from the hidden state at the token before
@@ -52,11 +55,11 @@ class Critic(Scorer):
         """Whether only the critic learns, and the policy does not learn yet."""
         return self.optimizer_steps < self._settings.warmup_steps * self._plan.optimizer_steps
 
-    def advantages(self, scored: Scored, batches: list[MicroBatch]) -> tuple[Tensor, Numbers]:
+    def advantages(self, scored: Scored) -> tuple[Tensor, Numbers]:
         """Return the advantages of all tokens and the critic's metrics; see `critic_advantages`. The targets are kept
-        for `learn`. `batches` contain all rows of the rollout. Collective."""
+        for `learn`. Collective."""
         rollout = scored.rollout
-        value_BT = self.values(batches, (len(rollout.completions), max(rollout.lengths)))
+        value_BT = self.values(scored.micro_batches(), (len(rollout.completions), max(rollout.lengths)))
         advantages_BT, self._targets, numbers = critic_advantages(
             rollout, scored.scores, self._run, value_BT, scored.kl_BT, scored.beta, self.engine.device
         )
@@ -93,34 +96,34 @@ class Critic(Scorer):
         """Read what `save` wrote, on any number of ranks; raises UserError if nothing was saved."""
         self.load_state_dict(self.engine.load(folder, _FOLDER))
 
+    def checkpoint_bytes(self, weights: int) -> int:
+        return states_bytes(self)
+
 
 class CriticFeature(Feature):
     """Computes advantages relative to a critic's values, and trains the critic."""
 
-    name = "critic"
+    name, memory = "critic", CriticMemory
     is_timed = True
-    critic: Critic
+    model: Critic
+    _learns_alone = False
+    """Whether the policy does not learn from this rollout yet."""
 
     def __init__(self, config: TrainConfig, plan: BatchPlan, inputs: RunInputs) -> None:
         super().__init__(config, plan, inputs)
         check_critic(config, inputs)
 
-    @property
-    def model(self) -> Critic:
-        return self.critic
-
-    @property
-    def policy_waits(self) -> bool:
-        return self.critic.learns_alone
-
     def load(self, policy: Policy) -> None:
-        self.critic = Critic(self.config, self.plan, self.inputs.tokenizer)
+        self.model = Critic(self.config, self.plan, self.inputs.tokenizer)
 
-    def advantages(self, scored: Scored, micro_batches: list[MicroBatch]) -> tuple[Tensor, Numbers]:
-        return self.critic.advantages(scored, micro_batches)
+    def advantages(self, scored: Scored) -> Advantages:
+        self._learns_alone = self.model.learns_alone
+        return Advantages(*self.model.advantages(scored), replaces=True)
 
-    def update(self, batches: Sequence[TrainBatch], beat: Callable[[], None]) -> Iterator[Numbers]:
-        yield from self.critic.learn(batches, beat)
+    def update(self, batches: Sequence[TrainBatch], beat: Callable[[], None], log: Log) -> bool:
+        for numbers in self.model.learn(batches, beat):
+            log(numbers)
+        return self._learns_alone
 
 
 def check_critic(config: TrainConfig, inputs: RunInputs) -> None:

@@ -58,11 +58,10 @@ class CriticConfig(FeatureConfig):
 
     section, method = "critic", "PPO"
     about = About(rank=7)
-    feature, planned = "critic:CriticFeature", "memory:CriticMemory"
+    feature = "critic:CriticFeature"
     page = "docs/ppo.md"
     replaces_groups = "critic.enabled"
     sees = False
-    gives_advantages = True
 
     @property
     def is_on(self) -> bool:

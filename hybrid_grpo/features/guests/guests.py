@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.data.batch import Completion, Numbers, Prompt, Rollout, Scores, TrainBatch
 from hybrid_grpo.data.measuring import measured
+from hybrid_grpo.features.guests.memory import GuestMemory
 from hybrid_grpo.features.guests.settings import GuestsConfig
 from hybrid_grpo.features.guests.writers import GuestFile, GuestModel, Learner
 from hybrid_grpo.generation.rollout import requests_of
@@ -21,7 +23,7 @@ from hybrid_grpo.model.limits import vocabulary_of
 from hybrid_grpo.model.loading import load_config
 from hybrid_grpo.model.routing import Routing
 from hybrid_grpo.model.sidecars import TokenRow, without
-from hybrid_grpo.run.feature import Feature
+from hybrid_grpo.run.feature import Feature, LossTerm
 
 if TYPE_CHECKING:
     from hybrid_grpo.policy import Policy
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 class Guests(Feature):
     """All guests of a run. Raises UserError if a guest does not fit the policy; see `GuestFile` and `GuestModel`."""
 
-    name = "guests"
+    name, memory = "guests", GuestMemory
     is_timed = True
     _policy: Policy
     _distilled: frozenset[str] = frozenset()
@@ -47,14 +49,8 @@ class Guests(Feature):
             for guest in config.of(GuestsConfig).writers
         ]
         self._distilled = frozenset(guest.name for guest, _ in self._guests if guest.weight == "distill")
-
-    @property
-    def facts(self) -> dict[str, str]:
-        return {f"guest {guest.name}": writer.fact for guest, writer in self._guests}
-
-    @property
-    def names(self) -> Mapping[str, Sequence[str]]:
-        return {"<guest>": [guest.name for guest, _ in self._guests]}
+        self.facts = {f"guest {guest.name}": writer.fact for guest, writer in self._guests}
+        self.names = {"<guest>": [guest.name for guest, _ in self._guests]}
 
     def load(self, policy: Policy) -> None:
         self._policy = policy
@@ -92,7 +88,10 @@ class Guests(Feature):
         rows = iter(found[0] if found else ())
         return [[replace(c, logp=next(rows)[: len(c.token_ids)].tolist()) for c in group] for group in groups]
 
-    def loss(
+    def loss(self, batch: TrainBatch) -> LossTerm:
+        return LossTerm(partial(self._surrogate, batch))
+
+    def _surrogate(
         self, batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor, found: Sequence[Tensor]
     ) -> tuple[Tensor | float, Numbers]:
         """Return the surrogate loss, with the ratio of the policy to the guest. KL, entropy and the sampler's

@@ -58,7 +58,7 @@ class GuestsConfig(FeatureConfig):
 
     section = "guests"
     about = About(rank=7)
-    feature, planned = "guests:Guests", "memory:GuestMemory"
+    feature = "guests:Guests"
     page = "docs/guests.md"
 
     @property
@@ -106,7 +106,7 @@ class GuestsConfig(FeatureConfig):
         )
         taught = next((guest.name for guest in self.writers if guest.weight == "distill"), None)
         refuse(
-            taught is not None and not any(feature.learns_from_given for feature in config.active_features),
+            taught is not None and not any(feature.teaches == "all" for feature in config.active_features),
             f"guests.writers {taught}: weight distill has no effect without a teacher in the loss: set teacher.into to"
             " loss, or weight to baseline",
         )

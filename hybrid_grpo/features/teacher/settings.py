@@ -66,10 +66,9 @@ class TeacherConfig(FeatureConfig):
 
     section = "teacher"
     about = About(rank=7)
-    feature, planned = "teacher:Teacher", "memory:TeacherMemory"
+    feature = "teacher:Teacher"
     page = "docs/distillation.md"
     replaces_groups = "a teacher"
-    learns_without_rewards = True
 
     @property
     def sees(self) -> bool:  # type: ignore[override]
@@ -86,8 +85,8 @@ class TeacherConfig(FeatureConfig):
         return self.is_on and self.into == "loss"
 
     @property
-    def learns_from_given(self) -> bool:
-        return self.keeps_vocabulary
+    def teaches(self) -> Literal["sampled", "all"]:
+        return "all" if self.keeps_vocabulary else "sampled"
 
     @property
     def models(self) -> dict[str, str | None]:

@@ -15,10 +15,11 @@ from torch import Tensor
 from hybrid_grpo import engine as engines
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.config.errors import refuse
-from hybrid_grpo.data.batch import MicroBatch, Numbers, Rollout, TrainBatch
+from hybrid_grpo.data.batch import Numbers, Rollout, TrainBatch
 from hybrid_grpo.data.measuring import measured
 from hybrid_grpo.features.teacher.distillation import measure_teacher, teacher_advantages, teacher_loss
 from hybrid_grpo.features.teacher.divergence import Divergence, NextTokens, head_divergence, most_likely
+from hybrid_grpo.features.teacher.memory import TeacherMemory
 from hybrid_grpo.features.teacher.models import TeacherModel
 from hybrid_grpo.features.teacher.settings import TeacherConfig
 from hybrid_grpo.features.teacher.spans import NOT_TEXT, spread
@@ -29,7 +30,7 @@ from hybrid_grpo.model.routing import Routing
 from hybrid_grpo.model.sidecars import TokenRow, without
 from hybrid_grpo.model.upload import upload
 from hybrid_grpo.policy import Policy
-from hybrid_grpo.run.feature import Feature, Scored
+from hybrid_grpo.run.feature import Advantages, Feature, LossTerm, Scored
 from hybrid_grpo.run.inputs import RunInputs
 
 
@@ -37,7 +38,7 @@ class Teacher(Feature):
     """Scores the tokens that the policy has sampled, or (`guests.writers`) should learn to write. Several teachers
     share the rows by the source of the prompt, and read them one after the other. See distillation.py."""
 
-    name = "teacher"
+    name, memory = "teacher", TeacherMemory
     is_timed = needs_old_logp = True
     _policy: Policy
 
@@ -64,9 +65,9 @@ class Teacher(Feature):
         for teacher in self._teachers:
             teacher.load(policy)
 
-    def bonus(self, scored: Scored) -> tuple[Tensor | None, Numbers]:
+    def advantages(self, scored: Scored) -> Advantages:
         """Return the teachers' term in the advantages. With `teacher.into` loss there is none, and the teachers'
-        distributions are kept for `head`. Collective."""
+        distributions are kept for `loss`. Collective."""
         assert scored.old_logp_BT is not None
         logp_BT, size_BT, self._next_tokens = self.read(scored.rollout, scored.old_logp_BT)
         sampled_B = torch.tensor([not completion.writer for completion in scored.rollout.completions])
@@ -76,9 +77,9 @@ class Teacher(Feature):
         if size_BT is not None:
             numbers["teacher/left_out_frac"] = 1 - compared_BT.sum() / real_BT.sum(), real_BT.sum()
         if self._settings.into == "loss":
-            return None, numbers
+            return Advantages(None, numbers)
         coef, clamp = self._settings.coef, self._settings.clamp
-        return teacher_advantages(scored.old_logp_BT, logp_BT, coef, size_BT, clamp), numbers
+        return Advantages(teacher_advantages(scored.old_logp_BT, logp_BT, coef, size_BT, clamp), numbers)
 
     @torch.no_grad()
     def read(self, rollout: Rollout, old_logp_BT: Tensor) -> tuple[Tensor, Tensor | None, dict[int, NextTokens]]:
@@ -146,22 +147,21 @@ class Teacher(Feature):
             logp_bT[at, :tokens], size_bT[at, :tokens] = found
         return logp_bT, size_bT
 
-    def head(self, micro: MicroBatch) -> HeadFunction | None:
-        """Return a function that computes the divergence between the policy and the teacher at the completion tokens of
-        a micro-batch; None unless `teacher.into` is `loss`. For a micro-batch without rows, the computed value has no
-        meaning."""
+    def loss(self, batch: TrainBatch) -> LossTerm | None:
+        """Return the divergence between the policy and the teacher at the completion tokens of a micro-batch, which the
+        head computes; None unless `teacher.into` is `loss`. For a micro-batch without rows, what the head computes has
+        no meaning."""
         if not self._next_tokens:
             return None
-        of_rows = [self._next_tokens[row] for row in micro.rows]
+        of_rows = [self._next_tokens[row] for row in batch.micro.rows]
         first, *others = of_rows or [next(iter(self._next_tokens.values())).first()]
-        teacher = first.joined(others).to(micro.mask_bT.device)
-        return partial(head_divergence, teacher=teacher, divergence=self._divergence)
+        teacher = first.joined(others).to(batch.micro.mask_bT.device)
+        head = partial(head_divergence, teacher=teacher, divergence=self._divergence)
+        return LossTerm(partial(self._mean_divergence, batch), head)
 
-    def loss(
+    def _mean_divergence(
         self, batch: TrainBatch, logp_bT: Tensor, entropy_bT: Tensor, found: Sequence[Tensor]
-    ) -> tuple[Tensor | float, Numbers]:
-        if not self._next_tokens:
-            return 0.0, {}
+    ) -> tuple[Tensor, Numbers]:
         real_bT = batch.weight_bT > 0
         value_bT, tokens = torch.where(real_bT, found[0], 0.0), real_bT.sum()
         mean = value_bT.detach().sum() / tokens.clamp(min=1)

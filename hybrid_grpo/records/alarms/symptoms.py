@@ -88,7 +88,8 @@ class Symptoms:
             return cls()
         outcome = config.eval.outcome or next(iter(config.reward_names), "")
         groups = config.rollout.num_generations > 1 and not any(of.replaces_groups for of in config.active_features)
-        return cls(outcome, groups=groups, rewarded=not any(of.learns_without_rewards for of in config.active_features))
+        rewarded = all(of.teaches == "nothing" for of in config.active_features)
+        return cls(outcome, groups=groups, rewarded=rewarded)
 
     def needs(self, name: str) -> bool:
         """Return whether any symptom needs this metric."""

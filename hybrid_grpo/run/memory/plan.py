@@ -88,7 +88,8 @@ def estimate(
     """Return the memory plan of a run, whose prompts have the pictures of an `album`; None if the model cannot run
     without data. `model_config` is by default that of `policy.model`. Raise UserError if it has no configuration, or
     lacks the attention or adapters in the settings."""
-    features = [share for feature in config.active_features if (share := feature.memory(config)) is not None]
+    classes = [feature.load() for feature in config.active_features]
+    features = [of.memory(config) for of in classes if of is not None and of.memory is not None]
     heads = [feature.head for feature in features]
     model_config = model_config or load_config(config.policy.model)
 

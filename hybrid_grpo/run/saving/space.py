@@ -13,7 +13,6 @@ from hybrid_grpo.distributed.hardware import host_free_bytes
 from hybrid_grpo.distributed.ranks import local_ranks
 from hybrid_grpo.policy import TrainedModel
 from hybrid_grpo.run.folder import say
-from hybrid_grpo.run.parts import SavedModel
 from hybrid_grpo.run.stage import Stage
 
 _STATE_BYTES = 12
@@ -27,11 +26,10 @@ def check_space(folder: Path, config: CheckpointConfig, stage: Stage, models: in
     sizes = _sizes(stage.policy)
     model = sum(size * p.element_size() for p, size in sizes)
     trained = _trained(stage.policy)
-    checkpoint = _STATE_BYTES * (trained + sum(map(_trained, stage.features.models)))
+    checkpoint = states_bytes(stage.policy) + sum(of.checkpoint_bytes(trained) for of in stage.features.models)
     if stage.shards is not None:
         checkpoint += 4 * sum(size for _, size in sizes) if stage.shards_are_float32 else model
-    for feature in stage.features:
-        checkpoint, models = checkpoint + feature.checkpoint_bytes(trained), models + len(feature.exports)
+    models += sum(len(of.exports) for of in stage.features.models)
     count = config.keep + 1 if config.is_on else 0
     # A resumed run replaces the checkpoints that it has already written.
     here = sum(path.stat().st_size for path in (folder / "checkpoints").rglob("*") if path.is_file())
@@ -56,10 +54,15 @@ def has_memory(bytes_: int) -> bool:
     return bytes_ + max(0, given_back) <= host_free_bytes() // local_ranks()
 
 
-def _trained(model: TrainedModel | SavedModel) -> int:
+def states_bytes(model: TrainedModel) -> int:
+    """Return the bytes of a model's trained weights and optimizer states in a checkpoint, over all ranks."""
+    return _STATE_BYTES * _trained(model)
+
+
+def _trained(model: TrainedModel) -> int:
     return sum(size for p, size in _sizes(model) if p.requires_grad)
 
 
-def _sizes(model: TrainedModel | SavedModel) -> list[tuple[Any, int]]:
+def _sizes(model: TrainedModel) -> list[tuple[Any, int]]:
     """Return the parameters of a model, each with its number of elements over all ranks."""
     return [(p, getattr(p, "ds_numel", p.numel())) for p in model.engine.engine.module.parameters()]

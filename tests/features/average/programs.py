@@ -54,7 +54,7 @@ class Steps(Stage):
 def followed(policy: Policy, folder: Path) -> tuple[dict[str, Any], MovingAverage]:
     """Four steps, of which the second is skipped, and the average after them; it is saved before the last."""
     steps = Steps(policy)
-    average = steps.average.shards
+    average = steps.average.model
     folder.mkdir(exist_ok=True)
     texts = [policy.tokenizer(text)["input_ids"] for text in ("dcab=abcd", "tac=act", "god=dgo", "zxy=xyz")]
     batches = policy.micro_batches(TokenRow.of([ids[:4] for ids in texts], [ids[4:] for ids in texts]))

@@ -58,11 +58,11 @@ def test_it_is_what_the_definition_says_however_the_weights_are_laid_out(
 
         def shows(expected: float, pad: float) -> None:
             before = [flat.clone() for flat in own.flats]
-            with suppress(KeyError), feature.exports["model_ema"]():
+            with suppress(KeyError), feature.model.exports["model_ema"]():
                 assert all(map(torch.equal, own.flats, own.split(weights(expected), pad - 1)))
                 assert all(map(torch.equal, own.used if stage else own.flats, own.flats))
                 assert torch.equal(steps.followed.pop(), own.flats[0])
-                for misused in (feature.average.update, feature.average.used().__enter__):
+                for misused in (feature.model.update, feature.model.used().__enter__):
                     with pytest.raises(AssertionError):
                         misused()
                 raise KeyError
@@ -71,16 +71,16 @@ def test_it_is_what_the_definition_says_however_the_weights_are_laid_out(
         for steps.applied in (True, False, True):
             steps.step_optimizer()
         shows(6.875, 6.875)
-        with feature.exports["model_ema"]():
+        with feature.model.exports["model_ema"]():
             steps.followed.clear()
         assert torch.equal(steps.followed.pop(), own.flats[0])
-        feature.average.save(tmp_path)
+        feature.model.save(tmp_path)
         steps.step_optimizer()
         shows(12.65625, 12.65625)
         barrier()
-        feature.average.load(tmp_path)
+        feature.model.load(tmp_path)
         shows(6.875, 12.65625)
-        assert feature.checkpoint_bytes(3) == 12, "float32"
+        assert feature.model.checkpoint_bytes(3) == 12, "float32"
 
     in_ranks(world, program)
 

@@ -117,8 +117,8 @@ def test_a_critic_learns_the_returns_at_its_own_rate_and_at_first_alone(monkeypa
     returns, alone, lines, beats = {(0, 1): 1 - 0.1 * 1.5, (0, 2): 1 - 0.1 * 1.0, (1, 1): 3 - 0.1 * 2.0}, [], [], []
     expected = torch.zeros(20)
     for step in range(3):
-        scored = Scored(rollout, Scores(reward_B, {}, {}), None, kl_BT, 0.1)
-        advantages_BT, _ = critic.advantages(scored, batches)
+        scored = Scored(rollout, Scores(reward_B, {}, {}), None, kl_BT, 0.1, lambda: batches)
+        advantages_BT, _ = critic.advantages(scored)
         for (row, token), value in returns.items():
             assert advantages_BT[row, token - 1].item() == pytest.approx(value - expected[token].item(), abs=1e-6)
         for _ in range(2):

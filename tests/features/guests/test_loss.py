@@ -45,7 +45,7 @@ def loss_of(
     given: Any = SimpleNamespace(grpo=grpo), SimpleNamespace(objective=own)
     guests.config, guests.inputs = given
     loss, numbers = micro_batch_loss(batch, logp, entropy, grpo, grpo.beta, own)
-    added, of_guests = guests.loss(batch, logp, entropy, [])
+    added, of_guests = guests.loss(batch).value(logp, entropy, [])
     return loss + added, numbers | of_guests
 
 
@@ -138,7 +138,7 @@ def test_rows_for_a_teacher_take_no_part_in_the_loss_of_the_policy() -> None:
     config: Any = SimpleNamespace(grpo=grpo), SimpleNamespace(objective=None)
     guests.config, guests.inputs = config
     logp = batch.logp.clone().requires_grad_()
-    loss, numbers = guests.loss(given, logp, batch.entropy, [])
+    loss, numbers = guests.loss(given).value(logp, batch.entropy, [])
     assert isinstance(loss, torch.Tensor)
     moved_B = torch.autograd.grad(loss, logp)[0].abs().sum(1) > 0
     assert moved_B.tolist() == [writer == "seeds" for writer in WRITERS]

@@ -142,9 +142,11 @@ def test_the_numbers_are_means_over_real_tokens():
     }
     teacher = taught({0: NextTokens(torch.zeros(1, 1), None, 1)})
     kl_BT = torch.where(mask_BT, torch.tensor([[1.0, 2, 3], [6, 0, 0]]), torch.nan)
-    loss, seen = teacher.loss(SimpleNamespace(weight_bT=mask_BT / 4), kl_BT, kl_BT, [kl_BT])
+    micro = SimpleNamespace(rows=[0], mask_bT=mask_BT)
+    loss, seen = teacher.loss(SimpleNamespace(micro=micro, weight_bT=mask_BT / 4)).value(kl_BT, kl_BT, [kl_BT])
     assert float(loss) == 0.5 * 12 / 4 and float(seen["teacher/loss"][0]) == 3.0
-    nothing, seen = teacher.loss(SimpleNamespace(weight_bT=torch.zeros(2, 3)), kl_BT, kl_BT, [kl_BT])
+    empty = SimpleNamespace(micro=micro, weight_bT=torch.zeros(2, 3))
+    nothing, seen = teacher.loss(empty).value(kl_BT, kl_BT, [kl_BT])
     assert float(nothing) == 0.0 and float(seen["teacher/loss"][1]) == 0
 
 
@@ -155,8 +157,7 @@ def test_a_micro_batch_is_given_its_own_rows_in_their_order():
     told = NextTokens(places.log_softmax(1), torch.arange(12, dtype=torch.int32).view(6, 2), 9).split(lengths)
     teacher = taught(dict(enumerate(told)))
     for rows, expected in (([2, 0], [3, 4, 5, 0, 1]), ([], [0])):
-        head: Any = teacher.head(SimpleNamespace(rows=rows, mask_bT=cpu))  # type: ignore[arg-type]
+        batch: Any = SimpleNamespace(micro=SimpleNamespace(rows=rows, mask_bT=cpu))
+        head: Any = teacher.loss(batch).head
         assert head.keywords["teacher"].token_NK[:, 0].tolist() == [2 * place for place in expected]
-    advantage = taught({})
-    assert advantage.head(SimpleNamespace(rows=[0], mask_bT=cpu)) is None  # type: ignore[arg-type]
-    assert advantage.loss(SimpleNamespace(), cpu, cpu, []) == (0.0, {})  # type: ignore[arg-type]
+    assert taught({}).loss(batch) is None, "with teacher.into advantage"

@@ -130,8 +130,8 @@ def test_it_tells_what_it_expects_after_its_own_prompt(
     scores: Any = None
     scored = Scored(rollout, scores, rollout.logp_BT, None, 0.0)
     teacher = loaded(config, policy, inputs, monkeypatch)
-    bonus_BT, numbers = teacher.bonus(scored)
-    assert bonus_BT is None and len(teacher._next_tokens) == 4
+    found = teacher.advantages(scored)
+    assert found.value_BT is None and len(teacher._next_tokens) == 4
     total = 0.0
     for row, completion in enumerate(rows):
         prompt = tokenizer(texts[row // 2])["input_ids"]
@@ -146,8 +146,8 @@ def test_it_tells_what_it_expects_after_its_own_prompt(
         among = expected_TV.gather(1, torch.tensor([[1, 2, 3, token, 20] for token in completion]))
         total += expected_TV.gather(1, torch.tensor(completion)[:, None]).sum().item()
         total -= among.logsumexp(1).sum().item() if filtered else 0.0
-    assert float(numbers["teacher/logp"][0]) == pytest.approx(total / 10, abs=1e-5)
-    assert float(numbers["teacher/kl"][0]) == pytest.approx(-1.0 - total / 10, abs=1e-5)
+    assert float(found.numbers["teacher/logp"][0]) == pytest.approx(total / 10, abs=1e-5)
+    assert float(found.numbers["teacher/kl"][0]) == pytest.approx(-1.0 - total / 10, abs=1e-5)
 
 
 @pytest.mark.parametrize("own, of_teacher", [(33, 30), (30, 33)])
@@ -263,7 +263,7 @@ def test_teachers_read_their_own_sources_one_after_the_other(tmp_path: Path, mon
     plan: Any = None
     teacher, policy = Teacher(config, plan, inputs), SimpleNamespace(engine=None, micro_batches=micro_batches)
     teacher.load(policy)  # type: ignore[arg-type]
-    bonus_BT, numbers = teacher.bonus(Scored(rollout, None, rollout.logp_BT, None, 0.0))  # type: ignore[arg-type]
+    found = teacher.advantages(Scored(rollout, None, rollout.logp_BT, None, 0.0))  # type: ignore[arg-type]
     assert seen == [f"{what} {size}" for size in (80, 400) for what in ("read with", "release")]
 
     def told(name: str, prompt: list[int], ids: list[int]) -> torch.Tensor:
@@ -282,13 +282,14 @@ def test_teachers_read_their_own_sources_one_after_the_other(tmp_path: Path, mon
     for u, span in enumerate([slice(0, 2), slice(2, 4), slice(4, 5), slice(5, 6)]):
         expected_BT[2, span] = -0.5 * (logp_BT[2, span].sum() - told_U[u])
     mask_BT = rollout.mask_BT & torch.tensor([[True], [True], [True], [False]])
+    bonus_BT, numbers = found.value_BT, found.numbers
     assert bonus_BT is not None and (bonus_BT - expected_BT)[mask_BT].abs().max() < 1e-5
     assert float(numbers["teacher/logp"][0]) == pytest.approx((total + told_U.sum().item()) / 9, abs=1e-5)
     assert float(numbers["teacher/left_out_frac"][0]) == 0
     # A rank may have no row for a teacher.
     for group in (0, 1):
         part = rollout.groups([group])
-        own_BT, _ = teacher.bonus(Scored(part, None, part.logp_BT, None, 0.0))  # type: ignore[arg-type]
+        own_BT = teacher.advantages(Scored(part, None, part.logp_BT, None, 0.0)).value_BT  # type: ignore[arg-type]
         rows_BT, expected = (
             part.mask_BT & mask_BT[2 * group :][:2, : part.mask_BT.shape[1]],
             expected_BT[2 * group :][:2],

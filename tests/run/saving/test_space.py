@@ -8,14 +8,13 @@ import torch
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.run import CheckpointConfig
 from hybrid_grpo.run.feature import Feature
+from hybrid_grpo.run.parts import SideModel
 from hybrid_grpo.run.saving import space
 from hybrid_grpo.run.stage import Stage
 
 
-class Copy(Feature):
-    """Keeps a float32 copy of the weights, and exports it too."""
-
-    name = "copy"
+class Copy(SideModel):
+    """A float32 copy of the weights, which is exported too."""
 
     @property
     def exports(self):
@@ -25,11 +24,10 @@ class Copy(Feature):
         return 4 * weights
 
 
-class Critic(Feature):
-    """Trains a model beside the policy."""
+class Own(Feature):
+    """Keeps weights beside the policy's."""
 
-    name = "critic"
-    model = None
+    name, model = "own", Copy()
 
 
 def stage_of(module, shards=None, features=()):
@@ -55,7 +53,7 @@ def trained(module):
 def test_what_is_kept_must_fit_and_is_printed(tmp_path, monkeypatch, capsys, config, shards, copies, needed):
     module = torch.nn.ParameterList([torch.zeros(10, 100), torch.zeros(200)])
     module[1].requires_grad_(False)
-    stage = stage_of(module, shards, [Copy(None, None, None)] * copies)
+    stage = stage_of(module, shards, [Own(None, None, None)] * copies)
     step = tmp_path / "checkpoints" / "step_000001"
     step.mkdir(parents=True)
     (step / "policy_00000_of_00001.pt").write_bytes(bytes(500))
@@ -80,8 +78,8 @@ def test_a_moving_average_is_kept_in_float32(tmp_path):
 def test_a_model_that_is_trained_too_is_kept_with_the_policy(tmp_path, monkeypatch):
     """Its weights and moments are in every checkpoint, and no model of it is written."""
     policy, critic = (torch.nn.ParameterList([torch.zeros(n)]) for n in (1000, 500))
-    feature = Critic(None, None, None)
-    feature.model = trained(critic)
+    feature = Own(None, None, None)
+    feature.model = SimpleNamespace(checkpoint_bytes=lambda _: space.states_bytes(trained(critic)), exports={})
     stage = stage_of(policy, features=[feature])
     free = SimpleNamespace(free=2 * 12 * 1500 + 4000)
     monkeypatch.setattr(space.shutil, "disk_usage", lambda folder: free)
