@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from hybrid_grpo.distributed.hardware import Hardware, of_device
 from hybrid_grpo.generation import Sampling, graphs
 from hybrid_grpo.generation.cache import Geometry, PagedCache, free_bytes
-from hybrid_grpo.generation.decoder import Decoder
+from hybrid_grpo.generation.decoder import Decoder, capture_on
 from hybrid_grpo.generation.loop import _prepared
 from hybrid_grpo.generation.paged_attention import PAGE
 from hybrid_grpo.model.attention import ATTENTION
@@ -176,7 +176,7 @@ def has_gpu() -> bool:
 
 def on_gpu() -> Bench:
     device = torch.device("cuda", torch.cuda.current_device())
-    return Bench(REAL, device, lambda: graphs.capture_on(device))
+    return Bench(REAL, device, lambda: capture_on(device))
 
 
 def toy() -> Bench:

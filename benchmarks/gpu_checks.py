@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 from hybrid_grpo.commands.description import describe
 from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.generation import Sampling
-from hybrid_grpo.generation.cache import Geometry, PagedCache
+from hybrid_grpo.generation.cache import Geometry, PagedCache, Rows
 from hybrid_grpo.generation.fused_step import fused_step
-from hybrid_grpo.generation.paged_attention import PAGE, DecodeStep, Rows, decode_step, has_kernel
+from hybrid_grpo.generation.paged_attention import PAGE, DecodeStep, decode_step, has_kernel
 from hybrid_grpo.generation.sampler import Sampler
 from hybrid_grpo.model.attention import ATTENTION, Options, Segments, attend
 from hybrid_grpo.model.logprobs import LogprobModel, token_logprobs
-from hybrid_grpo.model.selection import Selection
+from hybrid_grpo.model.upload import Selection
 
 _TOKENS = 96
 """Different tokens of a micro-batch."""

@@ -268,7 +268,8 @@ class Engine:
 
     def step(self, lr: float) -> StepResult:
         """Update the weights with the gradients of all `backward` calls since the last step, at learning rate `lr`."""
-        tensor_files.settle()
+        if tensor_files.copying:
+            tensor_files.settle()
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         self.engine.step()

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.data.batch import MicroBatch, Numbers, Prompt, Rollout, Scores, TrainBatch
+from hybrid_grpo.data.loader import StepLoader
 from hybrid_grpo.data.measuring import measured
-from hybrid_grpo.data.training_prompts import StepLoader
 from hybrid_grpo.distributed.ranks import exchange_objects, max_over_ranks, rank, sum_over_ranks
 from hybrid_grpo.generation import OnFinish
 from hybrid_grpo.grpo.advantages import informative, mean_over_tokens, token_advantages
@@ -24,8 +24,8 @@ from hybrid_grpo.grpo.resampling import group_slots, resample
 from hybrid_grpo.grpo.selection import OldPolicy, select_tokens
 from hybrid_grpo.model.logprobs import squared_probabilities
 from hybrid_grpo.policy import Policy
-from hybrid_grpo.records.metrics.flops import group_flops
 from hybrid_grpo.records.metrics.measurements import (
+    group_flops,
     measure_costs,
     measure_gradients,
     measure_parity,
@@ -68,7 +68,7 @@ class Trainer(Stage):
         meter = inputs.meter(device, config.data.source_names, metric_names(features))
         super().__init__(policy, meter, features, services)
         self.config, self.plan, self.device, self.reference, self.inputs = config, plan, device, reference, inputs
-        self.eval_sets = inputs.eval_sets
+        self.eval_sets, self.partners, self.stop_ids = inputs.eval_sets, inputs.partners, inputs.stop_ids
         self.loader: StepLoader = inputs.training.loader(config, plan, device)
         self.kl = KlController(config.grpo, plan.rows, device)
         self.entropy = EntropyController(config.grpo, device)
@@ -76,15 +76,17 @@ class Trainer(Stage):
         only_advantages = learns_from_advantages_alone(config.grpo, inputs.objective)
         can_skip_backward = only_advantages and not self.features.learn_beside_advantages
         self.max_over_ranks = partial(max_over_ranks, device=device) if can_skip_backward else None
+        self.controllers = [of for of in (self.kl, self.entropy) if of.target is not None]
         self.parts = {"loader": self.loader, "kl": self.kl}
-        if config.grpo.entropy_target is not None:
+        if self.entropy.target is not None:
             self.parts["entropy"] = self.entropy
         self.exchange = partial(exchange_objects, device=device)
         self.carry: Carry | None = None
         if config.rollout.carry:
             self.carry = Carry(config.rollout, plan, inputs.training.prompts, self.exchange)
             self.parts["carry"] = self.carry
-        self.reward_weights = config.reward_weights
+        self.reward_weights, self.recomputes_old_logp = config.reward_weights, config.recomputes_old_logp
+        self.measures_old, self.starts_on_policy = config.grpo.measures_old, config.grpo.starts_on_policy
         self.shards = reference if config.grpo.ref_every else None
         self.shards_are_float32 = config.grpo.averages_reference
 
@@ -111,9 +113,11 @@ class Trainer(Stage):
         old = self.old_policy(trained)
         ref_logp_BT = self.reference_logprobs(trained)
         advantages_BT = self.advantages(trained, trained_scores, old, ref_logp_BT)
-        selected = select_tokens(trained, advantages_BT, old, self.config.grpo, self.sum_over_ranks)
-        advantages_BT, drifts_BT, numbers = selected
-        self.meter.update(numbers)
+        drifts_BT: Tensor | None = None
+        if self.config.grpo.tokens != "all":
+            selected = select_tokens(trained, advantages_BT, old, self.config.grpo, self.sum_over_ranks)
+            advantages_BT, drifts_BT, numbers = selected
+            self.meter.update(numbers)
         is_old_BT = None if trained.is_old_BT is None else trained.is_old_BT.to(self.device)
         logp_BT = trained.logp_BT.to(self.device)
         signals = Signals(logp_BT, old.logp_BT, ref_logp_BT, advantages_BT, is_old_BT, drifts_BT)
@@ -165,7 +169,8 @@ class Trainer(Stage):
     def sample_and_score(self, prompts: list[Prompt], step: int) -> tuple[Rollout, Scores]:
         """Sample completions of `prompts`, which may be empty on this rank, and score them."""
         self.progress.enter("sampling", step)
-        prompts = self.inputs.opened(prompts, step)
+        if self.partners is not None:
+            prompts = self.partners.opened(prompts, step)
         with self.inputs.rewards.stream(prompts, self.plan.num_generations, step) as stream:
             rollout = self.sample(prompts, step, stream.add)
             self.progress.enter("scoring")
@@ -190,22 +195,22 @@ class Trainer(Stage):
         if self.carry is not None:
             called |= self.carry.rollout_arguments(on_finish)
         start, seed = time.perf_counter(), self.config.run.seed
-        settings = self.config.rollout, self.inputs.stop_ids
+        settings = self.config.rollout, self.stop_ids
         rollout, stats = self.policy.rollout(prompts, *settings, seed=seed, step=step, **called)
         self.meter.add_spans(spans := sampling_spans(start, self.policy.engine))
         if self.carry is not None:
             rollout = self.carry.end(rollout)
         captures = None if self.device.type == "cpu" else stats.captures
-        self.meter.update(
-            measure_sampling(rollout, spans, stats.accepted, captures) | self.inputs.tool_numbers(rollout)
-        )
+        self.meter.update(measure_sampling(rollout, spans, stats.accepted, captures))
+        if self.partners is not None:
+            self.meter.update(self.partners.numbers(rollout))
         self.trace.decoded(stats.timeline)
         return rollout
 
     def old_policy(self, rollout: Rollout) -> OldPolicy:
         """Return what the rest of the step needs of the policy that sampled. Called once per rollout."""
         grpo = self.config.grpo
-        if not grpo.measures_old:
+        if not self.measures_old:
             return OldPolicy(self.old_logprobs(rollout))
         # Rows that are not learned from may have no record of what filters left, and the others need theirs.
         rows = range(len(rollout.lengths)) if grpo.baseline == "optimal" else rollout.learned
@@ -218,7 +223,7 @@ class Trainer(Stage):
     def old_logprobs(self, rollout: Rollout) -> Tensor | None:
         """Return the log-probabilities [B, T] under the policy that sampled: those that the sampler recorded, or those
         of a training forward before the first optimizer step. None if nothing needs them. Called once per rollout."""
-        if not self.config.recomputes_old_logp:
+        if not self.recomputes_old_logp:
             return rollout.logp_BT.to(self.device)
         needs_it = self.kl.in_reward or self.features.needs_old_logp or self.config.grpo.tokens != "all"
         if self.plan.optimizer_steps == 1 and not needs_it:
@@ -242,7 +247,9 @@ class Trainer(Stage):
         """Return the advantages of tokens, float32 [B, T]: relative to their group, unless a feature computes them
         instead, plus the bonuses of features. Collective."""
         config, limit = self.config, self.config.rollout.max_completion_tokens
-        kl_BT, beta = self.kl.of_reward(old.logp_BT, ref_logp_BT, rollout.mask_BT), self.kl.beta
+        beta, kl_BT = self.kl.beta, None
+        if self.kl.in_reward:
+            kl_BT = self.kl.of_reward(old.logp_BT, ref_logp_BT, rollout.mask_BT)
         split = partial(self.micro_batches, rollout, range(len(rollout.completions)), gradients=False)
         found = self.features.advantages(Scored(rollout, scores, old.logp_BT, kl_BT, beta, split))
         variance_BT: Tensor | None = None
@@ -263,7 +270,8 @@ class Trainer(Stage):
     def improve(self, rollout: Rollout, signals: Signals) -> None:
         """Make `num_iterations` passes of `num_minibatches` optimizer steps, all with the `old_logp` of the rollout."""
         self.progress.enter("update")
-        settings = self.entropy.settings, self.kl.beta, self.inputs.objective
+        grpo = self.config.grpo if self.entropy.target is None else self.entropy.settings
+        settings = grpo, self.kl.beta, self.inputs.objective
         beat, temperature = self.progress.heartbeat, self.config.rollout.temperature
         for number, batches in enumerate(map(list, self.optimizer_steps(rollout, signals))):
             if self.features.update(batches, beat, self.meter.update):
@@ -278,8 +286,8 @@ class Trainer(Stage):
                 loss, numbers = loss + added, numbers | of_term
                 if batch.has_gradient:
                     self.policy.engine.backward(loss)
-                self.kl.add(numbers)
-                self.entropy.add(numbers)
+                for controller in self.controllers:
+                    controller.add(numbers)
                 self.meter.update(numbers | measure_gradients(batch))
                 self.trace.learned(batch, logp_bT, entropy_bT)
                 self.meter.add("policy/loss", loss / self.plan.optimizer_steps)
@@ -297,7 +305,7 @@ class Trainer(Stage):
         """Iterate over the optimizer steps on a rollout, each as its weighted micro-batches. Collective."""
         split, limit = partial(self.micro_batches, rollout), self.config.rollout.max_completion_tokens
         settings = self.config.grpo, limit, self.sum_over_ranks, self.max_over_ranks
-        return optimizer_steps(rollout, signals, split, *settings, starts_on_policy=self.config.grpo.starts_on_policy)
+        return optimizer_steps(rollout, signals, split, *settings, starts_on_policy=self.starts_on_policy)
 
     def micro_batches(self, rollout: Rollout, rows: Sequence[int], *, gradients: bool = True) -> list[MicroBatch]:
         """Split rows into micro-batches within the token budget, the same number on every rank. Collective."""

@@ -16,8 +16,8 @@ from tiny_models import VOCABULARY, build, tiny_config
 from hybrid_grpo.config import GrpoConfig, LogConfig, PolicyConfig, RewardConfig, RolloutConfig, TrainConfig
 from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores, TrainBatch
+from hybrid_grpo.data.loader import TrainingPrompts
 from hybrid_grpo.data.packing import pack, pad
-from hybrid_grpo.data.training_prompts import TrainingPrompts
 from hybrid_grpo.engine import StepResult
 from hybrid_grpo.generation import Stats
 from hybrid_grpo.grpo.loss import micro_batch_loss
@@ -87,9 +87,7 @@ def trainer(policy: Sampler, grpo=None, **rollout) -> Trainer:
         stop_ids=(),
         objective=None,
         parts={},
-        opened=lambda prompts, step: prompts,
-        tool_numbers=lambda rollout: {},
-        pretrain=lambda policy, beat: {},
+        partners=None,
     )
     return Trainer(config, batch_plan(config, 1), policy, None, task, torch.device("cpu"))
 

@@ -181,7 +181,7 @@ def _lines(rollout: Rollout, scores: Scores) -> list[Line]:
 def _summary(scores: Scores, name: str, calls: Sequence[Future[Reply]]) -> dict[str, float]:
     """Return statistics of one function's rewards and speed over all completions, by the label that is shown."""
     from hybrid_grpo.data.batch import RewardStatus
-    from hybrid_grpo.distributed.workers.pool import busy_seconds
+    from hybrid_grpo.distributed.workers.calls import busy_seconds
 
     status_B, value_B = scores.status[name], scores.by_function[name]
     value_N = value_B[~value_B.isnan()]

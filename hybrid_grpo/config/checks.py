@@ -7,6 +7,7 @@ of one line, which names the settings and the way out.
 
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,17 +39,17 @@ class BatchPlan:
     given_rows: int = 0
     """Completions per prompt that a feature supplies instead of the policy."""
 
-    @property
+    @cached_property
     def own_generations(self) -> int:
         """Completions per prompt that the policy samples."""
         return self.num_generations - self.given_rows
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Completions of one rollout, over all ranks."""
         return self.world_size * self.prompts_per_rank * self.num_generations
 
-    @property
+    @cached_property
     def optimizer_steps(self) -> int:
         """Optimizer steps on one rollout."""
         return self.num_iterations * self.num_minibatches

@@ -123,7 +123,7 @@ class FeatureConfig:
         """Raise UserError if the feature is on but cannot work on this machine or with this number of ranks."""
 
     def training_prompts(self, data: DataConfig, sampler: Any, seed: int, check: Callable[[list[Any]], None]) -> Any:
-        """Return the prompts to train on and how they are drawn (a `data.training_prompts.TrainingPrompts`), which
+        """Return the prompts to train on and how they are drawn (a `data.loader.TrainingPrompts`), which
         replace the core's; None if the feature does not change them. Called only if the feature is on. `sampler` has
         the tokenizer, and the album that takes pictures (`run.sampling.Sampler`); `check` raises
         UserError for prompts that the model cannot read. Collective."""

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from hybrid_grpo.data.completion import Completion, Prompt
 from hybrid_grpo.model.attention import Segments
-from hybrid_grpo.model.selection import Selection
 from hybrid_grpo.model.sidecars import TokenRow
 from hybrid_grpo.model.sight import ImageInputs, VisionEncoder
+from hybrid_grpo.model.upload import Selection
 
 if TYPE_CHECKING:
     from hybrid_grpo.data.picture import Picture

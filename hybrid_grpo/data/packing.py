@@ -18,11 +18,9 @@ from hybrid_grpo.config import PolicyConfig
 from hybrid_grpo.data.batch import MicroBatch
 from hybrid_grpo.distributed.ranks import all_reduce
 from hybrid_grpo.model.attention import Segments
-from hybrid_grpo.model.reading import TEXT, Reading
-from hybrid_grpo.model.selection import Selection
+from hybrid_grpo.model.reading import TEXT, Reading, joined_positions
 from hybrid_grpo.model.sidecars import TokenRow
-from hybrid_grpo.model.sight import joined_positions
-from hybrid_grpo.model.upload import upload
+from hybrid_grpo.model.upload import Selection, upload
 
 _WORTH_SHARING = 0.1
 """Minimum fraction of the tokens that sharing prompts must save, since it makes attention gather keys and use masks."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 _PIECE_BYTES = 64 << 20
 """Size of the pinned buffer through which tensors leave a GPU."""
-_copying: list[threading.Event] = []
+copying: list[threading.Event] = []
 """One for each `Postponed` that a thread is to copy; set when it has."""
 
 
@@ -49,14 +49,14 @@ class Postponed:
 
     def copy_later(self) -> None:
         """Let `settle` wait until `copy` has been called, in another thread."""
-        _copying.append(self._copied)
+        copying.append(self._copied)
 
     def copy(self) -> None:
         """Replace all tensors by copies in host memory."""
         try:
             self._files = [(_mapped(value, to_host), path) for value, path in self._files]
         finally:
-            _copying.remove(self._copied)
+            copying.remove(self._copied)
             self._copied.set()
 
     def write_all(self) -> Iterator[Path]:
@@ -70,7 +70,7 @@ class Postponed:
 
 def settle() -> None:
     """Wait until no thread copies tensors any more: those of a checkpoint may then change."""
-    for copied in list(_copying):
+    for copied in list(copying):
         copied.wait()
 
 

@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import numpy as np
@@ -186,6 +186,27 @@ class _ShapeProbe:
         )
         self.latents, self.shapes[-1] = True, ((1, width), (1, 0))
         return out.new_zeros(*out.shape[:3], module.v_head_dim)
+
+
+class Rows(NamedTuple):
+    """The rows of a decode step: one new token of every active sequence, then those of drafts."""
+
+    token_n: Tensor
+    """int64."""
+    table_nw: Tensor
+    """int32: the pages of each row's sequence, padded with page 0."""
+    position_n: Tensor
+    """int64: the entry of the cache that the token becomes."""
+    read: int
+    """Number of pages of the longest sequence; see `DecodeStep`."""
+    rotary_n: Tensor | None = None
+    """int64: the positions that are encoded. Default: those in the cache."""
+    next_n: Tensor | None = None
+    """int64: which row's state a row begins with; see `kernels.states`. Default: each begins with its own."""
+
+    @property
+    def encoded_n(self) -> Tensor:
+        return self.position_n if self.rotary_n is None else self.rotary_n
 
 
 class PagedCache:

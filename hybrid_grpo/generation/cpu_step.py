@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_grpo.generation.cache import PagedCache
-from hybrid_grpo.generation.paged_attention import Rows
+from hybrid_grpo.generation.cache import PagedCache, Rows
 from hybrid_grpo.model.attention import Options
 from hybrid_grpo.model.kernels.build import run
 from hybrid_grpo.model.kernels.decoding import fits, norm_offset

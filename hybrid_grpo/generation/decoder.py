@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid_grpo.generation.cache import PagedCache
+from hybrid_grpo.generation.cache import PagedCache, Rows
 from hybrid_grpo.generation.cpu_step import CpuStep
 from hybrid_grpo.generation.fused_step import fused_step
-from hybrid_grpo.generation.graphs import Capture, Graphs, size_for, sizes_up_to
-from hybrid_grpo.generation.paged_attention import Rows, decode_step
+from hybrid_grpo.generation.graphs import Capture, Graphs, on_cuda, size_for, sizes_up_to
+from hybrid_grpo.generation.paged_attention import decode_step
 from hybrid_grpo.generation.sampler import Sampler, Sampling, on_device, to_lists
 from hybrid_grpo.generation.sequence import Sequence
 from hybrid_grpo.generation.state_drafts import states_take_drafts
@@ -155,7 +155,8 @@ class Decoder:
     @property
     def takes_drafts(self) -> bool:
         """Whether a sequence may take several rows of a step: neither its state nor its tokens may stand in the way."""
-        return not self._sampler.needs_seen and states_take_drafts(self._model, self.cache)
+        stateless = not self.cache.states or states_take_drafts(self._model, self.cache)
+        return not self._sampler.needs_seen and stateless
 
     def step(self, active: list[Sequence], drafts: list[list[int]] | None = None) -> Any:
         """Feed each active sequence its last token and sample the next one; `read` turns the result into tokens.
@@ -258,3 +259,9 @@ def _to_host(moved: list[Tensor]) -> tuple[list[Tensor], Any]:
     copied = torch.cuda.Event()
     copied.record()
     return host, copied
+
+
+def capture_on(device: torch.device) -> Capture | None:
+    """Return a function that captures steps on a device into a new memory pool; None if the device cannot do this."""
+    # A pool whose graphs are gone cannot always be opened again (vLLM issue 53682), so each decoder has its own.
+    return partial(on_cuda, pool=torch.cuda.graph_pool_handle()) if device.type == "cuda" else None

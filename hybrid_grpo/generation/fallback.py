@@ -17,9 +17,8 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.generation.loop import PATIENCE_S, Stats
-from hybrid_grpo.generation.requests import Request, sequences_of
 from hybrid_grpo.generation.sampler import Sampler, Sampling, to_lists
-from hybrid_grpo.generation.sequence import Callbacks, Sequence
+from hybrid_grpo.generation.sequence import Callbacks, Request, Sequence, sequences_of
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybrid_grpo.generation.cache import PagedCache
-from hybrid_grpo.generation.paged_attention import DecodeStep, Rows
+from hybrid_grpo.generation.cache import PagedCache, Rows
+from hybrid_grpo.generation.paged_attention import DecodeStep
 from hybrid_grpo.model.kernels import gpu
 from hybrid_grpo.model.towers import text_of
 from hybrid_grpo.model.view import joined

@@ -7,7 +7,6 @@ a few sizes, and tensors that a graph reads or writes must not move. A graph ser
 
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -44,12 +43,6 @@ def sizes_up_to(most: int) -> list[int]:
 def bytes_of(slots: int) -> int:
     """Return the bytes of a decoder's graphs and of the memory that their kernels share, without the logits."""
     return len(sizes_up_to(slots)) * GRAPH_BYTES + _SHARED_BYTES
-
-
-def capture_on(device: torch.device) -> Capture | None:
-    """Return a function that captures steps on a device into a new memory pool; None if the device cannot do this."""
-    # A pool whose graphs are gone cannot always be opened again (vLLM issue 53682), so each decoder has its own.
-    return partial(on_cuda, pool=torch.cuda.graph_pool_handle()) if device.type == "cuda" else None
 
 
 class NoRoom(Exception):

@@ -18,8 +18,7 @@ from typing import Any
 from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.data.completion_records import completion_of, record_of
 from hybrid_grpo.generation.loop import Stats
-from hybrid_grpo.generation.requests import Request
-from hybrid_grpo.generation.sequence import OnFinish
+from hybrid_grpo.generation.sequence import OnFinish, Request
 
 _FILE = re.compile(r"step_(\d{6,})\.rank_\d+")
 Sample = Callable[[list[Request], OnFinish], tuple[list[list[Completion]], Stats]]

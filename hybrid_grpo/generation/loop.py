@@ -19,22 +19,22 @@ import torch
 
 from hybrid_grpo.data.batch import Completion
 from hybrid_grpo.generation.cache import Geometry, PagedCache, cache_for
-from hybrid_grpo.generation.decoder import Decoder
+from hybrid_grpo.generation.decoder import Decoder, capture_on
 from hybrid_grpo.generation.fused_step import fused_step
-from hybrid_grpo.generation.graphs import bytes_of, capture_on
+from hybrid_grpo.generation.graphs import bytes_of
 from hybrid_grpo.generation.paged_attention import PAGE, Prefill
-from hybrid_grpo.generation.requests import Request, groups_of, lengths_of, sequences_of
 from hybrid_grpo.generation.sampler import Sampling
-from hybrid_grpo.generation.scheduler import Group, Scheduler
-from hybrid_grpo.generation.sequence import Callbacks, Sequence
+from hybrid_grpo.generation.scheduler import Group, Scheduler, groups_of
+from hybrid_grpo.generation.sequence import Callbacks, Request, Sequence, lengths_of, sequences_of
 from hybrid_grpo.generation.state_drafts import states_take_drafts
 from hybrid_grpo.generation.timeline import Stats, Timeline
 from hybrid_grpo.generation.workspace import Workspace
 from hybrid_grpo.model.kernels.decoding import install_kernels
 from hybrid_grpo.model.layers import install_fused_layers
+from hybrid_grpo.model.reading import joined_positions
 from hybrid_grpo.model.routing import Routing, joined
-from hybrid_grpo.model.sight import joined_positions, text_forward
 from hybrid_grpo.model.states import install_state_functions
+from hybrid_grpo.model.towers import text_forward
 from hybrid_grpo.model.upload import upload
 
 PATIENCE_S = 0.2

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybrid_grpo.generation.cache import Geometry, PagedCache, cached_forward
+from hybrid_grpo.generation.cache import Geometry, PagedCache, Rows, cached_forward
 from hybrid_grpo.model.attention import ROUNDING, Options, Segments, attend, has_ragged_kernel, on_gpu, ragged_attention
 from hybrid_grpo.model.blocks import Blocks
 from hybrid_grpo.model.kernels import decoding, gpu
@@ -198,27 +198,6 @@ class Prefill:
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
-
-
-class Rows(NamedTuple):
-    """The rows of a decode step: one new token of every active sequence, then those of drafts."""
-
-    token_n: Tensor
-    """int64."""
-    table_nw: Tensor
-    """int32: the pages of each row's sequence, padded with page 0."""
-    position_n: Tensor
-    """int64: the entry of the cache that the token becomes."""
-    read: int
-    """Number of pages of the longest sequence; see `DecodeStep`."""
-    rotary_n: Tensor | None = None
-    """int64: the positions that are encoded. Default: those in the cache."""
-    next_n: Tensor | None = None
-    """int64: which row's state a row begins with; see `kernels.states`. Default: each begins with its own."""
-
-    @property
-    def encoded_n(self) -> Tensor:
-        return self.position_n if self.rotary_n is None else self.rotary_n
 
 
 class DecodeStep:

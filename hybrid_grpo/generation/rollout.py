@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 from hybrid_grpo import generation
@@ -73,9 +73,8 @@ def complete(
     """Complete every request with the decoder that `config` names. `model` has the attention that `attention_of` names.
     The drafter of `callbacks` has an effect with `rollout.drafts` only; default: one that knows nothing. For the other
     arguments and the result see `generation.generate`."""
-    never = tuple((token, -math.inf) for token in gaps_of(tokenizer))
-    bias = (*sampling.logit_bias, *never)
-    sampling = replace(sampling, vocabulary=vocabulary_of(tokenizer), logit_bias=bias)
+    vocabulary, never = _vocabulary(tokenizer, len(tokenizer))
+    sampling = replace(sampling, vocabulary=vocabulary, logit_bias=(*sampling.logit_bias, *never))
     callbacks = callbacks or Callbacks()
     drafter = None if config.drafts == "off" else callbacks.drafter or Drafter()
     decode = partial(tokenizer.decode, skip_special_tokens=True)
@@ -92,3 +91,9 @@ def complete(
         cache_gb=config.cache_gb,
         workspace=workspace,
     )
+
+
+@lru_cache(maxsize=4)
+def _vocabulary(tokenizer: Any, _: int) -> tuple[int, tuple[tuple[int, float], ...]]:
+    """Return the number of tokens, and the bias of the ids among them that are none; `_` is the tokenizer's length."""
+    return vocabulary_of(tokenizer), tuple((token, -math.inf) for token in gaps_of(tokenizer))

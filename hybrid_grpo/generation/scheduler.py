@@ -256,3 +256,10 @@ class Scheduler:
             self.active[hole] = self.active[mover]
         del self.active[left:]
         return movers, holes
+
+
+def groups_of(sequences: list[Sequence]) -> list[Group]:
+    """Return the groups of a request: what an earlier call began is read by itself, the rest shares the prompt."""
+    resumed = [Group(list(s.tokens), deque([s]), experts=s.experts) for s in sequences if s.resumed_from]
+    new = deque(s for s in sequences if not s.resumed_from)
+    return [*resumed, *([Group(list(new[0].tokens), new)] if new else [])]

@@ -1,14 +1,16 @@
-"""One completion while it is sampled, and the callbacks of a call of `generate`."""
+"""The requests and callbacks of a call of `generate`, and one completion while it is sampled."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
+from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.data.completion import Completion, Given, whole_characters
 from hybrid_grpo.generation.sampler import Sampling, text_ends
 from hybrid_grpo.model.reading import TEXT, Reading
@@ -32,6 +34,24 @@ ShouldStop = Callable[[Callable[[], int]], bool]
 for a completion that has not ended. Returns whether to leave such completions open."""
 Finish = Literal["stop", "length"]
 """How a completion ends: `stop` by itself, `length` because it was cut at a limit."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, and the completions to sample."""
+
+    prompt_ids: list[int]
+    """At least one token."""
+    keys: list[int]
+    """Key of each completion, which names it, and of its random stream; see `stream_key`."""
+    limits: list[int] | None = None
+    """Maximum number of sampled tokens for each completion. Default: `Sampling.max_tokens` for all."""
+    max_total_tokens: int | None = None
+    """Maximum number of tokens of prompt, sampled tokens and answers between turns together. Required with `turns`."""
+    prompt: Prompt | None = None
+    """The prompt that `prompt_ids` encode, which `Turns` needs."""
+    resumed_from: list[Completion | None] | None = None
+    """For each completion, the partial completion of an earlier call to resume, or None."""
 
 
 class Turns(Protocol):
@@ -215,3 +235,30 @@ class Sequence:
             self.completion = callbacks.turns.finished(self.key, self.completion)
         if callbacks.on_finish is not None and finish != "open":
             callbacks.on_finish(self.request, self.sample, self.completion)
+
+
+def sequences_of(requests: Iterable[Request], sampling: Sampling, reading: Reading) -> list[list[Sequence]]:
+    """Create the sequences of each request, with nothing sampled in this call yet."""
+    groups = []
+    for index, request in enumerate(requests):
+        assert request.prompt_ids and request.keys, "a prompt has tokens, a request keys"
+        prompt, limits = request.prompt_ids, request.limits or [sampling.max_tokens] * len(request.keys)
+        total, turn = request.max_total_tokens or sys.maxsize, sampling.max_turn_tokens
+        assert len(prompt) < total, "there is room for a token after the prompt"
+        offset = reading.offset(prompt)
+        new = partial(Sequence, prompt=len(prompt), max_total_tokens=total, turn_limit=turn, position_offset=offset)
+        none = [None] * len(request.keys)
+        each = zip(request.keys, limits, request.resumed_from or none, strict=True)
+        groups.append(
+            [new(index, k, key, list(prompt), limit=limit, resumed_from=c) for k, (key, limit, c) in enumerate(each)]
+        )
+    return groups
+
+
+def lengths_of(groups: list[list[Sequence]], *, several_turns: bool) -> list[int]:
+    """Return the maximum number of tokens of each sequence, in descending order."""
+    every = (s for group in groups for s in group)
+    return sorted(
+        (s.max_total_tokens if several_turns else min(s.max_total_tokens, s.prompt + s.limit) for s in every),
+        reverse=True,
+    )

@@ -9,9 +9,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hybrid_grpo.generation.cache import PagedCache
+from hybrid_grpo.generation.cache import PagedCache, Rows
 from hybrid_grpo.generation.fused_step import TOLERANCE, fused_step
-from hybrid_grpo.generation.paged_attention import Rows, decode_step
+from hybrid_grpo.generation.paged_attention import decode_step
 
 _WRONG = 1e3
 """What rows of drafts hold before; states of other rows are about 1."""

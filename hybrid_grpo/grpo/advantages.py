@@ -87,7 +87,7 @@ def penalized_rewards(
 ) -> tuple[Tensor, Numbers]:
     """Return the rewards of whole completions including the length penalty, float64 [B], and the mean penalty as a
     metric. `weights` are the weights of the reward functions, by name."""
-    buffer = grpo.overlong_tokens(max_completion_tokens)
+    buffer = grpo.overlong_tokens(max_completion_tokens) if grpo.overlong_buffer else 0
     penalties = overlong_penalty(rollout.lengths, max_completion_tokens, buffer, grpo.overlong_penalty)
     penalty_B = torch.tensor(penalties, dtype=torch.float64)
     own_B = penalty_B[[row for row, completion in enumerate(rollout.completions) if not completion.writer]]

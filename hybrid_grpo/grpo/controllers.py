@@ -21,23 +21,23 @@ class Controller:
     `device` is that of the metric's values."""
 
     def __init__(self, metric: str, target: float | None, device: torch.device) -> None:
-        self._metric, self._target = metric, target
+        self._metric, self.target = metric, target
         self._seen = torch.zeros(2, dtype=torch.float64, device=device)
 
     def add(self, numbers: Numbers) -> None:
         """Record the metric of a micro-batch, a mean over its tokens, if its `numbers` have it."""
-        if self._target is not None and self._metric in numbers:
+        if self.target is not None and self._metric in numbers:
             value, tokens = numbers[self._metric]
             self._seen[0] += value * tokens
             self._seen[1] += tokens
 
     def update(self, sum_over_ranks: Total) -> None:
         """Set the coefficient for the next step from this step's mean, unless no rank has tokens."""
-        if self._target is not None:
+        if self.target is not None:
             value, tokens = sum_over_ranks(self._seen).tolist()
             self._seen.zero_()
             if tokens:
-                self._adapt(value / tokens, self._target)
+                self._adapt(value / tokens, self.target)
 
     def _adapt(self, mean: float, target: float) -> None:
         raise NotImplementedError
@@ -51,11 +51,8 @@ class KlController(Controller):
 
     def __init__(self, grpo: GrpoConfig, rows: int, device: torch.device) -> None:
         self.beta, self._grpo, self._rows = grpo.beta, grpo, rows
+        self.in_reward = grpo.has_reference and grpo.kl_in == "reward"
         super().__init__("policy/kl", grpo.kl_target, device)
-
-    @property
-    def in_reward(self) -> bool:
-        return self._grpo.has_reference and self._grpo.kl_in == "reward"
 
     def of_reward(self, old_logp_BT: Tensor | None, ref_logp_BT: Tensor | None, mask_BT: Tensor) -> Tensor | None:
         """Return the KL of each token, float32 [B, T]; None if the KL is not part of the reward. See `reward_kl`."""
@@ -72,7 +69,7 @@ class KlController(Controller):
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Continue from a saved state; without a target, beta stays as configured."""
-        if self._target is not None:
+        if self.target is not None:
             self.beta = state["beta"]
 
 

@@ -29,8 +29,7 @@ from hybrid_grpo.model.kernels.attention import SegmentAttention, sink_gradient
 from hybrid_grpo.model.kernels.build import usable
 from hybrid_grpo.model.latents import caches_latents
 from hybrid_grpo.model.runs import Runs
-from hybrid_grpo.model.selection import Selection
-from hybrid_grpo.model.upload import upload
+from hybrid_grpo.model.upload import Selection, upload
 
 try:
     from flash_attn import flash_attn_varlen_func

@@ -8,6 +8,7 @@ vocabulary), in forward and again in backward. `LogprobModel` does this for any 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,12 +19,13 @@ from torch import Tensor, nn
 from hybrid_grpo.model.attention import Segments
 from hybrid_grpo.model.layers import install_fused_layers
 from hybrid_grpo.model.routing import Replay, routed
-from hybrid_grpo.model.selection import Selection
 from hybrid_grpo.model.sidecars import find
-from hybrid_grpo.model.sight import ImageInputs, text_forward
+from hybrid_grpo.model.sight import ImageInputs
 from hybrid_grpo.model.softmax import TiledSoftmax, on_gpu_kernel, softmax_gradient
 from hybrid_grpo.model.states import install_state_functions
 from hybrid_grpo.model.support import MaskColumns
+from hybrid_grpo.model.towers import text_forward
+from hybrid_grpo.model.upload import Selection
 
 TILE_BYTES = 64 << 20
 """Bytes of one tile of logits in float32; a few such temporaries are alive at once."""
@@ -239,6 +241,7 @@ class LogprobModel(nn.Module):
     def __init__(self, model: Any, vocabulary: int | None = None) -> None:
         super().__init__()
         self.model: Any = model
+        self._is_prepared = False
         install_state_functions(model)
         config = model.config.get_text_config()
         padded = vocabulary is not None and vocabulary < config.vocab_size
@@ -281,10 +284,13 @@ class LogprobModel(nn.Module):
             more: called with the hidden states that `source` picks, weight and bias of the head, its `LogitShape` and
                 the temperature, while the weight is gathered.
         """
-        install_fused_layers(self.model, input_ids_bS)
+        if not self._is_prepared:
+            install_fused_layers(self.model, input_ids_bS)
+            self._is_prepared = True
         packed = {} if segments is None else {"batch": segments}
         support, shown = find(sidecars, MaskColumns), find(sidecars, ImageInputs)
-        with routed(find(sidecars, Replay)):
+        replay = find(sidecars, Replay)
+        with nullcontext() if replay is None else routed(replay):
             out = text_forward(self.model, input_ids_bS, position_ids, shown, use_cache=False, **packed)
         hidden_ND = source(out.last_hidden_state.flatten(0, 1))
         found: tuple[Tensor, ...] = self.model.get_output_embeddings()(hidden_ND, target_N, support, temperature, more)

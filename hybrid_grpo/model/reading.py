@@ -72,10 +72,19 @@ class Reading:
         self, parts: Sequence[Sequence[TokenRow]], tokens: Sequence[int], target_N: np.ndarray, device: torch.device
     ) -> tuple[Any, ...]:
         """Return what a training forward of `tokens` takes beside them. The rows of a part share a prompt."""
-        columns = MaskColumns.of([row for part in parts for row in part], target_N, device)
+        rows = [row for part in parts for row in part]
+        columns = MaskColumns.of(rows, target_N, device) if any(row.sidecars for row in rows) else None
         replay = None if self.replays is None else Replay.of(parts, self.replays, device)
         return tuple(each for each in (columns, replay, self.shown(tokens, device)) if each is not None)
 
 
 TEXT = Reading()
 """Reads texts alone."""
+
+
+def joined_positions(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Join the positions of several texts, [axes, tokens] each, in one row: [1, tokens] if all have one axis, else
+    [axes, 1, tokens]."""
+    axes = max(map(len, parts))
+    joined = np.concatenate([np.broadcast_to(part, (axes, part.shape[1])) for part in parts], axis=1)
+    return joined if axes == 1 else joined[:, None]

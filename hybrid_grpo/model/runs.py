@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid_grpo.model.selection import Selection
+from hybrid_grpo.model.upload import Selection
 
 Scan = Callable[[tuple[Tensor, ...], Tensor | None], tuple[Tensor, Tensor]]
 """Runs a recurrence over sequences, [n, L, ...] each, from their initial states (None: zeros); returns the outputs

@@ -20,8 +20,8 @@ from hybrid_grpo.model.architectures import undecodable
 from hybrid_grpo.model.attention import Segments
 from hybrid_grpo.model.layers import install_fused_layers
 from hybrid_grpo.model.loading import draw_normal, load_config, load_for_training
-from hybrid_grpo.model.selection import Selection
 from hybrid_grpo.model.states import install_state_functions
+from hybrid_grpo.model.upload import Selection
 
 _HEAD = "score"
 """transformers' name for the head of a classifier."""

@@ -3,7 +3,7 @@
 A prompt carries pictures by reference. In the places that the model's processor gives a picture stand numbers below 0
 (`visual_tokens`), each of which holds the picture's key and the number of one of its embeddings. So the same prompt is
 the same list of numbers on every rank, in sampling and in training, in the journal and in checkpoints; the pictures
-themselves stay where they were read from. `text_forward` puts the embeddings in the places of these numbers.
+themselves stay where they were read from. `towers.text_forward` puts the embeddings in the places of these numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from hybrid_grpo.model.blend import averages_in, blend
-from hybrid_grpo.model.towers import lacks_towers, text_of
 from hybrid_grpo.model.upload import upload
 from hybrid_grpo.model.visual_tokens import key_of, keys_of
 
@@ -177,14 +176,6 @@ class VisionEncoder:
         return ImageInputs(self, keys_of(tokens), upload(place_M, device)) if len(place_M) else None
 
 
-def joined_positions(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Join the positions of several texts, [axes, tokens] each, in one row: [1, tokens] if all have one axis, else
-    [axes, 1, tokens]."""
-    axes = max(map(len, parts))
-    joined = np.concatenate([np.broadcast_to(part, (axes, part.shape[1])) for part in parts], axis=1)
-    return joined if axes == 1 else joined[:, None]
-
-
 @dataclass(frozen=True)
 class ImageInputs:
     """The pictures in the tokens of a forward."""
@@ -201,38 +192,6 @@ class ImageInputs:
         rows_MD = torch.cat([look.rows_ND for look in looks]).to(embeds_bSD)
         deep = [torch.cat(layer).to(embeds_bSD) for layer in zip(*(look.deep for look in looks), strict=True)]
         return embeds_bSD.flatten(0, 1).index_copy(0, self.place_M, rows_MD).view_as(embeds_bSD), deep
-
-
-def text_forward(model: Any, input_ids: Tensor, position_ids: Tensor, shown: ImageInputs | None, **more: Any) -> Any:
-    """Return the output of a causal language model's base for tokens, int64 [b, S]; those below 0 are pictures.
-
-    `position_ids` is int64, [b, S] or [axes, b, S]; `more` are further arguments of the base. Of a model that was
-    built without its towers, the text model is called, with pictures or without: under ZeRO-3 ranks gather weights in
-    the order in which modules are called, and some ranks may have no picture.
-    """
-    if not lacks_towers(model):
-        return model.base_model(input_ids=input_ids, position_ids=position_ids, **more)
-    text, (pad, unread) = text_of(model), _unread(model.config)
-    unread_bS = input_ids < 0
-    for token in unread:
-        unread_bS = unread_bS | (input_ids == token)
-    ids_bS = input_ids.masked_fill(unread_bS, pad)
-    tokens_bSD = embeds_bSD = text.get_input_embeddings()(ids_bS)
-    if shown is not None:
-        embeds_bSD, deep = shown.embedded(tokens_bSD)
-        if deep:
-            more |= {"visual_pos_masks": input_ids < 0, "deepstack_visual_embeds": deep}
-    if getattr(text, "hidden_size_per_layer_input", 0):
-        more["per_layer_inputs"] = text.get_per_layer_inputs(ids_bS, tokens_bSD)
-    return text(inputs_embeds=embeds_bSD, position_ids=position_ids, **more)
-
-
-def _unread(config: Any) -> tuple[int, list[int]]:
-    """Return the token in the places of pictures where embeddings of tokens are looked up, and the tokens that the
-    model itself replaces by it, should it sample them."""
-    kinds = ("image", "video", "audio") if config.model_type.startswith("gemma4") else ()
-    pad = getattr(config.get_text_config(decoder=True), "pad_token_id", None) or 0
-    return pad, [token for kind in kinds if (token := getattr(config, f"{kind}_token_id", None)) is not None]
 
 
 def reads_both_ways(config: Any) -> Literal["all", "windows"] | None:

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -26,6 +26,9 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.integrations import deepspeed as integration
+
+if TYPE_CHECKING:
+    from hybrid_grpo.model.sight import ImageInputs
 
 TOWERED = (
     *("aria", "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid", "fuyu", "gemma3", "gemma4", "gemma4_unified"),
@@ -84,6 +87,38 @@ def text_of(model: Any) -> Any:
     """Return the module of a causal language model that turns tokens into hidden states."""
     base = model.base_model
     return getattr(base, model.kept) if lacks_towers(model) else base
+
+
+def text_forward(model: Any, input_ids: Tensor, position_ids: Tensor, shown: ImageInputs | None, **more: Any) -> Any:
+    """Return the output of a causal language model's base for tokens, int64 [b, S]; those below 0 are pictures.
+
+    `position_ids` is int64, [b, S] or [axes, b, S]; `more` are further arguments of the base. Of a model that was
+    built without its towers, the text model is called, with pictures or without: under ZeRO-3 ranks gather weights in
+    the order in which modules are called, and some ranks may have no picture.
+    """
+    if not lacks_towers(model):
+        return model.base_model(input_ids=input_ids, position_ids=position_ids, **more)
+    text, (pad, unread) = text_of(model), _unread(model.config)
+    unread_bS = input_ids < 0
+    for token in unread:
+        unread_bS = unread_bS | (input_ids == token)
+    ids_bS = input_ids.masked_fill(unread_bS, pad)
+    tokens_bSD = embeds_bSD = text.get_input_embeddings()(ids_bS)
+    if shown is not None:
+        embeds_bSD, deep = shown.embedded(tokens_bSD)
+        if deep:
+            more |= {"visual_pos_masks": input_ids < 0, "deepstack_visual_embeds": deep}
+    if getattr(text, "hidden_size_per_layer_input", 0):
+        more["per_layer_inputs"] = text.get_per_layer_inputs(ids_bS, tokens_bSD)
+    return text(inputs_embeds=embeds_bSD, position_ids=position_ids, **more)
+
+
+def _unread(config: Any) -> tuple[int, list[int]]:
+    """Return the token in the places of pictures where embeddings of tokens are looked up, and the tokens that the
+    model itself replaces by it, should it sample them."""
+    kinds = ("image", "video", "audio") if config.model_type.startswith("gemma4") else ()
+    pad = getattr(config.get_text_config(decoder=True), "pad_token_id", None) or 0
+    return pad, [token for kind in kinds if (token := getattr(config, f"{kind}_token_id", None)) is not None]
 
 
 def tower_class(config: Any) -> Any:

@@ -33,8 +33,8 @@ import dill
 from hybrid_grpo.config import RewardConfig, reward_name
 from hybrid_grpo.config.errors import UserError, did_you_mean, type_of
 from hybrid_grpo.config.user_code import describe, functions_of, import_place, refuse_bare_file
-from hybrid_grpo.distributed.workers.calls import Call, Failure, Inputs, Interface, Reply, failed, raised
-from hybrid_grpo.distributed.workers.messages import finite, stored
+from hybrid_grpo.distributed.workers.calls import Call, Failure, Inputs, Interface, Reply, failed, finite, raised
+from hybrid_grpo.distributed.workers.messages import stored
 from hybrid_grpo.distributed.workers.snapshots import Snapshot, restored
 from hybrid_grpo.rewards import verl
 from hybrid_grpo.rewards.comparisons import comparison
@@ -188,7 +188,7 @@ def _checked_reply(result: Any, call: Call, extra: dict[str, list[Any]]) -> Repl
         except ValueError as error:
             values.append(None)
             failures.append(Failure("invalid", f"returned {reprlib.repr(value)}: {error}"))
-    return Reply(values, failures, stored(extra, rows))
+    return Reply(values, failures, stored(extra, rows) if extra else {})
 
 
 def checked(value: Any, length: int) -> RewardValue:

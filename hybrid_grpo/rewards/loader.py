@@ -20,8 +20,8 @@ from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.config.user_code import describe
 from hybrid_grpo.data.batch import Prompt
 from hybrid_grpo.distributed.ranks import rank
-from hybrid_grpo.distributed.workers.calls import Interface
-from hybrid_grpo.distributed.workers.pool import Caller, Pool, call_inline
+from hybrid_grpo.distributed.workers.calls import Interface, call_inline
+from hybrid_grpo.distributed.workers.pool import Caller, Pool
 from hybrid_grpo.rewards.functions import BUILTINS, RewardEntry, load_function
 from hybrid_grpo.rewards.models.reward_model import RewardModel, held
 

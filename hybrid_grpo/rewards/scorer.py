@@ -26,8 +26,7 @@ from hybrid_grpo.config import ScoringConfig
 from hybrid_grpo.config.errors import RunStopped, UserError, did_you_mean
 from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Scores
 from hybrid_grpo.distributed.ranks import all_reduce
-from hybrid_grpo.distributed.workers.calls import Call, Failure, Inputs, Reply, failed
-from hybrid_grpo.distributed.workers.pool import busy_seconds
+from hybrid_grpo.distributed.workers.calls import Call, Failure, Inputs, Reply, busy_seconds, failed
 from hybrid_grpo.distributed.workers.snapshots import Snapshot
 from hybrid_grpo.rewards.functions import ENVIRONMENTS, INPUTS, PICTURES, PROMPT_PICTURES, RewardValue
 from hybrid_grpo.rewards.loader import Reward
@@ -258,7 +257,9 @@ class Stream:
         assert row not in self._completions, f"completion {sample} of prompt {prompt} came twice"
         self._completions[row] = completion
         for reward in self._rewards.functions:
-            if not reward.applies(self._prompts[prompt]) or _lacks_environment(reward, completion):
+            if reward.sources and not reward.applies(self._prompts[prompt]):
+                continue
+            if _lacks_environment(reward, completion):
                 continue
             size = reward.interface.batch_size
             group, size = (prompt, self._num_generations) if size == "group" else (None, size)
@@ -286,7 +287,8 @@ class Stream:
         replies = {name: self._reply(name, kept, until_s, gives_up) for name in self._rewards.names}
         ended = [self._completions.get(row) for row in range(len(self._prompts) * size)]
         scores = combined(functions, replies, [len(c.token_ids) if c else 0 for c in ended], size)
-        self._rewards.unread.add(scores, (c.text for c in ended if c))
+        if scores.extra:
+            self._rewards.unread.add(scores, (c.text for c in ended if c))
         return scores if chosen is None else scores.groups(chosen, size)
 
     @property

@@ -26,7 +26,7 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Numbers, Rollout, Scores
 from hybrid_grpo.data.completion import Completion, Prompt
 from hybrid_grpo.data.completion_records import completion_of, record_of
-from hybrid_grpo.data.training_prompts import StepLoader
+from hybrid_grpo.data.loader import StepLoader
 from hybrid_grpo.distributed.ranks import Board, all_gather_objects, rank
 from hybrid_grpo.generation import OnFinish
 from hybrid_grpo.grpo.resampling import group_slots

@@ -15,12 +15,12 @@ from hybrid_grpo.config.errors import refuse
 from hybrid_grpo.config.features import FeatureConfig
 from hybrid_grpo.config.fields import function_text
 from hybrid_grpo.config.held_out import HeldOut, held_out_sets
-from hybrid_grpo.data.batch import Numbers, Prompt, Rollout
+from hybrid_grpo.data.batch import Prompt
+from hybrid_grpo.data.loader import TrainingPrompts
 from hybrid_grpo.data.overlap import count_equal
 from hybrid_grpo.data.pictures import check_vision
 from hybrid_grpo.data.prompts import read_prompts
 from hybrid_grpo.data.sources import held_out_source, training_source
-from hybrid_grpo.data.training_prompts import TrainingPrompts
 from hybrid_grpo.grpo.objective import Objective, load_objective
 from hybrid_grpo.model.lora import check_lora
 from hybrid_grpo.records.metrics.meter import Meter
@@ -191,14 +191,6 @@ class RunInputs(EvalInputs):
         for held_out in self.eval_sets:
             rows[held_out_name(held_out.name, held_out.settings.rows or default)] = held_out.prompts
         return of_inputs(config, self.tokenizer, rows)
-
-    def opened(self, prompts: list[Prompt], step: int) -> list[Prompt]:
-        """Return prompts with the initial observations for a step; see `Partners.opened`."""
-        return prompts if self.partners is None else self.partners.opened(prompts, step)
-
-    def tool_numbers(self, rollout: Rollout) -> Numbers:
-        """Return metrics of what the partners did in a rollout; see `Partners.numbers`."""
-        return {} if self.partners is None else self.partners.numbers(rollout)
 
 
 def read_eval_inputs(config: EvaluationConfig) -> EvalInputs:

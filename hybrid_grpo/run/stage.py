@@ -65,6 +65,7 @@ class Stage:
         services = services or RunServices()
         self.policy, self.meter, self.features = policy, meter, Features(features, meter)
         self.progress, self.trace, self.alarms = services.progress, services.trace, services.alarms
+        self._may_skip = services.alarms.may_skip
         self.parts: Mapping[str, Stateful] = {}
         self.shards: Shards | None = None
         self.shards_are_float32 = False
@@ -99,7 +100,7 @@ class Stage:
 
     def skips(self, step: int, measure: Callable[[], Numbers]) -> bool:
         """Return whether alarms skip the update of a step; `measure` returns its rollout's metrics. Collective."""
-        if not self.alarms.may_skip:
+        if not self._may_skip:
             return False
         skips = self.alarms.skips(step, self.meter.reduced(measure()))
         self.meter.add("policy/skipped_update", float(skips))

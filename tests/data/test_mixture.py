@@ -14,9 +14,8 @@ from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.parsing import configure, parse
 from hybrid_grpo.data.batch import Completion, Prompt
 from hybrid_grpo.data.completions import read_step
-from hybrid_grpo.data.mixture import quotas
+from hybrid_grpo.data.loader import ListLoader, quotas
 from hybrid_grpo.data.prompts import read_prompts
-from hybrid_grpo.data.training_prompts import ListLoader
 from hybrid_grpo.rewards.loader import load_rewards
 from hybrid_grpo.rewards.scorer import Rewards
 

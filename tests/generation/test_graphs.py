@@ -19,8 +19,8 @@ from hybrid_grpo.generation import fused_step as fusing
 from hybrid_grpo.generation import loop as loops
 from hybrid_grpo.generation.beside import user_workspace, workspace_beside
 from hybrid_grpo.generation.cache import Geometry, PagedCache
-from hybrid_grpo.generation.decoder import Decoder
-from hybrid_grpo.generation.graphs import GRAPH_BYTES, Graphs, bytes_of, capture_on, size_for, sizes_up_to
+from hybrid_grpo.generation.decoder import Decoder, capture_on
+from hybrid_grpo.generation.graphs import GRAPH_BYTES, Graphs, bytes_of, size_for, sizes_up_to
 from hybrid_grpo.generation.sequence import Sequence
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.kernels import gpu

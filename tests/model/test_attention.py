@@ -9,8 +9,8 @@ from tiny_models import ARCHITECTURES, MORE_ATTENTION, build, tiny_config
 from hybrid_grpo.data.packing import pack, pad
 from hybrid_grpo.model.attention import ATTENTION
 from hybrid_grpo.model.logprobs import LogprobModel
-from hybrid_grpo.model.selection import Selection
 from hybrid_grpo.model.sidecars import TokenRow
+from hybrid_grpo.model.upload import Selection
 
 CPU = torch.device("cpu")
 TEMPERATURE = 0.8

@@ -8,8 +8,8 @@ from paths import SUPPORT
 from tiny_models import ARCHITECTURES, TIED, VOCABULARY, build, tiny_config
 
 from hybrid_grpo.model.logprobs import LogitShape, LogprobModel, token_logprobs
-from hybrid_grpo.model.selection import Selection
 from hybrid_grpo.model.support import MaskColumns, SamplingMask
+from hybrid_grpo.model.upload import Selection
 
 
 def plain(hidden, weight, bias, target, shape=LogitShape(), temperature=1.0, kept_NV=None):  # noqa: B008

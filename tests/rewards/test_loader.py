@@ -16,7 +16,8 @@ from reward_helpers import command_lines, in_time, isolated, rows, statuses
 from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.config.user_code import describe
-from hybrid_grpo.distributed.workers.pool import call_inline, worker_count
+from hybrid_grpo.distributed.workers.calls import call_inline
+from hybrid_grpo.distributed.workers.pool import worker_count
 from hybrid_grpo.rewards.functions import BUILTINS, RewardFunction, load_function
 from hybrid_grpo.rewards.loader import load_rewards
 from hybrid_grpo.rewards.rules import exact_match

@@ -18,8 +18,8 @@ from hybrid_grpo.config.checks import batch_plan
 from hybrid_grpo.config.errors import UserError
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout, Scores, TrainBatch
 from hybrid_grpo.data.completion_records import record_of
+from hybrid_grpo.data.loader import TrainingPrompts
 from hybrid_grpo.data.packing import pack
-from hybrid_grpo.data.training_prompts import TrainingPrompts
 from hybrid_grpo.distributed.ranks import exchange_objects, rank
 from hybrid_grpo.generation import Stats, stream_key
 from hybrid_grpo.grpo.loss import micro_batch_loss

@@ -136,6 +136,18 @@ def two_steps(trainer: Trainer) -> dict[str, Any]:
     return seen
 
 
+def traced(folder: Path) -> list[str]:
+    """The files of the package that the second step with the default settings enters."""
+    trainer = made(folder, rollout={"prompts_per_step": 8, "num_generations": 4, "max_completion_tokens": 8})
+    trainer.step(1)
+    entered = set()
+    sys.setprofile(lambda frame, event, _: entered.add(frame.f_code.co_filename) if event == "call" else None)
+    trainer.step(2)
+    sys.setprofile(None)
+    package = f"{Path(engines.__file__).parent}/"
+    return sorted(name.removeprefix(package) for name in entered if name.startswith(package))
+
+
 def masked(folder: Path) -> dict[str, Any]:
     """A step with each filter, and with a reference that is the policy."""
     seen: dict[str, Any] = {}

@@ -12,7 +12,7 @@ import psutil
 
 from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.data.batch import Completion, Prompt, RewardStatus, Scores
-from hybrid_grpo.distributed.workers.pool import call_inline
+from hybrid_grpo.distributed.workers.calls import call_inline
 from hybrid_grpo.rewards.functions import bind
 from hybrid_grpo.rewards.loader import Reward, load_rewards
 from hybrid_grpo.rewards.scorer import Rewards

@@ -6,9 +6,12 @@ of replies in the rank. This module needs no torch.
 
 from __future__ import annotations
 
+import math
+import time
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 Inputs = dict[str, list[Any]]
@@ -140,3 +143,51 @@ class Entry(Protocol):
     def checked(self, value: Any, expected: Any) -> Any:
         """Rebuild a row's value from parsed JSON in a form that is safe to use; called in the rank. Raises ValueError
         or TypeError if the value is not valid."""
+
+
+def call_inline(ask: Callable[[Call], Reply], call: Call) -> Future[Reply]:
+    """Call at once, in this thread and without a time limit; an exception that `ask` raises ends the run."""
+    start_s = time.perf_counter()
+    reply = ask(call)
+    if reply.whole:
+        reply = joined([ask(row) for row in single_rows(call)])
+    done: Future[Reply] = Future()
+    done.set_result(replace(reply, spans=[(start_s, time.perf_counter())]))
+    return done
+
+
+def joined(replies: Sequence[Reply]) -> Reply:
+    """Join the replies to successive rows. In `extra`, rows have None under names that their reply does not use."""
+    extra = {
+        name: [value for reply in replies for value in reply.extra.get(name, [None] * len(reply.values))]
+        for name in {name: None for reply in replies for name in reply.extra}
+    }
+    return Reply(
+        [value for reply in replies for value in reply.values],
+        [failure for reply in replies for failure in reply.failures],
+        extra,
+        spans=[span for reply in replies for span in reply.spans],
+    )
+
+
+def single_rows(call: Call) -> list[Call]:
+    return [call.rows([row]) for row in range(len(call.expected))]
+
+
+def busy_seconds(replies: Iterable[Reply]) -> float:
+    """Return the seconds during which at least one call was running; calls that overlap are not counted twice."""
+    total, until = 0.0, float("-inf")
+    for start_s, end_s in sorted(span for reply in replies for span in reply.spans):
+        total += max(0.0, end_s - max(start_s, until))
+        until = max(until, end_s)
+    return total
+
+
+def finite(value: Any, largest: float = math.inf) -> float | None:
+    """Return the value as a finite float; None if it is not a number, or its absolute value exceeds `largest`."""
+    # float() would also parse text, but a number given as text is a mistake.
+    try:
+        number = float(value) if hasattr(value, "__float__") or hasattr(value, "__index__") else math.nan
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
+    return number if math.isfinite(number) and abs(number) <= largest else None

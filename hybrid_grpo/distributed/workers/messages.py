@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import pickle
 import secrets
 import struct
@@ -16,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from hybrid_grpo.distributed.workers.calls import LONGEST_TRACEBACK, Call, Entry, Failure, Kind, Reply
+from hybrid_grpo.distributed.workers.calls import LONGEST_TRACEBACK, Call, Entry, Failure, Kind, Reply, finite
 
 LONGEST_TEXT = 1 << 20
 """Maximum number of characters of a failure's message, and of a value that is text."""
@@ -121,16 +120,6 @@ def checked_text(text: Any, longest: int = LONGEST_TEXT) -> str:
     if not isinstance(text, str):
         raise TypeError(text)
     return text[:longest].encode(errors="replace").decode()
-
-
-def finite(value: Any, largest: float = math.inf) -> float | None:
-    """Return the value as a finite float; None if it is not a number, or its absolute value exceeds `largest`."""
-    # float() would also parse text, but a number given as text is a mistake.
-    try:
-        number = float(value) if hasattr(value, "__float__") or hasattr(value, "__index__") else math.nan
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        return None
-    return number if math.isfinite(number) and abs(number) <= largest else None
 
 
 def stored(extra: dict[str, list[Any]], rows: int) -> dict[str, list[Any]]:

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
@@ -25,7 +25,18 @@ from typing import Any
 from hybrid_grpo.config import ScoringConfig
 from hybrid_grpo.config.user_code import describe
 from hybrid_grpo.distributed.ranks import own_cores
-from hybrid_grpo.distributed.workers.calls import Call, Callee, Entry, Failure, Reply, died, failed, timed_out
+from hybrid_grpo.distributed.workers.calls import (
+    Call,
+    Callee,
+    Entry,
+    Failure,
+    Reply,
+    died,
+    failed,
+    joined,
+    single_rows,
+    timed_out,
+)
 from hybrid_grpo.distributed.workers.leases import Leases
 from hybrid_grpo.distributed.workers.processes import ForkServer, Worker
 
@@ -35,17 +46,6 @@ _ASYNC_GRACE_SECONDS = 2.0  # a worker cancels slow coroutines itself, unless on
 Caller = Callable[[Call], "Future[Reply]"]
 """A way to call a callee. It returns a future at once and never raises; only `call_inline` waits and may raise."""
 Ask = Callable[[Call], Coroutine[Any, Any, Reply]]
-
-
-def call_inline(ask: Callable[[Call], Reply], call: Call) -> Future[Reply]:
-    """Call at once, in this thread and without a time limit; an exception that `ask` raises ends the run."""
-    start_s = time.perf_counter()
-    reply = ask(call)
-    if reply.whole:
-        reply = joined([ask(row) for row in _single_rows(call)])
-    done: Future[Reply] = Future()
-    done.set_result(replace(reply, spans=[(start_s, time.perf_counter())]))
-    return done
 
 
 class Pool:
@@ -98,33 +98,6 @@ def worker_count() -> int:
     return min(8, max(2, own_cores()))
 
 
-def busy_seconds(replies: Iterable[Reply]) -> float:
-    """Return the seconds during which at least one call was running; calls that overlap are not counted twice."""
-    total, until = 0.0, float("-inf")
-    for start_s, end_s in sorted(span for reply in replies for span in reply.spans):
-        total += max(0.0, end_s - max(start_s, until))
-        until = max(until, end_s)
-    return total
-
-
-def joined(replies: Sequence[Reply]) -> Reply:
-    """Join the replies to successive rows. In `extra`, rows have None under names that their reply does not use."""
-    extra = {
-        name: [value for reply in replies for value in reply.extra.get(name, [None] * len(reply.values))]
-        for name in {name: None for reply in replies for name in reply.extra}
-    }
-    return Reply(
-        [value for reply in replies for value in reply.values],
-        [failure for reply in replies for failure in reply.failures],
-        extra,
-        spans=[span for reply in replies for span in reply.spans],
-    )
-
-
-def _single_rows(call: Call) -> list[Call]:
-    return [call.rows([row]) for row in range(len(call.expected))]
-
-
 async def _replied(ask: Ask, splits: bool, call: Call) -> Reply:
     """Return the reply to a call. If `splits` is true, a call that fails as a whole is repeated row by row."""
 
@@ -138,7 +111,7 @@ async def _replied(ask: Ask, splits: bool, call: Call) -> Reply:
 
     reply = await timed(call)
     if reply.whole and splits:
-        parts = joined(await asyncio.gather(*map(timed, _single_rows(call))))
+        parts = joined(await asyncio.gather(*map(timed, single_rows(call))))
         reply = replace(parts, spans=reply.spans + parts.spans)
     return reply
 

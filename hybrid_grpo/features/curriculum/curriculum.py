@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybrid_grpo.config import BatchPlan, TrainConfig
 from hybrid_grpo.data.batch import Numbers, Prompt
-from hybrid_grpo.data.training_prompts import ListLoader, StepLoader, TrainingPrompts
+from hybrid_grpo.data.loader import ListLoader, StepLoader, TrainingPrompts
 from hybrid_grpo.distributed.ranks import all_reduce, rank
 from hybrid_grpo.features.curriculum.settings import CurriculumConfig
 
@@ -53,6 +53,7 @@ class Curriculum(ListLoader):
     ) -> None:
         super().__init__(prompts, config, plan, rank)
         self._config = config.of(CurriculumConfig)
+        self._follows = self._config.follows
         self._device = device
         self._class_N = length_classes(prompts)
         self._count_N2 = np.zeros((len(prompts), 2), dtype=np.int64)
@@ -106,7 +107,7 @@ class Curriculum(ListLoader):
             "curriculum/success_rate": (float(self.rates().mean()), 1),
             "curriculum/tried_frac": (float((self._count_N2[:, 0] > 0).mean()), 1),
         }
-        if self._config.follows:
+        if self._follows:
             numbers["curriculum/skipped_frac"] = (float(self._skipped().mean()), 1)
         return numbers
 
@@ -162,7 +163,7 @@ class Curriculum(ListLoader):
         return np.asarray(outside_N & (tries_N >= MIN_TRIES))
 
     def _take(self, count: int) -> list[tuple[int, int]]:
-        if not self._config.follows:
+        if not self._follows:
             drawn = super()._take(count)
         elif self._mixture is None:
             drawn = self._weighted(np.arange(len(self._prompts)), count, self._position)

@@ -18,9 +18,9 @@ from hybrid_grpo.config.errors import UserError, did_you_mean, refuse
 from hybrid_grpo.data.batch import Numbers, RewardStep, Rollout
 from hybrid_grpo.data.completion import Message, Prompt
 from hybrid_grpo.data.episodes import Episode, Observation, Opening
-from hybrid_grpo.distributed.workers.calls import Call, Failure, Interface, Reply
+from hybrid_grpo.distributed.workers.calls import Call, Failure, Interface, Reply, call_inline
 from hybrid_grpo.distributed.workers.leases import Lease
-from hybrid_grpo.distributed.workers.pool import Pool, call_inline
+from hybrid_grpo.distributed.workers.pool import Pool
 from hybrid_grpo.rewards.functions import RewardValue
 from hybrid_grpo.rewards.loader import Reward
 from hybrid_grpo.rewards.scorer import EPISODES

@@ -18,8 +18,7 @@ from reward_helpers import command_lines, completion, inline, isolated, rows, st
 
 from hybrid_grpo.config import RewardConfig, ScoringConfig
 from hybrid_grpo.data.batch import Scores
-from hybrid_grpo.distributed.workers.calls import Call, Reply
-from hybrid_grpo.distributed.workers.pool import busy_seconds
+from hybrid_grpo.distributed.workers.calls import Call, Reply, busy_seconds
 from hybrid_grpo.rewards.functions import bind
 from hybrid_grpo.rewards.scorer import Rewards
 

@@ -9,9 +9,9 @@ from tiny_models import ARCHITECTURES, MORE_ATTENTION, STATES, VOCABULARY, build
 from torch import nn
 
 from hybrid_grpo.generation import GREEDY, Request, Sampling, decoder, generate
-from hybrid_grpo.generation.cache import Geometry, PagedCache, cached_forward
+from hybrid_grpo.generation.cache import Geometry, PagedCache, Rows, cached_forward
 from hybrid_grpo.generation.fused_step import fused_step
-from hybrid_grpo.generation.paged_attention import DecodeStep, Prefill, Rows, masked_attention
+from hybrid_grpo.generation.paged_attention import DecodeStep, Prefill, masked_attention
 from hybrid_grpo.generation.sampler import Sampler
 from hybrid_grpo.model.attention import ATTENTION, Options
 from hybrid_grpo.model.kernels import build as kernels

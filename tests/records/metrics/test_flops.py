@@ -10,7 +10,7 @@ import torch
 from hybrid_grpo.data.batch import Completion, Prompt, Rollout
 from hybrid_grpo.distributed.hardware import peak_flops
 from hybrid_grpo.model.flops import Cost
-from hybrid_grpo.records.metrics import flops
+from hybrid_grpo.records.metrics import measurements
 from hybrid_grpo.records.metrics.meter import Meter
 
 COST = Cost(body=1000.0, body_trained=1000.0, head=300.0, head_trained=300.0, width=8, layers={math.inf: 2})
@@ -49,7 +49,7 @@ def test_a_step_costs_what_its_tokens_cost_one_after_the_other():
     answered = replace(plain, token_ids=[1] * 2, given=((1, [7] * 4),))
     rows = [plain, answered, plain, guest, replace(guest, learned=True), replace(plain, learned=False), guest, guest]
     rollout = Rollout([Prompt(n, "?", [1] * (5 + 4 * n), {}) for n in range(4)], rows, 2)
-    for counted, expected in zip(flops.group_flops(rollout, COST), by_token(rollout), strict=True):
+    for counted, expected in zip(measurements.group_flops(rollout, COST), by_token(rollout), strict=True):
         assert counted == pytest.approx(expected)
 
 
@@ -59,8 +59,8 @@ def measured(monkeypatch, dtype: str, times: dict[str, float], peak: float | Non
         meter.add(name, value)
     config = SimpleNamespace(dtype=dtype)
     policy = SimpleNamespace(cost=COST, config=config, engine=SimpleNamespace(device=torch.device("cpu")))
-    monkeypatch.setattr(flops, "_peak", lambda device: peak)
-    numbers = flops.measure_flops(rollout_of(Completion([1] * 3, [], "stop")), 2, policy, meter)
+    monkeypatch.setattr(measurements, "_peak", lambda device: peak)
+    numbers = measurements.measure_flops(rollout_of(Completion([1] * 3, [], "stop")), 2, policy, meter)
     return {name: value for name, (value, _) in numbers.items()}
 
 
